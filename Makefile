@@ -2,12 +2,12 @@
 #   make test [TORCH=2.13.0] [ARGS="-k placement"]     every fast test, and a real case of each promise; pytest's closing line last
 #   make test-all [TORCH=2.13.0] [ARGS="-k placement"] all tests, those that are marked `long` as well: hours
 #   make drill [ARGS="--scenario replace"]             several nodes on this machine, broken on purpose
-#   make fuzz [SECONDS=60]                             hostile bytes for all that reads bytes of others
+#   make fuzz [SECONDS=60]                             hostile bytes for everything that reads bytes from outside
 #   make torture [SEEDS=200] [REAL_SEEDS=20] [FIRST=0] random schedules of faults: simulated, then with real processes
-#   make bench [ARGS="--quick"]                        saves and loads, ours beside stock torch's and others': tables, JSON, plots
+#   make bench [ARGS="--quick"]                        saves and loads, compared with stock torch's and others': tables, JSON, plots
 #   make bench-peers                                   installs the others that `make bench` compares with, without what they need
-#   make bench-bucket [ARGS="--quick"]                 our clients of a bucket beside s3fs, on a real S3 server (root)
-#   make bench-planning [ARGS="--ranks 64,1024"]       the coordinator's work for many ranks and items, beside stock torch's
+#   make bench-bucket [ARGS="--quick"]                 our clients of a bucket compared with s3fs, on a real S3 server (root)
+#   make bench-planning [ARGS="--ranks 64,1024"]       the coordinator's work for many ranks and items, compared with stock torch's
 #   make frameworks                                  installs Lightning, Transformers, Ray, ... and runs their examples
 #   make megatron                                    installs Megatron-Bridge for CPUs, and runs our manager in it
 #   make referee [TORCH_TESTS=~/pytorch]               torch's own checkpoint tests, with stock storage and with ours
@@ -85,7 +85,7 @@ frameworks: $(STAMP)
 compat:
 	@$(PYTHON) tools/compat.py $(ARGS)
 
-# In an environment of its own: what looks for weaknesses is none of what is looked at.
+# In an environment of its own: the tool that looks for weaknesses is not among the packages that it looks at.
 audit:
 	@test -x .venv-audit/bin/pip-audit || { $(PYTHON) -m venv .venv-audit && .venv-audit/bin/pip install --quiet pip-audit; }
 	@.venv-audit/bin/python tools/audit.py $(ARGS)

@@ -1,4 +1,4 @@
-"""Saves and loads, ours beside stock torch and others, in one run: tables, JSON, plots.
+"""Saves and loads, ours compared with stock torch and others, in one run: tables, JSON, plots.
 
 python -m benchmarks [--quick] [--suite save,load,...] [--medium tmpfs] [--json FILE]
 python -m benchmarks --write-readme FILE

@@ -1,4 +1,4 @@
-"""Speed and cost of our clients of a bucket beside s3fs and obstore, in one run against one real S3 server.
+"""Speed and cost of our clients of a bucket, compared with s3fs and obstore, in one run against one real S3 server.
 
     python -m benchmarks.bucket [--quick] [--mib 512] [--rounds 5] [--json FILE] [--server moto]
     python -m benchmarks.bucket --agent-memory [--mib 2048]

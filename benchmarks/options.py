@@ -29,7 +29,7 @@ class Options:
 def parsed(arguments: list[str] | None = None) -> Options:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
-        description="Saves and loads, ours beside stock torch and others; benchmarks/README.md",
+        description="Saves and loads, ours compared with stock torch and others; benchmarks/README.md",
     )
     parser.add_argument("--suite", help=f"some of {','.join(SUITES)}, as in --suite {_PARALLEL_EXAMPLE} (default: all)")
     parser.add_argument("--medium", choices=MEDIA, help="only on this one (default: both; tmpfs with --quick)")

@@ -1,4 +1,4 @@
-"""The coordinator's work for many ranks and items, simulated with synthetic plans: ours beside stock torch's.
+"""The coordinator's work for many ranks and items, simulated with synthetic plans: ours compared with stock torch's.
 
     python -m benchmarks.planning [--ranks 64,256,1024] [--items 10000,100000] [--nodes 1000] [--quick] [--json FILE]
 

@@ -82,9 +82,9 @@ def parse_ports(text: str) -> range:
 
 @dataclass(frozen=True, kw_only=True)
 class Retention:
-    """Which checkpoints of a run a tier keeps: the newest `keep_last`, and every `keep_every`-th by sequence besides.
+    """Which checkpoints of a run a tier keeps: the newest `keep_last`, and every `keep_every`-th by sequence as well.
 
-    The sequence counts the saves of a run, restarts included. `keep_every` None: none besides. `keep_best`: a metric that
+    The sequence counts the saves of a run, restarts included. `keep_every` None: no others. `keep_best`: a metric that
     is saved with the checkpoints; the one with the smallest, or with `best_is="max"` the largest, stays, too. Of equals it
     is the newest; a checkpoint without that metric, or with NaN, is never the best.
 

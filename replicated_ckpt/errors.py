@@ -65,7 +65,7 @@ class ManagerClosed(ReplicatedCkptError):
 class ManifestInvalid(ReplicatedCkptError):
     """A manifest does not parse, fails its checksum or contradicts itself; it is not believed."""
 
-    default_hint = "Another node's copy is used if there is one; `replicated-ckpt ls` shows what each node holds."
+    default_hint = "Another node's copy is used if there is one; `replicated-ckpt repair --root ROOT` restores this."
 
 
 class ManifestVersionUnknown(ManifestInvalid):
@@ -92,7 +92,7 @@ class CheckpointNotFound(ReplicatedCkptError):
 class CheckpointNotCommitted(CheckpointNotFound):
     """Only an unfinished save of this id exists; by promise 2 it does not count as a checkpoint."""
 
-    default_hint = "Load the previous checkpoint; the unfinished one is removed by the next save."
+    default_hint = 'Load the one before it, or "latest"; the next save or load completes or removes this one.'
 
 
 class CheckpointAmbiguous(ReplicatedCkptError):
@@ -135,7 +135,7 @@ class ShardLost(ReplicatedCkptError):
         shards = ", ".join(f"{shard} (owner {owner})" for shard, owner in sorted(owner_by_shard.items()))
         where = "; ".join(searched) or "nowhere: no store could be reached"
         absent = [place.partition(": not reached")[0] for place in searched if ": not reached" in place]
-        step = "All that was asked has none: bring back a node that is not named above, if one had a copy"
+        step = "No store that was searched has it: bring back a node that is not named above, if one held a copy"
         if "PermissionError" in where:
             step = "Let the user who loads read what is named above (`ls -l` shows whose it is), and load again"
         elif absent or not searched:
@@ -154,7 +154,7 @@ class ShardLost(ReplicatedCkptError):
 class SaveAborted(ReplicatedCkptError):
     """This save was given up or overtaken by another attempt; the previous checkpoint of this id still loads."""
 
-    default_hint = "Look at the first failing rank's error; then save again."
+    default_hint = "Look at the first failing rank's error; if none failed, look for a second job on this root."
 
 
 class SaveSuperseded(SaveAborted):
@@ -181,7 +181,7 @@ class LineagesMet(ReplicatedCkptError):
 class MeetingFailed(ReplicatedCkptError):
     """Ranks of one save or load did not find each other over the c10d store in time."""
 
-    default_hint = "All ranks of the group must call save or load; for a load on one rank alone pass no_dist=True."
+    default_hint = "Read those ranks' logs: all must call it. To load on one rank alone pass no_dist=True."
 
 
 class RankFailed(ReplicatedCkptError):
@@ -247,7 +247,7 @@ class ObjectUnsafe(ReplicatedCkptError):
 class PeerProtocolError(ReplicatedCkptError):
     """A peer's agent answered something that the protocol does not allow."""
 
-    default_hint = "Check that all nodes run the same version of replicated_ckpt."
+    default_hint = "Run one version on all nodes (`replicated-ckpt --version`); that agent's log says more."
 
 
 class AgentUnavailable(ReplicatedCkptError):
@@ -259,7 +259,7 @@ class AgentUnavailable(ReplicatedCkptError):
 class StoreError(ReplicatedCkptError):
     """An operation on one store failed; `store`, `op` and `key` say which."""
 
-    default_hint = "The other copies are still used; check the named store."
+    default_hint = "Check the named store. Loads use other copies; a failed save leaves the checkpoint before."
 
     def __init__(self, store: str, op: str, key: str, detail: str = "", hint: str | None = None) -> None:
         why = detail.rstrip(":. ") or type(self).__name__  # else a traceback, which names the class, would say it twice

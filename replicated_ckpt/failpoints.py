@@ -3,7 +3,7 @@
 Armed by the environment variable REPLICATED_CKPT_FAILPOINTS when the process starts: `name=action`, several separated by
 commas. Actions: `kill` (SIGKILL to this process), `stop` (SIGSTOP), `raise` (FailpointReached), `sleep:SECONDS`. With
 `action@N` the N-th time counts, not the first. An agent inherits the variable from the rank that starts it. While nothing
-is armed a failpoint costs one look at an empty dictionary.
+is armed a failpoint costs one look at an empty dictionary. The steps are those of docs/design.md, "A save".
 """
 
 import contextlib
@@ -67,7 +67,7 @@ POINTS: Mapping[str, str] = {
 
 
 class FailpointReached(RuntimeError):
-    """Raised by the action `raise`: stands for a defect, so it is none of our typed errors."""
+    """Raised by the action `raise`: stands for a defect, so it is not one of our typed errors."""
 
 
 Action = Callable[[str], None]

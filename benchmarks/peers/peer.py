@@ -1,4 +1,4 @@
-"""Who is compared with us beside stock torch: what they are called, what they promise, and whether they are here."""
+"""Who is compared with us, other than stock torch: what they are called, what they promise, and whether they are here."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ class Peer:
     """`way` is its adapter's name; `copies` on nodes' disks or in their memory, which ours is given as many of.
 
     `recovers`: a node can be lost between its save and its load. `promise` is what a save by it has done when it
-    returns, which is less than ours in each case. `acks` are the levels at which ours saves beside it.
+    returns, which is less than ours in each case. `acks` are the levels at which ours saves in the comparison.
     """
 
     way: str

@@ -12,7 +12,7 @@ def plots(results: Results) -> Mapping[str, str]:
     for suite, kind, what in (
         ("save", "save", "Save"),
         ("load", "load", "Load"),
-        ("peers", "save", "Save beside others"),
+        ("peers", "save", "Save compared with others"),
     ):
         if groups := _against_base(results, suite, kind):
             name = suite if suite == kind else f"{suite}-{kind}"

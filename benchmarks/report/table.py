@@ -14,7 +14,7 @@ TITLES = {
     "growth": "How cost grows",
     "emulated": "Nodes with links and disks of a set speed",
     "bucket": "Buckets",
-    "peers": "Beside others",
+    "peers": "Others",
     "stall": "Training that saves",
 }
 WORKS = {

@@ -48,7 +48,7 @@ def _by_items(options: Options) -> list[Row]:
 
 
 def _by_copies(options: Options) -> list[Row]:
-    """Stock's one copy stands beside every number of copies."""
+    """Stock's one copy is compared with every number of copies."""
     cases = [stock_case(), *(our_case(copies) for copies in COPIES)]
     taken = _point("copies", 0, options, (COPIES[-1], 1), "fsdp2", options.size_bytes // 4, cases)
     by_name = {our_case(copies)["name"]: copies for copies in COPIES}

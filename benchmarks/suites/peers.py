@@ -1,4 +1,4 @@
-"""The suite of peers: each beside stock torch and ours with as many copies, on the same state in the same world."""
+"""The suite of peers: each compared with stock torch, and ours with as many copies, on the same state in the same world."""
 
 import sys
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ def peers_suite(options: Options) -> list[Row]:
             rows.append(_without(peer, f"{peer.distribution} is not installed"))
             continue
         try:
-            rows += _beside(options, peer, options.seconds * SHARE / len(PEERS))
+            rows += _compare(options, peer, options.seconds * SHARE / len(PEERS))
         except AssertionError as exc:  # a rank failed: a peer that does not work here must not end the benchmark
             print(f"{peer.way}: {str(exc)[-2000:]}", file=sys.stderr)
             rows.append(_without(peer, f"{peer.distribution} {peer.version} failed here"))
@@ -35,7 +35,7 @@ def _without(peer: Peer, why: str) -> Row:
     return Row("peers", f"{peer.way}: {peer.promise}", "save", peer.way, STOCK, 0, note=why)
 
 
-def _beside(options: Options, peer: Peer, seconds: float) -> list[Row]:
+def _compare(options: Options, peer: Peer, seconds: float) -> list[Row]:
     setup, size_bytes = Setup("tmpfs", 2, 2), min(options.size_bytes, _SIZE_BYTES_MAX)
     ours = [our_case(peer.copies, ack) for ack in peer.acks]
     losing = [{**case, "way": "ours that lose a node"} for case in ours] if peer.recovers else ours

@@ -92,7 +92,7 @@ class Agent:
         identity = next_identity(directory)
         self._certificate = open_certificate(self.config, directory)
         server = self._listening(identity)
-        self._endpoint = self._open_endpoint(server, identity)  # before anybody is answered
+        self._endpoint = self._open_endpoint(server, identity)  # before the first request is answered
         self._greeter = Greeter(self._service.peers, self._endpoint)
         hear((signal.SIGTERM, signal.SIGINT), self._on_signal)
         thread = threading.Thread(target=server.serve_forever, args=(0.2,), name="rckpt-accept", daemon=True)
@@ -197,7 +197,7 @@ class Agent:
                 if self._hurry.wait(_LEAVE_POLL_S):
                     break
             Draining(self._service, self._hurry).run(self.config.drain_s, told_at)
-        except (ReplicatedCkptError, OSError) as exc:  # of the own disk: what is left the next start settles
+        except (ReplicatedCkptError, OSError) as exc:  # of the node's own disk: what is left the next start settles
             log.error("leaves without knowing what is undone: %s", exc)  # noqa: TRY400 - it explains itself
 
     def _listening(self, identity: Identity) -> AgentServer:

@@ -1,4 +1,7 @@
-"""Signals, heard by a thread: a handler of Python's runs in the middle of what the main thread does, locks held."""
+"""SIGTERM and SIGINT as an agent takes them: in a thread.
+
+A handler of Python's runs in the middle of what the main thread does, with its locks held.
+"""
 
 import signal
 import socket
@@ -11,7 +14,7 @@ def hear(numbers: Sequence[int], call: Callable[[int], None]) -> None:
     """Has `call(number)` run for each such signal from now on, one after the other, in a thread of its own.
 
     So it may take any lock. As a handler it would wait for ever for one that the main thread holds, which that of an
-    `Event` is for a moment whenever somebody waits for it with a time-out. Once in a process, from its main thread.
+    `Event` is for a moment whenever a thread waits for it with a time-out. Once in a process, from its main thread.
 
     Raises:
         StoreUnavailable: the system gives no thread; signals mean what they meant before.

@@ -15,7 +15,7 @@ from replicated_ckpt.drill.object_store import has_moto, object_store
 from replicated_ckpt.drill.plan import WIDTH_BY_MODEL_SIZE, DrillOptions, DrillPlan, Scenario, plan_drill
 from replicated_ckpt.drill.table import as_json, render
 
-HELP = "kill nodes with their disks on this machine, resume from what survived, and check every tensor"
+HELP = "Kill simulated nodes with their disks on this machine, resume from what survived, and check every tensor."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

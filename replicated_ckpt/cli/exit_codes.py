@@ -32,7 +32,7 @@ MEANING = {
     ExitCode.USAGE: "the command's arguments are wrong",
     ExitCode.NOT_FOUND: "no such checkpoint",
     ExitCode.SHARD_LOST: "no intact copy of a shard is left",
-    ExitCode.UNREACHABLE: "an agent or a store could not be reached, or denied it",
+    ExitCode.UNREACHABLE: "an agent or a store could not be reached, or refused access",
     ExitCode.INTERNAL: "a defect of replicated-ckpt: please report it",
     ExitCode.INTERRUPTED: "interrupted from the keyboard",
 }

@@ -11,22 +11,25 @@ from replicated_ckpt.errors import ReplicatedCkptError
 from replicated_ckpt.version import __version__
 
 VERBS = {
-    "agent": "nodes.agent",
-    "drill": "drill",
     "ls": "checkpoints.ls",
     "show": "checkpoints.show",
     "status": "nodes.status",
-    "upload": "checkpoints.upload",
     "verify": "checkpoints.verify",
     "repair": "checkpoints.repair",
-    "rm": "removal.rm",
-    "prune": "removal.prune",
-    "forget": "nodes.forget",
-    "drain": "nodes.drain",
+    "upload": "checkpoints.upload",
     "export": "convert.export",
     "import": "convert.import_",
+    "rm": "removal.rm",
+    "prune": "removal.prune",
+    "drain": "nodes.drain",
+    "forget": "nodes.forget",
+    "agent": "nodes.agent",
+    "drill": "drill",
 }
-"""The module of each."""
+"""The module of each, in the order of `--help`: what looks first, what removes later."""
+_BEGIN = (
+    "Begin with `replicated-ckpt ls --root ROOT`, on a node. `replicated-ckpt VERB --help` has the options of a verb."
+)
 
 
 def parser(wanted: Iterable[str] = tuple(VERBS)) -> argparse.ArgumentParser:
@@ -35,7 +38,7 @@ def parser(wanted: Iterable[str] = tuple(VERBS)) -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="replicated-ckpt",
         description="Replicated, fault-tolerant checkpoints for PyTorch Distributed Checkpoint.",
-        epilog=f"exit codes:\n{codes}",
+        epilog=f"{_BEGIN}\n\nexit codes:\n{codes}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     top.add_argument("--version", action="version", version=f"replicated-ckpt {__version__}")

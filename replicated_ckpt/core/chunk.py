@@ -1,4 +1,4 @@
-"""Boxes: rectangular parts of a tensor, and how they are cut into runs that lie in one piece in memory or in a file."""
+"""Chunks: rectangular parts of a tensor, and how they are cut into runs that lie in one piece in memory or in a file."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -44,7 +44,7 @@ class Chunk:
         return position
 
     def runs(self, outer: "Chunk", elements_max: int) -> Iterator["Chunk"]:
-        """Cuts this part of `outer` into boxes in row-major order.
+        """Cuts this part of `outer` into chunks in row-major order.
 
         Each lies in one piece where `outer` is laid out row by row, and has `elements_max` elements at most.
         """

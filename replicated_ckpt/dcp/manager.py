@@ -21,10 +21,10 @@ from replicated_ckpt.dcp.named_checkpoints import NamedCheckpoints
 from replicated_ckpt.dcp.preemption import Preemption
 from replicated_ckpt.dcp.save.bucket import WAIT_TIMEOUT_S
 from replicated_ckpt.dcp.save.report import SaveReport
+from replicated_ckpt.dcp.save_callback import SaveCallback
 from replicated_ckpt.dcp.step_ids import find_step, id_of, step_of
 from replicated_ckpt.dcp.step_notes import StepNotes, notes_of
 from replicated_ckpt.dcp.tiered_checkpoints import TieredCheckpoints
-from replicated_ckpt.dcp.told_saves import ToldSaves
 from replicated_ckpt.errors import CheckpointNotFound, ConfigInvalid, ManagerClosed, ReplicatedCkptError
 
 _SPILL_EVERY = 10
@@ -53,8 +53,8 @@ class CheckpointManager:
         ack: as of ReplicatedWriter, when `save` returns, or `wait` after `async_save`. With "staged" the next `async_save`
             need not wait for the copies; `wait` and what reads do.
         domain: failure domain of this node (rack, switch, zone); copies go to other domains where possible.
-        object_store: a bucket for the checkpoints besides, and `storage_options` to get there.
-        object_every: only every so many-th checkpoint goes there; with a memory tier, of those that go to the disk.
+        object_store: a bucket where the checkpoints go as well, and `storage_options` to reach it.
+        object_every: only every n-th checkpoint goes there; with a memory tier, of those that go to the disk.
         memory: a second store in memory, to which every checkpoint goes, with its copies: True, in /dev/shm, or a directory
             in a tmpfs. It keeps two. Each node there needs room for three, own shards and copies, or saves are refused.
         spill_every: with a memory tier every so many-th save goes to the disk at `root`, too, and each after a signal.
@@ -96,7 +96,7 @@ class CheckpointManager:
         where: dict[str, Any] = {"object_store": object_store, "storage_options": storage_options}
         how: dict[str, Any] = {"overwrite": True, "retention": retention, "object_every": object_every}
         how |= {"on_save": on_save, "copies": copies, "ack": ack, "domain": domain, **(writer_options or {})}
-        how["on_save"] = self._told = ToldSaves(how["on_save"])
+        how["on_save"] = self._save_callback = SaveCallback(how["on_save"])
         load: dict[str, Any] = {"trust_pickles": trust_pickles, "expect_partial": expect_partial, "on_load": on_load}
         self._checkpoints: NamedCheckpoints | TieredCheckpoints
         if memory is None or memory is False:
@@ -210,7 +210,7 @@ class CheckpointManager:
         self._check_open(call)
         checkpoint_id, notes = id_of(step), encode_notes(metrics, metadata)
         self._settle()
-        self._told.begin()
+        self._save_callback.begin()
         return checkpoint_id, notes
 
     def keep_best(self, metric: str, *, best_is: BestIs = "min") -> None:
@@ -276,7 +276,7 @@ class CheckpointManager:
             ShardLost: there are checkpoints, and none is whole. StoreUnavailable: nothing was found, but not all answered.
         """
         self._check_open("all_steps")
-        return tuple(sorted(self._listed()))
+        return tuple(sorted(self._list_steps()))
 
     def notes(self, step: int) -> StepNotes:
         """What was kept with a step that can be restored: when it was saved, `metrics` and `metadata`.
@@ -286,7 +286,7 @@ class CheckpointManager:
         """
         self._check_open("notes")
         id_of(step)
-        found = self._listed().get(step)
+        found = self._list_steps().get(step)
         if found is None:
             raise CheckpointNotFound(
                 f"There is no step {step} that could be restored.", "all_steps() lists those there are."
@@ -301,7 +301,7 @@ class CheckpointManager:
         """
         self._check_open("best_step")
         policy = Retention(keep_last=1, keep_best=metric, best_is=best_is)
-        saves = [notes_of(step, listed) for step, listed in self._listed().items()]
+        saves = [notes_of(step, listed) for step, listed in self._list_steps().items()]
         ranked = [Candidate(id_of(notes.step), "", notes.step, metrics=notes.metrics) for notes in saves]
         best = find_best(ranked, policy)
         return None if best is None else find_step(best.checkpoint_id)
@@ -321,7 +321,7 @@ class CheckpointManager:
         self._await_end()
         return self._checkpoints.delete(checkpoint_id)
 
-    def _listed(self) -> dict[int, Listed]:
+    def _list_steps(self) -> dict[int, Listed]:
         """The manager's whole checkpoints of this run, newest first, by step: what rank 0 sees, once all have met."""
         self._await_end()
         whole = {find_step(each.checkpoint_id): each for each in reversed(self._checkpoints.list_whole())}
@@ -348,7 +348,7 @@ class CheckpointManager:
             CheckpointException, ReplicatedCkptError: the asynchronous save failed. ConfigInvalid: process groups were
                 destroyed while it was under way, and it is lost.
         """
-        self._told.check_not_inside("close")
+        self._save_callback.check_not_inside("close")
         was_closed, self._is_closed = self._is_closed, True
         self._preemption.close()
         with contextlib.closing(self._checkpoints):
@@ -359,7 +359,7 @@ class CheckpointManager:
     def _check_open(self, call: str) -> None:
         if self._is_closed:
             raise ManagerClosed(f"CheckpointManager.{call} was called after close().")
-        self._told.check_not_inside(call)
+        self._save_callback.check_not_inside(call)
 
     def _settle(self) -> None:
         if self._in_flight is None:

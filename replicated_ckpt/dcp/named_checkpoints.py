@@ -33,7 +33,7 @@ class NamedCheckpoints:
     Args:
         root: this node's store.
         options: what ReplicatedWriter takes; of them, the bucket is the reader's, too.
-        reader_options: what ReplicatedReader takes besides.
+        reader_options: other arguments of ReplicatedReader.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The names of a CheckpointManager's checkpoints: `step-<step>`, and none besides."""
+"""The names of a CheckpointManager's checkpoints: `step-<step>`, and no others."""
 
 import re
 

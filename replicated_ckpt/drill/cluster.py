@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from replicated_ckpt.drill import marked
+from replicated_ckpt.drill import processes
 from replicated_ckpt.drill.errors import DrillError, JobFailed, WaitTimedOut
 from replicated_ckpt.drill.evidence import Evidence, JobSpec, count_reports
 from replicated_ckpt.errors import HINT_MARK
@@ -68,7 +68,7 @@ class Job:
                 raise JobFailed(f"Job {self.name} ended too early.\n{self._write('error') or self._log_tails(ended)}")
             if time.monotonic() > deadline:
                 raise WaitTimedOut(f"Job {self.name}: waited {limit_s:.0f} s for {what}.\n{self._stacks()}")
-            time.sleep(marked.POLL_S)
+            time.sleep(processes.POLL_S)
 
     def _stacks(self) -> str:
         """Make every rank and torchrun dump its stacks (they listen to SIGUSR1), and read them."""
@@ -136,7 +136,7 @@ class Cluster:
         Raises: DrillError if something of one cannot be killed.
         """
         for store in stores:
-            if not marked.kill(self._mark_of(store), KILL_LIMIT_S):
+            if not processes.kill(self._mark_of(store), KILL_LIMIT_S):
                 raise DrillError(f"Processes of {store.name} outlive SIGKILL.")
         for store in stores:
             shutil.rmtree(store)
@@ -146,13 +146,13 @@ class Cluster:
 
         Returns: whether none had to be killed.
         """
-        stopped = marked.stop(f"{self._mark}:", AGENT_STOP_LIMIT_S)
+        stopped = processes.stop(f"{self._mark}:", AGENT_STOP_LIMIT_S)
         self.end()
         return stopped
 
     def end(self) -> None:
         """Kill every process that was ever started here and is still alive. Idempotent."""
-        marked.kill(f"{self._mark}:", KILL_LIMIT_S)
+        processes.kill(f"{self._mark}:", KILL_LIMIT_S)
         for node in self._started:
             node.process.wait(KILL_LIMIT_S)
         self._started.clear()
@@ -165,7 +165,7 @@ class Cluster:
         log.parent.mkdir(parents=True, exist_ok=True)
         path = os.pathsep.join(filter(None, (str(PACKAGE_PARENT), os.environ.get("PYTHONPATH"))))
         environment = os.environ | {
-            marked.MARK_VARIABLE: self._mark_of(store),
+            processes.MARK_VARIABLE: self._mark_of(store),
             "PYTHONPATH": path,
             "OMP_NUM_THREADS": "1",  # the same bits on every run
             "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # the same, on GPUs

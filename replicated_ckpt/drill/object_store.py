@@ -14,7 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from replicated_ckpt.drill import marked
+from replicated_ckpt.drill import processes
 from replicated_ckpt.drill.cluster import PACKAGE_PARENT
 from replicated_ckpt.drill.errors import MotoFailed
 from replicated_ckpt.drill.plan import MOTO
@@ -91,7 +91,7 @@ def _moto(workdir: Path) -> Iterator[str]:
             stderr=output,
             text=True,
             # Not the nodes' mark: it outlives them.
-            env=os.environ | {"PYTHONPATH": path, marked.MARK_VARIABLE: f"moto:{workdir}"},
+            env=os.environ | {"PYTHONPATH": path, processes.MARK_VARIABLE: f"moto:{workdir}"},
             start_new_session=True,
         )
     with process:

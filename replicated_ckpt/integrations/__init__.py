@@ -1,1 +1,1 @@
-"""Classes at the seams of training frameworks. Each module needs its framework; nothing else imports one."""
+"""Classes that plug into training frameworks. Each module needs its framework; nothing else imports one."""

@@ -94,7 +94,7 @@ class ReplicatedAccelerator(Accelerator):
 
     Args:
         replicated_root: this node's store, a directory on a node-local disk.
-        writer_options: what ReplicatedWriter takes besides: copies, ack, object_store, ...
+        writer_options: other arguments of ReplicatedWriter: copies, ack, object_store, ...
         trust_pickles: what is registered may have a state of any class.
         args, kwargs: as of Accelerator.
     """

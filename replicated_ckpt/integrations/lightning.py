@@ -91,7 +91,7 @@ class ReplicatedStrategy:
 
     Args:
         root: this node's store, a directory on a node-local disk.
-        writer_options: what ReplicatedWriter takes besides: copies, ack, object_store, ...
+        writer_options: other arguments of ReplicatedWriter: copies, ack, object_store, ...
         trust_pickles: what callbacks, hyperparameters and data modules saved may name any class.
         args, kwargs: as of Lightning's strategy.
     """

@@ -61,7 +61,7 @@ class ReplicatedCheckpointManager(DefaultCheckpointManager):
     """
 
     writer_options: ClassVar[Mapping[str, Any]] = {}
-    """What ReplicatedWriter takes besides: copies, ack, ... Set it before Bridge's setup."""
+    """Other arguments of ReplicatedWriter: copies, ack, ... Set it before Bridge's setup."""
 
     def __init__(self, checkpoint_config: CheckpointConfig) -> None:
         """Writes on this node what Bridge looks for there, if there is a checkpoint to load.

@@ -27,7 +27,7 @@ class ReplicatedCheckpointManager(CheckpointManager):
 
     Each rank saves to `root` on its own node's disk, under `step-<step>`, and to other nodes. Which checkpoint is loaded is
     agreed on by all ranks, whatever lies on their nodes: the newest whole one, or `load_step`. `keep_latest_k` removes
-    checkpoints on all nodes, in the agents. Each rank's random generators are saved besides, and set again where as many
+    checkpoints on all nodes, in the agents. Each rank's random generators are saved as well, and set again where as many
     ranks load. An `initial_load_path`, and what is in Hugging Face's format, are read and written by torchtitan itself.
     Both asynchronous modes are one: the state is copied once when the save begins.
 
@@ -51,7 +51,7 @@ class ReplicatedCheckpointManager(CheckpointManager):
         """What has happened when a save is done, as of ReplicatedWriter."""
 
         object_store: str | None = None
-        """A bucket for the checkpoints besides: "s3://bucket/prefix"."""
+        """A bucket where the checkpoints go as well: "s3://bucket/prefix"."""
 
         object_every: int = 1
         """Only every so many-th checkpoint goes there."""

@@ -63,7 +63,7 @@ class ReplicatedTrainerMixin:
 
     Args:
         replicated_root: this node's store, a directory on a node-local disk. None: `replicated` in `args.output_dir`.
-        writer_options: what ReplicatedWriter takes besides: copies, ack, object_store, ...
+        writer_options: other arguments of ReplicatedWriter: copies, ack, object_store, ...
         trust_pickles: what a scheduler's state names may be any class.
     """
 

@@ -1,4 +1,4 @@
-"""The tee: one pass over a shard's bytes, to the own disk and to the peers at once, checksummed on the way.
+"""The tee: one pass over a shard's bytes, to the node's own disk and to the peers at once, checksummed on the way.
 
 Small writes are gathered in a few page-aligned buffers, large ones are referred to where they lie; a full piece of both
 is hashed once and handed to every sink's thread, and its buffer is reused when the last of them is done with it. So
@@ -237,16 +237,16 @@ class Tee:
         table = self._hasher.table()
         self.write(table.encode())
         self._dispatch()
-        return table, self._joined(table)
+        return table, self._join(table)
 
     def discard(self) -> None:
         """Gives the shard up at every sink. May be called after an error at any point; never raises."""
         if self._buffer is not None:
             self._buffers.free.put(self._buffer)
             self._buffer = None
-        self._joined(None)
+        self._join(None)
 
-    def _joined(self, last: BlockTable | None) -> tuple[Outcome, ...]:
+    def _join(self, last: BlockTable | None) -> tuple[Outcome, ...]:
         for thread in self._threads:
             thread.pieces.put(last)
         for thread in self._threads:

@@ -79,12 +79,12 @@ def copy_pace(
     if mib_per_s is not None:
         return Pace(mib_per_s * (1 << 20), stopping)
 
-    def left() -> float | None:
+    def allowed_bytes_per_s() -> float | None:
         if is_fetching():
             return FETCHING_BYTES_PER_S
         return BUSY_BYTES_PER_S if is_busy() else None
 
-    return YieldingPace(stopping, left)
+    return YieldingPace(stopping, allowed_bytes_per_s)
 
 
 def hand_over_pace(mib_per_s: float | None, stopping: threading.Event, copying: Pace) -> Pace | None:

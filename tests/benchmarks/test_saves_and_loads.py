@@ -30,7 +30,7 @@ SAVES = [
 CASES = {
     "save": set(SAVES),
     "load": {STOCK, ALL_LOCAL, STARTS_AGENTS, SHRUNK, REPLACED},
-    "repeat": {"stock, beside 2 copies", "ours, 2 copies"},
+    "repeat": {"stock, compared with 2 copies", "ours, 2 copies"},
     "stall": {case["name"] for case in STALL_CASES},
 }
 MACHINE = dict.fromkeys(("date", "cores", "cpu", "torch", "commit", "load_before"), "?")

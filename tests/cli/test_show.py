@@ -48,7 +48,7 @@ def test_what_is_not_there_is_said(tmp_path: Path) -> None:
     checkpointed(nodes, 1, {shard(0): (0,)}, copies=1)
     done = command("show", "step-9", "--root", nodes[0].root)
     assert (done.returncode, done.stdout) == (ExitCode.NOT_FOUND, "")
-    assert "replicated-ckpt ls --root ROOT" in done.stderr
+    assert f"`replicated-ckpt ls --root {nodes[0].root}` lists what there is" in done.stderr
     done = command("show", "latest", "--root", nodes[0].root)
     assert done.returncode == ExitCode.NOT_FOUND
     assert "the newest that was seen is 'step-1': name it." in done.stderr

@@ -1,4 +1,4 @@
-"""Boxes: cut into runs that lie in one piece, whatever the shape."""
+"""Chunks: cut into runs that lie in one piece, whatever the shape."""
 
 import math
 

@@ -141,7 +141,7 @@ def test_the_next_step_after_a_loss_is_of_what_did_not_answer() -> None:
     assert denied.hint.startswith("Let the user who loads read what is named above")
     absent = ShardLost("step-1", {"s": "node b"}, [asked, "node b at 10.0.0.2:1: not reached (no answer)"])
     assert absent.hint.startswith("Bring back node b at 10.0.0.2:1, with the store, and load again")
-    assert ShardLost("step-1", {"s": "node a"}, [asked]).hint.startswith("All that was asked has none")
+    assert ShardLost("step-1", {"s": "node a"}, [asked]).hint.startswith("No store that was searched has it")
     assert ShardLost("step-1", {"s": "node a"}, []).hint.startswith("Bring back the nodes of the checkpoint")
 
 

@@ -62,6 +62,13 @@ def test_a_root_without_a_store_is_said_to_be_that(tmp_path: Path) -> None:
     assert f"the root {tmp_path}/typo is not the one that was saved to" in raised.value.hint
 
 
+def test_an_id_that_is_not_there_is_looked_up_in_the_root_of_the_load(tmp_path: Path) -> None:
+    """The command of the hint can be copied: it has the root, not a word in its place."""
+    with pytest.raises(CheckpointNotFound) as raised:
+        dcp.load({}, checkpoint_id="stpe-1", storage_reader=ReplicatedReader(tmp_path / "my root"), no_dist=True)
+    assert f"`replicated-ckpt ls --root '{tmp_path}/my root'` lists them" in raised.value.hint
+
+
 def test_a_writer_and_a_reader_say_what_they_are(tmp_path: Path) -> None:
     """With their root, and where they differ from the default."""
     assert (

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from replicated_ckpt.drill import marked
+from replicated_ckpt.drill import processes
 from replicated_ckpt.drill.cluster import Cluster, Job
 from replicated_ckpt.drill.drill import drill_directory
 from replicated_ckpt.drill.errors import DatasetUnusable, DrillError, JobFailed, WaitTimedOut
@@ -55,11 +55,11 @@ def test_a_hang_ends_in_an_error_and_nothing_is_left(tmp_path: Path) -> None:
     try:
         with pytest.raises(WaitTimedOut, match="hang"):
             cluster.run_alone("hang", (sys.executable, "-c", DETACHED_SLEEPER), 2)
-        found = marked.find_processes(cluster._mark)
+        found = processes.find_processes(cluster._mark)
         assert found
     finally:
         cluster.end()
-    assert marked.find_processes(cluster._mark) == ()
+    assert processes.find_processes(cluster._mark) == ()
 
 
 def test_nodes_die_together_with_their_stores(tmp_path: Path) -> None:
@@ -72,8 +72,8 @@ def test_nodes_die_together_with_their_stores(tmp_path: Path) -> None:
     try:
         cluster.kill_nodes(stores[:2])
         assert [store.exists() for store in stores] == [False, False, True]
-        assert not any(marked.find_processes(cluster._mark_of(store)) for store in stores[:2])
-        assert marked.find_processes(cluster._mark_of(stores[2]))
+        assert not any(processes.find_processes(cluster._mark_of(store)) for store in stores[:2])
+        assert processes.find_processes(cluster._mark_of(stores[2]))
     finally:
         cluster.end()
 

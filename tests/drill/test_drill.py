@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from replicated_ckpt.cli.exit_codes import ExitCode
-from replicated_ckpt.drill import marked
+from replicated_ckpt.drill import processes
 from tests.marks import mark_long
 
 COMMAND = (sys.executable, "-c", "import sys; from replicated_ckpt.cli.main import main; sys.exit(main())", "drill")
@@ -22,7 +22,7 @@ def processes_in(workdir: Path) -> list[int]:
     """Processes that a drill started for this work directory."""
     needle = str(workdir).encode()
     found = []
-    for pid in marked.find_processes(""):
+    for pid in processes.find_processes(""):
         with contextlib.suppress(OSError):
             if needle in Path(f"/proc/{pid}/environ").read_bytes():
                 found.append(pid)

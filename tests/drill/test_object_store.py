@@ -8,7 +8,7 @@ from uuid import uuid4
 
 import pytest
 
-from replicated_ckpt.drill import marked, object_store
+from replicated_ckpt.drill import object_store, processes
 from replicated_ckpt.drill.errors import MotoFailed
 from replicated_ckpt.drill.plan import MOTO
 from replicated_ckpt.errors import ConfigInvalid, StoreError
@@ -27,7 +27,7 @@ with object_store("moto", Path(sys.argv[1]), keep=False, progress=print) as stor
 
 
 def motos(workdir: Path) -> tuple[int, ...]:
-    return marked.find_processes(f"moto:{workdir}")
+    return processes.find_processes(f"moto:{workdir}")
 
 
 def files_in(folder: Path) -> set[str]:

@@ -261,4 +261,4 @@ def test_a_checkpoint_is_uploaded_by_hand(
     code, said = command("verify", "--root", str(root), "--object-store", url)
     assert (code, "step-1/__0_0.distcp" in said) == (1, True), said
     code, said = command("upload", "step-7", "--root", str(root), "--to", url)
-    assert code == 3, said
+    assert (code, f"`replicated-ckpt show step-7 --root {root}`" in said) == (3, True), said

@@ -22,7 +22,7 @@ class HandOverRoutes:
     def answer(self, request: Request, save_id: str, verb: str) -> Answer:
         """Raises ReplicatedCkptError: it is refused, or the save has failed."""
         if verb == "written":
-            return self._written(request, save_id)
+            return self._wait_for_written(request, save_id)
         if verb == "finish":
             self._service.finish(self._outline(request, save_id))
             return json_answer(state="taken")
@@ -30,7 +30,7 @@ class HandOverRoutes:
             finished = self._service.finisher.end_of(save_id).result()
         return json_answer(**finished.to_json())
 
-    def _written(self, request: Request, save_id: str) -> Answer:
+    def _wait_for_written(self, request: Request, save_id: str) -> Answer:
         fields = request.document()
         if not self._service.store.intent_of(save_id).admits(str(fields.get("ticket", ""))):
             request.require(Right.JOB)

@@ -66,7 +66,7 @@ class ObjectRoutes:
                     return self._order(fields)
                 case "remove":
                     with request.heartbeat:
-                        return self._removed(fields)
+                        return self._remove(fields)
                 case "again":
                     self._uploader.try_now(str(fields["save_id"]))
                     return json_answer()
@@ -78,12 +78,12 @@ class ObjectRoutes:
             raise ConfigInvalid("probe: no checkpoint id.")
         return self._prober.probe(str(fields["url"]), fields["checkpoint_id"])
 
-    def _removed(self, fields: Mapping[str, Any]) -> Answer:
+    def _remove(self, fields: Mapping[str, Any]) -> Answer:
         """Has a save removed from a bucket that this node's own user has named; whether it was there."""
         checkpoint_id, save_id = fields["checkpoint_id"], fields["save_id"]
         if not (is_checkpoint_id(checkpoint_id) and is_save_id(save_id)):
             raise ConfigInvalid("remove: no save of a checkpoint is named.")
-        self._uploader.orders.done(save_id)
+        self._uploader.orders.forget(save_id)
         bucket = self._targets.bucket(str(fields["url"]))
         there = bucket.save_of(checkpoint_id)
         if there is None or there.save_id != save_id:

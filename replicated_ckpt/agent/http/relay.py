@@ -29,7 +29,7 @@ def pull_metadata(service: NodeService, save_id: str, request: Request) -> Recei
     Raises:
         PeerProtocolError: the request does not say what from where. ObjectMissing: that node was not introduced here, or
         that save does not lie here. ObjectCorrupt: what is there is something else.
-        SaveAborted, StoreError: what the other agent, or the own store, refused with.
+        SaveAborted, StoreError: what the other agent, or the node's own store, refused with.
     """
     fields = request.document()
     with parsing("Metadata cannot be pulled"):

@@ -141,7 +141,7 @@ class Routes:
             case ("POST", "commit"):
                 with request.heartbeat:
                     held = self._service.commit(save_id)
-                return Answer((json.dumps({"held": list(held)}) + "\n").encode(), after=self._committed)
+                return Answer((json.dumps({"held": list(held)}) + "\n").encode(), after=self._wake_upkeep)
             case ("POST", "written" | "finish" | "decision" as verb):
                 return self._handed.answer(request, save_id, verb)
             case ("POST", "adopt"):
@@ -153,7 +153,7 @@ class Routes:
                 return self._abort(request, save_id)
         raise ObjectMissing("this agent", request.method, request.target[:200], "no such verb")
 
-    def _committed(self) -> None:
+    def _wake_upkeep(self) -> None:
         self._reprotector.wake()
         self._objects.wake()
 
@@ -261,7 +261,7 @@ class Routes:
         if checkpoint_id is not None and not is_checkpoint_id(checkpoint_id):
             raise ConfigInvalid(f"{checkpoint_id[:200]!r} is no checkpoint id.")
         found = self._service.holdings(checkpoint_id)
-        remains = [found.to_json() for found in self._service.remains.found(checkpoint_id)]
+        remains = [found.to_json() for found in self._service.remains.find(checkpoint_id)]
         holdings = [holding.to_json() for holding in found]
         answer = {"node_id": self._service.node_id, "holdings": holdings, "remains": remains}
         if checkpoint_id is not None:

@@ -148,7 +148,7 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = IDLE_CONNECTION_S
 
     def parse_request(self) -> bool:
-        """As http.server does it, which would take 6 MiB of headers from anybody."""
+        """As http.server does it, which would take 6 MiB of headers from any client."""
         stream = self.rfile
         self.rfile = cast(BufferedIOBase, Head(stream, HEAD_BYTES_MAX))  # lines are all that is read from it
         try:

@@ -134,7 +134,7 @@ def heed_hello(book: PeerBook, said: AgentAddress, from_host: str, call_backs: C
         raise _denial(said, "it has been started again since")
     if known.tls_sha256 not in ("", said.tls_sha256):
         with call_backs.take_turn(known.node_id, from_host):
-            book.learn([_renewed(known, said)])
+            book.learn([_renew(known, said)])
         return
     host, origin = (from_host, "its own greeting") if known.tls_sha256 else (known.host, "the job that introduced it")
     announced = replace(said, host=host, domain=known.domain, origin=origin)
@@ -152,7 +152,7 @@ def heed_hello(book: PeerBook, said: AgentAddress, from_host: str, call_backs: C
     book.learn(found[:1])
 
 
-def _renewed(known: AgentAddress, said: AgentAddress) -> AgentAddress:
+def _renew(known: AgentAddress, said: AgentAddress) -> AgentAddress:
     """A node's address with the certificate that it has now, if the agent that has the known one says so there itself.
 
     Raises:

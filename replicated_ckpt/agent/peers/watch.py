@@ -66,7 +66,7 @@ class PeerWatch:
         return tuple(self._view(addresses[node], outcome.results) for node in sorted(addresses))
 
     def with_newer(self, views: Sequence[NodeView], manifests: Mapping[str, Manifest]) -> tuple[NodeView, ...]:
-        """The views, where a silent node also holds what it was meant to of saves that nobody knew when it answered last.
+        """The views, where a silent node also holds what it was meant to hold of saves begun since its last answer.
 
         Else a node that falls silent right after a save would be taken to have missed it, and be copied at once.
         """

@@ -127,7 +127,7 @@ class Auditor:
         """Audit of one checkpoint, or of all. `lost` nodes count for nothing, other silent ones hold what they should.
 
         Raises:
-            StoreError: the own store cannot be read.
+            StoreError: the node's own store cannot be read.
         """
         addresses = {peer.node_id: peer for peer in self._peers.read_all() if peer.node_id not in self._lost}
 

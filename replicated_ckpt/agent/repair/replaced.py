@@ -22,7 +22,7 @@ def restore_replaced(service: NodeService, manifests: Mapping[str, Manifest], ot
     The directory has the name of its save, or of the one that replaced it: its files' own checksums tell which.
 
     Raises:
-        StoreError: the own store cannot be read.
+        StoreError: the node's own store cannot be read.
     """
     catalog, is_any = service.store.catalog, False
     for save_id in catalog.list_replaced():

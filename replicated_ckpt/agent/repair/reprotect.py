@@ -187,7 +187,7 @@ class Reprotector:
         """Looks at all nodes, plans, and does this node's part.
 
         Raises:
-            StoreError: the own store cannot be read. Stopped: the agent is leaving.
+            StoreError: the node's own store cannot be read. Stopped: the agent is leaving.
         """
         self._read_suspects()
         self._settle_old_leftovers()
@@ -202,7 +202,7 @@ class Reprotector:
         is_restored = restore_replaced(self._service, manifests, others)
         going, is_removed = self._retirer.retire(manifests, (own, *others), policies, in_doubt=in_doubt)
         if is_restored or is_removed:  # a name may be free now for another run's checkpoint
-            own = replace(own, holdings=self._service.holdings(), remains=self._service.remains.found())
+            own = replace(own, holdings=self._service.holdings(), remains=self._service.remains.find())
         views = (own, *others)
         plan = plan_repair(manifests, views, self._service.node_id, going=going)
         drop_outlived(
@@ -241,7 +241,7 @@ class Reprotector:
     def _look(self) -> tuple[Mapping[str, Manifest], tuple[NodeView, ...]]:
         """The manifests of the saves that nodes hold, and the views of all nodes, this one first."""
         others, service = self.watch.look(self._manifests.known), self._service
-        remains, standing = service.remains.found(), self.standing()
+        remains, standing = service.remains.find(), self.standing()
         own = NodeView(service.node_id, Presence.UP, service.holdings(), None, remains, standing)
         manifests = self._manifests.of((own, *others))
         return manifests, self.watch.with_newer((own, *others), manifests)

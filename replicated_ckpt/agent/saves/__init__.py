@@ -1,1 +1,1 @@
-"""Saves on this node: opened, received, committed, settled."""
+"""Saves on this node: opened, received, handed over, committed, given up."""

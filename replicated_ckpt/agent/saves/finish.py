@@ -55,7 +55,7 @@ class Outline:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Self:
-        """Raises ManifestInvalid, ValueError, KeyError, TypeError: it is none."""
+        """Raises ManifestInvalid, ValueError, KeyError, TypeError: the fields are not an outline."""
         manifest = decode_manifest(str(fields["manifest"]).encode(), "what a rank brought")
         buddies = {str(name): tuple(map(str, nodes)) for name, nodes in fields["buddies_by_shard"].items()}
         if not manifest.shards.keys() >= buddies.keys():

@@ -47,7 +47,7 @@ class HandedShard:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any], sources: int) -> Self:
-        """Raises ValueError, KeyError, TypeError: it is none that lies in so many descriptors."""
+        """Raises ValueError, KeyError, TypeError: it is not a shard that lies in so many descriptors."""
         pieces = [(int(source), int(offset), int(size)) for source, offset, size in fields["pieces"]]
         if any(not 0 <= source < sources or offset < 0 or size < 0 for source, offset, size in pieces):
             raise ValueError("a piece lies outside of what was handed over")
@@ -87,7 +87,7 @@ class HandOvers:
         """Begins to write a shard of an open save; closes the descriptors. Of one that is being written: what comes of it.
 
         The future has what the rank's receipt needs, or the error of the first thing that kept the shard from being
-        durable in the own store.
+        durable in the node's own store.
 
         Raises:
             StoreUnavailable: there is no thread to write it. Nothing was begun; the descriptors are closed all the same.
@@ -105,7 +105,7 @@ class HandOvers:
             start_worker(self._write, shard, descriptors, future, name=f"rckpt-write-{shard.copies.name}")
         except StoreUnavailable as exc:
             _close_all(descriptors)
-            future.set_exception(exc)  # for who found it meanwhile; the next one who brings the shard is heard
+            future.set_exception(exc)  # for a caller that found it meanwhile; the next hand-over of the shard is taken
             raise
         return future
 
@@ -158,7 +158,7 @@ class HandOvers:
             future.set_result(found)
 
     def _write_and_close(self, shard: HandedShard, descriptors: Sequence[int]) -> WrittenCopies:
-        """Who is told of the shard finds the rank's memory free: it is closed before anybody hears."""
+        """The rank's memory is closed before anyone is told of the shard, and so is free by then."""
         try:
             with self._slots:
                 failpoints.reach("agent.handed-over")

@@ -94,7 +94,7 @@ class NodeService:
         return completed
 
     def _complete_decided(self, leftovers: Sequence[Leftover]) -> tuple[str, ...]:
-        """Commits those whose decision lies here: it is never taken back, and no node may take them for given up."""
+        """Commits the saves whose decision lies here: it is never taken back, and no node may take them for given up."""
         completed = []
         for save_id in (leftover.intent.save_id for leftover in leftovers):
             try:

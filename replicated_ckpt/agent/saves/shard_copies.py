@@ -1,4 +1,4 @@
-"""The copies of one shard: in one pass to the own store and to the buddies, then once more where that failed."""
+"""The copies of one shard: in one pass to the node's own store and to the buddies, then once more where that failed."""
 
 import logging
 import os
@@ -55,7 +55,7 @@ class WantedCopies:
 
 @dataclass(frozen=True)
 class WrittenCopies:
-    """What was written. `holders`: the nodes that acknowledged it, the own one first. `missed`: copies not made, in words.
+    """What was written. `holders`: the nodes that acknowledged it, this one first. `missed`: copies not made, in words.
 
     `phases`: seconds that were spent on each part.
     """
@@ -91,13 +91,13 @@ def write_copies(
     *,
     is_behind: bool = False,
 ) -> WrittenCopies:
-    """Writes what `fill` gives as one shard. It is durable in the own store when this returns.
+    """Writes what `fill` gives as one shard. It is durable in the node's own store when this returns.
 
     `is_behind`: no training waits for it, so the buddies' agents may let others have the processor first.
     A buddy that fails is replaced by a spare, or, if none can take the copy, listed in `missed`.
 
     Raises:
-        SaveAborted: the save was given up elsewhere. StoreError: the own store failed. And whatever `fill` raises.
+        SaveAborted: the save was given up elsewhere. StoreError: the node's own store failed. And whatever `fill` raises.
     """
     path = store.path_of_staged(wanted.save_id, wanted.name)
     own_file = FileSink(path, wanted.direct_io, RecycledFiles(store.root))
@@ -154,7 +154,7 @@ def _make_up(
 def _copy(
     store: LocalStore, wanted: WantedCopies, table: BlockTable, address: AgentAddress
 ) -> ReplicatedCkptError | None:
-    """Copies a shard that is complete in the own store to one more node; the error if that fails."""
+    """Copies a shard that is complete in the node's own store to one more node; the error if that fails."""
     path = store.path_of_staged(wanted.save_id, wanted.name)
     sink = _sink_at(address, wanted)
     piece = memoryview(bytearray(BUFFER_BYTES))

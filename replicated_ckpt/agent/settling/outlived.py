@@ -76,7 +76,7 @@ def _is_without_a_name(
 
 
 def _decided_version(service: NodeService, save_id: str) -> Version | None:
-    """The version that a staged save was decided as; None while it is not. Before that nobody knows when it will be.
+    """The version that a staged save was decided as; None while it is not. Before that its time is not known.
 
     Raises:
         StoreError: it cannot be read now.

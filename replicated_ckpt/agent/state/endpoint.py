@@ -110,8 +110,8 @@ def read_endpoint(directory: Path) -> Endpoint | None:
 def listening_endpoint(directory: Path) -> Endpoint | None:
     """As `read_endpoint`; None where no agent of this user can listen there any more.
 
-    An agent that was killed leaves its endpoint, and anybody may listen on its port since: he is not sent the token. Where
-    it has a certificate, the client looks at that instead.
+    An agent that was killed leaves its endpoint, and another process may listen on its port since: it is not sent the
+    token. Where the endpoint has a certificate, the client looks at that instead.
 
     Raises:
         StoreDenied: another user can have written it.

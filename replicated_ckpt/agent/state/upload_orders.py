@@ -47,7 +47,7 @@ class OrderBook:
             self._url_by_save[save_id] = url
             self._file.write(self._url_by_save)
 
-    def done(self, save_id: str) -> None:
+    def forget(self, save_id: str) -> None:
         """Forgets an order, if there is one."""
         with self._lock:
             if self._url_by_save.pop(save_id, None) is not None:

@@ -42,14 +42,14 @@ class Adopter:
     def adopt(self, plan: AdoptUnmanaged, found: UnmanagedFound) -> Mapping[str, ReplicatedCkptError]:
         """Makes the checkpoint one of ours on the nodes that give shards; returns which have not published it yet, and why.
 
-        Those complete it when they are asked the next time, as after a save. A failure before anybody has the decision
+        Those complete it when they are asked the next time, as after a save. A failure before any node has the decision
         leaves every node with what stock torch wrote.
 
         Raises:
             ReplicatedCkptError: it was not adopted, nothing has changed anywhere.
         """
         save_id = uuid.uuid4().hex
-        with self._kept(plan, save_id):
+        with self._keep_alive(plan, save_id):
             return self._adopt(plan, found, save_id)
 
     def _adopt(self, plan: AdoptUnmanaged, found: UnmanagedFound, save_id: str) -> Mapping[str, ReplicatedCkptError]:
@@ -66,17 +66,17 @@ class Adopter:
         return self._publish(plan, save_id, manifest.encode())
 
     @contextmanager
-    def _kept(self, plan: AdoptUnmanaged, save_id: str) -> Iterator[None]:
+    def _keep_alive(self, plan: AdoptUnmanaged, save_id: str) -> Iterator[None]:
         """Nodes hear every few seconds that the command lives; one that does not for HELD_S gives the adoption up."""
         is_over = threading.Event()
 
-        def told(node: str) -> None:
+        def keep(node: str) -> None:
             with AgentClient(self._addresses[node]) as client:
                 client.call("POST", f"/v1/saves/{save_id}/keep")
 
         def tell() -> None:
             while not is_over.wait(KEEP_EVERY_S):
-                for node, error in FanOut[str, None]().run(plan.shards_by_node, told).errors.items():
+                for node, error in FanOut[str, None]().run(plan.shards_by_node, keep).errors.items():
                     log.info("node %s may not know that the adoption goes on: %s", node, error.message)
 
         start_worker(tell, name="rckpt-keep")
@@ -86,11 +86,11 @@ class Adopter:
             is_over.set()
 
     def _each(self, nodes: Iterable[str], call: Callable[[AgentClient, str], _Result]) -> Mapping[str, _Result]:
-        def called(node: str) -> _Result:
+        def call_node(node: str) -> _Result:
             with AgentClient(self._addresses[node], _ANSWER_S) as client:
                 return call(client, node)
 
-        return FanOut[str, _Result]().run(nodes, called).raise_first()
+        return FanOut[str, _Result]().run(nodes, call_node).raise_first()
 
     def _open(self, client: AgentClient, plan: AdoptUnmanaged, found: UnmanagedFound, save_id: str) -> Histories:
         document = {
@@ -130,23 +130,23 @@ class Adopter:
     def _publish(self, plan: AdoptUnmanaged, save_id: str, raw: bytes) -> Mapping[str, ReplicatedCkptError]:
         """From the first manifest that was sent on nothing is taken back: some node may have published already."""
 
-        def published(node: str) -> None:
+        def publish(node: str) -> None:
             with AgentClient(self._addresses[node], _ANSWER_S) as client:
                 with suppress(SaveAborted):  # a load may have brought it from another node: `commit` tells
                     client.put("PUT", f"/v1/saves/{save_id}/{MANIFEST_NAME}", raw)
                 client.call("POST", f"/v1/saves/{save_id}/commit")
 
-        outcome = FanOut[str, None]().run(plan.shards_by_node, published)
+        outcome = FanOut[str, None]().run(plan.shards_by_node, publish)
         if not outcome.results:
             raise next(iter(outcome.errors.values()))
         return outcome.errors
 
     def _abort(self, plan: AdoptUnmanaged, save_id: str, why: str) -> None:
-        def aborted(node: str) -> None:
+        def abort(node: str) -> None:
             with AgentClient(self._addresses[node]) as client:
                 client.call("POST", f"/v1/saves/{save_id}/abort", {"why": why[:500]})
 
-        outcome = FanOut[str, None]().run(plan.shards_by_node, aborted)
+        outcome = FanOut[str, None]().run(plan.shards_by_node, abort)
         for node, error in outcome.errors.items():
             log.info("node %s gives the adoption up by itself: %s", node, error.message)
 

@@ -98,7 +98,7 @@ class UnmanagedAuditor:
             problem = "no node that was reached has its .metadata: stock torch writes it on rank 0's node, at the end"
             return UnmanagedAudit(checkpoint.checkpoint_id, nodes, problem)
         try:
-            found = look.found(checkpoint)
+            found = look.examine(checkpoint)
         except (CheckpointAmbiguous, MetadataUnsafe, StoreError, PeerProtocolError) as exc:
             return UnmanagedAudit(checkpoint.checkpoint_id, nodes, exc.message)
         outcome = FanOut[str, _Reading]().run(nodes, lambda node: self._read(node, found))

@@ -52,20 +52,20 @@ class UnmanagedLook:
         """One checkpoint or all of them, newest first; ids `without` are left out, as they have a manifest somewhere."""
         path = unmanaged_listing_path(checkpoint_id)
 
-        def asked(node: str) -> list[UnmanagedHolding]:
+        def ask(node: str) -> list[UnmanagedHolding]:
             with AgentClient(self._by_node[node], LOOK_TIMEOUT_S) as client:
                 answer = client.call("GET", path)
             with parsing(f"{self._by_node[node].label} listed its files wrongly"):
                 found = [UnmanagedHolding.from_json(fields) for fields in answer["unmanaged"]]
             return [holding for holding in found if holding.node_id == node]
 
-        outcome = FanOut[str, list[UnmanagedHolding]]().run(self._by_node, asked)
+        outcome = FanOut[str, list[UnmanagedHolding]]().run(self._by_node, ask)
         self.unreached = dict(outcome.errors)
         own = list(self._unmanaged.holdings(self._own_node, checkpoint_id))
         there = [holding for node in sorted(outcome.results) for holding in outcome.results[node]]
         return unmanaged_checkpoints([*own, *there], without)
 
-    def found(self, checkpoint: UnmanagedCheckpoint) -> UnmanagedFound:
+    def examine(self, checkpoint: UnmanagedCheckpoint) -> UnmanagedFound:
         """What a checkpoint that has a `.metadata` somewhere is made of.
 
         Raises:

@@ -1,1 +1,1 @@
-"""Uploads to the bucket, and retention there."""
+"""Uploads to the bucket, tried again until they are there, and retention there."""

@@ -1,4 +1,4 @@
-"""One save's upload as the agent's memory has it: how far it has come, and when it is looked at again."""
+"""One save's upload as the agent's memory has it: how far it has come, and when it is tried again."""
 
 import random
 from dataclasses import dataclass, field

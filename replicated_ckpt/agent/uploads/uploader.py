@@ -152,7 +152,7 @@ class Uploader:
         """Does what is due, newest save first; returns the seconds until something is due again.
 
         Raises:
-            StoreError: the own store cannot be read. Stopped: the agent is leaving.
+            StoreError: the node's own store cannot be read. Stopped: the agent is leaving.
         """
         for manifest, upload in sorted(self._find_wanted(), key=lambda wanted: -wanted[0].sequence):
             if self._stopping.is_set():
@@ -221,7 +221,7 @@ class Uploader:
 
     def _forget(self, save_id: str) -> None:
         """Drops from the disk what was only needed until the end of a save's upload."""
-        self.orders.done(save_id)
+        self.orders.forget(save_id)
         for notes in list_prefixed(self._service.store.agent_directory(), f"{_NOTES_PREFIX}{save_id}-"):
             notes.unlink(missing_ok=True)
 

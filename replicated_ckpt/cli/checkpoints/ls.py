@@ -24,14 +24,14 @@ HELP = "List the checkpoints that this node and the peers it has met hold."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--root", required=True, help="a node's store")
+    parser.add_argument("--root", required=True, help="this node's store, the root that the job saves to")
     parser.add_argument("--object-store", metavar="URL", help="list what lies there, too, such as s3://bucket/prefix")
     add_start_argument(parser)
     parser.add_argument("--json", action="store_true", help="the same for machines")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit code: OK if the own store could be listed, whatever it holds and whichever nodes did not answer.
+    """Exit code: OK if the node's own store could be listed, whatever it holds and whichever nodes did not answer.
 
     Raises:
         CheckpointNotFound, ConfigInvalid, StoreError, AgentUnavailable

@@ -35,7 +35,7 @@ HELP = "Set bad files aside, restore them from good copies, and make up for miss
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--root", required=True, help="a node's store")
+    parser.add_argument("--root", required=True, help="this node's store, the root that the job saves to")
     parser.add_argument("id", nargs="?", metavar="ID", help="only this checkpoint (default: all)")
     parser.add_argument("--dry-run", action="store_true", help="print the plan and change nothing")
     parser.add_argument(

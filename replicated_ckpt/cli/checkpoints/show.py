@@ -28,7 +28,7 @@ _HEADER = ("FILE", "SIZE", "OF", "COPIES", "ON", "NOT REACHED")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("id", metavar="ID", help="the checkpoint")
-    parser.add_argument("--root", required=True, help="a node's store")
+    parser.add_argument("--root", required=True, help="this node's store, the root that the job saves to")
     add_start_argument(parser)
     parser.add_argument("--json", action="store_true", help="the same for machines")
 

@@ -3,6 +3,7 @@
 import argparse
 import time
 from contextlib import closing
+from shlex import quote
 
 from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.agent.start.launch import ensure_agent
@@ -31,7 +32,7 @@ _POLL_S = 0.3
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("id", metavar="ID", help="the checkpoint")
-    parser.add_argument("--root", required=True, help="a node's store")
+    parser.add_argument("--root", required=True, help="this node's store, the root that the job saves to")
     parser.add_argument("--to", metavar="URL", help="where to, such as s3://bucket/prefix (default: as its save said)")
     parser.add_argument("--no-wait", action="store_true", help="only give the order")
     parser.add_argument(
@@ -74,7 +75,12 @@ def _manifest(store: LocalStore, checkpoint_id: str) -> Manifest:
     try:
         return store.catalog.manifest(checkpoint_id)
     except (ObjectMissing, ManifestInvalid) as exc:
-        raise CheckpointNotFound(f"{store.root} does not hold {checkpoint_id!r}: {exc.message}") from exc
+        what = "has no manifest" if isinstance(exc, ObjectMissing) else f"has no valid manifest: {exc.message}"
+        raise CheckpointNotFound(
+            f"{checkpoint_id!r} {what} in {store.root}.",
+            f"Order the upload on a node that holds it: `replicated-ckpt show {quote(checkpoint_id)} --root "
+            f"{quote(str(store.root))}` names those.",
+        ) from exc
 
 
 def _check_replaceable(manifest: Manifest, target: ObjectTarget) -> None:

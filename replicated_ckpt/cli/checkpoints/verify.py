@@ -38,7 +38,7 @@ _WORST_FIRST = (ExitCode.SHARD_LOST, ExitCode.FAILED, ExitCode.UNREACHABLE)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--root", required=True, help="a node's store")
+    parser.add_argument("--root", required=True, help="this node's store, the root that the job saves to")
     parser.add_argument("id", nargs="?", metavar="ID", help="only this checkpoint (default: all)")
     parser.add_argument("--object-store", metavar="URL", help="read what lies there, too, such as s3://bucket/prefix")
     add_start_argument(parser)

@@ -9,8 +9,6 @@ from replicated_ckpt.core.layout import LATEST
 from replicated_ckpt.errors import CheckpointNotFound
 from replicated_ckpt.stores.local.store import LocalStore
 
-_LS = "`replicated-ckpt ls --root ROOT` lists what there is, and which nodes were not reached."
-
 
 def describe_absent(store: LocalStore, seen: NodesSeen, checkpoint_id: str, otherwise: str = "") -> CheckpointNotFound:
     """What to raise for it; `otherwise` is a further next step."""
@@ -20,7 +18,8 @@ def describe_absent(store: LocalStore, seen: NodesSeen, checkpoint_id: str, othe
             f"{checkpoint_id!r} is a checkpoint of stock torch, which has no manifest.",
             f"{adopt} adopts it; until then it is a plain directory on each node that has files of it.",
         )
-    hint = _LS + otherwise
+    listing = f"`replicated-ckpt ls --root {quote(str(store.root))}`"
+    hint = f"{listing} lists what there is, and which nodes were not reached.{otherwise}"
     newest = list_checkpoints(seen)[:1] if checkpoint_id == LATEST else []
     if newest:
         hint = f"A load chooses the latest; the newest that was seen is {newest[0].checkpoint_id!r}: name it. {hint}"

@@ -1,4 +1,4 @@
-"""The memory tier of a store, in a line for who looks at the disk alone."""
+"""The memory tier of a store, in a line for a look at the disk alone."""
 
 from replicated_ckpt.errors import ReplicatedCkptError
 from replicated_ckpt.stores.local.memory_tier import find_memory_tier

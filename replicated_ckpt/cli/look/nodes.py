@@ -1,4 +1,4 @@
-"""One look at what all known nodes hold: the own store from its disk, the others through their agents."""
+"""One look at what all known nodes hold: the node's own store from its disk, the others through their agents."""
 
 import contextlib
 import ipaddress
@@ -114,7 +114,7 @@ def look_at_nodes(store: LocalStore) -> NodesSeen:
     """Asks every node of the address book, all at once. Nothing is started and nothing written.
 
     Raises:
-        StoreError: the own store cannot be read.
+        StoreError: the node's own store cannot be read.
     """
     own, peers = store.read_node_id(), PeerBook(store.root_agent_directory())
     addresses = {peer.node_id: peer for peer in peers.read_all() if peer.node_id != own}
@@ -134,7 +134,7 @@ def _look_at_own(store: LocalStore, own: str) -> Held:
         except ReplicatedCkptError as exc:
             log.info("this process looks at the store itself: %s", exc)
     standing = Standing(removed=RemovalBook(store.root_agent_directory()).read_all())
-    return Held(store.catalog.holdings(own), RemainsReader(store, own).found(), standing, measure_room(store.root))
+    return Held(store.catalog.holdings(own), RemainsReader(store, own).find(), standing, measure_room(store.root))
 
 
 def _ask(address: AgentAddress) -> Held:

@@ -41,7 +41,7 @@ def _state(look: UnmanagedLook, checkpoint: UnmanagedCheckpoint) -> tuple[str, t
     if not checkpoint.nodes_with_metadata:
         return "stock, no .metadata", (METADATA_NAME,)
     try:
-        save = look.found(checkpoint).save
+        save = look.examine(checkpoint).save
     except CheckpointAmbiguous:
         return "stock, contradictory", (METADATA_NAME,)
     except (MetadataUnsafe, StoreError, PeerProtocolError):

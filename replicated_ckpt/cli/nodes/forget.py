@@ -20,7 +20,7 @@ HELP = "Take a node that never comes back out of this node's address book, and s
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("node", metavar="NODE", help="its id, or its host where one node alone has that")
-    parser.add_argument("--root", required=True, help="this node's store")
+    parser.add_argument("--root", required=True, help="this node's store, the root that the job saves to")
     parser.add_argument("--force", action="store_true", help="also where it may hold the last copy of something")
     parser.add_argument("--json", action="store_true", help="the same for machines")
 

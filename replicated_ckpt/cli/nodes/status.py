@@ -35,7 +35,7 @@ _CLEAR = "\x1b[H\x1b[2J"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--root", required=True, help="a node's store")
+    parser.add_argument("--root", required=True, help="this node's store, the root that the job saves to")
     parser.add_argument(
         "--watch",
         nargs="?",

@@ -27,7 +27,7 @@ from replicated_ckpt.wording import describe_bytes, plural
 
 
 def add_removal_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--root", required=True, help="this node's store")
+    parser.add_argument("--root", required=True, help="this node's store, the root that the job saves to")
     parser.add_argument(
         "--object-store",
         metavar="URL",

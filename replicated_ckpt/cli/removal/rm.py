@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
     if listed and not chosen:
         path = quote(str(store.root / arguments.id))
         hint = f"`repair` restores the manifest where another node has it; if the files are not needed: `rm -r {path}`."
-        raise ConfigInvalid(f"{arguments.id!r} has no manifest that is believed: its save cannot be told.", hint)
+        raise ConfigInvalid(f"{arguments.id!r} has no valid manifest, so nothing tells which save it is.", hint)
     if not chosen:
         where = "" if arguments.object_store else " Add --object-store URL if a bucket has it."
         raise describe_absent(store, remover.seen, arguments.id, where)

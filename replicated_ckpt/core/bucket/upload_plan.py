@@ -1,4 +1,4 @@
-"""Uploads as values: that a save is to be uploaded, how far it has come, and who brings which shard."""
+"""Uploads as values: that a save is to be uploaded, how far it has come, and which node brings which shard."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,1 +1,1 @@
-"""Checksums, and what is read without them: containers and archives."""
+"""Checksums of blocks and files, the footer that carries them in a shard, and checks of files that have none of ours."""

@@ -15,7 +15,7 @@ class Announced:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "Announced":
-        """The announcement in `fields`. Raises TypeError, ValueError: it is none."""
+        """The announcement in `fields`. Raises TypeError, ValueError: the fields are not an announcement."""
         found = cls(index(fields.get("shard_bytes_max", 0)), index(fields.get("save_bytes_max", 0)))
         if found.shard_bytes_max < 0 or found.save_bytes_max < 0:
             raise ValueError(f"no save has {min(found.shard_bytes_max, found.save_bytes_max)} bytes")

@@ -1,1 +1,1 @@
-"""Which bytes a load reads, from where, in which order."""
+"""Which bytes a load reads, from which copy, and in which order."""

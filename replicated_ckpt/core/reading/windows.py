@@ -1,4 +1,4 @@
-"""Windows: the pieces in which shards are read, in an order that all ranks keep; and who fetches which for whom."""
+"""Windows: the pieces in which shards are read, in an order that all ranks keep; and which rank fetches which."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,7 +11,7 @@ from replicated_ckpt.core.reading.source_order import ByteRange
 CELL_BYTES = 4 << 20
 """Shards are cut at multiples of it; what ranks share is shared by cells."""
 LOCAL_WINDOW_BYTES = 1 << 20
-"""Of the own disk: small enough that its bytes are still in the processor's cache when they are copied on."""
+"""Of the node's own disk: small enough that its bytes are still in the processor's cache when they are copied on."""
 SHARDS_AT_ONCE = 4
 """So many shards are read alternately, as they may lie on different nodes."""
 STRAIGHT_BYTES_MIN = 512 << 10

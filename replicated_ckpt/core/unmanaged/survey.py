@@ -66,7 +66,7 @@ class UnmanagedHolding:
         """Holding described by `fields`, validated.
 
         Raises:
-            ValueError, KeyError, TypeError: it is none; the caller names the peer that said so.
+            ValueError, KeyError, TypeError: the fields are not such a holding; the caller names the peer.
         """
         metadata = fields["metadata"]
         shards = {str(name): UnmanagedFile.from_json(file) for name, file in dict(fields["shards"]).items()}
@@ -158,7 +158,7 @@ class UnmanagedSave:
 
     @property
     def save_id(self) -> str:
-        """Made up from what is there, so that it is the same for everybody who looks."""
+        """Made up from what is there, so that every node that looks makes the same."""
         size, crc = self.metadata.identity
         return hashlib.sha256(f"stock/{self.checkpoint_id}/{size}/{crc}".encode()).hexdigest()[:32]
 

@@ -43,7 +43,7 @@ class Finding:
         """The finding in `fields`.
 
         Raises:
-            ValueError, KeyError, TypeError: it is none; the caller names the peer that said so.
+            ValueError, KeyError, TypeError: the fields are not a finding; the caller names the peer.
         """
         names = ("node_id", "checkpoint_id", "save_id", "name", "path", "expected", "found")
         text = {name: one_line(fields[name]) for name in names}

@@ -40,7 +40,7 @@ class Policy:
         """The policy in `fields`, validated.
 
         Raises:
-            ValueError, KeyError, TypeError, ConfigInvalid: it is none; the caller names who said so.
+            ValueError, KeyError, TypeError, ConfigInvalid: the fields are not a policy; the caller names the source.
         """
         kept = fields["retention"]
         retention = None if kept is None else _retention_from_json(kept)

@@ -47,7 +47,7 @@ class Cluster(Protocol):
     """All nodes of a save."""
 
     def begin(self, intent: Intent, on_own_open: OnOpen = lambda: None) -> "Opened":
-        """Opens the save on every node that answers; `on_own_open` is called once the own one has, others may take longer.
+        """Opens the save on every node that answers; `on_own_open` is called once this node has; others may take longer.
 
         Raises:
             CheckpointExists, StoreError: some node refused, or none answered; the caller aborts.
@@ -161,7 +161,7 @@ class AgentCluster:
         relay = Relay(self._own_node) if len(metadata) * len(self._by_node) > RELAY_FROM_BYTES else None
         whole = {"size_bytes": len(metadata), "crc32c": crc32c(metadata)}
 
-        def brought(client: AgentClient, relay: Relay) -> None:
+        def bring_by_relay(client: AgentClient, relay: Relay) -> None:
             client.call("GET", path)  # a node that hangs is to keep no rank from sending to the others
             relay.bring(
                 client.address.node_id,
@@ -175,10 +175,10 @@ class AgentCluster:
             elif relay is None:
                 client.put("PUT", f"{path}/{METADATA_NAME}", metadata)
             else:
-                brought(client, relay)
+                bring_by_relay(client, relay)
             client.put("PUT", f"{path}/{MANIFEST_NAME}", manifest)
 
-        def committed(node: str) -> tuple[str, ...]:
+        def commit_on(node: str) -> tuple[str, ...]:
             if node in self._unreached:
                 with AgentClient(self._by_node[node], SILENT_TIMEOUT_S) as client:
                     client.call("GET", path)
@@ -188,15 +188,15 @@ class AgentCluster:
                         bring(client)
                 return _held_in(client.call("POST", f"{path}/commit"), node)
 
-        outcome = self._run(committed)
+        outcome = self._run(commit_on)
         return Committed(outcome.results, outcome.errors)
 
     def abort(self, save_id: str, why: str) -> None:
-        def aborted(node: str) -> None:
+        def abort_on(node: str) -> None:
             with AgentClient(self._opener_by_node[node]) as client:
                 client.call("POST", f"/v1/saves/{save_id}/abort", {"why": why, "ticket": self._ticket})
 
-        self._run(aborted)
+        self._run(abort_on)
 
 
 def _held_in(answer: Mapping[str, object], node: str) -> tuple[str, ...]:
@@ -226,7 +226,7 @@ def cluster_of(decision: SaveDecision, rank: int) -> AgentCluster:
 
 
 class LoneNode:
-    """This process's own store and no other: no agent is needed. Other processes may do the same beside it."""
+    """This process's own store and no other: no agent is needed. Other processes may do the same at the same time."""
 
     def __init__(self, store: LocalStore) -> None:
         self._service = LoneService(store)
@@ -258,7 +258,7 @@ class LoneNode:
         """Removes what was read when a newer save replaced it, and is read no more: there may be no agent to do it."""
         service = self._service
         if service.store.catalog.list_replaced():
-            view = NodeView(service.node_id, Presence.UP, service.holdings(), None, service.remains.found())
+            view = NodeView(service.node_id, Presence.UP, service.holdings(), None, service.remains.find())
             drop_outlived(service, {each.save_id: each for _, each in service.store.catalog.committed()}, (view,))
 
     def abort(self, save_id: str, why: str) -> None:

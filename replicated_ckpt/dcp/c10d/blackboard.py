@@ -84,7 +84,7 @@ class Blackboard:
 
     def repost(self, topic: str, fields: Mapping[str, Any], nonce: str) -> None:
         """Replaces this rank's post, if it has not been answered."""
-        key, raw = f"{topic}/{self._rank}", encode({**fields, **self._kept.known(topic), "nonce": nonce})
+        key, raw = f"{topic}/{self._rank}", encode({**fields, **self._kept.describe_known(topic), "nonce": nonce})
         self._posted[topic] = self._seal.mark(key, raw) + raw
         self._write(key, self._posted[topic])
 

@@ -19,7 +19,7 @@ class KeptDecisions:
     def __init__(self) -> None:
         self._kept: dict[str, tuple[str, Mapping[str, Any]]] = {}
 
-    def known(self, topic: str) -> Mapping[str, str]:
+    def describe_known(self, topic: str) -> Mapping[str, str]:
         """What a rank's post says of this."""
         return {_KNOWS: self._kept[topic][0]} if topic in self._kept else {}
 

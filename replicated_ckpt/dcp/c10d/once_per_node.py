@@ -31,10 +31,10 @@ def read_once_per_node(directory: Path | None, sha256: str, fetch: Callable[[], 
     if directory is None or is_of_another(directory):
         return fetch()
     path = directory / NAME
-    if (raw := _left(path, sha256)) is not None:
+    if (raw := _read_left(path, sha256)) is not None:
         return raw
     with _alone(directory / _LOCK_NAME) as is_alone:
-        if (raw := _left(path, sha256)) is not None:
+        if (raw := _read_left(path, sha256)) is not None:
             return raw
         raw = fetch()
         if is_alone:
@@ -57,7 +57,7 @@ def _alone(path: Path) -> Iterator[bool]:
             lock.release()
 
 
-def _left(path: Path, sha256: str) -> bytes | None:
+def _read_left(path: Path, sha256: str) -> bytes | None:
     try:
         raw = read_private(path)
     except (OSError, StoreDenied):  # none was left, or none that this rank can read: it is fetched

@@ -120,7 +120,7 @@ def size_of(limit: int | str) -> int:
     """Bytes in a size such as "5GB" or "500 MiB".
 
     Raises:
-        ConfigInvalid: it is none.
+        ConfigInvalid: it is not a size.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]i?)?B?\s*", str(limit), flags=re.IGNORECASE)
     size = 0 if match is None else int(float(match[1]) * _UNITS[(match[2] or "").upper()])

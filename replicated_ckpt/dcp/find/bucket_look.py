@@ -1,4 +1,4 @@
-"""A look into the bucket beside the one at the nodes: who has found all on the nodes does not wait for a slow bucket."""
+"""A look into the bucket while the nodes are asked: a load that finds all on the nodes does not wait for a slow bucket."""
 
 import threading
 from collections.abc import Sequence
@@ -55,7 +55,7 @@ class BucketLook:
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
-    def found(self) -> Sequence[BucketSave]:
+    def result(self) -> Sequence[BucketSave]:
         """The saves that the bucket has committed, once the look is over.
 
         Raises:

@@ -38,8 +38,8 @@ def choose_lineage(checkpoint_id: str, saves: Sequence[SaveFound], wanted: str) 
             raise LineagesMet(checkpoint_id, tuple(map(describe_lineage, found)), f"none of them is {wanted!r}")
         return LineageChoice(tuple(saves))
     scope = scope_of(chosen.newest_id)
-    beside = lineages_found(save for save in saves if scope_of(save.checkpoint_id) == scope)
-    lineages = (chosen, *(each for each in beside if each.lineage != chosen.lineage))
+    in_scope = lineages_found(save for save in saves if scope_of(save.checkpoint_id) == scope)
+    lineages = (chosen, *(each for each in in_scope if each.lineage != chosen.lineage))
     if wanted == REFUSE_LINEAGES and len(lineages) > 1:
         raise LineagesMet(checkpoint_id, tuple(map(describe_lineage, lineages)), "the reader was told to refuse")
     ours = [save for save in saves if save.version.lineage == chosen.lineage]

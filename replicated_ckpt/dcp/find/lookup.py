@@ -22,7 +22,7 @@ def look_up(
 ) -> SaveFound | None:
     """The committed checkpoint that a load of `checkpoint_id`, or "latest", would find now; None without one.
 
-    One that is found and not whole counts as found: a job that began anew beside it would take a loss for a first start.
+    One that is found and not whole counts as found: a job that began anew next to it would take a loss for a first start.
 
     Raises:
         StoreUnavailable: nothing was found, and a node that takes part or the bucket did not answer. ShardLost: "latest",

@@ -49,7 +49,7 @@ _NAME_IT = 'Pass dcp.load(..., checkpoint_id="step-10") or "latest", say. The de
 class AgreedError(Exception):
     """Carries the error with which a meeting ended: every rank raises one, `in_step` where DCP gathers what ranks raise.
 
-    It is the same on all, unless it is none of ours: then the others raise RankFailed for it.
+    It is the same on all if it is one of ours; for another error the other ranks raise RankFailed.
     """
 
     def __init__(self, error: BaseException, *, in_step: bool = False) -> None:
@@ -140,7 +140,7 @@ def _decision(
 def _present(
     store: LocalStore, world: World, given_id: str | os.PathLike[str] | None
 ) -> tuple[dict[str, Any], BaseException | None]:
-    """What this rank posts, its error if it cannot take part; and the error, if it is none of ours."""
+    """What this rank posts: its node, or its error if it cannot take part. Also the error, if it is not one of ours."""
     try:
         with translate_errors(str(store.root), "present", "node"):
             checkpoint_id = _resolve_id(store, given_id, world)
@@ -149,7 +149,7 @@ def _present(
             if node is not None and node.silence:
                 wanted = None if checkpoint_id == LATEST else checkpoint_id
                 post["holdings"] = [each.to_json() for each in store.catalog.holdings(node.node_id, wanted)]
-                post["remains"] = [each.to_json() for each in RemainsReader(store, node.node_id).found(wanted)]
+                post["remains"] = [each.to_json() for each in RemainsReader(store, node.node_id).find(wanted)]
             return post, None
     except ReplicatedCkptError as exc:
         return {"error": pack_error(exc)}, None
@@ -199,7 +199,7 @@ def _resolve_id(store: LocalStore, given_id: str | os.PathLike[str] | None, worl
 def _coordinate(
     world: World, board: Blackboard, survey: Callable[[Sequence[Mapping[str, Any]]], Survey]
 ) -> BaseException | None:
-    """Decides for all ranks. Returns the error that is none of ours, if that ended it: the others are told of it."""
+    """Decides for all ranks. Returns an error that is not one of ours, if that ended it: the others are told of it."""
     key = (world.group_name, world.size)
     stale = _consumed.get(key, [None] * world.size)
     posts: list[dict[str, Any] | None] = []
@@ -289,7 +289,7 @@ def _introduce(
     body = json.dumps({"peers": [address.to_json() for address in known], "session": session}).encode()
     away = {address.node_id for address in absent}
 
-    def told(address: AgentAddress) -> None:
+    def introduce_to(address: AgentAddress) -> None:
         if address.node_id in away:
             with AgentClient(address, SURVEY_TIMEOUT_S) as client:
                 client.call("GET", "/v1/hello")
@@ -297,5 +297,5 @@ def _introduce(
         with AgentClient(address) as client:
             client.put("POST", "/v1/peers", body)
 
-    errors = FanOut[AgentAddress, None]().run([*openers, *absent], told).errors
+    errors = FanOut[AgentAddress, None]().run([*openers, *absent], introduce_to).errors
     return {node.node_id: error for node, error in errors.items() if node.node_id in away or is_time_out(error)}

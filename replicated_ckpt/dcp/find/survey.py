@@ -189,18 +189,18 @@ class Surveyor:
 
     def _holdings(self, checkpoint_id: str | None) -> list[Holding]:
         holdings = [*DamageBook.mark_noted(self._store, self._store.catalog.holdings(self._own_node, checkpoint_id))]
-        self._remains += RemainsReader(self._store, self._own_node).found(checkpoint_id)
+        self._remains += RemainsReader(self._store, self._own_node).find(checkpoint_id)
         if not is_nowhere(self._store):
             who = f"node {self._own_node}" if self._own_node != NO_NODE else "no node's store yet"
             self._searched[self._own_node] = f"{who} at {self._store.root} (own store)"
         path = "/v1/holdings" + ("" if checkpoint_id is None else f"?{urlencode({'checkpoint_id': checkpoint_id})}")
 
-        def asked(node: str) -> Held:
+        def ask(node: str) -> Held:
             with AgentClient(self._by_node[node], SURVEY_TIMEOUT_S) as client:
                 answer = client.call("GET", path)
             return parse_held(answer, self._by_node[node])
 
-        outcome = FanOut[str, Held]().run([node for node in self._by_node if node not in self._silent], asked)
+        outcome = FanOut[str, Held]().run([node for node in self._by_node if node not in self._silent], ask)
         outcome.errors.update({node: self._silent[node] for node in self._by_node if node in self._silent})
         for store in self._seen.values():
             holdings += store.holdings
@@ -218,7 +218,7 @@ class Surveyor:
     def _holdings_in_bucket(self, look: BucketLook) -> list[Holding]:
         url = look.url
         try:
-            found = look.found()
+            found = look.result()
         except ReplicatedCkptError as exc:
             log.warning("%s is not used: %s", url, exc)
             self._not_reached(OBJECT_NODE, f"{url}: not reached ({exc.message})")

@@ -37,7 +37,7 @@ def unmanaged_save(
     for checkpoint in found:
         if not checkpoint.nodes_with_metadata:
             continue
-        save = look.found(checkpoint).save
+        save = look.examine(checkpoint).save
         if wanted is not None or not save.missing:
             return save
         owners = {shard: save.manifest.owner_of(shard) for shard in save.missing}

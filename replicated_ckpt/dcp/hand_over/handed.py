@@ -32,7 +32,7 @@ class HandedOver:
         self._connection = connection
 
     def wait(self) -> WrittenCopies:
-        """What became of the shard: it is durable in the own store.
+        """What became of the shard: it is durable in the node's own store.
 
         Raises:
             StoreUnavailable: the agent died or hangs: what it did is unknown. Others: what kept it from being written.
@@ -88,7 +88,7 @@ def _keep_while_read(connection: socket.socket, memory: memoryview | None) -> No
 
     An agent that was stopped and goes on reads what it was sent before. By then the next save would lie there.
     """
-    fd = connection.detach()  # for who still has `connection` it is closed
+    fd = connection.detach()  # `connection` is closed from here on
     if fd < 0:
         return  # given up before
     kept = socket.socket(fileno=fd)

@@ -24,7 +24,7 @@ from replicated_ckpt.dcp.find.survey import Survey
 from replicated_ckpt.dcp.load.ending import tell_end
 from replicated_ckpt.dcp.load.loading import Loading, ShardItems, Wanted, windows_for
 from replicated_ckpt.dcp.load.metadata_copies import places_of, read_verified_metadata
-from replicated_ckpt.dcp.load.parts import ReaderParts
+from replicated_ckpt.dcp.load.reader_parts import ReaderParts
 from replicated_ckpt.dcp.load.report import LoadReport
 from replicated_ckpt.dcp.load.shard_reader import ShardReader, Traffic
 from replicated_ckpt.dcp.load.sharing import NodeSharing, RemoteNeeds, join_exchange, plan_sharing

@@ -23,7 +23,7 @@ PlaceOf = Callable[[Window], memoryview | None]
 
 @dataclass(frozen=True)
 class Wanted:
-    """One item of the plan: where it lies, what is foretold of it, and what must be read for it."""
+    """One item of the plan: where it lies, how a tensor is expected to lie there, and what must be read for it."""
 
     item: ReadItem
     info: StorageInfo
@@ -36,7 +36,7 @@ class Wanted:
 
     @property
     def rows(self) -> ByteRange:
-        """Where the rows that are wanted lie in the shard, if they lie there as foretold."""
+        """Where the rows that are wanted lie in the shard, if the item lies there as expected."""
         if self.stored is None:
             return ByteRange(self.info.offset, 0)
         rows = self.stored.rows(self.item)
@@ -123,7 +123,7 @@ class ShardItems:
 
 
 class Loading:
-    """Reads the windows of one rank: its own disk's at once, others ahead of time, shared ones from who fetched them."""
+    """Reads the windows of one rank: local ones at once, others ahead of time, shared ones from the rank that has them."""
 
     def __init__(self, reader: ShardReader, is_remote: Callable[[str], bool], exchange: Exchange | None) -> None:
         self._reader = reader
@@ -133,10 +133,10 @@ class Loading:
     def run(self, windows: Sequence[Window], shards: Sequence[str], feed: FeedWindow, place_of: PlaceOf) -> None:
         """Gives each window, verified, to `feed`, in order. Its memory is valid for the time of the call.
 
-        A window of the own disk is read to `place_of` it, if there is one: if it cannot be verified that is zeros.
+        A window of the node's own disk is read to `place_of` it, if there is one: if it cannot be verified that is zeros.
 
         Raises:
-            ShardLost: no intact copy is left. And what `feed` raises. No thread is left that anybody waits for.
+            ShardLost: no intact copy is left. And what `feed` raises. No thread is left that the load waits for.
         """
         ahead, read = self._ahead(windows, shards), self._reader.read
         try:

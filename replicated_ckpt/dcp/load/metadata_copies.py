@@ -1,4 +1,4 @@
-"""Finding an intact copy of a checkpoint's `.metadata`: the own one, a peer's, the bucket's."""
+"""Finding an intact copy of a checkpoint's `.metadata`: this node's, a peer's, the bucket's."""
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -82,7 +82,7 @@ def _intact(
 def _copies(
     store: LocalStore, survey: Survey, bucket: Bucket | None, reader_key: str, problems: list[str], silent: set[str]
 ) -> Iterator[_Copy]:
-    """Each copy that can be read, the own one first, whatever the state of the manifest there.
+    """Each copy that can be read, this node's first, whatever the state of the manifest there.
 
     `problems` gets what the other places have instead, each named.
     """

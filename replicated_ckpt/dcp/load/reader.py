@@ -21,7 +21,7 @@ from replicated_ckpt.dcp.find.lookup import look_up
 from replicated_ckpt.dcp.load.attempt import LoadAttempt
 from replicated_ckpt.dcp.load.item_reader import ItemReader
 from replicated_ckpt.dcp.load.metadata_copies import UnreadMetadata
-from replicated_ckpt.dcp.load.parts import ReaderBucket, ReaderParts
+from replicated_ckpt.dcp.load.reader_parts import ReaderBucket, ReaderParts
 from replicated_ckpt.dcp.load.report import LoadReport
 from replicated_ckpt.dcp.runtime.caller import find_line
 from replicated_ckpt.dcp.runtime.raised_by_load import as_checkpoint_exception
@@ -52,7 +52,7 @@ class ReplicatedReader(StorageReader):
         no_dist: load on this process alone, although a process group exists; None takes what `dcp.load` was passed.
         object_store: the bucket that the writer was given, "s3://bucket/prefix", say. Checkpoints that stock torch's
             FsspecWriter wrote there can be loaded, too; no checksums of them were taken.
-        storage_options: how to get there, as s3fs takes it.
+        storage_options: how to reach it, as s3fs takes it.
         lineage: which run to load where checkpoints of several lie in one directory of ids: "newest", the one saved last
             by the clock, with a ReplicatedCkptWarning; "refuse" (LineagesMet); or the lineage that a warning named.
         trust_pickles: hand objects that are no tensors to the planner as they lie in the shards. DCP unpickles them, so
@@ -116,7 +116,7 @@ class ReplicatedReader(StorageReader):
     def exists(self, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether there is a committed checkpoint of this id, in any store; the same on every rank, and all must ask.
 
-        A test of the own disk would answer differently on each node. One that is there and no longer whole exists.
+        A test of the node's own disk would answer differently on each node. One that is there and no longer whole exists.
 
         Raises:
             StoreUnavailable: none was found, but not all were reached. Other ReplicatedCkptErrors, on every rank alike.

@@ -71,7 +71,7 @@ class Findings:
                 self.traffic.bytes_peer += size_bytes
 
     def note(self, shard: str, node: str, error: ReplicatedCkptError, *, is_suspect: bool) -> bool:
-        """Whether this is the copy's first failure. `is_suspect`: its agent is to read it again."""
+        """Notes that a copy failed; whether for the first time. `is_suspect`: its agent is to read it again."""
         with self._lock:
             if is_suspect:
                 self._suspects.add((node, shard))
@@ -160,7 +160,7 @@ class ShardReader:
         Raises:
             ShardLost: the sources that are left do not have them intact; it tells what each one answered.
         """
-        source = self._open.get(shard) or self._opened(shard)
+        source = self._open.get(shard) or self._open_shard(shard)
         raw = source.read(offset, length, memory)
         for node, size_bytes in source.take_counts().items():
             self.findings.count(node, self._own_node, size_bytes)
@@ -169,7 +169,7 @@ class ShardReader:
             raise ShardLost(self._manifest.checkpoint_id, {shard: self._manifest.owner_of(shard)}, searched)
         return raw
 
-    def _opened(self, shard: str) -> AnySource:
+    def _open_shard(self, shard: str) -> AnySource:
         entry = self._manifest.shards[shard]
         expected = Expected(entry.size_bytes, entry.crc32c)
         sources = [Source(node, expected, partial(self._shard_at, shard, node)) for node in self._nodes_by_shard[shard]]

@@ -78,7 +78,7 @@ def build_metadata(tree: Any, size_bytes: int, registered: Mapping[Key, type]) -
     """The metadata that the tree of a pickle of this size describes.
 
     Raises:
-        PickleUnsafe: it is none, or names what DCP metadata does not consist of.
+        PickleUnsafe: it is not metadata, or names what DCP metadata does not consist of.
     """
     return _Builder(size_bytes, registered).metadata(tree)
 

@@ -218,9 +218,17 @@ class SaveAttempt:
         decision = self._decision
         handing = Handing(self._agent_starter(), on_handed)
         try:
-            kept = self._notes, handing, self._parts.layouts
             problems, self._receipts = commit_save(
-                self._store, self._cluster, decision, self._config, receipts, metadata, results, *kept
+                self._store,
+                self._cluster,
+                decision,
+                self._config,
+                receipts,
+                metadata,
+                results,
+                notes=self._notes,
+                handing=handing,
+                layouts=self._parts.layouts,
             )
         finally:
             self.close()
@@ -228,9 +236,9 @@ class SaveAttempt:
         remember(self._store, decision.checkpoint_id, self.version)
         self._warn(problems)
         self._reference = None if problems else SavedMetadata.of(decision.checkpoint_id, decision.save_id)
-        self._parts.retaining.committed(decision, has_agents=self._world.blackboard is not None)
+        self._parts.retaining.note_committed(decision, has_agents=self._world.blackboard is not None)
         if decision.upload is not None:
-            self._parts.object_tier.committed()
+            self._parts.object_tier.note_committed()
 
     def end(self) -> None:
         """Coordinator: the save is over. Where DCP tells its ranks so, each reports then; else this one does now."""
@@ -324,12 +332,11 @@ class SaveAttempt:
         self._warn(self._parts.retaining.hand_over(decision, rank))
         shard: WrittenShard | None = None
         if plan.items:
-            how = {"stream_to_peers": config.ack != "local", "durable": config.ack != "peer-memory"}
             has_agent = self._world.blackboard is not None and not decision.node_of(rank).silence
             if staged is not None and has_agent:
                 start = self._agent_starter()
-                shard = self._parts.shards.hand_over(plan, planner, decision, rank, staged, start, **how)
-            shard = shard or self._parts.shards.write(plan, planner, decision, rank, **how)
+                shard = self._parts.shards.hand_over(plan, planner, decision, rank, staged, start)
+            shard = shard or self._parts.shards.write(plan, planner, decision, rank)
         receipt = Receipt(
             (shard.receipt,) if shard else (),
             is_handed=shard is not None and shard.follower is not None,

@@ -44,7 +44,7 @@ class Probed:
 
 
 class ObjectTier:
-    """One writer's bucket. Used by one thread at a time, except `wait`, which may run beside a save."""
+    """One writer's bucket. Used by one thread at a time, except `wait`, which may run during a save."""
 
     def __init__(self, store: LocalStore, target: ObjectTarget | None, every: int) -> None:
         self._store = store
@@ -105,7 +105,7 @@ class ObjectTier:
         with self._lock:
             self._awaited[save_id] = checkpoint_id
 
-    def committed(self) -> None:
+    def note_committed(self) -> None:
         """The save was committed on the nodes: the upload may begin."""
         if self._target is not None and self._target.is_process_local:
             self._bring_here()

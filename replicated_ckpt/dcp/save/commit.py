@@ -37,6 +37,7 @@ def commit_save(
     receipts: Sequence[Receipt],
     metadata: Metadata,
     results: Sequence[Sequence[WriteResult]],
+    *,
     notes: Mapping[str, Any] | None = None,
     handing: Handing | None = None,
     layouts: KeptLayouts | None = None,
@@ -96,17 +97,20 @@ def _decide(
     receipts: Sequence[Receipt],
     handing: Handing,
 ) -> tuple[Manifest, Sequence[Receipt], list[str]]:
-    """Makes the decision durable, or has this node's agent do it once agents have written. Also: what misses."""
+    """Makes the decision durable, or has this node's agent do it once agents have written.
+
+    Returns the manifest, the receipts with what agents wrote, and the copies that are missing, in words.
+    """
     if not any(receipt.is_handed for receipt in receipts):
         store.put_small(decision.save_id, MANIFEST_NAME, manifest.encode())
         return manifest, receipts, []
     finished = finish_by_agent(store, _outline(decision, config, manifest, receipts), handing)
     missed = [what for copies in finished.written for what in copies.missed]
-    manifest = _decided(decision, finished, missed)
+    manifest = _read_decided(decision, finished, missed)
     return manifest, [_complete(receipt, manifest, finished) for receipt in receipts], missed
 
 
-def _decided(decision: SaveDecision, finished: Finished, missed: Sequence[str]) -> Manifest:
+def _read_decided(decision: SaveDecision, finished: Finished, missed: Sequence[str]) -> Manifest:
     """The manifest that the agent has decided. Raises AckNotReached: it was to do so with all copies only."""
     if not finished.manifest:
         have = {copies.name: len(copies.holders) for copies in finished.written if copies.missed}

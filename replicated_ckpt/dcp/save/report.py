@@ -20,13 +20,13 @@ _WAITED_FOR = {
 
 @dataclass(frozen=True)
 class SaveReport:
-    """What one save did on this rank. `copies_made` is the least over this rank's shards, the own one counted.
+    """What one save did on this rank. `copies_made` is the least over this rank's shards, the node's own copy counted.
 
-    `seconds`: from the begin of the save to its commit; in `ranks`, to the end of the rank's own writing, or of
-    the hand-over to its agent. `phases` are
-    seconds, too: `plan` (until this rank may write; others are waited for), `serialise` (the thread that goes through the
-    tensors), `write` and `fsync` (the own disk), `send` (the slowest buddy, its fsync included), `commit` (from then on).
-    Writing, sending and serialising go on at once, so they add up to more than the time that passed.
+    `seconds`: from the begin of the save to its commit; in `ranks`, to the end of the rank's own writing, or of the
+    hand-over to its agent. `phases` are seconds, too: `plan` (until this rank may write; others are waited for),
+    `serialise` (the thread that goes through the tensors), `write` and `fsync` (this node's disk), `send` (the slowest
+    buddy, its fsync included) and `commit` (from then on). Writing, sending and serialising go on at once, so they add
+    up to more than the time that passed.
 
     `ranks`: on rank 0, once the save is committed, the reports of all ranks, in order.
     """

@@ -33,7 +33,7 @@ class Retaining:
             return []
         return self._tell(decision, is_committed=False)
 
-    def committed(self, decision: SaveDecision, *, has_agents: bool) -> None:
+    def note_committed(self, decision: SaveDecision, *, has_agents: bool) -> None:
         """The save was committed. Agents that committed it look by themselves; where there was none, one is told."""
         if not has_agents and self._is_used:
             for problem in self._tell(decision, is_committed=True):

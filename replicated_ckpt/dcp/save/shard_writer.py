@@ -1,4 +1,4 @@
-"""Writing this rank's shard, or handing it over: to the own store and to the buddies."""
+"""Writing this rank's shard, or handing it over: to the node's own store and to the buddies."""
 
 import logging
 import math
@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from replicated_ckpt import failpoints
 from replicated_ckpt.agent.saves.hand_overs import HandedShard
 from replicated_ckpt.agent.saves.shard_copies import WantedCopies, write_copies
+from replicated_ckpt.config import Ack
 from replicated_ckpt.core.layout import ShardName
 from replicated_ckpt.dcp.agreement.decision import SaveDecision, ShardReceipt
 from replicated_ckpt.dcp.hand_over.follower import Follower
@@ -47,9 +48,10 @@ class WrittenShard:
 class ShardWriter:
     """Writes shards of one rank. Reuses its buffers from save to save. One save at a time."""
 
-    def __init__(self, store: LocalStore, direct_io: str) -> None:
+    def __init__(self, store: LocalStore, direct_io: str, ack: Ack = "peer") -> None:
         self._store = store
         self._direct_io = direct_io
+        self._ack = ack
         self._buffers: Buffers | None = None
         self._items = ItemWriter()
         self._has_said_why = False
@@ -60,18 +62,15 @@ class ShardWriter:
         planner: SavePlanner,
         decision: SaveDecision,
         rank: int,
-        *,
-        stream_to_peers: bool,
-        durable: bool,
     ) -> WrittenShard:
-        """Writes all items of the plan as one shard. It is durable in the own store when this returns.
+        """Writes all items of the plan as one shard. It is durable in the node's own store when this returns.
 
         A buddy that fails is replaced by another node, or, if none can take the copy, listed in `missed`.
 
         Raises:
-            SaveAborted: the save was given up elsewhere. StoreError: the own store failed. And whatever the planner raises.
+            SaveAborted: the save was given up elsewhere. StoreError: this node's store failed. And what the planner raises.
         """
-        wanted = self._copies_wanted(decision, rank, stream_to_peers=stream_to_peers, durable=durable)
+        wanted = self._choose_places(decision, rank)
         results: list[WriteResult] = []
         self._buffers = self._buffers or Buffers()
         lay_out = partial(self._lay_out, plan, planner, wanted.name, results)
@@ -87,9 +86,6 @@ class ShardWriter:
         rank: int,
         staged: memoryview,
         start_agent: Callable[[], object],
-        *,
-        stream_to_peers: bool,
-        durable: bool,
     ) -> WrittenShard | None:
         """Gives the shard, whose items lie in the memory `staged`, to this node's agent, which has taken it on return.
 
@@ -98,7 +94,7 @@ class ShardWriter:
         Raises:
             SaveAborted: the save was given up elsewhere. And whatever the planner raises.
         """
-        wanted = self._copies_wanted(decision, rank, stream_to_peers=stream_to_peers, durable=durable)
+        wanted = self._choose_places(decision, rank)
         results: list[WriteResult] = []
         layout = ShardLayout(staged)
         try:
@@ -120,11 +116,10 @@ class ShardWriter:
         failpoints.reach("rank.handed-over")
         return WrittenShard(ShardReceipt(wanted.name, 0, 0, ()), results, follower=follower)
 
-    def _copies_wanted(
-        self, decision: SaveDecision, rank: int, *, stream_to_peers: bool, durable: bool
-    ) -> WantedCopies:
+    def _choose_places(self, decision: SaveDecision, rank: int) -> WantedCopies:
+        """Where this rank's shard is to lie. With "local" buddies fetch their copies afterwards, so none is sent."""
         own = decision.node_of(rank).node_id
-        buddies = decision.buddies_of(own) if stream_to_peers else ()
+        buddies = decision.buddies_of(own) if self._ack != "local" else ()
         spares = [node for node in decision.holders_for(own) if node not in buddies]
         return WantedCopies(
             decision.save_id,
@@ -132,8 +127,8 @@ class ShardWriter:
             own,
             tuple(map(decision.address_of, buddies)),
             tuple(map(decision.address_of, spares)),
-            durable,
-            self._direct_io,
+            durable=self._ack != "peer-memory",
+            direct_io=self._direct_io,
         )
 
     def _lay_out(

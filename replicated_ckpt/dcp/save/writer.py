@@ -58,20 +58,21 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
     Args:
         root: this node's store, a directory on its own disk. Ranks with the same store are one node.
         copies: copies of every shard, the local one counted. With fewer nodes there are as many as nodes.
-        ack: what has happened when `dcp.save` returns, or the future of `dcp.async_save` is done. "local": the own shard is
-            durable, the copies follow; "peer-memory": the copies are in the peers' memory; "peer": they are durable
-            there; "object": it is committed in the object store, too. "staged", for `dcp.async_save`: agents have all that
-            they need to complete the save as with "peer", though every trainer is killed; `wait` tells when they have. A
-            shard that its rank writes itself is durable then, and a save of such shards alone is as with "peer".
+        ack: what has happened when `dcp.save` returns, or the future of `dcp.async_save` is done. "local": the shard
+            is durable on this node, and the copies follow. "peer-memory": the copies are in the peers' memory. "peer":
+            they are durable there. "object": the checkpoint is committed in the object store, too. "staged", for
+            `dcp.async_save`: agents have all that they need to complete the save as with "peer", even if every trainer
+            is killed; `wait` tells when they have. Shards that ranks write themselves are durable then; if all are, it
+            is as with "peer".
         domain: failure domain of this node (rack, switch, zone); buddies are in different ones where possible.
         on_degraded: when a copy cannot be made during a save: "warn" (ReplicatedCkptWarning) and go on with fewer, or
             "raise" AckNotReached.
         overwrite: allow a save to an id that exists; the old checkpoint stays loadable until the new one is committed.
         process_group: ranks of the save; None takes the one passed to `dcp.save`.
-        object_store: where every checkpoint goes besides, by the nodes' agents: "s3://bucket/prefix", or any URL that
+        object_store: where every checkpoint goes as well, by the nodes' agents: "s3://bucket/prefix", or any URL that
             fsspec knows. `dcp.save` does not wait for it unless ack="object"; `wait` does.
-        storage_options: how to get there, as s3fs takes it; what is not given comes from the environment or a profile.
-        object_every: only every so many-th checkpoint of the run goes there.
+        storage_options: how to reach it, as s3fs takes it; what is not given comes from the environment or a profile.
+        object_every: only every n-th checkpoint of the run goes there.
         retention, object_retention: which checkpoints of the run the nodes, and the object store, keep: a
             Retention(keep_last=3, keep_every=10), say, alike on all ranks. None: all of them. A run's checkpoints are
             those whose ids lie in one directory.
@@ -146,7 +147,7 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
         return WriterParts(
             self.config,
             store,
-            ShardWriter(store, self.config.direct_io),
+            ShardWriter(store, self.config.direct_io, self.config.ack),
             KeptLayouts(),
             ObjectTier(store, self._target, self.config.object_every),
             Retaining(store, self.config, self._target),

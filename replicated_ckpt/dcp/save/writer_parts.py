@@ -17,9 +17,9 @@ from replicated_ckpt.stores.local.store import LocalStore
 
 @dataclass(frozen=True)
 class WriterParts:
-    """Its settings, and what works for each of its saves. `memory`: of a store that lies in memory.
+    """The writer's settings, and what works for each of its saves. `memory`: the limit of a store that lies in memory.
 
-    `planning`: of collections, while DCP plans a save.
+    `planning`: the pause of collections while DCP plans a save.
     """
 
     config: WriterConfig

@@ -1,4 +1,4 @@
-"""Where a tensor's data lies in its item, foretold from the metadata: what must be read, and how to tell it was right."""
+"""Where a tensor's data lies in its item, worked out from the metadata: what must be read, and how to tell it was right."""
 
 import pickle
 from collections.abc import Sequence
@@ -12,14 +12,14 @@ from replicated_ckpt.dcp.runtime.torch_private import StorageInfo
 from replicated_ckpt.dcp.tensors.torch_save import learn_envelope
 
 SURROUNDINGS_BYTES_MAX = 64 << 10
-"""What a container has around its data; with more than that it is none that `torch.save` writes for one tensor."""
+"""What a container has around its data; a larger one was not written by `torch.save` for one tensor."""
 _KINDS_MAX = 4096
 
 
 class StoredTensor:
     """A contiguous tensor in the container of `torch.save`: `head`, then its data in row-major order, then a tail.
 
-    It is foretold, not known: only an item that begins with `head` has this layout.
+    It is expected, not known: only an item that begins with `head` has this layout.
     """
 
     def __init__(self, dtype: torch.dtype, shape: tuple[int, ...], head: bytes) -> None:

@@ -68,7 +68,7 @@ class BucketSave:
 
     @property
     def save_id(self) -> str:
-        """The save's id; one made up from the name, which is the same for everybody, where stock torch wrote it."""
+        """The save's id; one made up from the name, the same for every reader, where stock torch wrote it."""
         if self.mark is not None:
             return self.mark.save_id
         return hashlib.sha256(f"{self.checkpoint_id}/{self.metadata_bytes}".encode()).hexdigest()[:32]

@@ -50,8 +50,8 @@ class ObjectClient(Protocol):
     def put_over(self, key: str, data: bytes, version: str) -> bool:
         """As `put`, but only over that version, or, with "", only where nothing is; whether it did.
 
-        A store without conditional writes writes in any case. After a lost answer the own write may count as another's: so
-        what lies there afterwards is to be read back either way.
+        A store without conditional writes writes in any case. After a lost answer the client's own write may count as
+        another's: so what lies there afterwards is to be read back either way.
         """
 
     def put_shard(self, key: str, source: UploadSource, paced: Paced) -> None:

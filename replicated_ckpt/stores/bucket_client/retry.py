@@ -11,8 +11,10 @@ from replicated_ckpt.stores.bucket_client.upload_source import UploadSource
 
 T = TypeVar("T")
 READ_WITHIN_S, LOOK_WITHIN_S = 60.0, 3.0
-"""No try begins later than that after the first, of a read, and of a look by those who have the nodes beside the bucket;
-one that hangs takes the client's own time-out besides."""
+"""No try begins later than that after the first: of a read, and of a look where nodes are asked as well.
+
+One that hangs takes the client's own time-out, too.
+"""
 _PAUSE_FIRST_S, _PAUSE_MAX_S = 0.2, 5.0
 _CHANCE = random.Random()  # noqa: S311 - chance, not secrecy; the process's own generator is training's
 

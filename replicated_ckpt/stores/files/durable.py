@@ -21,7 +21,7 @@ _IS_SHARED = stat.S_ISGID | stat.S_IRGRP | stat.S_IXGRP
 SHARED_MODE = 0o2750
 """Of a directory that a group may read; what is made in it is of that group, too."""
 _HINT_BY_ERRNO = {
-    errno.EIO: "The disk has failed there: see `dmesg`. The other copies are still used; pass another root.",
+    errno.EIO: "The disk has failed there: see `dmesg`. Loads use other copies; to save, pass a root on another disk.",
     errno.ESTALE: "The shared file system has lost it: mount it again. A root belongs on the node's own disk.",
     errno.EMFILE: "This process has too many open files: raise `ulimit -n`.",
     errno.ENFILE: "This host has too many open files: see `sysctl fs.file-max`.",

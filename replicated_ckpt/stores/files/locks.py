@@ -20,7 +20,7 @@ class Closable(Protocol):
     """What has a descriptor. A socket does."""
 
     def close(self) -> object:
-        """Gives the descriptor back. In a fork this must say nothing to who else has it."""
+        """Gives the descriptor back. In a fork this must have no effect on the other processes that hold it."""
 
 
 _not_in_forks: weakref.WeakSet[Closable] = weakref.WeakSet()

@@ -1,4 +1,4 @@
-"""Which directory in memory is the tier of a store on a disk: noted there by the ranks, for who looks at the disk."""
+"""Which directory in memory is the tier of a store on a disk: noted there by the ranks, for commands that look there."""
 
 import os
 from pathlib import Path

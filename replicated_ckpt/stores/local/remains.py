@@ -31,7 +31,7 @@ class RemainsReader:
         self._node_id = node_id
         self._crcs: dict[tuple[int, int, int, int], int | None] = {}
 
-    def found(self, checkpoint_id: str | None = None) -> tuple[Remains, ...]:
+    def find(self, checkpoint_id: str | None = None) -> tuple[Remains, ...]:
         """What lies in the directory of one checkpoint, or in any, without a manifest that is believed.
 
         Raises:

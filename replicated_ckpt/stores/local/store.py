@@ -49,14 +49,14 @@ from replicated_ckpt.stores.local.versions.staged_decision import has_damaged_de
 
 PART_SUFFIX = ".part"
 NOWHERE = "/proc/self/replicated-ckpt-nowhere"
-"""A root that is empty and stays so: for those who have no store."""
+"""A root that is empty and stays so: for readers without a store."""
 
 NO_NODE = "none"
 """Stands for the identity of a store that has none yet."""
 
 
 def is_nowhere(store: "LocalStore") -> bool:
-    """Whether it is the store of those who have none."""
+    """Whether it is the empty store of a reader that was given no root."""
     return str(store.root) == NOWHERE
 
 
@@ -223,7 +223,7 @@ class LocalStore:
                 is_kept, is_version, carry = not is_over, before is not None, partial(others.move_others, self.root)
                 publish_directory(staging, final, place, is_kept=is_kept, is_version=is_version, carry=carry)
             failpoints.reach("commit.durable")
-            others.remove_broken_off(final)  # of who began to write while the save was being published
+            others.remove_broken_off(final)  # of a process that began to write while the save was being published
             others.remove_carried(self.root, trash, name)
             self._forget(save_id)
         failpoints.reach("commit.done")

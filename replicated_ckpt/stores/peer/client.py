@@ -66,7 +66,7 @@ class AgentAddress:
         return f"node {self.node_id} at {self.host}:{self.port}"
 
     def to_json(self) -> dict[str, Any]:
-        """With the token: for those who are to talk to the agent, and no list that others read."""
+        """With the token: for clients that talk to the agent. It is in no list that others read."""
         return asdict(self)
 
     def without_token(self) -> dict[str, Any]:
@@ -78,7 +78,7 @@ class AgentAddress:
         """The address in `fields`, validated: one that cannot be talked to would be met again and again.
 
         Raises:
-            ValueError, KeyError, TypeError: it is none; the caller names who said so.
+            ValueError, KeyError, TypeError: the fields are not an address; the caller names the source.
         """
         fields = dict(fields)
         domain = fields.get("domain")

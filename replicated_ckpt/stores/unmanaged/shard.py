@@ -48,7 +48,7 @@ class UnmanagedShard(VerifiedShard):
         super().__init__(store, name, expected)
 
     def _read_table(self, expected: Expected) -> BlockTable:
-        """That of its footer; of a shard without one a single block, whose checksum nobody has."""
+        """That of its footer; of a shard without one a single block, whose checksum is not known."""
         size = expected.size_bytes
         self._footer = find_footer(
             lambda offset, length: self._fetch(offset, offset + length), size, self._unchecked.end

@@ -90,7 +90,7 @@ def stage(
 
 def look(service: NodeService) -> tuple[NodeView, ...]:
     """What re-protection sees: this node alone."""
-    return (NodeView(service.node_id, Presence.UP, service.holdings(), None, service.remains.found()),)
+    return (NodeView(service.node_id, Presence.UP, service.holdings(), None, service.remains.find()),)
 
 
 def is_staged(service: NodeService, save_id: str) -> bool:
@@ -259,7 +259,7 @@ from replicated_ckpt.stores.local.remains import RemainsReader
 from replicated_ckpt.stores.local.store import LocalStore
 os.setgid(1000); os.setuid(1000)
 store = LocalStore(sys.argv[1])
-print(len(store.catalog.holdings("n")), len(RemainsReader(store, "n").found()), len(list(store.catalog.without_manifest())))
+print(len(store.catalog.holdings("n")), len(RemainsReader(store, "n").find()), len(list(store.catalog.without_manifest())))
 """
 
 

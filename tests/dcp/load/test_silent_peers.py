@@ -81,7 +81,7 @@ def test_a_buddy_that_let_a_time_out_pass_is_not_asked_again(
     planner.set_up_planner({"a": torch.ones(100_000)}, None, True)
     started = stopwatch.now()
     shards = ShardWriter(store, "off")
-    written = shards.write(planner.create_local_plan(), planner, decision, 0, stream_to_peers=True, durable=True)
+    written = shards.write(planner.create_local_plan(), planner, decision, 0)
     assert silent.asked == [f"PUT /v1/saves/{SAVE}/{shard(0)}"]
     assert stopwatch.now() - started < 2 * PROGRESS_TIMEOUT_S
     assert written.receipt.holders == (own.node_id,)
@@ -141,7 +141,7 @@ def test_what_ranks_see_without_a_manifest_counts(tmp_path: Path) -> None:
     here, there = LocalStore(tmp_path / "here"), LocalStore(tmp_path / "there")
     checkpointed([here, there], 1, {shard(0): [0], shard(1): [1]}, copies=1)
     (there.root / "step-1" / MANIFEST_NAME).write_text("damaged")
-    remains = RemainsReader(there, there.node_id()).found("step-1")
+    remains = RemainsReader(there, there.node_id()).find("step-1")
     seen = {there.node_id(): SeenStore("its agent is silent", (), remains)}
     survey = Surveyor(here, here.node_id(), [], seen=seen).survey("step-1")
     assert survey.is_whole

@@ -24,9 +24,9 @@ from replicated_ckpt.dcp.memory import limit
 from replicated_ckpt.dcp.memory import root as place
 from replicated_ckpt.dcp.memory.root import SHARED_MEMORY, find_memory_root, measure_memory
 from replicated_ckpt.dcp.node import seen_lineage
+from replicated_ckpt.dcp.save_callback import SaveCallback
 from replicated_ckpt.dcp.staging.segment import drop_idle_segments
 from replicated_ckpt.dcp.tiered_checkpoints import TieredCheckpoints
-from replicated_ckpt.dcp.told_saves import ToldSaves
 from replicated_ckpt.errors import ConfigInvalid, StoreFull, StoreUnavailable
 from replicated_ckpt.stores.local.shard_file import FileSink
 from replicated_ckpt.stores.local.store import LocalStore
@@ -212,7 +212,7 @@ def test_on_save_is_known_where_both_tiers_call_it_at_once() -> None:
                 told.check_not_inside("wait")
             refused.append(report)
 
-    told: Any = ToldSaves(on_save)
+    told: Any = SaveCallback(on_save)
     threads = [threading.Thread(target=told, args=(tier,)) for tier in ("memory", "disk")]
     threads[0].start()
     assert inside.wait(20)

@@ -79,7 +79,7 @@ def test_a_small_decision_is_as_before() -> None:
     """Small jobs keep nothing, and their posts say nothing of it."""
     ranks = Ranks()
     assert ranks.call({"nodes": LARGE[:9], "id": "a"}) == ranks.call({"nodes": LARGE[:9], "id": "b"})
-    assert [dict(kept.known("save")) for kept in ranks.kept] == [{}] * RANKS
+    assert [dict(kept.describe_known("save")) for kept in ranks.kept] == [{}] * RANKS
 
 
 def test_topics_do_not_mix() -> None:

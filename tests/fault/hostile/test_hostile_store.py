@@ -80,7 +80,7 @@ def test_one_file_does_not_stop_the_looks(store: LocalStore, way: str, place: st
     fresh, node = LocalStore(store.root), store.node_id()
     held = {holding.checkpoint_id for holding in fresh.catalog.holdings(node)}
     assert "step-2" in held
-    RemainsReader(fresh, node).found()
+    RemainsReader(fresh, node).find()
     UnmanagedDirectory(fresh.root).holdings(node)
     fresh.list_staged()
     assert not fresh.is_decided("c" * 32)

@@ -93,11 +93,11 @@ class ItemsSource:
 
     def read(self, parts: Sequence[Part]) -> list[torch.Tensor]:
         self._probe(parts)
-        targets = [window_tensor(part.box.sizes, part.entry.dtype) for part in parts]
+        targets = [window_tensor(part.chunk.sizes, part.entry.dtype) for part in parts]
         wanted: list[Wanted] = []
         for part, target in zip(parts, targets, strict=True):
             for chunk in part.entry.chunks:
-                common = chunk.common(part.box)
+                common = chunk.common(part.chunk)
                 if common is not None and common.elements:
                     wanted += self._find_wanted(part, chunk, common, target)
         self._fetcher.fetch(wanted)
@@ -108,7 +108,7 @@ class ItemsSource:
         info, entry = self._info(part.entry.key, chunk.offsets), part.entry
         start = self._data_starts.get((info.relative_path, info.offset))
         if start is None:
-            inside, place = common.relative_to(chunk), _view(target, common.relative_to(part.box))
+            inside, place = common.relative_to(chunk), _view(target, common.relative_to(part.chunk))
 
             def take_item(raw: memoryview) -> None:
                 place.copy_(_view(self._tensor(raw, entry, chunk), inside))
@@ -118,7 +118,7 @@ class ItemsSource:
         found = []
         for run in common.runs(chunk, PIECE_BYTES // itemsize):
             offset = info.offset + start + run.start_in(chunk) * itemsize
-            take = _taker(_view(target, run.relative_to(part.box)))
+            take = _taker(_view(target, run.relative_to(part.chunk)))
             found.append(Wanted(info.relative_path, offset, run.elements * itemsize, take))
         return found
 
@@ -146,7 +146,7 @@ class ItemsSource:
         ends: list[tuple[StorageInfo, TensorEntry, Chunk, list[bytes]]] = []
         for part in parts:
             for chunk in part.entry.chunks:
-                if chunk.common(part.box) is None:
+                if chunk.common(part.chunk) is None:
                     continue
                 info = self._info(part.entry.key, chunk.offsets)
                 if info.length <= PIECE_BYTES or (info.relative_path, info.offset) in self._data_starts:
@@ -182,8 +182,8 @@ def _check_path(path: Any, key: str) -> Path:
     return (key,)
 
 
-def _view(tensor: torch.Tensor, box: Chunk) -> torch.Tensor:
-    return tensor[tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes, strict=True))]
+def _view(tensor: torch.Tensor, chunk: Chunk) -> torch.Tensor:
+    return tensor[tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))]
 
 
 def _taker(place: torch.Tensor) -> Callable[[memoryview], None]:

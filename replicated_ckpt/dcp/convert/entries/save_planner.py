@@ -35,7 +35,9 @@ class SourcePlanner(SavePlanner):
         self._source = source
         self._contents = contents
         self._progress = progress
-        self._part_by_place = {(p.entry.name, p.box.offsets): p for entry in contents.tensors for p in parts_of(entry)}
+        self._part_by_place = {
+            (p.entry.name, p.chunk.offsets): p for entry in contents.tensors for p in parts_of(entry)
+        }
         self._object_by_name = {entry.name: entry for entry in contents.objects}
         self._ahead = deque(windows(list(self._part_by_place.values())))
         self._read: dict[_Place, torch.Tensor] = {}
@@ -73,7 +75,7 @@ class SourcePlanner(SavePlanner):
         part = self._part_by_place[place]
         group = self._ahead.popleft() if self._ahead and part in self._ahead[0] else [part]
         self._read = {
-            (read.entry.name, read.box.offsets): tensor
+            (read.entry.name, read.chunk.offsets): tensor
             for read, tensor in zip(group, self._source.read(group), strict=True)
         }
         self._progress(sum(read.size_bytes for read in group))
@@ -89,11 +91,11 @@ def parts_of(entry: TensorEntry) -> list[Part]:
 
 
 def _write_item(part: Part) -> WriteItem:
-    entry, box = part.entry, part.box
+    entry, chunk = part.entry, part.chunk
     data = TensorWriteData(
-        ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)),
+        ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)),
         TensorProperties(dtype=entry.dtype),
         torch.Size(entry.shape),
     )
-    index = MetadataIndex(entry.name, torch.Size(box.offsets))
+    index = MetadataIndex(entry.name, torch.Size(chunk.offsets))
     return WriteItem(index, WriteItemType.SHARD, tensor_data=data)

@@ -87,11 +87,11 @@ class Part:
     """A part of a tensor that is to be read."""
 
     entry: TensorEntry
-    box: Chunk
+    chunk: Chunk
 
     @property
     def size_bytes(self) -> int:
-        return self.box.elements * self.entry.dtype.itemsize
+        return self.chunk.elements * self.entry.dtype.itemsize
 
 
 class Source(Protocol):
@@ -144,7 +144,7 @@ def stream_tensors(source: Source, entries: Sequence[TensorEntry]) -> Iterator[t
     for entry in entries:
         whole = Chunk.whole(entry.shape)
         check_covered(entry)
-        parts += [Part(entry, box) for box in whole.runs(whole, WINDOW_BYTES // entry.dtype.itemsize)]
+        parts += [Part(entry, chunk) for chunk in whole.runs(whole, WINDOW_BYTES // entry.dtype.itemsize)]
     for group in windows(parts):
         yield from zip((part.entry for part in group), source.read(group), strict=True)
 

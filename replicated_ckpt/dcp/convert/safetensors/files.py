@@ -72,17 +72,17 @@ class SafetensorsFiles:
     def _part(self, part: Part) -> torch.Tensor:
         path, fd, start = self._place_by_key[part.entry.key]
         itemsize, whole = part.entry.dtype.itemsize, Chunk.whole(part.entry.shape)
-        target = window_tensor((part.box.elements,), part.entry.dtype)
+        target = window_tensor((part.chunk.elements,), part.entry.dtype)
         raw = memory_of(target)
         position = 0
-        for run in part.box.runs(whole, part.box.elements):
+        for run in part.chunk.runs(whole, part.chunk.elements):
             piece = raw[position : position + run.elements * itemsize]
             with translate_errors(str(path.parent), "read", path.name):
                 count = read_exactly(fd, piece, start + run.start_in(whole) * itemsize)
             if count != len(piece):
                 raise ObjectCorrupt(str(path.parent), "read", path.name, "it ended early", _FETCH)
             position += len(piece)
-        return target.view(part.box.sizes)
+        return target.view(part.chunk.sizes)
 
     def read_objects(self, entries: Sequence[ObjectEntry]) -> Mapping[str, bytes]:
         assert not entries, "safetensors have tensors only"

@@ -72,14 +72,14 @@ class TorchFile:
     def _part(self, part: Part) -> torch.Tensor:
         tensor = self._values[part.entry.key].detach()
         whole = Chunk.whole(part.entry.shape)
-        start = self._position(tensor) if tensor.is_contiguous() and part.box.elements else None
-        target = window_tensor(part.box.sizes, tensor.dtype)
-        slices = tuple(slice(o, o + s) for o, s in zip(part.box.offsets, part.box.sizes, strict=True))
-        if start is None or len(list(part.box.runs(whole, part.box.elements))) != 1:
+        start = self._position(tensor) if tensor.is_contiguous() and part.chunk.elements else None
+        target = window_tensor(part.chunk.sizes, tensor.dtype)
+        slices = tuple(slice(o, o + s) for o, s in zip(part.chunk.offsets, part.chunk.sizes, strict=True))
+        if start is None or len(list(part.chunk.runs(whole, part.chunk.elements))) != 1:
             return target.copy_(tensor[slices])
         raw = memory_of(target)
         with translate_errors(str(self._path.parent), "read", self._path.name):
-            count = read_exactly(self._fd, raw, start + part.box.start_in(whole) * tensor.itemsize)
+            count = read_exactly(self._fd, raw, start + part.chunk.start_in(whole) * tensor.itemsize)
         if count != len(raw):
             raise ObjectCorrupt(str(self._path.parent), "read", self._path.name, "it ended early", _SAVE_AGAIN)
         return target

@@ -88,7 +88,7 @@ class Catalog:
         """Checkpoint id and manifest of every checkpoint whose manifest is believed; a bad one is left to `verify`."""
         found = list(self._checkpoint_ids(_has_manifest))
         there = {self._path_of(checkpoint_id, MANIFEST_NAME) for checkpoint_id in found}
-        for path in list(self._parsed):  # first, as who has found what it looks for goes no further
+        for path in list(self._parsed):  # first, as a caller that has found its checkpoint stops here
             if path not in there:  # the checkpoint was retired
                 self._parsed.pop(path, None)
         for checkpoint_id in found:

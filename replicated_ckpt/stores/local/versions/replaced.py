@@ -1,6 +1,6 @@
 """Replaced versions: what had a checkpoint's name before a newer save took it, kept until the newer one is seen whole.
 
-And the lock of those who read a version: it is not removed while one of them holds it.
+And the lock of readers of a version: it is not removed while one of them holds it.
 """
 
 import contextlib

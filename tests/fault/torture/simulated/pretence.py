@@ -25,7 +25,7 @@ from replicated_ckpt.core.reading.windows import Window
 from replicated_ckpt.dcp.c10d import world
 from replicated_ckpt.dcp.c10d.world import World
 from replicated_ckpt.dcp.load import attempt as load_attempt
-from replicated_ckpt.dcp.load import loading, parts, reader
+from replicated_ckpt.dcp.load import loading, reader, reader_parts
 from replicated_ckpt.dcp.load.shard_reader import ShardReader
 from replicated_ckpt.dcp.node import local_agent as own_agent
 from replicated_ckpt.dcp.node import node as node_module
@@ -141,8 +141,8 @@ def pretences(cluster: "Cluster") -> Iterator[AbstractContextManager[Any]]:
         (loading, "FetchAhead", FetchInTurn),
         (upload, "random", cluster.random),
         (targets, "open_client", partial(_open_bucket, cluster)),
-        (parts, "open_client", partial(_open_bucket, cluster)),
-        (parts, "RetryingClient", partial(RetryingClient, clock=cluster.now, sleep=cluster.wait)),
+        (reader_parts, "open_client", partial(_open_bucket, cluster)),
+        (reader_parts, "RetryingClient", partial(RetryingClient, clock=cluster.now, sleep=cluster.wait)),
         (catalog, "decode_manifest", known_manifests),
         (committed, "decode_manifest", known_manifests),
         (catalog, "leads_out", _never),  # there are no symbolic links here, and it is a fifth of all work

@@ -8,7 +8,7 @@ from replicated_ckpt.dcp.save.report import SaveReport
 from replicated_ckpt.errors import ConfigInvalid
 
 
-class ToldSaves:
+class SaveCallback:
     """Calls `on_save`. In the thread of an asynchronous save it must not wait for that save, which waits for it."""
 
     def __init__(self, on_save: Callable[[SaveReport], object] | None) -> None:

@@ -40,7 +40,7 @@ class ReaderBucket:
 
 @dataclass(frozen=True)
 class ReaderParts:
-    """What a reader keeps from one load to the next. `planning`: of collections, while DCP plans a load."""
+    """What a reader keeps from one load to the next. `planning`: the pause of collections while DCP plans a load."""
 
     config: ReaderConfig
     store: LocalStore
