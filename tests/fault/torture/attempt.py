@@ -40,3 +40,7 @@ class Attempt:
             return bool(self.parts) and all(self.nodes_by_part[part] for part in self.parts)
         able = set(nodes) & self.readable_on
         return bool(self.parts) and all(self.published_by_part[part] & able for part in self.parts)
+
+    def is_ahead_of(self, other: "Attempt") -> bool:
+        """Whether it has a higher number in the same run: nodes that were cut off may have saved more often by then."""
+        return self.lineage == other.lineage and self.sequence > other.sequence

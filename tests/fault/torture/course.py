@@ -25,6 +25,8 @@ from tests.fault.torture.simulated.network import Killed
 
 HANDING_SHARE = 0.4
 """Of so many schedules the jobs hand their saves over to agents, as asynchronous saves do."""
+BEFORE_OPENING = "coordinator.drawn"
+"""A save that pauses here has not yet looked at what lies on its nodes."""
 
 
 @dataclass(frozen=True)
@@ -367,6 +369,8 @@ class Course:
     def go_on(self, slow: SlowSave) -> None:
         """A save that has paused goes on to its end."""
         self.slow.remove(slow)
+        if slow.operation.paused_at == BEFORE_OPENING:
+            slow.attempt.saw &= self.oracle.seen_by(slow.attempt.checkpoint_id, slow.job.nodes)
         if not slow.operation.is_over:
             self.cluster.resume(slow.operation)
         self.end_slow(slow)

@@ -39,14 +39,18 @@ class Oracle:
     ) -> Attempt:
         """A save by these nodes begins."""
         self._time += 1
-        self.look()
-        there = [found for found in self.of_id(checkpoint_id) if found.readable_on & set(nodes)]
-        saw = frozenset(number for found in there for number in (found.number, *found.saw))
+        saw = self.seen_by(checkpoint_id, nodes)
         is_blind = not any(found.run == run and found.readable_on & set(nodes) for found in self.attempts)
         began = len(self.attempts) + 1, checkpoint_id, ranks, run, self._time, is_stock
         attempt = Attempt(*began, saw=saw, is_blind=is_blind)
         self.attempts.append(attempt)
         return attempt
+
+    def seen_by(self, checkpoint_id: str, nodes: Collection[int]) -> frozenset[int]:
+        """The saves of a checkpoint that lie on these nodes, and those that they saw."""
+        self.look()
+        there = [found for found in self.of_id(checkpoint_id) if found.readable_on & set(nodes)]
+        return frozenset(number for found in there for number in (found.number, *found.saw))
 
     def end(self, attempt: Attempt, *, is_acknowledged: bool) -> None:
         """A save returned, or raised."""
@@ -157,14 +161,16 @@ class Oracle:
     def rival_ids(self) -> set[str]:
         """Checkpoints of which saves of several lineages lie on disks that never saw each other: each keeps its nodes."""
         named = [found for found in self.attempts if found.published_by_part.get(MANIFEST)]
-        return {
-            one.checkpoint_id
-            for one in named
-            for other in self.of_id(one.checkpoint_id)
-            if other in named
-            and other.lineage != one.lineage
-            and not (other.number in one.saw or one.number in other.saw)
-        }
+        return {one.checkpoint_id for one in named if self.has_rival(one)}
+
+    def has_rival(self, attempt: Attempt) -> bool:
+        """Whether a save of another lineage has the name, and neither saw the other: no node may take one for the newer."""
+        return any(
+            other.published_by_part.get(MANIFEST)
+            and other.lineage != attempt.lineage
+            and not (other.number in attempt.saw or attempt.number in other.saw)
+            for other in self.of_id(attempt.checkpoint_id)
+        )
 
     def has_nameless(self) -> bool:
         """Whether a checkpoint lies anywhere whose manifest is not there, or cannot be read."""
@@ -210,7 +216,7 @@ class Oracle:
         if last.run != MAIN and not any(attempt.lineage == last.lineage for attempt in ours):
             return True  # no job of the run has gone on with the other one's checkpoints
         counted = ours if last.run == MAIN else [one for one in self.attempts if one.lineage == last.lineage]
-        later = {one.checkpoint_id for one in counted if not is_before(one, last) or _is_ahead(one, last)}
+        later = {one.checkpoint_id for one in counted if not is_before(one, last) or one.is_ahead_of(last)}
         return len(later - {checkpoint_id}) < self._keep_last and not last.is_stock
 
     def must_load(self, checkpoint_id: str, nodes: Collection[int] | None = None, *, with_bucket: bool = False) -> bool:
@@ -290,8 +296,3 @@ class Oracle:
 def is_before(attempt: Attempt, other: Attempt) -> bool:
     """Whether an attempt was over when the other began. Of two that overlap either may be the newer one."""
     return attempt.ended is not None and attempt.ended < other.began
-
-
-def _is_ahead(one: Attempt, other: Attempt) -> bool:
-    """Whether it has a higher number in the same run: nodes that were cut off may have saved more often by then."""
-    return one.lineage == other.lineage and one.sequence > other.sequence

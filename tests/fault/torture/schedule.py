@@ -198,7 +198,7 @@ class Schedule:
         unnamed = {found.save_id for found in oracle.attempts if found.readable_on and not self._is_left(found)}
         lost_ids = {found.checkpoint_id for found in current if found.parts and not found.has_all_parts()}
         lost = {found.save_id for found in oracle.attempts if found.checkpoint_id in lost_ids}
-        rivals = [] if is_done else [found for found in current if found.checkpoint_id in oracle.rival_ids()]
+        rivals = [] if is_done else [found for found in current if oracle.has_rival(found)]
         untold = set() if is_done else oracle.untold_places()
         can_tell = is_done or not oracle.has_nameless()  # else nobody knows whether that is what is staged
         is_known = is_mended and not oracle.forgotten_ids()  # else what it has replaced waits with it
