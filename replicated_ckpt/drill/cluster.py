@@ -172,7 +172,7 @@ class Cluster:
             "GLOO_SOCKET_IFNAME": "lo",  # all nodes are this machine, whatever its name resolves to
             "DRILL_STORE": str(store),
         }
-        with log.open("wb") as output:
+        with log.open("wb") as output, processes.uninterrupted():
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -181,8 +181,8 @@ class Cluster:
                 env=environment,
                 start_new_session=True,
             )
-        node = NodeProcess(store, process, log)
-        self._started.append(node)
+            node = NodeProcess(store, process, log)
+            self._started.append(node)
         return node
 
 

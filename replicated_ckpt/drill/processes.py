@@ -2,11 +2,42 @@
 
 import os
 import signal
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 MARK_VARIABLE = "REPLICATED_CKPT_DRILL_NODE"
 POLL_S = 0.02
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Ctrl-C and SIGTERM wait for the end of the block, which starts a process and notes it: one that is interrupted in
+    between has a child that is not noted, and that has no mark until it runs its command. For the main thread; in others
+    no signal arrives.
+
+    Raises:
+        KeyboardInterrupt: after the block, if one came.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    heard: list[int] = []
+
+    def note(number: int, _: FrameType | None) -> None:
+        heard.append(number)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if heard:
+            raise KeyboardInterrupt
 
 
 def find_processes(prefix: str) -> tuple[int, ...]:

@@ -1,8 +1,11 @@
 """Simulated nodes: what is started can be found, waited for within a limit, and ended without a rest."""
 
+import signal
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,6 +32,27 @@ def test_a_command_that_ends_is_waited_for(tmp_path: Path) -> None:
     """Its output is in the log."""
     Cluster(tmp_path).run_alone("hello", (sys.executable, "-c", "print('hello')"), 30)
     assert (tmp_path / "logs" / "hello.log").read_text() == "hello\n"
+
+
+def test_what_is_being_started_at_an_interrupt_is_ended_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C comes when the process is there, and the call that has made it has not returned."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    class Interrupted(subprocess.Popen[bytes]):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            started.append(self)
+            signal.raise_signal(signal.SIGINT)
+
+    cluster = Cluster(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", Interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            cluster.run_alone("long", (sys.executable, "-c", "import time; time.sleep(60)"), 30)
+    assert started[0].poll() is None
+    cluster.end()
+    assert started[0].returncode is not None, "it was noted, so its end was awaited"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_a_command_that_fails_says_why(tmp_path: Path) -> None:
