@@ -77,8 +77,12 @@ def _download() -> Path:
     """Lets torchvision download into this user's cache."""
     from torchvision import datasets
 
+    before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(DOWNLOAD_LIMIT_S)
-    datasets.FashionMNIST(_cache(), download=True)
+    try:
+        datasets.FashionMNIST(_cache(), download=True)
+    finally:
+        socket.setdefaulttimeout(before)
     return _cache() / "FashionMNIST" / "raw"
 
 
