@@ -51,10 +51,10 @@ if TYPE_CHECKING:
     from replicated_ckpt.dcp.manager import CheckpointManager
     from replicated_ckpt.dcp.planning.cached_planner import CachedSavePlanner
     from replicated_ckpt.dcp.planning.kept_plan import PlansUnknown
-    from replicated_ckpt.dcp.rank.planner import RankStatePlanner
-    from replicated_ckpt.dcp.rank.rank_state import RankState
-    from replicated_ckpt.dcp.rank.replay import ReplayedLoader
-    from replicated_ckpt.dcp.rank.world_change import WorldSizeChanged
+    from replicated_ckpt.dcp.rank_state.planner import RankStatePlanner
+    from replicated_ckpt.dcp.rank_state.rank_state import RankState
+    from replicated_ckpt.dcp.rank_state.replay import ReplayedLoader
+    from replicated_ckpt.dcp.rank_state.world_change import WorldSizeChanged
     from replicated_ckpt.dcp.save.report import SaveReport
     from replicated_ckpt.dcp.save.writer import ReplicatedWriter
 
@@ -115,14 +115,14 @@ _HOME_BY_NAME = {
     "KeyRules": "replicated_ckpt.core.bucket.keys",
     "LoadReport": "replicated_ckpt.dcp.load.report",
     "PlansUnknown": "replicated_ckpt.dcp.planning.kept_plan",
-    "RankState": "replicated_ckpt.dcp.rank.rank_state",
-    "RankStatePlanner": "replicated_ckpt.dcp.rank.planner",
-    "ReplayedLoader": "replicated_ckpt.dcp.rank.replay",
+    "RankState": "replicated_ckpt.dcp.rank_state.rank_state",
+    "RankStatePlanner": "replicated_ckpt.dcp.rank_state.planner",
+    "ReplayedLoader": "replicated_ckpt.dcp.rank_state.replay",
     "ReplicatedReader": "replicated_ckpt.dcp.load.reader",
     "ReplicatedWriter": "replicated_ckpt.dcp.save.writer",
     "Retention": "replicated_ckpt.config",
     "SaveReport": "replicated_ckpt.dcp.save.report",
-    "WorldSizeChanged": "replicated_ckpt.dcp.rank.world_change",
+    "WorldSizeChanged": "replicated_ckpt.dcp.rank_state.world_change",
     "export_checkpoint": "replicated_ckpt.dcp.convert.export",
     "import_checkpoint": "replicated_ckpt.dcp.convert.importing",
 }

@@ -15,7 +15,7 @@ from replicated_ckpt.dcp.find.listing import Listed, list_checkpoints
 from replicated_ckpt.dcp.load.reader import ReplicatedReader
 from replicated_ckpt.dcp.load.report import LoadReport
 from replicated_ckpt.dcp.planning.cached_planner import CachedSavePlanner
-from replicated_ckpt.dcp.rank.planner import RankStatePlanner
+from replicated_ckpt.dcp.rank_state.planner import RankStatePlanner
 from replicated_ckpt.dcp.removal import agree, delete_everywhere
 from replicated_ckpt.dcp.save.bucket import WAIT_TIMEOUT_S
 from replicated_ckpt.dcp.save.report import SaveReport

@@ -21,9 +21,9 @@ from torch.distributed.checkpoint.stateful import Stateful
 from replicated_ckpt.config import Retention
 from replicated_ckpt.core.layout import LATEST
 from replicated_ckpt.dcp.named_checkpoints import NamedCheckpoints
-from replicated_ckpt.dcp.rank.by_rank import entries_of, values_in, wanted_entries
-from replicated_ckpt.dcp.rank.random_state import capture_random, restore_random
-from replicated_ckpt.dcp.rank.replay import ReplayedLoader
+from replicated_ckpt.dcp.rank_state.by_rank import entries_of, values_in, wanted_entries
+from replicated_ckpt.dcp.rank_state.random_state import capture_random, restore_random
+from replicated_ckpt.dcp.rank_state.replay import ReplayedLoader
 from replicated_ckpt.dcp.runtime.caller import warn
 from replicated_ckpt.errors import ConfigInvalid
 from replicated_ckpt.integrations.directory_files import collect_files, put_files

@@ -14,8 +14,8 @@ from torchtitan.tools.logging import logger
 from replicated_ckpt.config import Ack, Retention
 from replicated_ckpt.core.layout import LATEST
 from replicated_ckpt.dcp.named_checkpoints import NamedCheckpoints
-from replicated_ckpt.dcp.rank.by_rank import entries_of, values_in, wanted_entries
-from replicated_ckpt.dcp.rank.random_state import capture_random, restore_random
+from replicated_ckpt.dcp.rank_state.by_rank import entries_of, values_in, wanted_entries
+from replicated_ckpt.dcp.rank_state.random_state import capture_random, restore_random
 from replicated_ckpt.errors import CheckpointNotFound, ConfigInvalid
 
 _RANDOM = "replicated_ckpt.random"

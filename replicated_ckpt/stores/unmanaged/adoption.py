@@ -13,7 +13,7 @@ from pathlib import Path
 from replicated_ckpt import failpoints
 from replicated_ckpt.core.integrity.archive import Fetch
 from replicated_ckpt.core.integrity.checksum import BlockHasher, BlockTable
-from replicated_ckpt.core.integrity.own_footer import check_blocks, find_footer
+from replicated_ckpt.core.integrity.footer_without_manifest import check_blocks, find_footer
 from replicated_ckpt.core.integrity.zip_crc import ItemDamaged, check_item
 from replicated_ckpt.core.layout import METADATA_NAME, STAGING_DIR
 from replicated_ckpt.core.manifest import decode_manifest

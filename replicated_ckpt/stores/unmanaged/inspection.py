@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
-from replicated_ckpt.core.integrity.own_footer import OwnFooter, check_blocks, find_footer
+from replicated_ckpt.core.integrity.footer_without_manifest import OwnFooter, check_blocks, find_footer
 from replicated_ckpt.core.integrity.zip_crc import ItemDamaged, Verdict, check_item
 from replicated_ckpt.core.layout import MANIFEST_NAME
 from replicated_ckpt.core.reading.source_order import ByteRange, end_of

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from replicated_ckpt.core.integrity.checksum import BlockTable
-from replicated_ckpt.core.integrity.own_footer import OwnFooter, find_footer
+from replicated_ckpt.core.integrity.footer_without_manifest import OwnFooter, find_footer
 from replicated_ckpt.core.integrity.zip_crc import ItemDamaged, check_item
 from replicated_ckpt.core.reading.source_order import ByteRange, end_of
 from replicated_ckpt.stores.local.shard_file import OpenFile

@@ -8,8 +8,8 @@ import torch
 
 from replicated_ckpt import Retention
 from replicated_ckpt.dcp.named_checkpoints import NamedCheckpoints
-from replicated_ckpt.dcp.rank import by_rank, rank_state
-from replicated_ckpt.dcp.rank.by_rank import entries_of, values_in, wanted_entries
+from replicated_ckpt.dcp.rank_state import by_rank, rank_state
+from replicated_ckpt.dcp.rank_state.by_rank import entries_of, values_in, wanted_entries
 from replicated_ckpt.errors import ManifestInvalid, ObjectUnsafe
 from replicated_ckpt.integrations.directory_files import collect_files, put_files
 from tests.agent.agents import wait_for

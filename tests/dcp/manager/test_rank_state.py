@@ -23,7 +23,7 @@ from replicated_ckpt import (
     ReplicatedWriter,
     WorldSizeChanged,
 )
-from replicated_ckpt.dcp.rank import rank_state
+from replicated_ckpt.dcp.rank_state import rank_state
 
 
 def draw() -> tuple[float, float, float]:

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from replicated_ckpt.dcp.rank.names import name_rank_item
-from replicated_ckpt.dcp.rank.packing import pack, unpack
-from replicated_ckpt.dcp.rank.rank_state import rank_and_world
+from replicated_ckpt.dcp.rank_state.names import name_rank_item
+from replicated_ckpt.dcp.rank_state.packing import pack, unpack
+from replicated_ckpt.dcp.rank_state.rank_state import rank_and_world
 
 _OWN, _FIRST = "rank", "first"
 

@@ -6,11 +6,11 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.stateful import Stateful
 
 from replicated_ckpt.core.one_line import one_line
-from replicated_ckpt.dcp.rank.names import name_rank_item
-from replicated_ckpt.dcp.rank.packing import pack, unpack
-from replicated_ckpt.dcp.rank.planner import SavedElsewhere
-from replicated_ckpt.dcp.rank.random_state import capture_random, restore_random
-from replicated_ckpt.dcp.rank.world_change import WorldSizeChanged
+from replicated_ckpt.dcp.rank_state.names import name_rank_item
+from replicated_ckpt.dcp.rank_state.packing import pack, unpack
+from replicated_ckpt.dcp.rank_state.planner import SavedElsewhere
+from replicated_ckpt.dcp.rank_state.random_state import capture_random, restore_random
+from replicated_ckpt.dcp.rank_state.world_change import WorldSizeChanged
 from replicated_ckpt.dcp.runtime.caller import warn
 from replicated_ckpt.errors import ConfigInvalid, ObjectCorrupt
 
