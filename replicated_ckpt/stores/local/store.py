@@ -35,7 +35,7 @@ from replicated_ckpt.stores.files.durable import (
     translate_errors,
 )
 from replicated_ckpt.stores.files.existence import is_directory, is_there, list_prefixed
-from replicated_ckpt.stores.files.locks import HeldLock, exclusive
+from replicated_ckpt.stores.files.locks import HeldLock, exclusive, lock_within
 from replicated_ckpt.stores.files.plain import open_plain
 from replicated_ckpt.stores.local.directories.catalog import Catalog
 from replicated_ckpt.stores.local.directories.intent import Intent
@@ -158,15 +158,14 @@ class LocalStore:
         """Marks an open save as being worked on, until the lock is released, or this process has ended.
 
         Raises:
-            SaveAborted: it is not open.
+            SaveAborted: it is not open. StoreUnavailable: a process that is stopped keeps it from being held.
         """
+        path = self.intent_path(save_id)
         try:
-            fd = open_plain(self.intent_path(save_id))
+            fd = open_plain(path)
         except FileNotFoundError as exc:
             raise SaveAborted(f"Save {save_id} is not open any more in {self.root}.") from exc
-        lock = HeldLock(fd)
-        fcntl.flock(fd, fcntl.LOCK_SH)
-        return lock
+        return lock_within(fd, fcntl.LOCK_SH, path)
 
     def is_held(self, save_id: str) -> bool:
         """Whether a process marks a staged save as being worked on."""

@@ -5,6 +5,7 @@ And the lock of those who read a version: it is not removed while one of them ho
 
 import contextlib
 import fcntl
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,13 +13,15 @@ from pathlib import Path
 from replicated_ckpt.core.layout import REPLACED_DIR, ShardName
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.protocol.settlement import may_publish
-from replicated_ckpt.errors import ManifestInvalid, SaveSuperseded
+from replicated_ckpt.errors import ManifestInvalid, SaveSuperseded, StoreUnavailable
 from replicated_ckpt.stores.files.durable import fsync_directory, make_directories, remove_tree, translate_errors
 from replicated_ckpt.stores.files.existence import is_directory, is_there
-from replicated_ckpt.stores.files.locks import HeldLock
+from replicated_ckpt.stores.files.locks import HeldLock, lock_within
 from replicated_ckpt.stores.local.directories.catalog import Catalog, read_believed
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.versions.others import give_back_others
+
+log = logging.getLogger(__name__)
 
 _MOVES_MAX = 5
 """So often a version may be moved while a reader locks it; it is moved once, when a newer save replaces it."""
@@ -55,7 +58,7 @@ def replaced_path(root: Path, before: Manifest | None, save_id: str) -> Path:
 def lock_version(catalog: Catalog, checkpoint_id: str, save_id: str) -> HeldLock | None:
     """Keeps a version from being removed, wherever it is moved, until the lock is released, or this process has ended.
 
-    None: it is not here, or its files may be read and its directory may not.
+    None: it is not here; or its files may be read, and its directory may not, or a process was stopped that replaces it.
 
     Raises:
         StoreError
@@ -69,9 +72,12 @@ def lock_version(catalog: Catalog, checkpoint_id: str, save_id: str) -> HeldLock
                 fd = os.open(catalog.root / directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             except (ManifestInvalid, FileNotFoundError, PermissionError):
                 return None
-            lock = HeldLock(fd)
             try:
-                fcntl.flock(fd, fcntl.LOCK_SH)
+                lock = lock_within(fd, fcntl.LOCK_SH, catalog.root / directory)
+            except StoreUnavailable as exc:  # what is open stays readable
+                log.warning("%s can be replaced while it is read: %s", checkpoint_id, exc)
+                return None
+            try:
                 if _is_there(fd, catalog, checkpoint_id, save_id):
                     return lock
             except BaseException:
