@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 
 from replicated_ckpt import failpoints
+from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.errors import StoreUnavailable
 from replicated_ckpt.stores.files import locks
+from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.versions.replaced import lock_version
 from tests.agent.agents import HOME, wait_for
@@ -23,6 +25,7 @@ pytestmark = [pytest.mark.fault, pytest.mark.timeout(60)]
 
 SAVE_IN_A_PROCESS = """
 import sys
+from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.checkpoints import checkpointed, shard
 checkpointed([LocalStore(sys.argv[1])], int(sys.argv[2]), {shard(0): [0]}, copies=1)
@@ -81,3 +84,17 @@ def test_a_load_does_not_wait_for_a_stopped_commit(store: LocalStore) -> None:
         assert lock_version(store.catalog, "step-1", manifest.save_id) is None
         assert time.monotonic() - began < 10.0
         assert findings(store) == []
+
+
+def test_a_save_that_opens_later_is_the_newer_one(store: LocalStore) -> None:
+    """A coordinator may be stopped once its save is open, before any node knows its place, while another job saves."""
+    service = NodeService(store)
+    stopped, later, latest = (
+        Intent(f"{number:032x}", f"step-{number}", f"session {number}", overwrite=False) for number in (2, 3, 4)
+    )
+    known = service.histories("")[""].sequence
+    told = [service.begin(intent)[0][""].sequence for intent in (stopped, later)]
+    assert told == [known, known + 1], "the later one takes a larger one than the one that is stopped may take"
+    for intent in (stopped, later):
+        service.abort(intent.save_id, "by hand")
+    assert service.begin(latest)[0][""].sequence == known, "what was given up takes none"
