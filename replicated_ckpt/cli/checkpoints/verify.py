@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     began_at = time.monotonic()
     audit = _audit(store, arguments)
     seconds = time.monotonic() - began_at
-    audits = UnmanagedAuditor(store).audit(arguments.id, audit.checkpoint_ids)
+    audits = UnmanagedAuditor(store, audit.silent_nodes).audit(arguments.id, audit.checkpoint_ids)
     there = _InBucket() if arguments.object_store is None else _read(arguments.object_store, arguments.id)
     if arguments.id and not audit.checkpoint_ids and not there.checkpoint_ids and not audits:
         raise describe_absent(store, look_at_nodes(store), arguments.id)
