@@ -113,7 +113,8 @@ def _action(text: str) -> Action:
     kind, _, seconds = kind.partition(":")
     actions: Mapping[str, Action] = {
         "kill": lambda _: os.kill(os.getpid(), signal.SIGKILL),
-        "stop": lambda _: os.kill(os.getpid(), signal.SIGSTOP),
+        # to this very thread: one that is sent to the process stops it only when some thread has taken the signal
+        "stop": lambda _: signal.pthread_kill(threading.get_ident(), signal.SIGSTOP),
         "raise": _raise,
         "sleep": lambda _: time.sleep(float(seconds)),
     }

@@ -25,6 +25,7 @@ from replicated_ckpt.agent.saves.drain import Draining
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.signals import hear
 from replicated_ckpt.agent.state.endpoint import (
+    LOCK_NAME,
     Endpoint,
     Identity,
     await_root,
@@ -48,7 +49,7 @@ from replicated_ckpt.config import LEAVE_WITHIN_S, AgentConfig, check_direct_io,
 from replicated_ckpt.core.upkeep.policy import Standing
 from replicated_ckpt.errors import ReplicatedCkptError, StoreDenied
 from replicated_ckpt.stores.files.durable import remove_broken_off_writes, translate_errors
-from replicated_ckpt.stores.files.locks import FileLock
+from replicated_ckpt.stores.files.locks import FileLock, holder_of, is_stopped
 from replicated_ckpt.stores.local.room_to_start import keep_room_to_start, lacks_room_to_start, make_room_to_start
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.versions.recycled import measure_room
@@ -132,10 +133,25 @@ class Agent:
             lock = single_agent_lock(directory)
         elif (staying := staying_lock(directory)) is not None:
             self._staying = staying
+            self._say_that_it_waits(directory)
             lock = await_root(directory, LEAVE_WITHIN_S)
         if lock is None:
             raise served_already(self.config.root, directory)
         return lock
+
+    def _say_that_it_waits(self, directory: Path) -> None:
+        """The one that waits looks as one that hangs does, from outside."""
+        pid = holder_of(directory / LOCK_NAME)
+        if pid is not None:
+            state = f"; it is stopped: `kill -CONT {pid}`" if is_stopped(pid) else ""
+            log.warning(
+                "waits for the agent that ranks have started for %s (process %d) to finish its open saves and to leave, "
+                "for %.0f s at most%s",
+                self.config.root,
+                pid,
+                LEAVE_WITHIN_S,
+                state,
+            )
 
     def _start_background_work(self) -> None:
         """Makes the threads of re-protection and scrub; they start once the agent can be reached."""

@@ -63,6 +63,7 @@ def test_good_then_degraded_then_down(tmp_path: Path) -> None:
             done = command("status", *which, "--root", nodes[0].root)
             assert done.returncode == ExitCode.UNREACHABLE
             assert "kill -CONT" in done.stdout
+            assert "next step: --start-agents" not in done.stdout, "one runs: another could not start"
     code, own = as_json("status", "--own-agent", "--root", nodes[0].root)
     assert (code, own["state"], own["reasons"]) == (5, "down", ["this node's agent does not run"])
     done = command("status", "--root", nodes[0].root)

@@ -7,13 +7,16 @@ from typing import Any
 
 import pytest
 
-from replicated_ckpt import ReplicatedReader, ReplicatedWriter
+from replicated_ckpt import ReplicatedReader, ReplicatedWriter, failpoints
+from replicated_ckpt.agent.state.endpoint import read_endpoint
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.main import main
+from replicated_ckpt.cli.removal.remover import Remover
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.bucket_client.opening import open_client
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
-from tests.agent.agents import stop_agent
+from replicated_ckpt.stores.peer.client import AgentClient
+from tests.agent.agents import stop_agent, wait_for
 from tests.object_tier.test_one_node import assert_loads, save
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -25,6 +28,46 @@ def in_bucket(where: Mapping[str, Any]) -> list[str]:
         return sorted(found.checkpoint_id for found in Bucket(client).saves())
     finally:
         client.close()
+
+
+def list_names(where: Mapping[str, Any], checkpoint_id: str) -> list[str]:
+    client = open_client(ObjectTarget.check(where["object_store"], where["storage_options"]))
+    try:
+        listing = client.list_keys(f"{checkpoint_id}/")
+        return sorted([*listing.sizes, *listing.directories])
+    finally:
+        client.close()
+
+
+def has_uploads(root: Path) -> bool:
+    endpoint = read_endpoint(root / ".agent")
+    assert endpoint is not None
+    with AgentClient(endpoint.local_address()) as client:
+        return bool(client.call("GET", "/v1/status")["object_store"]["pending"])
+
+
+def test_an_upload_that_ends_between_two_steps_of_it_leaves_nothing(
+    root: Path, where: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bucket has no mark yet when it is looked at, and gets one before the node notes that the save is removed."""
+    monkeypatch.setenv(failpoints.ENV, "upload.manifest-put=sleep:2@2")
+    writer = ReplicatedWriter(root, **where)
+    save(writer, "step-1", 1)
+    writer.wait()
+    save(writer, "step-2", 2)
+    wait_for(lambda: list_names(where, "step-2"), 20, "the upload has begun")
+    assert in_bucket(where) == ["step-1"]
+    remove_from_bucket = Remover._remove_from_bucket
+
+    def removed_early(*arguments: Any, **named: Any) -> None:
+        remove_from_bucket(*arguments, **named)
+        wait_for(lambda: not has_uploads(root), 20, "the end of the upload")
+
+    monkeypatch.setattr(Remover, "_remove_from_bucket", removed_early)
+    assert main(["rm", "step-2", "--root", str(root), "--force"]) == ExitCode.OK
+    assert not (root / "step-2").exists()
+    assert in_bucket(where) == ["step-1"]
+    assert list_names(where, "step-2") == []
 
 
 def test_it_goes_from_both_and_is_not_uploaded_again(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from replicated_ckpt import failpoints
 from replicated_ckpt.agent.peers.watch import Patience
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.state.targets import TargetBook
@@ -78,6 +79,24 @@ def test_what_is_removed_before_its_upload_stays_here(tmp_path: Path) -> None:
     assert targets.bucket(url).save_of("step-1") is None
     assert uploader.state_of(manifest.save_id) is None
     assert not uploader.standing().uploading
+
+
+@pytest.mark.parametrize("point", ["upload.shard-arrived", "upload.manifest-put", "upload.marked"])
+def test_what_is_removed_during_its_upload_leaves_nothing_there(tmp_path: Path, point: str) -> None:
+    """The removal has looked into the bucket before: the upload itself takes back what it has brought since."""
+    url = f"file://{tmp_path}/bucket/run"
+    uploader, service, _ = uploading(tmp_path / "node", url)
+    shards = {shard(0): (0,), shard(1): (0,)}
+    manifest = checkpointed([service.store], 1, shards, copies=1, size_bytes=3000, url=url)
+
+    def remove(_: str) -> None:
+        service.removals.take(manifest.save_id)
+        retire(service.store.root, "step-1", manifest.save_id)
+
+    with failpoints.arm(point, remove):
+        uploader.round()
+    assert [path.name for path in (tmp_path / "bucket").rglob("*") if path.is_file()] == []
+    assert not uploader.is_busy
 
 
 def test_what_is_removed_during_its_upload_leaves_the_bucket_again(

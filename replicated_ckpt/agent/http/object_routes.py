@@ -10,8 +10,10 @@ from replicated_ckpt.agent.state.targets import UNKNOWN_HINT, TargetBook
 from replicated_ckpt.agent.uploads.probe import Prober
 from replicated_ckpt.agent.uploads.uploader import Uploader
 from replicated_ckpt.core.layout import is_checkpoint_id, is_save_id
+from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.upkeep.policy import Standing
 from replicated_ckpt.errors import ConfigInvalid, ObjectMissing
+from replicated_ckpt.stores.bucket.removal import remove_save
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.peer.answer import parsing
 
@@ -85,11 +87,12 @@ class ObjectRoutes:
             raise ConfigInvalid("remove: no save of a checkpoint is named.")
         self._uploader.orders.forget(save_id)
         bucket = self._targets.bucket(str(fields["url"]))
-        there = bucket.save_of(checkpoint_id)
-        if there is None or there.save_id != save_id:
-            return json_answer(is_removed=False)
-        bucket.remove(there)
-        return json_answer(is_removed=True)
+        return json_answer(is_removed=remove_save(bucket, checkpoint_id, save_id, self._manifest_of(save_id)))
+
+    def _manifest_of(self, save_id: str) -> Manifest | None:
+        """Of a save that lies here; None where none does."""
+        committed = (manifest for _, manifest in self._service.store.catalog.committed())
+        return next((manifest for manifest in committed if manifest.save_id == save_id), None)
 
     def _order(self, fields: Mapping[str, Any]) -> Answer:
         """Has a save of this node uploaded, by hand: what lies here, to a bucket that this node's own user has named."""

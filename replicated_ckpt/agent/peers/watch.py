@@ -147,9 +147,14 @@ def parse_held(answer: Mapping[str, Any], address: AgentAddress) -> Held:
     return Held(holdings, tuple(one for one in remains if one.node_id == address.node_id), standing, room)
 
 
+def runs_no_agent(error: ReplicatedCkptError) -> bool:
+    """Whether the host of a node that did not answer said that nothing listens there."""
+    return isinstance(error.__cause__, ConnectionRefusedError)
+
+
 def describe_silence(error: ReplicatedCkptError) -> str:
     """Why a node did not answer, in some words: its address and the request stand elsewhere."""
-    if isinstance(error.__cause__, ConnectionRefusedError):
+    if runs_no_agent(error):
         return "no agent runs there"
     if isinstance(error.__cause__, TimeoutError):
         return "no answer in time"

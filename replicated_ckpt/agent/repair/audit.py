@@ -87,6 +87,11 @@ class Audit:
         return tuple(f"{address.label}: {describe_silence(error)}" for address, error in self.silent.items())
 
     @property
+    def silent_nodes(self) -> frozenset[str]:
+        """The nodes that did not answer: asked again, each would cost one more time-out."""
+        return frozenset(address.node_id for address in self.silent)
+
+    @property
     def findings(self) -> tuple[Finding, ...]:
         """What is wrong. A copy that a node was meant to hold is not missing where there are enough others."""
         return tuple(

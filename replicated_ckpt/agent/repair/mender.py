@@ -150,7 +150,7 @@ class Mender:
             if not directory.names() or (own is not None and own.save_id != action.save_id):
                 return False
             manifest, raw_manifest = (
-                fetch_manifest(action.checkpoint_id, action.save_id, self._addresses(action.sources))
+                fetch_manifest(action.checkpoint_id, action.save_id, self._sources_known(action.sources))
                 if own is None
                 else (own, b"")
             )
@@ -172,7 +172,7 @@ class Mender:
         if self._examine(directory, manifest, METADATA_NAME) is None:
             return None
         try:
-            metadata = fetch_metadata(action.checkpoint_id, manifest, self._addresses(action.sources))
+            metadata = fetch_metadata(action.checkpoint_id, manifest, self._sources_known(action.sources))
         except ReplicatedCkptError as exc:
             return exc
         directory.put_small(METADATA_NAME, metadata)
@@ -181,8 +181,9 @@ class Mender:
 
     def _take_over(self, action: RestoreManifest) -> None:
         """Puts the save here as one that was published; one that is here and newer stays."""
-        manifest, raw_manifest = fetch_manifest(action.checkpoint_id, action.save_id, self._addresses(action.sources))
-        metadata = fetch_metadata(action.checkpoint_id, manifest, self._addresses(action.sources))
+        sources = self._sources_known(action.sources)
+        manifest, raw_manifest = fetch_manifest(action.checkpoint_id, action.save_id, sources)
+        metadata = fetch_metadata(action.checkpoint_id, manifest, sources)
         own = self._store.read_published(action.checkpoint_id)
         if not may_publish(manifest.version, None if own is None else own.version, replaces=""):
             return
@@ -232,7 +233,7 @@ class Mender:
         expected = Expected(entry.size_bytes, entry.crc32c)
         sources = [
             Source(address.node_id, expected, partial(self._at_peer, action, address))
-            for address in self._addresses(action.sources)
+            for address in self._sources_known(action.sources)
         ]
         if self._service.node_id in action.sources:
             sources.append(Source(self._service.node_id, expected, partial(self._at_home, action)))
@@ -251,6 +252,23 @@ class Mender:
         if isinstance(error, ObjectCorrupt):
             for address in self._addresses((node_id,)):
                 tell_suspect(address, action.checkpoint_id, action.save_id, action.shard, error.message)
+
+    def _sources_known(self, nodes: tuple[str, ...]) -> list[AgentAddress]:
+        """Where those of the sources of an action are that this node has met.
+
+        Raises:
+            StoreUnavailable: it has met none of them, and is no source itself; another node has made this plan.
+        """
+        known = self._addresses(nodes)
+        if nodes and not known and self._service.node_id not in nodes:
+            raise StoreUnavailable(
+                f"the address book of node {self._service.node_id}",
+                "find",
+                f"node {' or node '.join(nodes)}",
+                "no job has introduced it here, so that nothing can be fetched from it; what lies here is as it was",
+                "A save or load with ranks on both nodes introduces them; then repair again.",
+            )
+        return known
 
     def _addresses(self, nodes: tuple[str, ...]) -> list[AgentAddress]:
         known = {peer.node_id: peer for peer in self._service.peers.read_all()}

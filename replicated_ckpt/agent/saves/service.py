@@ -21,6 +21,7 @@ from replicated_ckpt.agent.saves.intake import Intake, taking_metadata
 from replicated_ckpt.agent.saves.leftover import Leftover
 from replicated_ckpt.agent.saves.pins import Pins
 from replicated_ckpt.agent.saves.receive import Received, receive_file, receive_plain_file
+from replicated_ckpt.agent.saves.reserved import ReservedSequences
 from replicated_ckpt.agent.state.damage import DamageBook
 from replicated_ckpt.agent.state.policies import PolicyBook
 from replicated_ckpt.agent.state.removals import RemovalBook
@@ -79,7 +80,7 @@ class NodeService:
         self._opened_at: dict[str, float] = {}
         self._started_at = time.monotonic()
         self._is_leaving = False
-        self._fence = Fence()
+        self._fence, self._reserved = Fence(), ReservedSequences()
         self.adoption_locks = AdoptionLocks()
 
     def recover(self) -> tuple[str, ...]:
@@ -112,7 +113,7 @@ class NodeService:
         """Opens a save and fences: bytes of any other attempt at this checkpoint, or of its own process group, are refused.
 
         Another job's save is not, though no rank of this node works on it: its ranks may still plan.
-        Returns the lineages that this node holds or has heard of, and the saves left behind that may be over.
+        Returns the lineages known here, with what other open saves may take, and the saves left behind that may be over.
 
         Raises:
             CheckpointExists, StoreError. StoreUnavailable: this agent was told to stop.
@@ -139,7 +140,8 @@ class NodeService:
         for leftover in leftovers:
             if leftover.is_over:
                 self._fence.give_up(leftover.intent.save_id, leftover.why)
-        return self.histories(scope_of(intent.checkpoint_id)), leftovers
+                self._reserved.release(leftover.intent.save_id)
+        return self._reserved.reserve(intent.save_id, self.histories(scope_of(intent.checkpoint_id))), leftovers
 
     def refuse_saves(self) -> frozenset[str]:
         """From here on no save is opened here. Returns those that are open."""
@@ -310,6 +312,7 @@ class NodeService:
     def abort(self, save_id: str, why: str, *, unless_decided: bool = False) -> None:
         """Gives a save up: what is staged is removed, and later bytes of it are refused. A committed one stays."""
         self._fence.give_up(save_id, why)
+        self._reserved.release(save_id)
         with self._lock:
             self._opened_at.pop(save_id, None)
         self.adoption_locks.close(save_id)

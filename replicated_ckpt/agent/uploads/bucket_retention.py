@@ -14,6 +14,7 @@ from replicated_ckpt.core.upkeep.policy import Standing, scope_of
 from replicated_ckpt.core.upkeep.retention import Candidate, Verdict, judge
 from replicated_ckpt.errors import ReplicatedCkptError, SaveAborted
 from replicated_ckpt.stores.bucket.bucket import Bucket, BucketSave
+from replicated_ckpt.stores.bucket.removal import remove_save
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ def check_wanted(service: NodeService, bucket: Bucket, manifest: Manifest) -> No
 
 
 def take_back_removed(service: NodeService, bucket: Bucket, manifest: Manifest) -> None:
-    """Removes from the bucket what was just committed there, if this node's user has removed the save during its upload.
+    """Removes from the bucket what was just brought there, if this node's user has removed the save during its upload.
 
     Raises:
         SaveAborted: so it was. StoreError: it is still in the bucket.
@@ -70,9 +71,7 @@ def take_back_removed(service: NodeService, bucket: Bucket, manifest: Manifest) 
     try:
         _check_not_removed(service, manifest)
     except SaveAborted:
-        there = bucket.save_of(manifest.checkpoint_id)
-        if there is not None and there.save_id == manifest.save_id:
-            bucket.remove(there)
+        remove_save(bucket, manifest.checkpoint_id, manifest.save_id, manifest)
         raise
 
 

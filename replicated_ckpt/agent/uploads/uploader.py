@@ -246,6 +246,7 @@ class Uploader:
         missing = set(manifest.shards) - self._find_intact(bucket, manifest, upload)
         for name in sorted(self._mine(manifest, missing, upload)):
             self._bring(bucket, manifest, name, upload)
+            take_back_removed(self._service, bucket, manifest)
             missing.discard(name)
         if missing and missing - self._find_intact(bucket, manifest, upload):
             return False

@@ -15,6 +15,8 @@ from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
 from replicated_ckpt.cli.look.rivals import describe_rivals
 from replicated_ckpt.cli.look.start import add_start_argument, open_store_of
 from replicated_ckpt.cli.look.table import format_table
+from replicated_ckpt.cli.look.waiting import say_if_slow
+from replicated_ckpt.errors import StoreUnavailable
 from replicated_ckpt.stores.bucket.bucket import Bucket, BucketSave
 from replicated_ckpt.stores.bucket_client.opening import open_client
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
@@ -34,23 +36,30 @@ def run(arguments: argparse.Namespace) -> int:
     """Exit code: OK if the node's own store could be listed, whatever it holds and whichever nodes did not answer.
 
     Raises:
-        CheckpointNotFound, ConfigInvalid, StoreError, AgentUnavailable
+        CheckpointNotFound, ConfigInvalid, StoreError, AgentUnavailable. StoreUnavailable: the bucket does not answer; what
+            lies on the nodes is listed before.
     """
     store = open_store_of(arguments)
     seen = look_at_nodes(store)
-    there = None if arguments.object_store is None else list_bucket(arguments.object_store)
+    there, problem = None, None
+    try:
+        there = None if arguments.object_store is None else list_bucket(arguments.object_store)
+    except StoreUnavailable as exc:
+        problem = exc
     rows = list_checkpoints(seen, there)
     rows += unmanaged.list_rows(store, seen, {row.checkpoint_id for row in rows})
     if arguments.json:
         _print_json(store, seen, rows)
     else:
         _print(store, seen, rows)
+    if problem is not None:
+        raise problem
     return ExitCode.OK
 
 
 def list_bucket(url: str) -> Sequence[BucketSave]:
     """What is committed in the bucket; credentials come from the environment or a profile, as for s3fs."""
-    with closing(open_client(ObjectTarget.check(url, None))) as client:
+    with closing(open_client(ObjectTarget.check(url, None))) as client, say_if_slow(url):
         return Bucket(client).saves()
 
 

@@ -14,7 +14,13 @@ from replicated_ckpt.cli.checkpoints.verify import as_json, describe_short, see_
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.absent import describe_absent
 from replicated_ckpt.cli.look.checkpoints import advise, list_checkpoints
-from replicated_ckpt.cli.look.doubts import describe_loss, label_nodes, list_staged_saves
+from replicated_ckpt.cli.look.doubts import (
+    advise_on_doubt,
+    describe_loss,
+    describe_wait,
+    label_nodes,
+    list_staged_saves,
+)
 from replicated_ckpt.cli.look.nodes import look_at_nodes
 from replicated_ckpt.cli.look.root import open_store
 from replicated_ckpt.cli.look.start import start_agent
@@ -69,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.dry_run and any(store.catalog.without_manifest()):
         store.node_id()  # who holds shards must have a name
     audit = Auditor(store, arguments.lost).audit(arguments.id)
-    stock = UnmanagedAuditor(store, arguments.lost)
+    stock = UnmanagedAuditor(store, [*arguments.lost, *audit.silent_nodes])
     audits = stock.audit(arguments.id, audit.checkpoint_ids)
     if arguments.id and not audits:
         _check_is_there(store, audit, arguments.id)
@@ -221,15 +227,17 @@ def _check_lost(store: LocalStore, audit: Audit, lost: Sequence[str]) -> None:
 def _print_doubts(store: LocalStore, audit: Audit, lost: Sequence[str]) -> None:
     """Which saves are in doubt on this node, what they wait for, and what `--lost` would lose."""
     saves = list_staged_saves(store, store.read_node_id())
-    where = label_nodes(store, saves)
+    where, seen = label_nodes(store, saves), see_audit(store, audit)
     for save in saves:
         print(f"in doubt: {save}")
         for node in save.nodes:
             print(f"  {where[node]}")
         if lost:
             print(f"to do: {describe_loss(save, lost, [h for reading in audit.readings for h in reading.holdings])}")
-        else:
-            print("  bring back those that do not answer, or name the ones that never come back with --lost NODE")
+            continue
+        print(f"  {describe_wait(save.nodes, seen)}")
+        for line in advise_on_doubt(save.checkpoint_id, save.nodes, seen, store.root):
+            print(line)
 
 
 def _give_up_lost(store: LocalStore, lost: Sequence[str]) -> dict[str, str]:

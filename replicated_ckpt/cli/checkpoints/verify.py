@@ -20,6 +20,7 @@ from replicated_ckpt.cli.look.progress import ReadingProgress
 from replicated_ckpt.cli.look.start import add_start_argument, open_store_of
 from replicated_ckpt.cli.look.table import format_duration
 from replicated_ckpt.cli.look.unmanaged import print_audits, worst_code
+from replicated_ckpt.cli.look.waiting import say_if_slow
 from replicated_ckpt.core.layout import LATEST
 from replicated_ckpt.core.upkeep.finding import Finding
 from replicated_ckpt.core.upkeep.repair_plan import ShortShard
@@ -52,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Exit code: OK if every byte is as it was saved and every shard has its copies; see ExitCode for the rest.
 
     Raises:
-        CheckpointNotFound, StoreError
+        CheckpointNotFound, StoreError. StoreUnavailable: the bucket does not answer; what the nodes hold was printed.
     """
     store = open_store_of(arguments)
     if arguments.id == LATEST:
@@ -60,7 +61,12 @@ def run(arguments: argparse.Namespace) -> int:
     began_at = time.monotonic()
     audit = _audit(store, arguments)
     seconds = time.monotonic() - began_at
-    audits = UnmanagedAuditor(store).audit(arguments.id, audit.checkpoint_ids)
+    audits = UnmanagedAuditor(store, audit.silent_nodes).audit(arguments.id, audit.checkpoint_ids)
+    is_on_nodes = bool(audit.checkpoint_ids or audits or not arguments.id)
+    if is_on_nodes and not arguments.json:
+        _print(store, audit, seconds)
+        print_audits(audits)
+        sys.stdout.flush()
     there = _InBucket() if arguments.object_store is None else _read(arguments.object_store, arguments.id)
     if arguments.id and not audit.checkpoint_ids and not there.checkpoint_ids and not audits:
         raise describe_absent(store, look_at_nodes(store), arguments.id)
@@ -70,8 +76,6 @@ def run(arguments: argparse.Namespace) -> int:
         document = {**as_json(audit), "seconds": round(seconds, 3)}
         print(json.dumps({**document, "unmanaged": in_unmanaged, "object_store": in_bucket}, indent=2))
     else:
-        _print(store, audit, seconds)
-        print_audits(audits)
         _print_bucket(there)
     codes = (exit_code(audit), worst_code(audits), ExitCode.FAILED if there.findings else ExitCode.OK)
     return next((code for code in _WORST_FIRST if code in codes), ExitCode.OK)
@@ -99,6 +103,8 @@ class _InBucket:
 def _read(url: str, checkpoint_id: str | None) -> _InBucket:
     """Reads the bucket; credentials come from the environment or a profile, as for s3fs."""
     with closing(RetryingClient(open_client(ObjectTarget.check(url, None)))) as client:
+        with say_if_slow(url):
+            client.list_keys("")
         inspector = BucketInspector(Bucket(client))
         findings = tuple(inspector.inspect(checkpoint_id))
     return _InBucket(url, tuple(inspector.checkpoint_ids), tuple(inspector.unchecked), inspector.bytes_read, findings)

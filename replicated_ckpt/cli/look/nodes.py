@@ -9,7 +9,7 @@ from functools import cached_property
 
 from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.agent.peers.manifests import ManifestBook
-from replicated_ckpt.agent.peers.watch import Held, describe_silence, parse_held
+from replicated_ckpt.agent.peers.watch import Held, describe_silence, parse_held, runs_no_agent
 from replicated_ckpt.agent.state.endpoint import listening_endpoint
 from replicated_ckpt.agent.state.removals import RemovalBook
 from replicated_ckpt.core.inventory import Holding
@@ -110,8 +110,10 @@ def _is_ip(host: str) -> bool:
     return host in ("", "localhost")
 
 
-def look_at_nodes(store: LocalStore) -> NodesSeen:
+def look_at_nodes(store: LocalStore, *, asks_own: bool = True) -> NodesSeen:
     """Asks every node of the address book, all at once. Nothing is started and nothing written.
+
+    `asks_own`: this node's agent is asked, too; one that was silent a moment ago would cost one more time-out.
 
     Raises:
         StoreError: the node's own store cannot be read.
@@ -119,16 +121,16 @@ def look_at_nodes(store: LocalStore) -> NodesSeen:
     own, peers = store.read_node_id(), PeerBook(store.root_agent_directory())
     addresses = {peer.node_id: peer for peer in peers.read_all() if peer.node_id != own}
     outcome = FanOut[str, Held]().run(addresses, lambda node: _ask(addresses[node]))
-    held = {own: _look_at_own(store, own), **outcome.results}
+    held = {own: _look_at_own(store, own, asks=asks_own), **outcome.results}
     views = [NodeView(node, Presence.UP, found.holdings) for node, found in held.items()]
     manifests = ManifestBook(store, own, peers).of(views)
     return NodesSeen(own, held, addresses, dict(outcome.errors), manifests)
 
 
-def _look_at_own(store: LocalStore, own: str) -> Held:
+def _look_at_own(store: LocalStore, own: str, *, asks: bool) -> Held:
     """As this node's agent says, which knows what is damaged and uploaded; else as the disk shows it."""
     endpoint = listening_endpoint(store.root_agent_directory())
-    if endpoint is not None and endpoint.node_id == own:
+    if asks and endpoint is not None and endpoint.node_id == own:
         try:
             return _ask(endpoint.local_address())
         except ReplicatedCkptError as exc:
@@ -144,10 +146,15 @@ def _ask(address: AgentAddress) -> Held:
 
 def advise_on_silence(seen: NodesSeen, root: object) -> list[str]:
     """What to do about nodes that did not answer; nothing where all did."""
-    if not seen.unreached:
-        return []
+    down = {node for node, error in seen.unreached.items() if runs_no_agent(error)}
+    silent = seen.unreached.keys() - down
     start = (
-        f"next step: on {seen.list_names(seen.unreached)} run `replicated-ckpt agent --root ROOT`, or a command with "
+        f"next step: on {seen.list_names(down)} run `replicated-ckpt agent --root ROOT`, or a command with "
         "--start-agents, whose agent stays for a minute; a job starts them, too"
     )
-    return [start, f"if a node never comes back: `replicated-ckpt repair --root {root} --lost NODE`"]
+    look = (
+        f"next step: on {seen.list_names(silent)}, if the host is up, run `replicated-ckpt status --root ROOT`: it says "
+        "whether the agent is stopped; if it runs, a firewall may drop its port"
+    )
+    lost = f"if a node never comes back: `replicated-ckpt repair --root {root} --lost NODE`"
+    return [*([start] if down else []), *([look] if silent else []), *([lost] if seen.unreached else [])]

@@ -108,11 +108,12 @@ def _ask_own_agent(store: LocalStore) -> _OwnAgent:
 
 @dataclass(frozen=True)
 class _State:
-    """One look. `agent`: the status of this node's agent, None where it gave none."""
+    """One look. `agent`: the status of this node's agent, None where it gave none; `is_silent`: it runs all the same."""
 
     seen: NodesSeen
     rows: Sequence[CheckpointSeen]
     agent: Mapping[str, Any] | None
+    is_silent: bool
     errors: Sequence[str]
     health: Health
     doubts: Sequence[WaitingSave]
@@ -154,7 +155,8 @@ class _State:
         return "\n".join([*lines, *self.health.lines, *describe_rivals(self.rows, self.seen), *self._next_steps(store)])
 
     def _next_steps(self, store: LocalStore) -> list[str]:
-        start = [] if self.agent is not None else ["next step: --start-agents starts this node's agent, as does a load"]
+        runs = self.is_silent or self.agent is not None
+        start = [] if runs else ["next step: --start-agents starts this node's agent, as does a load"]
         steps = [
             step for one in self.doubts for step in advise_on_doubt(one.checkpoint_id, one.nodes, self.seen, store.root)
         ]
@@ -168,29 +170,27 @@ class _State:
         if node in self.seen.unreached:
             return self.seen.label(node), f"not reached: {describe_silence(self.seen.unreached[node])}", "-", "-"
         held, agent = self.seen.held[node], "up"
-        if node == self.seen.own_node:
-            agent = (
-                "none"
-                if self.agent is None
-                else f"up for {format_duration(self.agent['uptime_s'])}, pid {self.agent['pid']}"
-            )
+        if node == self.seen.own_node and self.agent is None:
+            agent = "no answer" if self.is_silent else "none"
+        elif node == self.seen.own_node and self.agent is not None:
+            agent = f"up for {format_duration(self.agent['uptime_s'])}, pid {self.agent['pid']}"
         return self.seen.label(node), agent, str(len(held.holdings)), describe_room(held.room)
 
 
 def _look(store: LocalStore) -> _State:
-    agent, why_down = None, "none runs"
+    agent, why_down, is_silent = None, "none runs", False
     try:
         endpoint = running_agent(store)
         if endpoint is not None:
             with AgentClient(endpoint.local_address()) as client:
                 agent = client.call("GET", "/v1/status")
     except ReplicatedCkptError as exc:
-        why_down = str(exc)
-    seen = look_at_nodes(store)
+        why_down, is_silent = str(exc), True
+    seen = look_at_nodes(store, asks_own=not is_silent)
     rows = list_checkpoints(seen)
     doubts = list_waiting(store, seen.own_node, None if agent is None else agent["in_doubt"])
     health = judge_health(seen, rows, agent, why_down, doubts)
-    return _State(seen, rows, agent, _read_last_errors(store), health, doubts, describe_memory_tier(store))
+    return _State(seen, rows, agent, is_silent, _read_last_errors(store), health, doubts, describe_memory_tier(store))
 
 
 def _read_last_errors(store: LocalStore) -> list[str]:

@@ -11,7 +11,9 @@ from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.checkpoints import IN_BUCKET, LOST, CheckpointSeen, list_checkpoints
 from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
 from replicated_ckpt.cli.look.start import start_agent
+from replicated_ckpt.cli.look.waiting import say_if_slow
 from replicated_ckpt.config import Retention
+from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.notes import metrics_of
 from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.core.upkeep.policy import NODES, pending
@@ -19,6 +21,7 @@ from replicated_ckpt.core.upkeep.removal import Removable, find_last_good
 from replicated_ckpt.core.upkeep.retention import NOT_UPLOADED, Candidate
 from replicated_ckpt.errors import ReplicatedCkptError
 from replicated_ckpt.stores.bucket.bucket import Bucket
+from replicated_ckpt.stores.bucket.removal import remove_save
 from replicated_ckpt.stores.bucket_client.opening import open_client
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.local.store import LocalStore
@@ -135,6 +138,9 @@ class Remover:
         self._remove_from_bucket(row, is_last=not others and not silent, outcome=outcome)
         with AgentClient(self._own) as client:
             answer = client.call("POST", "/v1/remove", named)
+        for url, ids in outcome.removed_from.items():  # an upload that knew nothing of this may have ended meanwhile
+            if row.checkpoint_id in ids:
+                self._remove_from(url, row)
         if answer["why"]:
             outcome.kept[row.checkpoint_id] = one_line(answer["why"])
             return
@@ -161,13 +167,17 @@ class Remover:
             if self._keeps_bucket or not is_last:
                 outcome.still_in_bucket[row.checkpoint_id] = url
                 continue
-            if url == self._url:
-                _remove_there(url, row)
-            else:
-                with AgentClient(self._own) as client:
-                    named = {"checkpoint_id": row.checkpoint_id, "save_id": row.save_id, "url": url}
-                    client.call("POST", "/v1/object/remove", named)
+            self._remove_from(url, row)
             outcome.removed_from.setdefault(url, []).append(row.checkpoint_id)
+
+    def _remove_from(self, url: str, row: CheckpointSeen) -> None:
+        if url == self._url:
+            with say_if_slow(url):
+                _remove_there(url, row, self.seen.manifests.get(row.save_id))
+            return
+        named = {"checkpoint_id": row.checkpoint_id, "save_id": row.save_id, "url": url}
+        with AgentClient(self._own) as client, say_if_slow(url):
+            client.call("POST", "/v1/object/remove", named)
 
     def describe(self, outcome: Removed) -> list[str]:
         """What was done, what was not and why, and what to do where copies are left."""
@@ -194,13 +204,10 @@ class Remover:
         return lines
 
 
-def _remove_there(url: str, row: CheckpointSeen) -> None:
+def _remove_there(url: str, row: CheckpointSeen, manifest: Manifest | None) -> None:
     """By this process, with credentials from the environment."""
     with closing(open_client(ObjectTarget.check(url, None))) as client:
-        bucket = Bucket(client)
-        there = bucket.save_of(row.checkpoint_id)
-        if there is not None and there.save_id == row.save_id:
-            bucket.remove(there)
+        remove_save(Bucket(client), row.checkpoint_id, row.save_id, manifest)
 
 
 _SHOWN_MAX = 5

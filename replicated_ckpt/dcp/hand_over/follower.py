@@ -67,14 +67,16 @@ class Follower:
             self._handed.close()
 
     def _wait(self) -> WrittenCopies:
+        first: StoreUnavailable | None = None  # later ones may be of a connection that was given up
         for tries_left in reversed(range(_TRIES)):
             try:
                 return self._handed.wait()
             except StoreUnavailable as exc:
                 assert self._staged is not None, "it is dropped when the shard has ended"
                 self._handed.give_up(self._staged)
+                first = first or exc
                 if tries_left == 0:
-                    raise
+                    raise first from exc
                 log.warning("%s; it is handed over again", exc)
                 self._again()
         raise AssertionError("the last try returns or raises")

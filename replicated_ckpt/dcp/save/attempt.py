@@ -35,6 +35,7 @@ from replicated_ckpt.dcp.find.standing import check_gives_way
 from replicated_ckpt.dcp.hand_over.ending import Ending, await_last, find_last, keep_last
 from replicated_ckpt.dcp.hand_over.finishing import Handing
 from replicated_ckpt.dcp.hand_over.held_save import HeldSave
+from replicated_ckpt.dcp.hand_over.patience import Patience
 from replicated_ckpt.dcp.metadata.saved_metadata import SavedMetadata, tell_metadata
 from replicated_ckpt.dcp.node.node import lone_post, opening_post, present_again
 from replicated_ckpt.dcp.node.seen_lineage import remember, seen_lineage
@@ -53,9 +54,6 @@ log = logging.getLogger(__name__)
 DECISION_TIMEOUT_S = 30.0
 HELD_STAGED_S = 60.0
 """So long a rank holds a save that was acknowledged as staged. From then on its node's agent settles it by itself."""
-FOLLOWED_STAGED_S = 600.0
-"""So long after its own shard is written a rank looks how such a save ends: the coordinator's node may be gone for good."""
-_UNKNOWN = "The coordinator's node does not say; `replicated-ckpt status` names the nodes that this save waits for."
 _LOOK_FIRST_S, _LOOK_MAX_S = 0.02, 0.5
 
 
@@ -278,17 +276,13 @@ class SaveAttempt:
         ending.acknowledge()
         pause_s = _LOOK_FIRST_S
         held_until = time.monotonic() + HELD_STAGED_S
-        followed_until = time.monotonic() + FOLLOWED_STAGED_S
+        patience = Patience(self._held, self._config.root, self._decision.save_id)
         while self._store.is_staged(self._decision.save_id):
             time.sleep(pause_s)
             pause_s = min(_LOOK_MAX_S, 1.3 * pause_s)
             if time.monotonic() > held_until:
                 self.close()
-            if not self._held.is_written:
-                followed_until = time.monotonic() + FOLLOWED_STAGED_S
-            elif time.monotonic() > followed_until:
-                what = f"it is staged here {FOLLOWED_STAGED_S:g} s after this rank's shard was written"
-                raise StoreUnavailable(f"store {self._config.root}", "follow", self._decision.save_id, what, _UNKNOWN)
+            patience.check()
         self.close()
         if before is not None:
             before.wait()

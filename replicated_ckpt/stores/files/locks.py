@@ -10,10 +10,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol, Self
 
+from replicated_ckpt.errors import StoreUnavailable
 from replicated_ckpt.stores.files.durable import translate_errors
 from replicated_ckpt.stores.files.existence import is_directory
 
+LOCK_TIMEOUT_S = 120.0
+"""So long a lock is waited for that another thread or process holds."""
+LOCK_STOPPED_S = 2.0
+"""And no longer than this, where that process is seen to be stopped all the while."""
 _POLL_S = 0.005
+_POLL_FIRST_S, _POLL_MAX_S = 0.001, 0.02
 
 
 class Closable(Protocol):
@@ -61,9 +67,29 @@ class HeldLock:
     def is_held(self) -> bool:
         return self._fd >= 0
 
-    def wait(self, *, shared: bool = False) -> None:
-        """Takes the lock, once no other process keeps it from that."""
-        fcntl.flock(self._fd, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
+    def wait(self, path: Path, *, shared: bool = False) -> None:
+        """Takes the lock of the file at `path`, once no other process keeps it from that. Where this raises it is closed.
+
+        Raises:
+            StoreUnavailable: another holds it for too long, or is stopped.
+        """
+        try:
+            self._await(path, shared=shared)
+        except BaseException:
+            self.close()
+            raise
+
+    def _await(self, path: Path, *, shared: bool) -> None:
+        began = moving_at = time.monotonic()
+        pause_s = _POLL_FIRST_S
+        while not self.take(shared=shared):
+            time.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, _POLL_MAX_S)
+            now = time.monotonic()
+            if pause_s < _POLL_MAX_S or not (pid := holder_of(path)) or not is_stopped(pid):
+                moving_at = now
+            if now - moving_at > LOCK_STOPPED_S or now - began > LOCK_TIMEOUT_S:
+                raise _held_for_too_long(path, now - began)
 
     def take(self, *, shared: bool = False) -> bool:
         """Takes the lock, or returns False if another process holds it now."""
@@ -175,15 +201,29 @@ def is_stopped(pid: int) -> bool:
     return after_name.split()[0] in ("T", "t")
 
 
+def _held_for_too_long(path: Path, waited_s: float) -> StoreUnavailable:
+    pid = holder_of(path)
+    name, intact = "another process" if pid is None else f"process {pid}", "What is published stays as it is."
+    if pid is not None and is_stopped(pid):
+        why, hint = f"{name} holds it and is stopped", f"`kill -CONT {pid}`, or kill it; then try again. {intact}"
+    else:
+        look = f"`fuser -v {path}` names it" if pid is None else f"`cat /proc/{pid}/wchan` says what it waits for"
+        why, hint = f"{name} has held it for {waited_s:.0f} s", f"{look}; end it, and try again. {intact}"
+    return StoreUnavailable(str(path.parent), "lock", path.name, why, hint)
+
+
 @contextlib.contextmanager
 def exclusive(directory: Path) -> Iterator[None]:
     """One thread or process at a time is in the block; none is kept out while there is no such directory.
 
     Two that give the same names to the same directories would undo each other's work.
+
+    Raises:
+        StoreUnavailable: another is in it for too long, or is stopped in it.
     """
     if not is_directory(directory):
         yield
         return
     with HeldLock(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as lock:
-        lock.wait()
+        lock.wait(directory)
         yield

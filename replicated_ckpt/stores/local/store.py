@@ -157,14 +157,15 @@ class LocalStore:
         """Marks an open save as being worked on, until the lock is released, or this process has ended.
 
         Raises:
-            SaveAborted: it is not open.
+            SaveAborted: it is not open. StoreUnavailable: a process that is stopped keeps it from being held.
         """
+        path = self.intent_path(save_id)
         try:
-            fd = open_plain(self.intent_path(save_id))
+            fd = open_plain(path)
         except FileNotFoundError as exc:
             raise SaveAborted(f"Save {save_id} is not open any more in {self.root}.") from exc
         lock = HeldLock(fd)
-        lock.wait(shared=True)
+        lock.wait(path, shared=True)
         return lock
 
     def is_held(self, save_id: str) -> bool:

@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,11 +16,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from replicated_ckpt import CheckpointManager, ReplicatedWriter
+from replicated_ckpt.agent.saves.shard_copies import WrittenCopies
 from replicated_ckpt.dcp.c10d.world import World
-from replicated_ckpt.dcp.hand_over import ending
+from replicated_ckpt.dcp.hand_over import ending, patience
 from replicated_ckpt.dcp.hand_over.ending import Ending, await_last, keep_last
 from replicated_ckpt.dcp.hand_over.finishing import AgentSilent
-from replicated_ckpt.dcp.save import attempt
 from replicated_ckpt.dcp.save.attempt import SaveAttempt
 from replicated_ckpt.errors import ReplicatedCkptError, SaveAborted, StoreUnavailable
 from replicated_ckpt.stores.local.directories.intent import Intent
@@ -68,12 +68,27 @@ def test_a_save_that_is_given_up_at_once_is_not_reported(tmp_path: Path) -> None
 
 def test_a_rank_does_not_follow_a_save_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The coordinator's node is lost, and the save stays staged: what waits for the end of it goes on."""
-    monkeypatch.setattr(attempt, "FOLLOWED_STAGED_S", 0.1)
+    monkeypatch.setattr(patience, "FOLLOWED_STAGED_S", 0.1)
     made = acknowledged(tmp_path, [])
     made._store.begin(Intent(SAVE, "step-1", "session", overwrite=True))
     made._learn_committed()
     assert made.ending is not None
     with pytest.raises(StoreUnavailable, match="it is staged here"):
+        made.ending.end.result(TIMEOUT_S)
+
+
+def test_a_rank_whose_agent_hangs_is_told_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The coordinator's agent gives the save up, and cannot tell this node's: what kept it from the shard is raised."""
+    monkeypatch.setattr(patience, "FOLLOWED_FAILED_S", 0.1)
+    made = acknowledged(tmp_path, [])
+    made._store.begin(Intent(SAVE, "step-1", "session", overwrite=True))
+    end: Future[WrittenCopies] = Future()
+    made._held.follow(SimpleNamespace(end=end, leave=lambda: None))  # type: ignore[arg-type]
+    made._learn_committed()
+    assert made.ending is not None
+    assert not wait([made.ending.end], 0.5).done, "the agent may write it yet"
+    end.set_exception(StoreUnavailable("this node's agent", "hand over", "the shard", "it hangs"))
+    with pytest.raises(StoreUnavailable, match="it hangs"):
         made.ending.end.result(TIMEOUT_S)
 
 

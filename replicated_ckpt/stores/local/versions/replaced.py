@@ -4,6 +4,7 @@ And the lock of readers of a version: it is not removed while one of them holds 
 """
 
 import contextlib
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,13 +12,15 @@ from pathlib import Path
 from replicated_ckpt.core.layout import REPLACED_DIR, ShardName
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.protocol.settlement import may_publish
-from replicated_ckpt.errors import ManifestInvalid, SaveSuperseded
+from replicated_ckpt.errors import ManifestInvalid, SaveSuperseded, StoreUnavailable
 from replicated_ckpt.stores.files.durable import fsync_directory, make_directories, remove_tree, translate_errors
 from replicated_ckpt.stores.files.existence import is_directory, is_there
 from replicated_ckpt.stores.files.locks import HeldLock
 from replicated_ckpt.stores.local.directories.catalog import Catalog, read_believed
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.versions.others import give_back_others
+
+log = logging.getLogger(__name__)
 
 _MOVES_MAX = 5
 """So often a version may be moved while a reader locks it; it is moved once, when a newer save replaces it."""
@@ -54,7 +57,7 @@ def replaced_path(root: Path, before: Manifest | None, save_id: str) -> Path:
 def lock_version(catalog: Catalog, checkpoint_id: str, save_id: str) -> HeldLock | None:
     """Keeps a version from being removed, wherever it is moved, until the lock is released, or this process has ended.
 
-    None: it is not here, or its files may be read and its directory may not.
+    None: it is not here; or its files may be read, and its directory may not, or a process was stopped that replaces it.
 
     Raises:
         StoreError
@@ -70,9 +73,12 @@ def lock_version(catalog: Catalog, checkpoint_id: str, save_id: str) -> HeldLock
                 return None
             lock = HeldLock(fd)
             try:
-                lock.wait(shared=True)
+                lock.wait(catalog.root / directory, shared=True)
                 if _is_there(fd, catalog, checkpoint_id, save_id):
                     return lock
+            except StoreUnavailable as exc:  # what is open stays readable
+                log.warning("%s can be replaced while it is read: %s", checkpoint_id, exc)
+                return None
             except BaseException:
                 lock.release()
                 raise

@@ -1,0 +1,28 @@
+"""A word on standard error for a user whose command waits for a bucket: which one, and that it has not hung."""
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+SAID_AFTER_S = 3.0
+
+
+@contextmanager
+def say_if_slow(url: str) -> Iterator[None]:
+    """Says after a moment that the command waits for `url`, if the block is not over by then."""
+    timer = threading.Timer(SAID_AFTER_S, _say, [url])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _say(url: str) -> None:
+    print(
+        f"waits for {url}, {SAID_AFTER_S:g} s by now; an endpoint that gives no answer is given up after a minute at most",
+        file=sys.stderr,
+        flush=True,
+    )

@@ -1,0 +1,63 @@
+"""Commands where an agent is stopped: one time-out in all, and a next step that fits."""
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from replicated_ckpt.cli.exit_codes import ExitCode
+from replicated_ckpt.stores.peer.client import PROGRESS_TIMEOUT_S
+from tests.agent.agents import running_agent
+from tests.agent.checkpoints import checkpointed, introduced, shard
+from tests.agent.repair.test_reprotect import stores
+from tests.cli.commands import command
+from tests.stopwatch import Stopwatch
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.mark.parametrize("verb", ["verify", "repair"])
+def test_a_stopped_node_costs_one_timeout(tmp_path: Path, verb: str) -> None:
+    """However many questions a command has: a node that did not answer the first is asked no other."""
+    nodes = stores(tmp_path, 2)
+    checkpointed(nodes, 1, {shard(0): (0, 1)})
+    with running_agent(nodes[0].root), running_agent(nodes[1].root) as other:
+        introduced(nodes[0], [other.endpoint.address()])
+        other.signal(signal.SIGSTOP)
+        stopwatch = Stopwatch()
+        done = command(verb, "--root", nodes[0].root)
+        assert stopwatch.stop() < 2 * PROGRESS_TIMEOUT_S
+    assert done.returncode == ExitCode.UNREACHABLE
+    assert "not reached: " in done.stdout
+    assert "no answer in time" in done.stdout
+    assert "if the host is up, run `replicated-ckpt status --root ROOT`" in done.stdout
+    assert "--start-agents" not in done.stdout, "that starts none where one is stopped"
+
+
+def test_status_of_a_stopped_agent_of_its_own_waits_once(tmp_path: Path) -> None:
+    """It is asked for its state, and not once more for what it holds: that is read from the disk."""
+    (node,) = stores(tmp_path, 1)
+    checkpointed([node], 1, {shard(0): (0,)}, copies=1)
+    with running_agent(node.root) as own:
+        own.signal(signal.SIGSTOP)
+        stopwatch = Stopwatch()
+        done = command("status", "--root", node.root)
+        assert stopwatch.stop() < 2 * PROGRESS_TIMEOUT_S
+    assert done.returncode == ExitCode.UNREACHABLE
+    assert " no answer " in done.stdout.splitlines()[1]
+    assert "kill -CONT" in done.stdout
+    assert "--start-agents" not in done.stdout
+
+
+def test_repair_says_of_a_save_in_doubt_what_ls_says(tmp_path: Path) -> None:
+    """Where all its nodes answer, none is to be given up for lost."""
+    (node,) = stores(tmp_path, 1)
+    checkpointed([node], 1, {shard(0): (0,)}, copies=1)
+    staged = node.root / ".staging" / f"{2:032x}"
+    staged.mkdir(parents=True)
+    staged.with_suffix(".json").write_text("{}")
+    said = "all its nodes answer: the next save, load or round of re-protection settles it"
+    assert said in command("ls", "--root", node.root).stdout
+    repaired = command("repair", "--dry-run", "--root", node.root).stdout
+    assert said in repaired
+    assert "--lost" not in repaired

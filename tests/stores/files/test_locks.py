@@ -1,0 +1,99 @@
+"""The lock of the staging area is waited for as long as its holder works, and not for ever for one that is stopped."""
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from replicated_ckpt.errors import StoreUnavailable
+from replicated_ckpt.stores.files import locks
+from replicated_ckpt.stores.files.locks import exclusive
+
+HOME = Path(__file__).resolve().parents[3]
+HOLDER = """
+import sys
+from pathlib import Path
+from replicated_ckpt.stores.files.locks import exclusive
+with exclusive(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read(1)
+"""
+
+
+@contextmanager
+def held_elsewhere(directory: Path) -> Iterator["subprocess.Popen[bytes]"]:
+    """Another process holds the lock, until its input is closed."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(directory)],
+        env={**os.environ, "PYTHONPATH": str(HOME)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    try:
+        assert process.stdout.readline() == b"held\n"
+        yield process
+    finally:
+        process.send_signal(signal.SIGCONT)
+        process.kill()
+        process.communicate(timeout=10)
+
+
+def count_descriptors() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+@pytest.mark.timeout(60)
+def test_a_stopped_holder_is_an_error_with_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not a hang: which process, that it is stopped, what to do; and once it goes on and ends, the lock is free."""
+    monkeypatch.setattr(locks, "LOCK_STOPPED_S", 0.2)
+    with held_elsewhere(tmp_path) as holder:
+        holder.send_signal(signal.SIGSTOP)
+        with pytest.raises(StoreUnavailable) as raised, exclusive(tmp_path):
+            pass
+        assert f"process {holder.pid} holds it and is stopped" in str(raised.value)
+        assert f"`kill -CONT {holder.pid}`" in str(raised.value)
+        holder.send_signal(signal.SIGCONT)
+        holder.communicate(b"", timeout=10)
+        with exclusive(tmp_path):
+            pass
+
+
+@pytest.mark.timeout(60)
+def test_a_holder_that_works_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slow its disk is, up to a bound of its own, and then it is named."""
+    monkeypatch.setattr(locks, "LOCK_STOPPED_S", 0.05)
+    with held_elsewhere(tmp_path) as holder:
+        ending = threading.Timer(0.5, holder.kill)
+        ending.start()
+        began = time.monotonic()
+        with exclusive(tmp_path):
+            assert time.monotonic() - began > 0.3
+        ending.join()
+    monkeypatch.setattr(locks, "LOCK_TIMEOUT_S", 0.3)
+    with held_elsewhere(tmp_path) as holder:
+        with pytest.raises(StoreUnavailable) as raised, exclusive(tmp_path):
+            pass
+        assert f"process {holder.pid} has held it" in str(raised.value)
+
+
+@pytest.mark.timeout(60)
+def test_a_lock_that_was_not_taken_is_not_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What gave up waiting keeps no descriptor and no lock."""
+    monkeypatch.setattr(locks, "LOCK_TIMEOUT_S", 0.1)
+    with held_elsewhere(tmp_path):
+        before = count_descriptors()
+        with pytest.raises(StoreUnavailable), exclusive(tmp_path):
+            pass
+        assert count_descriptors() == before
+    fd = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(fd)
