@@ -189,6 +189,7 @@ class Mender:
             return
         with self._service.completing:
             self._refuse_removed(action.checkpoint_id, manifest)
+            self._refuse_while_saved(action)
             self._store.begin(
                 Intent(action.save_id, action.checkpoint_id, _SESSION, overwrite=True), replaces_others=False
             )
@@ -202,6 +203,21 @@ class Mender:
                     self._store.abort(action.save_id)
                 raise
         log.info("took over %s (save %s)", action.checkpoint_id, action.save_id)
+
+    def _refuse_while_saved(self, action: RestoreManifest) -> None:
+        """Nothing is brought under a name that ranks of this node write for: their save has not seen it, and could not be
+        published over it.
+        """
+        for intent in self._store.list_staged():
+            is_other = intent.checkpoint_id == action.checkpoint_id and intent.save_id != action.save_id
+            if is_other and self._service.is_held(intent.save_id):
+                raise StoreUnavailable(
+                    f"node {self._service.node_id}",
+                    "take over",
+                    action.checkpoint_id,
+                    f"ranks of this node are writing save {intent.save_id} of that name",
+                    f"Save {action.save_id} is brought here once that one is over, unless it was replaced by then.",
+                )
 
     def _set_aside(self, action: SetAside) -> None:
         with open_committed_save(self._store.root, action.checkpoint_id, action.save_id) as (directory, manifest):

@@ -1,0 +1,35 @@
+"""Re-protection brings nothing under a name that ranks of the node write for at that moment."""
+
+from pathlib import Path
+
+import pytest
+
+from replicated_ckpt.stores.local.directories.intent import Intent
+from tests.agent.agents import wait_for
+from tests.agent.checkpoints import checkpointed, held
+from tests.agent.repair.test_reprotect import PAIR, agents, protected, stores
+
+pytestmark = [pytest.mark.fault, pytest.mark.timeout(120)]
+
+SAVE = "f" * 32
+
+
+def test_a_copy_waits_for_the_save_that_is_open_under_its_name(tmp_path: Path) -> None:
+    """That save has not seen the checkpoint, as it was not there: it could not be published over it, and would fail.
+
+    Found by the torture (433745): a user had removed the directory, and ranks of the node saved that step again.
+    """
+    nodes = stores(tmp_path, 3)
+    checkpointed(nodes[:2], 1, PAIR)
+    blank = nodes[2]
+    blank.node_id()
+    blank.begin(Intent(SAVE, "step-1", "a session", overwrite=False))
+    lock = blank.lock_save(SAVE)
+    with agents([nodes[0], blank]) as running:
+        said = f"ranks of this node are writing save {SAVE}"
+        wait_for(lambda: said in (blank.root / "agent.out").read_text(), 30, "the word that it waits")
+        assert held(blank) == set()
+        blank.abort(SAVE)
+        lock.release()
+        wait_for(lambda: held(blank) == set(PAIR), 30, "the copies of the blank node")
+        wait_for(protected(*running), 30, "being done")
