@@ -4,6 +4,7 @@ import argparse
 import sys
 
 from replicated_ckpt.agent.command import HELP, add_arguments, run
+from replicated_ckpt.agent.state.endpoint import ALREADY_SERVED, AlreadyServed
 from replicated_ckpt.errors import ReplicatedCkptError
 
 UNAVAILABLE = 5
@@ -17,7 +18,7 @@ def main() -> int:
         return run(parser.parse_args())
     except ReplicatedCkptError as exc:
         sys.stderr.write(f"agent: {exc}\n")
-        return UNAVAILABLE
+        return ALREADY_SERVED if isinstance(exc, AlreadyServed) else UNAVAILABLE
 
 
 if __name__ == "__main__":

@@ -28,16 +28,15 @@ from replicated_ckpt.agent.state.endpoint import (
     LOCK_NAME,
     Endpoint,
     Identity,
-    await_root,
     has_clients,
     has_one_to_stay,
     keep_identity,
     next_identity,
     read_endpoint,
     remove_endpoint,
+    root_lock,
     served_already,
     shut_out_clients,
-    single_agent_lock,
     staying_lock,
     write_endpoint,
 )
@@ -130,11 +129,11 @@ class Agent:
         """An agent without `idle_exit_s` is to stay, and takes the place of one that ranks have started."""
         lock = None
         if self.config.idle_exit_s is not None:
-            lock = single_agent_lock(directory)
+            lock = root_lock(directory)
         elif (staying := staying_lock(directory)) is not None:
             self._staying = staying
             self._say_that_it_waits(directory)
-            lock = await_root(directory, LEAVE_WITHIN_S)
+            lock = root_lock(directory, LEAVE_WITHIN_S)  # that of ranks ends once it has finished the open saves
         if lock is None:
             raise served_already(self.config.root, directory)
         return lock

@@ -20,7 +20,7 @@ import pytest
 from replicated_ckpt import failpoints
 from replicated_ckpt.agent.peers.watch import ask_holdings
 from replicated_ckpt.agent.start.launch import ensure_agent
-from replicated_ckpt.agent.state.endpoint import client_lock, read_endpoint
+from replicated_ckpt.agent.state.endpoint import ALREADY_SERVED, client_lock, read_endpoint
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.errors import (
     CheckpointExists,
@@ -325,7 +325,7 @@ def test_only_one_agent_serves_a_root(tmp_path: Path) -> None:
     with running_agent(tmp_path / "a") as agent:
         command = [*agent.process.args]
         second = subprocess.run(command, capture_output=True, timeout=20, check=False, cwd=Path.cwd())
-        assert second.returncode == 5
+        assert second.returncode == ALREADY_SERVED
         assert b"Another agent serves" in second.stderr
         assert agent.process.poll() is None
 

@@ -21,7 +21,7 @@ import replicated_ckpt.dcp.load.attempt
 import replicated_ckpt.dcp.save.attempt
 import replicated_ckpt.dcp.save.commit
 from replicated_ckpt import ReplicatedReader, ReplicatedWriter
-from replicated_ckpt.agent.state.endpoint import single_agent_lock
+from replicated_ckpt.agent.state.endpoint import root_lock
 from replicated_ckpt.dcp.agreement.nodes import AgentCluster
 from replicated_ckpt.dcp.find.survey import Survey, Surveyor
 from replicated_ckpt.dcp.load.attempt import LoadAttempt
@@ -186,7 +186,7 @@ def stopped_at_its_start(directory: Path) -> int:
     """A process that has the root's lock and was stopped before it could answer."""
     pid = os.fork()
     if pid == 0:
-        single_agent_lock(directory)
+        root_lock(directory)
         os.kill(os.getpid(), signal.SIGSTOP)
         os._exit(1)
     os.waitpid(pid, os.WUNTRACED)

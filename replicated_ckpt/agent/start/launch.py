@@ -14,6 +14,7 @@ from replicated_ckpt.agent.requests.releases import RELEASES_HINT
 from replicated_ckpt.agent.start.environment import agent_environment, isolated_python
 from replicated_ckpt.agent.start.leaving import held_hint, note_leaving, wait_until_gone
 from replicated_ckpt.agent.state.endpoint import (
+    ALREADY_SERVED,
     LOCK_NAME,
     Endpoint,
     client_lock,
@@ -235,8 +236,7 @@ def spawn_agent(arguments: Sequence[str], log: int) -> "subprocess.Popen[bytes]"
 def _start(store: LocalStore, directory: Path, bind_host: str | None, *, is_opening: bool) -> Endpoint:
     idle_exit_s = os.environ.get(IDLE_EXIT_ENV, str(IDLE_EXIT_S))
     arguments = ["--root", str(store.root), *(["--host", bind_host] if bind_host else []), "--idle-exit-s", idle_exit_s]
-    with closing_fd(open_log(directory)) as log:
-        process = spawn_agent(arguments, log)
+    process = _spawn(directory, arguments)
     began = time.monotonic()
     while (waited_s := time.monotonic() - began) < START_TIMEOUT_S:
         try:
@@ -248,9 +248,11 @@ def _start(store: LocalStore, directory: Path, bind_host: str | None, *, is_open
         if endpoint is not None:
             return endpoint
         if process.poll() is not None and process.returncode != 0:
-            if is_free(directory):
+            if is_free(directory) and process.returncode == ALREADY_SERVED:  # by one that has died since
+                process = _spawn(directory, arguments)
+            elif is_free(directory):
                 raise _unavailable(directory, f"it ended with exit code {process.returncode}")
-            if waited_s > STOPPED_TIMEOUT_S and _is_holder_stopped(directory):
+            elif waited_s > STOPPED_TIMEOUT_S and _is_holder_stopped(directory):
                 break
         time.sleep(_POLL_S)
     if process.poll() is not None and process.returncode != 0:
@@ -261,6 +263,11 @@ def _start(store: LocalStore, directory: Path, bind_host: str | None, *, is_open
     process.kill()
     process.wait()
     raise _unavailable(directory, f"it did not answer within {START_TIMEOUT_S:.0f} s")
+
+
+def _spawn(directory: Path, arguments: Sequence[str]) -> "subprocess.Popen[bytes]":
+    with closing_fd(open_log(directory)) as log:
+        return spawn_agent(arguments, log)
 
 
 def _is_holder_stopped(directory: Path) -> bool:

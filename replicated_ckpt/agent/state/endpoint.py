@@ -24,6 +24,8 @@ _STAYING_NAME = "staying"
 _LOOKS_S = 0.5
 """Others hold a lock that they only look at for less than this."""
 LOCK_NAME = "lock"
+ALREADY_SERVED = 6
+"""Exit code of an agent that ranks have started, where another one holds the root."""
 
 
 @dataclass(frozen=True)
@@ -149,9 +151,9 @@ def remove_endpoint(directory: Path) -> None:
         (directory / _ENDPOINT_NAME).unlink()
 
 
-def single_agent_lock(directory: Path) -> FileLock | None:
-    """Held by the one agent of a root for as long as it lives."""
-    return FileLock.take(directory / LOCK_NAME)
+def root_lock(directory: Path, within_s: float = 0.0) -> FileLock | None:
+    """Held by the one agent of a root for as long as it lives; None: another one has it, and has not ended in this time."""
+    return FileLock.take_within(directory / LOCK_NAME, within_s)
 
 
 def staying_lock(directory: Path) -> FileLock | None:
@@ -167,11 +169,6 @@ def has_one_to_stay(directory: Path) -> bool:
     network than the agent that ranks of a pod have started. Makes no file: the disk may be full, or read-only by now.
     """
     return is_there(directory / _STAYING_NAME) and FileLock.is_taken(directory / _STAYING_NAME, shared=True)
-
-
-def await_root(directory: Path, timeout_s: float) -> FileLock | None:
-    """The lock of the root, for an agent that is to stay: that of ranks ends once it has finished the open saves."""
-    return FileLock.take_within(directory / LOCK_NAME, timeout_s)
 
 
 def is_free(directory: Path) -> bool:
@@ -197,9 +194,13 @@ def has_clients(directory: Path) -> bool:
     return FileLock.is_taken(directory / _CLIENTS_NAME)
 
 
-def served_already(root: str, directory: Path) -> AgentUnavailable:
+class AlreadyServed(AgentUnavailable):
+    """Another agent holds the root, be it one that was just killed."""
+
+
+def served_already(root: str, directory: Path) -> AlreadyServed:
     """Why no second agent starts for a root, and how the first is ended."""
     endpoint = read_endpoint(directory)
     pid = "its pid" if endpoint is None else endpoint.pid
     shown = "" if endpoint is None else f" (pid {endpoint.pid})"
-    return AgentUnavailable(f"Another agent serves {root} already{shown}.", f"Use that one, or end it: `kill {pid}`.")
+    return AlreadyServed(f"Another agent serves {root} already{shown}.", f"Use that one, or end it: `kill {pid}`.")

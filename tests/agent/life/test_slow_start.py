@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 
 from replicated_ckpt.agent.start import launch
 from replicated_ckpt.agent.start.launch import ensure_agent
-from replicated_ckpt.agent.state.endpoint import is_free
+from replicated_ckpt.agent.state.endpoint import is_free, root_lock
 from replicated_ckpt.core.layout import STAGING_DIR, TRASH_DIR
 from replicated_ckpt.errors import AgentUnavailable
 from replicated_ckpt.stores.files.locks import exclusive, holder_of, is_stopped
@@ -105,3 +106,14 @@ def test_what_a_crash_left_in_the_trash_keeps_no_load_waiting(tmp_path: Path) ->
             assert (tmp_path / TRASH_DIR / "left").is_dir()
             held.close()
             wait_for(lambda: not (tmp_path / TRASH_DIR / "left").exists(), 10, "an empty trash")
+
+
+def test_an_agent_that_was_just_killed_is_followed_by_another(tmp_path: Path) -> None:
+    """It holds the root for a moment longer: until the system has taken its memory back."""
+    store = LocalStore(tmp_path / "a")
+    dying = root_lock(store.agent_directory())
+    assert dying is not None
+    threading.Timer(1.0, dying.release).start()
+    agent = ensure_agent(store, "127.0.0.1")
+    os.kill(agent.pid, signal.SIGTERM)
+    wait_for(lambda: is_free(store.agent_directory()), 30, "the end of the agent")
