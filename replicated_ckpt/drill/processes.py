@@ -16,8 +16,8 @@ POLL_S = 0.02
 @contextmanager
 def uninterrupted() -> Iterator[None]:
     """Ctrl-C and SIGTERM wait for the end of the block, which starts a process and notes it: one that is interrupted in
-    between has a child that is not noted, and that has no mark until it runs its command. For the main thread; in others
-    no signal arrives.
+    between has a child that is not noted, and that has no mark until it runs its command. What is ignored stays ignored.
+    For the main thread; in others no signal arrives.
 
     Raises:
         KeyboardInterrupt: after the block, if one came.
@@ -30,11 +30,14 @@ def uninterrupted() -> Iterator[None]:
     def note(number: int, _: FrameType | None) -> None:
         heard.append(number)
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    heeded = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
+    for number in heeded:
+        signal.signal(number, note)
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in heeded.items():
             signal.signal(number, handler)
         if heard:
             raise KeyboardInterrupt

@@ -33,7 +33,8 @@ CLASSES = sorted(
 )
 _EXPECTING = {"raises", "warns", "isinstance"}
 PACKAGE = TESTS.parent / "replicated_ckpt"
-MET_AS_ITS_BASE = {"TokenInvalid"}  # over HTTP, as status 401: the client raises StoreDenied
+MET_AS_ITS_BASE = {"TokenInvalid", "AlreadyServed"}
+"""One over HTTP, as status 401, for which the client raises StoreDenied; the other as an agent's exit code."""
 OF_ONE_COPY = ("dcp/convert", "stores/output")
 _DEFAULT_UNTIL = {"ObjectCorrupt": 4, "ObjectMissing": 4, "StoreError": 4}  # so many arguments are no hint
 

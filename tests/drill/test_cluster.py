@@ -45,14 +45,18 @@ def test_what_is_being_started_at_an_interrupt_is_ended_too(tmp_path: Path, monk
             signal.raise_signal(signal.SIGINT)
 
     cluster = Cluster(tmp_path)
-    with monkeypatch.context() as patch:
-        patch.setattr(subprocess, "Popen", Interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            cluster.run_alone("long", (sys.executable, "-c", "import time; time.sleep(60)"), 30)
-    assert started[0].poll() is None
-    cluster.end()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in the background ignores it
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(subprocess, "Popen", Interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                cluster.run_alone("long", (sys.executable, "-c", "import time; time.sleep(60)"), 30)
+        assert started[0].poll() is None
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+        cluster.end()
     assert started[0].returncode is not None, "it was noted, so its end was awaited"
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_a_command_that_fails_says_why(tmp_path: Path) -> None:
