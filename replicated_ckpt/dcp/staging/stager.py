@@ -127,6 +127,7 @@ class Stager:
             self._future, self._failure = None, ""  # `wait` is for the last save
         else:
             self._returns.wait(GIVE_WAY_S)
+            self._returns.set()  # once a save
         self._thread = threading.current_thread()
 
     def memory(self) -> memoryview | None:

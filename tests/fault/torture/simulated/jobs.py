@@ -169,7 +169,9 @@ class Job:
         def local(rank: int) -> Any:
             writer, planner, part = writers[rank], planners[rank], part_of(state, rank)
             if isinstance(writer, ReplicatedWriter):
-                part = writer.stage(part) if is_handed else part
+                if is_handed:
+                    part = writer.stage(part)
+                    writer.synchronize_staging()
                 writer.reset(checkpoint_id)
             writer.set_up_storage_writer(rank == 0, rank=rank, use_collectives=True)
             planner.set_up_planner(part, writer.storage_meta(), rank == 0)

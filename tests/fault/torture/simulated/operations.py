@@ -4,11 +4,13 @@ A save with a slow planner, a commit with a slow fsync, a save in the background
 failpoint while others go on. Each has a thread of its own; a baton goes from one to the other, so a seed replays exactly.
 """
 
-import fcntl
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from replicated_ckpt.stores.files.locks import HeldLock
 
 if TYPE_CHECKING:
     from tests.fault.torture.simulated.network import Actor
@@ -135,24 +137,13 @@ class Operations:
                 self.resume(operation)
         return any(operation.is_over for operation in waiting)
 
-    def flock(self, real: Callable[[Any, int], None]) -> Callable[[Any, int], None]:
-        """Stands in for `fcntl.flock`."""
+    def wait_for_lock(self) -> Callable[..., None]:
+        """Stands in for `HeldLock.wait`."""
 
-        def locked(fd: Any, operation: int) -> None:
-            if operation & (fcntl.LOCK_NB | fcntl.LOCK_UN):
-                real(fd, operation)
-                return
+        def wait(lock: HeldLock, _: Path, *, shared: bool = False) -> None:
+            self.wait_until(lambda: lock.take(shared=shared), "the lock of a file")
 
-            def is_free() -> bool:
-                try:
-                    real(fd, operation | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    return False
-                return True
-
-            self.wait_until(is_free, "the lock of a file")
-
-        return locked
+        return wait
 
 
 def is_simulated_thread() -> bool:

@@ -1,6 +1,5 @@
 """What a simulation pretends: the network, the clock, chance, threads, and what a rank finds out about its world."""
 
-import fcntl
 import os
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -39,6 +38,7 @@ from replicated_ckpt.stores.bucket_client.client import ObjectClient
 from replicated_ckpt.stores.bucket_client.opening import open_client
 from replicated_ckpt.stores.bucket_client.retry import RetryingClient
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
+from replicated_ckpt.stores.files.locks import HeldLock
 from replicated_ckpt.stores.local.directories import catalog, committed
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer import client as agent_client
@@ -135,7 +135,7 @@ def pretences(cluster: "Cluster") -> Iterator[AbstractContextManager[Any]]:
         (tee, "BlockHasher", partial(BlockHasher, BLOCK_BYTES)),
         (shard_writer, "Buffers", partial(tee.Buffers, 4, 1 << 16)),
         (os, "fsync", lambda _: None),  # nothing loses power here
-        (fcntl, "flock", cluster.operations.flock(fcntl.flock)),
+        (HeldLock, "wait", cluster.operations.wait_for_lock()),
         (verified, "SCRATCH_BYTES", 1 << 16),
         (verified, "tables_of_size", _tables_of_size),
         (loading, "FetchAhead", FetchInTurn),
