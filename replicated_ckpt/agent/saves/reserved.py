@@ -1,33 +1,41 @@
 """Sequences that open saves may take: a save that opens later gets a larger one, whichever of them is published first."""
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable
 
 from replicated_ckpt.core.layout import SEQUENCE_FLOOR_MAX
-from replicated_ckpt.core.lineage import History, merge_histories
-
-_SAVES_MAX = 64
+from replicated_ckpt.core.lineage import Histories, History, merge_histories
+from replicated_ckpt.stores.local.store import LocalStore
 
 
 class ReservedSequences:
-    """What each save that was opened here may take. Safe for concurrent use; forgotten when the agent ends.
+    """What each save that was opened here may take, until its place is noted. Safe for concurrent use.
 
-    A coordinator may stop for minutes between the opening of its save and the moment at which a node notes its place.
+    A coordinator may stop for minutes between the opening of its save and that note. Forgotten when the agent ends.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, store: LocalStore, look: Callable[[str], Histories]) -> None:
+        """`look`: what the node knows of the lineages in a directory of checkpoints."""
+        self._store = store
+        self._look = look
         self._lock = threading.Lock()
-        self._by_save: dict[str, Mapping[str, History]] = {}
+        self._by_save: dict[str, Histories] = {}
 
-    def reserve(self, save_id: str, known: Mapping[str, History]) -> dict[str, History]:
-        """What this node tells a save that opens: what it knows, and what other open saves may take."""
+    def reserve(self, save_id: str, scope: str) -> dict[str, History]:
+        """What this node tells a save that opens in a directory: what it knows, and what other open saves may take.
+
+        One that has its place, or is over, takes no more than what is known of it: else each save of one run would leave a
+        gap in the numbers of another.
+        """
         with self._lock:
-            others = [reserved for other, reserved in self._by_save.items() if other != save_id]
-            told = merge_histories([known, *others])
+            placed = (
+                self._store.places.read_all()
+            )  # before the look: what gets its place meanwhile counts twice, not never
+            due = [one for one in self._by_save if one not in placed and self._store.has_intent(one)]
+            others = {one: self._by_save[one] for one in due if one != save_id}
+            told = merge_histories([self._look(scope), *others.values()])
             next_ones = {one: History(min(told[one].sequence + 1, SEQUENCE_FLOOR_MAX)) for one in told}
-            self._by_save[save_id] = next_ones
-            while len(self._by_save) > _SAVES_MAX:
-                del self._by_save[next(iter(self._by_save))]
+            self._by_save = {**others, save_id: next_ones}
         return told
 
     def release(self, save_id: str) -> None:

@@ -80,7 +80,7 @@ class NodeService:
         self._opened_at: dict[str, float] = {}
         self._started_at = time.monotonic()
         self._is_leaving = False
-        self._fence, self._reserved = Fence(), ReservedSequences()
+        self._fence, self._reserved = Fence(), ReservedSequences(store, self.histories)
         self.adoption_locks = AdoptionLocks()
 
     def recover(self) -> tuple[str, ...]:
@@ -141,7 +141,7 @@ class NodeService:
             if leftover.is_over:
                 self._fence.give_up(leftover.intent.save_id, leftover.why)
                 self._reserved.release(leftover.intent.save_id)
-        return self._reserved.reserve(intent.save_id, self.histories(scope_of(intent.checkpoint_id))), leftovers
+        return self._reserved.reserve(intent.save_id, scope_of(intent.checkpoint_id)), leftovers
 
     def refuse_saves(self) -> frozenset[str]:
         """From here on no save is opened here. Returns those that are open."""
