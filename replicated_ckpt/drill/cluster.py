@@ -172,7 +172,7 @@ class Cluster:
             "GLOO_SOCKET_IFNAME": "lo",  # all nodes are this machine, whatever its name resolves to
             "DRILL_STORE": str(store),
         }
-        with log.open("wb") as output, processes.uninterrupted():
+        with log.open("wb") as output, processes.hold_interrupts():
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,

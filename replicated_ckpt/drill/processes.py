@@ -14,7 +14,7 @@ POLL_S = 0.02
 
 
 @contextmanager
-def uninterrupted() -> Iterator[None]:
+def hold_interrupts() -> Iterator[None]:
     """Ctrl-C and SIGTERM wait for the end of the block, which starts a process and notes it: one that is interrupted in
     between has a child that is not noted, and that has no mark until it runs its command. What is ignored stays ignored.
     For the main thread; in others no signal arrives.

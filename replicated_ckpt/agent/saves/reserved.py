@@ -28,9 +28,8 @@ class ReservedSequences:
         gap in the numbers of another.
         """
         with self._lock:
-            placed = (
-                self._store.places.read_all()
-            )  # before the look: what gets its place meanwhile counts twice, not never
+            # Before the look: what gets its place meanwhile counts twice, not never.
+            placed = self._store.places.read_all()
             due = [one for one in self._by_save if one not in placed and self._store.has_intent(one)]
             others = {one: self._by_save[one] for one in due if one != save_id}
             told = merge_histories([self._look(scope), *others.values()])
