@@ -12,11 +12,11 @@ def plural(count: int, noun: str) -> str:
 
 def describe_bytes(count: float) -> str:
     """A size in the largest unit that leaves a number from 1, to three digits: "1.25 GB"."""
-    for unit in ("B", "kB", "MB", "GB"):
+    for unit in ("B", "kB", "MB", "GB", "TB"):
         if count < 999.5:
             return f"{count:.3g} {unit}"
         count /= 1000
-    return f"{count:.3g} TB"
+    return f"{count:.3g} PB"
 
 
 def align(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> str:

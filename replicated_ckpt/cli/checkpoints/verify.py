@@ -103,10 +103,10 @@ class _InBucket:
 def _read(url: str, checkpoint_id: str | None) -> _InBucket:
     """Reads the bucket; credentials come from the environment or a profile, as for s3fs."""
     with closing(RetryingClient(open_client(ObjectTarget.check(url, None)))) as client:
-        with say_if_slow(url):
-            client.list_keys("")
         inspector = BucketInspector(Bucket(client))
-        findings = tuple(inspector.inspect(checkpoint_id))
+        with say_if_slow(url):
+            saves = inspector.find(checkpoint_id)
+        findings = tuple(finding for save in saves for finding in inspector.inspect_save(save))
     return _InBucket(url, tuple(inspector.checkpoint_ids), tuple(inspector.unchecked), inspector.bytes_read, findings)
 
 

@@ -1,6 +1,6 @@
 """Reading everything in a bucket: each committed checkpoint, every byte, held against its checksums."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, OBJECT_NODE
@@ -29,14 +29,22 @@ class BucketInspector:
 
     def inspect(self, checkpoint_id: str | None = None) -> Iterator[Finding]:
         """What is wrong."""
-        found = [self._bucket.save_of(checkpoint_id)] if checkpoint_id else self._bucket.saves()
-        for save in found:
-            if save is None:
-                continue
-            self.checkpoint_ids.append(save.checkpoint_id)
-            if save.mark is None:
-                self.unchecked.append(save.checkpoint_id)
-                continue
+        for save in self.find(checkpoint_id):
+            yield from self.inspect_save(save)
+
+    def find(self, checkpoint_id: str | None = None) -> Sequence[BucketSave]:
+        """The saves that are committed there, of one checkpoint or of all; nothing of them is read yet."""
+        if checkpoint_id is None:
+            return self._bucket.saves()
+        found = self._bucket.save_of(checkpoint_id)
+        return () if found is None else (found,)
+
+    def inspect_save(self, save: BucketSave) -> Iterator[Finding]:
+        """What is wrong with one of them."""
+        self.checkpoint_ids.append(save.checkpoint_id)
+        if save.mark is None:
+            self.unchecked.append(save.checkpoint_id)
+        else:
             yield from self._of_save(save)
 
     def _of_save(self, save: BucketSave) -> Iterator[Finding]:

@@ -145,7 +145,8 @@ def test_a_function_goes_with_its_writer_to_another_process(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("count", "text"), [(0, "0 B"), (999, "999 B"), (1250, "1.25 kB"), (8_388_608, "8.39 MB"), (5e12, "5 TB")]
+    ("count", "text"),
+    [(0, "0 B"), (999, "999 B"), (1250, "1.25 kB"), (8_388_608, "8.39 MB"), (5e12, "5 TB"), (1.5e15, "1.5 PB")],
 )
 def test_sizes_are_said_in_three_digits(count: float, text: str) -> None:
     """In the largest unit that leaves a number from 1."""
