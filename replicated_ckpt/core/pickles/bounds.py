@@ -7,7 +7,7 @@ hundred bytes keep them busy for years, and a tuple that is nested deep enough e
 from collections.abc import Iterator
 from typing import Any
 
-from replicated_ckpt.core.pickles.tree import LEAVES, Fields, Made, Named, Pairs, PickleUnsafe, Stored
+from replicated_ckpt.core.pickles.tree import LEAVES, Fields, Made, Named, Pairs, PickleUnsafe, Stored, member_in
 
 DEPTH_MAX = 100
 WEIGHT_MIN = 1 << 20
@@ -80,7 +80,7 @@ def _children(node: Any) -> Iterator[Any]:
 
 
 def names_in(tree: Any) -> set[Named]:
-    """Every name in a tree."""
+    """Every name in a tree. Of a member of an enum that is its class, however its pickler says it."""
     found: set[Named] = set()
     seen: set[int] = set()
     to_do = [tree]
@@ -88,6 +88,8 @@ def names_in(tree: Any) -> set[Named]:
         node = to_do.pop()
         if type(node) is Named:
             found.add(node)
+        elif type(node) is Made and (member := member_in(node)) is not None:
+            found.add(member[0])
         elif type(node) not in LEAVES and id(node) not in seen:
             seen.add(id(node))
             to_do += _children(node)

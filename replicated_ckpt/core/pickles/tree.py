@@ -81,3 +81,19 @@ class Stored:
 
 LEAVES = frozenset({str, bytes, int, float, bool, type(None), Named})
 """Types of nodes that have nothing below them."""
+
+
+def member_in(node: Made) -> tuple[Named, str] | None:
+    """The class and the name of a member of an enum, if that is what a node is: `getattr(class, name)`.
+
+    Python 3.11.0 to 3.11.3 pickle members so, others by their value. Source: `Enum.__reduce_ex__` in CPython's Lib/enum.py.
+    """
+    is_call = node.called.path in _GETATTR and node.state is None and node.contents is None and not node.is_new
+    if not is_call or len(node.arguments) != 2:
+        return None
+    kind, name = node.arguments
+    return (kind, name) if type(kind) is Named and type(name) is str else None
+
+
+_GETATTR = ("builtins.getattr", "__builtin__.getattr")
+"""Protocol 2 has the module's name in Python 2."""

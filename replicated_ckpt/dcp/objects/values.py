@@ -5,7 +5,17 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any
 
-from replicated_ckpt.core.pickles.tree import Elements, Fields, FrozenElements, Made, Named, Pairs, PickleUnsafe, Stored
+from replicated_ckpt.core.pickles.tree import (
+    Elements,
+    Fields,
+    FrozenElements,
+    Made,
+    Named,
+    Pairs,
+    PickleUnsafe,
+    Stored,
+    member_in,
+)
 
 Key = tuple[str, str]
 """Module and name of a class or function."""
@@ -77,6 +87,20 @@ class Values:
                 f"has something that {node.called.path[:_NAMES_CHARACTERS]} does not take ({problem})"
             ) from exc
 
+    def of_call(self, node: Made) -> Any:
+        """What `make` gives, or the member of an enum."""
+        member = member_in(node)
+        return self.make(node) if member is None else self._member(node, *member)
+
+    def _member(self, node: Made, named: Named, name: str) -> Enum:
+        """Nothing but a member of an enum is had by its name."""
+        kind = self.find(key_of(named))
+        if not isinstance(kind, type) or not issubclass(kind, Enum):
+            raise UnknownName(key_of(node.called))
+        if name not in kind.__members__:
+            raise PickleUnsafe(f"names {name[:_NAMES_CHARACTERS]!r}, which is no member of {named.path}")
+        return kind[name]
+
     def load_stored(self, node: Stored) -> Any:
         del node
         raise PickleUnsafe("holds a persistent id")
@@ -113,7 +137,7 @@ class Values:
 
 _MAKE: dict[type, Callable[[Values, Any], Any]] = {
     Named: lambda values, node: values.resolve_name(node),
-    Made: lambda values, node: values.make(node),
+    Made: Values.of_call,
     Stored: lambda values, node: values.load_stored(node),
     tuple: Values.tuple_of,
     list: Values.list_of,
