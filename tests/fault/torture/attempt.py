@@ -11,6 +11,7 @@ class Attempt:
     `nodes_by_part`: where the part was seen and not destroyed since; `published_by_part`: under its checkpoint's name.
     `readable_on`: nodes that have a directory of it with the manifest that was written. `saw`: the attempts at the same
     checkpoint that lay on its nodes when it began, and those that they saw. `is_blind`: no manifest of its run lay there.
+    `is_spoilt`: a file of stock torch's was damaged before it was adopted, and has no checksum that tells.
     """
 
     number: int
@@ -31,6 +32,7 @@ class Attempt:
     saw: frozenset[int] = frozenset()
     is_blind: bool = False
     was_whole: bool = False
+    is_spoilt: bool = False
     is_in_bucket: bool = False
     copies: int = 1
 

@@ -71,6 +71,7 @@ class Oracle:
     def damaged(self, lying: Lying, attempt: Attempt | None, names: Collection[str], *, is_data_intact: bool) -> None:
         """These files are bad now. `is_data_intact`: only what the package put behind the data of a shard is bad."""
         for known in self.of_id(lying.checkpoint_id) if attempt is None else [attempt]:
+            known.is_spoilt |= known.is_stock and not known.save_id and not is_data_intact
             for name in set(names) & set(known.parts):
                 known.published_by_part[name].discard(lying.node)
                 if not is_data_intact:
@@ -226,6 +227,8 @@ class Oracle:
             return False
         rivals = self._find_rivals(checkpoint_id, {attempt.lineage for attempt in standing})
         found = (*standing, *rivals)
+        if any(attempt.is_spoilt for attempt in found):
+            return False
         return all(attempt.has_all_parts(nodes) or (with_bucket and attempt.is_in_bucket) for attempt in found)
 
     def _find_rivals(self, checkpoint_id: str, lineages: Collection[str]) -> list[Attempt]:
