@@ -44,7 +44,10 @@ def extract(archive: Path, checkout: Path) -> None:
     with tarfile.open(archive) as tar:
         for member in tar:
             name = member.name.partition("/")[2]
-            if member.isfile() and name.startswith(f"{FOLDER}/"):
-                member.name = name
-                tar.extract(member, partial, filter="data")
+            is_wanted = member.isfile() and name.startswith(f"{FOLDER}/") and ".." not in Path(name).parts
+            found = tar.extractfile(member) if is_wanted else None
+            if found is not None:
+                path = partial / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(found.read())
     partial.rename(checkout)
