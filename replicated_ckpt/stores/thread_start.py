@@ -1,14 +1,24 @@
 """What is said where the system gives a process no more threads."""
 
+import logging
 import threading
 
+from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.errors import StoreUnavailable
 
+log = logging.getLogger(__name__)
+
 _FEWER = "Raise the limit of processes and threads (`ulimit -u`, pids.max of the container), or end what has too many."
+_ENDING = "interpreter shutdown"
+"""In the error of an interpreter that ends. Up to Python 3.12.2 one gives no thread although others are waited for; 3.12.3
+does. Source: github.com/python/cpython/issues/113964."""
+_SOONER = (
+    "Python was about to exit: wait for the save before (`future.result()`, `writer.wait()`), or use Python 3.12.3."
+)
 
 
 def start_thread(thread: threading.Thread) -> None:
-    """Starts it.
+    """Starts it. An interpreter that ends is logged, too, as nothing may look at the error of a save behind it.
 
     Raises:
         StoreUnavailable: the system gives no thread; nothing was begun.
@@ -16,4 +26,9 @@ def start_thread(thread: threading.Thread) -> None:
     try:
         thread.start()
     except (RuntimeError, MemoryError) as exc:
-        raise StoreUnavailable("this process", "start", thread.name, f"it gets no thread: {exc}", _FEWER) from exc
+        is_ending = _ENDING in str(exc)
+        hint = _SOONER if is_ending else _FEWER
+        error = StoreUnavailable("this process", "start", thread.name, f"it gets no thread: {exc}", hint)
+        if is_ending:
+            log.warning("a save or load that the end of Python interrupts has failed: %s", one_line(error))
+        raise error from exc
