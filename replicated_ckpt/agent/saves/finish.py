@@ -24,6 +24,7 @@ from replicated_ckpt.core.protocol.placement import intended_holders
 from replicated_ckpt.errors import ObjectMissing, PeerProtocolError, ReplicatedCkptError, SaveAborted, StoreUnavailable
 from replicated_ckpt.stores.files.locks import HeldLock
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.local.versions.replaceable import check_decidable
 from replicated_ckpt.stores.peer.answer import parsing
 from replicated_ckpt.stores.peer.client import AgentClient
 from replicated_ckpt.stores.peer.fan_out import FanOut
@@ -176,6 +177,7 @@ class Finisher:
                 return Finished("", tuple(written.values()))
             raw = outline.complete(written).encode()
             decode_manifest(raw, "what agents have written")
+            check_decidable(self._store.root, self._store.intent_of(save_id))
             self._store.put_small(save_id, MANIFEST_NAME, raw)
             self._note_nodes(outline.manifest)
         except BaseException as exc:

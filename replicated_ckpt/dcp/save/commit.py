@@ -27,6 +27,7 @@ from replicated_ckpt.dcp.runtime.gc_pause import put_off
 from replicated_ckpt.dcp.runtime.torch_private import metadata_version
 from replicated_ckpt.errors import AckNotReached, SaveAborted
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.local.versions.replaceable import check_decidable
 
 
 def commit_save(
@@ -51,6 +52,7 @@ def commit_save(
 
     Raises:
         SaveAborted: an item lies in a shard that no rank has written, or an agent could not write one.
+        CheckpointExists: another save of this id was faster, and this one is to replace none.
         AckNotReached: the decision is durable here, but no holder of some shard has published it; or, if
         `on_degraded` says so, fewer holders than acknowledged their copies have. It will be completed all the same.
         StoreError: the decision could not be made durable. StoreUnavailable: nor is it known what this node's agent did.
@@ -102,6 +104,7 @@ def _decide(
     Returns the manifest, the receipts with what agents wrote, and the copies that are missing, in words.
     """
     if not any(receipt.is_handed for receipt in receipts):
+        check_decidable(store.root, store.intent_of(decision.save_id))
         store.put_small(decision.save_id, MANIFEST_NAME, manifest.encode())
         return manifest, receipts, []
     finished = finish_by_agent(store, _outline(decision, config, manifest, receipts), handing)

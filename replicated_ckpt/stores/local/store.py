@@ -206,7 +206,7 @@ class LocalStore:
             before = self.read_published(name)
             if not intent.adopts:  # of what is there an adoption says more
                 replaced.check_order(manifest, before, intent)
-            check_replaceable(self.root, name, intent)
+            check_replaceable(self.root, name, intent, gives_way=before is not None)
             failpoints.reach("commit.checked")
             others.bring_others(self.root, final, staging)
             if intent.adopts:

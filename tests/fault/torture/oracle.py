@@ -175,7 +175,7 @@ class Oracle:
 
     def has_nameless(self) -> bool:
         """Whether a checkpoint lies anywhere whose manifest is not there, or cannot be read."""
-        return any(lying.is_named and lying.manifest is None for lying in self._disks.lying())
+        return any(lying.is_named and not self._is_told(lying) for lying in self._disks.lying())
 
     def forgotten_ids(self) -> set[str]:
         """Checkpoints of which an older or retired save lies on a disk whose manifest was destroyed, and nowhere else.
@@ -196,8 +196,9 @@ class Oracle:
     def _is_told(self, lying: Lying) -> bool:
         """Whether its manifest is there as it was written: a flipped bit may leave one that can be parsed."""
         attempt = self.attempt_of(lying)
-        written = "" if attempt is None else attempt.parts.get(MANIFEST, "")
-        return lying.manifest is not None and written in ("", lying.files.get(MANIFEST))
+        if lying.manifest is None or attempt is None:
+            return False
+        return attempt.parts.get(MANIFEST, "") in ("", lying.files.get(MANIFEST))
 
     def current(self, checkpoint_id: str) -> list[Attempt]:
         """What may be found under an id: acknowledged last, or later, or at the same time."""

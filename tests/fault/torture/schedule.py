@@ -194,7 +194,7 @@ class Schedule:
 
     def _check_nothing_left(self, current: Sequence[Attempt], *, is_done: bool, is_mended: bool) -> None:
         oracle = self.course.oracle
-        copied = self._find_published()
+        copied = self._find_published(is_done=is_done)
         unnamed = {found.save_id for found in oracle.attempts if found.readable_on and not self._is_left(found)}
         lost_ids = {found.checkpoint_id for found in current if found.parts and not found.has_all_parts()}
         lost = {found.save_id for found in oracle.attempts if found.checkpoint_id in lost_ids}
@@ -221,9 +221,10 @@ class Schedule:
         """Whether anything lies under its name, if only files whose manifest is bad on every node."""
         return any((node.root / attempt.checkpoint_id).is_dir() for node in self.course.cluster.nodes)
 
-    def _find_published(self) -> set[str]:
-        """The saves that have their name on some node. One that waits for a bucket is held back, copies and all."""
-        if self.course.policy.object_store is None:
+    def _find_published(self, *, is_done: bool) -> set[str]:
+        """The saves that have their name on some node. One that waits for a bucket is held back, copies and all; and while
+        a person is waited for, a node may have one among its replaced versions that retention has made the newest."""
+        if is_done and self.course.policy.object_store is None:
             return set()
         catalogs = [LocalStore(node.root).catalog for node in self.course.cluster.nodes]
         return {manifest.save_id for catalog in catalogs for _, manifest in catalog.committed()}

@@ -35,6 +35,7 @@ from replicated_ckpt.stores.files.durable import store_error_of
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.shard_file import FileSink, ShardFile
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.local.versions.replaceable import check_decidable
 from replicated_ckpt.stores.verified import Expected
 from replicated_ckpt.testing.shard_files import table_of
 from tests.damage import flip
@@ -238,6 +239,25 @@ def test_an_existing_checkpoint_is_not_overwritten_unasked(tmp_path: Path) -> No
     with pytest.raises(SaveSuperseded):
         store.commit(slow)
     assert content(store) == b"fast"
+
+
+def test_a_save_that_may_replace_nothing_is_not_decided_over_one_that_was_faster(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    store.begin(Intent(save_id(2), "step-1", "session", overwrite=False))
+    check_decidable(store.root, store.intent_of(save_id(2)))
+    store.commit(staged(store, 1, b"fast"))
+    with pytest.raises(CheckpointExists):
+        check_decidable(store.root, store.intent_of(save_id(2)))
+
+
+def test_a_decided_save_takes_its_name_from_an_older_one_asked_or_not(tmp_path: Path) -> None:
+    """Other nodes may have published it, and it was acknowledged then: it stayed staged here for ever."""
+    store = LocalStore(tmp_path)
+    service = NodeService(store)
+    newer = staged(store, 2, b"newer")
+    store.commit(staged(store, 1, b"older"))
+    assert service.state_of(newer)["state"] == "committed"
+    assert content(store) == b"newer"
 
 
 def test_no_checkpoint_lies_in_another(tmp_path: Path) -> None:

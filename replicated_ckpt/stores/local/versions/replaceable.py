@@ -6,6 +6,7 @@ from pathlib import Path
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, is_checkpoint_file
 from replicated_ckpt.errors import CheckpointExists, ConfigInvalid
 from replicated_ckpt.stores.files.containment import leads_out
+from replicated_ckpt.stores.files.durable import translate_errors
 from replicated_ckpt.stores.files.existence import is_directory, is_link, is_there
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.versions.others import others_in
@@ -20,11 +21,24 @@ _USE_ANOTHER = "Use another id; overwrite=True does not help."
 _MOVE_AWAY = "Use another id, or move that away on every node."
 
 
-def check_replaceable(root: Path, checkpoint_id: str, intent: Intent) -> None:
+def check_decidable(root: Path, intent: Intent) -> None:
+    """Right before a save is decided: one that may replace nothing finds its name still free.
+
+    From its decision on it has its place by its order alone, as other nodes may have published it by then.
+
+    Raises:
+        CheckpointExists: another save was faster. ConfigInvalid, StoreError
+    """
+    if intent.checkpoint_id:
+        with translate_errors(str(root), "decide", intent.save_id):
+            check_replaceable(root, intent.checkpoint_id, intent)
+
+
+def check_replaceable(root: Path, checkpoint_id: str, intent: Intent, *, gives_way: bool = False) -> None:
     """Refuses to replace a checkpoint unless asked to, and to put one into another.
 
     A directory that holds no checkpoint is none yet, whatever lies in it: that stays. An adoption may replace a directory
-    that has no manifest and holds nothing but plain files.
+    that has no manifest and holds nothing but plain files. `gives_way`: what has the name goes by their order.
 
     Raises:
         CheckpointExists, ConfigInvalid
@@ -43,7 +57,7 @@ def check_replaceable(root: Path, checkpoint_id: str, intent: Intent) -> None:
         _check_adoptable(final)
         return
     if holds_checkpoint(final):
-        if not intent.overwrite:
+        if not (intent.overwrite or gives_way):
             raise CheckpointExists(f"Checkpoint already exists: {checkpoint_id!r} in {root}.")
     elif not is_directory(final):
         raise ConfigInvalid(f"{final} is no directory; it is not replaced.", _MOVE_AWAY)
