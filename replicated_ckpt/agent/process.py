@@ -51,7 +51,7 @@ from replicated_ckpt.stores.files.durable import remove_broken_off_writes, trans
 from replicated_ckpt.stores.files.locks import FileLock, holder_of, is_stopped
 from replicated_ckpt.stores.local.room_to_start import keep_room_to_start, lacks_room_to_start, make_room_to_start
 from replicated_ckpt.stores.local.store import LocalStore
-from replicated_ckpt.stores.local.versions.recycled import measure_room
+from replicated_ckpt.stores.local.versions.recycled import try_room
 from replicated_ckpt.stores.node_cache.cache import is_any_cache_held
 from replicated_ckpt.stores.throttle import Pace, copy_pace, hand_over_pace
 from replicated_ckpt.version import __version__
@@ -323,7 +323,7 @@ class Agent:
             "restoring": self._reprotector.is_busy,
             "protection": self._reprotector.status(),
             "scrub": self._scrubber.status(),
-            "room": measure_room(self._service.store.root).to_json(),
+            "room": try_room(self._service.store.root).to_json(),
             "object_store": self._uploader.status(),
             "threads": threading.active_count(),
         }

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from replicated_ckpt.cli.exit_codes import ExitCode
+from tests.cli.commands import as_json
 from tests.harness.cluster import Call, Cluster, call
 from tests.marks import mark_long
 
@@ -96,3 +98,14 @@ def test_a_save_says_that_the_root_is_read_only(cluster: Cluster) -> None:
     for failure in cluster.launch(calls, nodes=[0, 1]).of(0):
         assert (failure["types"], failure["ranks"]) == (["StoreDenied"], [1])
         assert failure["seconds"] < SOON_S
+
+
+def test_status_says_that_nothing_can_be_written(cluster: Cluster) -> None:
+    """Its agent runs, all copies are there, and its next save would fail: degraded, on that node and on the other."""
+    cluster.launch([call("state.save", kinds=KINDS, checkpoint_id="step-1")], nodes=[0, 1])
+    make_read_only(cluster)
+    for node in cluster.nodes:
+        code, found = as_json("status", "--root", node.disk)
+        assert (code, found["state"]) == (ExitCode.FAILED, "degraded")
+        assert any("nothing can be written to its root: Read-only file system" in why for why in found["reasons"])
+        assert sorted(one["room"]["is_writable"] for one in found["nodes"]) == [False, True]

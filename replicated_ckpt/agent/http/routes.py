@@ -26,7 +26,7 @@ from replicated_ckpt.core.protocol.announced import Announced
 from replicated_ckpt.errors import ConfigInvalid, ObjectMissing, PeerProtocolError
 from replicated_ckpt.stores.files.durable import flush_file
 from replicated_ckpt.stores.local.directories.intent import Intent
-from replicated_ckpt.stores.local.versions.recycled import measure_room
+from replicated_ckpt.stores.local.versions.recycled import try_room
 from replicated_ckpt.stores.local.versions.replaceable import holds_checkpoint
 from replicated_ckpt.stores.peer.answer import parsing
 from replicated_ckpt.stores.peer.client import AgentAddress
@@ -266,7 +266,7 @@ class Routes:
         answer = {"node_id": self._service.node_id, "holdings": holdings, "remains": remains}
         if checkpoint_id is not None:
             return json_answer(**answer, standing={})
-        room = measure_room(self._service.store.root).to_json()
+        room = try_room(self._service.store.root).to_json()
         return json_answer(**answer, standing=self._objects.standing().to_json(), room=room)
 
     def _meet(self, request: Request) -> Answer:

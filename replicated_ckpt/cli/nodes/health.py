@@ -76,13 +76,22 @@ def judge_health(
         *(f"in doubt: save {one.save_id} of {one.checkpoint_id}: {describe_wait(one.nodes, seen)}" for one in doubts),
         *(() if agent is None else _failing(agent)),
     ]
-    return Health(lost, down, (*_short(seen, rows), *seen.describe_unreached(), *_crowded(seen), *failing))
+    return Health(
+        lost, down, (*_unwritable(seen), *_short(seen, rows), *seen.describe_unreached(), *_crowded(seen), *failing)
+    )
 
 
 def _short(seen: NodesSeen, rows: Sequence[CheckpointSeen]) -> Iterator[str]:
     for row in rows:
         if not row.is_good and row.state != LOST:
             yield f"{row.checkpoint_id}: {row.describe_copies(seen)}"
+
+
+def _unwritable(seen: NodesSeen) -> Iterator[str]:
+    for node, held in sorted(seen.held.items()):
+        if held.room is not None and held.room.write_error:
+            what = f"{seen.label(node)}: nothing can be written to its root: {held.room.write_error}"
+            yield f"{what}. Saves of its ranks fail, and it takes no copies; look at `dmesg` and `df` there"
 
 
 def _crowded(seen: NodesSeen) -> Iterator[str]:

@@ -93,6 +93,14 @@ class Blackboard:
         with reaching_store():
             self._store.delete_key(f"{topic}/{self._rank}")
 
+    def read_post(self, topic: str, rank: int) -> dict[str, Any] | None:
+        """What a rank has posted last; None: nothing so far. It is not waited for.
+
+        Raises:
+            MeetingFailed: the c10d store does not answer.
+        """
+        return next((post for _, post in self._present(topic, [rank], one_by_one=True)), None)
+
     def posts(self, topic: str, deadline_s: float, stale: Sequence[str | None] = ()) -> list[dict[str, Any]]:
         """Every rank's post, in rank order; `stale` as for `collect`.
 

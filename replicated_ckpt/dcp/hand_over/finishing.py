@@ -23,7 +23,10 @@ LOG_HINT = "Look at ROOT/.agent/log for what became of the agent; then save agai
 class AgentSilent(StoreUnavailable):
     """This node's agent was asked to end the save and answers no more: the save may be committed by it, or not."""
 
-    default_hint = "The next save or load settles it; look at ROOT/.agent/log for what became of the agent."
+    default_hint = (
+        "The next save or load settles it. On rank 0's node `replicated-ckpt status --root ROOT` says whether the agent is "
+        "stopped, and ROOT/.agent/log what became of it."
+    )
 
 
 @dataclass(frozen=True)

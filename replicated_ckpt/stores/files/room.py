@@ -1,25 +1,51 @@
-"""How much room a file system has left for this user."""
+"""How much room a file system has left for this user, and whether it takes files at all."""
 
+import errno
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from operator import index
+from pathlib import Path
 from typing import Any
+
+from replicated_ckpt.core.one_line import one_line
+from replicated_ckpt.stores.files.plain import closing_fd
+
+_TRIED_BYTES = 4096
+_CANNOT_TELL = (errno.EOPNOTSUPP, errno.EISDIR)
+"""What a file system says that has no files without a name."""
+_WORDS_MAX = 200
 
 
 @dataclass(frozen=True)
 class Room:
-    """Of the file system that a root lies on. `free_bytes` is what a user without privileges may still write."""
+    """Of the file system that a root lies on. `free_bytes` is what a user without privileges may still write.
+
+    `write_error`: why no file can be written there now; "": one can, or this was not tried.
+    """
 
     free_bytes: int
     size_bytes: int
+    write_error: str = ""
 
-    def to_json(self) -> dict[str, int]:
-        return asdict(self)
+    def to_json(self) -> dict[str, int | str | bool]:
+        return {**asdict(self), "is_writable": not self.write_error}
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "Room":
         """Raises KeyError, TypeError, ValueError: these fields say no room; the caller names the node that sent them."""
-        room = cls(index(fields["free_bytes"]), index(fields["size_bytes"]))
+        why = one_line(str(fields.get("write_error", "")), _WORDS_MAX)
+        room = cls(index(fields["free_bytes"]), index(fields["size_bytes"]), why)
         if not 0 <= room.free_bytes <= room.size_bytes:
             raise ValueError(f"no room of a file system: {room!r}"[:200])
         return room
+
+
+def find_write_error(directory: Path) -> OSError | None:
+    """What keeps a file from being written in a directory now; None: nothing, as far as can be told. It leaves nothing."""
+    try:
+        with closing_fd(os.open(directory, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o600)) as fd:
+            os.write(fd, bytes(_TRIED_BYTES))
+    except OSError as exc:
+        return None if exc.errno in _CANNOT_TELL else exc
+    return None

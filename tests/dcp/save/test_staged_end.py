@@ -13,14 +13,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from replicated_ckpt import CheckpointManager, ReplicatedWriter
 from replicated_ckpt.agent.saves.shard_copies import WrittenCopies
+from replicated_ckpt.dcp.c10d.blackboard import Blackboard
 from replicated_ckpt.dcp.c10d.world import World
 from replicated_ckpt.dcp.hand_over import ending, patience
 from replicated_ckpt.dcp.hand_over.ending import Ending, await_last, keep_last
 from replicated_ckpt.dcp.hand_over.finishing import AgentSilent
+from replicated_ckpt.dcp.hand_over.outcome import telling_failure
 from replicated_ckpt.dcp.save.attempt import SaveAttempt
 from replicated_ckpt.errors import ReplicatedCkptError, SaveAborted, StoreUnavailable
 from replicated_ckpt.stores.local.directories.intent import Intent
@@ -47,10 +50,10 @@ def held_back(gate: threading.Event) -> Callable[[Ending], object]:
     return work
 
 
-def acknowledged(root: Path, reports: list[Any]) -> SaveAttempt:
+def acknowledged(root: Path, reports: list[Any], board: Blackboard | None = None) -> SaveAttempt:
     """A save of a rank that is not the coordinator's, at the moment in which it learns of the acknowledgement."""
     parts = ReplicatedWriter(root, ack="staged")._parts
-    made = SaveAttempt(parts, World(1, 2, None), "step-1", {}, reports.append)
+    made = SaveAttempt(parts, World(1, 2, board), "step-1", {}, reports.append)
     made._decision = SimpleNamespace(save_id=SAVE, checkpoint_id="step-1")  # type: ignore[assignment]
     return made
 
@@ -90,6 +93,34 @@ def test_a_rank_whose_agent_hangs_is_told_soon(tmp_path: Path, monkeypatch: pyte
     end.set_exception(StoreUnavailable("this node's agent", "hand over", "the shard", "it hangs"))
     with pytest.raises(StoreUnavailable, match="it hangs"):
         made.ending.end.result(TIMEOUT_S)
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (AgentSilent("this node's agent", "finish", SAVE, "timed out"), "at the agent of rank 0's node: timed out"),
+        (OSError("on purpose"), "Rank 0 failed to complete save 5+: OSError: on purpose"),
+    ],
+)
+def test_what_the_coordinator_fails_with_reaches_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, told: str
+) -> None:
+    """Its agent hangs with the decision, and the save stays staged on other nodes: their ranks raise the same, soon."""
+    monkeypatch.setattr(patience, "TOLD_EVERY_S", 0.1)
+    store = dist.HashStore()
+    made = acknowledged(tmp_path, [], Blackboard(store, 1, 2))
+    made._store.begin(Intent(SAVE, "step-1", "session", overwrite=True))
+    made._held.hold(made._store, SAVE)
+    made._learn_committed()
+    assert made.ending is not None
+    for save_id in ("6" * 32, SAVE):
+        assert not wait([made.ending.end], 0.5).done, "what is told is of another save, or nothing"
+        with pytest.raises(type(error)), telling_failure(Blackboard(store, 0, 2), save_id):
+            raise error
+    with pytest.raises(ReplicatedCkptError, match=told):
+        made.ending.end.result(TIMEOUT_S)
+    assert made._store.is_staged(SAVE), "the agent that rank 0 could not reach may have decided"
+    assert not made._store.is_held(SAVE), "agents settle it"
 
 
 def test_saves_are_reported_in_their_order(tmp_path: Path, gate: threading.Event) -> None:

@@ -9,6 +9,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from stat import S_ISREG
 
@@ -23,7 +24,7 @@ from replicated_ckpt.stores.files.durable import (
 )
 from replicated_ckpt.stores.files.locks import exclusive
 from replicated_ckpt.stores.files.openers import is_open_elsewhere, is_sole_name
-from replicated_ckpt.stores.files.room import Room
+from replicated_ckpt.stores.files.room import Room, find_write_error
 
 log = logging.getLogger(__name__)
 _SUFFIX = ".recycled"
@@ -145,6 +146,18 @@ def measure_room(root: Path) -> Room:
         found, recycled = os.statvfs(root), RecycledFiles(root).size_bytes()
     size = found.f_blocks * found.f_frsize
     return Room(min(found.f_bavail * found.f_frsize + recycled, size), size)
+
+
+def try_room(root: Path) -> Room:
+    """As `measure_room`, and whether a file can be written there now. For the store's own user.
+
+    Raises:
+        StoreError
+    """
+    room, error = measure_room(root), find_write_error(root)
+    if error is None or (is_full(error) and RecycledFiles(root).size_bytes()):
+        return room
+    return replace(room, write_error=error.strerror or str(error))
 
 
 def _is_usable(entry: "os.DirEntry[str]") -> bool:
