@@ -308,6 +308,16 @@ def test_a_store_is_private(reachable: Path, umask: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:torch")
+def test_the_first_save_into_an_empty_root_that_others_can_write_makes_it_private(reachable: Path) -> None:
+    """A fresh mount, such as an emptyDir of Kubernetes, is open to all: the first save closes it, and is not refused."""
+    root = reachable / "mounted"
+    root.mkdir()
+    root.chmod(0o777)
+    saved(root)
+    assert stat.S_IMODE(root.stat().st_mode) == 0o700
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:torch")
 @pytest.mark.parametrize("umask", [0o000, 0o002])
 def test_a_root_is_believed_below_directories_that_the_save_has_made(reachable: Path, umask: int) -> None:
     """A save makes what is missing above its root so that other users cannot write it, whatever the umask is."""
