@@ -114,14 +114,23 @@ def make_directories(path: Path, above: Path) -> None:
 def make_root(path: Path) -> None:
     """Creates a directory, private to this user, and what is missing above it, durably: names are fsynced up to the mount.
 
+    Other users cannot write what it makes above it, whatever the umask is: the root would not be believed.
     A directory above that may not be read cannot be fsynced; it was there before, as no process makes names in it.
     """
-    path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    _make_directories(path, mode=0o700)
     for inner, outer in zip((path, *path.parents), path.parents, strict=False):
         if inner.is_mount():
             return
         with contextlib.suppress(PermissionError):
             fsync_directory(outer)
+
+
+def _make_directories(path: Path, mode: int) -> None:
+    try:
+        path.mkdir(mode=mode, exist_ok=True)
+    except FileNotFoundError:
+        _make_directories(path.parent, mode=0o755)
+        path.mkdir(mode=mode, exist_ok=True)
 
 
 def write_file(path: Path, data: bytes, mode: int = 0o644, *, is_flushed: bool = True) -> None:

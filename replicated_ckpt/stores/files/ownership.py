@@ -12,6 +12,7 @@ from replicated_ckpt.environment import TRUST_ROOT_ENV, is_switched_on
 from replicated_ckpt.errors import ConfigInvalid, StoreDenied
 from replicated_ckpt.stores.files.durable import SHARED_MODE, make_root
 from replicated_ckpt.stores.files.existence import is_there
+from replicated_ckpt.stores.files.locks import exclusive
 
 GROUP_ENV = "REPLICATED_CKPT_GROUP"
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
@@ -40,6 +41,19 @@ def check_root(root: Path) -> None:
     _check_mode(root, resolved, status, "; or use a directory in it as the root, which is then made")
 
 
+def claim_root(root: Path) -> None:
+    """As `check_root`. An empty root of this user that others can write, as a mount often is, is made private first.
+
+    Raises:
+        StoreDenied: as that does, or another user was faster and has put something there. StoreUnavailable, OSError
+    """
+    if _is_open_and_empty(root):
+        with exclusive(root):  # another rank of this node may have closed it meanwhile, and have put something there
+            if _is_open_and_empty(root):
+                _close(root)
+    check_root(root)
+
+
 def find_other_owner(root: Path) -> str | None:
     """The user whose store it is, where that is not this process's; None where it is, or all users are believed."""
     uid = root.stat().st_uid
@@ -59,8 +73,7 @@ def make_private(root: Path, directory: Path, checked: os.stat_result | None = N
         return checked
     if not is_there(root):
         make_root(root)
-    _close_empty(root)
-    check_root(root)
+    claim_root(root)
     _share(root)
     directory.mkdir(exist_ok=True, mode=0o700)
     status = found = directory.lstat()
@@ -93,15 +106,14 @@ def is_of_another(directory: Path) -> bool:
     return (status.st_uid != os.geteuid() and not _is_trusted()) or not os.access(directory, os.R_OK | os.X_OK)
 
 
-def _close_empty(root: Path) -> None:
-    """An empty root of this user that others can write, as a mount often is, is made private like one that we make.
-
-    Raises:
-        StoreDenied: another user was faster and has put something there.
-    """
+def _is_open_and_empty(root: Path) -> bool:
     status = root.stat()
-    if status.st_uid != os.geteuid() or not status.st_mode & _OTHERS_WRITE or _is_trusted() or _has_content(root):
-        return
+    is_open = status.st_uid == os.geteuid() and bool(status.st_mode & _OTHERS_WRITE) and not _is_trusted()
+    return is_open and not _has_content(root)
+
+
+def _close(root: Path) -> None:
+    status = root.stat()
     root.chmod(0o700)
     if _has_content(root):
         raise _denial(

@@ -9,7 +9,7 @@ from replicated_ckpt.core.layout import MANIFEST_NAME, NODE_NAME
 from replicated_ckpt.errors import ConfigInvalid
 from replicated_ckpt.stores.files.durable import fsync_directory, make_root, translate_errors, write_file
 from replicated_ckpt.stores.files.existence import is_there, list_prefixed
-from replicated_ckpt.stores.files.ownership import check_root, make_private
+from replicated_ckpt.stores.files.ownership import claim_root, make_private
 from replicated_ckpt.stores.local.room_to_start import keep_room_to_start
 from replicated_ckpt.wording import plural
 
@@ -27,7 +27,7 @@ def ensure_identity(root: Path) -> str:
         if not is_there(path):
             _check_place(root)
             _make_directory(root)
-            check_root(root)
+            claim_root(root)
             fresh = path.with_name(f".{NODE_NAME}.{uuid.uuid4().hex}")
             write_file(fresh, json.dumps({"node_id": uuid.uuid4().hex[:12]}).encode())
             try:

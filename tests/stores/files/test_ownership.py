@@ -308,6 +308,29 @@ def test_a_store_is_private(reachable: Path, umask: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:torch")
+def test_the_first_save_into_an_empty_root_that_others_can_write_makes_it_private(reachable: Path) -> None:
+    """A fresh mount, such as an emptyDir of Kubernetes, is open to all: the first save closes it, and is not refused."""
+    root = reachable / "mounted"
+    root.mkdir()
+    root.chmod(0o777)
+    saved(root)
+    assert stat.S_IMODE(root.stat().st_mode) == 0o700
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:torch")
+@pytest.mark.parametrize("umask", [0o000, 0o002])
+def test_a_root_is_believed_below_directories_that_the_save_has_made(reachable: Path, umask: int) -> None:
+    """A save makes what is missing above its root so that other users cannot write it, whatever the umask is."""
+    root = reachable / "project/run/node"
+    before = os.umask(umask)
+    try:
+        saved(root)
+    finally:
+        os.umask(before)
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (root, *root.parents[:2])] == [0o700, 0o755, 0o755]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:torch")
 @pytest.mark.parametrize("umask", [0o022, 0o077])
 def test_a_group_may_read_what_is_saved(reachable: Path, umask: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With REPLICATED_CKPT_GROUP its members read checkpoints, and nothing of the agent's; others read nothing."""
