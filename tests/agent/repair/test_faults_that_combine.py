@@ -22,6 +22,7 @@ from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, REPLACED_DIR
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
+from replicated_ckpt.core.protocol.settlement import Answer
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
 from replicated_ckpt.errors import PeerProtocolError
 from replicated_ckpt.stores.local.directories.intent import Intent
@@ -149,6 +150,15 @@ def test_a_decided_save_whose_name_another_run_has_taken_goes(
             stack.callback(service.store.lock_save(NEW).release)
         drop_outlived(service, {OLD: theirs}, views[:1] if kept_by == "a node is silent" else views)
     assert is_staged(service, NEW) is bool(kept_by)
+
+
+def test_what_a_crash_left_of_a_save_that_was_published_and_retired_goes(service: NodeService) -> None:
+    """Its description alone lies here, and another node has the save: there is nothing that could be completed."""
+    service.store.begin(Intent(NEW, "step-10", "repair", overwrite=True))
+    service.store.staging(NEW).rmdir()
+    with mock.patch.object(settling, "_ask", return_value=Answer.PUBLISHED):
+        settle(service, service.find_abandoned(0.0), [AgentAddress(OTHER, "127.0.0.1", 1, "token")])
+    assert service.store.list_staged() == ()
 
 
 @pytest.mark.parametrize("name", [MANIFEST_NAME, METADATA_NAME])

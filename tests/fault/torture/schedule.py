@@ -14,7 +14,7 @@ from tests.fault.torture.attempt import Attempt
 from tests.fault.torture.course import SIMULATION, Backend, Course
 from tests.fault.torture.disks import STAGING
 from tests.fault.torture.oracle import FOREIGN, Violation, is_before
-from tests.fault.torture.simulated.cluster import AWAY_AFTER_S
+from tests.fault.torture.simulated.cluster import AWAY_AFTER_S, LOST_AFTER_S
 from tests.fault.torture.simulated.jobs import Policy
 from tests.fault.torture.steps import HANDING, NEED_A_PAUSE, STEPS, THEMES
 
@@ -103,8 +103,10 @@ class Schedule:
         newest = oracle.newest(nodes, with_bucket=with_bucket)
         readers = self.course.random.choice([1, 1, 2])
         found = self.course.load(group, "latest", readers, with_bucket=with_bucket)
-        for _ in range(TRIES if newest is not None and oracle.has_newer(newest) else 0):
+        for number in range(TRIES if newest is not None and oracle.has_newer(newest) else 0):
             if found is None:  # the newer one is damaged, which this load was the first to see
+                if number:  # where its manifest is lost as well, that first looks as if a user removed it
+                    self.course.cluster.wait(LOST_AFTER_S + 5)
                 self.course.cluster.background()
                 found = self.course.load(group, "latest", readers=1, with_bucket=with_bucket)
         if newest is not None and (found is None or is_before(oracle.attempts[found - 1], newest)):
