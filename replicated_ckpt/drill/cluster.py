@@ -152,6 +152,8 @@ class Cluster:
 
     def end(self) -> None:
         """Kill every process that was ever started here and is still alive. Idempotent."""
+        for node in self._started:
+            node.process.kill()  # one that begins its command at this moment shows no mark yet
         processes.kill(f"{self._mark}:", KILL_LIMIT_S)
         for node in self._started:
             node.process.wait(KILL_LIMIT_S)

@@ -59,6 +59,15 @@ def test_what_is_being_started_at_an_interrupt_is_ended_too(tmp_path: Path, monk
     assert started[0].returncode is not None, "it was noted, so its end was awaited"
 
 
+def test_a_process_that_does_not_show_its_mark_yet_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel has its environment a moment after the call that has started it returns."""
+    cluster = Cluster(tmp_path)
+    node = cluster._start_node("long", tmp_path / "long", (sys.executable, "-c", "import time; time.sleep(60)"))
+    monkeypatch.setattr(processes, "find_processes", lambda _: ())
+    cluster.end()
+    assert node.process.returncode == -signal.SIGKILL
+
+
 def test_a_command_that_fails_says_why(tmp_path: Path) -> None:
     """The error carries what the command printed."""
     with pytest.raises(JobFailed, match="no luck"):
