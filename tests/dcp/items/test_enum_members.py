@@ -14,7 +14,6 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 
 from replicated_ckpt import ReplicatedReader, ReplicatedWriter
-from replicated_ckpt.dcp.metadata import metadata as metadata_module
 from replicated_ckpt.dcp.metadata.metadata import decode_metadata
 from replicated_ckpt.dcp.objects.unloadable import warn_if_unloadable
 from replicated_ckpt.dcp.objects.weights_only import load_object
@@ -71,7 +70,7 @@ def test_metadata_of_such_a_python_is_read(tmp_path: Path) -> None:
 
 def test_a_checkpoint_of_such_a_python_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as elsewhere:
-        elsewhere.setattr(metadata_module.copyreg, "dispatch_table", copyreg.dispatch_table | {MemoryFormat: by_name})
+        elsewhere.setattr(copyreg, "dispatch_table", copyreg.dispatch_table | {MemoryFormat: by_name})
         dcp.save({"a": torch.arange(4.0)}, checkpoint_id="step-1", storage_writer=ReplicatedWriter(tmp_path, copies=1))
     (written,) = tmp_path.rglob(".metadata")
     assert b"getattr" in written.read_bytes()
