@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+import uuid
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
@@ -70,7 +71,7 @@ class Agent:
         self.config = config
         self._stopping, self._hurry = threading.Event(), threading.Event()
         self._activity = Activity()
-        self._started_at = time.monotonic()
+        self._started_at, self._start_id = time.monotonic(), uuid.uuid4().hex
         self._hello: threading.Thread | None = None
         self._staying: FileLock | None = None
 
@@ -294,6 +295,7 @@ class Agent:
 
     def _on_seen(self, nodes: Collection[str]) -> None:
         self._greeter.greet(nodes)
+        self._service.peers.twins.look_again()
 
     def _standing(self) -> Standing:
         return self._uploader.standing()
@@ -311,6 +313,7 @@ class Agent:
             "incarnation": self._endpoint.incarnation,
             "is_leaving": self._stopping.is_set(),
             "tls_sha256": self._endpoint.tls_sha256,
+            "start_id": self._start_id,
         }
         if is_brief:
             return brief
@@ -320,6 +323,7 @@ class Agent:
             "checkpoints": [holding.checkpoint_id for holding in self._service.holdings()],
             "in_doubt": [doubt.to_json() for doubt in self._service.doubts.read_all()],
             "greeted": self._hello is not None and not self._hello.is_alive(),
+            "twins": [*self._service.peers.twins.describe(), *self._greeter.describe_refusals()],
             "restoring": self._reprotector.is_busy,
             "protection": self._reprotector.status(),
             "scrub": self._scrubber.status(),

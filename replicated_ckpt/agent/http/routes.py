@@ -34,7 +34,7 @@ from replicated_ckpt.stores.peer.copy import BEHIND_HEADER
 from replicated_ckpt.stores.unmanaged.adoption import check_announced
 
 _QUERY_FIELDS_MAX = 8
-_WHO = ("node_id", "incarnation", "is_leaving", "tls_sha256")
+_WHO = ("node_id", "incarnation", "is_leaving", "tls_sha256", "start_id")
 
 
 class StatusOf(Protocol):

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from replicated_ckpt.agent.peers.twins import Twins
 from replicated_ckpt.errors import ObjectMissing, StoreDenied
 from replicated_ckpt.stores.files.durable import fsync_directory, translate_errors, write_file
 from replicated_ckpt.stores.files.ownership import read_private
@@ -41,6 +42,7 @@ class PeerBook:
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / _PEERS_NAME
+        self.twins = Twins()
         self._lock = threading.Lock()
 
     def learn(self, peers: Sequence[AgentAddress]) -> None:

@@ -7,16 +7,14 @@ one that is greeted calls the node back, and believes what the agent with that n
 import hmac
 import logging
 import threading
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
-from operator import index
-from typing import Any
+from collections.abc import Collection
+from dataclasses import replace
 
 from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.agent.peers.call_backs import CallBacks
+from replicated_ckpt.agent.peers.who import Who, ask_who
 from replicated_ckpt.agent.state.endpoint import Endpoint
-from replicated_ckpt.errors import ReplicatedCkptError, StoreDenied
-from replicated_ckpt.stores.peer.answer import parsing
+from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptError, StoreDenied
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.fan_out import FanOut
 
@@ -25,39 +23,6 @@ log = logging.getLogger(__name__)
 GREETING_TIMEOUT_S = 2.0
 GREETING_DEADLINE_S = 5.0
 """Signs of life do not prolong a greeting: no peer keeps an agent from leaving, or re-protection from its next round."""
-CALL_BACK_STEP_S = 0.6
-"""Each of three steps: connecting, the handshake, the answer. The sender of the greeting waits meanwhile."""
-
-
-@dataclass(frozen=True)
-class Who:
-    """Which agent answers, as it says itself: its node, which start of it this is, whether it is about to leave.
-
-    `tls_sha256`: the certificate that it shows now, which may not be the one that it is asked under.
-    """
-
-    node_id: str
-    incarnation: int
-    is_leaving: bool
-    tls_sha256: str
-
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> "Who":
-        """Raises KeyError, TypeError: it says something else."""
-        is_leaving, tls_sha256 = fields["is_leaving"] is True, str(fields["tls_sha256"])
-        return cls(str(fields["node_id"]), index(fields["incarnation"]), is_leaving, tls_sha256)
-
-
-def ask_who(address: AgentAddress) -> Who:
-    """Which agent answers at an address. Over TLS it has the key of the certificate that the address names.
-
-    Raises:
-        StoreUnavailable, StoreDenied, PeerProtocolError: none, another one, or no sensible answer.
-    """
-    with AgentClient(address, CALL_BACK_STEP_S) as client, client.within(CALL_BACK_STEP_S):
-        answer = client.call("GET", "/v1/hello")
-    with parsing(f"{address.label} does not say who it is"):
-        return Who.from_json(answer)
 
 
 class Greeter:
@@ -69,6 +34,7 @@ class Greeter:
     def __init__(self, peers: PeerBook, endpoint: Endpoint) -> None:
         self._peers = peers
         self._lock = threading.Lock()
+        self._refusals: dict[str, str] = {}
         self._present(endpoint)
 
     def _present(self, endpoint: Endpoint) -> None:
@@ -104,8 +70,26 @@ class Greeter:
         outcome = FanOut[AgentAddress, None]().run(peers, lambda address: self._tell(address, "hello"))
         with self._lock:
             self._missing -= {address.node_id for address in outcome.results}
+        for address in outcome.results:
+            self._note(address, None)
         for address, error in outcome.errors.items():
-            log.info("could not greet %s: %s", address.label, error.message)
+            self._note(address, error)
+
+    def _note(self, address: AgentAddress, error: ReplicatedCkptError | None) -> None:
+        """What became of a greeting. That this is a second agent of its node is a warning, once."""
+        is_twin, node_id = isinstance(error, ConfigInvalid), address.node_id
+        with self._lock:
+            was_twin = self._refusals.pop(node_id, None) is not None
+            if is_twin:
+                self._refusals[node_id] = str(error)
+        if error is not None:
+            level = logging.WARNING if is_twin and not was_twin else logging.INFO
+            log.log(level, "could not greet %s: %s", address.label, error.message)
+
+    def describe_refusals(self) -> list[str]:
+        """What peers say that take this agent for a second one of its node."""
+        with self._lock:
+            return sorted(self._refusals.values())
 
     def say_goodbye(self) -> None:
         """Tells every known peer that this agent leaves in good order; one that cannot be told finds out by itself.
@@ -126,13 +110,12 @@ def heed_hello(book: PeerBook, said: AgentAddress, from_host: str, call_backs: C
     certificate is pinned: over plain HTTP the token alone would lead every peer of the node to a thief of it.
 
     Raises:
-        StoreDenied: this is not that node, or an earlier agent of it; nothing has changed. StoreUnavailable: it was not
-        called back, as too many are.
+        StoreDenied: this is not that node, or an earlier agent of it; nothing has changed. ConfigInvalid: so has nothing,
+        as two agents of that node run. StoreUnavailable: it was not called back, as too many are.
     """
     known = _identify_named(book, said)
-    if said.incarnation < known.incarnation:
-        raise _denial(said, "it has been started again since")
     if known.tls_sha256 not in ("", said.tls_sha256):
+        _check_incarnation(said, known)
         with call_backs.take_turn(known.node_id, from_host):
             book.learn([_renew(known, said)])
         return
@@ -142,7 +125,10 @@ def heed_hello(book: PeerBook, said: AgentAddress, from_host: str, call_backs: C
     with call_backs.take_turn(known.node_id, from_host):
         asked = FanOut[AgentAddress, Who]().run({before, announced}, ask_who)
     expected = Who(known.node_id, said.incarnation, is_leaving=False, tls_sha256=said.tls_sha256)
-    there = asked.results.get(before)
+    there, here = asked.results.get(before), asked.results.get(announced)
+    if there is not None and here is not None and known.node_id == here.node_id and there.is_twin_of(here):
+        raise book.twins.note(known, announced)
+    _check_incarnation(said, known)
     if there is not None and there != expected and there.node_id == known.node_id and before != announced:
         raise _denial(said, "it answers at the address that is known, and says otherwise")
     found = [address for address in (before, announced) if asked.results.get(address) == expected]
@@ -150,6 +136,12 @@ def heed_hello(book: PeerBook, said: AgentAddress, from_host: str, call_backs: C
         log.info("called back at %s:%d: %s", announced.host, announced.port, asked.errors.get(announced) or there)
         raise _denial(said, f"called back at {announced.host}:{announced.port}, it does not say so itself")
     book.learn(found[:1])
+
+
+def _check_incarnation(said: AgentAddress, known: AgentAddress) -> None:
+    """Raises StoreDenied: an earlier agent of the node has said this."""
+    if said.incarnation < known.incarnation:
+        raise _denial(said, "it has been started again since")
 
 
 def _renew(known: AgentAddress, said: AgentAddress) -> AgentAddress:

@@ -106,6 +106,7 @@ def describe_room(room: Room | None) -> str:
 
 def _failing(agent: Mapping[str, Any]) -> Iterator[str]:
     """What this node's agent says that it cannot do."""
+    yield from agent.get("twins", ())
     protection = agent["protection"]
     for problem in protection["failed"]:
         yield f"re-protection: {problem}"

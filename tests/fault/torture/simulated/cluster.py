@@ -133,7 +133,11 @@ class Node:
 
     def _status(self, *, is_brief: bool, is_opening: bool = False) -> dict[str, Any]:
         del is_brief, is_opening
-        who = {"node_id": self.endpoint.node_id, "incarnation": self.endpoint.incarnation}
+        who = {
+            "node_id": self.endpoint.node_id,
+            "incarnation": self.endpoint.incarnation,
+            "start_id": str(id(self.agent)),
+        }
         return {**who, "is_leaving": self.is_leaving, "tls_sha256": self.endpoint.tls_sha256, "greeted": True}
 
     def _carry_out(self, part: RepairPlan, *, may_replace: bool) -> list[Outcome]:
