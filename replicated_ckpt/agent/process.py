@@ -247,23 +247,48 @@ class Agent:
         )
 
     def _wait(self, directory: Path, lock: FileLock) -> None:
+        """Until it is told to stop, or has no reason to stay. That it cannot look at its root now is none to leave.
+
+        As where it has too many files open for a moment. On a disk that has failed it says so to its peers, which would
+        wait for a shard if it were gone.
+        """
+        said = ""
         while not self._stopping.wait(_LOOK_INTERVAL_S):
-            if not lock.is_in_place():
-                log.warning("the root %s was removed", self.config.root)
-                return
-            self._keep_endpoint_shown(directory)
-            if self.config.idle_exit_s is None:
-                continue
-            if has_one_to_stay(directory):
-                log.info("another agent, which is to stay, serves %s from now on", self.config.root)
-                self._stopping.set()
-                return
-            is_working = self._reprotector.is_busy or self._uploader.is_busy or self._service.is_saving
-            if is_working or has_clients(directory):
-                self._activity.touch()
-            elif self._activity.idle_s() > self.config.idle_exit_s and shut_out_clients(directory):
-                log.info("no client and no work for %.0f s", self.config.idle_exit_s)
-                return
+            try:
+                if self._is_over(directory, lock):
+                    return
+                said = ""
+            except (ReplicatedCkptError, OSError) as exc:
+                if str(exc) != said:
+                    log.warning("cannot see whether its root and its clients are there: %s", exc)
+                said = str(exc)
+                if self.config.idle_exit_s is not None and self._activity.idle_s() > self.config.idle_exit_s:
+                    return
+
+    def _is_over(self, directory: Path, lock: FileLock) -> bool:
+        """Whether the root is gone, another agent is to serve it, or nothing has needed this one for so long.
+
+        Raises:
+            ReplicatedCkptError, OSError: it cannot be seen.
+        """
+        if not lock.is_in_place():
+            log.warning("the root %s was removed", self.config.root)
+            return True
+        self._keep_endpoint_shown(directory)
+        if self.config.idle_exit_s is None:
+            return False
+        if has_one_to_stay(directory):
+            log.info("another agent, which is to stay, serves %s from now on", self.config.root)
+            self._stopping.set()
+            return True
+        is_working = self._reprotector.is_busy or self._uploader.is_busy or self._service.is_saving
+        if is_working or has_clients(directory):
+            self._activity.touch()
+            return False
+        is_idle = self._activity.idle_s() > self.config.idle_exit_s and shut_out_clients(directory)
+        if is_idle:
+            log.info("no client and no work for %.0f s", self.config.idle_exit_s)
+        return is_idle
 
     def _keep_endpoint_shown(self, directory: Path) -> None:
         """Writes again where this agent listens: the certificate's files hold another one, or the note was removed.

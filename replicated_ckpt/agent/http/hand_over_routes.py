@@ -10,6 +10,7 @@ from replicated_ckpt.agent.state.rights import Right
 from replicated_ckpt.core.layout import ShardName
 from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX
 from replicated_ckpt.errors import PeerProtocolError
+from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.peer.answer import parsing
 
 
@@ -32,7 +33,8 @@ class HandOverRoutes:
 
     def _wait_for_written(self, request: Request, save_id: str) -> Answer:
         fields = request.document()
-        if not self._service.store.intent_of(save_id).admits(str(fields.get("ticket", ""))):
+        path = self._service.store.intent_path(save_id)
+        if not Intent.admits_at(save_id, path, str(fields.get("ticket", ""))):
             request.require(Right.JOB)
         names: Any = fields.get("shards")
         if not isinstance(names, list) or any(ShardName.parse(str(name)) is None for name in names):

@@ -226,7 +226,7 @@ class Routes:
         return json_answer()
 
     def _admits(self, save_id: str, ticket: str) -> bool:
-        return self._service.store.intent_of(save_id).admits(ticket)
+        return Intent.admits_at(save_id, self._service.store.intent_path(save_id), ticket)
 
     def _require_part(self, request: Request, save_id: str, ticket: str) -> None:
         """What is settled may be given up: that is for nodes of the save, if it is staged here and has a ticket."""

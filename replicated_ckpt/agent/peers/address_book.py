@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from replicated_ckpt.agent.peers.twins import Twins
-from replicated_ckpt.errors import ObjectMissing, StoreDenied
+from replicated_ckpt.errors import ObjectMissing, StoreDenied, StoreError
 from replicated_ckpt.stores.files.durable import fsync_directory, translate_errors, write_file
 from replicated_ckpt.stores.files.ownership import read_private
+from replicated_ckpt.stores.files.shortage import raise_shortage
 from replicated_ckpt.stores.peer.client import AgentAddress
 from replicated_ckpt.stores.peer.tls import PLAIN_HINT, is_loopback, is_network_trusted, is_plain_allowed
 
@@ -37,7 +38,8 @@ def _as_given(peer: AgentAddress) -> AgentAddress:
 class PeerBook:
     """Addresses by node, the latest one known, and who said goodbye.
 
-    The file is readable by this user only, as it holds tokens. Safe to use concurrently.
+    The file is readable by this user only, as it holds tokens. Safe to use concurrently. One that is damaged counts as
+    empty. Where the system reads no file now, for want of descriptors or memory, all but `count` raise StoreError.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -70,6 +72,12 @@ class PeerBook:
                 return False
             self._write(known, away - {node_id})
         return True
+
+    def count(self) -> int:
+        """How many nodes are known; 0 where the book cannot be read now."""
+        with contextlib.suppress(StoreError):
+            return len(self._read()[0])
+        return 0
 
     def is_away(self, node_id: str) -> bool:
         return node_id in self._read()[1]
@@ -117,7 +125,10 @@ class PeerBook:
     def _read(self) -> tuple[dict[str, AgentAddress], set[str]]:
         try:
             entries: list[Mapping[str, Any]] = json.loads(read_private(self._path))
-        except (OSError, ValueError, RecursionError):
+        except (ValueError, RecursionError):
+            return {}, set()
+        except OSError as exc:
+            raise_shortage(exc, self._path)  # else a book with all nodes would be written anew with one
             return {}, set()
         peers: dict[str, AgentAddress] = {}
         away = set()

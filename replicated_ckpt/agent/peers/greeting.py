@@ -14,7 +14,7 @@ from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.agent.peers.call_backs import CallBacks
 from replicated_ckpt.agent.peers.who import Who, ask_who
 from replicated_ckpt.agent.state.endpoint import Endpoint
-from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptError, StoreDenied
+from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptError, StoreDenied, StoreError
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.fan_out import FanOut
 
@@ -58,7 +58,10 @@ class Greeter:
         return thread
 
     def greet_all(self) -> None:
-        self.greet(tuple(self._missing))
+        try:
+            self.greet(tuple(self._missing))
+        except StoreError as exc:  # of the address book; each peer is greeted once it answers
+            log.warning("greets its peers later: %s", exc)
 
     def greet(self, nodes: Collection[str]) -> None:
         """Greets those of these nodes that have not heard this agent since it started."""
@@ -96,7 +99,10 @@ class Greeter:
 
         The agent must answer meanwhile that it is about to leave: each peer asks it.
         """
-        FanOut[AgentAddress, None]().run(self._peers.read_all(), lambda address: self._tell(address, "bye"))
+        try:
+            FanOut[AgentAddress, None]().run(self._peers.read_all(), lambda address: self._tell(address, "bye"))
+        except StoreError as exc:  # of the address book
+            log.warning("leaves without saying goodbye: %s", exc)
 
     def _tell(self, address: AgentAddress, verb: str) -> None:
         with AgentClient(address, GREETING_TIMEOUT_S) as client, client.within(GREETING_DEADLINE_S):

@@ -161,7 +161,7 @@ class Reprotector:
     def _run(self) -> None:
         while not self._stopping.is_set():
             if self._woken.is_set():
-                self._pauses.begin(len(self._service.peers.read_all()))
+                self._pauses.begin(self._service.peers.count())
             self._woken.clear()
             try:
                 self._do_orders()
@@ -178,7 +178,7 @@ class Reprotector:
             is_active = self._is_active(self.last)
             if not is_active and not self._woken.is_set():
                 self._busy.clear()
-            self._woken.wait(self._pauses.after(len(self._service.peers.read_all()), is_active=is_active))
+            self._woken.wait(self._pauses.after(self._service.peers.count(), is_active=is_active))
 
     def _is_active(self, found: Protection) -> bool:
         return found.in_doubt or (found.planned > 0 and self._stale[1] < STALE_ROUNDS_MAX)

@@ -21,14 +21,19 @@ _IS_SHARED = stat.S_ISGID | stat.S_IRGRP | stat.S_IXGRP
 SHARED_MODE = 0o2750
 """Of a directory that a group may read; what is made in it is of that group, too."""
 _HINT_BY_ERRNO = {
-    errno.EIO: "The disk has failed there: see `dmesg`. Loads use other copies; to save, pass a root on another disk.",
+    errno.EIO: (
+        "The disk has failed there: see `dmesg`. What it cannot read is loaded from other nodes; to save, or if it reads "
+        "nothing at all, pass a root on another disk."
+    ),
     errno.ESTALE: "The shared file system has lost it: mount it again. A root belongs on the node's own disk.",
     errno.EMFILE: "This process has too many open files: raise `ulimit -n`.",
     errno.ENFILE: "This host has too many open files: see `sysctl fs.file-max`.",
     errno.ENAMETOOLONG: "Use a shorter checkpoint id.",
     errno.ENOTDIR: "A file lies where a directory must be: pass another root, or move the file away.",
 }
-_REFUSALS = (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE)
+SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+"""What the system says that opens no file at all now, for want of descriptors or memory."""
+_REFUSALS = (errno.EACCES, errno.EPERM, errno.ESTALE, *SHORTAGES)
 _libc = ctypes.CDLL(None, use_errno=True)
 
 

@@ -7,7 +7,9 @@ from pathlib import Path
 
 from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.core.protocol.announced import NOTHING_ANNOUNCED, Announced
+from replicated_ckpt.stores.files.durable import translate_errors
 from replicated_ckpt.stores.files.plain import read_plain
+from replicated_ckpt.stores.files.shortage import raise_shortage
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,20 @@ class Intent:
 
     @classmethod
     def read(cls, save_id: str, path: Path) -> "Intent":
-        """The intent at `path`; one that names no checkpoint if it cannot be believed."""
+        """The intent at `path`; one that names no checkpoint if it cannot be believed.
+
+        Raises:
+            StoreError: the system reads no file now, for want of descriptors or memory. That says nothing of this one.
+        """
+        try:
+            return cls._read(save_id, path)
+        except OSError as exc:
+            raise_shortage(exc, path)
+            return cls(save_id, "", "", overwrite=False)
+
+    @classmethod
+    def _read(cls, save_id: str, path: Path) -> "Intent":
+        """Raises OSError: it is there, and cannot be read."""
         try:
             fields = json.loads(read_plain(path))
             return cls(
@@ -56,5 +71,15 @@ class Intent:
                 announced=Announced.from_json(fields.get("announced", {})),
                 ticket=str(fields.get("ticket", "")),
             )
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
             return cls(save_id, "", "", overwrite=False)
+
+    @classmethod
+    def admits_at(cls, save_id: str, path: Path, ticket: str) -> bool:
+        """As `admits`, of the intent at `path`.
+
+        Raises:
+            StoreError: it cannot be read, which is no reason to take the sender for a stranger.
+        """
+        with translate_errors(str(path.parent), "read", path.name):
+            return cls._read(save_id, path).admits(ticket)

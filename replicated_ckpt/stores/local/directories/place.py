@@ -10,6 +10,7 @@ from replicated_ckpt.core.layout import SEQUENCE_FLOOR_MAX, STAGING_DIR, is_line
 from replicated_ckpt.core.lineage import Version
 from replicated_ckpt.stores.files.durable import translate_errors
 from replicated_ckpt.stores.files.plain import read_plain
+from replicated_ckpt.stores.files.shortage import raise_shortage
 
 _SUFFIX = ".place.json"
 
@@ -33,13 +34,22 @@ class PlaceNotes:
             path.write_text(json.dumps({"lineage": lineage, "sequence": sequence}))
 
     def read_all(self) -> dict[str, Version]:
-        """The places of staged saves, by save id. One that cannot be read is left out."""
+        """The places of staged saves, by save id. One that cannot be read is left out.
+
+        Raises:
+            StoreError: no file can be read now, for want of descriptors or memory.
+        """
         places = {}
         for path in (self._root / STAGING_DIR).glob(f"*{_SUFFIX}"):
             save_id = path.name.removesuffix(_SUFFIX)
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            try:
                 fields = json.loads(read_plain(path))
                 lineage, sequence = str(fields["lineage"]), index(fields["sequence"])
+            except OSError as exc:
+                raise_shortage(exc, path)
+            except (ValueError, KeyError, TypeError):
+                continue
+            else:
                 if is_save_id(save_id) and is_lineage(lineage) and 0 <= sequence <= SEQUENCE_FLOOR_MAX:
                     places[save_id] = Version(lineage, sequence, math.inf, save_id)
         return places

@@ -1,0 +1,90 @@
+"""An agent that gets no more descriptors for a while stays, and a file that it cannot open is not one that is not there."""
+
+import errno
+import resource
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from replicated_ckpt.agent.saves.leftover import Leftover
+from replicated_ckpt.agent.saves.service import NodeService
+from replicated_ckpt.agent.settling.settle import settle
+from replicated_ckpt.errors import StoreError
+from replicated_ckpt.stores.local.directories.intent import Intent
+from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.peer.client import AgentAddress
+from tests.agent.agents import RunningAgent, running_agent, wait_for
+from tests.stores.files.test_existence import refused
+
+pytestmark = [pytest.mark.fault, pytest.mark.timeout(120)]
+SAVE, OTHER = "d" * 32, AgentAddress("b" * 12, "127.0.0.1", 9, "token")
+LOOKS_S = 2.5
+"""An agent looks at its root several times meanwhile."""
+
+
+@contextmanager
+def without_descriptors(agent: RunningAgent) -> Iterator[None]:
+    """It opens no file and takes no connection."""
+    pid, limits = agent.process.pid, resource.prlimit(agent.process.pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, limits[1]))
+    try:
+        yield
+    finally:
+        if agent.process.poll() is None:
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
+
+
+def test_an_agent_stays(tmp_path: Path) -> None:
+    """It would take with it the shards that it was handed. Once it gets some it answers, as the same process."""
+    with running_agent(tmp_path / "root", "--idle-exit-s", "60") as agent:
+        with without_descriptors(agent):
+            time.sleep(LOOKS_S)
+        assert agent.process.poll() is None, (agent.root / "agent.out").read_text()
+        with agent.client() as client:
+            assert client.call("GET", "/v1/status")["pid"] == agent.process.pid
+            wait_for(lambda: client.call("GET", "/v1/status")["protection"]["is_complete"], 30.0, "a round")
+    assert "cannot see whether its root and its clients are there" in (agent.root / "agent.out").read_text()
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> NodeService:
+    """A node with a save that another node coordinates, which does not answer: what is staged here waits for it."""
+    service = NodeService(LocalStore(tmp_path / "root"))
+    nodes = (service.node_id, OTHER.node_id)
+    service.begin(Intent(SAVE, "step-1", "session", overwrite=False, nodes=nodes, coordinator=OTHER.node_id))
+    service.learn_peers([OTHER.to_json()])
+    return service
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE, errno.ENOMEM], ids=errno.errorcode.get)
+def test_a_save_is_not_given_up_for_want_of_them(service: NodeService, code: int) -> None:
+    """Without the names of its nodes it would seem that all of them have said that they did not publish it."""
+    intent, book = service.store.intent_path(SAVE), service.store.agent_directory() / "peers.json"
+    with refused(intent, code):
+        unread = read_or_none(lambda: Intent.read(SAVE, intent))
+    with refused(book, code):
+        settle(service, [Leftover(unread or damaged(), "its processes are gone")], [])
+    assert service.store.is_staged(SAVE)
+    assert unread is None, "an intent that was not read is not taken for one that names no node"
+
+
+def damaged() -> Intent:
+    """As an intent is read that cannot be believed: then each node that is known may be one of the save."""
+    return Intent(SAVE, "", "", overwrite=False)
+
+
+def read_or_none(read: Callable[[], Intent]) -> Intent | None:
+    try:
+        return read()
+    except StoreError:
+        return None
+
+
+def test_the_address_book_is_not_written_anew_for_want_of_them(service: NodeService) -> None:
+    """It would hold the one node that was introduced meanwhile."""
+    with refused(service.store.agent_directory() / "peers.json", errno.EMFILE), pytest.raises(StoreError):
+        service.learn_peers([AgentAddress("c" * 12, "127.0.0.1", 9, "token").to_json()])
+    assert [peer.node_id for peer in service.peers.read_all()] == [OTHER.node_id]
