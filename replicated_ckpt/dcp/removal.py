@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.dcp.c10d.lent_group import agree_on_all, agree_on_first
 from replicated_ckpt.dcp.c10d.world import ALONE, session_of
 from replicated_ckpt.dcp.find.listing import name_saves
@@ -12,6 +13,7 @@ from replicated_ckpt.dcp.load.reader import ReplicatedReader
 from replicated_ckpt.dcp.node.local_agent import ask_agent
 from replicated_ckpt.errors import StoreUnavailable
 from replicated_ckpt.stores.bucket.bucket import Bucket
+from replicated_ckpt.stores.bucket.removal import remove_save
 from replicated_ckpt.stores.local.store import LocalStore
 
 T = TypeVar("T")
@@ -27,14 +29,23 @@ class Named:
     session: str
 
 
-def find_saves(checkpoint_id: str, session: str, store: LocalStore, bucket: Bucket | None, lineage: str) -> Named:
+Manifests = dict[str, Manifest | None]
+"""By save id, as rank 0 found them before they went from the nodes."""
+
+
+def find_saves(
+    checkpoint_id: str, session: str, manifests: Manifests, store: LocalStore, bucket: Bucket | None, lineage: str
+) -> Named:
     """The saves under an id that exists, whole or not, replaced ones too, of the run that a load of it would read.
+
+    Their manifests are added to `manifests`, which stay here.
 
     Raises:
         StoreUnavailable: none was found now. LineagesMet: as for a load.
     """
-    save_ids, chosen = name_saves(checkpoint_id, store, bucket, lineage)
-    if not save_ids:
+    found, chosen = name_saves(checkpoint_id, store, bucket, lineage)
+    manifests.update(found)
+    if not found:
         raise StoreUnavailable(
             str(store.root),
             "delete",
@@ -42,7 +53,7 @@ def find_saves(checkpoint_id: str, session: str, store: LocalStore, bucket: Buck
             "it exists, and no place that answered now has a save of it",
             "Call delete again once all nodes answer; what stock torch wrote there is yours to remove on each node.",
         )
-    return Named(checkpoint_id, save_ids, chosen, session)
+    return Named(checkpoint_id, tuple(found), chosen, session)
 
 
 def remove_here(store: LocalStore, named: Named) -> None:
@@ -61,15 +72,16 @@ def remove_here(store: LocalStore, named: Named) -> None:
         ask_agent(store, "POST", "/v1/remove", asked)
 
 
-def remove_in_bucket(bucket: Bucket | None, named: Named) -> None:
-    """Removes it from the bucket, if it is there.
+def remove_in_bucket(bucket: Bucket | None, named: Named, manifests: Manifests) -> None:
+    """Removes it from the bucket, if it is there; also what an upload has brought that had not come to its end.
 
     Raises:
         StoreError: it is still there.
     """
-    there = None if bucket is None else bucket.save_of(named.checkpoint_id)
-    if bucket is not None and there is not None and there.save_id in named.save_ids:
-        bucket.remove(there)
+    if bucket is None:
+        return
+    for save_id in named.save_ids:
+        remove_save(bucket, named.checkpoint_id, save_id, manifests.get(save_id))
 
 
 def delete_everywhere(reader: ReplicatedReader, store: LocalStore, group: Any, checkpoint_id: str) -> bool:
@@ -81,9 +93,10 @@ def delete_everywhere(reader: ReplicatedReader, store: LocalStore, group: Any, c
     if not reader.exists(checkpoint_id):
         return False
     session = session_of(ALONE if group is None else str(group.group_name))
-    named = agree(group, lambda: reader.look_alone(partial(find_saves, checkpoint_id, session)))
+    manifests: Manifests = {}
+    named = agree(group, lambda: reader.look_alone(partial(find_saves, checkpoint_id, session, manifests)))
     agree_on_all(group, lambda: remove_here(store, named))
-    agree(group, lambda: reader.look_alone(lambda _, bucket, __: remove_in_bucket(bucket, named)))
+    agree(group, lambda: reader.look_alone(lambda _, bucket, __: remove_in_bucket(bucket, named, manifests)))
     return True
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.core.inventory import Holding, saves_found
 from replicated_ckpt.core.layout import LATEST
-from replicated_ckpt.core.manifest import decode_manifest
+from replicated_ckpt.core.manifest import Manifest, decode_manifest
 from replicated_ckpt.core.upkeep.remains import with_remains
 from replicated_ckpt.dcp.find.bucket_look import BucketLook
 from replicated_ckpt.dcp.find.lineage_choice import choose_lineage
@@ -33,11 +33,16 @@ class Listed:
 
 
 class _Lister(Surveyor):
-    def name(self, checkpoint_id: str) -> tuple[tuple[str, ...], str]:
+    def name(self, checkpoint_id: str) -> tuple[Mapping[str, Manifest | None], str]:
         """The saves under one id, readable or not, of the lineage that a load of this id would choose; and that lineage."""
         choice = choose_lineage(checkpoint_id, saves_found(self._look(checkpoint_id)), self._lineage)
         lineage = choice.saves[0].version.lineage if choice.saves else ""
-        return tuple(dict.fromkeys(save.save_id for save in choice.saves)), lineage
+        raw_by_id = {save.save_id: self._manifest_raw(save) for save in choice.saves}
+        manifests = {
+            save_id: None if raw is None else decode_manifest(raw.encode(), "a holder")
+            for save_id, raw in raw_by_id.items()
+        }
+        return manifests, lineage
 
     def _look(self, checkpoint_id: str | None) -> Sequence[Holding]:
         holdings = self._holdings(checkpoint_id)
@@ -73,8 +78,10 @@ def list_checkpoints(store: LocalStore, bucket: Bucket | None, lineage: str) -> 
 
 def name_saves(
     checkpoint_id: str, store: LocalStore, bucket: Bucket | None, lineage: str
-) -> tuple[tuple[str, ...], str]:
+) -> tuple[Mapping[str, Manifest | None], str]:
     """The saves under one id, whole or not, replaced ones too, and the lineage that they are of, whichever is the newest.
+
+    Each with its manifest, None where no place has one that is believed.
 
     Raises:
         LineagesMet: as for a load.

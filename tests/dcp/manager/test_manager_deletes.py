@@ -53,6 +53,20 @@ def test_a_deleted_step_is_gone_from_the_bucket(root: Path, tmp_path: Path) -> N
     assert not list((tmp_path / "bucket" / "run").glob("step-1/*.distcp"))
 
 
+def test_what_an_upload_has_begun_is_gone_from_the_bucket(root: Path, tmp_path: Path) -> None:
+    """Its agent was killed, or waits for its next try, with a shard in the bucket and no mark: no upload takes it back."""
+    bucket = tmp_path / "bucket" / "run" / "step-1"
+    with CheckpointManager(root) as manager:
+        for step in (1, 2):
+            manager.save(step, state(step))
+    bucket.mkdir(parents=True)
+    shutil.copy(root / "step-1" / "__0_0.distcp", bucket)
+    (bucket / "__1_0.distcp").write_bytes(b"of another save")
+    with CheckpointManager(root, object_store=f"file://{bucket.parent}") as manager:
+        assert manager.delete(1)
+    assert [path.name for path in bucket.iterdir()] == ["__1_0.distcp"]
+
+
 def test_a_step_of_an_older_run_is_deleted(root: Path, tmp_path: Path) -> None:
     """It is removed although the newest checkpoint in the root is another run's, whose steps stay."""
     with CheckpointManager(root) as manager:
