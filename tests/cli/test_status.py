@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from replicated_ckpt.cli.exit_codes import ExitCode
+from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.agents import HOME, running_agent, wait_for
 from tests.agent.checkpoints import checkpointed, shard
@@ -114,3 +115,23 @@ def test_watch_goes_on_until_it_is_interrupted(tmp_path: Path) -> None:
         watching.kill()
         watching.wait()
     assert (watching.returncode, said) == (ExitCode.INTERRUPTED, "")
+
+
+def test_repair_agrees_with_status_on_what_a_failed_save_has_left(tmp_path: Path) -> None:
+    """All its nodes answer, and the next round settles it: neither waits. With a silent node both do."""
+    nodes = stores(tmp_path, 2)
+    checkpointed(nodes, 1, PAIR)
+    names = tuple(node.node_id() for node in nodes)
+    with agents(nodes) as running:
+        with running[0].client() as client:
+            wait_for(lambda: client.call("GET", "/v1/status")["protection"]["is_complete"], 30, "the first round")
+        nodes[0].begin(Intent(f"{2:032x}", "step-2", "gone", overwrite=False, nodes=names, coordinator=names[1]))
+        codes = [command(verb, "--root", nodes[0].root).returncode for verb in ("status", "verify", "repair")]
+        assert codes == [ExitCode.OK] * 3
+        assert (
+            "the next save, load or round of re-protection settles it" in command("ls", "--root", nodes[0].root).stdout
+        )
+        running[1].signal(signal.SIGKILL)
+        running[1].process.wait()
+        assert command("status", "--root", nodes[0].root).returncode == ExitCode.FAILED
+        assert command("repair", "--root", nodes[0].root).returncode == ExitCode.UNREACHABLE

@@ -20,6 +20,7 @@ from replicated_ckpt.cli.look.doubts import (
     describe_wait,
     label_nodes,
     list_staged_saves,
+    waits_for_any,
 )
 from replicated_ckpt.cli.look.nodes import look_at_nodes
 from replicated_ckpt.cli.look.root import open_store
@@ -88,7 +89,8 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.dry_run:
         done.errors |= _give_up_lost(store, arguments.lost)
         _carry_out_all(store, audit.plan, adoptions, arguments.lost, done)
-    in_doubt = list_staged_saves(store, store.read_node_id())
+    own = store.read_node_id()
+    in_doubt = list_staged_saves(store, own)
     if arguments.json:
         outcome = {
             "unmanaged": [found.to_json() for found in audits],
@@ -99,7 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps({**as_json(audit), **adoptions.to_json(), **outcome, **doubts}, indent=2))
     elif not arguments.dry_run:
         _print_outcome(done, audit)
-    return _exit_code(audit, adoptions, done, has_doubts=bool(in_doubt))
+    return _exit_code(audit, adoptions, done, has_doubts=bool(in_doubt) and waits_for_any(store, own))
 
 
 @dataclass
