@@ -10,12 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from replicated_ckpt import Retention
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.local.versions.replaced import lock_version
 from tests.agent.agents import HOME, running_agent, wait_for
 from tests.agent.checkpoints import checkpointed, shard
 from tests.agent.repair.test_reprotect import PAIR, agents, stores
+from tests.agent.repair.test_retention import tell
 from tests.cli.commands import MAIN, as_json, command
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(180)]
@@ -135,3 +138,23 @@ def test_repair_agrees_with_status_on_what_a_failed_save_has_left(tmp_path: Path
         running[1].process.wait()
         assert command("status", "--root", nodes[0].root).returncode == ExitCode.FAILED
         assert command("repair", "--root", nodes[0].root).returncode == ExitCode.UNREACHABLE
+
+
+def test_what_a_policy_removes_is_not_said_to_be_lost(tmp_path: Path) -> None:
+    """A load keeps a part of it on one node, after the other has removed its own: nothing is wrong, as verify says, too."""
+    nodes = stores(tmp_path, 2)
+    for number in (1, 2):
+        parts = {shard(0): (0,), shard(1): (1,)}
+        checkpointed(nodes, number, parts, copies=1, checkpoint_id=f"step-{number}")
+    lock = lock_version(nodes[0].catalog, "step-1", nodes[0].catalog.manifest("step-1").save_id)
+    assert lock is not None
+    with agents(nodes) as running:
+        for agent in running:
+            tell(agent, Retention(keep_last=1), revision=3)
+        wait_for(lambda: not (nodes[1].root / "step-1").exists(), 30, "the end of the other part")
+        done = command("status", "--root", nodes[0].root)
+        assert done.returncode == ExitCode.OK, done.stdout
+        assert "kept no more, still on host0" in command("ls", "--root", nodes[0].root).stdout
+        assert command("verify", "--root", nodes[0].root).returncode == ExitCode.OK
+        assert (nodes[0].root / "step-1").exists()
+        lock.release()

@@ -23,6 +23,7 @@ from replicated_ckpt.wording import describe_bytes, plural
 HEADER = ("ID", "SAVED AT", "STEP", "SIZE", "COPIES", "HOSTS", "BUCKET")
 WHOLE, SHORT, NOT_SEEN, LOST = "whole", "short", "not seen", "lost"
 DAMAGED, UNMANAGED, IN_BUCKET, REMOVED = "manifest damaged", "unmanaged", "in the bucket", "being removed"
+RETIRED = "being retired"
 _HOSTS_MAX = 4
 _STEP = re.compile(r"(?:^|[^0-9])([0-9]{1,18})$")
 
@@ -60,8 +61,8 @@ class CheckpointSeen:
 
     @property
     def is_good(self) -> bool:
-        """Whether nothing is to be done about it: every shard has its copies, by files' sizes, or was removed."""
-        return self.state in (WHOLE, IN_BUCKET, REMOVED)
+        """Whether nothing is to be done about it: every shard has its copies, by files' sizes, or goes with intent."""
+        return self.state in (WHOLE, IN_BUCKET, REMOVED, RETIRED)
 
     @property
     def has_few_nodes(self) -> bool:
@@ -77,8 +78,8 @@ class CheckpointSeen:
             return self.note
         if self.state == IN_BUCKET:
             return "no node has it"
-        if self.state == REMOVED:
-            return f"removed on {seen.list_names(self.removed_on)}, still on other nodes"
+        if self.state in (REMOVED, RETIRED):
+            return self._describe_going(seen)
         silent = [node for node in self.not_reached if node in seen.unreached]
         unknown = [node for node in self.not_reached if node not in seen.unreached]
         why = f": {seen.list_names(silent)} not reached" if silent else ""
@@ -91,6 +92,11 @@ class CheckpointSeen:
             return f"{self.copies_wanted} copies, {self.copies_seen} seen{why}"
         few = f", as there {'is' if seen.nodes_known == 1 else 'are'} {plural(seen.nodes_known, 'node')}"
         return f"{self.copies_seen} of {self.copies_wanted}" + (few if self.has_few_nodes else "")
+
+    def _describe_going(self, seen: NodesSeen) -> str:
+        if self.state == REMOVED:
+            return f"removed on {seen.list_names(self.removed_on)}, still on other nodes"
+        return f"kept no more, still on {seen.list_names(self.nodes)}"
 
     def cells(self, seen: NodesSeen) -> tuple[str, ...]:
         """Its line of the table."""
@@ -167,6 +173,8 @@ def _count_copies(row: CheckpointSeen, save: SeenSave, seen: NodesSeen) -> Check
     nodes = tuple(sorted(node for node in save.holders if node in seen.held))
     removed_on = seen.removed_on(row.checkpoint_id, row.save_id)
     is_going = bool(removed_on) and all(is_removed_everywhere(save.manifest, name, removed_on) for name in missing)
+    if state != WHOLE and row.save_id in seen.retired:
+        state = RETIRED
     return replace(
         row,
         removed_on=removed_on,

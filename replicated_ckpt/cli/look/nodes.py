@@ -15,9 +15,10 @@ from replicated_ckpt.agent.state.removals import RemovalBook
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.one_line import one_line
-from replicated_ckpt.core.upkeep.policy import Standing
+from replicated_ckpt.core.upkeep.policy import Standing, agree
 from replicated_ckpt.core.upkeep.remains import Remains
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
+from replicated_ckpt.core.upkeep.retention import plan_retention
 from replicated_ckpt.errors import ReplicatedCkptError
 from replicated_ckpt.stores.local.remains import RemainsReader
 from replicated_ckpt.stores.local.store import NO_NODE, LocalStore
@@ -71,6 +72,15 @@ class NodesSeen:
     def nodes_known(self) -> int:
         """How many nodes there are to hold copies, those that do not answer included."""
         return len(self.held) + len(self.unreached)
+
+    @cached_property
+    def retired(self) -> frozenset[str]:
+        """The saves that the policies of their runs keep no more: each node removes its part when it comes to it."""
+        views = [
+            NodeView(node, Presence.UP, found.holdings, standing=found.standing) for node, found in self.held.items()
+        ]
+        policies = agree(policy for view in views for policy in view.standing.policies)
+        return plan_retention(self.manifests, views, policies).retired
 
     def renamed_from(self, checkpoint_id: str, save_id: str) -> str | None:
         """Under which id a save was made whose directory a user has given another name; None: this one, or unknown."""
