@@ -342,11 +342,13 @@ class Agent:
         }
         if is_brief:
             return brief
+        staged = [intent.save_id for intent in self._service.store.list_staged()]
+        doubts = [doubt for doubt in self._service.doubts.read_all() if doubt.intent.save_id in staged]
         return {
             **brief,
-            "staged": [intent.save_id for intent in self._service.store.list_staged()],
+            "staged": staged,
             "checkpoints": [holding.checkpoint_id for holding in self._service.holdings()],
-            "in_doubt": [doubt.to_json() for doubt in self._service.doubts.read_all()],
+            "in_doubt": [doubt.to_json() for doubt in doubts],
             "greeted": self._hello is not None and not self._hello.is_alive(),
             "twins": [*self._service.peers.twins.describe(), *self._greeter.describe_refusals()],
             "restoring": self._reprotector.is_busy,

@@ -42,7 +42,8 @@ def settle(service: NodeService, leftovers: Sequence[Leftover], peers: Sequence[
             with service.completing:
                 _settle_one(service, leftover, peers, silent=silent)
         except ReplicatedCkptError as exc:
-            if service.doubts.note_failure(leftover.intent, str(exc)):
+            is_news = service.doubts.note_failure(leftover.intent, str(exc))
+            if not _is_gone(service, leftover.intent.save_id) and is_news:
                 log.error("could not settle save %s: %s", leftover.intent.save_id, exc)  # noqa: TRY400 - it explains itself
 
 
@@ -151,11 +152,20 @@ def _carry_out(
         service.abort(save_id, leftover.why, unless_decided=True)
         log.warning("removed unfinished save %s of %r: %s", save_id, checkpoint_id, leftover.why)
     if settlement.fate is Fate.IN_DOUBT:
-        if service.doubts.note(leftover.intent, settlement.waits_for):
+        is_news = service.doubts.note(leftover.intent, settlement.waits_for)
+        if not _is_gone(service, save_id) and is_news:
             waits = ", ".join(settlement.waits_for)
             log.warning("save %s of %r is in doubt: node %s did not answer", save_id, checkpoint_id, waits)
     else:
         service.doubts.settle(save_id)
+
+
+def _is_gone(service: NodeService, save_id: str) -> bool:
+    """Whether a save was given up or published while nodes were asked about it: then there is no doubt, nor a failure."""
+    if service.store.has_intent(save_id):
+        return False
+    service.doubts.settle(save_id)
+    return True
 
 
 def _stage_decision(service: NodeService, intent: Intent, sources: Sequence[AgentAddress]) -> None:
