@@ -10,10 +10,10 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from replicated_ckpt.config import CheckpointIdFrom
 from replicated_ckpt.core.bucket.upload_plan import UploadPlan
-from replicated_ckpt.core.layout import checkpoint_id_under
 from replicated_ckpt.core.protocol.announced import NOTHING_ANNOUNCED, Announced
 from replicated_ckpt.core.protocol.placement import PlacedNode, Placement, place_copies
 from replicated_ckpt.dcp.agreement.announcement import announce
+from replicated_ckpt.dcp.node.given_id import id_under
 from replicated_ckpt.dcp.node.node import NodePost
 from replicated_ckpt.errors import CheckpointIdMismatch, ConfigInvalid
 from replicated_ckpt.stores.local.directories.intent import Intent
@@ -192,7 +192,7 @@ def name_checkpoint(
     if not isinstance(given_id, str | os.PathLike):
         what = "no checkpoint_id" if given_id is None else f"{given_id!r} as its checkpoint_id"
         raise ConfigInvalid(f"dcp.save was given {what}.", _NAME_IT)
-    return checkpoint_id_under(root, os.fspath(given_id))
+    return id_under(root, given_id)
 
 
 def _check_same_store(known: NodePost, other: NodePost) -> None:

@@ -14,13 +14,14 @@ from replicated_ckpt.agent.start.launch import is_only_read
 from replicated_ckpt.agent.state.endpoint import listening_endpoint
 from replicated_ckpt.config import NEWEST_LINEAGE
 from replicated_ckpt.core.inventory import Holding
-from replicated_ckpt.core.layout import LATEST, SEQUENCE_FLOOR_MAX, checkpoint_id_under
+from replicated_ckpt.core.layout import LATEST, SEQUENCE_FLOOR_MAX
 from replicated_ckpt.core.upkeep.remains import Remains
 from replicated_ckpt.dcp.c10d.blackboard import Blackboard, all_present
 from replicated_ckpt.dcp.c10d.posted_error import pack_error, unpack_error
 from replicated_ckpt.dcp.c10d.waiting import LINGER_S
 from replicated_ckpt.dcp.c10d.world import World
 from replicated_ckpt.dcp.find.survey import SURVEY_TIMEOUT_S, Survey, Surveyor
+from replicated_ckpt.dcp.node.given_id import id_under
 from replicated_ckpt.dcp.node.node import NodePost, SeenStore, reading_post
 from replicated_ckpt.dcp.node.seen_lineage import remember
 from replicated_ckpt.errors import CheckpointIdMismatch, ConfigInvalid, MeetingFailed, RankFailed, ReplicatedCkptError
@@ -192,8 +193,7 @@ def _resolve_id(store: LocalStore, given_id: str | os.PathLike[str] | None, worl
         what = "no checkpoint_id" if given_id is None else f"{given_id!r} as its checkpoint_id"
         on_rank = "" if world.blackboard is None else f" on rank {world.rank}"
         raise ConfigInvalid(f"The load was given {what}{on_rank}.", _NAME_IT)
-    text = os.fspath(given_id)
-    return LATEST if text == LATEST else checkpoint_id_under(str(store.root), text)
+    return LATEST if os.fspath(given_id) == LATEST else id_under(str(store.root), given_id)
 
 
 def _coordinate(
