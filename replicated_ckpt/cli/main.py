@@ -1,6 +1,7 @@
 """`replicated-ckpt VERB`: parses the command line, runs the verb, turns errors into exit codes."""
 
 import argparse
+import os
 import sys
 import traceback
 from collections.abc import Iterable, Sequence
@@ -51,8 +52,16 @@ def parser(wanted: Iterable[str] = tuple(VERBS)) -> argparse.ArgumentParser:
     return top
 
 
+def _open_closed_streams() -> None:
+    """Standard streams that are closed, as a daemon's may be, lead nowhere. Else a file would be opened in their place."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115, PTH123 - until the process ends
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
+    _open_closed_streams()
     given = sys.argv[1:] if argv is None else list(argv)
     first = given[:1]
     arguments = parser(first if first and first[0] in VERBS else VERBS).parse_args(given)

@@ -1,0 +1,49 @@
+"""Commands whose standard streams are closed, as a daemon's are, do what they do."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from replicated_ckpt.agent.state.endpoint import read_endpoint
+from replicated_ckpt.cli.exit_codes import ExitCode
+from replicated_ckpt.core.layout import AGENT_DIR
+from replicated_ckpt.stores.local.store import LocalStore
+from tests.agent.agents import wait_for
+from tests.agent.checkpoints import checkpointed, shard
+from tests.cli.commands import MAIN
+
+pytestmark = [pytest.mark.fault, pytest.mark.timeout(120)]
+
+
+def closed(streams: str, *words: str | Path) -> list[str]:
+    """The command line of a new process with those streams closed."""
+    return ["sh", "-c", f'exec "$@" {streams}', "sh", sys.executable, "-c", MAIN, *map(str, words)]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    store = LocalStore(tmp_path / "node")
+    checkpointed([store], 1, {shard(0): (0,)}, copies=1, size_bytes=3000)
+    return store
+
+
+@pytest.mark.parametrize("streams", ["2>&-", ">&-", "<&- >&- 2>&-"])
+def test_the_exit_code_is_that_of_what_was_found(store: LocalStore, streams: str) -> None:
+    """A job of cron that looks at the exit code alone learns that all is intact."""
+    done = subprocess.run(closed(streams, "verify", "--root", store.root), timeout=60, check=False)
+    assert done.returncode == ExitCode.OK
+
+
+def test_an_agent_serves(store: LocalStore) -> None:
+    """It starts without standard streams, and ends as it is told."""
+    running = subprocess.Popen(closed("<&- >&- 2>&-", "agent", "--root", store.root))
+    try:
+        wait_for(lambda: read_endpoint(store.root / AGENT_DIR) or running.poll() is not None, 30, "the agent")
+        running.send_signal(signal.SIGTERM)
+        assert running.wait(60) == ExitCode.OK
+    finally:
+        running.kill()
+        running.wait()
