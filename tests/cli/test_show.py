@@ -55,6 +55,16 @@ def test_what_is_not_there_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("verb", ["show", "rm"])
+def test_an_id_that_is_no_text_is_not_there(tmp_path: Path, verb: str) -> None:
+    """Its bytes are no UTF-8, as another locale writes a name: it is a missing checkpoint like any other."""
+    nodes = stores(tmp_path, 1)
+    checkpointed(nodes, 1, {shard(0): (0,)}, copies=1)
+    done = command(verb, "l\udce4uf", "--root", nodes[0].root)
+    assert (done.returncode, done.stdout) == (ExitCode.NOT_FOUND, "")
+    assert "holds a checkpoint 'l\\udce4uf'" in done.stderr
+
+
+@pytest.mark.parametrize("verb", ["show", "rm"])
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_checkpoint_of_stock_torch_is_said_to_be_that(tmp_path: Path, verb: str) -> None:
     """It is no missing one: the next step can be pasted, and makes it one that the verbs know."""

@@ -36,5 +36,5 @@ def show_command(command: Sequence[str]) -> None:
 def _show(texts: Sequence[str], field: int) -> None:
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()  # field 3 of proc(5) is the first here
     start, end = int(fields[field]), int(fields[field + 1])
-    shown = "\0".join(texts).encode()[: end - start - 1]
+    shown = os.fsencode("\0".join(texts))[: end - start - 1]
     ctypes.memmove(start, shown.ljust(end - start, b"\0"), end - start)

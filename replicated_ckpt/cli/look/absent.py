@@ -5,14 +5,15 @@ from shlex import quote
 from replicated_ckpt.agent.unmanaged.look import UnmanagedLook
 from replicated_ckpt.cli.look.checkpoints import list_checkpoints
 from replicated_ckpt.cli.look.nodes import NodesSeen
-from replicated_ckpt.core.layout import LATEST
+from replicated_ckpt.core.layout import LATEST, is_checkpoint_id
 from replicated_ckpt.errors import CheckpointNotFound
 from replicated_ckpt.stores.local.store import LocalStore
 
 
 def describe_absent(store: LocalStore, seen: NodesSeen, checkpoint_id: str, otherwise: str = "") -> CheckpointNotFound:
     """What to raise for it; `otherwise` is a further next step."""
-    if checkpoint_id != LATEST and UnmanagedLook(store, seen.own_node, seen.reached).checkpoints(checkpoint_id):
+    look = UnmanagedLook(store, seen.own_node, seen.reached)
+    if is_checkpoint_id(checkpoint_id) and look.checkpoints(checkpoint_id):
         adopt = f"`replicated-ckpt repair {quote(checkpoint_id)} --root {quote(str(store.root))}`"
         return CheckpointNotFound(
             f"{checkpoint_id!r} is a checkpoint of stock torch, which has no manifest.",
