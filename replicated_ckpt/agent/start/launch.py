@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -267,7 +268,14 @@ def _start(store: LocalStore, directory: Path, bind_host: str | None, *, is_open
 
 def _spawn(directory: Path, arguments: Sequence[str]) -> "subprocess.Popen[bytes]":
     with closing_fd(open_log(directory)) as log:
-        return spawn_agent(arguments, log)
+        try:
+            return spawn_agent(arguments, log)
+        except OSError as exc:
+            raise AgentUnavailable(
+                f"The agent of {directory.parent} could not be started with this process's Python, {sys.executable!r}: "
+                f"{type(exc).__name__}: {exc.strerror}.",
+                f"Mend that, or start one: ranks use what `replicated-ckpt agent --root {directory.parent}` runs.",
+            ) from exc
 
 
 def _is_holder_stopped(directory: Path) -> bool:

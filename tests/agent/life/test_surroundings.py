@@ -90,3 +90,29 @@ def test_what_the_package_needs_is_found_where_the_rank_found_it(tmp_path: Path)
         pytest.skip("no Python here without the package's needs")
     found, _ = started(tmp_path / "root", {"PYTHONPATH": f"{HOME}:{needs}"}, str(bare))
     assert found == __version__
+
+
+@pytest.mark.parametrize("mode", ["0", "1"])
+def test_the_agent_encodes_names_of_files_as_its_rank_does(mode: str) -> None:
+    """Also where PYTHONUTF8 says so, which an isolated Python does not read: one name is one file to both."""
+    asked = "import json; from replicated_ckpt.agent.start.environment import isolated_python as python"
+    environment = {"PYTHONPATH": str(HOME), "PYTHONUTF8": mode, "LC_ALL": "C.UTF-8"}
+    rank = [sys.executable, "-c", f"{asked}; print(json.dumps(python()))"]
+    agent = json.loads(subprocess.run(rank, env=environment, capture_output=True, timeout=60, check=True).stdout)
+    options = agent[: agent.index(next(word for word in agent if word.endswith("isolated.py")))]
+    said = [*options, "-c", "import sys; print(sys.flags.utf8_mode)"]
+    found = subprocess.run(said, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    assert found.stdout.strip() == mode
+
+
+@pytest.mark.parametrize("python", ["''", "None", "'/no/such/python'"])
+def test_a_rank_that_knows_no_python_says_so(tmp_path: Path, python: str) -> None:
+    """As one that is embedded in a program, or whose environment was removed: the error names it, and the way out."""
+    code = f"import sys; sys.executable = {python}\n{RANK}"
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(HOME)}
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "root")],
+        env=environment, cwd="/", capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert f"could not be started with this process's Python, {python}" in done.stderr
+    assert f"replicated-ckpt agent --root {tmp_path / 'root'}" in done.stderr
