@@ -25,6 +25,8 @@ def hear(numbers: Sequence[int], call: Callable[[int], None]) -> None:
     signal.set_wakeup_fd(said.detach(), warn_on_full_buffer=False)
     for number in numbers:
         signal.signal(number, lambda *_: None)  # else the interpreter writes nothing to the wakeup descriptor
+    # A rank that blocks them passes that on to the agent that it starts.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
 
 
 def _listen(heard: socket.socket, call: Callable[[int], None]) -> None:

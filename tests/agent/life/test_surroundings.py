@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -13,8 +14,11 @@ import fastcrc
 import pytest
 
 import replicated_ckpt
+from replicated_ckpt.agent.state.endpoint import read_endpoint
+from replicated_ckpt.core.layout import AGENT_DIR
 from replicated_ckpt.version import __version__
-from tests.agent.agents import HOME, stop_agent
+from tests.agent.agents import HOME, stop_agent, wait_for
+from tests.harness.processes import is_running
 
 PACKAGE = Path(replicated_ckpt.__file__).parent
 RANK = """
@@ -116,3 +120,18 @@ def test_a_rank_that_knows_no_python_says_so(tmp_path: Path, python: str) -> Non
     )  # fmt: skip
     assert f"could not be started with this process's Python, {python}" in done.stderr
     assert f"replicated-ckpt agent --root {tmp_path / 'root'}" in done.stderr
+
+
+def test_an_agent_hears_a_signal_that_its_rank_blocks(tmp_path: Path) -> None:
+    """Blocked signals stay so in what a process starts: SIGTERM ends the agent all the same."""
+    code = f"import signal; signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])\n{RANK}"
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(HOME), "REPLICATED_CKPT_AGENT_IDLE_S": "60"}
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "root")], env=environment, timeout=60, check=True)
+    endpoint = read_endpoint(tmp_path / "root" / AGENT_DIR)
+    assert endpoint is not None
+    os.kill(endpoint.pid, signal.SIGTERM)
+    try:
+        wait_for(lambda: not is_running(endpoint.pid), 20, "the end of the agent")
+    finally:
+        if is_running(endpoint.pid):
+            os.kill(endpoint.pid, signal.SIGKILL)
