@@ -1,6 +1,7 @@
 """`replicated-ckpt VERB`: parses the command line, runs the verb, turns errors into exit codes."""
 
 import argparse
+import io
 import os
 import sys
 import traceback
@@ -62,6 +63,8 @@ def _open_closed_streams() -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
     _open_closed_streams()
+    if isinstance(sys.stdout, io.TextIOWrapper):  # letters that it cannot encode, in a name or a table, are escaped
+        sys.stdout.reconfigure(errors="backslashreplace")
     given = sys.argv[1:] if argv is None else list(argv)
     first = given[:1]
     arguments = parser(first if first and first[0] in VERBS else VERBS).parse_args(given)

@@ -1,5 +1,6 @@
-"""Commands whose standard streams are closed, as a daemon's are, do what they do."""
+"""Commands whose standard streams are closed, as a daemon's are, or know few letters, do what they do."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -47,3 +48,14 @@ def test_an_agent_serves(store: LocalStore) -> None:
     finally:
         running.kill()
         running.wait()
+
+
+def test_what_the_output_cannot_encode_is_escaped(tmp_path: Path) -> None:
+    """A name with an umlaut, as the arrow in the table of a drill, ends no command whose output is ASCII or Latin-1."""
+    store = LocalStore(tmp_path / "node")
+    checkpointed([store], 1, {shard(0): (0,)}, checkpoint_id="l\u00e4uf", copies=1, size_bytes=3000)
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    command = [sys.executable, "-c", MAIN, "ls", "--root", str(store.root)]
+    done = subprocess.run(command, env=environment, capture_output=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (ExitCode.OK, b"")
+    assert b"l\\xe4uf" in done.stdout
