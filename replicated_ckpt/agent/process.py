@@ -262,7 +262,8 @@ class Agent:
                 if str(exc) != said:
                     log.warning("cannot see whether its root and its clients are there: %s", exc)
                 said = str(exc)
-                if self.config.idle_exit_s is not None and self._activity.idle_s() > self.config.idle_exit_s:
+                idle_exit_s = self.config.idle_exit_s
+                if idle_exit_s is not None and not self._is_working() and self._activity.idle_s() > idle_exit_s:
                     return
 
     def _is_over(self, directory: Path, lock: FileLock) -> bool:
@@ -281,14 +282,16 @@ class Agent:
             log.info("another agent, which is to stay, serves %s from now on", self.config.root)
             self._stopping.set()
             return True
-        is_working = self._reprotector.is_busy or self._uploader.is_busy or self._service.is_saving
-        if is_working or has_clients(directory):
+        if self._is_working() or has_clients(directory):
             self._activity.touch()
             return False
         is_idle = self._activity.idle_s() > self.config.idle_exit_s and shut_out_clients(directory)
         if is_idle:
             log.info("no client and no work for %.0f s", self.config.idle_exit_s)
         return is_idle
+
+    def _is_working(self) -> bool:
+        return self._reprotector.is_busy or self._uploader.is_busy or self._service.is_saving
 
     def _keep_endpoint_shown(self, directory: Path) -> None:
         """Writes again where this agent listens: the certificate's files hold another one, or the note was removed.
