@@ -1,9 +1,11 @@
 """What we name of torch's private parts is there, and behaves as we rely on, in every supported version of torch."""
 
 import concurrent.futures
+import gc
 import inspect
 import io
 import pickle
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,6 +33,7 @@ from replicated_ckpt.dcp.runtime.torch_private import (
     async_calling,
     calling,
     flatten,
+    flattening_holds_tensors,
     follow_step,
     local_part,
     narrow,
@@ -202,6 +205,18 @@ def test_flattening_names_what_dcps_planners_name() -> None:
     metadata = dcp.DefaultSavePlanner()
     metadata.set_up_planner(state)
     assert metadata.create_local_plan().planner_data == paths
+
+
+def test_what_flattening_holds_goes_with_young_garbage() -> None:
+    """A planner lets go of a state, and so does what DCP has made to flatten it: at once, or (2.7) with that collection."""
+    planner, tensor = dcp.DefaultSavePlanner(), torch.ones(3)
+    held = weakref.ref(tensor)
+    planner.set_up_planner({"nested": [tensor]})
+    planner.state_dict = {}
+    del tensor
+    assert (held() is not None) == flattening_holds_tensors()
+    gc.collect(1)
+    assert held() is None
 
 
 class StagingWitness(Witness):

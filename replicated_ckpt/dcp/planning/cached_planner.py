@@ -93,12 +93,12 @@ class CachedSavePlanner(DefaultSavePlanner):
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Coordinator: for each rank its final plan, or the word that it is the one that this rank has."""
         known = self._known
-        local = [self._find_whole(rank, plan) for rank, plan in enumerate(all_plans)]
+        local = tuple(self._find_whole(rank, plan) for rank, plan in enumerate(all_plans))
         are_kept = [isinstance(plan, KeptPlan) for plan in all_plans]
         if known is not None and all(are_kept) and len(all_plans) == len(known.local):
             planned, metadata = known, _to_give_out(known.metadata)
         else:
-            final, metadata = super().create_global_plan(local)
+            final, metadata = super().create_global_plan(list(local))  # torch 2.7 writes into the list that it gets
             planned = _Planned(secrets.token_hex(8), local, final, _to_give_out(metadata))
             are_kept = [
                 is_kept and known is not None and _are_same(plan, known.final[rank])

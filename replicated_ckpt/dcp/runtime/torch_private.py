@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import cache
 from types import FrameType
 from typing import Any, Protocol
 
@@ -40,6 +41,7 @@ __all__ = [
     "calling",
     "default_store",
     "flatten",
+    "flattening_holds_tensors",
     "follow_step",
     "layout_of",
     "local_part",
@@ -199,6 +201,16 @@ def flatten(state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[str, tuple
     """What DCP's planners make of a nested state dict: the values by FQN, and where each FQN lies in it."""
     values, paths = flatten_state_dict(state_dict)
     return dict(values), dict(paths)
+
+
+@cache
+def flattening_holds_tensors() -> bool:
+    """Whether what a planner of DCP flattens stays until Python's cyclic collector comes: on 2.7 and 2.8, not on 2.15."""
+    tensor = torch.empty(0)
+    held = weakref.ref(tensor)
+    flatten({"nested": [tensor]})
+    del tensor
+    return held() is not None
 
 
 def narrow(tensor: torch.Tensor, offsets: Any, sizes: Any) -> torch.Tensor:

@@ -243,6 +243,7 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
         """
         del args
         self._stager.begin()
+        self._stager.free_flattened()
         self._parts.planning.begin()
         self._given_id, self._next_id = self._next_id, None
         notes, self._next_notes = self._next_notes, {}

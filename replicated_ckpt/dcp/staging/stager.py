@@ -1,5 +1,6 @@
 """Staging the saves of one writer: one after the other, and without a copy where there is no memory for one."""
 
+import gc
 import logging
 import threading
 import time
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 
 from replicated_ckpt.core.one_line import one_line
-from replicated_ckpt.dcp.runtime.torch_private import AsyncCall, async_calling
+from replicated_ckpt.dcp.runtime.torch_private import AsyncCall, async_calling, flattening_holds_tensors
 from replicated_ckpt.dcp.staging.available import share_of_rank
 from replicated_ckpt.dcp.staging.segment import StagingMemoryShort, drop_idle_segments, lease_segment
 from replicated_ckpt.dcp.staging.state_copy import StateCopy
@@ -120,7 +121,13 @@ class Stager:
         self._future = weakref.ref(future)
 
     def begin(self) -> None:
-        """This thread saves what was staged; or something else, if it is the one that staged: after the save before."""
+        """This thread saves what was staged; or something else, if it is the one that staged: after the save before.
+
+        Torch 2.7 and 2.8 name a checkpoint in `dcp.async_save` too, before they stage: this waits for the save before.
+        """
+        if async_calling() is not None:
+            self.wait_for_last()
+            return
         if self._asked_by is threading.current_thread():
             self.wait_for_last()
             self._asked_by, self._is_staged = None, False
@@ -133,6 +140,11 @@ class Stager:
     def memory(self) -> memoryview | None:
         """The memory in which the copy lies that is being saved; None: what is saved is no copy of this stager's."""
         return self._lease() if self._is_staged and self._lease is not None else None
+
+    def free_flattened(self) -> None:
+        """The planner has the state: the save alone holds the copy from here on, and no cycle that DCP has left."""
+        if self.memory() is not None and flattening_holds_tensors():
+            gc.collect(1)  # it is young: this does not walk through all objects of the process
 
     def note_written(self) -> None:
         """Nothing of what was staged is read any more, whether it was written or that failed."""

@@ -61,7 +61,7 @@ def test_a_name_is_in_the_file_once_however_many_ranks_hold_the_tensor() -> None
 
 def test_tensors_that_differ_in_their_values_only_share_their_properties() -> None:
     """Whatever has no hash stays as it is; a load reads what it was, and gives each tensor properties of its own."""
-    odd = TensorProperties(torch.float32, strides=[8, 1])  # type: ignore[arg-type]  # what a planner may have put there
+    odd = TensorProperties(torch.float32, requires_grad=[8, 1])  # type: ignore[arg-type]  # as a planner may put there
     made = {"a": TensorProperties(torch.float32), "b": TensorProperties(torch.float32), "c": odd}
     metadata = Metadata({name: TensorStorageMetadata(each, torch.Size([8]), []) for name, each in made.items()})
     metadata.storage_data = {}

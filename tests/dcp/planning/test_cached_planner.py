@@ -151,6 +151,23 @@ def test_no_change_is_missed(change: str, at: tuple[int, ...]) -> None:
     check_as_fresh(ranks, make_states(3))
 
 
+def test_a_torch_that_writes_into_the_list_of_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As 2.7 does, which leaves there what is left of each: an item that one rank has no more, others are to write."""
+    plan_all = DefaultSavePlanner.create_global_plan
+
+    def plan_in_place(planner: DefaultSavePlanner, plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        final, metadata = plan_all(planner, plans)
+        plans[:] = final
+        return final, metadata
+
+    monkeypatch.setattr(DefaultSavePlanner, "create_global_plan", plan_in_place)
+    ranks, states = cached(3), make_states(3)
+    check_as_fresh(ranks, states)
+    for part in (states[1]["model"], states[2]["optimizer"]):
+        part.clear()
+        check_as_fresh(ranks, states)
+
+
 @pytest.mark.parametrize("fails", ["before the global plan", "before the ranks have it", "while writing"])
 def test_a_save_that_fails_leaves_no_stale_plan(fails: str) -> None:
     """It changes the state and fails at any step; the save after it, of either state, is planned as a first one."""
