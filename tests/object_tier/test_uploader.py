@@ -245,3 +245,18 @@ def test_a_node_tells_of_an_upload_when_it_has_nothing_of_the_save_any_more(tmp_
         targets.learn(ObjectTarget.check(f"{url}/{number}", {}))
         assert (manifest.save_id in uploader.standing().uploaded) == (number <= TOLD_MAX + 1)
         uploader.round()
+
+
+def test_what_a_newer_save_in_the_bucket_has_replaced_is_not_waited_for(tmp_path: Path) -> None:
+    """A node comes back with what tells of it, and its shards are gone: retention would keep that for ever."""
+    url = f"file://{tmp_path}/bucket/run"
+    uploader, service, _ = uploading(tmp_path / "node", url)
+    stores = [service.store, LocalStore(tmp_path / "lost")]
+    older = checkpointed(stores, 1, {shard(1): (1,)}, copies=1, size_bytes=3000, on=[0], url=url)
+    other, others, _ = uploading(tmp_path / "other", url)
+    checkpointed([others.store], 2, {shard(0): (0,)}, copies=1, size_bytes=3000, url=url)
+    other.round()
+    assert uploader.standing().uploading == {older.save_id}
+    uploader.round()
+    assert not uploader.standing().uploading
+    assert [path.name for path in (tmp_path / "bucket" / "run" / "step-1").glob("*.distcp")] == [shard(0)]

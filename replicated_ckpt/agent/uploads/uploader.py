@@ -242,6 +242,7 @@ class Uploader:
         there = bucket.save_of(manifest.checkpoint_id)
         if there is not None and there.save_id == save_id:
             return True
+        bucket.check_place(manifest, there)  # also of a save that lacks a shard, and will never be whole
         check_wanted(self._service, bucket, manifest)
         missing = set(manifest.shards) - self._find_intact(bucket, manifest, upload)
         for name in sorted(self._mine(manifest, missing, upload)):

@@ -181,7 +181,7 @@ class Bucket:
             SaveAborted, CheckpointExists: it would go over a shard of another save, which is committed there.
         """
         if not prefix_of(manifest):
-            self._check_place(manifest, self.save_of(manifest.checkpoint_id))
+            self.check_place(manifest, self.save_of(manifest.checkpoint_id))
         self.client.put_shard(key_of(manifest, name), source, paced)
         failpoints.reach("upload.shard-arrived")
 
@@ -236,7 +236,7 @@ class Bucket:
         for number in range(_COMMIT_TRIES):
             version = self.client.version(key)
             there = self.save_of(manifest.checkpoint_id)
-            self._check_place(manifest, there)
+            self.check_place(manifest, there)
             if number == 0:
                 self.client.put(key_of(manifest, MANIFEST_NAME), raw_manifest)
                 failpoints.reach("upload.manifest-put")
@@ -248,7 +248,7 @@ class Bucket:
             failpoints.reach("upload.marked")
         raise ObjectCorrupt(self.client.target.url, "commit", key, "what is read back is not what was written")
 
-    def _check_place(self, manifest: Manifest, there: BucketSave | None) -> None:
+    def check_place(self, manifest: Manifest, there: BucketSave | None) -> None:
         """Nothing is written over the files of a save that is committed there: two jobs may both have found the id free."""
         place = f"{manifest.checkpoint_id!r} in {self.client.target.url}"
         if is_superseded(manifest, there):
