@@ -19,6 +19,7 @@ from replicated_ckpt import ReplicatedReader, ReplicatedWriter
 from replicated_ckpt.dcp.runtime import gc_pause
 from replicated_ckpt.dcp.runtime.gc_pause import Pause, put_off
 from tests.agent.agents import wait_for
+from tests.gloo import group_of_one
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
@@ -103,8 +104,7 @@ def test_a_save_and_a_load_of_many_tensors_bring_no_full_collection_about(tmp_pa
 
 
 def test_nor_does_an_asynchronous_save(root: Path) -> None:
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
+    with group_of_one():
         state = many_tensors()
         with full_collections() as seen, closing(ReplicatedWriter(root)) as writer:
             future: Any = dcp.async_save(state, checkpoint_id="a", storage_writer=writer)
@@ -114,8 +114,6 @@ def test_nor_does_an_asynchronous_save(root: Path) -> None:
         found = {name: torch.zeros(2) for name in state}
         dcp.load(found, checkpoint_id="a", storage_reader=ReplicatedReader(root))
         assert all(torch.equal(found[name], state[name]) for name in state)
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("threshold", [0, 700])

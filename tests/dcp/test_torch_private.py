@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
@@ -39,6 +38,7 @@ from replicated_ckpt.dcp.runtime.torch_private import (
     narrow,
     with_local_part,
 )
+from tests.gloo import group_of_one
 
 
 class Witness(dcp.FileSystemWriter):
@@ -251,9 +251,8 @@ def test_a_stager_sees_the_asynchronous_save_it_stages_for(tmp_path: Path) -> No
 
 @pytest.fixture
 def _group_of_one() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    with group_of_one():
+        yield
 
 
 @pytest.mark.usefixtures("_group_of_one")

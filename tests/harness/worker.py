@@ -13,20 +13,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
-from torch.torch_version import TorchVersion
 
 from replicated_ckpt.errors import ReplicatedCkptWarning
+from tests.gloo import GLOO_SETTLE_S, end_group
 from tests.harness.launch import COLLECTIVE_TIMEOUT_ENV
 from tests.steps.context import Context
 
-# A gloo thread that drops the last reference to a tensor while the interpreter ends aborts the process (seen on torch
-# 2.13: ~AsyncAllgatherCoalescedWork in ProcessGroupGloo::runLoop waits for the GIL of a finalizing interpreter).
-GLOO_SETTLE_S = 0.2
-"""Torch 2.7 needs it before groups are destroyed, too: their end, with the interpreter's lock, waits for a thread that
-needs it to drop a tensor. Stock programs hang there now and then."""
 COLLECTIVE_TIMEOUT_S = 60.0
 
 
@@ -84,9 +78,7 @@ def main(spec_path: Path) -> int:
         if spec["quick_exit"]:
             exit_quickly(is_failed=report["failure"] is not None)
     if dist.is_initialized() and not context.leaves_work_behind:
-        if torch.__version__ < TorchVersion("2.8"):
-            time.sleep(GLOO_SETTLE_S)
-        dist.destroy_process_group()
+        end_group()
         time.sleep(GLOO_SETTLE_S)
     return 0
 

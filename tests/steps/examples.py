@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from replicated_ckpt.errors import ReplicatedCkptError
-from tests.harness.worker import GLOO_SETTLE_S
+from tests.gloo import GLOO_SETTLE_S
 from tests.harness.zygote import REPOSITORY
 from tests.steps.context import Context
 from tests.steps.state import failure

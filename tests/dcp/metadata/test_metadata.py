@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -29,6 +28,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from replicated_ckpt.dcp.metadata.metadata import decode_metadata, encode_metadata, register_safe_class
 from replicated_ckpt.dcp.runtime.torch_private import OldTensorProperties
 from replicated_ckpt.errors import MetadataUnsafe
+from tests.gloo import group_of_one
 
 STATES: list[dict[str, Any]] = [
     {"a": torch.ones(3, dtype=torch.bfloat16)},
@@ -93,9 +93,8 @@ def test_metadata_of_older_versions_of_torch_is_read(tmp_path: Path) -> None:
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
     """A process group of one, as DTensor wants one."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield DeviceMesh("cpu", [0])
-    dist.destroy_process_group()
+    with group_of_one():
+        yield DeviceMesh("cpu", [0])
 
 
 @pytest.mark.parametrize("is_flat", [True, False])

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.checkpoint.api import CheckpointException
@@ -19,6 +18,7 @@ from replicated_ckpt.dcp.staging import segment, stager
 from replicated_ckpt.dcp.staging.segment import StagingMemoryShort, lease_segment
 from replicated_ckpt.dcp.staging.state_copy import StateCopy
 from tests.dcp.save.test_async_staging import TIMEOUT_S, Gated, loaded, start, verified
+from tests.gloo import group_of_one
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
@@ -155,12 +155,9 @@ def test_a_manager_whose_save_failed_frees_its_memory(tmp_path: Path) -> None:
 
 def test_what_a_collective_still_writes_is_waited_for() -> None:
     """A tensor that torch hands out before its collective is over has its result in the copy."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
+    with group_of_one():
         reduced: Any = all_reduce(torch.ones(1000), "sum", [0])
         assert not reduced.completed
         copied = StateCopy({"t": reduced}).make(memoryview(bytearray(8192)))["t"]
         assert reduced.completed
         assert copied.sum().item() == 1000
-    finally:
-        dist.destroy_process_group()

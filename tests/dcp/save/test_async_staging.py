@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, NoReturn
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed._shard.sharded_tensor import Shard, init_from_local_shards
 from torch.distributed.checkpoint import DefaultSavePlanner
@@ -31,6 +30,7 @@ from replicated_ckpt.cli.main import main
 from replicated_ckpt.dcp.staging import segment, stager
 from replicated_ckpt.dcp.staging.segment import StagingMemoryShort
 from replicated_ckpt.dcp.staging.state_copy import StateCopy
+from tests.gloo import group_of_one
 from tests.stopwatch import Stopwatch
 
 pytestmark = [
@@ -426,9 +426,8 @@ def test_a_forked_child_has_memory_of_its_own() -> None:
 
 @pytest.fixture
 def _group_of_one() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    with group_of_one():
+        yield
 
 
 @pytest.mark.usefixtures("_group_of_one")

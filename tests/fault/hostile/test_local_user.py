@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from replicated_ckpt import ReplicatedReader, ReplicatedWriter
@@ -21,6 +20,7 @@ from replicated_ckpt.agent.start.launch import ensure_agent
 from replicated_ckpt.errors import StoreDenied
 from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.agents import HOME, running_agent
+from tests.gloo import group_of_one
 
 pytestmark = [
     pytest.mark.fault,
@@ -137,14 +137,11 @@ def test_a_rank_of_root_writes_itself_where_the_agent_is_another_users(
         os.seteuid(NOBODY)
         theirs.listen()
         os.seteuid(0)
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        try:
+        with group_of_one():
             state = {"values": torch.arange(1 << 16)}
             future = dcp.async_save(state, checkpoint_id="step-1", storage_writer=ReplicatedWriter(root, copies=1))
             assert isinstance(future, Future)
             future.result(timeout=60)
-        finally:
-            dist.destroy_process_group()
         assert "this rank writes its shards itself" in caplog.text
         assert f"user {NOBODY} is at the other end" in caplog.text
         found = {"values": torch.zeros(1 << 16, dtype=torch.int64)}
