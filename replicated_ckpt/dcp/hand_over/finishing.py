@@ -63,8 +63,8 @@ def _finish(store: LocalStore, save_id: str, body: bytes, on_handed: Callable[[]
     if endpoint is None:
         raise StoreUnavailable("this node's agent", "finish", save_id, "it is not there", LOG_HINT)
     with AgentClient(endpoint.local_address()) as client:
-        client.put("POST", f"/v1/saves/{save_id}/finish", body)
         try:
+            client.put("POST", f"/v1/saves/{save_id}/finish", body)
             failpoints.reach("coordinator.handed-over")
             on_handed()
             return Finished.from_json(client.call("POST", f"/v1/saves/{save_id}/decision"))

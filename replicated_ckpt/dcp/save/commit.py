@@ -1,7 +1,8 @@
 """The coordinator's last steps of a save: account for every shard, decide durably, have every node publish."""
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +26,7 @@ from replicated_ckpt.dcp.metadata.sharing import share_parts
 from replicated_ckpt.dcp.planning.kept_layouts import KeptLayout, KeptLayouts
 from replicated_ckpt.dcp.runtime.gc_pause import put_off
 from replicated_ckpt.dcp.runtime.torch_private import metadata_version
-from replicated_ckpt.errors import AckNotReached, SaveAborted
+from replicated_ckpt.errors import AckNotReached, SaveAborted, StoreError
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.versions.replaceable import check_decidable
 
@@ -48,7 +49,7 @@ def commit_save(
     Returns what is weaker than wanted, in words, and the receipts, with what agents wrote. The manifest keeps `notes`.
     Where the layout is that of the save before, in `layouts`, so is `.metadata`: it is neither made nor sent again.
     Holds afterwards: it is committed on every node that is not named in what is returned. If this raises before the
-    decision, the save is given up everywhere; once the decision is durable it is never given up.
+    decision, the save is given up everywhere; once the decision may be durable it is never given up.
 
     Raises:
         SaveAborted: an item lies in a shard that no rank has written, or an agent could not write one.
@@ -58,7 +59,7 @@ def commit_save(
         StoreError: the decision could not be made durable. StoreUnavailable: nor is it known what this node's agent did.
     """
     layouts = layouts or KeptLayouts()
-    try:
+    with _giving_up(cluster, decision.save_id):
         with put_off():
             shards = _shard_entries(decision, receipts)
             same, layout = lay_out(decision, shards, metadata, results, layouts)
@@ -66,12 +67,8 @@ def commit_save(
         failpoints.reach("coordinator.accounted")
         store.put_small(decision.save_id, METADATA_NAME, raw_metadata)
         failpoints.reach("coordinator.metadata-staged")
+    with _giving_up(cluster, decision.save_id, lambda: _may_be_decided(store, decision.save_id)):
         manifest, receipts, missed = _decide(store, decision, config, manifest, receipts, handing or Handing())
-    except AgentSilent:
-        raise  # what it has decided stands: nothing may be given up
-    except BaseException as exc:
-        cluster.abort(decision.save_id, f"the coordinator failed: {type(exc).__name__}: {exc}")
-        raise
     failpoints.reach("coordinator.decided")
     layouts.keep(layout)
     is_as_before = raw_metadata == layout.raw  # else it has a part for the bucket, which names this save
@@ -80,6 +77,31 @@ def commit_save(
     late = _list_late(committed, decision)
     _check_reached(manifest, committed, must_have_all=config.must_have_all_copies)
     return [*missed, *late], receipts
+
+
+@contextmanager
+def _giving_up(cluster: Cluster, save_id: str, may_be_decided: Callable[[], bool] = lambda: False) -> Iterator[None]:
+    """Has every node give the save up if the block raises, unless its decision may lie here: that is never taken back."""
+    try:
+        yield
+    except AgentSilent:
+        raise  # what it has decided stands: nothing may be given up
+    except BaseException as exc:
+        if not may_be_decided():
+            cluster.abort(save_id, f"the coordinator failed: {type(exc).__name__}: {exc}")
+        raise
+
+
+def _may_be_decided(store: LocalStore, save_id: str) -> bool:
+    """Whether the decision lies here, or what it has published, or this node's disk does not say.
+
+    What raised may have come after the manifest had its name, as an interrupt or an fsync that failed. From then on each
+    agent that asks has the save published.
+    """
+    try:
+        return store.is_decided(save_id) or store.catalog.checkpoint_of(save_id) is not None
+    except StoreError:
+        return True
 
 
 def _list_late(committed: Committed, decision: SaveDecision) -> list[str]:
