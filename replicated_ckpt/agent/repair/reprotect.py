@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import TypeAlias
 
 from replicated_ckpt.agent.peers.manifests import ManifestBook
@@ -14,6 +14,7 @@ from replicated_ckpt.agent.peers.watch import Patience, PeerWatch
 from replicated_ckpt.agent.repair.just_removed import JustRemoved
 from replicated_ckpt.agent.repair.mender import Mender
 from replicated_ckpt.agent.repair.pauses import IDLE_PAUSE_S, PAUSE_S, Pauses
+from replicated_ckpt.agent.repair.protection import Protection
 from replicated_ckpt.agent.repair.replaced import restore_replaced
 from replicated_ckpt.agent.repair.retire import Retirer
 from replicated_ckpt.agent.saves.service import NodeService
@@ -40,24 +41,6 @@ SUSPECTS_MAX = 4096
 _NOT_PLANNED = "this node would not do it by its own look at the nodes; ask on its own host"
 
 Outcome: TypeAlias = tuple[Action, str]
-
-
-@dataclass(frozen=True)
-class Protection:
-    """What one round found. `is_complete`: every checkpoint has its number of copies, and no silent node is waited for.
-
-    `planned`: what all nodes together have to do. `failed`: what this node could not do, in words. `short` and `lost`:
-    shards that nothing can be done for now, for want of nodes or of any copy. `in_doubt`: a node fell silent and is not
-    given up yet.
-    """
-
-    is_complete: bool
-    planned: int = 0
-    done: int = 0
-    failed: tuple[str, ...] = ()
-    short: int = 0
-    lost: int = 0
-    in_doubt: bool = False
 
 
 class Reprotector:
@@ -209,16 +192,17 @@ class Reprotector:
             self._service, without_retired(manifests, going), views, is_done=plan.is_complete and not in_doubt
         )
         self._stale = (plan, self._stale[1] + 1 if plan == self._stale[0] else 0)
-        done, failed = self._carry_out(plan.of_node(self._service.node_id))
         found = Protection(
             is_complete=plan.is_complete and not in_doubt,
             planned=len(plan.actions),
-            done=done,
-            failed=tuple(failed),
             short=len(plan.short),
             lost=len(plan.lost),
             in_doubt=in_doubt,
         )
+        if self._is_active(found):
+            self._busy.set()  # before it is done: a round at rest, which nothing has woken, may have found it
+        done, failed = self._carry_out(plan.of_node(self._service.node_id))
+        found = replace(found, done=done, failed=tuple(failed))
         self._say(found, plan)
         return found
 

@@ -122,6 +122,17 @@ def test_a_node_that_falls_silent_right_after_a_save_is_taken_to_hold_it(tmp_pat
     assert [findings(store) for store in nodes] == [[], [], []]
 
 
+def test_an_agent_that_ranks_started_copies_to_the_end(tmp_path: Path) -> None:
+    """What a round at rest has found to do is work, too: no client is there, no request came, and the agent stays."""
+    nodes = stores(tmp_path, 2)
+    checkpointed(nodes, 1, {shard(0): (0, 1)}, size_bytes=6_000_000, on=[0])
+    with running_agent(nodes[0].root, *QUICK) as there:
+        introduced(nodes[1], [there.endpoint.address()])
+        with running_agent(nodes[1].root, *QUICK, "--idle-exit-s", "2", "--copy-mib-per-s", "1") as idle:
+            assert idle.process.wait(60) == 0
+    assert held(nodes[1]) == {shard(0)}
+
+
 def test_a_name_that_retention_frees_is_another_runs_in_the_same_round(tmp_path: Path) -> None:
     """A round that retires a checkpoint does not say that all is done before the other run's of its name has its copies."""
     nodes, stopping, run, another = stores(tmp_path, 2), threading.Event(), "a" * 16, "b" * 16
