@@ -76,7 +76,7 @@ def fail_after(monkeypatch: pytest.MonkeyPatch, then: Callable[[], None]) -> Non
 def test_what_is_decided_is_given_up_nowhere(
     agents: list[RunningAgent], monkeypatch: pytest.MonkeyPatch, make: Callable[[], BaseException]
 ) -> None:
-    """Ctrl-C, or an fsync that fails, once the manifest has its name: a node that asks has the save published, so all do."""
+    """Ctrl-C, or an fsync that fails, once the manifest has its name: an agent may have published the save by then."""
     decision = opened(agents)
 
     def ask_and_fail() -> None:
