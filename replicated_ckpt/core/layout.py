@@ -35,6 +35,8 @@ _SAVE_ID = re.compile(r"[0-9a-f]{32}")
 _LINEAGE = re.compile(r"[0-9a-f]{16}")
 _PART_BYTES_MAX = 200
 _ID_BYTES_MAX = 512
+PARTS_MAX = 8
+"""Of a checkpoint id: so deep a root, and a bucket, are looked through for checkpoints."""
 _NOT_IN_NAMES = frozenset('*?[]{}<>|"`\\^%$')
 """Patterns, quotes and escapes, which shells, URLs and the clients of object stores read as something else."""
 _NOT_FIRST = " .-~"
@@ -82,6 +84,7 @@ def is_checkpoint_id(text: str) -> bool:
         text.isprintable()
         and 0 < len(text.encode()) <= _ID_BYTES_MAX
         and text not in (LATEST, NODE_NAME)
+        and text.count("/") < PARTS_MAX
         and all(map(_is_plain_part, text.split("/")))
     )
 
@@ -102,6 +105,8 @@ def _describe_refusal(text: str) -> str:
     if not text.isprintable() or len(text.encode()) > _ID_BYTES_MAX or text in (LATEST, NODE_NAME):
         taken = "that name is reserved" if text in (LATEST, NODE_NAME) else f"it has more than {_ID_BYTES_MAX} bytes"
         return taken if text.isprintable() else "it has a control character"
+    if text.count("/") >= PARTS_MAX:
+        return f"it has more than {PARTS_MAX} parts"
     part = next(part for part in text.split("/") if not _is_plain_part(part))
     bad = sorted(_NOT_IN_NAMES.intersection(part))
     if not part:
@@ -133,6 +138,7 @@ def checkpoint_id_under(root: str, given: str) -> str:
         raise ConfigInvalid(
             f"checkpoint_id {text!r} is not a valid name under {root!r}: {_describe_refusal(text)}.",
             "No part may start with . - ~ or a space, end with a space, hold a control character or one of "
-            f"{' '.join(sorted(_NOT_IN_NAMES))}, or have more than {_PART_BYTES_MAX} bytes; 'latest' is reserved.",
+            f"{' '.join(sorted(_NOT_IN_NAMES))}, or have more than {_PART_BYTES_MAX} bytes; there are {PARTS_MAX} parts at "
+            "most; 'latest' is reserved.",
         )
     return text

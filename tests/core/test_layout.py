@@ -23,6 +23,7 @@ from replicated_ckpt.errors import ConfigInvalid
         "step (1)",
         "実験/10",
         "a&b;c!",
+        "/".join("abcdefgh"),
     ],
 )
 def test_plain_names_are_ids(text: str) -> None:
@@ -35,6 +36,7 @@ def test_plain_names_are_ids(text: str) -> None:
     "text",
     ["", ".", "..", "../x", "a/../b", "a//b", "/", ".hidden", "a/.b", "latest", "node.json", "x\0", "a\n"]
     + [" a", "a ", "-a", "~a", "a\u202eb", "a\u200bb", "a\ud800", "ü" * 101, "/".join(["ü" * 90] * 3)]
+    + ["/".join("abcdefghi")]
     + [f"a{character}b" for character in '*?[]{}<>|"`\\^%$'],
 )
 def test_names_that_hide_or_climb_are_refused(text: str) -> None:
@@ -57,6 +59,7 @@ def test_names_that_hide_or_climb_are_refused(text: str) -> None:
         ("run/a*[1]", "'a*[1]' has * [ ] in it"),
         ("x" * 201, f"'{'x' * 201}' is too long"),
         ("/".join(["x" * 190] * 3), "it has more than 512 bytes"),
+        ("/".join("abcdefghi"), "it has more than 8 parts"),
         ("a.distcp", "'a.distcp' ends as a shard does"),
     ],
 )

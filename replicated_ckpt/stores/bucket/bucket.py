@@ -19,6 +19,7 @@ from replicated_ckpt.core.layout import (
     MANIFEST_NAME,
     METADATA_NAME,
     OBJECT_NODE,
+    PARTS_MAX,
     ShardName,
     is_checkpoint_id,
     is_save_id,
@@ -39,7 +40,6 @@ from replicated_ckpt.stores.peer.fan_out import FanOut
 
 log = logging.getLogger(__name__)
 
-_DEPTH_MAX = 8
 _TAIL_BYTES = 64 << 10
 _NEWER = "Nothing is to be done: the newer one loads from there."
 _TAKEN = (
@@ -101,7 +101,7 @@ class Bucket:
         """Every committed checkpoint. One request for each directory and two for each checkpoint, many at once."""
         found: list[BucketSave] = []
         level = [""]
-        for _ in range(_DEPTH_MAX):
+        for _ in range(PARTS_MAX + 1):
             looked = FanOut[str, tuple[list[BucketSave], list[str]]]().run(level, self._look).raise_first()
             found += [save for saves, _ in looked.values() for save in saves]
             level = [directory for _, directories in looked.values() for directory in directories]

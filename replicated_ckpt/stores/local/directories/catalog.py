@@ -13,6 +13,7 @@ from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.layout import (
     MANIFEST_NAME,
     METADATA_NAME,
+    PARTS_MAX,
     REPLACED_DIR,
     SHARD_SUFFIX,
     ShardName,
@@ -28,7 +29,6 @@ from replicated_ckpt.stores.files.containment import leads_out
 from replicated_ckpt.stores.files.durable import translate_errors
 from replicated_ckpt.stores.files.plain import open_plain_file, read_plain
 
-_DEPTH_MAX = 8
 _UNREADABLE = (errno.EIO, errno.EISDIR, errno.ELOOP, errno.EUCLEAN)
 
 
@@ -222,9 +222,9 @@ class Catalog:
             if is_checkpoint_id(checkpoint_id) and not _has_manifest(self._path_of(checkpoint_id)):
                 yield checkpoint_id
 
-    def _checkpoint_ids(self, is_one: Callable[[str], bool], parent: str = "", depth: int = 0) -> Iterator[str]:
+    def _checkpoint_ids(self, is_one: Callable[[str], bool], parent: str = "", depth: int = 1) -> Iterator[str]:
         """Directories of which `is_one` says so, given their path; nothing is looked for in one that is."""
-        if depth > _DEPTH_MAX:
+        if depth > PARTS_MAX:
             return
         try:
             entries = sorted(os.scandir(self._path_of(parent)), key=lambda found: found.name)

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, is_checkpoint_file
+from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, PARTS_MAX, is_checkpoint_file
 from replicated_ckpt.errors import CheckpointExists, ConfigInvalid
 from replicated_ckpt.stores.files.containment import leads_out
 from replicated_ckpt.stores.files.durable import translate_errors
@@ -11,7 +11,6 @@ from replicated_ckpt.stores.files.existence import is_directory, is_link, is_the
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.versions.others import others_in
 
-_DEPTH_MAX = 8
 _ONE_EACH = (
     "An overwrite and the retention rename a checkpoint's whole directory, so no other checkpoint lies in it. "
     "Name the two side by side: run/step_10 and run/step_10-ema, or run/step_10/model and run/step_10/ema."
@@ -101,9 +100,7 @@ def _checkpoint_below(directory: Path, depth: int) -> Path | None:
         return directory
     below = [Path(entry.path) for entry in os.scandir(directory) if entry.is_dir(follow_symlinks=False)]
     found = (
-        _checkpoint_below(path, depth + 1)
-        for path in below
-        if depth < _DEPTH_MAX and os.access(path, os.R_OK | os.X_OK)
+        _checkpoint_below(path, depth + 1) for path in below if depth < PARTS_MAX and os.access(path, os.R_OK | os.X_OK)
     )
     return next((path for path in found if path is not None), None)
 
