@@ -204,8 +204,7 @@ class LocalStore:
             name = intent.checkpoint_id or manifest.checkpoint_id  # of a directory that a user renamed, the new one
             final = self.final(name)
             before = self.read_published(name)
-            if not intent.adopts:  # of what is there an adoption says more
-                replaced.check_order(manifest, before, intent)
+            replaced.check_order(manifest, before, intent)
             check_replaceable(self.root, name, intent, gives_way=before is not None)
             failpoints.reach("commit.checked")
             others.bring_others(self.root, final, staging)
