@@ -127,12 +127,14 @@ class Job:
 
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Job]:
-    """Two nodes and an open save; the test's parameter arms failpoints of their agents."""
+    """Two nodes and an open save; the test's parameter arms failpoints of their agents, and may say how long they idle."""
+    first, second, *idle = getattr(request, "param", ("", ""))
+    idle_exit = ("--idle-exit-s", idle[0] if idle else "300")
     with ExitStack() as stack:
         agents = []
-        for rank, points in enumerate(getattr(request, "param", ("", ""))):
+        for rank, points in enumerate((first, second)):
             monkeypatch.setenv(failpoints.ENV, points)
-            agents.append(stack.enter_context(running_agent(tmp_path / f"node{rank}", "--idle-exit-s", "300")))
+            agents.append(stack.enter_context(running_agent(tmp_path / f"node{rank}", *idle_exit)))
         monkeypatch.delenv(failpoints.ENV)
         job = Job(agents)
         job.open()
@@ -159,6 +161,18 @@ def test_a_save_that_is_handed_over_needs_no_rank(job: Job) -> None:
         for store in job.stores:
             raw = (store.final("step-1") / name).read_bytes()
             assert (len(raw), crc32c(raw)) == (entry.size_bytes, entry.crc32c)
+
+
+@pytest.mark.parametrize("job", [("agent.finishing=sleep:6", "", "1.5")], indirect=True)
+def test_an_agent_that_has_written_its_shards_waits_for_the_decision(job: Job) -> None:
+    """However slow the others are: one that has no client left does not leave before it has published the save."""
+    for rank in (0, 1):
+        job.hand_over(rank).wait()
+    job.finish()
+    job.die()
+    for agent in job.agents:
+        assert agent.process.wait(WITHIN_S) == 0
+    assert job.files() == [FILES, FILES]
 
 
 @pytest.mark.parametrize("job", [("", ""), ("", "agent.writing=sleep:2")], indirect=True)

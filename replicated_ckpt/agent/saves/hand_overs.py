@@ -9,7 +9,7 @@ import logging
 import os
 import stat
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,11 +67,23 @@ class HandOvers:
         self._lock = threading.Lock()
         self._slots = threading.BoundedSemaphore(WRITES_AT_ONCE)
         self._written: dict[tuple[str, str], Future[WrittenCopies]] = {}
+        self._followed = 0
 
     @property
     def is_busy(self) -> bool:
         with self._lock:
-            return any(not future.done() for future in self._written.values())
+            return self._followed > 0 or any(not future.done() for future in self._written.values())
+
+    @contextlib.contextmanager
+    def following(self) -> Iterator[None]:
+        """In this block the end of a save is awaited whose ranks are gone: an agent that leaves would not publish it."""
+        with self._lock:
+            self._followed += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._followed -= 1
 
     def has(self, save_id: str) -> bool:
         """Whether a shard of this save was handed over to this agent."""

@@ -18,15 +18,16 @@ def follow_orphan(service: NodeService, save_id: str) -> None:
     """Returns once nothing of the save is staged here: it was published, or given up. Or after a while in doubt.
 
     While a rank, or the agent that finishes the save, holds it, nothing is asked. While the coordinator's node says that it
-    works on the save it is asked on, however long other nodes write.
+    works on the save it is asked on, however long other nodes write. An agent that ranks started does not leave meanwhile.
     """
-    until = time.monotonic() + FOLLOW_S
-    while service.store.is_staged(save_id) and time.monotonic() < until:
-        if service.is_held(save_id):
-            until = time.monotonic() + FOLLOW_S
-        else:
-            intent = service.store.intent_of(save_id)
-            settle(service, [Leftover(intent, "its ranks are gone")], service.peers.read_all())
-            if not service.doubts.has(save_id):
+    with service.hand_overs.following():
+        until = time.monotonic() + FOLLOW_S
+        while service.store.is_staged(save_id) and time.monotonic() < until:
+            if service.is_held(save_id):
                 until = time.monotonic() + FOLLOW_S
-        time.sleep(_PAUSE_S)
+            else:
+                intent = service.store.intent_of(save_id)
+                settle(service, [Leftover(intent, "its ranks are gone")], service.peers.read_all())
+                if not service.doubts.has(save_id):
+                    until = time.monotonic() + FOLLOW_S
+            time.sleep(_PAUSE_S)

@@ -62,8 +62,9 @@ class SaveAttempt:
     """One save: every rank calls `present` and `write`, the coordinator `decide` between them and `commit` after them.
 
     Whatever a step raises once the save was opened, KeyboardInterrupt too, the save is given up first on every node that
-    answers: nothing of it counts then. One that may be decided is not: it is published, or given up by agents. This rank holds the save, for agents to see, until the commit or `close`; only the
-    coordinator is told by DCP when a save has ended. One thread at a time.
+    answers: nothing of it counts then. One that may be decided is not: it is published, or given up by agents. This rank
+    holds the save, for agents to see, until the commit or `close`; only the coordinator is told by DCP when a save has
+    ended. One thread at a time.
     """
 
     def __init__(
