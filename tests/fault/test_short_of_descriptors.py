@@ -12,6 +12,8 @@ import pytest
 from replicated_ckpt.agent.saves.leftover import Leftover
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.settling.settle import settle
+from replicated_ckpt.agent.state.endpoint import keep_identity, next_identity
+from replicated_ckpt.agent.state.removals import RemovalBook
 from replicated_ckpt.errors import StoreError
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
@@ -88,3 +90,27 @@ def test_the_address_book_is_not_written_anew_for_want_of_them(service: NodeServ
     with refused(service.store.agent_directory() / "peers.json", errno.EMFILE), pytest.raises(StoreError):
         service.learn_peers([AgentAddress("c" * 12, "127.0.0.1", 9, "token").to_json()])
     assert [peer.node_id for peer in service.peers.read_all()] == [OTHER.node_id]
+
+
+@contextmanager
+def short_of_descriptors() -> Iterator[None]:
+    """This process opens no file."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_what_an_agent_keeps_is_not_taken_for_nothing_for_want_of_them(tmp_path: Path) -> None:
+    """An agent that starts then would write its books anew: removals by hand forgotten, other tokens than peers have."""
+    RemovalBook(tmp_path).take(SAVE)
+    keep_identity(tmp_path, kept := next_identity(tmp_path))
+    with short_of_descriptors():
+        with pytest.raises(StoreError):
+            RemovalBook(tmp_path)
+        with pytest.raises(StoreError):
+            next_identity(tmp_path)
+    assert RemovalBook(tmp_path).read_all() == {SAVE}
+    assert next_identity(tmp_path).tokens == kept.tokens

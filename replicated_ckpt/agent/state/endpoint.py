@@ -14,6 +14,7 @@ from replicated_ckpt.stores.files.durable import write_file
 from replicated_ckpt.stores.files.existence import is_there
 from replicated_ckpt.stores.files.locks import FileLock
 from replicated_ckpt.stores.files.ownership import read_private
+from replicated_ckpt.stores.files.shortage import raise_shortage
 from replicated_ckpt.stores.peer.client import AgentAddress
 from replicated_ckpt.version import PROTOCOL
 
@@ -130,15 +131,22 @@ def _is_own_listener(port: int) -> bool:
 
 
 def next_identity(directory: Path) -> Identity:
-    """The identity of the agent that starts now; `keep_identity` makes it the last one."""
+    """The identity of the agent that starts now; `keep_identity` makes it the last one.
+
+    Raises:
+        StoreError: no file can be read now, for want of descriptors or memory: the tokens that peers have are there still.
+    """
     try:
         fields = json.loads(read_private(directory / _IDENTITY_NAME))
         tokens = str(fields["token"]), str(fields["owner_token"])
         return Identity(tokens[0], int(fields["port"]), int(fields["incarnation"]) + 1, tokens[1])
     except FileNotFoundError:
         return Identity.draw(1)
-    except (OSError, ValueError, KeyError, TypeError):
-        return Identity.draw(int(time.time()))  # only a number that is larger than the last one is needed
+    except OSError as exc:
+        raise_shortage(exc, directory / _IDENTITY_NAME)
+    except (ValueError, KeyError, TypeError):
+        pass
+    return Identity.draw(int(time.time()))  # only a number that is larger than the last one is needed
 
 
 def keep_identity(directory: Path, identity: Identity) -> None:

@@ -7,9 +7,10 @@ from typing import Any, TypeVar
 
 from replicated_ckpt.errors import ConfigInvalid
 from replicated_ckpt.stores.files.durable import translate_errors, write_file
+from replicated_ckpt.stores.files.shortage import raise_shortage
 
 Found = TypeVar("Found")
-_PROBLEMS = (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, ConfigInvalid)
+_PROBLEMS = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, ConfigInvalid)
 
 
 class NoteFile:
@@ -21,9 +22,18 @@ class NoteFile:
         self._written = b""
 
     def read(self, parse: Callable[[Any], Found]) -> Found | None:
-        """What `parse` makes of what the last agent wrote; None if it cannot be read, or is something else."""
+        """What `parse` makes of what the last agent wrote; None if it cannot be read, or is something else.
+
+        Raises:
+            StoreError: no file can be read now, for want of descriptors or memory. What is there is not taken for nothing:
+                it would be written anew without it.
+        """
         try:
             raw = self._path.read_bytes()
+        except OSError as exc:
+            raise_shortage(exc, self._path)
+            return None
+        try:
             found = parse(json.loads(raw))
         except _PROBLEMS:
             return None
