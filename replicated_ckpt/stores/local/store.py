@@ -325,6 +325,7 @@ class LocalStore:
         staging, intent = self.staging(save_id), self.intent_of(save_id)
         for place in self._places([intent]):
             fsync_directory(place)  # a commit that was cut off may be seen and not be durable: the intent goes last
+        others.give_back_replaced(self.root, intent.replaces, intent.checkpoint_id)
         if is_directory(staging):
             others.give_back_others(self.root, staging, intent.checkpoint_id)
             if not replaced.keep_replaced(self.root, staging, save_id, is_published=self._is_published(save_id)):

@@ -12,6 +12,8 @@ from replicated_ckpt.errors import ConfigInvalid
 from replicated_ckpt.stores.files import durable
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.local.versions import others as versions_others
+from replicated_ckpt.stores.local.versions.replaced import lock_version
 from replicated_ckpt.stores.local.versions.retire import retire
 from tests.killed import killed_at
 from tests.stores.local.test_local import SHARD, content, save_id, staged
@@ -117,6 +119,30 @@ def test_an_overwrite_that_is_killed_keeps_what_is_not_ours(
     started(store)
     assert content(store) == b"new"
     assert others(folder) == before
+
+
+def test_directories_that_a_crash_left_with_a_kept_version_come_back(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The old version is kept, as a load reads it; it has gone to its place, and the process ends before they follow."""
+    store.commit(staged(store, 1, b"old"))
+    before = put_others(store.root / "step-1")
+    name = overwritten(store, 2, b"new")
+    reader = lock_version(store.catalog, "step-1", save_id(1))
+    with monkeypatch.context() as patched:
+        patched.setattr(versions_others, "move_others", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            store.commit(name)
+    assert others(store.root / "step-1") != before
+    started(store)
+    assert content(store) == b"new"
+    assert others(store.root / "step-1") == before
+    assert store.catalog.is_replaced(save_id(1))
+    assert reader is not None
+
+
+def interrupted(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 def test_what_cannot_have_a_second_name_is_moved(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:

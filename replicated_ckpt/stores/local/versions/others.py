@@ -14,7 +14,13 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-from replicated_ckpt.core.layout import QUARANTINE_DIR, is_checkpoint_file, is_checkpoint_id
+from replicated_ckpt.core.layout import (
+    QUARANTINE_DIR,
+    REPLACED_DIR,
+    is_checkpoint_file,
+    is_checkpoint_id,
+    is_save_id,
+)
 from replicated_ckpt.stores.files.durable import (
     fsync_directory,
     make_directories,
@@ -113,6 +119,13 @@ def give_back_others(root: Path, directory: Path, checkpoint_id: str) -> None:
         others = list(others_in(directory))
     for entry in others:
         _set_aside(root, Path(entry.path))
+
+
+def give_back_replaced(root: Path, save_id: str, checkpoint_id: str) -> None:
+    """The same of a version that is kept, if it is: a crash right after it was replaced left there what was to move on."""
+    path = root / REPLACED_DIR / save_id
+    if is_save_id(save_id) and is_directory(path):
+        give_back_others(root, path, checkpoint_id)
 
 
 def remove_carried(root: Path, directory: Path, checkpoint_id: str) -> None:
