@@ -24,7 +24,7 @@ from replicated_ckpt.core.layout import ShardName, is_checkpoint_id, is_save_id
 from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.core.protocol.announced import Announced
 from replicated_ckpt.errors import ConfigInvalid, ObjectMissing, PeerProtocolError
-from replicated_ckpt.stores.files.durable import flush_file
+from replicated_ckpt.stores.files.durable import flush_later
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.versions.recycled import try_room
 from replicated_ckpt.stores.local.versions.replaceable import holds_checkpoint
@@ -254,8 +254,7 @@ class Routes:
         body = (json.dumps(asdict(found)) + "\n").encode()
         if durable:
             return Answer(body)
-        path = self._service.store.path_of_staged(save_id, name)
-        return Answer(body, after=lambda: flush_file(path))
+        return Answer(body, after=flush_later(self._service.store.path_of_staged(save_id, name)))
 
     def _holdings(self, checkpoint_id: str | None) -> Answer:
         if checkpoint_id is not None and not is_checkpoint_id(checkpoint_id):

@@ -84,14 +84,18 @@ def fsync_directory(path: Path) -> None:
         os.fsync(fd)
 
 
-def flush_file(path: Path) -> None:
-    """Makes a file's bytes durable; nothing to do if it was removed meanwhile."""
+def flush_later(path: Path) -> Callable[[], None]:
+    """What makes a file's bytes durable when it is called, whatever name it has by then; nothing if it is gone already."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        file = path.open("rb")
     except FileNotFoundError:
-        return
-    with closing_fd(fd):
-        os.fsync(fd)
+        return lambda: None
+
+    def flush() -> None:
+        with file:
+            os.fsync(file.fileno())
+
+    return flush
 
 
 def make_directory(path: Path) -> None:

@@ -68,3 +68,15 @@ def test_a_file_that_comes_while_its_save_is_published_leaves_nothing(tmp_path: 
     with pytest.raises(SaveAborted):
         begun[0].finish_durably()
     assert {path.name for path in store.final("step-1").iterdir()} == {MANIFEST_NAME, METADATA_NAME, SHARD}
+
+
+def test_what_is_flushed_later_may_have_another_name_by_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A commit renames the directory of a copy that was acknowledged from memory. One that is gone needs nothing."""
+    first, final = tmp_path / "staged", tmp_path / "final"
+    first.write_bytes(b"a copy")
+    flush, flushed = durable.flush_later(first), list[int]()
+    first.rename(final)
+    monkeypatch.setattr(os, "fsync", lambda fd: flushed.append(os.fstat(fd).st_ino))
+    flush()
+    durable.flush_later(first)()
+    assert flushed == [final.stat().st_ino]
