@@ -136,6 +136,7 @@ class Schedule:
             cluster.is_bucket_down = False
             cluster.name_bucket(course.policy.object_store)
             cluster.pass_time(60)
+            cluster.protect()  # and what that was kept for goes, on one node after the other
         cluster.wait(AWAY_AFTER_S + 100)  # whoever said goodbye and was lost after that is given up by now
         said = cluster.protect()
         course.oracle.look()
