@@ -1,5 +1,6 @@
 # `make test` and `make drill` need Python 3.11+, git, make and a package index; they make their own virtual environment.
 #   make test [TORCH=2.13.0] [ARGS="-k placement"]     every fast test, and a real case of each promise; pytest's closing line last
+#   make test TORCH=lowest                             the same with the lowest versions that pyproject.toml allows, torch's too
 #   make test-all [TORCH=2.13.0] [ARGS="-k placement"] all tests, those that are marked `long` as well: hours
 #   make drill [ARGS="--scenario replace"]             several nodes on this machine, broken on purpose
 #   make fuzz [SECONDS=60]                             hostile bytes for everything that reads bytes from outside
@@ -124,8 +125,12 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "Installing into $(VENV); torch is large, the first time takes minutes."
 	@$(PYTHON) -m venv $(VENV)
 ifdef TORCH
+ifeq ($(TORCH),lowest)
+	@$(BIN)/python tools/lowest.py > $(VENV)/constraints.txt
+else
 	@{ sed '/^# --- torch/,$$d' constraints.txt; echo 'torch==$(TORCH)'; } > $(VENV)/constraints.txt
-	@$(BIN)/pip install --quiet -c $(VENV)/constraints.txt 'torch==$(TORCH)'
+endif
+	@$(BIN)/pip install --quiet -c $(VENV)/constraints.txt torch
 else
 	@cp constraints.txt $(VENV)/constraints.txt
 endif
