@@ -12,11 +12,13 @@ from replicated_ckpt.agent.state.endpoint import read_endpoint
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.main import main
 from replicated_ckpt.cli.removal.remover import Remover
+from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.bucket_client.opening import open_client
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.peer.client import AgentClient
 from tests.agent.agents import stop_agent, wait_for
+from tests.harness.processes import is_running
 from tests.object_tier.test_one_node import assert_loads, save
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -68,6 +70,49 @@ def test_an_upload_that_ends_between_two_steps_of_it_leaves_nothing(
     assert not (root / "step-2").exists()
     assert in_bucket(where) == ["step-1"]
     assert list_names(where, "step-2") == []
+
+
+def begun_save(root: Path, where: Mapping[str, Any], awaited: str) -> None:
+    """step-1 is in the bucket, and the upload of step-2 has brought this file of it."""
+    writer = ReplicatedWriter(root, **where)
+    save(writer, "step-1", 1)
+    writer.wait()
+    save(writer, "step-2", 2)
+    wait_for(lambda: awaited in list_names(where, "step-2"), 20, f"{awaited} in the bucket")
+
+
+def test_an_agent_that_is_killed_in_the_commit_of_an_upload_brings_nothing_back(
+    root: Path, where: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mark comes after the removal began, and the agent dies at once: it stays removed, or the command did not end."""
+    monkeypatch.setenv(failpoints.ENV, "upload.manifest-put=sleep:2@2,upload.marked=kill@2")
+    begun_save(root, where, MANIFEST_NAME)
+    code = main(["rm", "step-2", "--root", str(root), "--force"])
+    monkeypatch.delenv(failpoints.ENV)
+    if code != ExitCode.OK:
+        assert main(["status", "--root", str(root), "--start-agents"]) == ExitCode.OK
+        assert (root / "step-2").exists(), "the same command finds it"
+        assert main(["rm", "step-2", "--root", str(root), "--force"]) == ExitCode.OK
+    else:
+        endpoint = read_endpoint(root / ".agent")
+        assert endpoint is not None
+        wait_for(lambda: not is_running(endpoint.pid), 20, "the end of the agent, at the mark")
+    assert main(["status", "--root", str(root), "--start-agents"]) == ExitCode.OK
+    assert not (root / "step-2").exists()
+    assert (in_bucket(where), list_names(where, "step-2")) == (["step-1"], [])
+
+
+def test_what_is_kept_in_the_bucket_stays_though_its_upload_has_not_ended(
+    root: Path, where: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is committed there, and the agent has not read that back: the node's copy goes, and it loads from the bucket."""
+    monkeypatch.setenv(failpoints.ENV, "upload.marked=sleep:2@2")
+    begun_save(root, where, METADATA_NAME)
+    assert main(["rm", "step-2", "--root", str(root), "--force", "--keep-in-bucket"]) == ExitCode.OK
+    wait_for(lambda: not has_uploads(root), 20, "the end of the upload")
+    assert not (root / "step-2").exists()
+    assert in_bucket(where) == ["step-1", "step-2"]
+    assert_loads(ReplicatedReader(**where), "step-2", 2)
 
 
 def test_it_goes_from_both_and_is_not_uploaded_again(

@@ -1,6 +1,7 @@
 """The agent's verbs of the object tier: which bucket, how it is, how far an upload has come, and one by hand."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from typing import Any
 
@@ -30,6 +31,10 @@ class ObjectRoutes:
     def wake(self) -> None:
         """A save was committed here: it may be one that goes to the bucket."""
         self._uploader.wake()
+
+    def hold(self, save_id: str) -> AbstractContextManager[None]:
+        """Inside, the save is not uploaded: it is being removed."""
+        return self._uploader.held.hold(save_id)
 
     def standing(self) -> Standing:
         return self._uploader.standing()
@@ -87,7 +92,9 @@ class ObjectRoutes:
             raise ConfigInvalid("remove: no save of a checkpoint is named.")
         self._uploader.orders.forget(save_id)
         bucket = self._targets.bucket(str(fields["url"]))
-        return json_answer(is_removed=remove_save(bucket, checkpoint_id, save_id, self._manifest_of(save_id)))
+        with self.hold(save_id):
+            is_removed = remove_save(bucket, checkpoint_id, save_id, self._manifest_of(save_id))
+        return json_answer(is_removed=is_removed)
 
     def _manifest_of(self, save_id: str) -> Manifest | None:
         """Of a save that lies here; None where none does."""

@@ -1,7 +1,7 @@
 """The agent's verbs of repair: who is here, what seems bad, what is kept, read everything, carry out a plan."""
 
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -32,8 +32,15 @@ _WHY_CHARS_MAX = 500
 class RepairRoutes:
     """Maps requests to re-protection. Safe for concurrent use."""
 
-    def __init__(self, service: NodeService, reprotector: Reprotector, checks: Checks) -> None:
+    def __init__(
+        self,
+        service: NodeService,
+        reprotector: Reprotector,
+        checks: Checks,
+        hold_upload: Callable[[str], AbstractContextManager[None]],
+    ) -> None:
         self._service = service
+        self._hold_upload = hold_upload
         self._reprotector = reprotector
         self._checks = checks
         self._call_backs = CallBacks()
@@ -125,14 +132,17 @@ class RepairRoutes:
             service.pins.end(str(fields["session"]))
         if service.pins.is_pinned(save_id) and not fields.get("force"):
             if fields.get("is_patient"):
-                service.removals.take(save_id)
+                with request.heartbeat, self._hold_upload(save_id):
+                    service.removals.take(save_id)
             return json_answer(is_removed=False, why=f"a load reads it, or did in the last {PIN_S:.0f} s")
         service.pins.drop(save_id)
         if fields.get("is_asked"):
             is_kept = not fields.get("force") and self._is_read_here(checkpoint_id, save_id)
             return json_answer(is_removed=False, why="a process of this node reads it" if is_kept else "")
-        service.removals.take(save_id)  # first: after a crash the agent goes on with it, and no node brings it back
         with request.heartbeat:
+            with self._hold_upload(save_id):
+                # The note comes first: after a crash the agent goes on with it, and no node brings it back.
+                service.removals.take(save_id)
             is_removed = retire(service.store.root, checkpoint_id, save_id)
         is_left = not is_removed and service.store.catalog.checkpoint_of(save_id) is not None
         if not is_left:

@@ -60,7 +60,7 @@ class Routes:
         self._service = service
         self._reprotector = reprotector
         checks = Checks()
-        self._repair = RepairRoutes(service, reprotector, checks)
+        self._repair = RepairRoutes(service, reprotector, checks, objects.hold)
         self._objects = objects
         self._unmanaged = UnmanagedRoutes(service, checks)
         self._handed = HandOverRoutes(service)

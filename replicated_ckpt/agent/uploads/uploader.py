@@ -22,6 +22,7 @@ from replicated_ckpt.agent.uploads.bucket_retention import (
     standing_of,
     take_back_removed,
 )
+from replicated_ckpt.agent.uploads.held import HeldUploads, UploadHeld
 from replicated_ckpt.agent.uploads.upload import RETRY_MAX_S, Upload
 from replicated_ckpt.core.bucket.upload_plan import UploadState, choose_uploader
 from replicated_ckpt.core.manifest import Manifest
@@ -73,6 +74,7 @@ class Uploader:
         self._uploads: dict[str, Upload] = {}
         self._replaced_since: dict[str, float] = {}
         self._lock = threading.Lock()
+        self.held = HeldUploads()
         self._woken = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rckpt-upload", daemon=True)
         self.bytes_sent = 0
@@ -204,11 +206,16 @@ class Uploader:
     def _try(self, manifest: Manifest, upload: Upload) -> None:
         upload.state.attempts += 1
         try:
-            if not self._advance(manifest, upload):
+            with self.held.work_on(manifest.save_id):
+                is_there = self._advance(manifest, upload)
+            if not is_there:
                 upload.wait(self._clock())
                 return
             upload.end("committed")
             log.info("%s is committed in %s", manifest.checkpoint_id, upload.state.url)
+        except UploadHeld:
+            upload.wait(self._clock())
+            return
         except SaveAborted as exc:
             upload.end("superseded", exc.message)
             log.info("%s is not uploaded any more: %s", manifest.checkpoint_id, exc.message)
@@ -247,6 +254,7 @@ class Uploader:
         missing = set(manifest.shards) - self._find_intact(bucket, manifest, upload)
         for name in sorted(self._mine(manifest, missing, upload)):
             self._bring(bucket, manifest, name, upload)
+            self.held.check(save_id)
             take_back_removed(self._service, bucket, manifest)
             missing.discard(name)
         if missing and missing - self._find_intact(bucket, manifest, upload):
@@ -281,23 +289,24 @@ class Uploader:
         return mine
 
     def _bring(self, bucket: Bucket, manifest: Manifest, name: str, upload: Upload) -> None:
-        entry, store = manifest.shards[name], self._service.store
+        entry, store, save_id = manifest.shards[name], self._service.store, manifest.save_id
         label = f"node {self._service.node_id} at {store.root}"
-        notes = store.agent_directory() / f"{_NOTES_PREFIX}{manifest.save_id}-{name}.json"
+        notes = store.agent_directory() / f"{_NOTES_PREFIX}{save_id}-{name}.json"
         try:
-            with open_committed_save(store.root, manifest.checkpoint_id, manifest.save_id) as (directory, _):
+            with open_committed_save(store.root, manifest.checkpoint_id, save_id) as (directory, _):
                 expected = Expected(entry.size_bytes, entry.crc32c)
                 source = UploadSource(directory.open(name), label, name, expected, resume_path=notes)
             with source:
-                bucket.put_shard(manifest, name, source, partial(self._wait_for_pace, upload))
+                bucket.put_shard(manifest, name, source, partial(self._wait_for_pace, save_id, upload))
         except ObjectCorrupt as exc:
             if exc.store == label:
-                self._on_bad(manifest.checkpoint_id, manifest.save_id, name, exc.message)
+                self._on_bad(manifest.checkpoint_id, save_id, name, exc.message)
             raise
         upload.state.bytes_sent += entry.size_bytes
         upload.intact.add(name)
 
-    def _wait_for_pace(self, upload: Upload, size_bytes: int) -> None:
+    def _wait_for_pace(self, save_id: str, upload: Upload, size_bytes: int) -> None:
+        self.held.check(save_id)
         with self._pace_lock:
             upload.moved_at = self._clock()
             self._pace.take(size_bytes)
