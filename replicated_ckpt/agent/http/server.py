@@ -13,6 +13,7 @@ from io import BufferedIOBase, BufferedReader
 from typing import Any, cast
 
 from replicated_ckpt.agent.http.connections import Connections
+from replicated_ckpt.agent.http.disk_errors import disk_error_of
 from replicated_ckpt.agent.http.routes import Routes
 from replicated_ckpt.agent.http.strangers import Strangers
 from replicated_ckpt.agent.requests.body import Body, Head
@@ -176,13 +177,21 @@ class _Handler(BaseHTTPRequestHandler):
         except ReplicatedCkptError as exc:
             self._refuse(exc, body)
         except (OSError, ValueError) as exc:
-            self.server.log_problem(self.client_address, f"{self._show()} broke: {exc}")
-            self.close_connection = True
+            self._break_off(exc, body)
         else:
             self.close_connection = self.close_connection or not body.done  # what is left of it is no request
             self._send(answer)
         self.connection.settimeout(IDLE_CONNECTION_S)
         self.server.connections.waiting(self.client_address)
+
+    def _break_off(self, exc: OSError | ValueError, body: Body | None) -> None:
+        """Ends a request whose error no layer below has told: what the disk refuses is said, a broken connection logged."""
+        found = disk_error_of(exc, self.command, self.path[:_LOGGED_CHARS]) if isinstance(exc, OSError) else None
+        if found is not None:
+            self._refuse(found, body)
+            return
+        self.server.log_problem(self.client_address, f"{self._show()} broke: {exc}")
+        self.close_connection = True
 
     def _show(self) -> str:
         """The request as it may be logged: its sender chooses it."""

@@ -18,7 +18,11 @@ def open_plain(path: str | Path, flags: int = 0, *, dir_fd: int | None = None) -
         FileNotFoundError: nothing lies there, or a pipe or a device. OSError
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags, dir_fd=dir_fd)
-    mode = os.fstat(fd).st_mode
+    try:
+        mode = os.fstat(fd).st_mode
+    except OSError:  # as of a file system that has gone
+        os.close(fd)
+        raise
     if stat.S_ISREG(mode) or stat.S_ISDIR(mode):  # reading a directory says so itself
         return fd
     os.close(fd)

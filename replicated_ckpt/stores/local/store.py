@@ -226,8 +226,9 @@ class LocalStore:
             others.remove_broken_off(final)  # of a process that began to write while the save was being published
             others.remove_carried(self.root, trash, name)
             self._forget(save_id)
+            held = tuple(sorted(self.catalog.shard_sizes(name)))
         failpoints.reach("commit.done")
-        return tuple(sorted(self.catalog.shard_sizes(name)))
+        return held
 
     def _is_published(self, save_id: str) -> bool:
         checkpoint_id = self.intent_of(save_id).checkpoint_id

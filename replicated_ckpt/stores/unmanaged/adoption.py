@@ -133,7 +133,7 @@ def copy_with_footer(fd: int, sink: FileSink, path: str) -> BlockTable:
 
 def _check_copy(path: Path, items: Sequence[ByteRange], data_bytes: int) -> None:
     """Holds the staged copy of a file of so many bytes against checksums in that: of its items, or of a footer of ours."""
-    with path.open("rb", buffering=0) as file:
+    with translate_errors(str(path.parent), "read back", path.name), path.open("rb", buffering=0) as file:
 
         def fetch(offset: int, length: int) -> memoryview:
             target = memoryview(bytearray(length))

@@ -176,9 +176,9 @@ def open_directory(root: Path, checkpoint_id: str) -> Iterator[Committed]:
     """
     if not is_checkpoint_id(checkpoint_id):
         raise ConfigInvalid(f"{checkpoint_id[:200]!r} is no checkpoint id.")
-    if leads_out(root, checkpoint_id):
-        raise ObjectMissing(str(root), "open", checkpoint_id, "a symbolic link leads out of the root")
     with translate_errors(str(root), "open", checkpoint_id):
+        if leads_out(root, checkpoint_id):
+            raise ObjectMissing(str(root), "open", checkpoint_id, "a symbolic link leads out of the root")
         try:
             fd = os.open(root / checkpoint_id, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except (FileNotFoundError, NotADirectoryError) as exc:

@@ -1,0 +1,112 @@
+"""What a disk refuses in the middle of a request is an answer, which names the place; no descriptor stays open by it."""
+
+import errno
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from replicated_ckpt.agent.http.routes import Routes
+from replicated_ckpt.agent.http.server import AgentServer
+from replicated_ckpt.agent.peers.watch import Patience
+from replicated_ckpt.agent.repair.reprotect import Reprotector
+from replicated_ckpt.agent.saves.service import NodeService
+from replicated_ckpt.agent.state.rights import Tokens
+from replicated_ckpt.errors import StoreDenied, StoreError, StoreFull
+from replicated_ckpt.stores.files.plain import open_plain
+from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
+from replicated_ckpt.stores.throttle import Pace
+from tests.agent.agents import object_routes
+from tests.agent.checkpoints import findings
+from tests.agent.scattered import ID, scattered
+from tests.fault.killed import adopting
+
+pytestmark = pytest.mark.timeout(60)
+SAVE = "a" * 32
+OWNER = "b" * 32
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    """What stock torch wrote on one node."""
+    store = LocalStore(tmp_path / "node0")
+    scattered([store], tmp_path)
+    return store
+
+
+@pytest.fixture
+def client(store: LocalStore) -> Iterator[AgentClient]:
+    """Of an agent's door in this process, as its own user has it."""
+    service, stopping = NodeService(store), threading.Event()
+    reprotector = Reprotector(service, Patience(), Pace(1e9, stopping), stopping)
+    routes = Routes(service, reprotector, object_routes(service, stopping), lambda **_: {}, lambda: None)
+    server = AgentServer(("127.0.0.1", 0), Tokens("c" * 32, OWNER), routes)
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+    thread.start()
+    with AgentClient(AgentAddress(store.node_id(), "127.0.0.1", int(server.server_address[1]), OWNER)) as client:
+        yield client
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def refuse_once(name: str, code: int, is_meant: Callable[[str], bool]) -> Callable[..., Any]:
+    """`os.name`, which fails once where a path is meant."""
+    original, left = getattr(os, name), [1]
+
+    def call(at: Any, *args: Any, **named: Any) -> Any:
+        path = os.readlink(f"/proc/self/fd/{at}") if isinstance(at, int) else os.fspath(at)  # noqa: PTH115
+        if left and is_meant(path):
+            left.clear()
+            raise OSError(code, os.strerror(code), path)
+        return original(at, *args, **named)
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("call", "code", "kind", "place"),
+    [
+        ("preadv", errno.EIO, StoreError, f".staging/{SAVE}/__0_0.distcp"),
+        ("preadv", errno.EDQUOT, StoreFull, f".staging/{SAVE}/__0_0.distcp"),
+        ("stat", errno.EROFS, StoreDenied, f"{ID}"),
+    ],
+)
+def test_an_adoption_that_the_disk_breaks_off_says_so(
+    store: LocalStore,
+    client: AgentClient,
+    monkeypatch: pytest.MonkeyPatch,
+    call: str,
+    code: int,
+    kind: type[StoreError],
+    place: str,
+) -> None:
+    """It is no connection that broke off. The original is as it was, and the next try adopts it."""
+    save, raw = adopting.found(store, ID)
+    opening = {"checkpoint_id": ID, "session": "adoption", "overwrite": True, "adopts": True, "peers": []}
+    client.call("POST", f"/v1/saves/{SAVE}", {**opening, "announced": {"save_bytes_max": len(raw)}})
+    client.put("PUT", f"/v1/saves/{SAVE}/.metadata", raw)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, refuse_once(call, code, lambda path: path == str(store.root / place)))
+        with pytest.raises(kind, match=os.strerror(code)) as raised:
+            client.call("POST", f"/v1/saves/{SAVE}/adopt", {"shards": list(save.holders)})
+    assert Path(place).name in raised.value.message
+    client.call("POST", f"/v1/saves/{SAVE}/abort", {"why": "it broke off"})
+    adopting.adopt(str(store.root), ID, "d" * 32)
+    assert findings(store) == []
+
+
+def test_no_descriptor_stays_open_where_a_file_cannot_be_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An agent meets a file on a disk that failed again in each round."""
+    (tmp_path / "file").touch()
+    before = set(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    monkeypatch.setattr(os, "fstat", refuse_once("fstat", errno.EIO, lambda path: path == str(tmp_path / "file")))
+    with pytest.raises(OSError, match="Input/output"):
+        open_plain(tmp_path / "file")
+    assert set(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
