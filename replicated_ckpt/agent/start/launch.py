@@ -95,10 +95,15 @@ def running_agent(store: LocalStore) -> Endpoint | None:
 
 
 def can_hold_agent(store: LocalStore) -> bool:
-    """Whether an agent can be started for this store: its root is no read-only file system, and this user may write it."""
+    """Whether an agent can be started for this store: its root is no read-only file system, and this user may write it.
+
+    Raises:
+        StoreError: the disk does not say.
+    """
     place = store.root_agent_directory()
-    while not is_there(place):
-        place = place.parent
+    with translate_errors(str(store.root), "look at", place.name):
+        while not is_there(place):
+            place = place.parent
     return os.access(place, os.W_OK | os.X_OK)
 
 

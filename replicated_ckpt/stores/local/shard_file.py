@@ -172,6 +172,7 @@ class ShardFile(OpenFile):
 
     def _connect(self) -> None:
         super()._connect()
-        found, expected = os.fstat(self._fd).st_size, self._expected
+        with translate_errors(self._store, "look at", self._name):
+            found, expected = os.fstat(self._fd).st_size, self._expected
         if expected.needs_footer and found != expected.size_bytes:
             raise self._corrupt(f"expected {expected.size_bytes} bytes, found {found}")

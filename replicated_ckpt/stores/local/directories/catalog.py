@@ -53,9 +53,9 @@ class Catalog:
         """
         path = self._path_of(checkpoint_id, MANIFEST_NAME)
         key = f"{checkpoint_id}/{MANIFEST_NAME}"
-        if leads_out(self.root, checkpoint_id):
-            raise ObjectMissing(str(self.root), "read", key, "a symbolic link leads out of the root")
         with translate_errors(str(self.root), "read", key), manifest_readable(path):
+            if leads_out(self.root, checkpoint_id):
+                raise ObjectMissing(str(self.root), "read", key, "a symbolic link leads out of the root")
             try:
                 stat = os.stat(path)  # noqa: PTH116 - see the class
                 if stat.st_size > MANIFEST_BYTES_MAX:
@@ -75,8 +75,9 @@ class Catalog:
         Raises:
             ManifestVersionUnknown: only a newer version knows. ObjectMissing: a symbolic link leads out of the root.
         """
-        if leads_out(self.root, checkpoint_id):
-            raise ObjectMissing(str(self.root), "open", checkpoint_id, "a symbolic link leads out of the root")
+        with translate_errors(str(self.root), "open", checkpoint_id):
+            if leads_out(self.root, checkpoint_id):
+                raise ObjectMissing(str(self.root), "open", checkpoint_id, "a symbolic link leads out of the root")
         try:
             return self.manifest(checkpoint_id).save_id
         except ManifestVersionUnknown:
@@ -104,10 +105,11 @@ class Catalog:
 
     def list_replaced(self) -> list[str]:
         """Directories of replaced versions. One whose manifest is not believed goes by the save that replaced it."""
-        try:
-            return sorted(entry.name for entry in os.scandir(self._path_of(REPLACED_DIR)) if is_save_id(entry.name))
-        except FileNotFoundError:
-            return []
+        with translate_errors(str(self.root), "list", REPLACED_DIR):
+            try:
+                return sorted(entry.name for entry in os.scandir(self._path_of(REPLACED_DIR)) if is_save_id(entry.name))
+            except FileNotFoundError:
+                return []
 
     def is_replaced(self, save_id: str) -> bool:
         """Whether the save is kept here although a newer one has its name."""
@@ -193,14 +195,15 @@ class Catalog:
 
     def shard_sizes(self, checkpoint_id: str) -> Mapping[str, int]:
         """Bytes of each shard file of a checkpoint; empty if the checkpoint is just being replaced or removed."""
-        try:
-            return {
-                entry.name: entry.stat().st_size
-                for entry in os.scandir(self._path_of(checkpoint_id))
-                if ShardName.parse(entry.name) is not None and entry.is_file(follow_symlinks=False)
-            }
-        except FileNotFoundError:
-            return {}
+        with translate_errors(str(self.root), "list", checkpoint_id):
+            try:
+                return {
+                    entry.name: entry.stat().st_size
+                    for entry in os.scandir(self._path_of(checkpoint_id))
+                    if ShardName.parse(entry.name) is not None and entry.is_file(follow_symlinks=False)
+                }
+            except FileNotFoundError:
+                return {}
 
     def directories(self) -> Iterator[str]:
         """Every directory that has files of a checkpoint in it, its manifest believed, damaged or missing."""

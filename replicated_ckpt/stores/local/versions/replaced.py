@@ -13,7 +13,13 @@ from replicated_ckpt.core.layout import REPLACED_DIR, ShardName
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.protocol.settlement import may_publish
 from replicated_ckpt.errors import ManifestInvalid, SaveSuperseded, StoreUnavailable
-from replicated_ckpt.stores.files.durable import fsync_directory, make_directories, remove_tree, translate_errors
+from replicated_ckpt.stores.files.durable import (
+    SHORTAGES,
+    fsync_directory,
+    make_directories,
+    remove_tree,
+    translate_errors,
+)
 from replicated_ckpt.stores.files.existence import is_directory, is_there
 from replicated_ckpt.stores.files.locks import HeldLock
 from replicated_ckpt.stores.local.directories.catalog import Catalog, read_believed
@@ -59,7 +65,7 @@ def replaced_path(root: Path, before: Manifest | None, save_id: str) -> Path:
 def lock_version(catalog: Catalog, checkpoint_id: str, save_id: str) -> HeldLock | None:
     """Keeps a version from being removed, wherever it is moved, until the lock is released, or this process has ended.
 
-    None: it is not here; or its files may be read, and its directory may not, or a process was stopped that replaces it.
+    None: it is not here; or its files may be read, and its directory cannot, or a process was stopped that replaces it.
 
     Raises:
         StoreError
@@ -71,7 +77,11 @@ def lock_version(catalog: Catalog, checkpoint_id: str, save_id: str) -> HeldLock
                 if directory is None:
                     return None
                 fd = os.open(catalog.root / directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            except (ManifestInvalid, FileNotFoundError, PermissionError):
+            except ManifestInvalid:
+                return None
+            except OSError as exc:
+                if exc.errno in SHORTAGES:
+                    raise
                 return None
             lock = HeldLock(fd)
             try:
@@ -93,7 +103,7 @@ def _is_there(fd: int, catalog: Catalog, checkpoint_id: str, save_id: str) -> bo
     try:
         directory = catalog.directory_of(checkpoint_id, save_id)
         return directory is not None and os.path.samestat(os.fstat(fd), (catalog.root / directory).stat())
-    except (ManifestInvalid, FileNotFoundError):
+    except (ManifestInvalid, OSError):
         return False
 
 

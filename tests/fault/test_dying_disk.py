@@ -1,0 +1,82 @@
+"""A disk that fails in the middle of a load costs nothing where another node has copies: its bytes come from there."""
+
+import errno
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from replicated_ckpt import ReplicatedReader, ReplicatedWriter
+from replicated_ckpt.stores.local.versions.replaced import lock_version
+from tests.agent.agents import running_agent, wait_for
+from tests.agent.repair.test_reprotect import meet
+from tests.stores.files.test_existence import refused
+
+pytestmark = [
+    pytest.mark.fault,
+    pytest.mark.timeout(120),
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+    pytest.mark.filterwarnings("ignore::replicated_ckpt.errors.ReplicatedCkptWarning"),
+]
+SHARD = "__0_0.distcp"
+Dies = Callable[[Path, ExitStack, pytest.MonkeyPatch], None]
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Iterator[Path]:
+    """Of a node whose checkpoint another node has, too; both agents run."""
+    roots = [tmp_path / "node0", tmp_path / "node1"]
+    with running_agent(roots[0]) as own, running_agent(roots[1]) as other:
+        writer = ReplicatedWriter(roots[0], copies=2)
+        dcp.save({"w": torch.arange(1000.0)}, checkpoint_id="step-1", storage_writer=writer)
+        meet(own, other)
+        wait_for((roots[1] / "step-1" / SHARD).exists, 30, "the copy")
+        yield roots[0]
+
+
+def refuse_all(root: Path, stack: ExitStack, patch: pytest.MonkeyPatch) -> None:
+    """Nothing of the checkpoint can be looked at or opened any more."""
+    del patch
+    stack.enter_context(refused(root / "step-1", errno.EIO))
+
+
+def refuse_to_tell(root: Path, stack: ExitStack, patch: pytest.MonkeyPatch) -> None:
+    """The shard is opened and found to be a file, and then the disk does not say how long it is."""
+    del stack
+    fstat, shard, asked = os.fstat, str(root / "step-1" / SHARD), []
+
+    def failing(fd: int) -> os.stat_result:
+        if os.readlink(f"/proc/self/fd/{fd}") == shard:  # noqa: PTH115
+            asked.append(fd)
+        if len(asked) > 1 and fd == asked[-1]:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), shard)
+        return fstat(fd)
+
+    patch.setattr(os, "fstat", failing)
+
+
+@pytest.mark.parametrize("is_locked", [False, True])
+@pytest.mark.parametrize("dies", [refuse_all, refuse_to_tell])
+def test_the_other_nodes_copy_is_loaded(
+    root: Path, monkeypatch: pytest.MonkeyPatch, dies: Dies, is_locked: bool
+) -> None:
+    """Whether the disk fails before the version is held for this load or after that."""
+    state = {"w": torch.zeros(1000)}
+    with ExitStack() as stack, monkeypatch.context() as patch:
+
+        def lock(*arguments: Any) -> Any:
+            lock = lock_version(*arguments) if is_locked else None
+            dies(root, stack, patch)
+            return lock if is_locked else lock_version(*arguments)
+
+        patch.setattr("replicated_ckpt.dcp.load.attempt.lock_version", lock)
+        reader = ReplicatedReader(root)
+        dcp.load(state, checkpoint_id="step-1", storage_reader=reader)
+    assert torch.equal(state["w"], torch.arange(1000.0))
+    assert reader.last_load is not None
+    assert (reader.last_load.bytes_local, reader.last_load.bytes_peer > 0) == (0, True)
