@@ -125,7 +125,8 @@ class AgentServer(ThreadingHTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Called by socketserver inside its exception handler: the peer went away, or a defect of ours."""
         del request
-        if self.connections.is_known(client_address):
+        is_defect = not isinstance(sys.exception(), OSError)
+        if is_defect and self.connections.is_known(client_address):
             log.warning("connection from %s broke", client_address, exc_info=True)  # noqa: LOG014
         else:
             self.log_problem(client_address, f"connection broke: {type(sys.exception()).__name__}")

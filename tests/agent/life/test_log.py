@@ -2,6 +2,7 @@
 
 import logging
 import socket
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from replicated_ckpt.core.upkeep.repair_plan import RestoreManifest
 from replicated_ckpt.errors import StoreDenied
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentClient
-from tests.agent.agents import stop_agent
+from tests.agent.agents import running_agent, stop_agent, wait_for
 
 TALKER = """
 import logging, os, sys
@@ -137,3 +138,16 @@ def test_connections_without_a_token_leave_a_line_or_two(tmp_path: Path, monkeyp
         assert "/v1/nothing" in said
     finally:
         stop_agent(root)
+
+
+def test_a_peer_that_breaks_its_connection_off_is_one_line(tmp_path: Path) -> None:
+    """As one that is killed in the middle of a load: nothing is wrong with this agent, and no traceback says so."""
+    with running_agent(tmp_path / "root") as agent:
+        ask = f"GET /v1/hello HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {agent.endpoint.token}\r\n\r\n"
+        with socket.create_connection(("127.0.0.1", agent.endpoint.port), 10) as peer:
+            peer.sendall(ask.encode())
+            assert peer.recv(1 << 16).startswith(b"HTTP/1.1 200")
+            peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # its end is a reset
+        log = tmp_path / "root" / "agent.out"
+        wait_for(lambda: "connection broke: ConnectionResetError" in log.read_text(), 10, "a line about it")
+        assert "Traceback" not in log.read_text()
