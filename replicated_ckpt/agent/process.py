@@ -247,10 +247,10 @@ class Agent:
         )
 
     def _wait(self, directory: Path, lock: FileLock) -> None:
-        """Until it is told to stop, or has no reason to stay. That it cannot look at its root now is none to leave.
+        """Until it is told to stop, or has no reason to stay. An agent that cannot look at its root stays.
 
-        As where it has too many files open for a moment. On a disk that has failed it says so to its peers, which would
-        wait for a shard if it were gone.
+        It may have too many files open for a moment. Where its disk has failed it tells its peers so; they would wait for
+        a shard if it were gone.
         """
         said = ""
         while not self._stopping.wait(_LOOK_INTERVAL_S):

@@ -2,7 +2,6 @@
 
 import logging
 import threading
-from collections.abc import Collection
 
 from replicated_ckpt.agent.peers.who import ask_who
 from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptError
@@ -13,9 +12,10 @@ log = logging.getLogger(__name__)
 _HINT = "One was made as a copy of the other (a cloned disk): stop one agent, and remove node.json from its root."
 
 
-def two_agents(node_id: str, places: Collection[str]) -> ConfigInvalid:
+def _two_agents(*addresses: AgentAddress) -> ConfigInvalid:
     """The error that says so."""
-    return ConfigInvalid(f"Two agents are node {node_id}: at {' and at '.join(sorted(places))}.", _HINT)
+    places = sorted(f"{address.host}:{address.port}" for address in addresses)
+    return ConfigInvalid(f"Two agents are node {addresses[0].node_id}: at {' and at '.join(places)}.", _HINT)
 
 
 class Twins:
@@ -27,7 +27,7 @@ class Twins:
 
     def note(self, one: AgentAddress, other: AgentAddress) -> ConfigInvalid:
         """Both have answered as one node. Returns the error, which is logged once."""
-        error = two_agents(one.node_id, [_place_of(one), _place_of(other)])
+        error = _two_agents(one, other)
         with self._lock:
             is_new = one.node_id not in self._found
             self._found[one.node_id] = one, other
@@ -47,8 +47,7 @@ class Twins:
     def describe(self) -> list[str]:
         """Each in words, with the next step."""
         with self._lock:
-            found = dict(self._found)
-        return [str(two_agents(node_id, [_place_of(one) for one in pair])) for node_id, pair in found.items()]
+            return [str(_two_agents(*pair)) for pair in self._found.values()]
 
 
 def _are_two(one: AgentAddress, other: AgentAddress) -> bool:
@@ -56,7 +55,3 @@ def _are_two(one: AgentAddress, other: AgentAddress) -> bool:
         return ask_who(one).is_twin_of(ask_who(other))
     except ReplicatedCkptError:
         return False
-
-
-def _place_of(address: AgentAddress) -> str:
-    return f"{address.host}:{address.port}"

@@ -7,13 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from replicated_ckpt.agent.peers.address_book import PeerBook
-from replicated_ckpt.agent.start.launch import running_agent
-from replicated_ckpt.cli.look.nodes import NodesSeen
+from replicated_ckpt.cli.look.nodes import NodesSeen, ask_own_status
 from replicated_ckpt.core.inventory import Holding, saves_found
 from replicated_ckpt.errors import ReplicatedCkptError
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
-from replicated_ckpt.stores.peer.client import AgentClient
 from replicated_ckpt.wording import describe_bytes
 
 log = logging.getLogger(__name__)
@@ -72,15 +70,12 @@ def list_waiting(store: LocalStore, node_id: str, told: Sequence[Mapping[str, An
 
 def waits_for_any(store: LocalStore, node_id: str) -> bool:
     """Whether a save here is in doubt, as `status` says it: one that no node is waited for is settled by itself."""
-    told: Sequence[Mapping[str, Any]] | None = None
+    agent = None
     try:
-        endpoint = running_agent(store)
-        if endpoint is not None:
-            with AgentClient(endpoint.local_address()) as client:
-                told = client.call("GET", "/v1/status")["in_doubt"]
+        agent = ask_own_status(store)
     except ReplicatedCkptError as exc:
         log.info("this node's agent does not say what is in doubt: %s", exc)
-    return bool(list_waiting(store, node_id, told))
+    return bool(list_waiting(store, node_id, None if agent is None else agent["in_doubt"]))
 
 
 def describe_wait(nodes: Sequence[str], seen: NodesSeen) -> str:

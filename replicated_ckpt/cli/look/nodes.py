@@ -6,10 +6,12 @@ import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.agent.peers.manifests import ManifestBook
 from replicated_ckpt.agent.peers.watch import Held, describe_silence, parse_held, runs_no_agent
+from replicated_ckpt.agent.start.launch import running_agent
 from replicated_ckpt.agent.state.endpoint import listening_endpoint
 from replicated_ckpt.agent.state.removals import RemovalBook
 from replicated_ckpt.core.inventory import Holding
@@ -135,6 +137,19 @@ def look_at_nodes(store: LocalStore, *, asks_own: bool = True) -> NodesSeen:
     views = [NodeView(node, Presence.UP, found.holdings) for node, found in held.items()]
     manifests = ManifestBook(store, own, peers).of(views)
     return NodesSeen(own, held, addresses, dict(outcome.errors), manifests)
+
+
+def ask_own_status(store: LocalStore) -> dict[str, Any] | None:
+    """What this node's agent says in `GET /v1/status`; None: none runs.
+
+    Raises:
+        ReplicatedCkptError: it does not answer.
+    """
+    endpoint = running_agent(store)
+    if endpoint is None:
+        return None
+    with AgentClient(endpoint.local_address()) as client:
+        return client.call("GET", "/v1/status")
 
 
 def _look_at_own(store: LocalStore, own: str, *, asks: bool) -> Held:

@@ -18,14 +18,13 @@ from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.checkpoints import CheckpointSeen, advise, describe_totals, list_checkpoints
 from replicated_ckpt.cli.look.doubts import WaitingSave, advise_on_doubt, list_waiting
 from replicated_ckpt.cli.look.memory_tier import describe_memory_tier
-from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
+from replicated_ckpt.cli.look.nodes import NodesSeen, ask_own_status, look_at_nodes
 from replicated_ckpt.cli.look.rivals import describe_rivals
 from replicated_ckpt.cli.look.start import add_start_argument, open_store_of
 from replicated_ckpt.cli.look.table import format_duration, format_table
 from replicated_ckpt.cli.nodes.health import Health, describe_protection, describe_room, describe_uploads, judge_health
 from replicated_ckpt.errors import ReplicatedCkptError
 from replicated_ckpt.stores.local.store import LocalStore
-from replicated_ckpt.stores.peer.client import AgentClient
 
 HELP = "Show how the nodes, the copies, the uploads and the disks are. Exit code: 0 good, 1 degraded, 4 lost, 5 down."
 _WATCH_EVERY_S = 2.0
@@ -180,10 +179,7 @@ class _State:
 def _look(store: LocalStore) -> _State:
     agent, why_down, is_silent = None, "none runs", False
     try:
-        endpoint = running_agent(store)
-        if endpoint is not None:
-            with AgentClient(endpoint.local_address()) as client:
-                agent = client.call("GET", "/v1/status")
+        agent = ask_own_status(store)
     except ReplicatedCkptError as exc:
         why_down, is_silent = str(exc), True
     seen = look_at_nodes(store, asks_own=not is_silent)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from replicated_ckpt.agent.peers.address_book import PeerBook
-from replicated_ckpt.core.inventory import Holding, saves_found
+from replicated_ckpt.core.inventory import Holding, SaveFound, saves_found
 from replicated_ckpt.core.layout import LATEST
 from replicated_ckpt.core.manifest import Manifest, decode_manifest
 from replicated_ckpt.core.upkeep.remains import with_remains
@@ -37,12 +37,12 @@ class _Lister(Surveyor):
         """The saves under one id, readable or not, of the lineage that a load of this id would choose; and that lineage."""
         choice = choose_lineage(checkpoint_id, saves_found(self._look(checkpoint_id)), self._lineage)
         lineage = choice.saves[0].version.lineage if choice.saves else ""
-        raw_by_id = {save.save_id: self._manifest_raw(save) for save in choice.saves}
-        manifests = {
-            save_id: None if raw is None else decode_manifest(raw.encode(), "a holder")
-            for save_id, raw in raw_by_id.items()
-        }
-        return manifests, lineage
+        return {save.save_id: self._read_manifest(save) for save in choice.saves}, lineage
+
+    def _read_manifest(self, save: SaveFound) -> Manifest | None:
+        """None: no holder's copy is believed."""
+        raw = self._manifest_raw(save)
+        return None if raw is None else decode_manifest(raw.encode(), "a holder")
 
     def _look(self, checkpoint_id: str | None) -> Sequence[Holding]:
         holdings = self._holdings(checkpoint_id)
@@ -55,9 +55,8 @@ class _Lister(Surveyor):
     def list(self) -> tuple[Listed, ...]:
         found = []
         for save in choose_lineage(LATEST, saves_found(self._look(None)), self._lineage).saves:
-            raw = self._manifest_raw(save)
-            if raw is not None:
-                manifest = decode_manifest(raw.encode(), "a holder")
+            manifest = self._read_manifest(save)
+            if manifest is not None:
                 seen = with_remains(save, manifest, self._remains)
                 sizes = {name: entry.size_bytes for name, entry in manifest.shards.items()}
                 is_whole = not seen.lacking(sizes) and any(holding.has_metadata for holding in seen.holdings)
