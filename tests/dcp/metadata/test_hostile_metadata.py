@@ -242,7 +242,8 @@ import resource, sys, time
 from pathlib import Path
 from replicated_ckpt.dcp.metadata.metadata import decode_metadata
 from replicated_ckpt.errors import MetadataUnsafe
-resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
+taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()  # torch alone: 1 GiB to 5
+resource.setrlimit(resource.RLIMIT_AS, (taken + (3 << 30),) * 2)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 for path in sorted(Path(sys.argv[1]).iterdir()):
     try:
