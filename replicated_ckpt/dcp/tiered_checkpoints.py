@@ -4,7 +4,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -15,13 +15,14 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from replicated_ckpt.core.inventory import SaveFound
 from replicated_ckpt.core.layout import LATEST
-from replicated_ckpt.core.lineage import Version, merge_histories, newest_lineage
+from replicated_ckpt.core.lineage import Histories, Version, merge_histories, newest_lineage
 from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.core.upkeep.policy import scope_of
 from replicated_ckpt.dcp.c10d.lent_group import agree_on_all
 from replicated_ckpt.dcp.find.listing import Listed
 from replicated_ckpt.dcp.load.report import LoadReport
 from replicated_ckpt.dcp.memory.root import find_memory_root
+from replicated_ckpt.dcp.memory.spills import SpillCount
 from replicated_ckpt.dcp.memory.tiers import (
     GENERATIONS,
     is_of_tier,
@@ -72,7 +73,7 @@ class TieredCheckpoints:
         must_spill: Callable[[], bool] = lambda: False,
     ) -> None:
         memory_root = find_memory_root(root, memory)
-        self._spill_every, self._must_spill = spill_every, must_spill
+        self._spills, self._must_spill = SpillCount(spill_every), must_spill
         self.disk = NamedCheckpoints(root, options_of_disk(options, spill_every), reader_options)
         try:
             self.memory = NamedCheckpoints(memory_root, options_of_memory(options), reader_options)
@@ -84,7 +85,7 @@ class TieredCheckpoints:
         for tier in self._tiers:
             tier.writer.use_stager(self._stager)
         self._saver = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rckpt-tiers")
-        self._is_joined, self._owes_disk, self._is_spilling = False, False, False
+        self._is_joined, self._is_counted, self._is_spilling = False, False, False
         self._loaded_from = self.disk
 
     @property
@@ -122,8 +123,8 @@ class TieredCheckpoints:
     def save(self, checkpoint_id: str, state: Mapping[str, Any], notes: Mapping[str, Any] | None = None) -> None:
         """Returns when the checkpoint is committed in memory and, if it is its turn, on the disk.
 
-        It is also its turn if one before it should have gone there and failed, then or since it was acknowledged. Where it
-        must go there, the disk gets it although memory does not take it; that is logged.
+        It is also its turn if one before it should have gone there and did not come there, in this process or in an
+        earlier one. Where it must go there, the disk gets it although memory does not take it; that is logged.
         """
         must_spill = self._prepare(checkpoint_id)
         self._save(checkpoint_id, state, notes, must_spill)
@@ -155,6 +156,9 @@ class TieredCheckpoints:
                 if not self._join_held(checkpoint_id):
                     log.warning(_BEGINS_ANEW, checkpoint_id, one_line(exc))
             self._is_joined = True
+        if not self._is_counted:
+            self._spills.learn(self._read_held(checkpoint_id, [self.disk]))
+            self._is_counted = True
             try:
                 note_memory_tier(self.disk.writer.store, self.memory.writer.store.root)
             except ReplicatedCkptError as exc:
@@ -163,16 +167,19 @@ class TieredCheckpoints:
 
     def _join_held(self, checkpoint_id: str) -> bool:
         """Both tiers go on with the lineage that was saved last in the stores of all ranks' nodes; False: there is none."""
-        stores = [tier.writer.store for tier in self._tiers]
-        scope = scope_of(checkpoint_id)
-        with self.disk.use_group() as group:
-            held = agree_on_all(group, lambda: [store.catalog.histories(scope) for store in stores])
-        found = merge_histories(histories for each in held for histories in each)
+        found = self._read_held(checkpoint_id, self._tiers)
         lineage = newest_lineage(found)
         if lineage is not None:
             newest = found[lineage]
             self._join(checkpoint_id, Version(lineage, newest.sequence, newest.created_unix_s, ""))
         return lineage is not None
+
+    def _read_held(self, checkpoint_id: str, tiers: Sequence[NamedCheckpoints]) -> Histories:
+        """What these tiers of all ranks' nodes hold of each lineage, the same on all ranks."""
+        stores, scope = [tier.writer.store for tier in tiers], scope_of(checkpoint_id)
+        with self.disk.use_group() as group:
+            held = agree_on_all(group, lambda: [store.catalog.histories(scope) for store in stores])
+        return merge_histories(histories for each in held for histories in each)
 
     def _save(
         self, checkpoint_id: str, state: Mapping[str, Any], notes: Mapping[str, Any] | None, must_spill: bool
@@ -188,7 +195,7 @@ class TieredCheckpoints:
             root = self.memory.writer.config.root
             log.warning("%s goes to the disk alone: the memory tier at %s: %s", checkpoint_id, root, one_line(exc))
         self._look_after_spill()
-        if version is None or must_spill or self._owes_disk or version.sequence % self._spill_every == 0:
+        if version is None or must_spill or self._spills.is_due(version):
             self._spill(checkpoint_id, state, notes, version)
             version = self.disk.writer.last_version
         self._join(checkpoint_id, version)
@@ -196,24 +203,23 @@ class TieredCheckpoints:
     def _spill(
         self, checkpoint_id: str, state: Mapping[str, Any], notes: Mapping[str, Any] | None, in_memory: Version | None
     ) -> None:
-        """Saves to the disk. If that fails it is owed, and the next save goes there, too."""
+        """Saves to the disk."""
         if in_memory is not None:
             before = replace(in_memory, sequence=in_memory.sequence - 1)
             remember(self.disk.writer.store, checkpoint_id, before)  # so it has the same sequence there
-        try:
-            self.disk.save(checkpoint_id, state, notes)
-        except CheckpointException:
-            self._owes_disk = True
-            raise
-        self._owes_disk, self._is_spilling = False, self.disk.writer.config.ack == "staged"
+        self.disk.save(checkpoint_id, state, notes)
+        assert self.disk.writer.last_version is not None, "it was saved"
+        self._spills.note(self.disk.writer.last_version)
+        self._is_spilling = self.disk.writer.config.ack == "staged"
 
     def _look_after_spill(self) -> None:
-        """A spill that has failed since it was acknowledged as staged is owed: by rank 0's word, as ranks may differ."""
+        """A spill that failed after it was acknowledged as staged counts no more: by rank 0's word, as ranks may differ."""
         if self._is_spilling:
             with self.disk.use_group() as group:
                 has_failed = agree(group, self.disk.writer.has_failed)
             self._is_spilling = has_failed is None
-            self._owes_disk = self._owes_disk or has_failed is True
+            if has_failed:
+                self._spills.take_back()
 
     def _join(self, checkpoint_id: str, newest: Version | None) -> None:
         if newest is not None:

@@ -234,6 +234,40 @@ def test_what_is_saved_after_a_signal_goes_to_the_disk(root: Path, memory: Path)
     assert steps_in(root) == {2}
 
 
+def test_what_is_saved_after_a_signal_goes_to_the_bucket(root: Path, tmp_path: Path, memory: Path) -> None:
+    """Out of its turn on the disk, it is there in the bucket and in a policy that keeps every one, as any other there."""
+    bucket = tmp_path / "bucket"
+    bucket.mkdir()
+    kept = Retention(keep_last=1, keep_every=1)
+    options: dict[str, Any] = {"object_store": f"file://{bucket}", "retention": kept, "copies": 1}
+    with CheckpointManager(root, memory=memory, spill_every=2, preempt_on=("SIGUSR1",), **options) as manager:
+        for step in (1, 2):
+            manager.save(step, state(step))
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert manager.should_save(3)
+        for step in (3, 4, 5):
+            manager.save(step, state(step))
+        manager.wait()
+    assert {path.name for path in bucket.glob("step-*")} == {"step-2", "step-3", "step-4", "step-5"}
+    assert steps_in(root) == {2, 3, 4, 5}
+
+
+def test_a_smaller_spill_every_counts_at_once(root: Path, memory: Path) -> None:
+    """A job that goes on with a smaller `spill_every` has what is due on the disk at once, and counts on from there."""
+    with opened(root, memory, spill_every=100) as manager:
+        for step in (1, 2, 3, 4):
+            manager.save(step, state(step))
+    with mock.patch.dict(seen_lineage._seen, clear=True), opened(root, memory, spill_every=3) as manager:
+        assert manager.restore(state(-1)) == 4
+        for step in (5, 6):
+            manager.save(step, state(step))
+    assert steps_in(root) == {5, 6}
+    with mock.patch.dict(seen_lineage._seen, clear=True), opened(root, memory, spill_every=4) as manager:
+        for step in (7, 8, 9):
+            manager.save(step, state(step))
+    assert steps_in(root) == {5, 6, 8}
+
+
 def test_after_a_signal_the_disk_gets_what_memory_refuses(
     root: Path, memory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

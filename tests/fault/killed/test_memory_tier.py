@@ -109,6 +109,21 @@ def await_checkpoints(nodes: list[Node], wanted: set[str]) -> None:
         time.sleep(0.05)
 
 
+def test_a_spill_in_which_all_trainers_are_killed_is_made_by_the_next_job(cluster: Cluster) -> None:
+    """Memory has the third step and the disks do not: they get the fourth, and not the sixth as the next one."""
+    train_and_die(cluster, 2)
+    for disk in disks_of(cluster):
+        disk.environment[failpoints.ENV] = "rank.presented=kill@2"  # its first save is of memory, the second of the disk
+    train = call("memory.train", steps=[3], spill_every=SPILL_EVERY, ack="peer")
+    attempt = cluster.attempt([train], nodes=[0, 1], grace_s=30.0)
+    assert -signal.SIGKILL in attempt.codes, attempt  # the other rank may have met that first
+    for disk in disks_of(cluster):
+        disk.environment.clear()
+    assert [node.checkpoints() >= {"step-3"} for node in cluster.nodes] == [False, False, True, True]
+    train_and_die(cluster, 5, first=4)
+    assert [disk.checkpoints() for disk in disks_of(cluster)] == [{"step-4"}] * 2
+
+
 @pytest.mark.long
 def test_a_spill_that_fails_after_its_acknowledgement_is_made_with_the_next_save(cluster: Cluster) -> None:
     """The agents of both disks fail the shards of one step, once that is acknowledged: the disks get the next one."""
