@@ -21,6 +21,7 @@ from replicated_ckpt.core.upkeep.policy import scope_of
 from replicated_ckpt.dcp.c10d.lent_group import agree_on_all
 from replicated_ckpt.dcp.find.listing import Listed
 from replicated_ckpt.dcp.load.report import LoadReport
+from replicated_ckpt.dcp.memory.left_tier import join_left_tier
 from replicated_ckpt.dcp.memory.root import find_memory_root
 from replicated_ckpt.dcp.memory.spills import SpillCount
 from replicated_ckpt.dcp.memory.tiers import (
@@ -74,9 +75,9 @@ class TieredCheckpoints:
     ) -> None:
         memory_root = find_memory_root(root, memory)
         self._spills, self._must_spill = SpillCount(spill_every), must_spill
-        self.disk = NamedCheckpoints(root, options_of_disk(options, spill_every), reader_options)
+        self.disk = NamedCheckpoints(root, options_of_disk(options, spill_every), reader_options, is_tier=True)
         try:
-            self.memory = NamedCheckpoints(memory_root, options_of_memory(options), reader_options)
+            self.memory = NamedCheckpoints(memory_root, options_of_memory(options), reader_options, is_tier=True)
         except ReplicatedCkptError:
             self.disk.close()
             raise
@@ -159,6 +160,9 @@ class TieredCheckpoints:
         if not self._is_counted:
             self._spills.learn(self._read_held(checkpoint_id, [self.disk]))
             self._is_counted = True
+            stores = [tier.writer.store for tier in (self.disk, self.memory)]
+            with self.disk.use_group() as group:
+                join_left_tier(group, stores, checkpoint_id, in_use=self.memory.writer.store.root)
             try:
                 note_memory_tier(self.disk.writer.store, self.memory.writer.store.root)
             except ReplicatedCkptError as exc:

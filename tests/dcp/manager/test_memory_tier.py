@@ -117,6 +117,36 @@ def test_what_the_disk_has_newer_is_loaded(root: Path, memory: Path) -> None:
         assert (manager.latest_step(), steps_in(root)) == (4, {2, 3})
 
 
+@pytest.mark.parametrize("between", ["no tier", "another tier"])
+def test_what_was_saved_without_the_tier_is_newer_than_what_the_tier_has(
+    root: Path, memory: Path, between: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A job that left the tier out goes on from an older step, and says so; with the tier again its checkpoints load."""
+    other = memory.parent / "other"
+    with opened(root, memory, spill_every=3) as manager:
+        for step in range(1, 6):
+            manager.save(step, state(step))
+    options: dict[str, Any] = {"memory": None if between == "no tier" else other, "copies": 1, "preempt_on": ()}
+    with mock.patch.dict(seen_lineage._seen, clear=True), caplog.at_level(logging.WARNING, "replicated_ckpt"):
+        with CheckpointManager(root, **options) as manager:
+            assert manager.restore(state(-1)) == 3
+            manager.save(4, state(40))
+        stop_agent(other)
+    (said,) = [text for text in caplog.messages if "not used now" in text]
+    assert str(memory) in said
+    assert str(root) in said
+    found = state(-1)
+    with mock.patch.dict(seen_lineage._seen, clear=True), CheckpointManager(root, **options) as manager:
+        assert manager.restore(found) == 4
+        assert torch.equal(found["w"], state(40)["w"])
+        manager.save(5, state(50))
+    stop_agent(other)
+    if between == "no tier":
+        with mock.patch.dict(seen_lineage._seen, clear=True), opened(root, memory) as manager:
+            assert manager.restore(found) == 5
+        assert torch.equal(found["w"], state(50)["w"])
+
+
 def test_a_first_save_without_a_look_continues_the_run_of_the_disk(root: Path, memory: Path) -> None:
     """Memory is empty after a reboot, and the program restores nothing: its saves are newer than the disk's."""
     with opened(root, memory, spill_every=1) as manager:

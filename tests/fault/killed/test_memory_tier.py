@@ -113,7 +113,7 @@ def test_a_spill_in_which_all_trainers_are_killed_is_made_by_the_next_job(cluste
     """Memory has the third step and the disks do not: they get the fourth, and not the sixth as the next one."""
     train_and_die(cluster, 2)
     for disk in disks_of(cluster):
-        disk.environment[failpoints.ENV] = "rank.presented=kill@2"  # its first save is of memory, the second of the disk
+        disk.environment[failpoints.ENV] = "rank.presented=kill@2"  # memory first, then the disk
     train = call("memory.train", steps=[3], spill_every=SPILL_EVERY, ack="peer")
     attempt = cluster.attempt([train], nodes=[0, 1], grace_s=30.0)
     assert -signal.SIGKILL in attempt.codes, attempt  # the other rank may have met that first
