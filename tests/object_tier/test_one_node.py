@@ -1,5 +1,6 @@
 """The object tier as one process uses it, with a real agent and an S3 server: save, wait, lose everything, load."""
 
+import json
 import shutil
 import time
 import warnings
@@ -281,3 +282,20 @@ def test_a_checkpoint_is_uploaded_by_hand(
     assert (code, "step-1/__0_0.distcp" in said) == (1, True), said
     code, said = command("upload", "step-7", "--root", str(root), "--to", url)
     assert (code, f"`replicated-ckpt show step-7 --root {root}`" in said) == (3, True), said
+
+
+def test_the_bucket_is_no_node_that_ls_misses(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A checkpoint that the nodes have lost is called so, with the bucket as the next step, not asked for as a node."""
+    bucket = tmp_path / "bucket"
+    bucket.mkdir()
+    where = f"file://{bucket}"
+    save(ReplicatedWriter(root, ack="object", object_store=where), "step-1", 1)
+    (root / "step-1" / "__0_0.distcp").unlink()
+    main(["ls", "--root", str(root), "--object-store", where])
+    said = capsys.readouterr().out
+    assert "1 file lost" in said
+    assert "load it with the object_store that it went to" in said
+    assert "not known to this node" not in said
+    main(["ls", "--root", str(root), "--object-store", where, "--json"])
+    (row,) = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert (row["state"], row["not_reached"], row["bucket"]) == ("lost", [], "there")
