@@ -4,7 +4,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -15,13 +15,13 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from replicated_ckpt.core.inventory import SaveFound
 from replicated_ckpt.core.layout import LATEST
-from replicated_ckpt.core.lineage import Histories, Version, merge_histories, newest_lineage
+from replicated_ckpt.core.lineage import Version, merge_histories, newest_lineage
 from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.core.upkeep.policy import scope_of
 from replicated_ckpt.dcp.c10d.lent_group import agree_on_all
 from replicated_ckpt.dcp.find.listing import Listed
 from replicated_ckpt.dcp.load.report import LoadReport
-from replicated_ckpt.dcp.memory.left_tier import join_left_tier
+from replicated_ckpt.dcp.memory.left_tier import join_left_tier, readable_histories
 from replicated_ckpt.dcp.memory.root import find_memory_root
 from replicated_ckpt.dcp.memory.spills import SpillCount
 from replicated_ckpt.dcp.memory.tiers import (
@@ -158,11 +158,7 @@ class TieredCheckpoints:
                     log.warning(_BEGINS_ANEW, checkpoint_id, one_line(exc))
             self._is_joined = True
         if not self._is_counted:
-            self._spills.learn(self._read_held(checkpoint_id, [self.disk]))
-            self._is_counted = True
-            stores = [tier.writer.store for tier in (self.disk, self.memory)]
-            with self.disk.use_group() as group:
-                join_left_tier(group, stores, checkpoint_id, in_use=self.memory.writer.store.root)
+            self._count_spills(checkpoint_id)
             try:
                 note_memory_tier(self.disk.writer.store, self.memory.writer.store.root)
             except ReplicatedCkptError as exc:
@@ -171,19 +167,24 @@ class TieredCheckpoints:
 
     def _join_held(self, checkpoint_id: str) -> bool:
         """Both tiers go on with the lineage that was saved last in the stores of all ranks' nodes; False: there is none."""
-        found = self._read_held(checkpoint_id, self._tiers)
+        stores = [tier.writer.store for tier in self._tiers]
+        scope = scope_of(checkpoint_id)
+        with self.disk.use_group() as group:
+            held = agree_on_all(group, lambda: [store.catalog.histories(scope) for store in stores])
+        found = merge_histories(histories for each in held for histories in each)
         lineage = newest_lineage(found)
         if lineage is not None:
             newest = found[lineage]
             self._join(checkpoint_id, Version(lineage, newest.sequence, newest.created_unix_s, ""))
         return lineage is not None
 
-    def _read_held(self, checkpoint_id: str, tiers: Sequence[NamedCheckpoints]) -> Histories:
-        """What these tiers of all ranks' nodes hold of each lineage, the same on all ranks."""
-        stores, scope = [tier.writer.store for tier in tiers], scope_of(checkpoint_id)
+    def _count_spills(self, checkpoint_id: str) -> None:
+        """From what the disks of all ranks' nodes hold; and both tiers number behind a memory tier that was used before."""
+        in_memory, on_disk, scope = self.memory.writer.store, self.disk.writer.store, scope_of(checkpoint_id)
         with self.disk.use_group() as group:
-            held = agree_on_all(group, lambda: [store.catalog.histories(scope) for store in stores])
-        return merge_histories(histories for each in held for histories in each)
+            self._spills.learn(merge_histories(agree_on_all(group, lambda: readable_histories([on_disk], scope))))
+            join_left_tier(group, [on_disk, in_memory], checkpoint_id, in_use=in_memory.root)
+        self._is_counted = True
 
     def _save(
         self, checkpoint_id: str, state: Mapping[str, Any], notes: Mapping[str, Any] | None, must_spill: bool

@@ -11,6 +11,7 @@ from replicated_ckpt.core.upkeep.policy import scope_of
 from replicated_ckpt.dcp.c10d.lent_group import agree_on_all
 from replicated_ckpt.dcp.node.seen_lineage import join_lineages, seen_lineage
 from replicated_ckpt.errors import ReplicatedCkptError
+from replicated_ckpt.stores.files.durable import translate_errors
 from replicated_ckpt.stores.local.memory_tier import find_memory_tier
 from replicated_ckpt.stores.local.store import LocalStore
 
@@ -28,7 +29,9 @@ def join_left_tier(group: Any, stores: Sequence[LocalStore], checkpoint_id: str,
     all ranks of the group, before the first save; what is in the tier and newer than in the stores is logged.
     """
     scope = scope_of(checkpoint_id)
-    told = agree_on_all(group, lambda: (_histories_of_left(stores[0], scope, in_use), _histories(stores, scope)))
+    told = agree_on_all(
+        group, lambda: (_histories_of_left(stores[0], scope, in_use), readable_histories(stores, scope))
+    )
     left, held = (merge_histories(histories) for histories in zip(*told, strict=True))
     seen = seen_lineage(stores[0], scope)
     lineage = newest_lineage({**left, **held}) if seen is None else seen[0]
@@ -50,11 +53,13 @@ def _root_of_left(store: LocalStore, in_use: Path | None) -> Path | None:
 
 def _histories_of_left(store: LocalStore, scope: str, in_use: Path | None) -> Histories:
     root = _root_of_left(store, in_use)
-    return {} if root is None else _histories([LocalStore(root)], scope)
+    return {} if root is None else readable_histories([LocalStore(root)], scope)
 
 
-def _histories(stores: Sequence[LocalStore], scope: str) -> Histories:
-    """What a save looks for, too: what cannot be read now, it says."""
-    with contextlib.suppress(ReplicatedCkptError):
-        return merge_histories(store.catalog.histories(scope) for store in stores)
-    return {}
+def readable_histories(stores: Sequence[LocalStore], scope: str) -> Histories:
+    """The lineages in these stores of this node, as far as they can be read: a save or a load says what cannot."""
+    found = []
+    for store in stores:
+        with contextlib.suppress(ReplicatedCkptError), translate_errors(str(store.root), "list", "checkpoints"):
+            found.append(store.catalog.histories(scope))
+    return merge_histories(found)

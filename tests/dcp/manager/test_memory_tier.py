@@ -147,6 +147,23 @@ def test_what_was_saved_without_the_tier_is_newer_than_what_the_tier_has(
         assert torch.equal(found["w"], state(50)["w"])
 
 
+@pytest.mark.parametrize("what", ["nothing", "a file", "a loop of links"])
+def test_a_tier_of_before_that_is_no_store_any_more_is_passed_over(root: Path, memory: Path, what: str) -> None:
+    """After a reboot anything may lie where it was; a job without the tier restores and saves all the same."""
+    with opened(root, memory, spill_every=1) as manager:
+        manager.save(1, state(1))
+    stop_agent(memory)
+    shutil.rmtree(memory)
+    if what == "a file":
+        memory.touch()
+    elif what == "a loop of links":
+        memory.symlink_to(memory)
+    with CheckpointManager(root, copies=1, preempt_on=()) as manager:
+        assert manager.restore(state(-1)) == 1
+        manager.save(2, state(2))
+    assert steps_in(root) == {1, 2}
+
+
 def test_a_first_save_without_a_look_continues_the_run_of_the_disk(root: Path, memory: Path) -> None:
     """Memory is empty after a reboot, and the program restores nothing: its saves are newer than the disk's."""
     with opened(root, memory, spill_every=1) as manager:
