@@ -14,6 +14,7 @@ from replicated_ckpt.dcp.c10d.lent_group import LentGroup, borrow_group
 from replicated_ckpt.dcp.find.listing import Listed, list_checkpoints
 from replicated_ckpt.dcp.load.reader import ReplicatedReader
 from replicated_ckpt.dcp.load.report import LoadReport
+from replicated_ckpt.dcp.memory.left_tier import join_left_tier
 from replicated_ckpt.dcp.planning.cached_planner import CachedSavePlanner
 from replicated_ckpt.dcp.rank_state.planner import RankStatePlanner
 from replicated_ckpt.dcp.removal import agree, delete_everywhere
@@ -34,6 +35,7 @@ class NamedCheckpoints:
         root: this node's store.
         options: what ReplicatedWriter takes; of them, the bucket is the reader's, too.
         reader_options: other arguments of ReplicatedReader.
+        is_tier: whether this is one of two tiers, of which the caller knows what an earlier job used.
     """
 
     def __init__(
@@ -41,11 +43,14 @@ class NamedCheckpoints:
         root: str | os.PathLike[str],
         options: Mapping[str, Any] | None = None,
         reader_options: Mapping[str, Any] | None = None,
+        *,
+        is_tier: bool = False,
     ) -> None:
         given = {"overwrite": True, **(options or {})}
         shared = {name: given[name] for name in _OF_READER_TOO if name in given}
         loading = {"expect_partial": True, **shared, **(reader_options or {})}
         self.writer = ReplicatedWriter(root, **given)
+        self._has_asked_of_tier = is_tier
         self._planner = CachedSavePlanner()
         self._lent: LentGroup | None = borrow_group()
         self.reader = ReplicatedReader(root, process_group=self._group, **loading)
@@ -67,6 +72,7 @@ class NamedCheckpoints:
 
     def save(self, checkpoint_id: str, state: Mapping[str, Any], notes: Mapping[str, Any] | None = None) -> None:
         """Returns when the checkpoint is committed. One of that name stays loadable until then."""
+        self._look_for_left_tier(checkpoint_id)
         self.writer.note(notes or {})
         with self.use_group() as group:
             dcp.save(
@@ -82,6 +88,7 @@ class NamedCheckpoints:
         self, checkpoint_id: str, state: Mapping[str, Any], notes: Mapping[str, Any] | None = None
     ) -> Future[Any]:
         """Copies the state and returns; the future is done when the checkpoint is committed. One at a time."""
+        self._look_for_left_tier(checkpoint_id)
         self.writer.note(notes or {})
         # No stager is given, so this is a future and no AsyncSaveResponse.
         return dcp.async_save(  # type: ignore[return-value]
@@ -123,9 +130,16 @@ class NamedCheckpoints:
         A save that was acknowledged as staged is over first. The future of one that is not is the caller's to wait for.
         """
         self.writer.await_end()
-        if name == LATEST:
-            return self.reader.latest()
-        return name if self.reader.exists(name) else None
+        found = self.reader.latest() if name == LATEST else name if self.reader.exists(name) else None
+        self._look_for_left_tier(found or name)
+        return found
+
+    def _look_for_left_tier(self, checkpoint_id: str) -> None:
+        """Once, in the first call that saves or looks: earlier jobs may have used a memory tier, which this does not."""
+        if not self._has_asked_of_tier:
+            self._has_asked_of_tier = True
+            with self.use_group() as group:
+                join_left_tier(group, [self.writer.store], checkpoint_id)
 
     def list_whole(self) -> tuple[Listed, ...]:
         """The checkpoints of this run that can be loaded, newest first: what rank 0 sees, once all have met.

@@ -21,7 +21,9 @@ from replicated_ckpt.core.upkeep.policy import scope_of
 from replicated_ckpt.dcp.c10d.lent_group import agree_on_all
 from replicated_ckpt.dcp.find.listing import Listed
 from replicated_ckpt.dcp.load.report import LoadReport
+from replicated_ckpt.dcp.memory.left_tier import join_left_tier, readable_histories
 from replicated_ckpt.dcp.memory.root import find_memory_root
+from replicated_ckpt.dcp.memory.spills import SpillCount
 from replicated_ckpt.dcp.memory.tiers import (
     GENERATIONS,
     is_of_tier,
@@ -72,10 +74,10 @@ class TieredCheckpoints:
         must_spill: Callable[[], bool] = lambda: False,
     ) -> None:
         memory_root = find_memory_root(root, memory)
-        self._spill_every, self._must_spill = spill_every, must_spill
-        self.disk = NamedCheckpoints(root, options_of_disk(options, spill_every), reader_options)
+        self._spills, self._must_spill = SpillCount(spill_every), must_spill
+        self.disk = NamedCheckpoints(root, options_of_disk(options, spill_every), reader_options, is_tier=True)
         try:
-            self.memory = NamedCheckpoints(memory_root, options_of_memory(options), reader_options)
+            self.memory = NamedCheckpoints(memory_root, options_of_memory(options), reader_options, is_tier=True)
         except ReplicatedCkptError:
             self.disk.close()
             raise
@@ -84,7 +86,7 @@ class TieredCheckpoints:
         for tier in self._tiers:
             tier.writer.use_stager(self._stager)
         self._saver = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rckpt-tiers")
-        self._is_joined, self._owes_disk, self._is_spilling = False, False, False
+        self._is_joined, self._is_counted, self._is_spilling = False, False, False
         self._loaded_from = self.disk
 
     @property
@@ -122,8 +124,8 @@ class TieredCheckpoints:
     def save(self, checkpoint_id: str, state: Mapping[str, Any], notes: Mapping[str, Any] | None = None) -> None:
         """Returns when the checkpoint is committed in memory and, if it is its turn, on the disk.
 
-        It is also its turn if one before it should have gone there and failed, then or since it was acknowledged. Where it
-        must go there, the disk gets it although memory does not take it; that is logged.
+        It is also its turn if one before it should have gone there and did not come there, in this process or in an
+        earlier one. Where it must go there, the disk gets it although memory does not take it; that is logged.
         """
         must_spill = self._prepare(checkpoint_id)
         self._save(checkpoint_id, state, notes, must_spill)
@@ -155,6 +157,8 @@ class TieredCheckpoints:
                 if not self._join_held(checkpoint_id):
                     log.warning(_BEGINS_ANEW, checkpoint_id, one_line(exc))
             self._is_joined = True
+        if not self._is_counted:
+            self._count_spills(checkpoint_id)
             try:
                 note_memory_tier(self.disk.writer.store, self.memory.writer.store.root)
             except ReplicatedCkptError as exc:
@@ -174,6 +178,14 @@ class TieredCheckpoints:
             self._join(checkpoint_id, Version(lineage, newest.sequence, newest.created_unix_s, ""))
         return lineage is not None
 
+    def _count_spills(self, checkpoint_id: str) -> None:
+        """From what the disks of all ranks' nodes hold; and both tiers number behind a memory tier that was used before."""
+        in_memory, on_disk, scope = self.memory.writer.store, self.disk.writer.store, scope_of(checkpoint_id)
+        with self.disk.use_group() as group:
+            self._spills.learn(merge_histories(agree_on_all(group, lambda: readable_histories([on_disk], scope))))
+            join_left_tier(group, [on_disk, in_memory], checkpoint_id, in_use=in_memory.root)
+        self._is_counted = True
+
     def _save(
         self, checkpoint_id: str, state: Mapping[str, Any], notes: Mapping[str, Any] | None, must_spill: bool
     ) -> None:
@@ -188,7 +200,7 @@ class TieredCheckpoints:
             root = self.memory.writer.config.root
             log.warning("%s goes to the disk alone: the memory tier at %s: %s", checkpoint_id, root, one_line(exc))
         self._look_after_spill()
-        if version is None or must_spill or self._owes_disk or version.sequence % self._spill_every == 0:
+        if version is None or must_spill or self._spills.is_due(version):
             self._spill(checkpoint_id, state, notes, version)
             version = self.disk.writer.last_version
         self._join(checkpoint_id, version)
@@ -196,24 +208,23 @@ class TieredCheckpoints:
     def _spill(
         self, checkpoint_id: str, state: Mapping[str, Any], notes: Mapping[str, Any] | None, in_memory: Version | None
     ) -> None:
-        """Saves to the disk. If that fails it is owed, and the next save goes there, too."""
+        """Saves to the disk."""
         if in_memory is not None:
             before = replace(in_memory, sequence=in_memory.sequence - 1)
             remember(self.disk.writer.store, checkpoint_id, before)  # so it has the same sequence there
-        try:
-            self.disk.save(checkpoint_id, state, notes)
-        except CheckpointException:
-            self._owes_disk = True
-            raise
-        self._owes_disk, self._is_spilling = False, self.disk.writer.config.ack == "staged"
+        self.disk.save(checkpoint_id, state, notes)
+        assert self.disk.writer.last_version is not None, "it was saved"
+        self._spills.note(self.disk.writer.last_version)
+        self._is_spilling = self.disk.writer.config.ack == "staged"
 
     def _look_after_spill(self) -> None:
-        """A spill that has failed since it was acknowledged as staged is owed: by rank 0's word, as ranks may differ."""
+        """A spill that failed after it was acknowledged as staged counts no more: by rank 0's word, as ranks may differ."""
         if self._is_spilling:
             with self.disk.use_group() as group:
                 has_failed = agree(group, self.disk.writer.has_failed)
             self._is_spilling = has_failed is None
-            self._owes_disk = self._owes_disk or has_failed is True
+            if has_failed:
+                self._spills.take_back()
 
     def _join(self, checkpoint_id: str, newest: Version | None) -> None:
         if newest is not None:

@@ -1,10 +1,13 @@
 """The object tier as one process uses it, with a real agent and an S3 server: save, wait, lose everything, load."""
 
+import json
 import shutil
+import time
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 from uuid import uuid4
 
 import pytest
@@ -97,6 +100,23 @@ def test_an_overwritten_checkpoint_is_replaced_in_the_bucket(root: Path, where: 
         assert_loads(ReplicatedReader(**where), "step-1", number)
         assert_loads(ReplicatedReader(root), "step-1", number)
         assert_loads(dcp.FileSystemReader(root / "step-1"), str(root / "step-1"), number)
+
+
+def test_what_is_saved_over_another_run_replaces_it_in_the_bucket(
+    root: Path, tmp_path: Path, where: Mapping[str, Any]
+) -> None:
+    """Whatever the clocks say: the other run's was a year ahead, and this save is acknowledged as in the bucket."""
+    save(ReplicatedWriter(root), "run/step-0", 0)
+    other = tmp_path / "other"
+    now = time.time()
+    with mock.patch.object(time, "time", return_value=now + 365 * 86400):
+        save(ReplicatedWriter(other, ack="object", **where), "run/step-1", 1)
+    stop_agent(other)
+    with pytest.warns(ReplicatedCkptWarning, match="checkpoints of other runs"):
+        save(ReplicatedWriter(root, ack="object", overwrite=True, **where), "run/step-1", 2)
+    url, options = where["object_store"], where["storage_options"]
+    assert_loads(FsspecReader(f"{url}/run/step-1", **options), None, 2)
+    assert_loads(ReplicatedReader(**where), "run/step-1", 2)
 
 
 def test_names_of_any_kind_work_in_the_bucket(root: Path, where: Mapping[str, Any]) -> None:
@@ -262,3 +282,20 @@ def test_a_checkpoint_is_uploaded_by_hand(
     assert (code, "step-1/__0_0.distcp" in said) == (1, True), said
     code, said = command("upload", "step-7", "--root", str(root), "--to", url)
     assert (code, f"`replicated-ckpt show step-7 --root {root}`" in said) == (3, True), said
+
+
+def test_the_bucket_is_no_node_that_ls_misses(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A checkpoint that the nodes have lost is called so, with the bucket as the next step, not asked for as a node."""
+    bucket = tmp_path / "bucket"
+    bucket.mkdir()
+    where = f"file://{bucket}"
+    save(ReplicatedWriter(root, ack="object", object_store=where), "step-1", 1)
+    (root / "step-1" / "__0_0.distcp").unlink()
+    main(["ls", "--root", str(root), "--object-store", where])
+    said = capsys.readouterr().out
+    assert "1 file lost" in said
+    assert "load it with the object_store that it went to" in said
+    assert "not known to this node" not in said
+    main(["ls", "--root", str(root), "--object-store", where, "--json"])
+    (row,) = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert (row["state"], row["not_reached"], row["bucket"]) == ("lost", [], "there")

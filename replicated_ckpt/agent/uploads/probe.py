@@ -2,20 +2,21 @@
 
 import threading
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from replicated_ckpt.agent.requests.worker_thread import start_worker
 from replicated_ckpt.agent.state.targets import TargetBook
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.layout import SEQUENCE_FLOOR_MAX
-from replicated_ckpt.core.lineage import histories_of
+from replicated_ckpt.core.lineage import Named, histories_of
 from replicated_ckpt.core.upkeep.policy import scope_of
 from replicated_ckpt.errors import ReplicatedCkptError, StoreUnavailable
 from replicated_ckpt.stores.bucket.bucket import Bucket
 
 FIRST_WAIT_S, WAIT_S = 10.0, 2.0
 """How long a save waits for the first answer of a bucket, of which all checkpoints are listed then, and for later ones."""
-_NOTHING = {"is_empty": False, "save_id": "", "histories": {}, "error": "", "kind": ""}
+_NOTHING = {"is_empty": False, "save_id": "", "named": None, "histories": {}, "error": "", "kind": ""}
 
 
 class Prober:
@@ -60,7 +61,9 @@ class Prober:
             there = None if is_empty else bucket.save_of(checkpoint_id)
             histories = self._histories(url, bucket, scope_of(checkpoint_id))
             save_id = there.save_id if there else ""
-            found.append({**_NOTHING, "is_empty": is_empty, "save_id": save_id, "histories": histories})
+            named = asdict(Named(save_id, there.mark.lineage)) if there and there.mark else None
+            told = {"is_empty": is_empty, "save_id": save_id, "named": named, "histories": histories}
+            found.append({**_NOTHING, **told})
         except ReplicatedCkptError as exc:
             found.append(_describe_failure(exc))
         finally:

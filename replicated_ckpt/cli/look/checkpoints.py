@@ -139,11 +139,13 @@ def _see(save: SaveFound, seen: NodesSeen, in_bucket: set[tuple[str, str]] | Non
         note="no node could give its manifest",
         bucket=_bucket_state(save, manifest, seen, in_bucket),
     )
-    if manifest is None:
+    on_nodes = tuple(holding for holding in save.holdings if holding.node_id != OBJECT_NODE)
+    if manifest is None or not on_nodes:
         largest = {name: size for holding in save.holdings for name, size in holding.sizes.items()}
         return replace(row, size_bytes=sum(largest.values()))
     size = manifest.metadata_bytes + sum(entry.size_bytes for entry in manifest.shards.values())
-    return _count_copies(replace(row, size_bytes=size, note=""), see_with_remains(save, manifest, seen), seen)
+    counted = see_with_remains(replace(save, holdings=on_nodes), manifest, seen)
+    return _count_copies(replace(row, size_bytes=size, note=""), counted, seen)
 
 
 def see_with_remains(save: SaveFound, manifest: Manifest, seen: NodesSeen) -> SeenSave:

@@ -167,6 +167,7 @@ def plan_retention(
 
     `in_doubt`: a node is silent that may come back with what it holds. Then a save counts as whole only with all its copies
     on nodes that answer, and one of which they have not every shard stays: whatever the silent node has, nothing is missed.
+    Where fewer nodes answer than copies are wanted, one on each is all: what is older there would go with the same nodes.
     """
     up = [node for node in nodes if node.presence is Presence.UP]
     holdings = _holdings_by_save(manifest_by_save, up)
@@ -229,7 +230,7 @@ def _candidates(
         if not held_back and manifest.checkpoint_id in unbelieved:
             held_back = NO_MANIFEST
         copies = _copies(manifest, holdings[save_id])
-        wanted = max(1, manifest.copies if in_doubt else min(manifest.copies, len(up)))
+        wanted = max(1, min(manifest.copies, len(up)))
         if in_doubt and not copies and not held_back:
             held_back = NODE_SILENT
         yield Candidate(

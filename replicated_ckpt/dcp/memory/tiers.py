@@ -46,11 +46,17 @@ def options_of_memory(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def options_of_disk(options: Mapping[str, Any], spill_every: int) -> dict[str, Any]:
+    """What counts checkpoints counts those on the disk. "Every one" stays that: some go to the disk out of their turn."""
     given = {**options}
     if options.get("object_store") is not None:
-        given["object_every"] = options.get("object_every", 1) * spill_every
+        given["object_every"] = _count_saves(options.get("object_every", 1), spill_every)
     for name in ("retention", "object_retention"):
         kept = options.get(name)
         if kept is not None and kept.keep_every is not None:
-            given[name] = replace(kept, keep_every=kept.keep_every * spill_every)
+            given[name] = replace(kept, keep_every=_count_saves(kept.keep_every, spill_every))
     return given
+
+
+def _count_saves(every: int, spill_every: int) -> int:
+    """Of the run's saves, each so many-th: those are `every`-th of what goes to the disk."""
+    return every if every == 1 else every * spill_every

@@ -10,7 +10,7 @@ from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.state.targets import TargetBook
 from replicated_ckpt.agent.uploads.uploader import Uploader
 from replicated_ckpt.core.bucket.upload_plan import UploadPlan, UploadState
-from replicated_ckpt.core.lineage import Histories, histories_from_json
+from replicated_ckpt.core.lineage import Histories, Named, histories_from_json
 from replicated_ckpt.dcp.node.local_agent import ask_agent
 from replicated_ckpt.errors import (
     CheckpointExists,
@@ -36,11 +36,15 @@ _POLL_FIRST_S, _POLL_MAX_S = 0.05, 1.0
 
 @dataclass(frozen=True)
 class Probed:
-    """What the bucket said before a save: the plan, the lineages committed there, and what is wrong with it."""
+    """What the bucket said before a save: the plan, the lineages committed there, and what is wrong with it.
+
+    `named`: the save that has the checkpoint's name there.
+    """
 
     plan: UploadPlan
     histories: Histories = field(default_factory=dict)
     problem: str = ""
+    named: tuple[Named, ...] = ()
 
 
 class ObjectTier:
@@ -92,13 +96,14 @@ class ObjectTier:
         try:
             found = ask_agent(self._store, "POST", "/v1/object/probe", document, self._probe_s)
         except ReplicatedCkptError as exc:
-            found = {"error": str(exc), "is_empty": False, "save_id": "", "histories": {}}
+            found = {"error": str(exc), "is_empty": False, "save_id": "", "named": None, "histories": {}}
         if found["save_id"] and not overwrite:
             raise CheckpointExists(f"Checkpoint already exists: {checkpoint_id!r} in {url}.")
         self._probe_s = PROBE_S
         problem = f"object store {url}: {found['error']}" if found["error"] else ""
         plan = UploadPlan(url, has_own_prefix=replaces or not found["is_empty"])
-        return Probed(plan, histories_from_json(found["histories"]), problem)
+        named = () if found["named"] is None else (Named.from_json(found["named"]),)
+        return Probed(plan, histories_from_json(found["histories"]), problem, named)
 
     def expect(self, save_id: str, checkpoint_id: str) -> None:
         """A save that goes to the bucket is written: `wait` waits for it, unless it is given up before the commit."""

@@ -36,7 +36,7 @@ def assign_sequence(
         return decision, [*unreached, *problems]
     found = object_tier.probe(decision.checkpoint_id, replaces=opened.replaces, overwrite=decision.overwrite)
     decision, problems = _place_in_lineage(decision, merge_histories([opened.histories, found.histories]), seen)
-    decision = replace(decision, replaces=join_replaced(decision.lineage, opened.named))
+    decision = replace(decision, replaces=join_replaced(decision.lineage, [*opened.named, *found.named]))
     if found.problem:
         problems = [*problems, f"{found.problem} The copies on the nodes are made"]
     return replace(decision, upload=found.plan), [*unreached, *problems]

@@ -283,8 +283,8 @@ class Bucket:
 
 
 def is_superseded(manifest: Manifest, there: BucketSave | None) -> bool:
-    """Whether a save may not be committed over the one that is there."""
-    if there is None or there.mark is None or there.save_id == manifest.save_id:
+    """Whether a save may not be committed over the one there. Another run's gives way if it was saved over, or is older."""
+    if there is None or there.mark is None or there.save_id in (manifest.save_id, *manifest.replaces):
         return False
     if there.mark.lineage != manifest.lineage:
         return there.mark.created_unix_s > manifest.created_unix_s

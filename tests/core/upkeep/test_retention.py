@@ -242,7 +242,17 @@ def test_while_a_node_is_silent_only_what_nobody_needs_goes() -> None:
     assert goes(part, view("b", FOUR[1:])) == {"step-2"}
     assert goes(view("a", FOUR), view("b", FOUR[:3])) == {"step-1"}
     assert goes(view("a", FOUR), view("b", [])) == set()
-    assert goes(view("a", FOUR)) == set()
+    assert goes(part) == {"step-2"}
+
+
+def test_the_only_node_that_answers_removes_what_is_older_than_what_it_has_whole() -> None:
+    """What the silent node holds it keeps; a copy here of an older one would go with the newest, which is here alone."""
+    silent = NodeView("c", ASSUMED, None)
+    plan = plan_retention(by_save(FOUR), [view("a", FOUR), silent], [policy(LAST_TWO)], in_doubt=True)
+    assert removed(plan) == [("a", "step-2"), ("a", "step-1")]
+    part = tuple(holding("a", one, NAMES[:1]) for one in FOUR[2:])
+    halves = replace(view("a", FOUR), holdings=(*(holding("a", one) for one in FOUR[:2]), *part))
+    assert plan_retention(by_save(FOUR), [halves, silent], [policy(LAST_TWO)], in_doubt=True).removals == ()
 
 
 def test_what_is_not_whole_does_not_count() -> None:

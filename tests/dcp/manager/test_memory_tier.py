@@ -117,6 +117,53 @@ def test_what_the_disk_has_newer_is_loaded(root: Path, memory: Path) -> None:
         assert (manager.latest_step(), steps_in(root)) == (4, {2, 3})
 
 
+@pytest.mark.parametrize("between", ["no tier", "another tier"])
+def test_what_was_saved_without_the_tier_is_newer_than_what_the_tier_has(
+    root: Path, memory: Path, between: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A job that left the tier out goes on from an older step, and says so; with the tier again its checkpoints load."""
+    other = memory.parent / "other"
+    with opened(root, memory, spill_every=3) as manager:
+        for step in range(1, 6):
+            manager.save(step, state(step))
+    options: dict[str, Any] = {"memory": None if between == "no tier" else other, "copies": 1, "preempt_on": ()}
+    with mock.patch.dict(seen_lineage._seen, clear=True), caplog.at_level(logging.WARNING, "replicated_ckpt"):
+        with CheckpointManager(root, **options) as manager:
+            assert manager.restore(state(-1)) == 3
+            manager.save(4, state(40))
+        stop_agent(other)
+    (said,) = [text for text in caplog.messages if "not used now" in text]
+    assert str(memory) in said
+    assert str(root) in said
+    found = state(-1)
+    with mock.patch.dict(seen_lineage._seen, clear=True), CheckpointManager(root, **options) as manager:
+        assert manager.restore(found) == 4
+        assert torch.equal(found["w"], state(40)["w"])
+        manager.save(5, state(50))
+    stop_agent(other)
+    if between == "no tier":
+        with mock.patch.dict(seen_lineage._seen, clear=True), opened(root, memory) as manager:
+            assert manager.restore(found) == 5
+        assert torch.equal(found["w"], state(50)["w"])
+
+
+@pytest.mark.parametrize("what", ["nothing", "a file", "a loop of links"])
+def test_a_tier_of_before_that_is_no_store_any_more_is_passed_over(root: Path, memory: Path, what: str) -> None:
+    """After a reboot anything may lie where it was; a job without the tier restores and saves all the same."""
+    with opened(root, memory, spill_every=1) as manager:
+        manager.save(1, state(1))
+    stop_agent(memory)
+    shutil.rmtree(memory)
+    if what == "a file":
+        memory.touch()
+    elif what == "a loop of links":
+        memory.symlink_to(memory)
+    with CheckpointManager(root, copies=1, preempt_on=()) as manager:
+        assert manager.restore(state(-1)) == 1
+        manager.save(2, state(2))
+    assert steps_in(root) == {1, 2}
+
+
 def test_a_first_save_without_a_look_continues_the_run_of_the_disk(root: Path, memory: Path) -> None:
     """Memory is empty after a reboot, and the program restores nothing: its saves are newer than the disk's."""
     with opened(root, memory, spill_every=1) as manager:
@@ -232,6 +279,40 @@ def test_what_is_saved_after_a_signal_goes_to_the_disk(root: Path, memory: Path)
         assert manager.should_save(2)
         manager.save(2, state(2))
     assert steps_in(root) == {2}
+
+
+def test_what_is_saved_after_a_signal_goes_to_the_bucket(root: Path, tmp_path: Path, memory: Path) -> None:
+    """Out of its turn on the disk, it is there in the bucket and in a policy that keeps every one, as any other there."""
+    bucket = tmp_path / "bucket"
+    bucket.mkdir()
+    kept = Retention(keep_last=1, keep_every=1)
+    options: dict[str, Any] = {"object_store": f"file://{bucket}", "retention": kept, "copies": 1}
+    with CheckpointManager(root, memory=memory, spill_every=2, preempt_on=("SIGUSR1",), **options) as manager:
+        for step in (1, 2):
+            manager.save(step, state(step))
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert manager.should_save(3)
+        for step in (3, 4, 5):
+            manager.save(step, state(step))
+        manager.wait()
+    assert {path.name for path in bucket.glob("step-*")} == {"step-2", "step-3", "step-4", "step-5"}
+    assert steps_in(root) == {2, 3, 4, 5}
+
+
+def test_a_smaller_spill_every_counts_at_once(root: Path, memory: Path) -> None:
+    """A job that goes on with a smaller `spill_every` has what is due on the disk at once, and counts on from there."""
+    with opened(root, memory, spill_every=100) as manager:
+        for step in (1, 2, 3, 4):
+            manager.save(step, state(step))
+    with mock.patch.dict(seen_lineage._seen, clear=True), opened(root, memory, spill_every=3) as manager:
+        assert manager.restore(state(-1)) == 4
+        for step in (5, 6):
+            manager.save(step, state(step))
+    assert steps_in(root) == {5, 6}
+    with mock.patch.dict(seen_lineage._seen, clear=True), opened(root, memory, spill_every=4) as manager:
+        for step in (7, 8, 9):
+            manager.save(step, state(step))
+    assert steps_in(root) == {5, 6, 8}
 
 
 def test_after_a_signal_the_disk_gets_what_memory_refuses(

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from replicated_ckpt import failpoints
+from replicated_ckpt.agent.peers.watch import Patience
 from replicated_ckpt.dcp.memory.root import measure_memory
 from replicated_ckpt.stores.local.store import LocalStore
 from tests.damage import flip
@@ -23,6 +24,7 @@ pytestmark = [pytest.mark.fault, pytest.mark.timeout(300)]
 SPILL_EVERY = 3
 RETAINED_WITHIN_S = 60.0
 AGENTS_STAY_S = 120.0
+LOST_AFTER_S = Patience().lost_after_s
 
 
 @pytest.fixture
@@ -90,6 +92,14 @@ def test_a_lost_node_resumes_from_its_buddys_memory(cluster: Cluster, lost: int)
     assert [(each["found"], each["values"]) for each in restore(cluster)] == [(5, [5.0])] * 2
 
 
+def test_memory_of_the_only_node_left_does_not_fill(cluster: Cluster) -> None:
+    """Its checkpoints have one copy where two are wanted: older ones go while the lost node is still waited for."""
+    train_and_die(cluster, 2)
+    lose_node(cluster, 1)
+    cluster.launch([call("memory.train", steps=list(range(3, 9)), spill_every=100)], nodes=[0])
+    await_checkpoints(tiers_of(cluster)[:1], {"step-7", "step-8"}, LOST_AFTER_S / 2)
+
+
 def test_every_nth_is_on_disks_also_after_a_restart(cluster: Cluster) -> None:
     """With both copies: the count goes on where it was, in whichever process; and memory keeps the last two."""
     train_and_die(cluster, 4)
@@ -102,11 +112,26 @@ def test_every_nth_is_on_disks_also_after_a_restart(cluster: Cluster) -> None:
         assert (found["steps"], found["latest"]) == ([3, 6, 9, 10], 10)
 
 
-def await_checkpoints(nodes: list[Node], wanted: set[str]) -> None:
-    deadline = time.monotonic() + RETAINED_WITHIN_S
+def await_checkpoints(nodes: list[Node], wanted: set[str], within_s: float = RETAINED_WITHIN_S) -> None:
+    deadline = time.monotonic() + within_s
     while (found := [node.checkpoints() for node in nodes]) != [wanted] * len(nodes):
         assert time.monotonic() < deadline, found
         time.sleep(0.05)
+
+
+def test_a_spill_in_which_all_trainers_are_killed_is_made_by_the_next_job(cluster: Cluster) -> None:
+    """Memory has the third step and the disks do not: they get the fourth, and not the sixth as the next one."""
+    train_and_die(cluster, 2)
+    for disk in disks_of(cluster):
+        disk.environment[failpoints.ENV] = "rank.presented=kill@2"  # memory first, then the disk
+    train = call("memory.train", steps=[3], spill_every=SPILL_EVERY, ack="peer")
+    attempt = cluster.attempt([train], nodes=[0, 1], grace_s=30.0)
+    assert -signal.SIGKILL in attempt.codes, attempt  # the other rank may have met that first
+    for disk in disks_of(cluster):
+        disk.environment.clear()
+    assert [node.checkpoints() >= {"step-3"} for node in cluster.nodes] == [False, False, True, True]
+    train_and_die(cluster, 5, first=4)
+    assert [disk.checkpoints() for disk in disks_of(cluster)] == [{"step-4"}] * 2
 
 
 @pytest.mark.long
