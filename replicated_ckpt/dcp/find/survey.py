@@ -28,8 +28,9 @@ from replicated_ckpt.stores.bucket.manifest_of import manifest_in
 from replicated_ckpt.stores.files.plain import read_plain
 from replicated_ckpt.stores.local.remains import RemainsReader
 from replicated_ckpt.stores.local.store import NO_NODE, LocalStore, is_nowhere
-from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient, file_path
+from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.fan_out import FanOut
+from replicated_ckpt.stores.peer.paths import file_path
 
 log = logging.getLogger(__name__)
 
