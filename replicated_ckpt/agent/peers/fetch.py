@@ -7,7 +7,8 @@ from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
 from replicated_ckpt.core.manifest import Manifest, decode_manifest
 from replicated_ckpt.errors import ObjectCorrupt, ObjectMissing, ReplicatedCkptError
-from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient, file_path
+from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
+from replicated_ckpt.stores.peer.paths import file_path
 
 T = TypeVar("T")
 

@@ -10,7 +10,8 @@ from replicated_ckpt.core.manifest import Manifest, decode_manifest
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
 from replicated_ckpt.errors import ManifestInvalid, ObjectMissing, ReplicatedCkptError
 from replicated_ckpt.stores.local.store import LocalStore
-from replicated_ckpt.stores.peer.client import AgentClient, file_path
+from replicated_ckpt.stores.peer.client import AgentClient
+from replicated_ckpt.stores.peer.paths import file_path
 
 log = logging.getLogger(__name__)
 

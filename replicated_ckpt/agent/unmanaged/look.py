@@ -17,8 +17,9 @@ from replicated_ckpt.core.unmanaged.survey import (
 from replicated_ckpt.errors import ObjectMissing, ReplicatedCkptError
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.answer import parsing
-from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient, unmanaged_path
+from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.fan_out import FanOut
+from replicated_ckpt.stores.peer.paths import unmanaged_path
 from replicated_ckpt.stores.unmanaged.directory import UnmanagedDirectory
 
 log = logging.getLogger(__name__)

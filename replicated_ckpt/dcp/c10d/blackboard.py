@@ -6,6 +6,7 @@ meet with a deadline. A nonce in every post, repeated in the decision, makes sur
 With a job secret each post, and each note of a decision, carries a mark that only the job's processes can make.
 """
 
+import contextlib
 import hashlib
 import json
 import uuid
@@ -131,7 +132,7 @@ class Blackboard:
             absent = [rank for rank in missing if rank not in found]
             if is_look:
                 lost = self._find_lost()
-                problem = _describe_ended(lost) if lost else problem
+                problem = describe_ended(lost) if lost else problem
                 absent = [rank for rank in absent if rank not in lost]
                 if problem is not None or any("error" in post for post in found.values()):
                     wait.end_within(LINGER_S)
@@ -234,12 +235,35 @@ class Blackboard:
                 self._check_own(topic)
                 check_own_at_s = 2 * wait.waited_s  # it reads the whole post: of a thousand ranks that is much
             if COORDINATOR in lost or (lost and wait.is_long):
-                raise _describe_ended(lost)
+                raise describe_ended(lost)
             if is_over:
                 raise MeetingFailed(
                     f"After {deadline_s:.0f} s the coordinator had not decided about this {topic}.", _LATE_COORDINATOR
                 )
             wait.pause()
+
+    def await_all(self, name: str, deadline_s: float) -> Sequence[int]:
+        """Returns once every rank has called this with this name; or, by number, the ranks that have ended instead.
+
+        A collective notices a death only at the neighbours of the rank that died. No other call has the name. After
+        `deadline_s` this returns none: what the caller does then has a bound of its own.
+        """
+        wait = Wait(deadline_s, self._pause_max_s)
+        with reaching_store():
+            here = self._store.add(name, 1)
+        while here < self._size and not wait.is_over:
+            lost = self._find_lost() if wait.is_look_due() else ()
+            if lost:
+                return lost
+            wait.pause()
+            with reaching_store():
+                here = self._store.add(name, 0)
+        return ()
+
+    def forget(self, name: str) -> None:
+        """Of a name for which all ranks have been awaited nothing stays on the store."""
+        with contextlib.suppress(dist.DistError):  # it is gone, and nothing stays either
+            self._store.delete_key(name)
 
     def _check_own(self, topic: str) -> None:
         """Raises PeerProtocolError: this rank's post is not there as it wrote it, so no decision will answer it."""
@@ -291,7 +315,8 @@ def _check_absent(decision: Mapping[str, Any] | None, topic: str, rank: int) -> 
         raise PeerProtocolError(f"What '{topic}/absent/{rank}' on the c10d store is about is no error.")
 
 
-def _describe_ended(ranks: Sequence[int]) -> RankFailed:
+def describe_ended(ranks: Sequence[int]) -> RankFailed:
+    """What the other ranks are told of ranks whose processes have ended."""
     return RankFailed(f"The process of {', '.join(f'rank {rank}' for rank in ranks)} has ended.", ENDED_HINT)
 
 

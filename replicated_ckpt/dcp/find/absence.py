@@ -1,9 +1,13 @@
-"""The next step where a load finds nothing."""
+"""What a load that finds nothing to read says, and the next step."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from shlex import quote
 
+from replicated_ckpt.core.inventory import SaveFound
 from replicated_ckpt.core.layout import LATEST
+from replicated_ckpt.core.manifest import Manifest
+from replicated_ckpt.errors import ShardLost
 from replicated_ckpt.stores.local.store import NOWHERE
 from replicated_ckpt.stores.local.versions.replaceable import is_checkpoint
 
@@ -22,3 +26,10 @@ def hint_where_none_is(root: Path, checkpoint_id: str, *, are_all_asked: bool) -
         f"In a first run nothing was saved yet: go on without a load (reader.latest() is None then, and a manager's "
         f"restore returns None). Else {named} is not the one that was saved to."
     )
+
+
+def describe_lost(manifest: Manifest, save: SaveFound, searched: Sequence[str]) -> ShardLost:
+    """The error of "latest" that names every shard of a save that no store holds whole."""
+    sizes = {name: entry.size_bytes for name, entry in manifest.shards.items()}
+    owners = {name: manifest.owner_of(name) for name in save.lacking(sizes)}
+    return ShardLost(save.checkpoint_id, owners, searched, is_latest=True)

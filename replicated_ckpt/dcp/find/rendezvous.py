@@ -79,7 +79,7 @@ def meet(
 
     def survey(posts: Sequence[Mapping[str, Any]]) -> Survey:
         with translate_errors(str(store.root), "look for", "checkpoints"):
-            return _survey(store, world, posts, opened_bucket(), lineage)
+            return replace(_survey(store, world, posts, opened_bucket(), lineage), load_id=posts[0]["nonce"])
 
     post, failure = _present(store, world, given_id)
     post["in_step"] = in_step

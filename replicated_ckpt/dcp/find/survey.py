@@ -17,7 +17,7 @@ from replicated_ckpt.core.inventory import Holding, LineageFound, SaveFound, sav
 from replicated_ckpt.core.layout import LATEST, MANIFEST_NAME, METADATA_NAME, OBJECT_NODE
 from replicated_ckpt.core.manifest import Manifest, decode_manifest
 from replicated_ckpt.core.upkeep.remains import Remains, note_lost_manifests, with_remains
-from replicated_ckpt.dcp.find.absence import hint_where_none_is
+from replicated_ckpt.dcp.find.absence import describe_lost, hint_where_none_is
 from replicated_ckpt.dcp.find.bucket_look import LOOK_WITHIN_S, BucketLook, InBucket
 from replicated_ckpt.dcp.find.lineage_choice import choose_lineage
 from replicated_ckpt.dcp.find.unmanaged_survey import unmanaged_save, unmanaged_warning
@@ -28,8 +28,9 @@ from replicated_ckpt.stores.bucket.manifest_of import manifest_in
 from replicated_ckpt.stores.files.plain import read_plain
 from replicated_ckpt.stores.local.remains import RemainsReader
 from replicated_ckpt.stores.local.store import NO_NODE, LocalStore, is_nowhere
-from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient, file_path
+from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.fan_out import FanOut
+from replicated_ckpt.stores.peer.paths import file_path
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ class Survey:
     `addresses` are the peers that answered; `searched` tells each place that was looked at. `in_bucket` is None if it is
     not there. `unmanaged_warning` is not empty if stock torch wrote it on the nodes' disks: the manifest has no checksums
     then. `lineages` are those in the directory of its id, the chosen one first; `sequence_max` is the largest of that.
+    `load_id` is the same on all ranks that load together, and no other load's.
     """
 
     manifest_raw: str
@@ -53,6 +55,7 @@ class Survey:
     unmanaged_warning: str = ""
     lineages: tuple[LineageFound, ...] = ()
     sequence_max: int = 0
+    load_id: str = ""
 
     @cached_property
     def manifest(self) -> Manifest:
@@ -82,6 +85,7 @@ class Survey:
             fields["unmanaged_warning"],
             tuple(LineageFound(**{**found, "nodes": tuple(found["nodes"])}) for found in fields["lineages"]),
             fields["sequence_max"],
+            fields["load_id"],
         )
 
 
@@ -184,7 +188,7 @@ class Surveyor:
             raise self._unreadable(checkpoint_id == LATEST) if self._damaged else self._not_found(checkpoint_id)
         save, raw, manifest = min(lost, key=lambda found: not found[0].has_any(found[2].shards))
         if checkpoint_id == LATEST and not save.has_any(manifest.shards):
-            raise _describe_lost(manifest, save, self._places())
+            raise describe_lost(manifest, save, self._places())
         return self._survey(save.holdings, raw, save.save_id)
 
     def _holdings(self, checkpoint_id: str | None) -> list[Holding]:
@@ -290,10 +294,3 @@ class Surveyor:
         what = "No checkpoint at all" if checkpoint_id == LATEST else f"No checkpoint {checkpoint_id!r}"
         hint = hint_where_none_is(self._store.root, checkpoint_id, are_all_asked=not self.unreached)
         return CheckpointNotFound(f"{what} was found. Searched: {where}.", hint, unreached=self.unreached)
-
-
-def _describe_lost(manifest: Manifest, save: SaveFound, searched: Sequence[str]) -> ShardLost:
-    """The error of "latest" that names every shard of a save that no store holds whole."""
-    sizes = {name: entry.size_bytes for name, entry in manifest.shards.items()}
-    owners = {name: manifest.owner_of(name) for name in save.lacking(sizes)}
-    return ShardLost(save.checkpoint_id, owners, searched, is_latest=True)

@@ -19,9 +19,9 @@ from replicated_ckpt.core.reading.source_order import ByteRange
 from replicated_ckpt.core.reading.windows import CELL_BYTES, Window
 from replicated_ckpt.dcp.c10d.world import World
 from replicated_ckpt.dcp.find.lineage_choice import describe_lineages
-from replicated_ckpt.dcp.find.rendezvous import AgreedError, meet, tell_load
+from replicated_ckpt.dcp.find.rendezvous import MEETING_TIMEOUT_S, AgreedError, meet, tell_load
 from replicated_ckpt.dcp.find.survey import Survey
-from replicated_ckpt.dcp.load.ending import tell_end
+from replicated_ckpt.dcp.load.ending import outcomes_without, tell_end
 from replicated_ckpt.dcp.load.loading import Loading, ShardItems, Wanted, windows_for
 from replicated_ckpt.dcp.load.metadata_copies import places_of, read_verified_metadata
 from replicated_ckpt.dcp.load.reader_parts import ReaderParts
@@ -279,7 +279,12 @@ class LoadAttempt:
         """Every rank learns from the coordinator whether all have read: the end of the load, on this rank."""
         with ExitStack() as stack:
             self._take_cache(stack)  # of a rank that never came to reading
+        board, arrival = self._world.blackboard, f"load/arrived/{self._survey.load_id}"
+        if board is not None and (lost := board.await_all(arrival, MEETING_TIMEOUT_S)):
+            return outcomes_without(lost, collectives, value)
         outcomes, reports = tell_end(collectives, value, self._report)
+        if board is not None and self._world.is_coordinator:
+            board.forget(arrival)
         if self._report is not None and outcomes.count(None) == len(outcomes):
             self._report_loaded(self._report, reports)
         return outcomes

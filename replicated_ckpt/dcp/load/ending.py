@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from traceback import StackSummary
 from typing import Any
 
+from replicated_ckpt.dcp.c10d.blackboard import describe_ended
 from replicated_ckpt.dcp.c10d.tellable import can_be_sent
 from replicated_ckpt.dcp.load.report import LoadReport
 from replicated_ckpt.dcp.runtime.torch_private import Collectives
@@ -37,6 +38,15 @@ def tell_end(collectives: Collectives, own: object, report: LoadReport | None) -
     outcomes[rank] = own
     reports = [] if told is None or failures else [LoadReport.from_dict(one) for one in told if one is not None]
     return outcomes, reports
+
+
+def outcomes_without(lost: Sequence[int], collectives: Collectives, own: object) -> list[Any]:
+    """What DCP takes for the outcome of each rank where some have died: no collective is begun, as one would hang."""
+    outcomes: list[Any] = [None] * collectives.get_world_size()
+    outcomes[collectives.get_rank()] = _as_sent(own)
+    for rank in lost:
+        outcomes[rank] = describe_ended([rank]), StackSummary()
+    return outcomes
 
 
 def _choose(failures: Mapping[int, Any]) -> tuple[dict[int, Any], Sequence[int]]:

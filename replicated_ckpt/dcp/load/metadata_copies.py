@@ -12,12 +12,13 @@ from replicated_ckpt.core.layout import METADATA_NAME
 from replicated_ckpt.core.reading.source_order import ByteRange
 from replicated_ckpt.dcp.find.survey import Survey
 from replicated_ckpt.dcp.metadata.metadata_file import decode_metadata_file
-from replicated_ckpt.errors import ObjectMissing, ReplicatedCkptError, ShardLost
+from replicated_ckpt.errors import ObjectMissing, ReplicatedCkptError, ShardLost, StoreUnavailable
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.files.plain import read_plain
 from replicated_ckpt.stores.local.store import LocalStore
-from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient, file_path, unmanaged_path
+from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.deadline import is_time_out
+from replicated_ckpt.stores.peer.paths import file_path, unmanaged_path
 from replicated_ckpt.stores.peer.suspects import tell_suspect
 
 log = logging.getLogger(__name__)
@@ -103,10 +104,12 @@ def _copies(
             yield _Copy(address.label, raw, crc, address)
         except ObjectMissing as exc:
             problems.append(f"{address.label}: it has no {METADATA_NAME} of this save: {exc.detail}")
-        except ReplicatedCkptError as exc:
-            problems.append(f"{address.label}: {exc.message}")
+        except StoreUnavailable as exc:
+            problems.append(f"{address.label}: not reached ({exc.message})")
             if is_time_out(exc):
                 silent.add(address.node_id)
+        except ReplicatedCkptError as exc:
+            problems.append(f"{address.label}: {exc.message}")
     if bucket is not None and survey.in_bucket is not None:
         try:
             there = survey.in_bucket

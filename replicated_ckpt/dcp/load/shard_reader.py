@@ -82,7 +82,7 @@ class Findings:
             failed = self._failed.setdefault(shard, {})
             if node in failed:
                 return False
-            failed[node] = f"node {node}: {error.message}"
+            failed[node] = _what_it_said(node, error)
             self.traffic.bad_copies.append(f"{shard} on node {node}: {error.message}")
             return True
 
@@ -105,6 +105,16 @@ class Findings:
             found = sorted(self._suspects)
             self._suspects.clear()
             return found
+
+
+def _what_it_said(node: str, error: ReplicatedCkptError) -> str:
+    """As ShardLost names a place that was searched: of one that was not reached it says that it may have the shard."""
+    place = "the object store" if node == OBJECT_NODE else f"node {node}"
+    return (
+        f"{place}: not reached ({error.message})"
+        if isinstance(error, StoreUnavailable)
+        else f"{place}: {error.message}"
+    )
 
 
 class ShardReader:

@@ -10,7 +10,7 @@ import errno
 import http.client
 import json
 import re
-import urllib.parse
+import ssl
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -191,9 +191,7 @@ class AgentClient:
             ObjectCorrupt: the peer's file is shorter. StoreUnavailable, ObjectMissing, PeerProtocolError
         """
         with self.translate_errors("GET", path):
-            headers = {**self._headers(), "Range": f"bytes={offset}-{offset + len(target) - 1}"}
-            self._connection.request("GET", path, headers=headers)
-            response = self._connection.getresponse()
+            response = self._ask_range(path, f"bytes={offset}-{offset + len(target) - 1}")
             if response.status not in (200, 206):
                 self.raise_for(response.status, response.read(ANSWER_BYTES_MAX), "GET", path)
             if response.status == 206 and response.length is not None and response.length < len(target):
@@ -213,6 +211,22 @@ class AgentClient:
                     raise ConnectionResetError(errno.ECONNRESET, "the peer closed the connection in the middle")
                 done += count
             response.read()
+
+    def _ask_range(self, path: str, wanted: str) -> http.client.HTTPResponse:
+        """Asks for a part of a file. If a connection of an earlier request has ended meanwhile, once more by a new one.
+
+        An agent ends one that has waited for long, or that waits when others want to come in; so does its restart.
+        """
+        headers, was_open = {**self._headers(), "Range": wanted}, self._connection.sock is not None
+        try:
+            self._connection.request("GET", path, headers=headers)
+            return self._connection.getresponse()
+        except (ConnectionError, ssl.SSLError):
+            if not was_open:
+                raise
+        self._connection.close()
+        self._connection.request("GET", path, headers=headers)
+        return self._connection.getresponse()
 
     def start_upload(self, path: str, headers: Mapping[str, str]) -> "Upload":
         """A PUT whose body is sent piece by piece, its size not known beforehand."""
@@ -284,14 +298,3 @@ class Upload:
             raw = self._client.body_of(response, _ACK_BYTES_MAX, f"PUT {self._path}")
             self._client.raise_for(response.status, raw, "PUT", self._path)
             return document_in(raw, f"{self._client.address.label} answered PUT {self._path}")
-
-
-def file_path(checkpoint_id: str, save_id: str, name: str) -> str:
-    """URL path of one file of one committed save."""
-    return f"/v1/files/{save_id}/{name}?{urllib.parse.urlencode({'checkpoint_id': checkpoint_id})}"
-
-
-def unmanaged_path(checkpoint_id: str, name: str, size_bytes: int) -> str:
-    """URL path of one file, of this size, of a checkpoint without a manifest."""
-    query = urllib.parse.urlencode({"checkpoint_id": checkpoint_id, "size_bytes": size_bytes})
-    return f"/v1/unmanaged/{name}?{query}"

@@ -4,7 +4,8 @@ import time
 
 from replicated_ckpt.core.integrity.checksum import BlockTable
 from replicated_ckpt.errors import ObjectCorrupt, PeerProtocolError, StoreUnavailable
-from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient, Upload, file_path
+from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient, Upload
+from replicated_ckpt.stores.peer.paths import file_path
 from replicated_ckpt.stores.verified import Expected, VerifiedShard
 
 BEHIND_HEADER = "X-Rckpt-Behind"

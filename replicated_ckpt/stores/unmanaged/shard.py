@@ -12,7 +12,8 @@ from replicated_ckpt.core.integrity.footer_without_manifest import OwnFooter, fi
 from replicated_ckpt.core.integrity.zip_crc import ItemDamaged, check_item
 from replicated_ckpt.core.reading.source_order import ByteRange, end_of
 from replicated_ckpt.stores.local.shard_file import OpenFile
-from replicated_ckpt.stores.peer.client import AgentClient, unmanaged_path
+from replicated_ckpt.stores.peer.client import AgentClient
+from replicated_ckpt.stores.peer.paths import unmanaged_path
 from replicated_ckpt.stores.unmanaged.directory import UnmanagedDirectory
 from replicated_ckpt.stores.verified import Expected, VerifiedShard
 

@@ -24,7 +24,8 @@ from replicated_ckpt.errors import (
     StoreUnavailable,
 )
 from replicated_ckpt.stores.local.store import LocalStore
-from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient, unmanaged_path
+from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
+from replicated_ckpt.stores.peer.paths import unmanaged_path
 from tests.agent.agents import RunningAgent, running_agent, wait_for
 from tests.agent.checkpoints import findings, held, introduced, quarantined
 from tests.agent.repair.test_reprotect import agents, protected, stores

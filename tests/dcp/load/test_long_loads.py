@@ -1,6 +1,7 @@
 """A load that takes long: what it is yet to read stays where it is."""
 
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -9,12 +10,18 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.planner import ReadItem
 
 from replicated_ckpt import ReplicatedReader, ReplicatedWriter
+from replicated_ckpt.agent.http.server import CONNECTIONS_MAX
 from replicated_ckpt.dcp.c10d.world import World
 from replicated_ckpt.dcp.load import attempt
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.versions.replaced import is_read
+from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
+from replicated_ckpt.stores.peer.copy import PeerShard
+from replicated_ckpt.stores.verified import Expected
 from tests.agent.agents import RunningAgent, running_agent
-from tests.agent.checkpoints import introduced
+from tests.agent.checkpoints import checkpointed, introduced, shard
+from tests.agent.door.test_tls import certificate
+from tests.marks import long
 
 pytestmark = pytest.mark.timeout(100)
 
@@ -55,3 +62,41 @@ def test_a_rank_that_reads_for_long_has_other_nodes_keep_what_it_reads(
         assert planner.was_kept == [True, False]
         assert is_read(there.root / "step-1")
     assert torch.equal(found["a"], torch.arange(9))
+
+
+def opened_shard(store: LocalStore, address: AgentAddress) -> PeerShard:
+    """A shard that this process has begun to read from the agent of `store`."""
+    manifest = checkpointed([store], 1, {shard(0): [0]}, copies=1)
+    entry = manifest.shards[shard(0)]
+    expected = Expected(entry.size_bytes, entry.crc32c)
+    return PeerShard(AgentClient(address), "step-1", manifest.save_id, shard(0), expected).open()
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("is_encrypted", [False, long(True)])
+def test_a_connection_that_the_agent_ended_meanwhile_is_made_again(tmp_path: Path, is_encrypted: bool) -> None:
+    """As after a minute in which a rank asked for nothing, or where more readers come than an agent has connections for."""
+    root = tmp_path / "there"
+    arguments: tuple[str, ...] = ()
+    if is_encrypted:
+        cert, key = certificate(tmp_path, "there")
+        arguments = ("--tls-cert", cert, "--tls-key", key)
+    with running_agent(root, *arguments) as agent, ExitStack() as others:
+        source = opened_shard(LocalStore(root), agent.endpoint.address())
+        before = bytes(source.read(0, 300_000))
+        for _ in range(CONNECTIONS_MAX):
+            others.enter_context(agent.client()).call("GET", "/v1/hello")
+        assert bytes(source.read(0, 300_000)) == before
+        source.close()
+
+
+@pytest.mark.fault
+def test_an_agent_that_was_started_again_meanwhile_is_read_from(tmp_path: Path) -> None:
+    """It has the port and the token of the one before: the load goes on with it."""
+    root = tmp_path / "there"
+    with running_agent(root) as agent:
+        source = opened_shard(LocalStore(root), agent.endpoint.address())
+        before = bytes(source.read(0, 300_000))
+    with running_agent(root):
+        assert bytes(source.read(0, 300_000)) == before
+        source.close()

@@ -1,0 +1,46 @@
+"""A process is killed in the middle of a load: all ranks hear of it soon, by themselves, and are told the next step."""
+
+import pytest
+
+from replicated_ckpt.stores.local.store import LocalStore
+from tests.harness.cluster import call
+from tests.multiprocess.conftest import ClusterOf
+
+pytestmark = pytest.mark.fault
+
+COUNT = 6  # MiB for each rank
+LARGE = 16  # the same, where more is to be left than is fetched ahead
+SOON_S = 10.0
+
+
+def test_a_rank_that_is_killed_is_missed_by_all_of_many_ranks(cluster_of: ClusterOf) -> None:
+    """Also by those that no collective tells, as their neighbours in it live on, whatever these do then."""
+    cluster, ranks, killed = cluster_of(2), 8, 3
+    cluster.launch([call("peers.save_pieces", checkpoint_id="step-1", count=COUNT)], nodes=[0, 1], ranks=4)
+    arguments = {"checkpoint_id": "step-1", "count": COUNT, "ranks": ranks, "victim": "rank", "by_rank": killed}
+    load = call("load_faults.load_while_killed", left=ranks - 1, **arguments)
+    attempt = cluster.attempt([load], nodes=[0, 1], ranks=4, grace_s=6 * SOON_S)
+    assert attempt.codes[killed] == -9
+    for rank in set(range(ranks)) - {killed}:
+        assert attempt.values[rank], attempt.failures[rank]
+        (outcome,) = attempt.values[rank]
+        assert outcome["seconds"] < SOON_S, outcome
+        assert (outcome["types"], outcome["ranks"]) == (["RankFailed"], [killed]), outcome
+        assert outcome["is_right"]
+
+
+def test_an_agent_that_is_killed_is_named_as_not_reached(cluster_of: ClusterOf) -> None:
+    """The last copy lies there, and is not lost: every rank is told to bring it back, and the next load has it."""
+    cluster = cluster_of(2, environment={"REPLICATED_CKPT_AGENT_COPY_MIB_PER_S": "0.001"})
+    cluster.launch([call("peers.save_pieces", checkpoint_id="step-1", count=LARGE)], nodes=[0, 1], ranks=2)
+    cluster.nodes[0].lose()
+    arguments = {"checkpoint_id": "step-1", "count": LARGE, "ranks": 4, "victim": "agent 1", "by_rank": 0, "left": 4}
+    results = cluster.launch([call("load_faults.load_twice", arguments=arguments)], nodes=[0, 1], ranks=2)
+    there = LocalStore(cluster.nodes[1].disk).read_node_id()
+    for broken, whole in results.of(0):
+        assert broken["seconds"] < SOON_S, broken
+        assert broken["types"] == ["ShardLost"], broken
+        assert broken["is_right"]
+        assert f"node {there}: not reached" in broken["message"]
+        assert broken["hint"].startswith(f"Bring back node {there}, with the store, and load again")
+        assert whole["same"]
