@@ -79,7 +79,8 @@ def test_chunks_may_have_plain_tuples_for_sizes() -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_metadata_of_older_versions_of_torch_is_read(tmp_path: Path) -> None:
     """They named another class for the properties of a tensor, of the same fields; stock torch reads it to this day."""
-    metadata = dcp.save({"a": torch.ones(3)}, checkpoint_id=str(tmp_path), no_dist=True)
+    dcp.save({"a": torch.ones(3)}, checkpoint_id=str(tmp_path), no_dist=True)
+    metadata = dcp.FileSystemReader(tmp_path).read_metadata()
     entry = metadata.state_dict_metadata["a"]
     assert isinstance(entry, TensorStorageMetadata)
     old: Any = OldTensorProperties(dtype=torch.float32, requires_grad=True)
