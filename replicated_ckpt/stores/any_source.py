@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from replicated_ckpt.core.integrity.checksum import BlockTable
 from replicated_ckpt.errors import ObjectCorrupt, ReplicatedCkptError
+from replicated_ckpt.stores.too_slow import TooSlow
 from replicated_ckpt.stores.verified import Expected, VerifiedShard
 
 OnBad = Callable[[str, ReplicatedCkptError], None]
@@ -29,7 +30,8 @@ class AnySource:
     copies damaged in different places are together still whole. One whose footer is damaged is used when the others do
     not have all blocks: with the footer of another source, or with one made anew from all of its data. `on_bad` is told
     each failure once for each source. A source whose node `is_silent`, as another thread has found out, comes after
-    all others, opened or not: it would cost a time-out.
+    all others, opened or not: it would cost a time-out. One that is too slow is asked once more after those, if
+    none of them has the bytes.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class AnySource:
         self._is_silent = is_silent
         self._opened: dict[str, VerifiedShard] = {}
         self._reported: set[str] = set()
+        self._too_slow: set[str] = set()
         self._bytes_by_node: Counter[str] = Counter()
         self.last_node = ""
 
@@ -89,7 +92,10 @@ class AnySource:
         while left:
             source = next((one for one in left if not self._is_silent(one.node_id)), left[0])
             left.remove(source)
+            was_too_slow = source.node_id in self._too_slow
             yield source
+            if source.node_id in self._too_slow and not was_too_slow:
+                left.append(source)
 
     def _assemble(self, offset: int, length: int) -> memoryview | None:
         """Every block from any source."""
@@ -128,7 +134,9 @@ class AnySource:
 
     def _note_failure(self, source: Source, error: ReplicatedCkptError) -> None:
         is_corrupt = isinstance(error, ObjectCorrupt)
-        if not is_corrupt or source.node_id not in self._opened:
+        if isinstance(error.__cause__, TooSlow) and source.node_id not in self._too_slow:
+            self._too_slow.add(source.node_id)
+        elif not is_corrupt or source.node_id not in self._opened:
             self._sources.remove(source)
             self._footless += [source] if is_corrupt else []
             self._close(source.node_id)

@@ -22,6 +22,7 @@ from replicated_ckpt.stores.node_cache.exchange import Exchange
 from replicated_ckpt.stores.peer.client import AgentClient
 from replicated_ckpt.stores.peer.copy import PeerShard
 from replicated_ckpt.stores.peer.suspects import tell_suspect
+from replicated_ckpt.stores.too_slow import TooSlow
 from replicated_ckpt.stores.unmanaged.directory import UnmanagedDirectory
 from replicated_ckpt.stores.unmanaged.shard import UncheckedItems, UnmanagedFileShard, UnmanagedPeerShard
 from replicated_ckpt.stores.verified import Expected, VerifiedShard
@@ -203,7 +204,12 @@ class ShardReader:
         if node not in self._address_by_node:
             raise StoreUnavailable(f"node {node}", "open", shard, "only its own ranks can read its store", _NO_AGENT)
         client = AgentClient(self._address_by_node[node])
-        return PeerShard(client, save.checkpoint_id, save.save_id, shard, expected)
+        is_preferred = partial(self._is_preferred, shard, node)
+        return PeerShard(client, save.checkpoint_id, save.save_id, shard, expected, is_preferred)
+
+    def _is_preferred(self, shard: str, node: str) -> bool:
+        """Whether another node could give the shard instead, sooner."""
+        return len(self._nodes_by_shard[shard]) > 1 and not self.findings.is_silent(node)
 
     def _stock_shard_at(self, shard: str, node: str, expected: Expected) -> VerifiedShard:
         checkpoint_id, items = self._survey.found.checkpoint_id, self._unchecked_items(shard, node)
@@ -223,7 +229,8 @@ class ShardReader:
         if self.findings.note(
             shard, node, error, is_suspect=is_ours and isinstance(error, ObjectCorrupt | ObjectMissing)
         ):
-            log.warning("%s of %s on node %s is not used: %s", shard, self._manifest.checkpoint_id, node, error)
+            how = "comes last" if isinstance(error.__cause__, TooSlow) else "is not used"
+            log.warning("%s of %s on node %s %s: %s", shard, self._manifest.checkpoint_id, node, how, error)
 
     def tell_suspects(self) -> None:
         """Has the agents of the nodes where bad copies were met read them again, and mend them."""

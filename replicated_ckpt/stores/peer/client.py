@@ -9,8 +9,10 @@ on progress, not on the work.
 import errno
 import http.client
 import json
+import math
 import re
 import ssl
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -21,6 +23,7 @@ from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.errors import ManifestInvalid, ObjectCorrupt, PeerProtocolError, StoreUnavailable
 from replicated_ckpt.stores.peer.answer import document_in, refusal
 from replicated_ckpt.stores.peer.deadline import give_up_after
+from replicated_ckpt.stores.peer.range_body import fill
 from replicated_ckpt.stores.peer.reach import reach_hint, stranger_hint
 from replicated_ckpt.stores.peer.tls import PinnedConnection, PlainConnection
 from replicated_ckpt.version import RELEASE, RELEASE_HEADER
@@ -184,12 +187,14 @@ class AgentClient:
             whole += piece
         return bytes(whole)
 
-    def read_range(self, path: str, offset: int, target: memoryview) -> None:
+    def read_range(self, path: str, offset: int, target: memoryview, within_s: float = math.inf) -> None:
         """Fills `target` with the bytes of a file from `offset` on.
 
         Raises:
-            ObjectCorrupt: the peer's file is shorter. StoreUnavailable, ObjectMissing, PeerProtocolError
+            ObjectCorrupt: the peer's file is shorter. StoreUnavailable: from TooSlow, if it has sent some and not all of
+                them `within_s`. ObjectMissing, PeerProtocolError
         """
+        until_s = time.monotonic() + within_s
         with self.translate_errors("GET", path):
             response = self._ask_range(path, f"bytes={offset}-{offset + len(target) - 1}")
             if response.status not in (200, 206):
@@ -204,13 +209,7 @@ class AgentClient:
                     f"{self.address.label} answered a range of {len(target)} bytes of {path} with status "
                     f"{response.status} and {response.length} bytes."
                 )
-            done = 0
-            while done < len(target):
-                count = response.readinto(target[done:])
-                if count == 0:
-                    raise ConnectionResetError(errno.ECONNRESET, "the peer closed the connection in the middle")
-                done += count
-            response.read()
+            fill(target, response, until_s, within_s)
 
     def _ask_range(self, path: str, wanted: str) -> http.client.HTTPResponse:
         """Asks for a part of a file. If a connection of an earlier request has ended meanwhile, once more by a new one.

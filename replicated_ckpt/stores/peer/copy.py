@@ -1,6 +1,7 @@
 """A peer's store, through its agent: a sink for copies, and a source of verified ranges."""
 
 import time
+from collections.abc import Callable
 
 from replicated_ckpt.core.integrity.checksum import BlockTable
 from replicated_ckpt.errors import ObjectCorrupt, PeerProtocolError, StoreUnavailable
@@ -12,6 +13,10 @@ BEHIND_HEADER = "X-Rckpt-Behind"
 """Of a shard for which no training waits."""
 SLOW_WINDOW_S = 10.0
 SLOW_BYTES_PER_S = 1 << 20
+
+SLOW_READ_S = 10.0
+PATIENCE = 12
+"""So many times as long a range may take where no other source is left, or re-protection asks for it."""
 
 
 class PeerSink:
@@ -73,15 +78,29 @@ class PeerSink:
 
 
 class PeerShard(VerifiedShard):
-    """Reads one shard from a peer by verified ranges. One thread. The client is taken over."""
+    """Reads one shard from a peer by verified ranges. One thread. The client is taken over.
 
-    def __init__(self, client: AgentClient, checkpoint_id: str, save_id: str, name: str, expected: Expected) -> None:
+    While it `is_preferred` to other sources, each range has to come in SLOW_READ_S and the time of SLOW_BYTES_PER_S.
+    """
+
+    def __init__(
+        self,
+        client: AgentClient,
+        checkpoint_id: str,
+        save_id: str,
+        name: str,
+        expected: Expected,
+        is_preferred: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._client = client
+        self._is_preferred = is_preferred
         self._path = file_path(checkpoint_id, save_id, name)
         super().__init__(client.address.label, f"{checkpoint_id}/{name}", expected)
 
     def _fill(self, target: memoryview, offset: int) -> None:
-        self._client.read_range(self._path, offset, target)
+        within_s = SLOW_READ_S + len(target) / SLOW_BYTES_PER_S
+        within_s *= 1 if self._is_preferred() else PATIENCE
+        self._client.read_range(self._path, offset, target, within_s)
 
     def close(self) -> None:
         self._client.close()

@@ -6,6 +6,7 @@ from typing import Protocol
 
 from replicated_ckpt.environment import HOST_ENV
 from replicated_ckpt.stores.peer.tls import is_loopback
+from replicated_ckpt.stores.too_slow import TooSlow
 
 _LOOPBACK = "Under {} each host reaches itself, which is right only if all nodes are on one host."
 _NO_ROUTE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EADDRNOTAVAIL)
@@ -56,6 +57,8 @@ def _explain(at: Address, error: BaseException) -> str:
     if isinstance(error, ConnectionRefusedError):
         why = "its agent has ended, or this is another host"
         return f"{at.host} answers, and nothing listens on its port {at.port}: {why}."
+    if isinstance(error, TooSlow):
+        return "It answers, and its disk, its host or the link to it is slow."
     if isinstance(error, TimeoutError):
         return f"The host is down, the agent is stopped, a firewall drops port {at.port}, or the address is wrong."
     if isinstance(error, OSError) and error.errno in _NO_ROUTE:

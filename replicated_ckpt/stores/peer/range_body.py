@@ -1,0 +1,26 @@
+"""The body of a range of a file, as it comes in from a peer: how far it has come by when."""
+
+import errno
+import http.client
+import time
+
+from replicated_ckpt.stores.too_slow import TooSlow
+
+
+def fill(target: memoryview, response: http.client.HTTPResponse, until_s: float, within_s: float) -> None:
+    """Fills `target` with the whole body of an answer that has its length.
+
+    Raises:
+        TooSlow: it has not all come by `until_s` of the monotonic clock, `within_s` after it was asked for. OSError: it
+            ends before, or no byte has come for the time-out of the connection.
+    """
+    done = 0
+    while done < len(target):
+        if time.monotonic() > until_s:
+            raise TooSlow(f"too slow: {done} of {len(target)} bytes within {within_s:.0f} s")
+        count = response.fp.readinto1(target[done:])  # what is there by now: all of it may never be
+        if count == 0:
+            raise ConnectionResetError(errno.ECONNRESET, "the peer closed the connection in the middle")
+        done += count
+    response.length = 0
+    response.read()
