@@ -31,6 +31,7 @@ from replicated_ckpt.core.upkeep.repair import NodeView, Presence, plan_repair
 from replicated_ckpt.core.upkeep.repair_plan import Action, RepairPlan, RestoreManifest
 from replicated_ckpt.core.upkeep.retention import without_retired
 from replicated_ckpt.errors import ReplicatedCkptError, StoreUnavailable
+from replicated_ckpt.stores.node_cache.cache import sweep
 from replicated_ckpt.stores.throttle import Pace, Stopped
 
 log = logging.getLogger(__name__)
@@ -218,6 +219,7 @@ class Reprotector:
 
     def _settle_old_leftovers(self) -> None:
         empty_what_is_left(self._service.store)
+        sweep(self._service.store.agent_directory())
         leftovers = self._service.find_abandoned(LEFTOVER_GRACE_S)
         if leftovers:
             settle(self._service, leftovers, self._service.peers.read_all())

@@ -124,7 +124,7 @@ class RankCache:
         Raises:
             OSError: no room, no right to write there, or nothing can be locked there.
         """
-        _sweep(directory)
+        sweep(directory)
         path, lock = _create_locked_file(directory)
         self._fd = lock.fd
         self._close = weakref.finalize(self, _remove, path, lock)
@@ -261,7 +261,7 @@ def _remove(path: Path, lock: HeldLock) -> None:
     lock.release()
 
 
-def _sweep(directory: Path) -> None:
+def sweep(directory: Path) -> None:
     """Removes the caches of processes that were killed: no process holds their lock."""
     for path in directory.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError), _open(path) as lock:

@@ -22,5 +22,4 @@ def fill(target: memoryview, response: http.client.HTTPResponse, until_s: float,
         if count == 0:
             raise ConnectionResetError(errno.ECONNRESET, "the peer closed the connection in the middle")
         done += count
-    response.length = 0
-    response.read()
+    response.close()  # the connection stays open: its next answer begins here

@@ -3,6 +3,7 @@
 import pytest
 
 from replicated_ckpt.stores.local.store import LocalStore
+from tests.agent.agents import wait_for
 from tests.harness.cluster import call
 from tests.multiprocess.conftest import ClusterOf
 
@@ -11,12 +12,21 @@ pytestmark = pytest.mark.fault
 COUNT = 6  # MiB for each rank
 LARGE = 16  # the same, where more is to be left than is fetched ahead
 SOON_S = 10.0
+SLOW_COPIES = {"REPLICATED_CKPT_AGENT_COPY_MIB_PER_S": "0.001"}  # a second load finds as little as the first
 
 
 def test_a_rank_that_is_killed_is_missed_by_all_of_many_ranks(cluster_of: ClusterOf) -> None:
-    """Also by those that no collective tells, as their neighbours in it live on, whatever these do then."""
-    cluster, ranks, killed = cluster_of(2), 8, 3
+    """Also by those that no collective tells, as their neighbours in it live on, whatever these do then.
+
+    What it had fetched for the others of its node does not stay there.
+    """
+    cluster, ranks, killed = (
+        cluster_of(2, environment={"REPLICATED_CKPT_AGENT_ROUND_EVERY_S": "1"}),
+        8,
+        3,
+    )
     cluster.launch([call("peers.save_pieces", checkpoint_id="step-1", count=COUNT)], nodes=[0, 1], ranks=4)
+    cluster.nodes[0].lose()
     arguments = {"checkpoint_id": "step-1", "count": COUNT, "ranks": ranks, "victim": "rank", "by_rank": killed}
     load = call("load_faults.load_while_killed", left=ranks - 1, **arguments)
     attempt = cluster.attempt([load], nodes=[0, 1], ranks=4, grace_s=6 * SOON_S)
@@ -27,11 +37,12 @@ def test_a_rank_that_is_killed_is_missed_by_all_of_many_ranks(cluster_of: Cluste
         assert outcome["seconds"] < SOON_S, outcome
         assert (outcome["types"], outcome["ranks"]) == (["RankFailed"], [killed]), outcome
         assert outcome["is_right"]
+    wait_for(lambda: not list(cluster.nodes[0].disk.glob(".agent/cache-*")), 30.0, "a round that removes its cache")
 
 
 def test_an_agent_that_is_killed_is_named_as_not_reached(cluster_of: ClusterOf) -> None:
     """The last copy lies there, and is not lost: every rank is told to bring it back, and the next load has it."""
-    cluster = cluster_of(2, environment={"REPLICATED_CKPT_AGENT_COPY_MIB_PER_S": "0.001"})
+    cluster = cluster_of(2, environment=SLOW_COPIES)
     cluster.launch([call("peers.save_pieces", checkpoint_id="step-1", count=LARGE)], nodes=[0, 1], ranks=2)
     cluster.nodes[0].lose()
     arguments = {"checkpoint_id": "step-1", "count": LARGE, "ranks": 4, "victim": "agent 1", "by_rank": 0, "left": 4}

@@ -178,7 +178,7 @@ class Response:
         self.status = status
         self.chunked = False
         self._size = len(raw)
-        self._stream = io.BytesIO(raw)
+        self.fp = self._stream = io.BytesIO(raw)
 
     @property
     def length(self) -> int:
@@ -188,8 +188,8 @@ class Response:
     def read(self, size: int = -1) -> bytes:
         return self._stream.read(size)
 
-    def readinto(self, target: memoryview) -> int:
-        return self._stream.readinto(target)
+    def close(self) -> None:
+        """The connection stays."""
 
     def getheader(self, name: str, default: str | None = None) -> str | None:
         return str(self._size) if name.lower() == "content-length" else default
