@@ -145,6 +145,12 @@ def newest_lineage(histories: Histories) -> str | None:
     return max(held, key=lambda lineage: (histories[lineage].created_unix_s, lineage), default=None)
 
 
+def newest_version(histories: Histories, lineage: str) -> Version:
+    """As the newest save of a lineage that is known: of which save it is, its history does not say."""
+    newest = histories[lineage]
+    return Version(lineage, newest.sequence, newest.created_unix_s, "")
+
+
 def moment(value: object) -> float:
     """A time stamp that another machine told.
 

@@ -15,13 +15,13 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from replicated_ckpt.core.inventory import SaveFound
 from replicated_ckpt.core.layout import LATEST
-from replicated_ckpt.core.lineage import Version, merge_histories, newest_lineage
+from replicated_ckpt.core.lineage import Version, merge_histories, newest_lineage, newest_version
 from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.core.upkeep.policy import scope_of
 from replicated_ckpt.dcp.c10d.lent_group import agree_on_all
 from replicated_ckpt.dcp.find.listing import Listed
 from replicated_ckpt.dcp.load.report import LoadReport
-from replicated_ckpt.dcp.memory.left_tier import join_left_tier, readable_histories
+from replicated_ckpt.dcp.memory.left_tier import join_left_tier
 from replicated_ckpt.dcp.memory.root import find_memory_root
 from replicated_ckpt.dcp.memory.spills import SpillCount
 from replicated_ckpt.dcp.memory.tiers import (
@@ -174,16 +174,15 @@ class TieredCheckpoints:
         found = merge_histories(histories for each in held for histories in each)
         lineage = newest_lineage(found)
         if lineage is not None:
-            newest = found[lineage]
-            self._join(checkpoint_id, Version(lineage, newest.sequence, newest.created_unix_s, ""))
+            self._join(checkpoint_id, newest_version(found, lineage))
         return lineage is not None
 
     def _count_spills(self, checkpoint_id: str) -> None:
         """From what the disks of all ranks' nodes hold; and both tiers number behind a memory tier that was used before."""
-        in_memory, on_disk, scope = self.memory.writer.store, self.disk.writer.store, scope_of(checkpoint_id)
+        in_memory, on_disk = self.memory.writer.store, self.disk.writer.store
         with self.disk.use_group() as group:
-            self._spills.learn(merge_histories(agree_on_all(group, lambda: readable_histories([on_disk], scope))))
-            join_left_tier(group, [on_disk, in_memory], checkpoint_id, in_use=in_memory.root)
+            held = join_left_tier(group, [on_disk, in_memory], checkpoint_id, in_use=in_memory.root)
+            self._spills.learn(held[0])
         self._is_counted = True
 
     def _save(

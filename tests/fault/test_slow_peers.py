@@ -93,12 +93,15 @@ def load(root: Path, addresses: list[AgentAddress]) -> ReplicatedReader:
     return reader
 
 
-def test_a_slow_peer_is_left_where_another_node_has_the_bytes(
-    tmp_path: Path, agents: list[RunningAgent], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It never lets a time-out pass; but what is left comes from the other one."""
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A range that comes over the slow link is too slow."""
     monkeypatch.setattr(copy, "SLOW_READ_S", SLOW_READ_S)
     monkeypatch.setattr(copy, "SLOW_BYTES_PER_S", 2 * CELL_BYTES / SLOW_READ_S)
+
+
+def test_a_slow_peer_is_left_where_another_node_has_the_bytes(tmp_path: Path, agents: list[RunningAgent]) -> None:
+    """It never lets a time-out pass; but what is left comes from the other one."""
     slow, quick = agents
     with slow_link_to(slow.endpoint.local_address()) as far:
         reader = load(tmp_path / "blank", [far, quick.endpoint.local_address()])
@@ -108,12 +111,8 @@ def test_a_slow_peer_is_left_where_another_node_has_the_bytes(
     assert "too slow" in text
 
 
-def test_a_slow_peer_that_alone_has_the_bytes_is_waited_for(
-    tmp_path: Path, agents: list[RunningAgent], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slow_peer_that_alone_has_the_bytes_is_waited_for(tmp_path: Path, agents: list[RunningAgent]) -> None:
     """Slow is better than not at all: also where another node was to have them, and has not."""
-    monkeypatch.setattr(copy, "SLOW_READ_S", SLOW_READ_S)
-    monkeypatch.setattr(copy, "SLOW_BYTES_PER_S", 2 * CELL_BYTES / SLOW_READ_S)
     slow, other = agents
     shard_there = other.root / "step-1" / shard(0)
     with slow_link_to(slow.endpoint.local_address()) as far:

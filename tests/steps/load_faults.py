@@ -3,37 +3,24 @@
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.planner import ReadItem
 
 from tests.harness.processes import agent_of
 from tests.steps.context import Context
-from tests.steps.network import nth
+from tests.steps.network import ActingPlanner
 from tests.steps.peers import load_pieces, pieces
 from tests.steps.state import failure
 from tests.stopwatch import Stopwatch
 
 _OTHERS_S = 30.0
-
-
-class EndingPlanner(DefaultLoadPlanner):
-    """Ends a process when this rank has its third item."""
-
-    def __init__(self, end: Callable[[], None], *, ends_here: bool) -> None:
-        super().__init__()
-        self._counted = nth(3 * int(ends_here), end)
-
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        self._counted()
-        super().commit_tensor(read_item, tensor)
+_AT_ITEM = 3
 
 
 def load_while_killed(
@@ -45,7 +32,7 @@ def load_while_killed(
     """
     kind, _, node = victim.partition(" ")
     pid = agent_of(context.roots[int(node)]) if kind == "agent" else os.getpid()
-    planner = EndingPlanner(partial(os.kill, pid, signal.SIGKILL), ends_here=context.rank == by_rank)
+    planner = ActingPlanner(_AT_ITEM * int(context.rank == by_rank), partial(os.kill, pid, signal.SIGKILL))
     wanted = {name: tensor for rank in range(ranks) for name, tensor in pieces(rank, count, 1).items()}
     found = {name: torch.full_like(tensor, -1.0) for name, tensor in wanted.items()}
     reader, stopwatch = context.reader(), Stopwatch()

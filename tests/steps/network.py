@@ -62,12 +62,12 @@ def nth(times: int, action: Callable[[], None]) -> Callable[[], None]:
     return counted
 
 
-class CuttingPlanner(DefaultLoadPlanner):
-    """Cuts off a node's store when this rank has its first item."""
+class ActingPlanner(DefaultLoadPlanner):
+    """Does the action when this rank has the item of that number; never for 0."""
 
-    def __init__(self, network: str, node: int, *, cuts_here: bool) -> None:
+    def __init__(self, item: int, action: Callable[[], None]) -> None:
         super().__init__()
-        self._counted = nth(int(cuts_here), lambda: Network(network).cut_store(node))
+        self._counted = nth(item, action)
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         self._counted()
@@ -83,7 +83,7 @@ def load_while_cut_off(
     """
     wanted = {name: tensor for rank in range(ranks) for name, tensor in pieces(rank, count, 1).items()}
     found = {name: torch.zeros_like(tensor) for name, tensor in wanted.items()}
-    planner = CuttingPlanner(network, node, cuts_here=context.rank == by_rank)
+    planner = ActingPlanner(int(context.rank == by_rank), lambda: Network(network).cut_store(node))
     reader, said = context.reader(), Said()
     logging.getLogger("replicated_ckpt").addHandler(said)
     dcp.load(found, checkpoint_id=checkpoint_id, storage_reader=reader, planner=planner)

@@ -20,11 +20,8 @@ def test_a_rank_that_is_killed_is_missed_by_all_of_many_ranks(cluster_of: Cluste
 
     What it had fetched for the others of its node does not stay there.
     """
-    cluster, ranks, killed = (
-        cluster_of(2, environment={"REPLICATED_CKPT_AGENT_ROUND_EVERY_S": "1"}),
-        8,
-        3,
-    )
+    cluster = cluster_of(2, environment={"REPLICATED_CKPT_AGENT_ROUND_EVERY_S": "1"})
+    ranks, killed = 8, 3
     cluster.launch([call("peers.save_pieces", checkpoint_id="step-1", count=COUNT)], nodes=[0, 1], ranks=4)
     cluster.nodes[0].lose()
     arguments = {"checkpoint_id": "step-1", "count": COUNT, "ranks": ranks, "victim": "rank", "by_rank": killed}
