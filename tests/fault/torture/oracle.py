@@ -214,6 +214,9 @@ class Oracle:
         if self._keep_last is None or not acknowledged:
             return bool(acknowledged)
         last = acknowledged[-1]
+        over = [found for found in self.standing(checkpoint_id) if found.run == MAIN and last.number in found.saw]
+        if last.run != MAIN and over:  # it was saved over, and goes with what took its place
+            last = over[-1]
         ours = [attempt for attempt in self.attempts if attempt.run == MAIN and attempt.parts]
         if last.run != MAIN and not any(attempt.lineage == last.lineage for attempt in ours):
             return True  # no job of the run has gone on with the other one's checkpoints
