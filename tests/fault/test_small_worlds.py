@@ -37,6 +37,22 @@ def test_a_save_over_another_runs_checkpoint_ends_the_same_way(*, is_atomic: boo
     assert found.states >= STATES_MAX
 
 
+@pytest.mark.parametrize(("layout", "begin"), [WORLDS[0], WORLDS[2]])
+def test_any_one_disk_may_be_lost_at_any_moment(layout: Layout, begin: State) -> None:
+    """In every state any one node may be lost with its disk: of what was acknowledged last and what is newer, one loads."""
+    found = Search(World(layout, PackageRules()), STATES_MAX, loses_a_disk=True).run(begin)
+    assert not found.broken, (found.broken, found.trace)
+    assert found.states >= STATES_MAX
+
+
+@pytest.mark.parametrize(("layout", "begin"), [WORLDS[0], WORLDS[2]])
+def test_with_the_rules_of_before_a_lost_disk_loses_what_was_acknowledged(layout: Layout, begin: State) -> None:
+    """A node that removes what it replaces, and takes silence for an answer, and then the loss of one disk."""
+    world = World(layout, OldRules(), is_atomic=True)
+    found = Search(world, STATES_MAX, by_outcome_alone=True, loses_a_disk=True).run(begin)
+    assert "the loss of node" in found.broken, found
+
+
 class ForgetsWhatItReplaces(PackageRules):
     """As before manifests had `replaces`: a node takes another run's name only where it was asked to when it opened."""
 

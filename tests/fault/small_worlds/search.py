@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from tests.fault.small_worlds.world import NEW, OLD, Node, Place, State, World
 
 HEALING_ROUNDS = 12
+LOST = Node(is_up=False, is_held=False, places=(Place.NONE, Place.NONE), shards=(0, 0))
 
 
 @dataclass
@@ -28,12 +29,14 @@ class Search:
     """One search. `states_max`: it ends after so many states, if there are more.
 
     `by_outcome_alone`: what a step must not do is not looked at, only what becomes of what was acknowledged.
+    `loses_a_disk`: in each state any one node may be lost for ever with its disk, too; both versions had their copies.
     """
 
     world: World
     states_max: int | None = None
     by_outcome_alone: bool = False
-    _healed: dict[tuple[Node, ...], State] = field(default_factory=dict)
+    loses_a_disk: bool = False
+    _healed: dict[tuple[tuple[Node, ...], int | None], State] = field(default_factory=dict)
 
     def run(self, first: State) -> Found:
         """Goes through all states, those first that few steps lead to."""
@@ -93,26 +96,40 @@ class Search:
                 return f"node {index} is not done: {node}"
             if NEW in whole and node.places[OLD] is Place.NAMED:
                 return f"node {index} keeps the old version's name: {node}"
+        return self.broken_by_a_loss(state) if self.loses_a_disk else ""
+
+    def broken_by_a_loss(self, state: State) -> str:
+        """With any one node lost for ever and the others back, what was acknowledged last loads, or what is newer."""
+        wanted = NEW if state.is_acknowledged else OLD
+        for lost in range(self.world.count):
+            whole = self.world.whole(self.healed(state, lost))
+            if not any(version >= wanted for version in whole):
+                return f"the loss of node {lost} loses version {wanted}: whole are {sorted(whole)}"
         return ""
 
-    def healed(self, state: State) -> State:
-        """All agents run, all ranks are gone, and each node settles and protects until nothing changes."""
-        key = tuple(node._replace(is_up=True, is_held=False, heard=()) for node in state.nodes)
-        if key not in self._healed:
-            self._healed[key] = self._heal(state._replace(nodes=key, told=(), is_over=True))
-        return self._healed[key]
+    def healed(self, state: State, lost: int | None = None) -> State:
+        """All agents but that of a lost node run, all ranks are gone, and each node settles and protects until nothing
+        changes."""
+        nodes = tuple(
+            LOST if index == lost else node._replace(is_up=True, is_held=False, heard=())
+            for index, node in enumerate(state.nodes)
+        )
+        if (nodes, lost) not in self._healed:
+            living = [index for index in range(self.world.count) if index != lost]
+            self._healed[nodes, lost] = self._heal(state._replace(nodes=nodes, told=(), is_over=True), living)
+        return self._healed[nodes, lost]
 
-    def _heal(self, state: State) -> State:
+    def _heal(self, state: State, living: list[int]) -> State:
         world = self.world
-        for index in range(world.count):
+        for index in living:
             state = world._started(state, index)
         for _ in range(HEALING_ROUNDS):
             before = state
-            for index, node in enumerate(state.nodes):
-                if node.places[NEW] is Place.STAGED:
-                    state = world.settled(state, index, [other for other in range(world.count) if other != index])
+            for index in living:
+                if state.nodes[index].places[NEW] is Place.STAGED:
+                    state = world.settled(state, index, [other for other in living if other != index])
                 state = world._published(state, index, OLD) or state
-                state = world.protected(state, index, are_gone=False)
+                state = world.protected(state, index, are_gone=True)
             if state == before:
                 break
         return state
