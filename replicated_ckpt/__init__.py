@@ -52,9 +52,8 @@ if TYPE_CHECKING:
     from replicated_ckpt.dcp.planning.cached_planner import CachedSavePlanner
     from replicated_ckpt.dcp.planning.kept_plan import PlansUnknown
     from replicated_ckpt.dcp.rank_state.planner import RankStatePlanner
-    from replicated_ckpt.dcp.rank_state.rank_state import RankState
+    from replicated_ckpt.dcp.rank_state.rank_state import RankState, WorldSizeChanged
     from replicated_ckpt.dcp.rank_state.replay import ReplayedLoader
-    from replicated_ckpt.dcp.rank_state.world_change import WorldSizeChanged
     from replicated_ckpt.dcp.save.report import SaveReport
     from replicated_ckpt.dcp.save.writer import ReplicatedWriter
 
@@ -122,7 +121,7 @@ _HOME_BY_NAME = {
     "ReplicatedWriter": "replicated_ckpt.dcp.save.writer",
     "Retention": "replicated_ckpt.config",
     "SaveReport": "replicated_ckpt.dcp.save.report",
-    "WorldSizeChanged": "replicated_ckpt.dcp.rank_state.world_change",
+    "WorldSizeChanged": "replicated_ckpt.dcp.rank_state.rank_state",
     "export_checkpoint": "replicated_ckpt.dcp.convert.export",
     "import_checkpoint": "replicated_ckpt.dcp.convert.importing",
 }

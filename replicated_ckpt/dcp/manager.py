@@ -22,8 +22,7 @@ from replicated_ckpt.dcp.preemption import Preemption
 from replicated_ckpt.dcp.save.bucket import WAIT_TIMEOUT_S
 from replicated_ckpt.dcp.save.report import SaveReport
 from replicated_ckpt.dcp.save_callback import SaveCallback
-from replicated_ckpt.dcp.step_ids import find_step, id_of, step_of
-from replicated_ckpt.dcp.step_notes import StepNotes, notes_of
+from replicated_ckpt.dcp.steps import StepNotes, find_step, id_of, notes_of, step_of
 from replicated_ckpt.dcp.tiered_checkpoints import TieredCheckpoints
 from replicated_ckpt.errors import CheckpointNotFound, ConfigInvalid, ManagerClosed, ReplicatedCkptError
 

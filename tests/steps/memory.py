@@ -12,7 +12,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from replicated_ckpt import CheckpointManager, Retention
-from replicated_ckpt.dcp.step_ids import id_of
+from replicated_ckpt.dcp.steps import id_of
 from replicated_ckpt.errors import ReplicatedCkptError
 from tests.harness.processes import agent_of
 from tests.steps.context import Context

@@ -24,11 +24,16 @@ from replicated_ckpt.agent.state.trash import empty_what_is_left
 from replicated_ckpt.core.lineage import histories_of
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.one_line import one_line
-from replicated_ckpt.core.upkeep.asked_repair import is_of_held_save, refuse_unplanned
 from replicated_ckpt.core.upkeep.finding import Finding
 from replicated_ckpt.core.upkeep.policy import NOTHING_SAID, Standing
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence, plan_repair
-from replicated_ckpt.core.upkeep.repair_plan import Action, RepairPlan, RestoreManifest
+from replicated_ckpt.core.upkeep.repair_plan import (
+    Action,
+    RepairPlan,
+    RestoreManifest,
+    is_of_held_save,
+    refuse_unplanned,
+)
 from replicated_ckpt.core.upkeep.retention import without_retired
 from replicated_ckpt.errors import ReplicatedCkptError, StoreUnavailable
 from replicated_ckpt.stores.node_cache.cache import sweep

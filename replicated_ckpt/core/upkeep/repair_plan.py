@@ -1,9 +1,11 @@
 """The plan of a repair as values: what a node gets, mends or sets aside, and what cannot be made up for now."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from operator import index
 from typing import Any, TypeAlias
+
+from replicated_ckpt.core.inventory import Holding
 
 
 @dataclass(frozen=True)
@@ -176,3 +178,19 @@ def _texts(entry: Mapping[str, Any], *more: str) -> dict[str, Any]:
 
 def _nodes(entry: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(str(node) for node in entry["sources"])
+
+
+def is_of_held_save(action: RestoreManifest, holdings: Collection[Holding]) -> bool:
+    """Whether the node holds that very save: it only gets back what its own manifest describes."""
+    return any((held.checkpoint_id, held.save_id) == (action.checkpoint_id, action.save_id) for held in holdings)
+
+
+def refuse_unplanned(
+    asked: Sequence[RestoreManifest], own_plan: Sequence[RestoreManifest]
+) -> frozenset[RestoreManifest]:
+    """Those that another node asks for and the node's own plan has not: they would put one save in another's place.
+
+    Copies it may always ask for.
+    """
+    planned = {(action.node_id, action.checkpoint_id, action.save_id) for action in own_plan}
+    return frozenset(one for one in asked if (one.node_id, one.checkpoint_id, one.save_id) not in planned)

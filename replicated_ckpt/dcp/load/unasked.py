@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan
 
-from replicated_ckpt.dcp.rank_state.names import find_world
+from replicated_ckpt.dcp.rank_state.items import find_world
 
 _PREFIXES_MAX = 8
 _ADVICE = (

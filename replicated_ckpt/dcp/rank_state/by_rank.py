@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from replicated_ckpt.dcp.rank_state.names import name_rank_item
-from replicated_ckpt.dcp.rank_state.packing import pack, unpack
+from replicated_ckpt.dcp.rank_state.items import name_rank_item, pack, unpack
 from replicated_ckpt.dcp.rank_state.rank_state import rank_and_world
 
 _OWN, _FIRST = "rank", "first"

@@ -5,7 +5,7 @@ from typing import Any
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 
-from replicated_ckpt.dcp.rank_state.names import find_world, worlds_under
+from replicated_ckpt.dcp.rank_state.items import find_world, worlds_under
 
 
 class SavedElsewhere(tuple[int, ...]):

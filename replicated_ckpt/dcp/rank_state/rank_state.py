@@ -1,21 +1,37 @@
 """What a rank has for itself, saved with a checkpoint: random generators, and whatever says where its data stands."""
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.stateful import Stateful
 
 from replicated_ckpt.core.one_line import one_line
-from replicated_ckpt.dcp.rank_state.names import name_rank_item
-from replicated_ckpt.dcp.rank_state.packing import pack, unpack
+from replicated_ckpt.dcp.rank_state.items import name_rank_item, pack, unpack
 from replicated_ckpt.dcp.rank_state.planner import SavedElsewhere
 from replicated_ckpt.dcp.rank_state.random_state import capture_random, restore_random
-from replicated_ckpt.dcp.rank_state.world_change import WorldSizeChanged
 from replicated_ckpt.dcp.runtime.caller import warn
-from replicated_ckpt.errors import ConfigInvalid, ObjectCorrupt
+from replicated_ckpt.errors import ConfigInvalid, ObjectCorrupt, ReplicatedCkptError
 
 OnOtherWorld = Literal["raise", "keep"]
 _RANDOM = "random"
+
+
+class WorldSizeChanged(ReplicatedCkptError):
+    """A RankState was saved by another number of ranks. What else the load was given is loaded; no RankState is."""
+
+    default_hint = (
+        'Start as many ranks as saved, or pass RankState(on_other_world="keep"): generators and data then stay as the '
+        "program set them."
+    )
+
+    def __init__(self, saved: Sequence[int], now: int) -> None:
+        by = " or ".join(str(world) for world in saved)
+        had = f"The checkpoint has what each of {by} ranks had for itself" if by else "The checkpoint has no RankState"
+        super().__init__(f"{had}, and {now} {'rank loads' if now == 1 else 'ranks load'} it.")
+        self.args = (tuple(saved), now)
+        self.saved = tuple(saved)
+        self.now = now
 
 
 class RankState(Stateful):

@@ -1,9 +1,11 @@
 """A tensor's memory as bytes, and bytes as a tensor, without numpy, which torch does not need."""
 
 import ctypes
+import mmap
 
 import torch
 
+_MAPPED_BYTES_MIN = 1 << 20
 _NUMBERS_BY_NAME = {  # torch retires these types one by one
     "qint8": torch.int8,
     "quint8": torch.uint8,
@@ -36,3 +38,17 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
     memory = (ctypes.c_ubyte * size_bytes).from_address(tensor.data_ptr())
     memory.owner = tensor  # type: ignore[attr-defined]  # ctypes knows the address only
     return memoryview(memory).cast("B")
+
+
+def window_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A contiguous tensor for the window of a conversion: its memory goes back to the system as soon as it is let go.
+
+    Large ones are mapped, not allocated: the C library keeps what is freed below 32 MiB, and later, larger tensors do not
+    fit in there, so that a process would hold more than its window.
+    """
+    count = torch.Size(shape).numel()
+    size_bytes = count * dtype.itemsize
+    if size_bytes < _MAPPED_BYTES_MIN:
+        return empty_tensor(shape, dtype)
+    mapped = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # the tensor keeps it
+    return tensor_over(memoryview(mapped)[:size_bytes], dtype).view(shape)

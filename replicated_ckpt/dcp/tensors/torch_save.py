@@ -3,17 +3,21 @@
 Source: torch.serialization (torch 2.7 to 2.15).
 """
 
+import contextlib
 import io
+import threading
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
 
-from replicated_ckpt.dcp.runtime.crc_switch import without_crc32
 from replicated_ckpt.dcp.tensors.container import TEMPLATE_BYTES_MAX, data_range
 from replicated_ckpt.dcp.tensors.memory import empty_tensor
 from replicated_ckpt.errors import ReplicatedCkptError
 
 _DATA_WRITE_BYTES_MIN = 64 << 10
+_crc32_lock = threading.Lock()
+"""The switch for CRC32 in torch's zip containers is global to the process."""
 
 Envelope = tuple[memoryview, memoryview]
 """The bytes of a container before and after the tensor's data."""
@@ -106,3 +110,15 @@ def learn_envelope(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int
     raw = memoryview(buffer.getvalue())
     start = data_range(raw)[0]
     return memoryview(bytes(raw[:start])), memoryview(bytes(raw[start + size_bytes :]))
+
+
+@contextlib.contextmanager
+def without_crc32() -> Iterator[None]:
+    """`torch.save` computes no CRC32 in the block, which should be short: it is so for every thread."""
+    with _crc32_lock:
+        was = torch.serialization.get_crc32_options()
+        torch.serialization.set_crc32_options(False)
+        try:
+            yield
+        finally:
+            torch.serialization.set_crc32_options(was)

@@ -10,11 +10,10 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from replicated_ckpt.core.bucket.keys import Path
 from replicated_ckpt.core.chunk import Chunk
 from replicated_ckpt.dcp.convert.entries.item_outline import END_BYTES, data_start
-from replicated_ckpt.dcp.convert.entries.memory import window_tensor
 from replicated_ckpt.dcp.convert.entries.source import Contents, ObjectEntry, Part, TensorEntry
 from replicated_ckpt.dcp.runtime.torch_private import StorageInfo
 from replicated_ckpt.dcp.tensors.container import TensorReader
-from replicated_ckpt.dcp.tensors.memory import tensor_over
+from replicated_ckpt.dcp.tensors.memory import tensor_over, window_tensor
 from replicated_ckpt.errors import ConfigInvalid, ObjectCorrupt
 
 PIECE_BYTES = 4 << 20

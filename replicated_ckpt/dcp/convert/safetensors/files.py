@@ -9,10 +9,9 @@ from pathlib import Path
 import torch
 
 from replicated_ckpt.core.chunk import Chunk
-from replicated_ckpt.dcp.convert.entries.memory import window_tensor
 from replicated_ckpt.dcp.convert.entries.source import Contents, ObjectEntry, Part, TensorEntry
 from replicated_ckpt.dcp.convert.safetensors.format import LENGTH, Tensor, decode_header, header_size, name_once
-from replicated_ckpt.dcp.tensors.memory import memory_of
+from replicated_ckpt.dcp.tensors.memory import memory_of, window_tensor
 from replicated_ckpt.errors import ConfigInvalid, ObjectCorrupt
 from replicated_ckpt.stores.files.durable import read_exactly, translate_errors
 from replicated_ckpt.stores.files.existence import is_directory, is_plain_file

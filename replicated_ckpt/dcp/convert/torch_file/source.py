@@ -12,13 +12,12 @@ import torch
 from replicated_ckpt.core.chunk import Chunk
 from replicated_ckpt.core.integrity.archive import find_records
 from replicated_ckpt.core.pickles.follower import follow
-from replicated_ckpt.dcp.convert.entries.memory import window_tensor
 from replicated_ckpt.dcp.convert.entries.source import Contents, ObjectEntry, Part, TensorEntry
 from replicated_ckpt.dcp.objects.storages import Storages
 from replicated_ckpt.dcp.objects.values import UnknownName
 from replicated_ckpt.dcp.objects.weights_only import ObjectValues, pickle_in
 from replicated_ckpt.dcp.runtime.torch_private import flatten
-from replicated_ckpt.dcp.tensors.memory import memory_of
+from replicated_ckpt.dcp.tensors.memory import memory_of, window_tensor
 from replicated_ckpt.errors import ConfigInvalid, ObjectCorrupt, ObjectUnsafe, StoreError
 from replicated_ckpt.stores.files.durable import read_exactly, translate_errors
 
