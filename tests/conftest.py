@@ -55,6 +55,7 @@ WAITING = (
     "fault/test_bad_peers.py",
     "fault/killed/test_hand_over.py",
     "agent/life/test_told_to_stop.py",
+    "multiprocess/saves/test_ranks_missed.py",
     "agent/test_hand_over.py",
     "object_tier/faults/test_bucket_faults.py",
     "fault/combined/test_two_histories.py",

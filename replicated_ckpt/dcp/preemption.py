@@ -8,9 +8,9 @@ from types import FrameType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from replicated_ckpt.dcp.c10d.lent_group import LentGroup, borrow_group
+from replicated_ckpt.dcp.c10d.world import watched
 from replicated_ckpt.errors import ConfigInvalid
 
 
@@ -66,7 +66,7 @@ class Preemption:
             self._flag.fill_(int(self._is_signalled))
             if self._lent is not None:
                 with self._lent.use():
-                    dist.all_reduce(self._flag, dist.ReduceOp.MAX, self._lent.group)
+                    watched(self._lent.group).reduce_to_max(self._flag)
             self.is_agreed = bool(self._flag)
         return self.is_agreed
 

@@ -36,6 +36,7 @@ from replicated_ckpt.dcp.runtime.torch_private import (
     follow_step,
     local_part,
     narrow,
+    use_collectives,
     with_local_part,
 )
 from tests.gloo import group_of_one
@@ -115,6 +116,47 @@ class FollowingReader(dcp.FileSystemReader):
 
         assert follow_step(exchange)
         return super().prepare_local_plan(plan)
+
+
+class Noting:
+    """The collectives of one process alone, and which of them are used."""
+
+    def __init__(self) -> None:
+        self.used: list[str] = []
+
+    def gather_object(self, value: object) -> list[object]:
+        self.used.append("gather")
+        return [value]
+
+    def scatter_object(self, values: list[object] | None) -> object:
+        self.used.append("scatter")
+        assert values is not None
+        return values[0]
+
+    def broadcast_object(self, value: object) -> object:
+        self.used.append("broadcast")
+        return value
+
+
+class NotingWriter(Follower):
+    """A stock writer of which the steps use other collectives, and which follows how its save ends."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        self.noting = Noting()
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: object, **kwargs: object) -> None:
+        assert use_collectives(self.noting)
+        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
+
+
+class NotingReader(dcp.FileSystemReader):
+    """The same, a reader."""
+
+    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
+        self.noting = Noting()
+        assert use_collectives(self.noting)
+        return super().read_metadata(*args, **kwargs)
 
 
 class FailingPlanner(dcp.DefaultLoadPlanner):
@@ -273,3 +315,17 @@ def test_a_dtensor_is_made_over_another_part() -> None:
         assert torch.equal(made.full_tensor(), original.full_tensor() + 1)
         plans = [create_default_local_save_plan({"t": tensor}, is_coordinator=True) for tensor in (original, made)]
         assert plans[0].items == plans[1].items
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_steps_of_a_call_use_the_collectives_that_it_is_given(tmp_path: Path) -> None:
+    """All of a save and the first step of a load, in this order; also that by which a follower learns how it ended."""
+    assert not use_collectives(Noting())
+    writer, reader = NotingWriter(str(tmp_path)), NotingReader(str(tmp_path))
+    for _ in range(2):
+        writer.noting.used.clear()
+        dcp.save({"a": torch.ones(2)}, storage_writer=writer, no_dist=True)
+        assert writer.noting.used == ["gather", "scatter", "gather", "broadcast"]
+        dcp.load({"a": torch.zeros(2)}, storage_reader=reader, no_dist=True)
+        assert reader.noting.used == ["gather", "scatter"]
+    assert [type(outcome) for outcome in writer.outcomes] == [Metadata] * 2

@@ -101,14 +101,16 @@ def _run(context: Context, place: str, process_group: Any) -> None:
         load(context, "kept", process_group)
 
 
-def save_kept(context: Context) -> None:
+def save_kept(context: Context, process_group: Any = None) -> None:
     """What the loads of these steps load."""
     state = {f"r{context.rank}": torch.full((1000,), float(context.rank + 1))}
-    dcp.save(state, checkpoint_id="kept", storage_writer=ReplicatedWriter(context.root))
+    writer = ReplicatedWriter(context.root)
+    dcp.save(state, checkpoint_id="kept", storage_writer=writer, process_group=process_group)
 
 
 def load(context: Context, checkpoint_id: str, process_group: Any = None) -> list[float]:
-    state = {f"r{rank}": torch.zeros(1000) for rank in range(context.world_size)}
+    members = dist.get_process_group_ranks(process_group or dist.group.WORLD)
+    state = {f"r{rank}": torch.zeros(1000) for rank in members}
     reader = ReplicatedReader(context.root)
     dcp.load(state, checkpoint_id=checkpoint_id, storage_reader=reader, process_group=process_group)
     return [float(tensor.mean()) for tensor in state.values()]

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from replicated_ckpt import CachedSavePlanner
 from replicated_ckpt.agent.state.endpoint import read_endpoint
+from replicated_ckpt.dcp.c10d.watched_group import WatchedGroup
 from replicated_ckpt.stores.peer.client import AgentClient
 from tests.harness.cluster import Digests
 from tests.steps.context import Context
@@ -74,10 +75,10 @@ def count_exchanged(context: Context, times: int, items: int) -> dict[str, Any]:
     saves, returned = [], []
     for number in range(times):
         calls: list[tuple[str, int]] = []
-        with mock.patch.multiple(dist, **{name: _counted(name, calls) for name in _COLLECTIVES}):
+        with mock.patch.multiple(WatchedGroup, **{name: _counted(name, calls) for name in _COLLECTIVES}):
             found = dcp.save(state, checkpoint_id=f"step-{number}", storage_writer=writer, planner=planner)
         names = [name for name, _ in calls]
-        sent = sum(size for _, size in calls[names.index("scatter_object_list") + 1 :])
+        sent = sum(size for _, size in calls[names.index("scatter_object") + 1 :])
         saves.append({"calls": names, "sent": sent})
         assert found.storage_meta is not None
         assert found.storage_meta.checkpoint_id == f"step-{number}"
@@ -86,16 +87,15 @@ def count_exchanged(context: Context, times: int, items: int) -> dict[str, Any]:
     return {"saves": saves, "returned": returned, "wanted": _digest_of(stock)}
 
 
-_COLLECTIVES = ("gather_object", "scatter_object_list", "broadcast_object_list")
+_COLLECTIVES = ("gather_object", "scatter_object", "broadcast_object")
 
 
 def _counted(name: str, calls: list[tuple[str, int]]) -> Any:
-    function = getattr(dist, name)
+    function = getattr(WatchedGroup, name)
 
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        sent = kwargs.get("obj") or kwargs.get("object_list") or kwargs.get("scatter_object_input_list")
+    def counted(group: WatchedGroup, sent: Any) -> Any:
         calls.append((name, len(pickle.dumps(sent))))
-        return function(*args, **kwargs)
+        return function(group, sent)
 
     return counted
 

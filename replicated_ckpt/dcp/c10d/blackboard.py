@@ -25,6 +25,7 @@ from replicated_ckpt.dcp.c10d.waiting import ENDED_HINT, LINGER_S, POLL_S, Wait,
 from replicated_ckpt.errors import MeetingFailed, PeerProtocolError, RankFailed, ReplicatedCkptError
 
 COORDINATOR = 0
+_LEFT = "left"
 _POLL_MAX_S = 0.1
 _POLL_PER_RANK_S = 0.001
 """All ranks together ask the store some thousand times in a second, however many they are."""
@@ -241,6 +242,21 @@ class Blackboard:
                     f"After {deadline_s:.0f} s the coordinator had not decided about this {topic}.", _LATE_COORDINATOR
                 )
             wait.pause()
+
+    def tell_left(self, why: RankFailed) -> None:
+        """Tells all ranks that this one has left a collective of the group, whose ranks are out of step from now on."""
+        self.post(_LEFT, {"error": pack_error(why)})
+        with reaching_store():
+            self._store.set(_LEFT, str(self._rank))
+
+    def find_left(self) -> tuple[int, ReplicatedCkptError] | None:
+        """The rank that has left a collective of the group, the last of several, and why; None: none has."""
+        with reaching_store():
+            named = self._store.get(_LEFT) if self._store.check([_LEFT]) else b""
+        if not named.isdigit() or not 0 <= int(named) < self._size:
+            return None
+        post = self.read_post(_LEFT, int(named)) or {}
+        return (int(named), unpack_error(post["error"])) if "error" in post else None
 
     def await_all(self, name: str, deadline_s: float) -> Sequence[int]:
         """Returns once every rank has called this with this name; or, by number, the ranks that have ended instead.

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from replicated_ckpt.dcp.c10d.watched_group import is_broken
+from replicated_ckpt.dcp.c10d.world import watched
 from replicated_ckpt.errors import ConfigInvalid, RankFailed, ReplicatedCkptError
 
 T = TypeVar("T")
@@ -50,6 +52,7 @@ class LentGroup:
         try:
             yield
         except (CheckpointException, ReplicatedCkptError):
+            self._is_fit = self._is_fit and not self.is_gone and not is_broken(self.group)
             raise
         except BaseException:
             self._is_fit = False
@@ -74,7 +77,7 @@ class _Pool:
     def lend(self) -> LentGroup:
         taken = torch.zeros(GROUPS_MAX + 1, dtype=torch.uint8, device="cpu")
         taken[sorted(self.lent)] = 1
-        dist.all_reduce(taken, dist.ReduceOp.MAX, self._agreeing)
+        watched(self._agreeing).reduce_to_max(taken)
         number = taken.tolist().index(0)
         if number == GROUPS_MAX:
             raise ConfigInvalid(
@@ -106,9 +109,9 @@ def agree_on_first(group: Any, look: Callable[[], T]) -> T:
         try:
             outcome[0] = look()
         except BaseException as exc:
-            dist.broadcast_object_list([None, _tellable(exc, 0)], src=0, group=group)
+            watched(group).broadcast_object([None, _tellable(exc, 0)])
             raise
-    dist.broadcast_object_list(outcome, src=0, group=group)
+    outcome = watched(group).broadcast_object(outcome)
     if outcome[1] is not None:
         raise outcome[1]
     found: T = outcome[0]
@@ -139,9 +142,7 @@ def agree_on_all(group: Any, act: Callable[[], T]) -> list[T]:
 
 def _tell_all(group: Any, outcome: tuple[Any, ReplicatedCkptError | None]) -> list[Any]:
     """What each rank has to tell: what it found, or its error."""
-    outcomes: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(outcomes, outcome, group=group)
-    return outcomes
+    return watched(group).all_gather_object(outcome)
 
 
 def _tellable(error: BaseException, rank: int) -> ReplicatedCkptError:

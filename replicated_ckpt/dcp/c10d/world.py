@@ -2,17 +2,21 @@
 
 import os
 import uuid
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 
-from replicated_ckpt.dcp.c10d.blackboard import COORDINATOR, Blackboard
+from replicated_ckpt.dcp.c10d.blackboard import COORDINATOR, Blackboard, describe_ended
 from replicated_ckpt.dcp.c10d.job_secret import Seal
 from replicated_ckpt.dcp.c10d.kept_decisions import KeptDecisions
-from replicated_ckpt.dcp.c10d.presence import announce
+from replicated_ckpt.dcp.c10d.presence import Presence, announce
 from replicated_ckpt.dcp.c10d.waiting import reaching_store
-from replicated_ckpt.dcp.runtime.torch_private import calling, default_store
+from replicated_ckpt.dcp.c10d.watched_group import Missed, WatchedGroup
+from replicated_ckpt.dcp.runtime.torch_private import calling, default_store, use_collectives
+from replicated_ckpt.errors import RankFailed
 
 _PREFIX = "replicated_ckpt"
 ALONE = "alone"
@@ -41,7 +45,8 @@ def session_of(group_name: str) -> str:
 class World:
     """The ranks of one DCP call. `blackboard` is None for a call on one process alone.
 
-    `is_load`: what is found is read then, and is kept for it; a mere look keeps nothing.
+    `is_load`: what is found is read then, and is kept for it; a mere look keeps nothing. `watched`: the collectives of its
+    group, where they can be watched.
     """
 
     rank: int
@@ -49,11 +54,21 @@ class World:
     blackboard: Blackboard | None
     group_name: str = ALONE
     is_load: bool = True
+    watched: WatchedGroup | None = None
 
     @property
     def session(self) -> str:
         """Names the saves that this process coordinates on this group: one that is not committed is over with the next."""
         return session_of(self.group_name)
+
+    def watch_call(self, on_break: Callable[[], object] = lambda: None) -> None:
+        """The DCP call under way uses the collectives that miss a rank that is gone. Called in its first step.
+
+        `on_break` is called on a rank before such a collective raises there.
+        """
+        if self.watched is not None:
+            self.watched.on_break = on_break
+            use_collectives(self.watched)
 
     @property
     def is_coordinator(self) -> bool:
@@ -68,15 +83,46 @@ def world_of_call(process_group: Any, no_dist: bool | None) -> World:
     if no_dist or not dist.is_available() or not dist.is_initialized():
         return World(0, 1, None)
     group: Any = process_group or (call.process_group if call is not None else None) or dist.group.WORLD
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
     name = str(group.group_name)
-    store = dist.PrefixStore(f"{_PREFIX}/{name}", default_store())
-    presence, members = announce(), dist.get_process_group_ranks(group)
+    board, watched = _meeting_of(group, name)
+    return World(dist.get_rank(group), dist.get_world_size(group), board, name, watched=watched)
 
-    def find_lost() -> list[int]:
-        with reaching_store():
-            lost = presence.find_lost() if presence is not None else {}
-        return [rank for rank, member in enumerate(members) if member in lost]
 
+def watched(group: Any) -> WatchedGroup:
+    """The collectives of a gloo group of some or all ranks."""
+    found = _meeting_of(group, str(group.group_name))[1]
+    assert found is not None, "it is a gloo group"
+    return found
+
+
+def _meeting_of(group: Any, name: str) -> tuple[Blackboard, WatchedGroup | None]:
+    find_lost = partial(_find_lost, announce(), dist.get_process_group_ranks(group))
     kept = _kept_by_group.setdefault(name, KeptDecisions())
-    return World(rank, size, Blackboard(store, rank, size, find_lost, Seal.of_job(name), kept), name)
+    store = dist.PrefixStore(f"{_PREFIX}/{name}", default_store())
+    board = Blackboard(store, dist.get_rank(group), dist.get_world_size(group), find_lost, Seal.of_job(name), kept)
+    return board, WatchedGroup(group, _BoardWatch(board, find_lost)) if WatchedGroup.can_watch(group) else None
+
+
+def _find_lost(presence: Presence | None, members: Sequence[int]) -> list[int]:
+    """The ranks of a group of these members whose processes are known to have ended."""
+    with reaching_store():
+        lost = presence.find_lost() if presence is not None else {}
+    return [rank for rank, member in enumerate(members) if member in lost]
+
+
+@dataclass(frozen=True)
+class _BoardWatch:
+    """What the blackboard and the processes of the hosts say of the ranks of one group."""
+
+    board: Blackboard
+    find_lost: Callable[[], Sequence[int]]
+
+    def find_missed(self) -> Missed | None:
+        lost = self.find_lost()
+        if lost:
+            return Missed(describe_ended(lost), lost[0])
+        left = self.board.find_left()
+        return None if left is None else Missed(left[1], left[0])
+
+    def tell_left(self, why: RankFailed) -> None:
+        self.board.tell_left(why)

@@ -279,7 +279,8 @@ class LoadAttempt:
         """Every rank learns from the coordinator whether all have read: the end of the load, on this rank."""
         with ExitStack() as stack:
             self._take_cache(stack)  # of a rank that never came to reading
-        board, arrival = self._world.blackboard, f"load/arrived/{self._survey.load_id}"
+        board = None if self._world.watched is not None else self._world.blackboard
+        arrival = f"load/arrived/{self._survey.load_id}"
         if board is not None and (lost := board.await_all(arrival, MEETING_TIMEOUT_S)):
             return outcomes_without(lost, collectives, value)
         outcomes, reports = tell_end(collectives, value, self._report)

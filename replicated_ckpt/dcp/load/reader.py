@@ -190,6 +190,7 @@ class ReplicatedReader(StorageReader):
                 self._meet(in_step=calling() is not None)
             self._attempt.is_met = False
             if calling() is not None:
+                self._world.watch_call()
                 self._parts.planning.begin()
             return self._attempt.read_metadata()
         except Exception as exc:

@@ -48,6 +48,7 @@ __all__ = [
     "make_typed_storage",
     "metadata_version",
     "narrow",
+    "use_collectives",
     "weights_only_names",
     "with_local_part",
     "with_shards",
@@ -130,6 +131,19 @@ class Collectives(Protocol):
         """What the coordinator gives, on every rank."""
 
 
+class StepCollectives(Protocol):
+    """The collectives of the steps of DCP, as `Collectives` has two of them."""
+
+    def gather_object(self, value: Any, /) -> list[Any] | None:
+        """What all ranks give, at the coordinator."""
+
+    def scatter_object(self, values: list[Any] | None, /) -> Any:
+        """What the coordinator gives to this rank."""
+
+    def broadcast_object(self, value: Any, /) -> Any:
+        """What the coordinator gives, on every rank."""
+
+
 _OUTCOMES = {"all_reduce": "broadcast_object", "reduce_scatter": "all_gather_object"}
 """By method of DCP's wrapper of a process group: the collective by which its ranks learn how the call ended.
 
@@ -145,26 +159,52 @@ def follow_step(exchange: Callable[[Collectives, Any], Any]) -> bool:
     part in the same exchange. The wrapper is of this one call of DCP, so nothing has to be put back. Seen on torch 2.7,
     2.13 and 2.15.
     """
+    wrapper, step = _wrapper_of_step()
+    if wrapper is None:
+        return False
+    name = _OUTCOMES[step]
+    setattr(wrapper, name, _once(weakref.ref(wrapper), name, exchange))
+    return True
+
+
+def use_collectives(collectives: StepCollectives) -> bool:
+    """Has the DCP call under way do its collectives by these, from here to its end; False: none is.
+
+    Called by a storage writer or reader in the first step, before its first collective. Seen on torch 2.7 and 2.15: a step
+    gathers, then scatters or broadcasts, by these methods of one wrapper.
+    """
+    wrapper, _ = _wrapper_of_step()
+    if wrapper is None:
+        return False
+    for name in ("gather_object", "scatter_object", "broadcast_object"):
+        setattr(wrapper, name, getattr(collectives, name))
+    return True
+
+
+def _wrapper_of_step() -> tuple[_DistWrapper | None, str]:
+    """DCP's wrapper of the process group of the call under way, and the method that does its step."""
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - the documented CPython call for it
     while frame is not None:
         wrapper = frame.f_locals.get("self") if frame.f_code.co_name in _OUTCOMES else None
         if isinstance(wrapper, _DistWrapper):
-            name = _OUTCOMES[frame.f_code.co_name]
-            setattr(wrapper, name, _once(weakref.ref(wrapper), name, exchange))
-            return True
+            return wrapper, frame.f_code.co_name
         frame = frame.f_back
-    return False
+    return None, ""
 
 
 def _once(
     found: "weakref.ref[_DistWrapper]", name: str, exchange: Callable[[Collectives, Any], Any]
 ) -> Callable[[Any], Any]:
-    """Gives the wrapper its own method back and calls `exchange` with the wrapper. Nothing holds what holds it."""
+    """Gives the wrapper the method of before back and calls `exchange` with the wrapper. Nothing holds what holds it."""
+    before = vars(found()).get(name)
 
     def call(value: Any) -> Any:
         wrapper = found()
         assert wrapper is not None, "its method is being called"
-        delattr(wrapper, name)
+        if before is None:
+            delattr(wrapper, name)
+        else:
+            setattr(wrapper, name, before)
         return exchange(wrapper, value)
 
     return call

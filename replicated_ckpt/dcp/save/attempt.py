@@ -5,8 +5,8 @@ import os
 import secrets
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -44,6 +44,7 @@ from replicated_ckpt.dcp.runtime.callback import call_back
 from replicated_ckpt.dcp.runtime.caller import warn
 from replicated_ckpt.dcp.runtime.torch_private import Collectives, follow_step
 from replicated_ckpt.dcp.save.commit import commit_save
+from replicated_ckpt.dcp.save.giving_up import giving_up_on_error
 from replicated_ckpt.dcp.save.numbering import assign_sequence
 from replicated_ckpt.dcp.save.report import SaveReport, report_ranks, report_save
 from replicated_ckpt.dcp.save.shard_writer import WrittenShard
@@ -87,6 +88,7 @@ class SaveAttempt:
         self._receipts: Sequence[Receipt] = []
         self._reference: SavedMetadata | None = None
         self._is_left = False
+        self._is_undecided = False
         self.version: Version | None = None
         """The save's place in its lineage, once this rank writes."""
         self.ending: Ending | None = None
@@ -132,6 +134,7 @@ class SaveAttempt:
         if self._parts.memory is not None:
             self._parts.memory.check(self._decision, posts, plans)
         failpoints.reach("coordinator.drawn")
+        self._is_undecided = True
         with self._giving_up_on_error():
             opened = self._open()
             failpoints.reach("coordinator.opened")
@@ -185,6 +188,7 @@ class SaveAttempt:
             SaveAborted, AckNotReached, StoreError: at the coordinator; DCP tells all ranks.
         """
         board, receipts, decision = self._world.blackboard, [self._receipt], self._decision
+        self._is_undecided = False
         with self._giving_up_on_error():
             if board is not None:
                 own_node = decision.node_of(self._world.rank).node_id
@@ -311,6 +315,14 @@ class SaveAttempt:
         if self.ending is None or self.ending.end.done():
             self.close()
 
+    def break_off(self) -> None:
+        """The ranks meet no more: the coordinator gives up a save that is open and undecided, and this rank closes it."""
+        try:
+            if self._is_undecided:
+                self._abort("the ranks meet no more: one of them has ended, or left a collective")
+        finally:
+            self.close()
+
     def close(self) -> None:
         """This rank works on the save no more."""
         self._held.close()
@@ -377,17 +389,11 @@ class SaveAttempt:
         if self._world.blackboard is not None:
             self._held.hold(self._store, save_id)
 
-    @contextmanager
-    def _giving_up_on_error(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException as exc:
-            why = f"rank {self._world.rank} failed: {type(exc).__name__}: {exc}"
-            try:
-                self._cluster.abort(self._decision.save_id, why)
-            finally:
-                self.close()
-            raise
+    def _giving_up_on_error(self) -> AbstractContextManager[None]:
+        return giving_up_on_error(self._world.rank, self._abort, self.close)
+
+    def _abort(self, why: str) -> None:
+        self._cluster.abort(self._decision.save_id, why)
 
     def _warn(self, problems: Iterable[str], of: str = "") -> None:
         for problem in problems:

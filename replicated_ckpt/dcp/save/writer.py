@@ -262,6 +262,7 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
                 "coordinator_rank of the deprecated save_state_dict at 0.",
             )
         self._attempt = SaveAttempt(self._parts, world, self._given_id, notes, self._keep_report)
+        world.watch_call(self._attempt.break_off)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Presents this rank to the coordinator. The plan is not changed."""

@@ -1,0 +1,216 @@
+"""Collectives of a gloo group that end once a rank of it has ended, or has left one: gloo itself tells its neighbours only.
+
+Each collective is begun asynchronously, and waited for in steps; between two steps this rank looks for ranks that are
+gone. One that is over within the first step costs no message more than torch's own. What goes over the wire is what
+torch's object collectives send, so that a rank that calls those takes part in the same ones.
+"""
+
+import pickle
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from replicated_ckpt.dcp.c10d.waiting import LOOK_AFTER_S, LOOK_EVERY_S, Wait
+from replicated_ckpt.dcp.runtime.raised_by_load import as_checkpoint_exception
+from replicated_ckpt.errors import MeetingFailed, RankFailed, ReplicatedCkptError
+
+_COORDINATOR = 0
+SEEK_S = 3.0
+"""So long a rank whose collective has failed looks for the rank that has ended, before it says that it knows of none."""
+_LOOK_PER_RANK_S = 0.0005
+"""All ranks that wait look some 2,000 times in a second, however many they are."""
+_PAUSE_MAX_S = 0.25
+_NEW_GROUP = (
+    "Look at the log of that rank. The ranks are out of step in this process group, and no collective of it works any "
+    "more: start the job again, or make a process group of the ranks that are left."
+)
+
+_broken: "weakref.WeakKeyDictionary[Any, ReplicatedCkptError]" = weakref.WeakKeyDictionary()
+"""The groups in which this process has left a collective, and why. None of them works again."""
+
+
+def is_broken(group: Any) -> bool:
+    """Whether this process has left a collective of the group before its end."""
+    return group in _broken
+
+
+@dataclass(frozen=True)
+class Missed:
+    """Why a collective does not end: the error that the ranks are told, and the rank that it is about."""
+
+    error: ReplicatedCkptError
+    rank: int
+
+
+class Watch(Protocol):
+    """What a rank learns of the others outside of the group's collectives."""
+
+    def find_missed(self) -> Missed | None:
+        """The rank that has ended or left, if any is known. Raises MeetingFailed."""
+
+    def tell_left(self, why: RankFailed) -> None:
+        """Tells the ranks that this one has left a collective. Raises MeetingFailed."""
+
+
+class WatchedGroup:
+    """The object collectives that DCP uses, of one group of which rank 0 coordinates. One thread at a time.
+
+    Each of them raises a CheckpointException that is RankFailed or MeetingFailed, too, if a rank has ended or left, on
+    every rank that waits; then the group is broken, and each later collective of it raises the same at once. This keeps no
+    group alive: gloo's threads end with `destroy_process_group` only if nothing does.
+    """
+
+    def __init__(self, group: Any, watch: Watch) -> None:
+        self._held, self._watch = weakref.ref(group), watch
+        self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+        self._source = dist.get_global_rank(group, _COORDINATOR)
+        self._look_every_s = max(LOOK_EVERY_S, _LOOK_PER_RANK_S * self._size)
+        self.on_break: Callable[[], object] = lambda: None
+        """Called before a collective that has not come to its end raises."""
+
+    @property
+    def _group(self) -> Any:
+        group = self._held()
+        assert group is not None, "the call that uses it holds it"
+        return group
+
+    @staticmethod
+    def can_watch(group: Any) -> bool:
+        """Whether objects of this group travel by gloo."""
+        return "cpu:gloo" in dist.get_backend_config(group).split(",")
+
+    def gather_object(self, value: Any) -> list[Any] | None:
+        """What all ranks give, at the coordinator; None elsewhere."""
+        with self._leaving():
+            own = _as_bytes(value)
+            sizes = self._gather_sizes(own)
+            longest = max(sizes)
+            is_here = self._rank == _COORDINATOR
+            found = [torch.empty(longest, dtype=torch.uint8) for _ in range(self._size)] if is_here else None
+            self._finish(dist.gather(own.resize_(longest), found, self._source, self._group, async_op=True))
+            return None if found is None else list(map(_as_object, found, sizes))
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """What all ranks give, on every rank."""
+        with self._leaving():
+            own = _as_bytes(value)
+            sizes = self._gather_sizes(own)
+            found = [torch.empty(max(sizes), dtype=torch.uint8) for _ in range(self._size)]
+            self._finish(dist.all_gather(found, own.resize_(max(sizes)), self._group, async_op=True))
+            return list(map(_as_object, found, sizes))
+
+    def _gather_sizes(self, own: torch.Tensor) -> list[int]:
+        sizes = [torch.zeros(1, dtype=torch.long) for _ in range(self._size)]
+        self._finish(dist.all_gather(sizes, torch.tensor([own.numel()]), self._group, async_op=True))
+        return [int(size) for size in sizes]
+
+    def scatter_object(self, values: Sequence[Any] | None) -> Any:
+        """What the coordinator gives to this rank."""
+        with self._leaving():
+            given = [_as_bytes(value) for value in values or ()] if self._rank == _COORDINATOR else None
+            sizes = None if given is None else [torch.tensor([one.numel()]) for one in given]
+            longest = torch.zeros(1, dtype=torch.long) if sizes is None else torch.cat(sizes).max().reshape(1)
+            self._finish(dist.broadcast(longest, self._source, self._group, async_op=True))
+            raw, size = torch.empty(int(longest), dtype=torch.uint8), torch.zeros(1, dtype=torch.long)
+            padded = None if given is None else [one.resize_(int(longest)) for one in given]
+            self._finish(dist.scatter(raw, padded, self._source, self._group, async_op=True))
+            self._finish(dist.scatter(size, sizes, self._source, self._group, async_op=True))
+            return _as_object(raw, int(size))
+
+    def broadcast_object(self, value: Any) -> Any:
+        """What the coordinator gives, on every rank."""
+        with self._leaving():
+            is_source = self._rank == _COORDINATOR
+            raw = _as_bytes(value) if is_source else torch.empty(0, dtype=torch.uint8)
+            size = torch.tensor([raw.numel()])
+            self._finish(dist.broadcast(size, self._source, self._group, async_op=True))
+            raw.resize_(int(size))
+            self._finish(dist.broadcast(raw, self._source, self._group, async_op=True))
+            return value if is_source else _as_object(raw, int(size))
+
+    def reduce_to_max(self, values: torch.Tensor) -> None:
+        """Puts the greatest value of all ranks into the tensor of each."""
+        with self._leaving():
+            self._finish(dist.all_reduce(values, dist.ReduceOp.MAX, self._group, async_op=True))
+
+    @contextmanager
+    def _leaving(self) -> Iterator[None]:
+        """Nothing of a broken group is begun. Whatever ends the block, the ranks that wait for this one are told."""
+        before = _broken.get(self._group)
+        if before is not None:
+            raise as_checkpoint_exception(before, self._rank)
+        try:
+            yield
+        except BaseException as exc:
+            if not isinstance(exc, CheckpointException):
+                why = RankFailed(f"Rank {self._rank} left a collective with {type(exc).__name__}: {exc}", _NEW_GROUP)
+                _broken[self._group] = why
+                self._tell_left(why)
+            self.on_break()
+            raise
+
+    def _finish(self, work: Any) -> None:
+        """Returns once the collective has come to its end on this rank."""
+        patience_s = LOOK_AFTER_S
+        while True:
+            try:
+                if _is_over(work, patience_s):
+                    return
+            except RuntimeError as exc:
+                raise self._break(self._seek(exc)) from exc
+            patience_s = self._look_every_s
+            missed = self._look()
+            if missed is not None:
+                raise self._break(missed)
+
+    def _look(self) -> Missed | None:
+        try:
+            return self._watch.find_missed()
+        except ReplicatedCkptError as exc:  # the c10d store does not answer
+            return Missed(exc, self._rank)
+
+    def _seek(self, failure: RuntimeError) -> Missed:
+        """Of a collective that has failed at this rank: who has ended; else that it did, which the other ranks are told."""
+        wait = Wait(SEEK_S, _PAUSE_MAX_S)
+        while not wait.is_over:
+            missed = self._look()
+            if missed is not None:
+                return missed
+            wait.pause()
+        why = RankFailed(f"A collective failed at rank {self._rank}: {str(failure).partition(chr(10))[0]}", _NEW_GROUP)
+        self._tell_left(why)
+        return Missed(why, self._rank)
+
+    def _tell_left(self, why: RankFailed) -> None:
+        with suppress(MeetingFailed):  # the c10d store does not answer: the others find that, too
+            self._watch.tell_left(why)
+
+    def _break(self, missed: Missed) -> ReplicatedCkptError:
+        _broken[self._group] = missed.error
+        return as_checkpoint_exception(missed.error, missed.rank)
+
+
+def _is_over(work: Any, within_s: float) -> bool:
+    """Whether a collective has come to its end. Raises what it has failed with."""
+    try:
+        work.wait(timedelta(seconds=within_s))
+    except RuntimeError:  # it has failed; or the time is over, and it goes on
+        if not work.is_completed():
+            return False
+        work.wait()
+    return True
+
+
+def _as_bytes(value: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).clone()
+
+
+def _as_object(raw: torch.Tensor, size: int) -> Any:
+    return pickle.loads(raw.numpy().data[:size])  # noqa: S301 - as DCP itself does with what its ranks send

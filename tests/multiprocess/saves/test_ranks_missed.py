@@ -1,0 +1,83 @@
+"""Of many ranks one ends, or leaves, in the middle of a save or a load: each of the others learns it, and lives on."""
+
+import pytest
+
+from tests.harness.cluster import call
+from tests.marks import long
+from tests.multiprocess.conftest import ClusterOf
+from tests.steps.errors import PLACES
+
+pytestmark = pytest.mark.fault
+
+SOON_S = 10.0
+MEMBERS = [1, 2, 3, 4]
+"""Of five ranks, of which the first serves the c10d store and takes no part."""
+BY_COORDINATOR = {
+    *("save: open", "save: number", "save: weigh", "save: collect", "save: finish"),
+    *("load: look", "load: plan"),
+}
+SOME = [("save: present", 1), ("save: write", 3), ("save: finish", 0), ("load: metadata", 2), ("load: read", 3)]
+ALL = [(place, rank) for place in PLACES for rank in ([0] if place in BY_COORDINATOR else [0, 2, 3])]
+
+
+@pytest.mark.parametrize(
+    ("place", "rank"), [*SOME, *(long(place, rank) for place, rank in ALL if (place, rank) not in SOME)]
+)
+def test_a_rank_that_is_killed_is_missed_by_each_of_many(cluster_of: ClusterOf, place: str, rank: int) -> None:
+    """Also by those that gloo does not tell, as their neighbours live on: typed, with its number, and soon."""
+    cluster, killed = cluster_of(2), MEMBERS[rank]
+    step = call("missing.breaks_among_many", place=place, error="SIGKILL", rank=killed, members=MEMBERS)
+    attempt = cluster.attempt([step], nodes=[0, 1], ranks=[3, 2], grace_s=6 * SOON_S)
+    assert attempt.codes[killed] == -9
+    for other in set(MEMBERS) - {killed}:
+        assert attempt.values[other], attempt.failures[other]
+        (found,) = attempt.values[other]
+        assert found["seconds"] < SOON_S, found
+        assert set(found["told"].values()) == {"RankFailed"}, found
+        assert f"rank {rank} has ended" in found["text"], found
+        if rank != 0:  # else agents remove what is staged, a minute later
+            assert found["staged"] == []
+
+
+def test_a_rank_alone_on_its_host_is_missed_by_all(cluster_of: ClusterOf) -> None:
+    """Nobody sees its process: its neighbours in the collective do, whose connections to it are closed."""
+    cluster, killed = cluster_of(2), 3
+    arguments = {"place": "save: write", "error": "SIGKILL", "rank": killed, "members": MEMBERS, "are_seen": False}
+    step = call("missing.breaks_among_many", **arguments)
+    attempt = cluster.attempt([step], nodes=[0, 1], ranks=[3, 2], grace_s=6 * SOON_S)
+    assert attempt.codes[killed] == -9
+    for other in set(MEMBERS) - {killed}:
+        assert attempt.values[other], attempt.failures[other]
+        (found,) = attempt.values[other]
+        assert found["seconds"] < SOON_S, found
+        assert set(found["told"].values()) == {"RankFailed"}, found
+
+
+def test_a_rank_that_is_interrupted_while_it_waits_is_missed_by_all(cluster_of: ClusterOf) -> None:
+    """SIGINT in a collective: that rank raises it soon, the others learn of it, and a save in a new group holds.
+
+    The group is out of step: the next save in it says so on every rank, at once.
+    """
+    ranks = 4
+    results = cluster_of(2).launch([call("missing.interrupted_while_it_waits", slow=3)], nodes=[0, 1], ranks=2)
+    for rank, (interrupted, again, saved) in enumerate(results.of(0)):
+        for found in (interrupted, again):
+            assert found["seconds"] < SOON_S, found
+        if rank == 0:
+            assert interrupted["caught"] == "KeyboardInterrupt"
+        else:
+            assert interrupted["types"] == ["RankFailed"], interrupted
+            assert "Rank 0 left a collective with KeyboardInterrupt" in interrupted["message"]
+        assert again["types"] == ["RankFailed"], again
+        assert "process group" in again["hint"], again
+        assert saved == {"loaded": [float(other + 1) for other in range(ranks)], "staged": []}
+
+
+def test_ranks_that_call_torchs_collectives_take_part(cluster_of: ClusterOf) -> None:
+    """What goes over the wire is the same, so that a rank that fails before the first hook of ours keeps none waiting."""
+    ranks = 4
+    lengths = [10 ** (rank + 1) for rank in range(ranks)]
+    results = cluster_of(1).launch([call("missing.take_turns_with_torch")], nodes=[0], ranks=ranks)
+    for rank, turns in enumerate(results.of(0)):
+        given = {"scattered": [f"{rank}" * 3**rank], "everywhere": lengths, "told": lengths[0], "is_all_gathered": True}
+        assert turns == [given] * ranks

@@ -1,0 +1,138 @@
+"""Steps: a rank of many ends, or leaves, in the middle of a save or load; what the others learn, and what works then."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan
+
+from replicated_ckpt import ReplicatedWriter
+from replicated_ckpt.dcp.c10d import presence
+from replicated_ckpt.dcp.c10d.world import watched
+from tests.steps.context import Context
+from tests.steps.errors import breaks, load, save_kept
+from tests.steps.load_faults import await_others
+from tests.steps.state import failure
+from tests.stopwatch import Stopwatch
+
+_INTERRUPT_EVERY_S = 2.0
+_SETTLED_WITHIN_S = 5.0
+
+
+def breaks_among_many(
+    context: Context, place: str, error: str, rank: int, *, members: list[int], are_seen: bool = True
+) -> dict[str, Any] | None:
+    """As `errors.breaks`, among the ranks `members`; each of them stays until all that are left have heard.
+
+    `are_seen`: ranks find the processes of their host. Else each is as if alone on a host of its own.
+    """
+    with mock.patch.object(presence, "_BOOT_ID", presence._BOOT_ID if are_seen else Path("/nowhere")):
+        group = dist.new_group(members, backend="gloo")
+        if context.rank not in members:
+            await_others(context.roots[0].parent, context.rank, len(members))
+            return None
+        save_kept(context, group)
+        found = breaks(context, place, error, rank, process_group=group)
+        if context.rank != rank:
+            found["staged"] = _staged_once_settled(context)
+        await_others(context.roots[0].parent, context.rank, len(members))
+        return found
+
+
+def _staged_once_settled(context: Context) -> list[str]:
+    """What is staged on any node once agents have had the time to remove what no rank holds."""
+    deadline = time.monotonic() + _SETTLED_WITHIN_S
+    while (left := _staged(context)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left
+
+
+def _staged(context: Context) -> list[str]:
+    return sorted(path.name for root in context.roots for path in (root / ".staging").glob("*"))
+
+
+class InterruptedPlanner(DefaultSavePlanner):
+    """Rank 0 is sent SIGINT while it waits for rank `slow`, which plans until rank 0 has raised that."""
+
+    def __init__(self, context: Context, slow: int, told: Path) -> None:
+        super().__init__()
+        self._rank, self._slow, self._told = context.rank, slow, told
+
+    def create_local_plan(self) -> SavePlan:
+        if self._rank == 0:
+            threading.Thread(target=self._interrupt, daemon=True).start()
+        while self._rank == self._slow and not self._told.exists():
+            time.sleep(0.01)
+        return super().create_local_plan()
+
+    def _interrupt(self) -> None:
+        """Again and again: what comes before this rank waits is no more than an error of its planning."""
+        while True:
+            time.sleep(_INTERRUPT_EVERY_S)
+            if self._told.exists():
+                return
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def interrupted_while_it_waits(context: Context, slow: int) -> list[dict[str, Any]]:
+    """What each rank learns; what it learns of the next save in the same group; and that one in a new group holds."""
+    told, found, group = context.roots[0].parent / "told", [], dist.new_group(backend="gloo")
+    save_kept(context)
+    for checkpoint_id, planner in (("interrupted", InterruptedPlanner(context, slow, told)), ("again", None)):
+        stopwatch = Stopwatch()
+        try:
+            with _interruptible():
+                _save(context, checkpoint_id, group, planner)
+        except BaseException as exc:  # noqa: BLE001 - what is raised here is what is asked
+            found.append({**failure(exc), "seconds": stopwatch.stop()})
+        told.touch()
+    _save(context, "saved", None)
+    return [*found, {"loaded": load(context, "saved"), "staged": _staged(context)}]
+
+
+def _save(context: Context, checkpoint_id: str, group: Any, planner: DefaultSavePlanner | None = None) -> None:
+    state = {f"r{context.rank}": torch.full((1000,), float(context.rank + 1))}
+    writer = ReplicatedWriter(context.root)
+    dcp.save(state, checkpoint_id=checkpoint_id, storage_writer=writer, process_group=group, planner=planner)
+
+
+def take_turns_with_torch(context: Context) -> list[dict[str, Any]]:
+    """Each collective with one rank that calls torch's own, in turn, and the others ours: what this rank is given."""
+    ours, size, value = watched(dist.group.WORLD), context.world_size, "x" * 10 ** (context.rank + 1)
+    is_first, given = context.rank == 0, [f"{rank}" * 3**rank for rank in range(size)]
+    found = []
+    for stock in range(size):
+        gathered: list[Any] | None = [""] * size
+        everywhere, scattered, told = [""] * size, [""], [value]
+        if context.rank == stock:
+            dist.gather_object(value, gathered if is_first else None)
+            dist.scatter_object_list(scattered, given if is_first else None)
+            dist.broadcast_object_list(told)
+            dist.all_gather_object(everywhere, value)
+        else:
+            gathered = ours.gather_object(value)
+            scattered = [ours.scatter_object(given if is_first else None)]
+            told = [ours.broadcast_object(value)]
+            everywhere = ours.all_gather_object(value)
+        lengths = {"everywhere": [len(one) for one in everywhere], "told": len(told[0])}
+        found.append({"scattered": scattered, **lengths, "is_all_gathered": not is_first or gathered == everywhere})
+    return found
