@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from replicated_ckpt.dcp.c10d.waiting import LOOK_AFTER_S, LOOK_EVERY_S, Wait
 from replicated_ckpt.dcp.runtime.raised_by_load import as_checkpoint_exception
+from replicated_ckpt.dcp.tensors.memory import memory_of
 from replicated_ckpt.errors import MeetingFailed, RankFailed, ReplicatedCkptError
 
 _COORDINATOR = 0
@@ -213,4 +214,4 @@ def _as_bytes(value: Any) -> torch.Tensor:
 
 
 def _as_object(raw: torch.Tensor, size: int) -> Any:
-    return pickle.loads(raw.numpy().data[:size])  # noqa: S301 - as DCP itself does with what its ranks send
+    return pickle.loads(memory_of(raw)[:size])  # noqa: S301 - as DCP itself does with what its ranks send
