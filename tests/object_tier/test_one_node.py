@@ -284,6 +284,17 @@ def test_a_checkpoint_is_uploaded_by_hand(
     assert (code, f"`replicated-ckpt show step-7 --root {root}`" in said) == (3, True), said
 
 
+def test_a_load_that_was_not_told_of_the_bucket_names_it(root: Path, where: Mapping[str, Any]) -> None:
+    """The nodes have lost a shard that was uploaded: the error says what to load with, and that load has it."""
+    url = where["object_store"]
+    save(ReplicatedWriter(root, ack="object", **where), "step-1", 1)
+    (root / "step-1" / "__0_0.distcp").unlink()
+    for checkpoint_id in ("step-1", "latest"):
+        with pytest.raises((CheckpointException, ShardLost), match=f"was not given object_store='{url}'"):
+            dcp.load(blank(), checkpoint_id=checkpoint_id, storage_reader=ReplicatedReader(root))
+    assert_loads(ReplicatedReader(root, **where), "step-1", 1)
+
+
 @pytest.mark.parametrize("with_url", [False, True], ids=["as its save said", "--to"])
 def test_an_upload_by_hand_looks_into_the_bucket(
     root: Path,
