@@ -109,6 +109,11 @@ class Manifest:
         """The part of it that names them as they lie in the bucket."""
         return raw[-self.upload.metadata_bytes :] if self.upload is not None else raw
 
+    @property
+    def bucket_url(self) -> str:
+        """Where the save was to be uploaded, too; "": nowhere."""
+        return self.upload.url if self.upload is not None else ""
+
     def owner_of(self, shard: str) -> str:
         entry = self.shards[shard]
         host = next((node.host for node in self.nodes if node.node_id == entry.owner_node), "unknown host")

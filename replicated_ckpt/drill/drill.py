@@ -24,6 +24,7 @@ from replicated_ckpt.drill.plan import (
     checkpoint_id,
 )
 from replicated_ckpt.drill.verdict import ScenarioReport, judge, report_failure
+from replicated_ckpt.errors import ConfigInvalid
 
 DATASET_LIMIT_S = 180.0
 DETECT_LIMIT_S = 60.0
@@ -201,7 +202,7 @@ class Drill:
 def drill_directory(given: Path | None, *, keep: bool) -> Iterator[Path]:
     """A fresh work directory, `given` or a temporary one; removed at the end unless `keep`.
 
-    Raises: DrillError when `given` has something in it, as only what the drill made may be deleted; or cannot be made.
+    Raises: ConfigInvalid when `given` has something in it, as only what the drill made may be deleted; or cannot be made.
     """
     if given is None:
         workdir = Path(tempfile.mkdtemp(prefix="replicated-ckpt-drill-"))
@@ -210,11 +211,11 @@ def drill_directory(given: Path | None, *, keep: bool) -> Iterator[Path]:
         try:
             workdir.mkdir(parents=True, exist_ok=True)
         except OSError as exc:
-            raise DrillError(
+            raise ConfigInvalid(
                 f"--workdir {given} cannot be made: {exc.strerror}.", "Name one that you may write."
             ) from exc
         if any(workdir.iterdir()):
-            raise DrillError(
+            raise ConfigInvalid(
                 f"--workdir {given} is not empty.", "Name a new or an empty folder; it is removed afterwards."
             )
     try:

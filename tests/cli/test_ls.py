@@ -1,6 +1,7 @@
 """`ls` shows what is seen of what is wanted, whoever does not answer and whatever is damaged."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from replicated_ckpt.cli.look.nodes import NodesSeen
 from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.agents import stop_agent
 from tests.agent.checkpoints import checkpointed, introduced, shard
+from tests.agent.door.test_tls import certificate
 from tests.agent.repair.test_reprotect import PAIR, RING, agents, stores
 from tests.cli.commands import as_json, command
 
@@ -65,9 +67,9 @@ def test_a_node_that_is_not_reached_is_named(tmp_path: Path) -> None:
     done = command("ls", "--root", nodes[0].root)
     assert done.returncode == ExitCode.OK
     assert "2 copies, 1 seen: host1 not reached" in line_of(done.stdout, "step-1")
-    assert f"host1 (node {gone}): not reached: no agent runs there" in done.stdout
+    assert f"host1 (node {gone}): not reached: no agent runs there (asked at 127.0.0.1:" in done.stdout
     assert "--start-agents" in done.stdout
-    assert f"repair --root {nodes[0].root} --lost NODE" in done.stdout
+    assert f"if host1 never comes back: `replicated-ckpt repair --root {nodes[0].root} --lost {gone}`" in done.stdout
     code, found = as_json("ls", "--root", nodes[0].root)
     (row,) = found["checkpoints"]
     assert (row["state"], row["copies_seen"], row["copies_wanted"], row["not_reached"]) == ("short", 1, 2, [gone])
@@ -78,6 +80,33 @@ def test_a_node_that_is_not_reached_is_named(tmp_path: Path) -> None:
     last = done.stdout.splitlines()[-1]
     assert last.endswith("all that was read is as it was saved; 1 node did not answer"), last
     assert code == ExitCode.OK
+
+
+def test_nodes_of_which_there_is_no_address_are_named(tmp_path: Path) -> None:
+    """Where the address book is gone nobody is called silent: what else has a copy is named, and what brings an address."""
+    nodes = stores(tmp_path, 3)
+    checkpointed(nodes, 1, RING)
+    checkpointed(nodes[:2], 2, PAIR, checkpoint_id="step-2")
+    done = command("ls", "--root", nodes[0].root)
+    assert "1 file not seen: host1, host2 not known to this node" in line_of(done.stdout, "step-1")
+    assert "1 of 2, as there is 1 node: host1 not known to this node" in line_of(done.stdout, "step-2")
+    assert "next step: this node has no address of host1, host2: a save or load with ranks" in done.stdout
+
+
+@pytest.mark.parametrize("is_plain", [True, False], ids=["plain", "another certificate"])
+def test_a_node_that_is_not_believed_has_a_next_step(tmp_path: Path, is_plain: bool) -> None:
+    """One that speaks plain HTTP to a node that encrypts, or shows another certificate: no firewall is blamed."""
+    nodes = stores(tmp_path, 2)
+    checkpointed(nodes, 1, PAIR)
+    cert, key = certificate(tmp_path, "second")
+    options = ["--plain"] if is_plain else ["--tls-cert", cert, "--tls-key", key]
+    with agents(nodes[1:], *PATIENT, *options) as (other,):
+        introduced(nodes[0], [replace(other.endpoint.address(), tls_sha256="0" * 64)])
+        done = command("ls", "--root", nodes[0].root)
+    assert "host1 (node" in done.stdout
+    assert "firewall" not in done.stdout
+    step = "see whether REPLICATED_CKPT_PLAIN (or `--plain`) is set on host1 and not here"
+    assert (step if is_plain else "next step for host1: Another agent than that of node") in done.stdout, done.stdout
 
 
 def test_shards_on_silent_nodes_are_not_called_lost(tmp_path: Path) -> None:
@@ -198,7 +227,7 @@ def test_nothing_to_do_is_said_of_the_nodes_that_answered(tmp_path: Path) -> Non
     done = command("repair", "--dry-run", "--root", nodes[0].root)
     assert done.returncode == ExitCode.UNREACHABLE
     assert "nothing to do on the nodes that answered\n" in done.stdout, done.stdout
-    assert f"`replicated-ckpt repair --root {nodes[0].root} --lost NODE`" in done.stdout
+    assert f"`replicated-ckpt repair --root {nodes[0].root} --lost {nodes[1].node_id()}`" in done.stdout
 
 
 def test_too_few_nodes_are_no_fault_of_a_checkpoint(tmp_path: Path) -> None:

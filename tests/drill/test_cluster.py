@@ -12,7 +12,7 @@ import pytest
 from replicated_ckpt.drill import processes
 from replicated_ckpt.drill.cluster import Cluster, Job
 from replicated_ckpt.drill.drill import drill_directory
-from replicated_ckpt.drill.errors import DatasetUnusable, DrillError, JobFailed, WaitTimedOut
+from replicated_ckpt.drill.errors import DatasetUnusable, JobFailed, WaitTimedOut
 from replicated_ckpt.drill.evidence import (
     Evidence,
     JobSpec,
@@ -23,6 +23,7 @@ from replicated_ckpt.drill.evidence import (
     WaitRecord,
     write_digests,
 )
+from replicated_ckpt.errors import ConfigInvalid
 
 SLEEPER = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], "
 DETACHED_SLEEPER = SLEEPER + "start_new_session=True); time.sleep(60)"
@@ -167,7 +168,7 @@ def test_the_work_directory_goes_unless_kept(tmp_path: Path) -> None:
 def test_a_folder_with_something_in_it_is_refused(tmp_path: Path) -> None:
     """The drill removes its work directory, so it takes nobody else's."""
     (tmp_path / "thesis.tex").touch()
-    with pytest.raises(DrillError, match="not empty"), drill_directory(tmp_path, keep=False):
+    with pytest.raises(ConfigInvalid, match="not empty"), drill_directory(tmp_path, keep=False):
         pass
     assert (tmp_path / "thesis.tex").exists()
 
@@ -176,7 +177,7 @@ def test_a_folder_that_cannot_be_made_is_an_argument_to_correct(tmp_path: Path) 
     """It is no defect, and the option is named."""
     (tmp_path / "file").write_text("")
     with (
-        pytest.raises(DrillError, match=r"--workdir .*/file/x cannot be made: Not a directory\."),
+        pytest.raises(ConfigInvalid, match=r"--workdir .*/file/x cannot be made: Not a directory\."),
         drill_directory(tmp_path / "file" / "x", keep=False),
     ):
         pass

@@ -284,6 +284,45 @@ def test_a_checkpoint_is_uploaded_by_hand(
     assert (code, f"`replicated-ckpt show step-7 --root {root}`" in said) == (3, True), said
 
 
+def test_a_load_that_was_not_told_of_the_bucket_names_it(root: Path, where: Mapping[str, Any]) -> None:
+    """The nodes have lost a shard that was uploaded: the error says what to load with, and that load has it."""
+    url = where["object_store"]
+    save(ReplicatedWriter(root, ack="object", **where), "step-1", 1)
+    (root / "step-1" / "__0_0.distcp").unlink()
+    for checkpoint_id in ("step-1", "latest"):
+        with pytest.raises((CheckpointException, ShardLost), match=f"was not given object_store='{url}'"):
+            dcp.load(blank(), checkpoint_id=checkpoint_id, storage_reader=ReplicatedReader(root))
+    assert_loads(ReplicatedReader(root, **where), "step-1", 1)
+
+
+@pytest.mark.parametrize("with_url", [False, True], ids=["as its save said", "--to"])
+def test_an_upload_by_hand_looks_into_the_bucket(
+    root: Path,
+    where: Mapping[str, Any],
+    moto: Server,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    *,
+    with_url: bool,
+) -> None:
+    """A bucket that was emptied after the upload: `verify` says what is missing there, and `upload` brings it again."""
+    url = where["object_store"]
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", moto.key)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", moto.secret)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", moto.endpoint_url)
+    save(ReplicatedWriter(root, ack="object", **where), "step-1", 1)
+    client, bucket = moto.client(), url.split("/")[2]
+    for one in client.list_objects_v2(Bucket=bucket)["Contents"]:
+        client.delete_object(Bucket=bucket, Key=one["Key"])
+    capsys.readouterr()
+    assert main(["verify", "--root", str(root), "--object-store", url]) == 0
+    said = capsys.readouterr().out
+    assert f"not in {url}, and on the nodes alone: step-1\n" in said
+    assert f"0 checkpoints in {url}, 0 bytes read: no checkpoint to verify\n" in said
+    assert main(["upload", "step-1", "--root", str(root), *(["--to", url] if with_url else [])]) == 0
+    assert_loads(ReplicatedReader(**where), "step-1", 1)
+
+
 def test_the_bucket_is_no_node_that_ls_misses(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A checkpoint that the nodes have lost is called so, with the bucket as the next step, not asked for as a node."""
     bucket = tmp_path / "bucket"

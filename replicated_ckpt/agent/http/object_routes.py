@@ -110,5 +110,5 @@ class ObjectRoutes:
             )
         if self._service.store.catalog.checkpoint_of(save_id) is None:
             raise ObjectMissing("this agent", "upload", save_id, "no such save is committed here")
-        self._uploader.orders.take(save_id, url)
-        return Answer(b"{}\n", after=self._uploader.wake)
+        self._uploader.order(save_id, url)
+        return json_answer()

@@ -9,7 +9,10 @@ from replicated_ckpt.stores.peer.client import AgentAddress
 
 log = logging.getLogger(__name__)
 
-_HINT = "One was made as a copy of the other (a cloned disk): stop one agent, and remove node.json from its root."
+_HINT = (
+    "One was made as a copy of the other (a cloned disk): stop the agent of the copy, and `rm -r ROOT/node.json "
+    "ROOT/.agent` there, with its root for ROOT."
+)
 
 
 def _two_agents(*addresses: AgentAddress) -> ConfigInvalid:

@@ -135,6 +135,14 @@ class Uploader:
                 upload.try_now()
         self._woken.set()
 
+    def order(self, save_id: str, url: str) -> None:
+        """Has a save uploaded by hand; the bucket is looked at again, which may have been emptied. Raises StoreError."""
+        self.orders.take(save_id, url)
+        with self._lock:
+            if save_id in self._uploads and not self._uploads[save_id].is_pending:
+                del self._uploads[save_id]
+        self.try_now(save_id)
+
     def _run(self) -> None:
         while not self._stopping.is_set():
             self._woken.clear()

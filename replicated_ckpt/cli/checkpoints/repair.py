@@ -10,6 +10,7 @@ from replicated_ckpt.agent.peers.address_book import PeerBook, listening_host
 from replicated_ckpt.agent.repair.audit import Audit, Auditor
 from replicated_ckpt.agent.start.launch import ensure_agent
 from replicated_ckpt.agent.unmanaged.audit import UnmanagedAuditor
+from replicated_ckpt.cli.checkpoints.lost import find_lost
 from replicated_ckpt.cli.checkpoints.verify import as_json, describe_short, see_audit
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.absent import describe_absent
@@ -29,7 +30,7 @@ from replicated_ckpt.cli.look.unmanaged import Adoptions
 from replicated_ckpt.core.layout import LATEST
 from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.core.upkeep.repair_plan import RepairPlan, ShortShard
-from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptError
+from replicated_ckpt.errors import ReplicatedCkptError
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.answer import parsing
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
@@ -50,8 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NODE",
-        help="this node is gone for good: its copies are made anew, and saves that are in doubt for it alone are given up "
-        "(may be given several times)",
+        help="this node, named by its id or its host, is gone for good: its copies are made anew, and saves that are in "
+        "doubt for it alone are given up (may be given several times)",
     )
     parser.add_argument(
         "--copies",
@@ -75,12 +76,12 @@ def run(arguments: argparse.Namespace) -> int:
         raise describe_absent(store, look_at_nodes(store), LATEST)
     if not arguments.dry_run and any(store.catalog.without_manifest()):
         store.node_id()  # who holds shards must have a name
+    arguments.lost = find_lost(store, arguments.lost)
     audit = Auditor(store, arguments.lost).audit(arguments.id)
     stock = UnmanagedAuditor(store, [*arguments.lost, *audit.silent_nodes])
     audits = stock.audit(arguments.id, audit.checkpoint_ids)
     if arguments.id and not audits:
         _check_is_there(store, audit, arguments.id)
-    _check_lost(store, audit, arguments.lost)
     adoptions = Adoptions(audits, stock.node_ids, arguments.copies)
     if not arguments.json:
         _print_doubts(store, audit, arguments.lost)
@@ -202,28 +203,6 @@ def _check_is_there(store: LocalStore, audit: Audit, checkpoint_id: str) -> None
     staged = (save.checkpoint_id for save in list_staged_saves(store, store.read_node_id()))
     if checkpoint_id not in {*audit.checkpoint_ids, *staged}:
         raise describe_absent(store, look_at_nodes(store), checkpoint_id)
-
-
-def list_known_nodes(store: LocalStore) -> set[str]:
-    """The nodes that this one has met, or waits for to settle a save."""
-    known = {peer.node_id for peer in PeerBook(store.root_agent_directory()).read_all()}
-    return known | {node for save in list_staged_saves(store, store.read_node_id()) for node in save.nodes}
-
-
-def _check_lost(store: LocalStore, audit: Audit, lost: Sequence[str]) -> None:
-    """A slip of the hand would else look like a node that is given up.
-
-    Raises:
-        ConfigInvalid: a node of `--lost` is not known here, and no manifest names it.
-    """
-    known = list_known_nodes(store)
-    named = {node.node_id for manifest in audit.manifests.values() for node in manifest.nodes}
-    for node in sorted(set(lost) - known - named):
-        shown = ", ".join(sorted(known - {store.read_node_id()})) or "none"
-        raise ConfigInvalid(
-            f"--lost {node}: no node of that id is known here. Other nodes that are: {shown}.",
-            "Correct the id, or leave it out; nothing was changed.",
-        )
 
 
 def _print_doubts(store: LocalStore, audit: Audit, lost: Sequence[str]) -> None:

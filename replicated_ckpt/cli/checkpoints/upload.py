@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigInvalid(f"{url} is memory of one process.", "Name a bucket that others can see.")
     if arguments.to is not None:
         _check_replaceable(manifest, target)
-        _order(store, manifest, target)
+    _order(store, manifest, target, is_new=arguments.to is not None)
     if arguments.no_wait:
         print(f"{arguments.id}: the upload to {target.url} is ordered")
         return ExitCode.OK
@@ -95,14 +95,14 @@ def _check_replaceable(manifest: Manifest, target: ObjectTarget) -> None:
         )
 
 
-def _order(store: LocalStore, manifest: Manifest, target: ObjectTarget) -> None:
-    """Gives the order to every agent that answers; this node's must."""
+def _order(store: LocalStore, manifest: Manifest, target: ObjectTarget, *, is_new: bool) -> None:
+    """Gives the order to every agent that answers; this node's must. `is_new`: this node's agent is told of the bucket."""
     own = ensure_agent(store).local_address()
     peers = [peer for peer in PeerBook(store.root_agent_directory()).read_all() if peer.node_id != own.node_id]
     for address in (own, *peers):
         try:
             with AgentClient(address) as client:
-                if address is own:
+                if address is own and is_new:
                     client.call("POST", "/v1/object/target", target.to_json())
                 client.call("POST", "/v1/object/upload", {"save_id": manifest.save_id, "url": target.url})
         except ReplicatedCkptError as exc:

@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -76,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
         document = {**as_json(audit), "seconds": round(seconds, 3)}
         print(json.dumps({**document, "unmanaged": in_unmanaged, "object_store": in_bucket}, indent=2))
     else:
-        _print_bucket(there)
+        _print_bucket(there, audit.checkpoint_ids)
     codes = (exit_code(audit), worst_code(audits), ExitCode.FAILED if there.findings else ExitCode.OK)
     return next((code for code in _WORST_FIRST if code in codes), ExitCode.OK)
 
@@ -110,13 +111,17 @@ def _read(url: str, checkpoint_id: str | None) -> _InBucket:
     return _InBucket(url, tuple(inspector.checkpoint_ids), tuple(inspector.unchecked), inspector.bytes_read, findings)
 
 
-def _print_bucket(there: _InBucket) -> None:
+def _print_bucket(there: _InBucket, on_nodes: Sequence[str]) -> None:
     for finding in there.findings:
         print(finding)
     for checkpoint_id in there.unchecked:
         print(f"not checked: {checkpoint_id} in {there.url} was written by stock torch, without checksums")
     if there.url:
-        verdict = "NOT intact" if there.findings else "intact"
+        absent = [one for one in on_nodes if one not in {*there.checkpoint_ids, *there.unchecked}]
+        if absent:
+            print(f"not in {there.url}, and on the nodes alone: {', '.join(absent)}")
+        found = "intact" if there.checkpoint_ids else "no checkpoint to verify"
+        verdict = "NOT intact" if there.findings else found
         print(
             f"{plural(len(there.checkpoint_ids), 'checkpoint')} in {there.url}, {there.bytes_read} bytes read: {verdict}"
         )

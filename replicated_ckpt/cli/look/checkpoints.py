@@ -9,7 +9,7 @@ from shlex import quote
 from typing import Any
 
 from replicated_ckpt.agent.repair.audit import is_removed_everywhere
-from replicated_ckpt.cli.look.nodes import NodesSeen, advise_on_silence
+from replicated_ckpt.cli.look.nodes import NodesSeen, advise_on_silence, advise_on_strangers
 from replicated_ckpt.cli.look.table import format_moment
 from replicated_ckpt.core.inventory import SaveFound, saves_found
 from replicated_ckpt.core.layout import METADATA_NAME, OBJECT_NODE
@@ -91,7 +91,7 @@ class CheckpointSeen:
         if self.state == SHORT:
             return f"{self.copies_wanted} copies, {self.copies_seen} seen{why}"
         few = f", as there {'is' if seen.nodes_known == 1 else 'are'} {plural(seen.nodes_known, 'node')}"
-        return f"{self.copies_seen} of {self.copies_wanted}" + (few if self.has_few_nodes else "")
+        return f"{self.copies_seen} of {self.copies_wanted}" + (few + why if self.has_few_nodes else "")
 
     def _describe_going(self, seen: NodesSeen) -> str:
         if self.state == REMOVED:
@@ -242,7 +242,8 @@ def advise(rows: Sequence[CheckpointSeen], seen: NodesSeen, root: Path) -> list[
     damaged = [_advise_on_damaged(row, seen, root) for row in rows if row.state == DAMAGED]
     wanted = without_outlived(rows)
     lost = [_advise_on_lost(row, by_id[row.checkpoint_id] > 1, root) for row in wanted if row.state == LOST]
-    return [*damaged, *lost, *advise_on_silence(seen, root)]
+    strangers = {node for row in wanted if row.state in (SHORT, NOT_SEEN) for node in row.not_reached}
+    return [*damaged, *lost, *advise_on_strangers(strangers, seen), *advise_on_silence(seen, root)]
 
 
 def _advise_on_damaged(row: CheckpointSeen, seen: NodesSeen, root: Path) -> str:

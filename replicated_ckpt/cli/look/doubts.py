@@ -4,6 +4,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from replicated_ckpt.agent.peers.address_book import PeerBook
@@ -93,7 +94,8 @@ def advise_on_doubt(checkpoint_id: str, nodes: Sequence[str], seen: NodesSeen, r
     lost = " ".join(f"--lost {node}" for node in missing)
     step = (
         f"next step for the save of {checkpoint_id} in doubt: bring back {seen.list_names(missing)}; if that cannot be, "
-        f"`replicated-ckpt repair --root {root} {lost} --dry-run` says what would be lost; without --dry-run it is given up"
+        f"`replicated-ckpt repair --root {quote(str(root))} {lost} --dry-run` says what would be lost; without --dry-run "
+        "it is given up"
     )
     return [step] if missing else []
 

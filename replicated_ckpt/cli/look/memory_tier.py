@@ -1,5 +1,7 @@
 """The memory tier of a store, in a line for a look at the disk alone."""
 
+from shlex import quote
+
 from replicated_ckpt.errors import ReplicatedCkptError
 from replicated_ckpt.stores.local.memory_tier import find_memory_tier
 from replicated_ckpt.stores.local.store import LocalStore
@@ -21,4 +23,4 @@ def describe_memory_tier(store: LocalStore) -> list[str]:
     newest = max(held, key=lambda each: (each.created_unix_s, each.sequence))
     count = plural(len(held), "checkpoint")
     found = f"{count} on this node, the newest {newest.checkpoint_id}"
-    return [f"memory tier at {root}: {found}; `ls --root {root}` asks all nodes"]
+    return [f"memory tier at {root}: {found}; `replicated-ckpt ls --root {quote(str(root))}` asks all nodes"]

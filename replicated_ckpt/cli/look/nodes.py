@@ -3,9 +3,11 @@
 import contextlib
 import ipaddress
 import logging
+import ssl
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from shlex import quote
 from typing import Any
 
 from replicated_ckpt.agent.peers.address_book import PeerBook
@@ -21,7 +23,8 @@ from replicated_ckpt.core.upkeep.policy import Standing, agree
 from replicated_ckpt.core.upkeep.remains import Remains
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
 from replicated_ckpt.core.upkeep.retention import plan_retention
-from replicated_ckpt.errors import ReplicatedCkptError
+from replicated_ckpt.environment import PLAIN_ENV
+from replicated_ckpt.errors import ReplicatedCkptError, StoreDenied
 from replicated_ckpt.stores.local.remains import RemainsReader
 from replicated_ckpt.stores.local.store import NO_NODE, LocalStore
 from replicated_ckpt.stores.local.versions.recycled import measure_room
@@ -109,9 +112,13 @@ class NodesSeen:
     def describe_unreached(self) -> list[str]:
         """A short line for each node that did not answer."""
         return [
-            f"{self.label(node)}: not reached: {describe_silence(self.unreached[node])}"
+            f"{self.label(node)}: not reached: {describe_silence(self.unreached[node])}{self._place(node)}"
             for node in sorted(self.unreached)
         ]
+
+    def _place(self, node: str) -> str:
+        address = self.addresses.get(node)
+        return f" (asked at {address.host}:{address.port})" if address is not None else ""
 
 
 def _is_ip(host: str) -> bool:
@@ -172,14 +179,34 @@ def _ask(address: AgentAddress) -> Held:
 def advise_on_silence(seen: NodesSeen, root: object) -> list[str]:
     """What to do about nodes that did not answer; nothing where all did."""
     down = {node for node, error in seen.unreached.items() if runs_no_agent(error)}
-    silent = seen.unreached.keys() - down
+    others = {node: error for node, error in seen.unreached.items() if isinstance(error, StoreDenied)}
+    mixed = {node for node, error in seen.unreached.items() if isinstance(error.__cause__, ssl.SSLError)}
+    silent = seen.unreached.keys() - down - others.keys() - mixed
     start = (
         f"next step: on {seen.list_names(down)} run `replicated-ckpt agent --root ROOT`, or a command with "
-        "--start-agents, whose agent stays for a minute; a job starts them, too"
+        "--start-agents, whose agent stays for a minute; a job starts them, too. If one runs there, this node has an old "
+        "address of it: the next save or load with ranks on both tells the new one"
     )
     look = (
         f"next step: on {seen.list_names(silent)}, if the host is up, run `replicated-ckpt status --root ROOT`: it says "
         "whether the agent is stopped; if it runs, a firewall may drop its port"
     )
-    lost = f"if a node never comes back: `replicated-ckpt repair --root {root} --lost NODE`"
-    return [*([start] if down else []), *([look] if silent else []), *([lost] if seen.unreached else [])]
+    plain = (
+        f"next step: all nodes encrypt, or none does: see whether {PLAIN_ENV} (or `--plain`) is set on "
+        f"{seen.list_names(mixed)} and not here, or here and not there"
+    )
+    refused = [f"next step for {seen.name(node)}: {error.hint}" for node, error in sorted(others.items())]
+    named = next(iter(seen.unreached)) if len(seen.unreached) == 1 else "NODE"
+    who = seen.name(named) if named in seen.unreached else "a node"
+    lost = f"if {who} never comes back: `replicated-ckpt repair --root {quote(str(root))} --lost {named}`"
+    steps = [*([start] if down else []), *([look] if silent else []), *([plain] if mixed else []), *refused]
+    return [*steps, *([lost] if seen.unreached else [])]
+
+
+def advise_on_strangers(nodes: Iterable[str], seen: NodesSeen) -> list[str]:
+    """What to do about nodes that a manifest names, and of which this node has no address."""
+    unknown = sorted(set(nodes) - seen.held.keys() - seen.unreached.keys())
+    if not unknown:
+        return []
+    names = seen.list_names(unknown)
+    return [f"next step: this node has no address of {names}: a save or load with ranks on it, too, brings one"]

@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from shlex import quote
 
 from replicated_ckpt.core.layout import (
     AGENT_DIR,
@@ -111,7 +112,7 @@ def _check_no_stores_within(store: LocalStore) -> None:
     within = sorted({place for place in store_of.values() if place is not None})
     if not within:
         return
-    hint = f"Name one store: {' or '.join(f'--root {place}' for place in within[:_SHOWN_MAX])}."
+    hint = f"Name one store: {' or '.join(f'--root {quote(str(place))}' for place in within[:_SHOWN_MAX])}."
     others = [checkpoint_id for checkpoint_id, place in store_of.items() if place is None]
     if others:
         hint += f" To list {', '.join(others[:_SHOWN_MAX])}, which no store holds, move it to a directory of its own."

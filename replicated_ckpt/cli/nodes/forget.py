@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from shlex import quote
 
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look import unmanaged
@@ -97,5 +98,7 @@ def _print(
     for doubt in doubts:
         print(f"in doubt: {doubt}")
     if doubts:
-        print(f"next step: `replicated-ckpt repair --root {root} --lost {node}` gives up what is in doubt for it alone")
+        print(
+            f"next step: `replicated-ckpt repair --root {quote(root)} --lost {node}` gives up what is in doubt for it alone"
+        )
     print("next step: run the same command on the other nodes; a job with ranks on it introduces it again")

@@ -4,6 +4,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from shlex import quote
 from typing import Any
 
 from torch.distributed.checkpoint.planner import SavePlan
@@ -199,14 +200,22 @@ def _check_same_store(known: NodePost, other: NodePost) -> None:
     same_host = known.boot_id == other.boot_id
     if known.store_inode != other.store_inode if same_host else known.address.token != other.address.token:
         raise ConfigInvalid(
-            f"Two different stores have the identity {known.node_id}: on {known.host} and on {other.host}.",
-            "One was made as a copy of the other (a cloned disk): remove node.json from one of them.",
+            f"Two different stores have the identity {known.node_id}: {known.root} on {known.host} and {other.root} on "
+            f"{other.host}.",
+            "One was made as a copy of the other (a cloned disk). With the job and its agent ended make the copy a node of "
+            f"its own: {_forget_identity(other)}; or, if the other one is the copy, {_forget_identity(known)}.",
         )
     if known.domain != other.domain:
         raise ConfigInvalid(
             f"Ranks of node {known.node_id} name different domains: {known.domain!r} and {other.domain!r}.",
             "Pass the same ReplicatedWriter(domain=...) on all ranks of one node.",
         )
+
+
+def _forget_identity(node: NodePost) -> str:
+    """What is run on a copy of a store. `.agent` has the other node's tokens, and the address of its agent."""
+    root = quote(node.root or "ROOT")
+    return f"`rm -r {root}/node.json {root}/.agent` on {node.host}"
 
 
 def weaknesses(decision: SaveDecision, copies: int, posts: Sequence[SavePost]) -> list[str]:

@@ -32,4 +32,12 @@ def describe_lost(manifest: Manifest, save: SaveFound, searched: Sequence[str]) 
     """The error of "latest" that names every shard of a save that no store holds whole."""
     sizes = {name: entry.size_bytes for name, entry in manifest.shards.items()}
     owners = {name: manifest.owner_of(name) for name in save.lacking(sizes)}
-    return ShardLost(save.checkpoint_id, owners, searched, is_latest=True)
+    return ShardLost(save.checkpoint_id, owners, with_unasked_bucket(searched, manifest), is_latest=True)
+
+
+def with_unasked_bucket(searched: Sequence[str], manifest: Manifest) -> list[str]:
+    """The places that were searched for a shard, and the bucket that its save was to go to if the load was given none."""
+    url = manifest.bucket_url
+    if not url or any(place.startswith(url) for place in searched):
+        return [*searched]
+    return [*searched, f"{url}: not asked, where the save was to go, too: this load was not given object_store={url!r}"]

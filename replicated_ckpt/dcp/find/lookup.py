@@ -43,5 +43,8 @@ def _check_is_not_there(error: BaseException, checkpoint_id: str) -> None:
         raise error
     if error.unreached:
         key = "the newest checkpoint" if checkpoint_id == LATEST else checkpoint_id
-        hint = "Bring it back, or load by name to go on without it: what did not answer may hold the checkpoint."
+        hint = (
+            "It may hold the checkpoint: bring it back, or, if it is a bucket, see whether its name and the credentials "
+            "are right. A load by name goes on without it."
+        )
         raise StoreUnavailable("; ".join(error.unreached), "look for", key, "no other store has it", hint)

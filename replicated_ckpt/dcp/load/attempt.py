@@ -18,6 +18,7 @@ from replicated_ckpt.core.layout import LATEST
 from replicated_ckpt.core.reading.source_order import ByteRange
 from replicated_ckpt.core.reading.windows import CELL_BYTES, Window
 from replicated_ckpt.dcp.c10d.world import World
+from replicated_ckpt.dcp.find.absence import with_unasked_bucket
 from replicated_ckpt.dcp.find.lineage_choice import describe_lineages
 from replicated_ckpt.dcp.find.rendezvous import MEETING_TIMEOUT_S, AgreedError, meet, tell_load
 from replicated_ckpt.dcp.find.survey import Survey
@@ -181,7 +182,8 @@ class LoadAttempt:
         lost = found.lacking({shard: manifest.shards[shard].size_bytes for shard in asked})
         if lost:
             owners = {shard: manifest.owner_of(shard) for shard in lost}
-            raise ShardLost(found.checkpoint_id, owners, self._survey.searched, self._given_id == LATEST)
+            searched = with_unasked_bucket(self._survey.searched, manifest)
+            raise ShardLost(found.checkpoint_id, owners, searched, self._given_id == LATEST)
 
     def _remote_needs(self, placed: Sequence[_Placed]) -> RemoteNeeds | None:
         """What this rank would fetch from elsewhere, if other ranks of its node may need the same.

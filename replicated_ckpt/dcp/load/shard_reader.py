@@ -11,6 +11,7 @@ from replicated_ckpt.core.layout import OBJECT_NODE
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.reading.source_order import ByteRange, source_orders
 from replicated_ckpt.core.reading.windows import SHARDS_AT_ONCE
+from replicated_ckpt.dcp.find.absence import with_unasked_bucket
 from replicated_ckpt.dcp.find.survey import Survey
 from replicated_ckpt.errors import ObjectCorrupt, ObjectMissing, ReplicatedCkptError, ShardLost, StoreUnavailable
 from replicated_ckpt.stores.any_source import AnySource, Source, Tables
@@ -176,7 +177,8 @@ class ShardReader:
         for node, size_bytes in source.take_counts().items():
             self.findings.count(node, self._own_node, size_bytes)
         if raw is None:
-            searched = [*self._survey.searched, *self.findings.failures(shard)]
+            places = [*self._survey.searched, *self.findings.failures(shard)]
+            searched = with_unasked_bucket(places, self._manifest)
             raise ShardLost(self._manifest.checkpoint_id, {shard: self._manifest.owner_of(shard)}, searched)
         return raw
 

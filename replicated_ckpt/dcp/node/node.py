@@ -46,6 +46,7 @@ class NodePost:
     address: AgentAddress
     silence: str = ""
     invitation: str = ""
+    root: str = ""
 
     def opener(self) -> AgentAddress:
         """The address as the coordinator of the job has it."""
@@ -68,6 +69,7 @@ class NodePost:
             AgentAddress.from_json(fields["address"]),
             str(fields.get("silence", "")),
             str(fields.get("invitation", "")),
+            str(fields.get("root", "")),
         )
 
 
@@ -157,8 +159,8 @@ def reading_post(store: LocalStore) -> NodePost | None:
 
 def _post(store: LocalStore, address: AgentAddress, silence: str, invitation: str = "") -> NodePost:
     boot_id = _BOOT_ID.read_text().strip() if is_there(_BOOT_ID) else socket.gethostname()
-    name = socket.gethostname()
-    return NodePost(address.node_id, name, boot_id, _inode(store), address.domain, address, silence, invitation)
+    name, root = socket.gethostname(), str(store.root)
+    return NodePost(address.node_id, name, boot_id, _inode(store), address.domain, address, silence, invitation, root)
 
 
 def lone_post(store: LocalStore, domain: str | None) -> NodePost:

@@ -87,9 +87,11 @@ def test_a_lost_node_that_is_none_is_said(tmp_path: Path) -> None:
     before = tree(node.root)
     done = command("repair", node.root, "--lost", "xyz", "--lost", gone.node_id())
     assert (done.returncode, done.stdout) == (ExitCode.USAGE, "")
-    assert "--lost xyz: no node of that id is known here" in done.stderr
+    assert "--lost xyz: no node of that id or host is known here" in done.stderr
     assert tree(node.root) == before
-    assert command("repair", node.root, "--dry-run", "--lost", gone.node_id()).returncode != ExitCode.USAGE
+    for named in (gone.node_id(), "host1"):
+        done = command("repair", node.root, "--dry-run", "--lost", named)
+        assert (done.returncode, done.stderr) == (ExitCode.OK, ""), named
 
 
 def test_repair_does_what_its_dry_run_says(tmp_path: Path) -> None:

@@ -37,9 +37,13 @@ def test_differing_ids_are_listed_by_rank() -> None:
 def test_a_cloned_store_is_noticed(other_host: bool) -> None:
     """Two stores with one identity would take each other's copies for their own; they are refused, on one host or two."""
     clone = post("a", boot_id="another") if other_host else post("a", store_inode="another")
-    clone = replace(clone, node=replace(clone.node, address=replace(clone.node.address, token="another")))
-    with pytest.raises(ConfigInvalid, match="identity a"):
-        decide([post("a"), clone], 2, "0" * 32)
+    clone = replace(
+        clone, node=replace(clone.node, address=replace(clone.node.address, token="another"), root="/my disk")
+    )
+    with pytest.raises(ConfigInvalid, match="identity a: /nvme on host of a and /my disk on host of a") as raised:
+        decide([post("a", root="/nvme"), clone], 2, "0" * 32)
+    assert "`rm -r '/my disk'/node.json '/my disk'/.agent` on host of a; or" in str(raised.value.hint)
+    assert "`rm -r /nvme/node.json /nvme/.agent` on host of a" in str(raised.value.hint)
 
 
 def test_an_agent_that_was_restarted_between_two_posts_is_no_clone() -> None:
