@@ -1,14 +1,14 @@
 """What a load that finds nothing to read says, and the next step."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from shlex import quote
 
 from replicated_ckpt.core.inventory import SaveFound
 from replicated_ckpt.core.layout import LATEST
 from replicated_ckpt.core.manifest import Manifest
-from replicated_ckpt.errors import ShardLost
-from replicated_ckpt.stores.local.store import NOWHERE
+from replicated_ckpt.errors import CheckpointNotCommitted, CheckpointNotFound, ShardLost
+from replicated_ckpt.stores.local.store import NOWHERE, LocalStore
 from replicated_ckpt.stores.local.versions.replaceable import is_checkpoint
 
 
@@ -33,3 +33,24 @@ def describe_lost(manifest: Manifest, save: SaveFound, searched: Sequence[str]) 
     sizes = {name: entry.size_bytes for name, entry in manifest.shards.items()}
     owners = {name: manifest.owner_of(name) for name in save.lacking(sizes)}
     return ShardLost(save.checkpoint_id, owners, searched, is_latest=True)
+
+
+def describe_unreadable(damaged: Mapping[str, str], searched: Sequence[str], *, is_latest: bool) -> ShardLost:
+    """What was found is there and not to be believed: the first of it, named. `damaged`: the bad file, by checkpoint."""
+    checkpoint_id, name = next(iter(damaged.items()))
+    return ShardLost(checkpoint_id, {name: "every node of the save"}, searched, is_latest)
+
+
+def describe_absence(
+    store: LocalStore, checkpoint_id: str, searched: Sequence[str], unreached: Sequence[str]
+) -> CheckpointNotFound:
+    """The error of a load that found no save of its id. `unreached`: the places that may have one, and did not answer."""
+    where = "; ".join(searched)
+    if any(intent.checkpoint_id == checkpoint_id for intent in store.list_staged()):
+        return CheckpointNotCommitted(
+            f"Checkpoint {checkpoint_id!r} was begun and never committed. Searched: {where}.",
+            unreached=unreached,
+        )
+    what = "No checkpoint at all" if checkpoint_id == LATEST else f"No checkpoint {checkpoint_id!r}"
+    hint = hint_where_none_is(store.root, checkpoint_id, are_all_asked=not unreached)
+    return CheckpointNotFound(f"{what} was found. Searched: {where}.", hint, unreached=unreached)

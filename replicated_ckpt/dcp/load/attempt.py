@@ -18,8 +18,9 @@ from replicated_ckpt.core.layout import LATEST
 from replicated_ckpt.core.reading.source_order import ByteRange
 from replicated_ckpt.core.reading.windows import CELL_BYTES, Window
 from replicated_ckpt.dcp.c10d.world import World
+from replicated_ckpt.dcp.find.keeping import tell_load
 from replicated_ckpt.dcp.find.lineage_choice import describe_lineages
-from replicated_ckpt.dcp.find.rendezvous import MEETING_TIMEOUT_S, AgreedError, meet, tell_load
+from replicated_ckpt.dcp.find.rendezvous import MEETING_TIMEOUT_S, AgreedError, meet
 from replicated_ckpt.dcp.find.survey import Survey
 from replicated_ckpt.dcp.load.ending import outcomes_without, tell_end
 from replicated_ckpt.dcp.load.loading import Loading, ShardItems, Wanted, windows_for
