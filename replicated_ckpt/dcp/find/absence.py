@@ -5,9 +5,19 @@ from pathlib import Path
 from shlex import quote
 
 from replicated_ckpt.core.inventory import SaveFound
-from replicated_ckpt.core.layout import LATEST
+from replicated_ckpt.core.layout import LATEST, OBJECT_NODE
 from replicated_ckpt.core.manifest import Manifest
-from replicated_ckpt.errors import CheckpointNotCommitted, CheckpointNotFound, ShardLost
+from replicated_ckpt.errors import (
+    CheckpointNotCommitted,
+    CheckpointNotFound,
+    PeerProtocolError,
+    ReplicatedCkptError,
+    ShardLost,
+    StoreDenied,
+    StoreUnavailable,
+)
+from replicated_ckpt.searched import MOVED, NOT_REACHED, OBJECT_STORE
+from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.local.store import NOWHERE, LocalStore
 from replicated_ckpt.stores.local.versions.replaceable import is_checkpoint
 
@@ -54,3 +64,27 @@ def describe_absence(
     what = "No checkpoint at all" if checkpoint_id == LATEST else f"No checkpoint {checkpoint_id!r}"
     hint = hint_where_none_is(store.root, checkpoint_id, are_all_asked=not unreached)
     return CheckpointNotFound(f"{what} was found. Searched: {where}.", hint, unreached=unreached)
+
+
+def describe_answer(node: str, error: ReplicatedCkptError | OSError) -> str:
+    """As ShardLost names a place that was searched: of one that did not say what it has it says that it was not reached.
+
+    Credentials that are refused, and another agent under the address of a node, say nothing of the shard. `node` is its
+    id, or its label.
+    """
+    named = node if node.startswith("node ") else f"node {node}"
+    place, why = OBJECT_STORE if node == OBJECT_NODE else named, getattr(error, "message", str(error))
+    is_heard = not isinstance(error, StoreUnavailable | StoreDenied | PeerProtocolError)
+    return f"{place}: {why}" if is_heard else f"{place}{NOT_REACHED} ({why})"
+
+
+def describe_move(bucket: Bucket, checkpoint_id: str, save_id: str) -> tuple[str, ...]:
+    """In words, what became of a save that the bucket had when the load began. Empty: it is there, or that is not known."""
+    try:
+        there = bucket.save_of(checkpoint_id)
+    except ReplicatedCkptError:
+        return ()
+    if there is not None and there.save_id == save_id:
+        return ()
+    now = "no checkpoint of that id is there" if there is None else f"save {there.save_id} is there"
+    return (f"{OBJECT_STORE}: it had save {save_id}, and {MOVED}: {now}",)

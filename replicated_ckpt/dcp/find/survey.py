@@ -17,7 +17,7 @@ from replicated_ckpt.core.inventory import Holding, LineageFound, SaveFound, sav
 from replicated_ckpt.core.layout import LATEST, MANIFEST_NAME, METADATA_NAME, OBJECT_NODE
 from replicated_ckpt.core.manifest import Manifest, decode_manifest
 from replicated_ckpt.core.upkeep.remains import Remains, note_lost_manifests, with_remains
-from replicated_ckpt.dcp.find.absence import describe_absence, describe_lost, describe_unreadable
+from replicated_ckpt.dcp.find.absence import describe_absence, describe_answer, describe_lost, describe_unreadable
 from replicated_ckpt.dcp.find.bucket_look import LOOK_WITHIN_S, BucketLook, InBucket
 from replicated_ckpt.dcp.find.lineage_choice import choose_lineage
 from replicated_ckpt.dcp.find.unmanaged_survey import unmanaged_save, unmanaged_warning
@@ -270,7 +270,7 @@ class Surveyor:
                 if isinstance(exc, ObjectMissing | FileNotFoundError):
                     self.moved.add((holding.node_id, save.save_id))
                 log.warning("manifest of %s on node %s: %s", holding.checkpoint_id, holding.node_id, exc)
-                self._problems.append(f"node {holding.node_id}: {exc}")
+                self._problems.append(describe_answer(holding.node_id, exc))
         return None
 
     def _distance(self, holding: Holding) -> int:

@@ -1,19 +1,22 @@
-"""Another job replaces or removes a checkpoint between the look at the nodes and the word to keep what was found."""
+"""What was found moves before it is read: another job replaces or removes it, or a node's address is another's."""
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException
 
 from replicated_ckpt import ReplicatedReader, ReplicatedWriter, Retention
 from replicated_ckpt.dcp.find import keeping
 from replicated_ckpt.dcp.find.survey import Surveyor
-from replicated_ckpt.errors import CheckpointNotFound
+from replicated_ckpt.dcp.load.attempt import LoadAttempt
+from replicated_ckpt.errors import CheckpointNotFound, ShardLost
 from replicated_ckpt.stores.local.store import LocalStore
-from tests.agent.agents import running_agent, wait_for
+from tests.agent.agents import RunningAgent, running_agent, wait_for
 from tests.agent.checkpoints import introduced
 from tests.marks import long
 
@@ -41,10 +44,15 @@ class Trainer:
 
 
 @pytest.fixture
-def trainer(tmp_path: Path) -> Iterator[Trainer]:
+def agent(tmp_path: Path) -> Iterator[RunningAgent]:
     with running_agent(tmp_path / "there") as agent:
         introduced(LocalStore(tmp_path / "here"), [agent.endpoint.local_address()])
-        yield Trainer(tmp_path / "there")
+        yield agent
+
+
+@pytest.fixture
+def trainer(agent: RunningAgent) -> Trainer:
+    return Trainer(agent.root)
 
 
 @pytest.fixture
@@ -111,3 +119,28 @@ def test_the_one_that_was_named_is_removed(
     once_at(moment, lambda: trainer.save_and_retire("step-2", 2, "step-1"))
     with pytest.raises(CheckpointNotFound, match="No checkpoint 'step-1' was found"):
         loaded(tmp_path / "here", "step-1")
+
+
+@pytest.mark.parametrize("step", ["read_metadata", "read"])
+def test_another_agent_has_the_address(
+    tmp_path: Path, agent: RunningAgent, trainer: Trainer, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """As a container that was started anew with another root: the node is missing, and it is said which."""
+    trainer.save("step-1", 1)
+    port, goes_on = str(agent.endpoint.port), getattr(LoadAttempt, step)
+    with ExitStack() as stack:
+
+        def make_room(attempt: LoadAttempt, *arguments: Any) -> Any:
+            agent.process.kill()
+            agent.process.wait(10)
+            stack.enter_context(running_agent(tmp_path / "other", "--port", port))
+            return goes_on(attempt, *arguments)
+
+        monkeypatch.setattr(LoadAttempt, step, make_room)
+        with pytest.raises(CheckpointException) as raised:
+            loaded(tmp_path / "here", "step-1")
+    ((error, _),) = raised.value.failures.values()
+    assert isinstance(error, ShardLost)
+    assert f"node {agent.endpoint.node_id}" in error.hint
+    assert error.hint.startswith("Bring back node ")
+    assert "no valid token" in str(error)
