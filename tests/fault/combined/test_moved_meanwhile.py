@@ -16,6 +16,7 @@ from replicated_ckpt.dcp.find.survey import Surveyor
 from replicated_ckpt.dcp.load.attempt import LoadAttempt
 from replicated_ckpt.errors import CheckpointNotFound, ShardLost
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.local.versions.replaced import is_read
 from tests.agent.agents import RunningAgent, running_agent, wait_for
 from tests.agent.checkpoints import introduced
 from tests.marks import long
@@ -144,3 +145,21 @@ def test_another_agent_has_the_address(
     assert f"node {agent.endpoint.node_id}" in error.hint
     assert error.hint.startswith("Bring back node ")
     assert "no valid token" in str(error)
+
+
+@pytest.mark.parametrize("step", ["read_metadata", "plan", "read"])
+def test_a_store_without_an_agent_is_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    """The version that the load has found stays until it is read, also where the other job's process is alone."""
+    trainer, goes_on = Trainer(tmp_path / "here"), getattr(LoadAttempt, step)
+    trainer.save("step-1", 1)
+    acts = [lambda: trainer.save("step-1", 2)]
+
+    def overwrite(attempt: LoadAttempt, *arguments: Any) -> Any:
+        while acts:
+            acts.pop()()
+        return goes_on(attempt, *arguments)
+
+    monkeypatch.setattr(LoadAttempt, step, overwrite)
+    assert loaded(trainer.root, "step-1") == 1
+    assert loaded(trainer.root, "step-1") == 2
+    assert not is_read(trainer.root / "step-1")
