@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
+from replicated_ckpt.searched import next_step
 from replicated_ckpt.wording import plural
 
 HINT_MARK = " Hint: "
@@ -134,17 +135,10 @@ class ShardLost(ReplicatedCkptError):
     ) -> None:
         shards = ", ".join(f"{shard} (owner {owner})" for shard, owner in sorted(owner_by_shard.items()))
         where = "; ".join(searched) or "nowhere: no store could be reached"
-        absent = [place.partition(": not reached")[0] for place in searched if ": not reached" in place]
-        step = "No store that was searched has it: bring back a node that is not named above, if one held a copy"
-        if "PermissionError" in where:
-            step = "Let the user who loads read what is named above (`ls -l` shows whose it is), and load again"
-        elif absent or not searched:
-            step = f"Bring back {' and '.join(absent) or 'the nodes of the checkpoint'}, with the store, and load again"
         super().__init__(
             f"Checkpoint {checkpoint_id!r}: no intact copy of {plural(len(owner_by_shard), 'shard')} is left: {shards}. "
             f"Searched: {where.rstrip('.')}.",
-            step
-            + ("." if is_latest else ', or load an older checkpoint ("latest" picks the newest one that is whole).'),
+            next_step(searched, is_latest=is_latest),
         )
         self.args = (checkpoint_id, dict(owner_by_shard), tuple(searched), is_latest)
         self.checkpoint_id, self.searched = checkpoint_id, tuple(searched)

@@ -102,7 +102,8 @@ class NamedCheckpoints:
     def load(self, checkpoint_id: str, state: dict[str, Any], planner: LoadPlanner | None = None) -> str:
         """Fills `state`; the name of what was loaded, where "latest" was asked for. As `find`, of an asynchronous save."""
         self.writer.await_end()
-        with self.use_group() as group:
+        with self.use_group() as group, contextlib.ExitStack() as stack:
+            stack.callback(self.reader.let_go)
             dcp.load(
                 state,
                 checkpoint_id=checkpoint_id,

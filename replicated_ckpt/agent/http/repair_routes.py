@@ -89,10 +89,11 @@ class RepairRoutes:
         lineage, save_id, reader = (str(fields[name]) for name in ("lineage", "save_id", "reader"))
         if not is_lineage(lineage) or not is_save_id(save_id) or len(reader) > _READER_CHARS_MAX:
             raise ConfigInvalid("sequence: no save of a lineage is named.")
-        if fields.get("is_load", True):
-            self._service.pin(save_id, reader)
         self._service.sequence_floor.raise_to({lineage: min(int(fields["sequence"]), SEQUENCE_FLOOR_MAX)})
-        return json_answer()
+        if not fields.get("is_load", True):
+            return json_answer()
+        self._service.pin(save_id, reader)
+        return json_answer(is_here=self._service.store.catalog.checkpoint_of(save_id) is not None)
 
     def _suspect(self, fields: Mapping[str, Any], request: Request) -> Answer:
         """A load or the scrub read bad bytes here: they are read again, and set aside if they are bad."""

@@ -1,14 +1,24 @@
 """What a load that finds nothing to read says, and the next step."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from shlex import quote
 
 from replicated_ckpt.core.inventory import SaveFound
-from replicated_ckpt.core.layout import LATEST
+from replicated_ckpt.core.layout import LATEST, OBJECT_NODE
 from replicated_ckpt.core.manifest import Manifest
-from replicated_ckpt.errors import ShardLost
-from replicated_ckpt.stores.local.store import NOWHERE
+from replicated_ckpt.errors import (
+    CheckpointNotCommitted,
+    CheckpointNotFound,
+    PeerProtocolError,
+    ReplicatedCkptError,
+    ShardLost,
+    StoreDenied,
+    StoreUnavailable,
+)
+from replicated_ckpt.searched import MOVED, NOT_REACHED, OBJECT_STORE
+from replicated_ckpt.stores.bucket.bucket import Bucket
+from replicated_ckpt.stores.local.store import NOWHERE, LocalStore
 from replicated_ckpt.stores.local.versions.replaceable import is_checkpoint
 
 
@@ -41,3 +51,48 @@ def with_unasked_bucket(searched: Sequence[str], manifest: Manifest) -> list[str
     if not url or any(place.startswith(url) for place in searched):
         return [*searched]
     return [*searched, f"{url}: not asked, where the save was to go, too: this load was not given object_store={url!r}"]
+
+
+def describe_unreadable(damaged: Mapping[str, str], searched: Sequence[str], *, is_latest: bool) -> ShardLost:
+    """What was found is there and not to be believed: the first of it, named. `damaged`: the bad file, by checkpoint."""
+    checkpoint_id, name = next(iter(damaged.items()))
+    return ShardLost(checkpoint_id, {name: "every node of the save"}, searched, is_latest)
+
+
+def describe_absence(
+    store: LocalStore, checkpoint_id: str, searched: Sequence[str], unreached: Sequence[str]
+) -> CheckpointNotFound:
+    """The error of a load that found no save of its id. `unreached`: the places that may have one, and did not answer."""
+    where = "; ".join(searched)
+    if any(intent.checkpoint_id == checkpoint_id for intent in store.list_staged()):
+        return CheckpointNotCommitted(
+            f"Checkpoint {checkpoint_id!r} was begun and never committed. Searched: {where}.",
+            unreached=unreached,
+        )
+    what = "No checkpoint at all" if checkpoint_id == LATEST else f"No checkpoint {checkpoint_id!r}"
+    hint = hint_where_none_is(store.root, checkpoint_id, are_all_asked=not unreached)
+    return CheckpointNotFound(f"{what} was found. Searched: {where}.", hint, unreached=unreached)
+
+
+def describe_answer(node: str, error: ReplicatedCkptError | OSError) -> str:
+    """As ShardLost names a place that was searched: of one that did not say what it has it says that it was not reached.
+
+    Credentials that are refused, and another agent under the address of a node, say nothing of the shard. `node` is its
+    id, or its label.
+    """
+    named = node if node.startswith("node ") else f"node {node}"
+    place, why = OBJECT_STORE if node == OBJECT_NODE else named, getattr(error, "message", str(error))
+    is_heard = not isinstance(error, StoreUnavailable | StoreDenied | PeerProtocolError)
+    return f"{place}: {why}" if is_heard else f"{place}{NOT_REACHED} ({why})"
+
+
+def describe_move(bucket: Bucket, checkpoint_id: str, save_id: str) -> tuple[str, ...]:
+    """In words, what became of a save that the bucket had when the load began. Empty: it is there, or that is not known."""
+    try:
+        there = bucket.save_of(checkpoint_id)
+    except ReplicatedCkptError:
+        return ()
+    if there is not None and there.save_id == save_id:
+        return ()
+    now = "no checkpoint of that id is there" if there is None else f"save {there.save_id} is there"
+    return (f"{OBJECT_STORE}: it had save {save_id}, and {MOVED}: {now}",)

@@ -3,9 +3,8 @@
 import contextlib
 import json
 import os
-import threading
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,12 +13,13 @@ from replicated_ckpt.agent.start.launch import is_only_read
 from replicated_ckpt.agent.state.endpoint import listening_endpoint
 from replicated_ckpt.config import NEWEST_LINEAGE
 from replicated_ckpt.core.inventory import Holding
-from replicated_ckpt.core.layout import LATEST, SEQUENCE_FLOOR_MAX
+from replicated_ckpt.core.layout import LATEST
 from replicated_ckpt.core.upkeep.remains import Remains
 from replicated_ckpt.dcp.c10d.blackboard import Blackboard, all_present
 from replicated_ckpt.dcp.c10d.posted_error import pack_error, unpack_error
 from replicated_ckpt.dcp.c10d.waiting import LINGER_S
 from replicated_ckpt.dcp.c10d.world import World
+from replicated_ckpt.dcp.find.keeping import Silence, survey_and_keep
 from replicated_ckpt.dcp.find.survey import SURVEY_TIMEOUT_S, Survey, Surveyor
 from replicated_ckpt.dcp.node.given_id import id_under
 from replicated_ckpt.dcp.node.node import NodePost, SeenStore, reading_post
@@ -176,11 +176,13 @@ def _remember(store: LocalStore, survey: Survey) -> Survey:
 def _alone(
     store: LocalStore, world: World, given_id: str | os.PathLike[str] | None, bucket: Bucket | None, lineage: str
 ) -> Survey:
-    look = Surveyor(store, store.read_node_id(), _known_peers(store), bucket, lineage=lineage)
-    survey = look.survey(_resolve_id(store, given_id, world))
-    own = None if is_only_read(store) else listening_endpoint(store.root_agent_directory())
-    tell_load([*survey.addresses, *([] if own is None else [own.local_address()])], survey, world)
-    return survey
+    own, peers, checkpoint_id = store.read_node_id(), _known_peers(store), _resolve_id(store, given_id, world)
+    agent = None if is_only_read(store) else listening_endpoint(store.root_agent_directory())
+
+    def look(silent: Silence) -> Surveyor:
+        return Surveyor(store, own, peers, bucket, lineage=lineage, silent=silent)
+
+    return survey_and_keep(look, checkpoint_id, world, {}, () if agent is None else (agent.local_address(),))
 
 
 def _known_peers(store: LocalStore) -> Sequence[AgentAddress]:
@@ -231,15 +233,21 @@ def _survey(
     nodes, seen = _nodes_of(posts)
     addresses = [node.address for node in nodes.values() if not node.silence]
     if is_nowhere(store):
-        return Surveyor(store, store.read_node_id(), addresses, bucket, nodes, lineage, seen).survey(ids[0])
+
+        def look_from_nowhere(silent: Silence) -> Surveyor:
+            return Surveyor(store, store.read_node_id(), addresses, bucket, nodes, lineage, seen, silent)
+
+        return survey_and_keep(look_from_nowhere, ids[0], world, {})
     own = posts[world.rank]["node"]["node_id"] if posts[world.rank]["node"] else store.read_node_id()
     known = [node.address for node in nodes.values() if node.address.port]
     openers = [node.opener() for node in nodes.values() if not node.silence]
     absent = [peer for peer in _known_peers(store) if peer.node_id not in nodes]
     silent = _introduce(known, openers, world.session, absent)
-    survey = Surveyor(store, own, [*addresses, *absent], bucket, nodes, lineage, seen, silent).survey(ids[0])
-    tell_load(survey.addresses, survey, world)
-    return survey
+
+    def look(silent: Silence) -> Surveyor:
+        return Surveyor(store, own, [*addresses, *absent], bucket, nodes, lineage, seen, silent)
+
+    return survey_and_keep(look, ids[0], world, silent)
 
 
 def _nodes_of(posts: Sequence[Mapping[str, Any]]) -> tuple[dict[str, NodePost], dict[str, SeenStore]]:
@@ -256,25 +264,6 @@ def _nodes_of(posts: Sequence[Mapping[str, Any]]) -> tuple[dict[str, NodePost], 
                 remains = tuple(map(Remains.from_json, post["remains"]))
                 seen[node.node_id] = SeenStore(node.silence, holdings, remains)
     return nodes, {node: store for node, store in seen.items() if nodes[node].silence}
-
-
-def tell_load(addresses: Iterable[AgentAddress], survey: Survey, world: World) -> None:
-    """Tells the agents which save is read, so that it stays, and how far its lineage has come: later saves are newer.
-
-    One that does not answer is left out: it holds nothing that this load was told to read from it.
-    """
-    if not survey.lineages:
-        return
-    reader = f"{world.session}/{threading.get_ident()}"  # one load at a time
-    lineage, sequence = survey.lineages[0].lineage, min(survey.sequence_max, SEQUENCE_FLOOR_MAX)
-    document = {"lineage": lineage, "sequence": sequence, "save_id": survey.found.save_id, "reader": reader}
-    document["is_load"] = world.is_load
-
-    def tell(address: AgentAddress) -> None:
-        with AgentClient(address) as client:
-            client.call("POST", "/v1/sequence", document)
-
-    FanOut[AgentAddress, None]().run(addresses, tell)
 
 
 def _introduce(

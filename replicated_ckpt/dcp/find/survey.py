@@ -17,12 +17,12 @@ from replicated_ckpt.core.inventory import Holding, LineageFound, SaveFound, sav
 from replicated_ckpt.core.layout import LATEST, MANIFEST_NAME, METADATA_NAME, OBJECT_NODE
 from replicated_ckpt.core.manifest import Manifest, decode_manifest
 from replicated_ckpt.core.upkeep.remains import Remains, note_lost_manifests, with_remains
-from replicated_ckpt.dcp.find.absence import describe_lost, hint_where_none_is
+from replicated_ckpt.dcp.find.absence import describe_absence, describe_answer, describe_lost, describe_unreadable
 from replicated_ckpt.dcp.find.bucket_look import LOOK_WITHIN_S, BucketLook, InBucket
 from replicated_ckpt.dcp.find.lineage_choice import choose_lineage
 from replicated_ckpt.dcp.find.unmanaged_survey import unmanaged_save, unmanaged_warning
 from replicated_ckpt.dcp.node.node import SeenStore
-from replicated_ckpt.errors import CheckpointNotCommitted, CheckpointNotFound, ReplicatedCkptError, ShardLost
+from replicated_ckpt.errors import CheckpointNotFound, ObjectMissing, ReplicatedCkptError, ShardLost
 from replicated_ckpt.stores.bucket.bucket import Bucket, BucketSave
 from replicated_ckpt.stores.bucket.manifest_of import manifest_in
 from replicated_ckpt.stores.files.plain import read_plain
@@ -90,7 +90,11 @@ class Survey:
 
 
 class Surveyor:
-    """Looks at this node's store and the bucket directly and at the peers' stores through their agents."""
+    """Looks at this node's store and the bucket directly and at the peers' stores through their agents.
+
+    `listed` are the saves that each node and the bucket had, by node; `moved` those of them that were gone a moment later,
+    when their manifest was asked for; `unanswered` the peers that gave no answer, and how.
+    """
 
     def __init__(
         self,
@@ -111,6 +115,9 @@ class Surveyor:
         self._sequence_max = 0
         self._expected = {*expected, OBJECT_NODE}  # whom to miss if they do not answer: unlike old acquaintances
         self.unreached: list[str] = []
+        self.listed: set[tuple[str, str]] = set()
+        self.moved: set[tuple[str, str]] = set()
+        self.unanswered: dict[str, ReplicatedCkptError] = {}
         self._bucket = bucket
         self._in_bucket: dict[str, BucketSave] = {}
         self._store = store
@@ -167,6 +174,7 @@ class Surveyor:
 
     def _choose(self, checkpoint_id: str, holdings: Sequence[Holding]) -> Survey:
         saves: Sequence[SaveFound] = saves_found(holdings)
+        self.listed = {(held.node_id, held.save_id) for held in holdings}
         self._ids |= {save.checkpoint_id for save in saves}
         choice = choose_lineage(checkpoint_id, saves, self._lineage)
         self._lineages, self._sequence_max = choice.lineages, choice.sequence_max
@@ -185,7 +193,9 @@ class Surveyor:
             lost.append((save, raw, manifest))
         if not lost:
             self._problems += note_lost_manifests(self._remains, self._damaged)
-            raise self._unreadable(checkpoint_id == LATEST) if self._damaged else self._not_found(checkpoint_id)
+            if self._damaged:
+                raise describe_unreadable(self._damaged, self._places(), is_latest=checkpoint_id == LATEST)
+            raise describe_absence(self._store, checkpoint_id, self._places(), self.unreached)
         save, raw, manifest = min(lost, key=lambda found: not found[0].has_any(found[2].shards))
         if checkpoint_id == LATEST and not save.has_any(manifest.shards):
             raise describe_lost(manifest, save, self._places())
@@ -214,6 +224,7 @@ class Surveyor:
             holdings += found.holdings
             self._remains += found.remains
             self._searched[node] = self._by_node[node].label
+        self.unanswered = dict(outcome.errors)
         for node, error in outcome.errors.items():
             self._not_reached(node, f"{self._by_node[node].label}: not reached ({error.message})")
             del self._by_node[node]
@@ -254,9 +265,12 @@ class Surveyor:
                         raw = client.fetch("GET", file_path(holding.checkpoint_id, holding.save_id, MANIFEST_NAME))
                 if decode_manifest(raw, f"node {holding.node_id}").save_id == save.save_id:
                     return raw.decode()
+                self.moved.add((holding.node_id, save.save_id))
             except (ReplicatedCkptError, OSError) as exc:
+                if isinstance(exc, ObjectMissing | FileNotFoundError):
+                    self.moved.add((holding.node_id, save.save_id))
                 log.warning("manifest of %s on node %s: %s", holding.checkpoint_id, holding.node_id, exc)
-                self._problems.append(f"node {holding.node_id}: {exc}")
+                self._problems.append(describe_answer(holding.node_id, exc))
         return None
 
     def _distance(self, holding: Holding) -> int:
@@ -278,19 +292,3 @@ class Surveyor:
 
     def _places(self) -> tuple[str, ...]:
         return (*self._searched.values(), *self._problems)
-
-    def _unreadable(self, is_latest: bool) -> ShardLost:
-        """What was found is there and not to be believed: the first of it, named."""
-        checkpoint_id, name = next(iter(self._damaged.items()))
-        return ShardLost(checkpoint_id, {name: "every node of the save"}, self._places(), is_latest)
-
-    def _not_found(self, checkpoint_id: str) -> CheckpointNotFound:
-        where = "; ".join(self._places())
-        if any(intent.checkpoint_id == checkpoint_id for intent in self._store.list_staged()):
-            return CheckpointNotCommitted(
-                f"Checkpoint {checkpoint_id!r} was begun and never committed. Searched: {where}.",
-                unreached=self.unreached,
-            )
-        what = "No checkpoint at all" if checkpoint_id == LATEST else f"No checkpoint {checkpoint_id!r}"
-        hint = hint_where_none_is(self._store.root, checkpoint_id, are_all_asked=not self.unreached)
-        return CheckpointNotFound(f"{what} was found. Searched: {where}.", hint, unreached=self.unreached)

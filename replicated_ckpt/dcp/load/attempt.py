@@ -4,6 +4,7 @@ import logging
 import os
 import socket
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -14,13 +15,15 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
 from replicated_ckpt.core.bucket.commit_mark import own_prefix
+from replicated_ckpt.core.inventory import SaveFound
 from replicated_ckpt.core.layout import LATEST
 from replicated_ckpt.core.reading.source_order import ByteRange
 from replicated_ckpt.core.reading.windows import CELL_BYTES, Window
 from replicated_ckpt.dcp.c10d.world import World
 from replicated_ckpt.dcp.find.absence import with_unasked_bucket
+from replicated_ckpt.dcp.find.keeping import tell_load
 from replicated_ckpt.dcp.find.lineage_choice import describe_lineages
-from replicated_ckpt.dcp.find.rendezvous import MEETING_TIMEOUT_S, AgreedError, meet, tell_load
+from replicated_ckpt.dcp.find.rendezvous import MEETING_TIMEOUT_S, AgreedError, meet
 from replicated_ckpt.dcp.find.survey import Survey
 from replicated_ckpt.dcp.load.ending import outcomes_without, tell_end
 from replicated_ckpt.dcp.load.loading import Loading, ShardItems, Wanted, windows_for
@@ -79,6 +82,7 @@ class LoadAttempt:
         self._cache: RankCache | None = None
         self._report: LoadReport | None = None
         self._is_followed = False
+        self._let_go: Callable[[], object] = lambda: None
         self.is_met = False
 
     @property
@@ -98,6 +102,7 @@ class LoadAttempt:
         lineage, bucket = self._parts.config.lineage, self._parts.bucket.open
         try:
             self._found = meet(self._store, world, self._given_id, bucket, lineage=lineage, in_step=in_step)
+            self._keep_here(self._found.found)
         except AgreedError as exc:
             self._failure = exc.error
             if not exc.in_step:
@@ -107,8 +112,20 @@ class LoadAttempt:
             if world.blackboard is None:
                 raise
 
+    def _keep_here(self, save: SaveFound) -> None:
+        """What lies here of the save is removed by no process from now on: an agent, if one runs, is not alone in that."""
+        version = lock_version(self._store.catalog, save.checkpoint_id, save.save_id)
+        if version is not None:
+            self._let_go()
+            self._let_go = weakref.finalize(self, version.release)
+
+    def let_go(self) -> None:
+        """What was kept here for this load is not kept any more."""
+        self._let_go()
+
     def fail(self, error: BaseException) -> None:
         """Keeps an error for `prepare`."""
+        self.let_go()
         self._failure = error
 
     def read_metadata(self) -> Metadata:
@@ -215,7 +232,7 @@ class LoadAttempt:
         Raises:
             ShardLost: no intact copy is left. And what the planner raises.
         """
-        began, save, key = time.monotonic(), self._survey.found, f"rank {self._world.rank}"
+        began, key = time.monotonic(), f"rank {self._world.rank}"
         wanted = self._group_by_shard(self._place(plan.items))
         shards = sorted(self._survey.manifest.shards)
         remote = {shard for shard in wanted if self._is_remote(shard)}
@@ -223,9 +240,8 @@ class LoadAttempt:
         with ExitStack() as stack:
             stack.callback(self._parts.bucket.close)
             cache = self._take_cache(stack)
-            version = lock_version(self._store.catalog, save.checkpoint_id, save.save_id)
-            if version is not None:
-                stack.callback(version.release)
+            stack.callback(self.let_go)
+            self._keep_here(self._survey.found)
             bucket = self._parts.bucket.open()
             reader = ShardReader(self._store, self._own_node, self._survey, sorted(wanted), key, bucket, self._places)
             reader.findings.note_silent(self._silent)

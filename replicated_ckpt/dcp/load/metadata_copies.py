@@ -8,11 +8,12 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import Metadata
 
 from replicated_ckpt.core.integrity.checksum import crc32c
-from replicated_ckpt.core.layout import METADATA_NAME
+from replicated_ckpt.core.layout import METADATA_NAME, OBJECT_NODE
 from replicated_ckpt.core.reading.source_order import ByteRange
+from replicated_ckpt.dcp.find.absence import describe_answer, describe_move
 from replicated_ckpt.dcp.find.survey import Survey
 from replicated_ckpt.dcp.metadata.metadata_file import decode_metadata_file
-from replicated_ckpt.errors import ObjectMissing, ReplicatedCkptError, ShardLost, StoreUnavailable
+from replicated_ckpt.errors import ObjectCorrupt, ObjectMissing, ReplicatedCkptError, ShardLost
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.files.plain import read_plain
 from replicated_ckpt.stores.local.store import LocalStore
@@ -74,6 +75,8 @@ def _intact(
         found = f"{len(copy.raw)} bytes of CRC32C {crc32c(copy.raw):08x}, expected {copy.expected_crc:08x}"
         problems.append(f"{copy.source}: its {METADATA_NAME} is damaged: {found}")
         log.warning("%s", problems[-1])
+        if copy.is_bucket and bucket is not None:
+            problems += describe_move(bucket, survey.found.checkpoint_id, survey.found.save_id)
         if copy.address is not None and not survey.unmanaged_warning:
             tell_suspect(copy.address, survey.found.checkpoint_id, survey.found.save_id, METADATA_NAME, problems[-1])
     lost = {METADATA_NAME: "every node of the save"}
@@ -104,12 +107,10 @@ def _copies(
             yield _Copy(address.label, raw, crc, address)
         except ObjectMissing as exc:
             problems.append(f"{address.label}: it has no {METADATA_NAME} of this save: {exc.detail}")
-        except StoreUnavailable as exc:
-            problems.append(f"{address.label}: not reached ({exc.message})")
+        except ReplicatedCkptError as exc:
+            problems.append(describe_answer(address.label, exc))
             if is_time_out(exc):
                 silent.add(address.node_id)
-        except ReplicatedCkptError as exc:
-            problems.append(f"{address.label}: {exc.message}")
     if bucket is not None and survey.in_bucket is not None:
         try:
             there = survey.in_bucket
@@ -117,7 +118,9 @@ def _copies(
             raw = bucket.small(key, there.metadata_bytes, there.metadata_crc32c)
             yield _Copy(bucket.client.target.url, raw, there.metadata_crc32c, is_bucket=True)
         except ReplicatedCkptError as exc:
-            problems.append(f"{bucket.client.target.url}: {exc.message}")
+            problems.append(describe_answer(OBJECT_NODE, exc))
+            if isinstance(exc, ObjectMissing | ObjectCorrupt):
+                problems += describe_move(bucket, save.checkpoint_id, save.save_id)
 
 
 def _path(survey: Survey, name: str, size_bytes: int) -> str:

@@ -142,6 +142,10 @@ class ReplicatedReader(StorageReader):
         """Lets go of the process group, which may end now. This reader looks and loads no more."""
         self._process_group = None
 
+    def let_go(self) -> None:
+        """The last load is over, wherever it ended: what it kept in this node's store may be removed."""
+        self._attempt.let_go()
+
     def look_alone(self, look: Callable[[LocalStore, Bucket | None, str], T]) -> T:
         """What `look` finds in this reader's store, bucket and lineage. By this process alone: no rank meets another."""
         with closing(self._parts.bucket) as bucket:
@@ -159,6 +163,7 @@ class ReplicatedReader(StorageReader):
         """
         if checkpoint_id is not None:
             self._given_id = checkpoint_id
+        self.let_go()
         self._attempt = self._begin()
         if calling() is not None:
             try:
@@ -192,12 +197,15 @@ class ReplicatedReader(StorageReader):
             if calling() is not None:
                 self._world.watch_call()
                 self._parts.planning.begin()
-            return self._attempt.read_metadata()
+            metadata = self._attempt.read_metadata()
         except Exception as exc:
             self._attempt.fail(exc)
             if calling() is None:
                 raise
             return UnreadMetadata(exc)
+        if calling() is None:
+            self.let_go()
+        return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Prepares to read what `read_metadata` gave. Raises what kept it from reading."""

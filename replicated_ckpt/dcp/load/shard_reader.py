@@ -11,9 +11,15 @@ from replicated_ckpt.core.layout import OBJECT_NODE
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.reading.source_order import ByteRange, source_orders
 from replicated_ckpt.core.reading.windows import SHARDS_AT_ONCE
-from replicated_ckpt.dcp.find.absence import with_unasked_bucket
+from replicated_ckpt.dcp.find.absence import describe_answer, describe_move, with_unasked_bucket
 from replicated_ckpt.dcp.find.survey import Survey
-from replicated_ckpt.errors import ObjectCorrupt, ObjectMissing, ReplicatedCkptError, ShardLost, StoreUnavailable
+from replicated_ckpt.errors import (
+    ObjectCorrupt,
+    ObjectMissing,
+    ReplicatedCkptError,
+    ShardLost,
+    StoreUnavailable,
+)
 from replicated_ckpt.stores.any_source import AnySource, Source, Tables
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.bucket.shard import ObjectShard, UnmanagedObjectShard
@@ -84,7 +90,7 @@ class Findings:
             failed = self._failed.setdefault(shard, {})
             if node in failed:
                 return False
-            failed[node] = _what_it_said(node, error)
+            failed[node] = describe_answer(node, error)
             self.traffic.bad_copies.append(f"{shard} on node {node}: {error.message}")
             return True
 
@@ -107,16 +113,6 @@ class Findings:
             found = sorted(self._suspects)
             self._suspects.clear()
             return found
-
-
-def _what_it_said(node: str, error: ReplicatedCkptError) -> str:
-    """As ShardLost names a place that was searched: of one that was not reached it says that it may have the shard."""
-    place = "the object store" if node == OBJECT_NODE else f"node {node}"
-    return (
-        f"{place}: not reached ({error.message})"
-        if isinstance(error, StoreUnavailable)
-        else f"{place}: {error.message}"
-    )
 
 
 class ShardReader:
@@ -177,10 +173,15 @@ class ShardReader:
         for node, size_bytes in source.take_counts().items():
             self.findings.count(node, self._own_node, size_bytes)
         if raw is None:
-            places = [*self._survey.searched, *self.findings.failures(shard)]
-            searched = with_unasked_bucket(places, self._manifest)
-            raise ShardLost(self._manifest.checkpoint_id, {shard: self._manifest.owner_of(shard)}, searched)
+            raise self._describe_lost(shard)
         return raw
+
+    def _describe_lost(self, shard: str) -> ShardLost:
+        save, searched = self._survey.found, [*self._survey.searched, *self.findings.failures(shard)]
+        if self._bucket is not None and self._survey.in_bucket is not None and not self.findings.is_silent(OBJECT_NODE):
+            searched += describe_move(self._bucket, save.checkpoint_id, save.save_id)
+        places = with_unasked_bucket(searched, self._manifest)
+        return ShardLost(save.checkpoint_id, {shard: self._manifest.owner_of(shard)}, places)
 
     def _open_shard(self, shard: str) -> AnySource:
         entry = self._manifest.shards[shard]

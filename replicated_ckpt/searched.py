@@ -1,0 +1,32 @@
+"""What an error says of the places where a load looked for a shard, and the next step. No other module is imported here."""
+
+from collections.abc import Sequence
+
+NOT_REACHED = ": not reached"
+"""After the name of a place that did not say what it has."""
+MOVED = "another job has replaced or removed it there since"
+"""Of a place that had the checkpoint when the load began."""
+OBJECT_STORE = "the object store"
+
+
+def next_step(searched: Sequence[str], *, is_latest: bool) -> str:
+    """What to do where no place that was searched has an intact copy. `is_latest`: "latest" was asked for."""
+    if any(MOVED in place for place in searched):
+        return "Load again: it is looked for anew, and what has taken its place is found."
+    absent = [place.partition(NOT_REACHED)[0] for place in searched if NOT_REACHED in place]
+    step = "No store that was searched has it: bring back a node that is not named above, if one held a copy"
+    if any("PermissionError" in place for place in searched):
+        step = "Let the user who loads read what is named above (`ls -l` shows whose it is), and load again"
+    elif absent or not searched:
+        step = f"{_bring_back(absent)}, and load again"
+    older = "" if is_latest else ', or load an older checkpoint ("latest" picks the newest one that is whole)'
+    return f"{step}{older}."
+
+
+def _bring_back(absent: Sequence[str]) -> str:
+    nodes = [place for place in absent if place != OBJECT_STORE and "://" not in place]
+    back = f"Bring back {' and '.join(nodes) or 'the nodes of the checkpoint'}, with the store"
+    if len(nodes) == len(absent):
+        return back
+    answers = f"that {OBJECT_STORE} answers, and takes the credentials"
+    return f"{back}, see {answers}" if nodes else f"See {answers}"

@@ -1,0 +1,111 @@
+"""A load from the bucket alone that cannot go on: it says what happened there, and what to do next."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException
+
+from replicated_ckpt import ReplicatedReader, ReplicatedWriter
+from replicated_ckpt.dcp.load.attempt import LoadAttempt
+from replicated_ckpt.errors import ShardLost
+from replicated_ckpt.stores.bucket.bucket import Bucket
+from replicated_ckpt.stores.bucket_client.opening import open_client
+from replicated_ckpt.stores.bucket_client.url import ObjectTarget
+from tests.buckets.faulty_bucket import Fault, faulty_bucket
+from tests.buckets.servers import Server
+from tests.marks import long
+from tests.object_tier.test_one_node import assert_loads, blank, save
+
+pytestmark = [
+    pytest.mark.fault,
+    pytest.mark.timeout(100),
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+]
+
+
+def error_of(reader: ReplicatedReader, checkpoint_id: str = "step-1") -> ShardLost:
+    with pytest.raises(CheckpointException) as raised:
+        dcp.load(blank(), checkpoint_id=checkpoint_id, storage_reader=reader)
+    ((error, _),) = raised.value.failures.values()
+    assert isinstance(error, ShardLost)
+    return error
+
+
+def once_before(monkeypatch: pytest.MonkeyPatch, step: str, act: Callable[[], None]) -> None:
+    """Acts in the next load before this step of it."""
+    goes_on, acts = getattr(LoadAttempt, step), [act]
+
+    def act_and_go_on(attempt: LoadAttempt, *arguments: Any) -> Any:
+        while acts:
+            acts.pop()()
+        return goes_on(attempt, *arguments)
+
+    monkeypatch.setattr(LoadAttempt, step, act_and_go_on)
+
+
+@pytest.mark.parametrize("checkpoint_id", ["step-1", long("latest")])
+@pytest.mark.parametrize("step", ["read_metadata", "read"])
+def test_one_that_was_overwritten_meanwhile_is_to_be_loaded_again(
+    root: Path, where: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch, step: str, checkpoint_id: str
+) -> None:
+    """No shard is lost and no node is missing: what has taken its place is there, and is loaded then."""
+    writer = ReplicatedWriter(root, overwrite=True, **where)
+    for number in (1, 2):
+        save(writer, "step-1", number)
+        writer.wait()
+
+    def overwrite() -> None:
+        save(writer, "step-1", 3)
+        writer.wait()
+
+    once_before(monkeypatch, step, overwrite)
+    error = error_of(ReplicatedReader(**where), checkpoint_id)
+    assert "another job has replaced or removed it there since: save" in str(error)
+    assert error.hint == "Load again: it is looked for anew, and what has taken its place is found."
+    assert_loads(ReplicatedReader(**where), checkpoint_id, 3)
+
+
+def test_one_that_was_removed_meanwhile_is_said_to_be(
+    root: Path, where: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by the bucket's retention: a load of "latest" has the newer one then."""
+    writer = ReplicatedWriter(root, **where)
+    save(writer, "step-1", 1)
+    writer.wait()
+
+    def remove() -> None:
+        save(writer, "step-2", 2)
+        writer.wait()
+        client = open_client(ObjectTarget.check(where["object_store"], where["storage_options"]))
+        bucket = Bucket(client)
+        found = bucket.save_of("step-1")
+        assert found is not None
+        bucket.remove(found)
+        client.close()
+
+    once_before(monkeypatch, "read", remove)
+    error = error_of(ReplicatedReader(**where), "latest")
+    assert "since: no checkpoint of that id is there" in str(error)
+    assert error.hint.startswith("Load again:")
+    assert_loads(ReplicatedReader(**where), "latest", 2)
+
+
+def test_credentials_that_expire_meanwhile_are_not_a_shard_that_is_lost(
+    root: Path, moto: Server, where: Mapping[str, Any]
+) -> None:
+    """The bucket has the shard, and the next step is new credentials, not another node."""
+    with faulty_bucket(moto) as faulty:
+        where = {**where, "storage_options": faulty.storage_options()}
+        writer = ReplicatedWriter(root, **where)
+        save(writer, "step-1", 1)
+        writer.wait()
+        faulty.add(Fault("status", method="GET", key="distcp", skip=1, status=400, code="ExpiredToken"))
+        error = error_of(ReplicatedReader(**where))
+        assert "the object store: not reached (read 'step-1/__0_0.distcp'" in str(error)
+        assert "ExpiredToken" in str(error)
+        assert error.hint.startswith("See that the object store answers, and takes the credentials, and load again")
+        faulty.clear()
+        assert_loads(ReplicatedReader(**where), "step-1", 1)
