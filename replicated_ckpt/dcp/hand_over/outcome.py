@@ -1,7 +1,8 @@
-"""How a save that was acknowledged as staged has failed, as the coordinator's rank tells the others: no agent may know."""
+"""How a save that was acknowledged as staged has ended, as the coordinator's rank tells the others: no agent may know."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from replicated_ckpt.dcp.c10d.blackboard import COORDINATOR, Blackboard
 from replicated_ckpt.dcp.c10d.posted_error import pack_error, unpack_error
@@ -9,28 +10,47 @@ from replicated_ckpt.dcp.hand_over.finishing import AgentSilent
 from replicated_ckpt.errors import RankFailed, ReplicatedCkptError, StoreUnavailable
 
 _TOPIC = "staged"
+_KEPT = 32
+"""So many ends are told at once: a rank looks from time to time only, and newer saves may have ended by then."""
 
 
 @contextlib.contextmanager
-def telling_failure(board: Blackboard | None, save_id: str) -> Iterator[None]:
-    """Coordinator: posts what the block raises."""
+def telling_end(board: Blackboard | None, save_id: str) -> Iterator[None]:
+    """Coordinator: posts that the block has committed the save, or what it raises."""
     try:
         yield
     except BaseException as exc:
-        if board is not None:
-            with contextlib.suppress(ReplicatedCkptError):  # without it the others wait longer, and find out
-                board.post(_TOPIC, {"save_id": save_id, "error": pack_error(_for_others(exc, save_id))})
+        _tell(board, save_id, pack_error(_for_others(exc, save_id)))
         raise
+    _tell(board, save_id, None)
 
 
-def find_failure(board: Blackboard, save_id: str) -> ReplicatedCkptError | None:
-    """What the coordinator's rank has failed with; None: nothing that is known now.
+def _tell(board: Blackboard | None, save_id: str, error: object) -> None:
+    if board is None:
+        return
+    with contextlib.suppress(ReplicatedCkptError):  # without it the others wait longer, and find out
+        ends = [*_read_ends(board).items(), (save_id, error)]
+        board.post(_TOPIC, {"ends": dict(ends[-_KEPT:])})
+
+
+def is_told_committed(board: Blackboard, save_id: str) -> bool:
+    """Whether the coordinator's rank has said that the save is committed. False: nothing is known of it now.
 
     Raises:
-        MeetingFailed: the c10d store does not answer.
+        MeetingFailed: the c10d store does not answer. Others: what the coordinator's rank has failed with.
     """
+    ends = _read_ends(board)
+    if save_id not in ends:
+        return False
+    if ends[save_id] is not None:
+        raise unpack_error(ends[save_id])
+    return True
+
+
+def _read_ends(board: Blackboard) -> Mapping[str, Any]:
+    """The saves that have ended, the last ones, and what they have failed with."""
     post = board.read_post(_TOPIC, COORDINATOR)
-    return None if post is None or post.get("save_id") != save_id else unpack_error(post["error"])
+    return {} if post is None else post["ends"]
 
 
 def _for_others(error: BaseException, save_id: str) -> ReplicatedCkptError:

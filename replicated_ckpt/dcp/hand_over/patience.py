@@ -1,10 +1,10 @@
-"""How long a rank looks for the end of a save that was acknowledged as staged: by its own store, as no agent tells it."""
+"""How long a rank looks for the end of a save that was acknowledged as staged: in its own store, as no agent tells it."""
 
 import time
 
 from replicated_ckpt.dcp.c10d.blackboard import Blackboard
 from replicated_ckpt.dcp.hand_over.held_save import HeldSave
-from replicated_ckpt.dcp.hand_over.outcome import find_failure
+from replicated_ckpt.dcp.hand_over.outcome import is_told_committed
 from replicated_ckpt.errors import MeetingFailed, StoreUnavailable
 
 FOLLOWED_STAGED_S = 600.0
@@ -12,7 +12,7 @@ FOLLOWED_STAGED_S = 600.0
 FOLLOWED_FAILED_S = 30.0
 """The same, where its agent hangs or has died over the shard: by then the coordinator's agent has given the save up."""
 TOLD_EVERY_S = 5.0
-"""How often it looks whether the coordinator's rank has said that it failed: of a thousand ranks each look is a message."""
+"""How often it looks what the coordinator's rank has said of the end: of a thousand ranks each look is a message."""
 _UNKNOWN = "The coordinator's node does not say; `replicated-ckpt status` names the nodes that this save waits for."
 
 
@@ -24,12 +24,20 @@ class Patience:
         now = time.monotonic()
         self._until, self._told_at = now + FOLLOWED_STAGED_S, now + TOLD_EVERY_S
 
-    def check(self) -> None:
-        """Raises StoreUnavailable: it is followed no longer. Others: what kept the agent from writing the shard, or the
-        coordinator's rank from completing the save.
+    def check(self) -> bool:
+        """Whether the coordinator's rank says that the save is committed, though this node has not published it.
+
+        Raises:
+            StoreUnavailable: it is followed no longer. Others: what kept the agent from writing the shard, or the
+                coordinator's rank from completing the save.
         """
         now = time.monotonic()
-        self._check_told(now)
+        if self._is_told(now):
+            return True
+        self._check_time(now)
+        return False
+
+    def _check_time(self, now: float) -> None:
         if not self._held.is_written:
             self._until = now + FOLLOWED_STAGED_S
             return
@@ -43,14 +51,12 @@ class Patience:
         what = f"it is staged here {FOLLOWED_STAGED_S:g} s after this rank's shard was written"
         raise StoreUnavailable(f"store {self._root}", "follow", self._save_id, what, _UNKNOWN)
 
-    def _check_told(self, now: float) -> None:
+    def _is_told(self, now: float) -> bool:
         if self._board is None or now < self._told_at:
-            return
+            return False
         self._told_at = now + TOLD_EVERY_S
         try:
-            failure = find_failure(self._board, self._save_id)
+            return is_told_committed(self._board, self._save_id)
         except MeetingFailed:  # rank 0 has ended, or what serves the store: nothing will be told
             self._board = None
-            return
-        if failure is not None:
-            raise failure
+            return False

@@ -92,10 +92,14 @@ def calling() -> DcpCall | None:
 
 @dataclass(frozen=True)
 class AsyncCall:
-    """A `dcp.async_save` under way: where it saves, and the future that it will return, once it has one."""
+    """A `dcp.async_save` under way: where it saves, and the future that it will return, once it has one.
+
+    `no_dist`: the caller has said that this rank saves alone.
+    """
 
     in_process: bool
     future: "Future[Any] | None"
+    no_dist: bool = False
 
 
 def async_calling() -> AsyncCall | None:
@@ -110,7 +114,7 @@ def async_calling() -> AsyncCall | None:
             values = frame.f_locals
             kind = getattr(values.get("async_checkpointer_type"), "value", None)
             futures = (value for value in values.values() if isinstance(value, Future))
-            return AsyncCall(kind == "process", next(futures, None))
+            return AsyncCall(kind == "process", next(futures, None), bool(values.get("no_dist")))
         frame = frame.f_back
     return None
 

@@ -35,7 +35,7 @@ from replicated_ckpt.dcp.find.standing import check_gives_way
 from replicated_ckpt.dcp.hand_over.ending import Ending, await_last, find_last, keep_last
 from replicated_ckpt.dcp.hand_over.finishing import Handing
 from replicated_ckpt.dcp.hand_over.held_save import HeldSave
-from replicated_ckpt.dcp.hand_over.outcome import telling_failure
+from replicated_ckpt.dcp.hand_over.outcome import telling_end
 from replicated_ckpt.dcp.hand_over.patience import Patience
 from replicated_ckpt.dcp.metadata.saved_metadata import SavedMetadata, tell_metadata
 from replicated_ckpt.dcp.node.node import lone_post, opening_post, present_again
@@ -209,7 +209,7 @@ class SaveAttempt:
         self, receipts: Sequence[Receipt], metadata: Metadata, results: list[list[WriteResult]], ending: Ending
     ) -> None:
         """Coordinator: commits in a thread of its own. Agents do it by themselves, too, from the acknowledgement on."""
-        with telling_failure(self._world.blackboard, self._decision.save_id):
+        with telling_end(self._world.blackboard, self._decision.save_id):
             self._commit(receipts, metadata, results, ending.acknowledge)
         self._report_committed()
 
@@ -278,24 +278,28 @@ class SaveAttempt:
     def _follow_publication(self, before: Ending | None, ending: Ending) -> None:
         """A rank that is not the coordinator's sees in its own store how the save ends, and asks no agent.
 
-        It reports after the save before, which it may see later.
+        It reports after the save before, which it may see later. Where this node cannot publish the save, as with a full
+        disk, the coordinator's rank says whether it is committed.
         """
         ending.acknowledge()
-        pause_s = _LOOK_FIRST_S
+        pause_s, is_told = _LOOK_FIRST_S, False
         held_until = time.monotonic() + HELD_STAGED_S
         patience = Patience(self._held, self._config.root, self._decision.save_id, self._world.blackboard)
         try:
-            while self._store.is_staged(self._decision.save_id):
+            while not is_told and self._store.is_staged(self._decision.save_id):
                 time.sleep(pause_s)
                 pause_s = min(_LOOK_MAX_S, 1.3 * pause_s)
                 if time.monotonic() > held_until:
                     self.close()
-                patience.check()
+                is_told = patience.check()
         finally:
             self.close()
         if before is not None:
             before.wait()
-        if self._store.catalog.checkpoint_of(self._decision.save_id) is not None:
+        is_here = self._store.catalog.checkpoint_of(self._decision.save_id) is not None
+        if is_told and not is_here:
+            log.warning("%s is committed, and not published on this node yet", self._decision.checkpoint_id)
+        if is_told or is_here:
             self._report_committed()
         elif not self._is_left:  # else a newer save may have taken its place by now
             raise SaveAborted(f"Save {self._decision.save_id} was given up after every shard was staged.")

@@ -239,7 +239,8 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
         """Finds out which ranks take part.
 
         Raises:
-            ConfigInvalid: `use_collectives=False`, which leaves no rank to decide and commit.
+            ConfigInvalid: `use_collectives=False`, which leaves no rank to decide and commit; or the process groups of an
+                asynchronous save were destroyed.
         """
         del args
         self._stager.begin()
@@ -255,6 +256,12 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
                 "Leave use_collectives at True.",
             )
         world = world_of_call(self._process_group, None)
+        if self._stager.is_of_group() and world.blackboard is None:  # else each rank would save its part as the whole
+            raise ConfigInvalid(
+                f"The asynchronous save of {self.checkpoint_id!r} is lost: the process groups in which its ranks meet were "
+                "destroyed before it had begun.",
+                "Wait for its future on every rank before destroy_process_group.",
+            )
         if is_coordinator != world.is_coordinator:
             raise ConfigInvalid(
                 f"DCP coordinates from another rank than rank 0 of the group of {world.size} ranks.",

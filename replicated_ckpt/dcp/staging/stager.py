@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.dcp.runtime.torch_private import AsyncCall, async_calling, flattening_holds_tensors
@@ -43,7 +44,7 @@ class Stager:
         self._asked_by: threading.Thread | None = None
         self._thread: threading.Thread | None = None
         self._is_uncopied = False
-        self._is_staged = False
+        self._is_staged = self._needs_group = False
         self._written = threading.Event()
         self._returns = threading.Event()
         self._returns.set()
@@ -58,13 +59,14 @@ class Stager:
         """
         self.wait_for_last()
         self._asked_by, self._thread, self._lease, self._future = None, None, None, None
-        self._is_uncopied = self._is_staged = False
+        self._is_uncopied = self._is_staged = self._needs_group = False
         self._failure = ""
         self._written.clear()
         call = async_calling()
         staged = self._copy(state_dict, call, await_written)
         if call is not None and not call.in_process:
             self._asked_by = threading.current_thread()
+            self._needs_group = dist.is_available() and dist.is_initialized() and not call.no_dist
         self._returns.clear()
         return staged
 
@@ -130,12 +132,17 @@ class Stager:
             return
         if self._asked_by is threading.current_thread():
             self.wait_for_last()
-            self._asked_by, self._is_staged = None, False
+            self._asked_by, self._is_staged, self._needs_group = None, False, False
             self._future, self._failure = None, ""  # `wait` is for the last save
         else:
             self._returns.wait(GIVE_WAY_S)
             self._returns.set()  # once a save
         self._thread = threading.current_thread()
+
+    def is_of_group(self) -> bool:
+        """Whether ranks were to meet in the save that begins now, when it was asked for. True once a save."""
+        needs_group, self._needs_group = self._needs_group, False
+        return needs_group
 
     def memory(self) -> memoryview | None:
         """The memory in which the copy lies that is being saved; None: what is saved is no copy of this stager's."""

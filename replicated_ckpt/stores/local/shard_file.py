@@ -1,5 +1,6 @@
 """A shard as a local file: written through a sink, read by verified ranges."""
 
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,8 @@ from replicated_ckpt.stores.files.durable import fsync_directory, is_full, read_
 from replicated_ckpt.stores.local.store import PART_SUFFIX
 from replicated_ckpt.stores.local.versions.recycled import RecycledFiles
 from replicated_ckpt.stores.verified import Expected, VerifiedShard
+
+log = logging.getLogger(__name__)
 
 
 class FileSink:
@@ -135,12 +138,16 @@ class FileSink:
             return False
 
     def discard(self) -> None:
-        if self._fd >= 0:
-            is_own = self._is_own()
-            os.close(self._fd)
-            self._fd = -1
-            if is_own:
+        """As of every sink. What the disk does not remove goes with its save."""
+        if self._fd < 0:
+            return
+        try:
+            if self._is_own():
                 self._part.unlink(missing_ok=True)
+        except OSError as exc:  # what it is discarded for says more
+            log.warning("%s is not removed now: %s", self._part, exc)
+        os.close(self._fd)
+        self._fd = -1
 
 
 class OpenFile(VerifiedShard):

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed._functional_collectives import all_reduce
+from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 
 from replicated_ckpt import CheckpointManager, ReplicatedWriter
@@ -115,6 +116,26 @@ def test_waiting_is_for_the_last_save(tmp_path: Path) -> None:
     del failed
     writer.wait(ack="peer")
     verified(tmp_path, "step-2")
+
+
+def test_a_save_whose_group_is_gone_is_no_save_of_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The job destroys its groups before the background save begins: each rank would commit its part as the whole."""
+    save, may_begin = state_dict_saver.save, threading.Event()
+
+    def save_later(*arguments: Any, **named: Any) -> Any:
+        assert may_begin.wait(TIMEOUT_S)
+        return save(*arguments, **named)
+
+    monkeypatch.setattr(state_dict_saver, "save", save_later)
+    writer, state = ReplicatedWriter(tmp_path), {"w": torch.arange(8.0)}
+    with group_of_one():
+        future = start(state, writer, "step-1")
+    may_begin.set()
+    with pytest.raises(CheckpointException, match="were destroyed before it had begun"):
+        future.result(TIMEOUT_S)
+    assert not (tmp_path / "step-1").exists()
+    start(state, writer, "step-2").result(TIMEOUT_S)
+    dcp.save(state, checkpoint_id="step-3", storage_writer=writer)
 
 
 def test_memory_that_the_system_refuses_counts_as_short() -> None:

@@ -23,7 +23,7 @@ from replicated_ckpt.dcp.c10d.world import World
 from replicated_ckpt.dcp.hand_over import ending, patience
 from replicated_ckpt.dcp.hand_over.ending import Ending, await_last, keep_last
 from replicated_ckpt.dcp.hand_over.finishing import AgentSilent
-from replicated_ckpt.dcp.hand_over.outcome import telling_failure
+from replicated_ckpt.dcp.hand_over.outcome import telling_end
 from replicated_ckpt.dcp.save.attempt import SaveAttempt
 from replicated_ckpt.errors import ReplicatedCkptError, SaveAborted, StoreUnavailable
 from replicated_ckpt.stores.local.directories.intent import Intent
@@ -115,11 +115,33 @@ def test_what_the_coordinator_fails_with_reaches_the_others(
     assert made.ending is not None
     for save_id in ("6" * 32, SAVE):
         assert not wait([made.ending.end], 0.5).done, "what is told is of another save, or nothing"
-        with pytest.raises(type(error)), telling_failure(Blackboard(store, 0, 2), save_id):
+        with pytest.raises(type(error)), telling_end(Blackboard(store, 0, 2), save_id):
             raise error
     with pytest.raises(ReplicatedCkptError, match=told):
         made.ending.end.result(TIMEOUT_S)
     assert made._store.is_staged(SAVE), "the agent that rank 0 could not reach may have decided"
+    assert not made._store.is_held(SAVE), "agents settle it"
+
+
+def test_a_node_that_cannot_publish_a_committed_save_does_not_hold_its_ranks_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its disk is full, say: rank 0 says that other nodes have the save, though it has ended newer ones by then."""
+    monkeypatch.setattr(patience, "TOLD_EVERY_S", 0.5)
+    reports: list[str] = []
+    store = dist.HashStore()
+    made = acknowledged(tmp_path, [], Blackboard(store, 1, 2))
+    monkeypatch.setattr(made, "_report_committed", lambda: reports.append("step-1"))
+    made._store.begin(Intent(SAVE, "step-1", "session", overwrite=True))
+    made._held.hold(made._store, SAVE)
+    made._learn_committed()
+    assert made.ending is not None
+    for save_id in (SAVE, "6" * 32):
+        with telling_end(Blackboard(store, 0, 2), save_id):
+            pass
+    made.ending.end.result(TIMEOUT_S)
+    assert reports == ["step-1"]
+    assert "not published on this node yet" in caplog.text
     assert not made._store.is_held(SAVE), "agents settle it"
 
 
