@@ -54,9 +54,6 @@ from replicated_ckpt.errors import AckNotReached, CheckpointExists, SaveAborted,
 log = logging.getLogger(__name__)
 
 DECISION_TIMEOUT_S = 30.0
-HELD_STAGED_S = 60.0
-"""So long a rank holds a save that was acknowledged as staged. From then on its node's agent settles it by itself."""
-_LOOK_FIRST_S, _LOOK_MAX_S = 0.02, 0.5
 
 
 class SaveAttempt:
@@ -282,27 +279,21 @@ class SaveAttempt:
         disk, the coordinator's rank says whether it is committed.
         """
         ending.acknowledge()
-        pause_s, is_told = _LOOK_FIRST_S, False
-        held_until = time.monotonic() + HELD_STAGED_S
-        patience = Patience(self._held, self._config.root, self._decision.save_id, self._world.blackboard)
+        save_id = self._decision.save_id
+        patience = Patience(self._held, self._config.root, save_id, self._world.blackboard)
         try:
-            while not is_told and self._store.is_staged(self._decision.save_id):
-                time.sleep(pause_s)
-                pause_s = min(_LOOK_MAX_S, 1.3 * pause_s)
-                if time.monotonic() > held_until:
-                    self.close()
-                is_told = patience.check()
+            is_told = patience.wait_while(partial(self._store.is_staged, save_id))
         finally:
             self.close()
         if before is not None:
             before.wait()
-        is_here = self._store.catalog.checkpoint_of(self._decision.save_id) is not None
+        is_here = self._store.catalog.checkpoint_of(save_id) is not None
         if is_told and not is_here:
             log.warning("%s is committed, and not published on this node yet", self._decision.checkpoint_id)
         if is_told or is_here:
             self._report_committed()
         elif not self._is_left:  # else a newer save may have taken its place by now
-            raise SaveAborted(f"Save {self._decision.save_id} was given up after every shard was staged.")
+            raise SaveAborted(f"Save {save_id} was given up after every shard was staged.")
 
     def _report_committed(self) -> None:
         now = time.monotonic()
