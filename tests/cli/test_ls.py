@@ -83,7 +83,7 @@ def test_a_node_that_is_not_reached_is_named(tmp_path: Path) -> None:
 
 
 def test_nodes_of_which_there_is_no_address_are_named(tmp_path: Path) -> None:
-    """Where the address book is gone nobody is called silent: what else has a copy is named, and what brings an address."""
+    """Without an address book no node is called silent: what else has a copy is named, and what brings an address."""
     nodes = stores(tmp_path, 3)
     checkpointed(nodes, 1, RING)
     checkpointed(nodes[:2], 2, PAIR, checkpoint_id="step-2")

@@ -1,8 +1,11 @@
 """Of many ranks one ends, or leaves, in the middle of a save or a load: each of the others learns it, and lives on."""
 
+from typing import Any
+
 import pytest
 
 from tests.harness.cluster import call
+from tests.harness.launch import Attempt
 from tests.marks import long
 from tests.multiprocess.conftest import ClusterOf
 from tests.steps.errors import PLACES
@@ -20,6 +23,19 @@ SOME = [("save: present", 1), ("save: write", 3), ("save: finish", 0), ("load: m
 ALL = [(place, rank) for place in PLACES for rank in ([0] if place in BY_COORDINATOR else [0, 2, 3])]
 
 
+def what_the_others_learn(attempt: Attempt, killed: int) -> list[dict[str, Any]]:
+    """What each rank that lives on has found: typed, and soon."""
+    assert attempt.codes[killed] == -9
+    learned = []
+    for other in set(MEMBERS) - {killed}:
+        assert attempt.values[other], attempt.failures[other]
+        (found,) = attempt.values[other]
+        assert found["seconds"] < SOON_S, found
+        assert set(found["told"].values()) == {"RankFailed"}, found
+        learned.append(found)
+    return learned
+
+
 @pytest.mark.parametrize(
     ("place", "rank"), [*SOME, *(long(place, rank) for place, rank in ALL if (place, rank) not in SOME)]
 )
@@ -27,30 +43,18 @@ def test_a_rank_that_is_killed_is_missed_by_each_of_many(cluster_of: ClusterOf, 
     """Also by those that gloo does not tell, as their neighbours live on: typed, with its number, and soon."""
     cluster, killed = cluster_of(2), MEMBERS[rank]
     step = call("missing.breaks_among_many", place=place, error="SIGKILL", rank=killed, members=MEMBERS)
-    attempt = cluster.attempt([step], nodes=[0, 1], ranks=[3, 2], grace_s=6 * SOON_S)
-    assert attempt.codes[killed] == -9
-    for other in set(MEMBERS) - {killed}:
-        assert attempt.values[other], attempt.failures[other]
-        (found,) = attempt.values[other]
-        assert found["seconds"] < SOON_S, found
-        assert set(found["told"].values()) == {"RankFailed"}, found
+    for found in what_the_others_learn(cluster.attempt([step], nodes=[0, 1], ranks=[3, 2], grace_s=6 * SOON_S), killed):
         assert f"rank {rank} has ended" in found["text"], found
         if rank != 0:  # else agents remove what is staged, a minute later
             assert found["staged"] == []
 
 
 def test_a_rank_alone_on_its_host_is_missed_by_all(cluster_of: ClusterOf) -> None:
-    """Nobody sees its process: its neighbours in the collective do, whose connections to it are closed."""
+    """No rank sees its process: its neighbours in the collective learn of it, as their connections to it are closed."""
     cluster, killed = cluster_of(2), 3
     arguments = {"place": "save: write", "error": "SIGKILL", "rank": killed, "members": MEMBERS, "are_seen": False}
     step = call("missing.breaks_among_many", **arguments)
-    attempt = cluster.attempt([step], nodes=[0, 1], ranks=[3, 2], grace_s=6 * SOON_S)
-    assert attempt.codes[killed] == -9
-    for other in set(MEMBERS) - {killed}:
-        assert attempt.values[other], attempt.failures[other]
-        (found,) = attempt.values[other]
-        assert found["seconds"] < SOON_S, found
-        assert set(found["told"].values()) == {"RankFailed"}, found
+    what_the_others_learn(cluster.attempt([step], nodes=[0, 1], ranks=[3, 2], grace_s=6 * SOON_S), killed)
 
 
 def test_a_rank_that_is_interrupted_while_it_waits_is_missed_by_all(cluster_of: ClusterOf) -> None:
