@@ -102,7 +102,10 @@ class Stager:
 
     def _note_end(self, future: "Future[Any]") -> None:
         error = None if future.cancelled() else future.exception()
-        if error is not None and self._future is not None and self._future() is future:
+        if error is None:
+            return
+        log.warning("an asynchronous save of this rank has failed, which its future says too: %s", one_line(error))
+        if self._future is not None and self._future() is future:
             self._failure = one_line(error)
 
     def synchronize(self) -> None:

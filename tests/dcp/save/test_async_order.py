@@ -118,8 +118,13 @@ def test_waiting_is_for_the_last_save(tmp_path: Path) -> None:
     verified(tmp_path, "step-2")
 
 
-def test_a_save_whose_group_is_gone_is_no_save_of_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The job destroys its groups before the background save begins: each rank would commit its part as the whole."""
+def test_a_save_whose_group_is_gone_is_no_save_of_one_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The job destroys its groups before the background save begins: each rank would commit its part as the whole.
+
+    It is logged as well, for a job that never looks at the future.
+    """
     save, may_begin = state_dict_saver.save, threading.Event()
 
     def save_later(*arguments: Any, **named: Any) -> Any:
@@ -136,6 +141,9 @@ def test_a_save_whose_group_is_gone_is_no_save_of_one_rank(tmp_path: Path, monke
     assert not (tmp_path / "step-1").exists()
     start(state, writer, "step-2").result(TIMEOUT_S)
     dcp.save(state, checkpoint_id="step-3", storage_writer=writer)
+    verified(tmp_path, "step-2")
+    verified(tmp_path, "step-3")
+    assert "an asynchronous save of this rank has failed" in caplog.text
 
 
 def test_memory_that_the_system_refuses_counts_as_short() -> None:
