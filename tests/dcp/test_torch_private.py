@@ -123,6 +123,7 @@ class Noting:
 
     def __init__(self) -> None:
         self.used: list[str] = []
+        self.coordinator = -1
 
     def gather_object(self, value: object) -> list[object]:
         self.used.append("gather")
@@ -328,4 +329,5 @@ def test_the_steps_of_a_call_use_the_collectives_that_it_is_given(tmp_path: Path
         assert writer.noting.used == ["gather", "scatter", "gather", "broadcast"]
         dcp.load({"a": torch.zeros(2)}, storage_reader=reader, no_dist=True)
         assert reader.noting.used == ["gather", "scatter"]
+    assert writer.noting.coordinator == reader.noting.coordinator == 0
     assert [type(outcome) for outcome in writer.outcomes] == [Metadata] * 2

@@ -22,7 +22,6 @@ from replicated_ckpt.dcp.runtime.raised_by_load import as_checkpoint_exception
 from replicated_ckpt.dcp.tensors.memory import memory_of
 from replicated_ckpt.errors import MeetingFailed, RankFailed, ReplicatedCkptError
 
-_COORDINATOR = 0
 SEEK_S = 3.0
 """So long a rank whose collective has failed looks for the rank that has ended, before it says that it knows of none."""
 _LOOK_PER_RANK_S = 0.0005
@@ -61,7 +60,7 @@ class Watch(Protocol):
 
 
 class WatchedGroup:
-    """The object collectives that DCP uses, of one group of which rank 0 coordinates. One thread at a time.
+    """The object collectives that DCP uses, of one group. One thread at a time.
 
     Each of them raises a CheckpointException that is RankFailed or MeetingFailed, too, if a rank has ended or left, on
     every rank that waits; then the group is broken, and each later collective of it raises the same at once. This keeps no
@@ -71,8 +70,9 @@ class WatchedGroup:
     def __init__(self, group: Any, watch: Watch) -> None:
         self._held, self._watch = weakref.ref(group), watch
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
-        self._source = dist.get_global_rank(group, _COORDINATOR)
         self._look_every_s = max(LOOK_EVERY_S, _LOOK_PER_RANK_S * self._size)
+        self.coordinator = 0
+        """Its rank in the group: DCP's deprecated calls may name another one than rank 0."""
         self.on_break: Callable[[], object] = lambda: None
         """Called before a collective that has not come to its end raises."""
 
@@ -81,6 +81,10 @@ class WatchedGroup:
         group = self._held()
         assert group is not None, "the call that uses it holds it"
         return group
+
+    @property
+    def _source(self) -> int:
+        return dist.get_global_rank(self._group, self.coordinator)
 
     @staticmethod
     def can_watch(group: Any) -> bool:
@@ -93,7 +97,7 @@ class WatchedGroup:
             own = _as_bytes(value)
             sizes = self._gather_sizes(own)
             longest = max(sizes)
-            is_here = self._rank == _COORDINATOR
+            is_here = self._rank == self.coordinator
             found = [torch.empty(longest, dtype=torch.uint8) for _ in range(self._size)] if is_here else None
             self._finish(dist.gather(own.resize_(longest), found, self._source, self._group, async_op=True))
             return None if found is None else list(map(_as_object, found, sizes))
@@ -115,7 +119,7 @@ class WatchedGroup:
     def scatter_object(self, values: Sequence[Any] | None) -> Any:
         """What the coordinator gives to this rank."""
         with self._leaving():
-            given = [_as_bytes(value) for value in values or ()] if self._rank == _COORDINATOR else None
+            given = [_as_bytes(value) for value in values or ()] if self._rank == self.coordinator else None
             sizes = None if given is None else [torch.tensor([one.numel()]) for one in given]
             longest = torch.zeros(1, dtype=torch.long) if sizes is None else torch.cat(sizes).max().reshape(1)
             self._finish(dist.broadcast(longest, self._source, self._group, async_op=True))
@@ -128,7 +132,7 @@ class WatchedGroup:
     def broadcast_object(self, value: Any) -> Any:
         """What the coordinator gives, on every rank."""
         with self._leaving():
-            is_source = self._rank == _COORDINATOR
+            is_source = self._rank == self.coordinator
             raw = _as_bytes(value) if is_source else torch.empty(0, dtype=torch.uint8)
             size = torch.tensor([raw.numel()])
             self._finish(dist.broadcast(size, self._source, self._group, async_op=True))

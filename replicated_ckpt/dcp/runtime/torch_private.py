@@ -119,7 +119,17 @@ def async_calling() -> AsyncCall | None:
     return None
 
 
-class Collectives(Protocol):
+class _ByCoordinator(Protocol):
+    """What ranks tell each other through their coordinator."""
+
+    def gather_object(self, value: Any, /) -> list[Any] | None:
+        """What all ranks give, at the coordinator."""
+
+    def broadcast_object(self, value: Any, /) -> Any:
+        """What the coordinator gives, on every rank."""
+
+
+class Collectives(_ByCoordinator, Protocol):
     """DCP's wrapper of a process group, or of a process alone."""
 
     def get_rank(self) -> int:
@@ -128,24 +138,15 @@ class Collectives(Protocol):
     def get_world_size(self) -> int:
         """The number of its ranks."""
 
-    def gather_object(self, value: Any, /) -> list[Any] | None:
-        """What all ranks give, at the coordinator."""
 
-    def broadcast_object(self, value: Any, /) -> Any:
-        """What the coordinator gives, on every rank."""
+class StepCollectives(_ByCoordinator, Protocol):
+    """The collectives of the steps of DCP."""
 
-
-class StepCollectives(Protocol):
-    """The collectives of the steps of DCP, as `Collectives` has two of them."""
-
-    def gather_object(self, value: Any, /) -> list[Any] | None:
-        """What all ranks give, at the coordinator."""
+    coordinator: int
+    """Its rank in the process group."""
 
     def scatter_object(self, values: list[Any] | None, /) -> Any:
         """What the coordinator gives to this rank."""
-
-    def broadcast_object(self, value: Any, /) -> Any:
-        """What the coordinator gives, on every rank."""
 
 
 _OUTCOMES = {"all_reduce": "broadcast_object", "reduce_scatter": "all_gather_object"}
@@ -180,6 +181,7 @@ def use_collectives(collectives: StepCollectives) -> bool:
     wrapper, _ = _wrapper_of_step()
     if wrapper is None:
         return False
+    collectives.coordinator = wrapper.coordinator_rank
     for name in ("gather_object", "scatter_object", "broadcast_object"):
         setattr(wrapper, name, getattr(collectives, name))
     return True
