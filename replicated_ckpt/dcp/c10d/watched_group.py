@@ -28,9 +28,11 @@ _LOOK_PER_RANK_S = 0.0005
 """All ranks that wait look some 2,000 times in a second, however many they are."""
 _PAUSE_MAX_S = 0.25
 _NEW_GROUP = (
-    "Look at the log of that rank. The ranks are out of step in this process group, and no collective of it works any "
-    "more: start the job again, or make a process group of the ranks that are left."
+    "The ranks are out of step in this process group, and no collective of it works any more: start the job again, or make "
+    "a process group of the ranks that are left."
 )
+_ITS_LOG = f"Look at the log of that rank. {_NEW_GROUP}"
+_UNKNOWN = f"A rank is stopped, or its host has no power or no network: see which rank's log ends first. {_NEW_GROUP}"
 
 _broken: "weakref.WeakKeyDictionary[Any, ReplicatedCkptError]" = weakref.WeakKeyDictionary()
 """The groups in which this process has left a collective, and why. None of them works again."""
@@ -155,7 +157,7 @@ class WatchedGroup:
             yield
         except BaseException as exc:
             if not isinstance(exc, CheckpointException):
-                why = RankFailed(f"Rank {self._rank} left a collective with {type(exc).__name__}: {exc}", _NEW_GROUP)
+                why = RankFailed(f"Rank {self._rank} left a collective with {type(exc).__name__}: {exc}", _ITS_LOG)
                 _broken[self._group] = why
                 self._tell_left(why)
             self.on_break()
@@ -189,7 +191,10 @@ class WatchedGroup:
             if missed is not None:
                 return missed
             wait.pause()
-        why = RankFailed(f"A collective failed at rank {self._rank}: {str(failure).partition(chr(10))[0]}", _NEW_GROUP)
+        said = str(failure).partition("\n")[0]
+        why = RankFailed(
+            f"A collective failed at rank {self._rank}, and no rank is known to have ended: {said}", _UNKNOWN
+        )
         self._tell_left(why)
         return Missed(why, self._rank)
 
