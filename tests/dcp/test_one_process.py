@@ -501,6 +501,22 @@ def test_a_file_is_no_store(tmp_path: Path) -> None:
     assert isinstance(the_cause(raised.value), ConfigInvalid)
 
 
+def test_the_directory_above_stores_is_no_store(tmp_path: Path) -> None:
+    """A load there would take one node's checkpoint for the newest of all, under another name."""
+    roots, saved = [tmp_path / "node-0", tmp_path / "node-1"], {"a": torch.ones(2)}
+    for root in roots:
+        dcp.save(saved, checkpoint_id="step-1", storage_writer=ReplicatedWriter(root))
+    reader, writer = ReplicatedReader(tmp_path), ReplicatedWriter(tmp_path)
+    with pytest.raises(ConfigInvalid, match="is no node's store, and holds 2 stores"):
+        reader.latest()
+    with pytest.raises(CheckpointException, match="holds 2 stores"):
+        dcp.load({"a": torch.zeros(2)}, checkpoint_id="latest", storage_reader=reader)
+    with pytest.raises(CheckpointException, match="holds 2 stores"):
+        dcp.save(saved, checkpoint_id="step-2", storage_writer=writer)
+    assert sorted(tmp_path.iterdir()) == roots
+    assert all(torch.equal(loaded(root, "latest", saved)["a"], saved["a"]) for root in roots)
+
+
 @pytest.mark.parametrize(
     ("options", "reached", "beyond"),
     [

@@ -65,6 +65,10 @@ def _check_place(root: Path) -> None:
     if is_there(root / MANIFEST_NAME):
         hint = f"Pass the directory above as root: {root.parent}, and checkpoint_id={root.name!r}, say."
         raise ConfigInvalid(f"The root {root} is a checkpoint itself.", hint)
+    _check_no_stores_within(root)
+
+
+def _check_no_stores_within(root: Path) -> None:
     within = sorted(str(path) for path in list_prefixed(root, "") if _is_store(path))
     if within:
         hint = f"Name one store, or a directory of its own: {' or '.join(within[:_SHOWN_MAX])}."
@@ -89,11 +93,14 @@ def _make_directory(root: Path) -> None:
 
 
 def find_identity(root: Path) -> str | None:
-    """As `read_identity`, and None where none was made: a root that may not be looked into is not taken for that."""
+    """As `read_identity`, and None where none was made: a root that may not be looked into is not taken for that.
+
+    Raises:
+        ConfigInvalid: stores lie in it; their checkpoints are not its own.
+    """
     with translate_errors(str(root), "identify", NODE_NAME):
-        try:
-            (root / NODE_NAME).stat()
-        except (FileNotFoundError, NotADirectoryError):
+        if not is_there(root / NODE_NAME):
+            _check_no_stores_within(root)
             return None
     return read_identity(root)
 
