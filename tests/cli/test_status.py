@@ -100,6 +100,13 @@ def test_watch_takes_a_pause(tmp_path: Path, pause: str) -> None:
     assert f"argument --watch: must be a number of seconds above 0, not '{pause}'" in done.stderr
 
 
+def test_an_upload_is_waited_for_a_time(tmp_path: Path) -> None:
+    """One below 0 would give the order, and say at once that it has not come."""
+    done = command("upload", "step-1", "--root", tmp_path, "--timeout-s", "-1")
+    assert done.returncode == ExitCode.USAGE
+    assert "argument --timeout-s: must be a number of seconds above 0, not '-1'" in done.stderr
+
+
 def test_watch_goes_on_until_it_is_interrupted(tmp_path: Path) -> None:
     """With --json a line each time; Ctrl-C ends it with 130 and no traceback."""
     store = LocalStore(tmp_path / "node0")

@@ -9,6 +9,7 @@ from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.agent.start.launch import ensure_agent
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.root import open_store
+from replicated_ckpt.cli.look.table import parse_seconds
 from replicated_ckpt.core.bucket.upload_plan import UploadState
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.errors import (
@@ -36,7 +37,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--to", metavar="URL", help="where to, such as s3://bucket/prefix (default: as its save said)")
     parser.add_argument("--no-wait", action="store_true", help="only give the order")
     parser.add_argument(
-        "--timeout-s", type=float, default=600.0, help="how long to wait for the commit there (default: %(default)s)"
+        "--timeout-s",
+        type=parse_seconds,
+        default=600.0,
+        metavar="SECONDS",
+        help="how long to wait for the commit there (default: %(default)s)",
     )
 
 

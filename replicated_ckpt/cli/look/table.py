@@ -1,5 +1,8 @@
 """Tables and times as people read them."""
 
+import argparse
+import contextlib
+import threading
 import time
 from collections.abc import Sequence
 
@@ -25,3 +28,11 @@ def format_duration(seconds: float) -> str:
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """All columns to the left; a number is set to the right by its caller."""
     return align([header, *rows], left=range(len(header)))
+
+
+def parse_seconds(text: str) -> float:
+    """An argument of a command. Raises ArgumentTypeError: no time that can be waited."""
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) <= threading.TIMEOUT_MAX:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"must be a number of seconds above 0, not {text!r}")

@@ -1,11 +1,9 @@
 """`replicated-ckpt status`: nodes, agents, protection, uploads, room and last errors; its exit code serves probes."""
 
 import argparse
-import contextlib
 import json
 import os
 import sys
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +19,7 @@ from replicated_ckpt.cli.look.memory_tier import describe_memory_tier
 from replicated_ckpt.cli.look.nodes import NodesSeen, ask_own_status, look_at_nodes
 from replicated_ckpt.cli.look.rivals import describe_rivals
 from replicated_ckpt.cli.look.start import add_start_argument, open_store_of
-from replicated_ckpt.cli.look.table import format_duration, format_table
+from replicated_ckpt.cli.look.table import format_duration, format_table, parse_seconds
 from replicated_ckpt.cli.nodes.health import Health, describe_protection, describe_room, describe_uploads, judge_health
 from replicated_ckpt.errors import ReplicatedCkptError
 from replicated_ckpt.stores.local.store import LocalStore
@@ -38,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--watch",
         nargs="?",
-        type=_pause_s,
+        type=parse_seconds,
         const=_WATCH_EVERY_S,
         metavar="SECONDS",
         help=f"show it again and again, every {_WATCH_EVERY_S:.0f} s unless told, until Ctrl-C",
@@ -46,13 +44,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_start_argument(parser)
     parser.add_argument("--own-agent", action="store_true", help="only whether this node's agent answers: 0, or 5")
     parser.add_argument("--json", action="store_true", help="the same for machines; with --watch a line each time")
-
-
-def _pause_s(text: str) -> float:
-    with contextlib.suppress(ValueError):
-        if 0 < float(text) <= threading.TIMEOUT_MAX:
-            return float(text)
-    raise argparse.ArgumentTypeError(f"must be a number of seconds above 0, not {text!r}")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -24,9 +24,13 @@ class ItemWriter:
         """Resolves one item and appends it; returns its offset and length in bytes.
 
         Its tensor stays as it is until the stream is finished. Its data ends up aligned to 64 bytes, as the zip aligns it
-        within the item. Whatever the planner raises passes through.
+        within the item. Whatever the planner raises passes through, with a note of the entry.
         """
-        data = planner.resolve_data(item)
+        try:
+            data = planner.resolve_data(item)
+        except Exception as exc:
+            exc.add_note(f"It was raised for the entry {item.index.fqn!r} of the state dict.")
+            raise
         stream.write(_PADDING[: -stream.position % ALIGNMENT_BYTES])
         offset = stream.position
         if item.type == WriteItemType.BYTE_IO:
