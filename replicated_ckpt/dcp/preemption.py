@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from replicated_ckpt.dcp.c10d.lent_group import LentGroup, borrow_group
-from replicated_ckpt.dcp.c10d.world import watched
+from replicated_ckpt.dcp.c10d.watched_group import WatchedGroup
+from replicated_ckpt.dcp.c10d.world import watch_group
 from replicated_ckpt.errors import ConfigInvalid
 
 
@@ -31,6 +32,7 @@ class Preemption:
         self._flag = torch.zeros((), dtype=torch.int64, device="cpu")
         self._previous: dict[int, Any] = {}
         self._lent: LentGroup | None = None
+        self._watched: WatchedGroup | None = None
         if not names:
             return
         if threading.current_thread() is not threading.main_thread():
@@ -66,12 +68,19 @@ class Preemption:
             self._flag.fill_(int(self._is_signalled))
             if self._lent is not None:
                 with self._lent.use():
-                    watched(self._lent.group).reduce_to_max(self._flag)
+                    self._watch(self._lent.group).reduce_to_max(self._flag)
             self.is_agreed = bool(self._flag)
         return self.is_agreed
 
+    def _watch(self, group: Any) -> WatchedGroup:
+        """Made once: every step of the training loop asks."""
+        if self._watched is None:
+            self._watched = watch_group(group)
+        return self._watched
+
     def close(self) -> None:
         """Signals mean what they meant before, but for handlers that Python did not set and cannot set again."""
+        self._watched = None
         if self._lent is not None:
             self._lent.close()
         while self._previous:

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from replicated_ckpt import ReplicatedWriter
 from replicated_ckpt.dcp.c10d import presence
-from replicated_ckpt.dcp.c10d.world import watched
+from replicated_ckpt.dcp.c10d.world import watch_group
 from tests.steps.context import Context
 from tests.steps.errors import breaks, load, save_kept
 from tests.steps.load_faults import await_others
@@ -117,7 +117,7 @@ def _save(context: Context, checkpoint_id: str, group: Any, planner: DefaultSave
 
 def take_turns_with_torch(context: Context) -> list[dict[str, Any]]:
     """Each collective with one rank that calls torch's own, in turn, and the others ours: what this rank is given."""
-    ours, size, value = watched(dist.group.WORLD), context.world_size, "x" * 10 ** (context.rank + 1)
+    ours, size, value = watch_group(dist.group.WORLD), context.world_size, "x" * 10 ** (context.rank + 1)
     is_first, given = context.rank == 0, [f"{rank}" * 3**rank for rank in range(size)]
     found = []
     for stock in range(size):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from replicated_ckpt.dcp.c10d.watched_group import is_broken
-from replicated_ckpt.dcp.c10d.world import watched
+from replicated_ckpt.dcp.c10d.world import watch_group
 from replicated_ckpt.errors import ConfigInvalid, RankFailed, ReplicatedCkptError
 
 T = TypeVar("T")
@@ -77,7 +77,7 @@ class _Pool:
     def lend(self) -> LentGroup:
         taken = torch.zeros(GROUPS_MAX + 1, dtype=torch.uint8, device="cpu")
         taken[sorted(self.lent)] = 1
-        watched(self._agreeing).reduce_to_max(taken)
+        watch_group(self._agreeing).reduce_to_max(taken)
         number = taken.tolist().index(0)
         if number == GROUPS_MAX:
             raise ConfigInvalid(
@@ -109,9 +109,9 @@ def agree_on_first(group: Any, look: Callable[[], T]) -> T:
         try:
             outcome[0] = look()
         except BaseException as exc:
-            watched(group).broadcast_object([None, _tellable(exc, 0)])
+            watch_group(group).broadcast_object([None, _tellable(exc, 0)])
             raise
-    outcome = watched(group).broadcast_object(outcome)
+    outcome = watch_group(group).broadcast_object(outcome)
     if outcome[1] is not None:
         raise outcome[1]
     found: T = outcome[0]
@@ -142,7 +142,7 @@ def agree_on_all(group: Any, act: Callable[[], T]) -> list[T]:
 
 def _tell_all(group: Any, outcome: tuple[Any, ReplicatedCkptError | None]) -> list[Any]:
     """What each rank has to tell: what it found, or its error."""
-    return watched(group).all_gather_object(outcome)
+    return watch_group(group).all_gather_object(outcome)
 
 
 def _tellable(error: BaseException, rank: int) -> ReplicatedCkptError:

@@ -88,7 +88,7 @@ def world_of_call(process_group: Any, no_dist: bool | None) -> World:
     return World(dist.get_rank(group), dist.get_world_size(group), board, name, watched=watched)
 
 
-def watched(group: Any) -> WatchedGroup:
+def watch_group(group: Any) -> WatchedGroup:
     """The collectives of a gloo group of some or all ranks."""
     found = _meeting_of(group, str(group.group_name))[1]
     assert found is not None, "it is a gloo group"
