@@ -3,6 +3,7 @@
 import collections
 import itertools
 import os
+import socket
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -74,6 +75,7 @@ def test_a_full_disk_of_ones_own_fails_the_save_for_all(cluster: Cluster) -> Non
     for outcome in results.of(1):
         assert outcome["types"] == ["StoreFull"]
         assert str(cluster.nodes[1].disk) in outcome["message"]
+        assert outcome["notes"] == [f"Met on host {socket.gethostname()}."]
     assert results.of(2) == results.of(4) == [True, True, True]
     assert results.of(5) == [[], [], []]
 

@@ -109,6 +109,7 @@ def failure(exc: BaseException) -> dict[str, Any]:
         "ranks": sorted(raised),
         "types": sorted({type(error).__name__ for error in raised.values()} or {type(exc).__name__}),
         "message": str(first),
+        "notes": getattr(first, "__notes__", []),
         "hint": getattr(first, "hint", ""),
         **facts,
     }

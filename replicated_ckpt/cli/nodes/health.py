@@ -130,7 +130,7 @@ def describe_protection(agent: Mapping[str, Any]) -> str:
     if not found["rounds"]:
         return "it has not looked yet"
     if found["is_complete"]:
-        return "every checkpoint has its copies"
+        return "every checkpoint had its copies when it last looked"
     planned = plural(found["planned"], "action")
     work = f"{planned} planned on all nodes together, {found['done']} done here in the last round"
     stuck = [f"{found[name]} {words}" for name, words in _STUCK.items() if found[name]]

@@ -4,11 +4,12 @@ survive that leaves them waiting.
 
 import functools
 import pickle
+import socket
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, TypeVar
 
-from replicated_ckpt.errors import RankFailed
+from replicated_ckpt.errors import AgentUnavailable, RankFailed, StoreError
 from replicated_ckpt.stores.files.durable import translate_errors
 
 _OWN_HOOKS = (
@@ -26,7 +27,8 @@ Class = TypeVar("Class", bound=type)
 def make_tellable(storage: Class) -> Class:
     """Has the hooks of a storage writer or reader raise RankFailed in place of an error that cannot be sent.
 
-    An OSError out of a hook in which nothing but this package runs is a StoreError.
+    An OSError out of a hook in which nothing but this package runs is a StoreError. What a disk or an agent refused
+    names the host below it: roots have one path on all nodes.
     """
     for name in (*_OWN_HOOKS, *_HOOKS_WITH_PLANNER):
         if name in vars(storage):
@@ -43,6 +45,8 @@ def _tellable(hook: Callable[..., Any], *, is_own: bool) -> Callable[..., Any]:
             ):
                 return hook(self, *args, **kwargs)
         except BaseException as exc:
+            if isinstance(exc, StoreError | AgentUnavailable):
+                exc.add_note(f"Met on host {socket.gethostname()}.")
             if not can_be_sent(exc):
                 raise RankFailed(f"{hook.__name__} failed with {type(exc).__name__}: {exc}") from exc
             raise
