@@ -304,7 +304,7 @@ class TieredCheckpoints:
         if not found or found[0][0] is self.disk:
             return self._load(self.disk, checkpoint_id, state, planner)
         others = iter(self._others(checkpoint_id, found))
-        tier, name = self.memory, checkpoint_id
+        tier, name, sequence = self.memory, checkpoint_id, found[0][1].sequence
         while True:
             try:
                 return self._load(tier, name, state, planner)
@@ -312,20 +312,20 @@ class TieredCheckpoints:
                 after = next(others, None) if is_of_tier(exc) else None
                 if after is None:
                     raise
+                what = f"{name} (sequence {sequence}) in the memory tier at {self.memory.writer.config.root}"
+                tier, name, sequence = after
+                place = tier.writer.config.root
                 log.warning(
-                    "%s in the memory tier at %s could not be loaded, %s at %s is: %s",
-                    name,
-                    self.memory.writer.config.root,
-                    after[1],
-                    after[0].writer.config.root,
-                    one_line(exc),
+                    "%s could not be loaded, %s (sequence %d) at %s is: %s", what, name, sequence, place, one_line(exc)
                 )
-                tier, name = after
 
     def _others(
         self, checkpoint_id: str, found: list[tuple[NamedCheckpoints, SaveFound]]
-    ) -> Iterator[tuple[NamedCheckpoints, str]]:
-        """What is loaded in place of memory's newest: its others that are newer than the disk's, then the disk's."""
+    ) -> Iterator[tuple[NamedCheckpoints, str, int]]:
+        """What is loaded in place of memory's newest: its others that are newer than the disk's, then the disk's.
+
+        With sequences: of one name the disk may have an older save.
+        """
         on_disk = next((save for tier, save in found if tier is self.disk), None)
         if checkpoint_id == LATEST:
             first = found[0][1]
@@ -335,9 +335,9 @@ class TieredCheckpoints:
                 listed = self.memory.list_whole()
             for each in listed:
                 if oldest < each.sequence < first.sequence:
-                    yield self.memory, each.checkpoint_id
+                    yield self.memory, each.checkpoint_id, each.sequence
         if on_disk is not None:
-            yield self.disk, checkpoint_id
+            yield self.disk, checkpoint_id, on_disk.sequence
 
     def _load(self, tier: NamedCheckpoints, name: str, state: dict[str, Any], planner: LoadPlanner | None) -> str:
         loaded = tier.load(name, state, planner)

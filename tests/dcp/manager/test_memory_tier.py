@@ -194,10 +194,7 @@ def test_a_load_that_memory_cannot_give_warns_once(root: Path, memory: Path, cap
     """The warning names the step, both stores and what was wrong; and the disk's bytes are in the state."""
     with opened(root, memory, spill_every=1) as manager:
         manager.save(1, state(1))
-    shard = next((memory / "step-1").glob("*.distcp"))
-    content = bytearray(shard.read_bytes())
-    content[: len(content) // 2] = bytes(len(content) // 2)
-    shard.write_bytes(content)
+    damage_step_one(memory)
     found = state(-1)
     with (
         opened(root, memory) as manager,
@@ -209,6 +206,32 @@ def test_a_load_that_memory_cannot_give_warns_once(root: Path, memory: Path, cap
     assert len(told) == 1
     assert str(memory) in told[0]
     assert "ShardLost" in told[0]
+
+
+def damage_step_one(memory: Path) -> None:
+    """Zeroes half of the shard of step 1."""
+    shard = next((memory / "step-1").glob("*.distcp"))
+    content = bytearray(shard.read_bytes())
+    content[: len(content) // 2] = bytes(len(content) // 2)
+    shard.write_bytes(content)
+
+
+def test_an_older_save_of_the_step_is_told_by_its_sequence(
+    root: Path, memory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A step was saved again, in memory alone, which is damaged: the disk's is loaded, and the warning tells them apart."""
+    with opened(root, memory, spill_every=2) as manager:
+        manager.save(2, state(2))
+        manager.save(1, state(1))
+        manager.save(1, state(3))
+    damage_step_one(memory)
+    with opened(root, memory) as manager:
+        older = manager.restore(found := state(-1), step=1)
+    assert older == 1
+    assert [torch.equal(found["w"], state(n)["w"]) for n in (1, 3)] == [True, False]
+    told = next(each.getMessage() for each in caplog.records if each.name.endswith("tiered_checkpoints"))
+    assert told.startswith("step-1 (sequence 3) in the memory tier")
+    assert "step-1 (sequence 2) at" in told
 
 
 class Refusing:
