@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicated_ckpt.core.protocol.placement import PlacedNode, Placement, place_copies
+from replicated_ckpt.core.protocol.placement import PlacedNode, Placement, intended_holders, place_copies
 from replicated_ckpt.errors import ConfigInvalid
 
 
@@ -28,12 +28,14 @@ def groups_of(domains: list[str | None], copies: int) -> list[list[int]]:
         (5, 2, [[0, 1], [2, 3, 4]]),
         (3, 3, [[0, 1, 2]]),
         (7, 3, [[0, 1, 2], [3, 4, 5, 6]]),
+        (8, 3, [[0, 1, 2, 7], [3, 4, 5, 6]]),
         (4, 1, [[0], [1], [2], [3]]),
     ],
 )
 def test_neighbours_in_rank_order_form_disjoint_groups(count: int, copies: int, expected: list[list[int]]) -> None:
-    """Without domains, groups are neighbours in rank order, and a node out joins a ring of three."""
+    """Without domains, groups are neighbours in rank order, and a node out joins a ring of three; none is weak."""
     assert groups_of([None] * count, copies) == expected
+    assert place_copies(nodes_of([None] * count), copies).shared_domain == ()
 
 
 def test_whole_domains_are_paired_with_whole_domains() -> None:
@@ -45,6 +47,17 @@ def test_whole_domains_are_paired_with_whole_domains() -> None:
     assert placement.shared_domain == ()
 
 
+def test_racks_stay_with_racks_next_to_one_of_another_size() -> None:
+    """Three racks of four nodes and one of one: four pairs of racks are fatal where racks change partners five would be."""
+    racks = "AAAABBBBCCCCD"
+    placement = place_copies(nodes_of(list(racks)), 2)
+    pairs = {
+        frozenset(racks[int(member[1:])] for member in (node, *buddies))
+        for node, buddies in placement.buddies_by_node.items()
+    }
+    assert pairs == {frozenset(pair) for pair in ("AB", "AC", "BC", "CD")}
+
+
 def test_a_node_in_a_domain_of_its_own_is_no_obstacle() -> None:
     """Three domains of two nodes can all be paired across domains, which staying with the first two would spoil."""
     placement = place_copies(nodes_of(["A", "A", "B", "B", "C", "C"]), 2)
@@ -54,6 +67,30 @@ def test_a_node_in_a_domain_of_its_own_is_no_obstacle() -> None:
 def test_one_domain_larger_than_its_share_is_reported() -> None:
     """Where buddies must share a domain, the placement says which nodes are weak."""
     assert set(place_copies(nodes_of(["A", "A", "A", "B"]), 2).shared_domain) == {"n1", "n2"}
+
+
+@pytest.mark.parametrize(
+    ("domains", "copies", "weak"),
+    [
+        ("ACBABCA", 2, 0),  # the node left over joins the pair that has none of its domain
+        ("BABDCABC", 3, 2),  # the first domains must not be used up: the last group would have one twice
+        ("CABAC", 3, 2),  # in a ring those of one domain lie as far apart as they can
+    ],
+)
+def test_as_few_nodes_as_can_be_share_a_domain(domains: str, copies: int, weak: int) -> None:
+    """Where a group is larger than the number of copies, or domains are uneven."""
+    assert len(place_copies(nodes_of(list(domains)), copies).shared_domain) == weak
+
+
+@pytest.mark.parametrize(
+    ("acknowledged", "expected"),
+    [(("a", "b"), ("a", "b")), (("a",), ("a", "b")), (("a", "d"), ("a", "d")), (("b",), ("b", "c")), ((), ("b", "c"))],
+)
+def test_a_shard_is_meant_for_those_that_have_it_and_for_as_many_buddies_as_are_missing(
+    acknowledged: tuple[str, ...], expected: tuple[str, ...]
+) -> None:
+    """A node that took the copy in place of a buddy counts; no node is named twice."""
+    assert intended_holders(acknowledged, ("b", "c"), 2) == expected
 
 
 @given(st.lists(st.sampled_from([None, "A", "B", "C", "D"]), min_size=1, max_size=14), st.integers(1, 4))

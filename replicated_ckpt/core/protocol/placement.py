@@ -129,12 +129,10 @@ def _join(groups: list[list[str]], node: str, domain_of: Mapping[str, str]) -> N
 
 def _ring(group: list[str], copies: int, domain_of: Mapping[str, str]) -> list[str]:
     """The group's order as a ring, such that the `copies` nodes from any point on differ in domain where possible."""
-    if len(group) <= copies:
-        return group
     ring = [group[0]]
     rest = group[1:]
     while rest:
-        near = [domain_of[member] for member in ring[-(copies - 1) :]] if copies > 1 else []
+        near = [domain_of[member] for member in ring[-(copies - 1) :]]
         following = min(rest, key=lambda member: (near.count(domain_of[member]), rest.index(member)))
         ring.append(following)
         rest.remove(following)

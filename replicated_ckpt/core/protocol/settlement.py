@@ -56,7 +56,7 @@ def settle_staged(
         return Settlement(Fate.COMPLETE, sources=published)
     if is_worked_on:
         return Settlement(Fate.WORKED_ON)
-    if coordinator == own or (coordinator and answers.get(coordinator) is Answer.ABSENT):
+    if coordinator == own or answers.get(coordinator) is Answer.ABSENT:
         return Settlement(Fate.DROP)
     if Answer.WORKING in answers.values():
         return Settlement(Fate.WORKED_ON)

@@ -1,5 +1,6 @@
 """The decisions of the commit protocol, one by one and all together in small worlds."""
 
+from collections.abc import Sequence
 from itertools import product
 
 import pytest
@@ -9,6 +10,7 @@ from replicated_ckpt.core.protocol.settlement import (
     Answer,
     Fate,
     Settlement,
+    is_without_a_name,
     may_be_dropped,
     may_publish,
     settle_staged,
@@ -50,6 +52,7 @@ def test_no_staged_save_is_dropped_that_a_silent_node_may_have_published(coordin
 def test_a_coordinator_that_says_it_has_none_settles_it_for_all() -> None:
     """The decision is on its node before any other has it, so nobody else need be waited for."""
     assert settled("b", {"b": Answer.ABSENT}).fate is Fate.DROP
+    assert settled("a", {}).fate is Fate.DROP
     assert settled("b", {"c": Answer.ABSENT}) == Settlement(Fate.IN_DOUBT, waits_for=("b",))
     assert settled("b", {"b": Answer.STAGED}) == Settlement(Fate.IN_DOUBT, waits_for=("c",))
     assert settled("b", {"b": Answer.WORKING, "c": Answer.ABSENT}).fate is Fate.WORKED_ON
@@ -74,6 +77,29 @@ def test_a_version_goes_only_for_a_newer_one_that_was_seen_whole() -> None:
     assert not may_be_dropped(version(1), whole=[version(1)], published=version(2))
     assert not may_be_dropped(version(2), whole=[version(1)], published=version(3))
     assert may_be_dropped(version(1), whole=[version(2)], published=version(3))
+    assert not may_be_dropped(version(2), whole=[version(1)], published=version(1))
     other = version(7, lineage="other")
     assert not may_be_dropped(version(1), whole=[other], published=version(2))
     assert may_be_dropped(version(1), whole=[other], published=other)
+
+
+def test_a_decided_save_goes_only_for_a_newer_one_of_another_run() -> None:
+    """All its nodes say that they did not publish it, the other one has the name, is whole, and newer by the clock."""
+    ours, other = version(9, created=1.0), version(2, lineage="other", created=2.0)
+
+    def goes(
+        published: Version | None, *, replaces: str = "", whole: Sequence[Version] = (other,), seen: bool = True
+    ) -> bool:
+        return is_without_a_name(ours, published=published, replaces=replaces, whole=whole, is_seen_nowhere=seen)
+
+    assert goes(other)
+    assert not goes(other, seen=False)
+    assert not goes(other, whole=[])
+    assert not goes(other, whole=[version(3, lineage="other")])
+    assert not goes(other, replaces="save2"), "it takes the name"
+    assert not goes(None, whole=[other])
+    own = version(10, created=2.0)
+    assert not goes(own, whole=[own]), "of one run the sequence decides, and what is replaced goes elsewhere"
+    for created in (1.0, 0.5):
+        older = version(2, lineage="other", created=created)
+        assert not goes(older, whole=[older])
