@@ -176,6 +176,8 @@ def _watch(spec: JobSpec, rank: int) -> None:
 
 def main() -> None:
     """Join the group, run the job, leave."""
+    # A forked rank inherits torchrun's handler, which never runs while torch waits in C: 30 s until torchrun's SIGKILL.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     spec = JobSpec.read(Path(sys.argv[1]))
     _watch(spec, int(os.environ["RANK"]))
     torch.set_num_threads(1)
