@@ -120,8 +120,7 @@ def _checkpoints(
     remains: dict[str, list[Remains]] = {}
     for node in there:
         for one in node.remains if node.presence is Presence.UP else ():
-            if one.is_ours or one.checkpoint_id in found:
-                remains.setdefault(one.checkpoint_id, []).append(one)
+            remains.setdefault(one.checkpoint_id, []).append(one)
     look = _Look(manifest_by_save, there)
     for checkpoint_id in [*found, *(each for each in remains if each not in found)]:
         yield look.at(checkpoint_id, found.get(checkpoint_id, []), remains.get(checkpoint_id, []))
