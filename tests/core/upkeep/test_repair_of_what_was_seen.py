@@ -35,7 +35,7 @@ def test_a_save_whose_manifest_was_not_read_is_passed_over() -> None:
 def test_metadata_that_no_node_has_is_lost_though_every_shard_is_intact() -> None:
     """Without it nothing loads: it is named, with the nodes of the save that may bring it back."""
     views = [NodeView(node, UP, (holding(node, PAIR, *BOTH, has_metadata=False),)) for node in "ab"]
-    plan = plan_repair({PAIR.save_id: PAIR}, views)
+    plan = plan_repair({PAIR.save_id: PAIR}, [*views, NodeView("blank", UP, ())])
     assert plan.actions == ()
     assert [(lost.shard, lost.owner, lost.have) for lost in plan.lost] == [(".metadata", "every node of the save", 0)]
     silent = plan_repair({PAIR.save_id: PAIR}, [views[0], NodeView("b", ASSUMED, None)])
@@ -67,3 +67,43 @@ def test_files_of_others_alone_are_no_checkpoint() -> None:
     stock = Remains("b", "step-5", False, {shard(0): 100}, {})
     views = [FULL, NodeView("b", UP, (holding("b", PAIR, *BOTH),), remains=(stock,))]
     assert plan_repair({PAIR.save_id: PAIR}, views) == RepairPlan()
+
+
+def test_a_silent_node_counts_for_what_it_was_seen_to_hold() -> None:
+    """Its last answer lacked a shard that it was meant to have: that one is copied, the other is not."""
+    silent = NodeView("b", ASSUMED, (holding("b", PAIR, shard(0)),))
+    plan = plan_repair({PAIR.save_id: PAIR}, [FULL, silent, NodeView("c", UP, (holding("c", PAIR),))])
+    assert copies(plan) == [(shard(1), "c", ("a",))]
+
+
+def test_a_blank_node_gets_the_save_that_may_be_whole() -> None:
+    """A newer one of which a shard is nowhere is not whole on any node that could come back."""
+    torn = manifest(2, {shard(0): ("a", "b"), shard(1): ("d", "d")})
+    views = [
+        NodeView("a", UP, (holding("a", torn, shard(0)),)),
+        NodeView("b", UP, (holding("b", PAIR, shard(0)),)),
+        NodeView("c", ASSUMED, (holding("c", PAIR, shard(1)),)),
+        NodeView("d", GONE, None),
+        NodeView("e", UP, ()),
+    ]
+    plan = plan_repair({of.save_id: of for of in (PAIR, torn)}, views)
+    assert [(action.node_id, action.save_id) for action in plan.adopt] == [("e", PAIR.save_id)]
+
+
+def test_an_older_save_gets_no_copies_next_to_a_whole_newer_one() -> None:
+    """It gives way: neither is it made up for, nor is it said to be short."""
+    newer = manifest(2, {shard(0): ("a", "b"), shard(1): ("b", "a")})
+    views = [NodeView("a", UP, (holding("a", newer, *BOTH),)), NodeView("b", UP, (holding("b", PAIR, shard(0)),))]
+    plan = plan_repair({of.save_id: of for of in (PAIR, newer)}, views)
+    assert {action.save_id for action in plan.actions} == {newer.save_id}
+    assert plan.short == ()
+
+
+def test_a_third_copy_goes_to_a_domain_that_has_none() -> None:
+    """Sharing a domain with one of two holders is sharing."""
+    domains = {"a": "r1", "b": "r2", "c": "r1"}
+    three = manifest(1, {shard(0): ("a", "b", "x")}, copies=3, domains=domains)
+    views = [NodeView(node, UP, (holding(node, three, shard(0)),), domains[node]) for node in "ab"]
+    views += [NodeView(node, UP, (holding(node, three),), domain) for node, domain in (("c", "r1"), ("d", "r3"))]
+    plan = plan_repair({three.save_id: three}, [*views, NodeView("x", GONE, None)])
+    assert copies(plan) == [(shard(0), "d", ("a", "b"))]
