@@ -1,0 +1,81 @@
+"""Retention next to other runs' checkpoints: they are neither counted nor removed, but for one that was saved over."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from replicated_ckpt import Retention
+from replicated_ckpt.core.manifest import Manifest
+from replicated_ckpt.core.upkeep.policy import NODES, Policy
+from replicated_ckpt.core.upkeep.repair import NodeView, Presence
+from replicated_ckpt.core.upkeep.retention import RetentionPlan, plan_retention, whole_versions
+from tests.core.upkeep.test_retention import NAMES, by_save, holding, manifest, save_id
+
+OURS, OTHER = "a" * 16, "b" * 16
+KEEP_TWO = Policy("", NODES, 1, Retention(keep_last=2), lineage=OURS)
+
+
+def of_run(lineage: str, *sequences: int) -> list[Manifest]:
+    return [replace(manifest(sequence), lineage=lineage) for sequence in sequences]
+
+
+def plan_of(saves: Sequence[Manifest], policies: Sequence[Policy] = (KEEP_TWO,)) -> RetentionPlan:
+    """One node holds all of them, whole."""
+    held = tuple(replace(holding("a", one), lineage=one.lineage) for one in saves)
+    return plan_retention(by_save(saves), [NodeView("a", Presence.UP, held)], policies)
+
+
+def test_another_runs_checkpoints_are_neither_counted_nor_removed() -> None:
+    """With higher sequences and with lower ones; and its own policy does not reach this run's."""
+    ours, other = of_run(OURS, 4, 5, 6), of_run(OTHER, 1, 2, 3, 7, 8, 9)
+    assert plan_of([*ours, *other]).retired == {save_id(4)}
+    assert plan_of([*ours, *other], [replace(KEEP_TWO, lineage=OTHER)]).retired == {save_id(n) for n in (1, 2, 3, 7)}
+    assert plan_of([*ours, *other], [replace(KEEP_TWO, lineage="")]).retired == frozenset()
+
+
+def test_what_a_save_has_replaced_goes_with_it_and_before_it() -> None:
+    """Else the other run's checkpoint would be that name's once more; while the save stays, so does what is told of it."""
+    (old,) = of_run(OTHER, 9)
+    over = replace(of_run(OURS, 1)[0], checkpoint_id=old.checkpoint_id, replaces=(old.save_id, save_id(77)))
+    newer = of_run(OURS, 2, 3)
+    plan = plan_of([over, *newer, old])
+    assert plan.retired == {over.save_id, old.save_id}
+    assert [removal.save_id for removal in plan.of_node("a")] == [old.save_id, over.save_id]
+    assert plan_of([over, newer[0], old]).retired == frozenset()
+
+
+def test_what_has_another_name_by_now_does_not_go_with_the_save_that_replaced_it() -> None:
+    """A user has copied it under a name of its own."""
+    (old,) = of_run(OTHER, 9)
+    over = replace(of_run(OURS, 1)[0], replaces=(old.save_id,))
+    assert old.checkpoint_id != over.checkpoint_id
+    assert plan_of([over, *of_run(OURS, 2, 3), old]).retired == {over.save_id}
+
+
+def test_one_that_two_saves_have_replaced_is_removed_once() -> None:
+    """And one that its own run's policy judges is not judged again."""
+    (old,) = of_run(OTHER, 9)
+    twice = [replace(one, checkpoint_id=old.checkpoint_id, replaces=(old.save_id,)) for one in of_run(OURS, 1, 2)]
+    saves = [*twice, *of_run(OURS, 3, 4), old]
+    assert [verdict.save_id for verdict in plan_of(saves).verdicts].count(old.save_id) == 1
+    both = plan_of(saves, [KEEP_TWO, replace(KEEP_TWO, lineage=OTHER)])
+    assert [(verdict.is_kept, verdict.save_id) for verdict in both.verdicts if verdict.save_id == old.save_id] == [
+        (True, old.save_id)
+    ]
+
+
+def test_only_what_lies_under_its_own_name_and_has_a_manifest_is_a_whole_version() -> None:
+    """Renamed by a user, or unknown to this look: neither makes an older version give way."""
+    one, two = of_run(OURS, 1, 2)
+    views = [NodeView("a", Presence.UP, (holding("a", one), holding("a", two, renamed="best")))]
+    assert whole_versions(by_save([one, two]), views) == {"step-1": (one.version,)}
+    assert whole_versions(by_save([two]), views) == {}
+    silent = [replace(views[0], presence=Presence.ASSUMED)]
+    assert whole_versions(by_save([one]), silent) == {}
+
+
+def test_without_metadata_on_any_node_nothing_counts_as_whole() -> None:
+    """Every shard is there, and the checkpoint cannot be read: two older ones stay, which can."""
+    saves = of_run(OURS, 1, 2, 3)
+    held = tuple(replace(holding("a", one, NAMES), has_metadata=one.sequence < 3) for one in saves)
+    plan = plan_retention(by_save(saves), [NodeView("a", Presence.UP, held)], [KEEP_TWO])
+    assert plan.removals == ()
