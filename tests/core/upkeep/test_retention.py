@@ -60,6 +60,8 @@ def test_the_best_stays() -> None:
     assert goes(saves, replace(last_one, keep_best="loss")) == {1, 2, 4, 5}
     assert goes(saves, replace(last_one, keep_best="loss", best_is="max")) == {2, 3, 4, 5}
     assert goes(saves, replace(last_one, keep_best="accuracy")) == {1, 2, 3, 4, 5}
+    endless = scored(7, loss=float("-inf"))
+    assert goes([endless, *saves, scored(8)], replace(last_one, keep_best="loss")) == {1, 2, 4, 5, 6, 7}
     lost = [*saves[:2], replace(saves[2], is_whole=False, is_protected=False), *saves[3:]]
     assert goes(lost, replace(last_one, keep_best="loss")) == {1, 3, 4, 5}
 

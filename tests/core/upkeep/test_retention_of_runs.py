@@ -79,3 +79,26 @@ def test_without_metadata_on_any_node_nothing_counts_as_whole() -> None:
     held = tuple(replace(holding("a", one, NAMES), has_metadata=one.sequence < 3) for one in saves)
     plan = plan_retention(by_save(saves), [NodeView("a", Presence.UP, held)], [KEEP_TWO])
     assert plan.removals == ()
+
+
+def test_a_file_of_another_size_is_no_copy_and_one_of_no_shard_is_passed_over() -> None:
+    """A newest checkpoint whose shard is cut off takes no older one's place."""
+    saves = of_run(OURS, 1, 2, 3)
+    whole = tuple(holding("a", one) for one in saves)
+    cut = replace(whole[2], sizes={**whole[2].sizes, NAMES[0]: 99})
+    stray = replace(whole[2], sizes={**whole[2].sizes, "__9_0.distcp": 100})
+    for newest, retired in ((cut, set()), (stray, {save_id(1)})):
+        views = [NodeView("a", Presence.UP, (*whole[:2], newest))]
+        assert plan_retention(by_save(saves), views, [KEEP_TWO]).retired == retired
+
+
+def test_a_plan_of_some_saves_removes_no_other() -> None:
+    """What only part of the nodes agree on is left out; the verdicts stay, to be told."""
+    plan = plan_of(of_run(OURS, 1, 2, 3, 4))
+    some = plan.only({save_id(1)})
+    assert [removal.save_id for removal in some.removals] == [save_id(1)]
+    assert some.verdicts == plan.verdicts
+    assert [str(verdict).split(": ")[0] for verdict in plan.verdicts[1:3]] == [
+        f"step-3 (save {save_id(3)}) stays",
+        f"step-2 (save {save_id(2)}) goes",
+    ]
