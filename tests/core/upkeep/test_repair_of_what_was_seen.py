@@ -90,6 +90,27 @@ def test_a_blank_node_gets_the_save_that_may_be_whole() -> None:
     assert [(action.node_id, action.save_id) for action in plan.adopt] == [("e", PAIR.save_id)]
 
 
+def test_a_damaged_copy_on_a_silent_node_is_no_half_of_a_good_one() -> None:
+    """Two damaged copies may be whole together, if both can be read."""
+    bad = {node: replace(holding(node, PAIR, *BOTH), damaged=(shard(1),)) for node in "ab"}
+    plan = plan_repair({PAIR.save_id: PAIR}, [NodeView("a", UP, (bad["a"],)), NodeView("b", ASSUMED, (bad["b"],))])
+    assert plan.actions == ()
+    assert [(lost.shard, lost.waits_for) for lost in plan.lost] == [(shard(1), ("b (host-b)",))]
+
+
+def test_a_blank_node_gets_no_save_without_metadata() -> None:
+    """Of the newer one every shard is there, and its metadata is nowhere; the older one may be whole."""
+    newer = manifest(2, {shard(0): ("a", "b"), shard(1): ("b", "a")})
+    views = [
+        NodeView("a", UP, (holding("a", newer, *BOTH, has_metadata=False),)),
+        NodeView("b", UP, (holding("b", PAIR, shard(0)),)),
+        NodeView("c", ASSUMED, (holding("c", PAIR, shard(1)),)),
+        NodeView("e", UP, ()),
+    ]
+    plan = plan_repair({of.save_id: of for of in (PAIR, newer)}, views)
+    assert [(action.node_id, action.save_id) for action in plan.adopt] == [("e", PAIR.save_id)]
+
+
 def test_an_older_save_gets_no_copies_next_to_a_whole_newer_one() -> None:
     """It gives way: neither is it made up for, nor is it said to be short."""
     newer = manifest(2, {shard(0): ("a", "b"), shard(1): ("b", "a")})
