@@ -1,9 +1,8 @@
 """Retention: which checkpoints a tier still keeps under a run's policy, and which it gives up, with the reason."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from math import isfinite
-from typing import Any
 
 from replicated_ckpt.config import Retention
 from replicated_ckpt.core.inventory import Holding, saves_found
@@ -142,9 +141,6 @@ class RetentionPlan:
     def of_node(self, node_id: str) -> tuple[Removal, ...]:
         """The part that one node has to do, oldest checkpoint first."""
         return tuple(removal for removal in reversed(self.removals) if removal.node_id == node_id)
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 NOT_UPLOADED = "it is not in the object store yet"
