@@ -8,7 +8,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
-from replicated_ckpt.core.bucket.keys import KeyRules
+from replicated_ckpt.core.key_rules import KeyRules
 from replicated_ckpt.dcp.convert.dcp_format.sink import DcpSink
 from replicated_ckpt.dcp.convert.dcp_format.source import checkpoint_source, range_reader
 from replicated_ckpt.dcp.convert.entries.progress import Converted, Progress, Reporter

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import torch
 
-from replicated_ckpt.core.bucket.keys import nest
+from replicated_ckpt.core.key_rules import nest
 from replicated_ckpt.dcp.convert.entries.source import Contents, ObjectEntry, Source, TensorEntry, stream_tensors
 from replicated_ckpt.dcp.convert.torch_file.pickling import Absent, StatePickler
 from replicated_ckpt.dcp.convert.torch_file.source import load_file
