@@ -26,7 +26,7 @@ from replicated_ckpt.stores.bucket_client.opening import open_client
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
-from replicated_ckpt.wording import describe_bytes, plural
+from replicated_ckpt.wording import describe_bytes, list_some
 
 
 def add_removal_arguments(parser: argparse.ArgumentParser) -> None:
@@ -214,6 +214,4 @@ _SHOWN_MAX = 5
 
 
 def _shorten(ids: Sequence[str]) -> str:
-    """The first of them, and how many more there are."""
-    more = f" and {plural(len(ids) - _SHOWN_MAX, 'more checkpoint')}" if len(ids) > _SHOWN_MAX else ""
-    return ", ".join(ids[:_SHOWN_MAX]) + more
+    return list_some(ids, _SHOWN_MAX, "checkpoint")
