@@ -10,7 +10,7 @@ from replicated_ckpt.core.lineage import Version
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.notes import metrics_of
 from replicated_ckpt.core.protocol.seen_save import see_save
-from replicated_ckpt.core.upkeep.policy import NODES, Policy, pending, scope_of
+from replicated_ckpt.core.upkeep.policy import NODES, Policy, agree, pending, scope_of
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
 from replicated_ckpt.wording import plural
 
@@ -180,6 +180,12 @@ def plan_retention(
         for node_id in sorted(holding.node_id for holding in holdings[verdict.save_id])
     )
     return RetentionPlan(tuple(verdicts), removals)
+
+
+def find_retired(manifest_by_save: Mapping[str, Manifest], nodes: Sequence[NodeView]) -> frozenset[str]:
+    """The saves that the policies of their runs keep no more, as these nodes tell them."""
+    policies = agree(policy for node in nodes for policy in node.standing.policies)
+    return plan_retention(manifest_by_save, nodes, policies).retired
 
 
 def _replaced_by_those_that_go(
