@@ -71,7 +71,6 @@ class Remover:
     """Looks at the nodes, with this node's agent, which is started; then removes what its caller chooses."""
 
     def __init__(self, store: LocalStore, arguments: argparse.Namespace) -> None:
-        self._store = store
         self._force = arguments.force
         self._keeps_bucket = arguments.keep_in_bucket
         self._url: str | None = arguments.object_store
