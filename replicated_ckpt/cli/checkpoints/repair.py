@@ -3,7 +3,7 @@
 import argparse
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from replicated_ckpt.agent.peers.address_book import PeerBook, listening_host
@@ -97,7 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
             "dry_run": arguments.dry_run,
             "failed": done.errors,
         }
-        doubts = {"in_doubt": [save.to_json() for save in in_doubt]}
+        doubts = {"in_doubt": [asdict(save) for save in in_doubt]}
         print(json.dumps({**as_json(audit), **adoptions.to_json(), **outcome, **doubts}, indent=2))
     elif not arguments.dry_run:
         _print_outcome(done, audit)

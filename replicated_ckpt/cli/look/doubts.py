@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -34,9 +34,6 @@ class StagedSave:
             f"save {self.save_id} of {self.checkpoint_id} is staged here ({describe_bytes(self.size_bytes)}) and not "
             f"committed; the other nodes of the save are {nodes}"
         )
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def list_staged_saves(store: LocalStore) -> list[StagedSave]:

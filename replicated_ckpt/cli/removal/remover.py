@@ -3,8 +3,7 @@
 import argparse
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 from replicated_ckpt.cli.checkpoints.ls import list_bucket
 from replicated_ckpt.cli.exit_codes import ExitCode
@@ -62,9 +61,6 @@ class Removed:
         if self.kept or self.still_on:
             return ExitCode.FAILED
         return ExitCode.UNREACHABLE if self.not_reached else ExitCode.OK
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class Remover:

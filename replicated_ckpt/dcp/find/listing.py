@@ -24,7 +24,6 @@ class Listed:
     """
 
     checkpoint_id: str
-    save_id: str
     created_unix_s: float
     is_whole: bool
     notes: Mapping[str, Any]
@@ -60,7 +59,7 @@ class _Lister(Surveyor):
                 seen = with_remains(save, manifest, self._remains)
                 place = save.version.lineage, save.sequence
                 of_manifest = manifest.created_unix_s, seen.is_whole(manifest.shard_sizes), manifest.notes
-                found.append(Listed(manifest.checkpoint_id, save.save_id, *of_manifest, *place))
+                found.append(Listed(manifest.checkpoint_id, *of_manifest, *place))
         return tuple(found)
 
 
