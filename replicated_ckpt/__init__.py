@@ -42,7 +42,7 @@ from replicated_ckpt.version import __version__
 
 if TYPE_CHECKING:
     from replicated_ckpt.config import Retention
-    from replicated_ckpt.core.bucket.keys import KeyRules
+    from replicated_ckpt.core.key_rules import KeyRules
     from replicated_ckpt.dcp.convert.entries.progress import Converted
     from replicated_ckpt.dcp.convert.export import export_checkpoint
     from replicated_ckpt.dcp.convert.importing import import_checkpoint
@@ -111,7 +111,7 @@ _HOME_BY_NAME = {
     "CachedSavePlanner": "replicated_ckpt.dcp.planning.cached_planner",
     "CheckpointManager": "replicated_ckpt.dcp.manager",
     "Converted": "replicated_ckpt.dcp.convert.entries.progress",
-    "KeyRules": "replicated_ckpt.core.bucket.keys",
+    "KeyRules": "replicated_ckpt.core.key_rules",
     "LoadReport": "replicated_ckpt.dcp.load.report",
     "PlansUnknown": "replicated_ckpt.dcp.planning.kept_plan",
     "RankState": "replicated_ckpt.dcp.rank_state.rank_state",

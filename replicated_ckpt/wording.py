@@ -10,6 +10,13 @@ def plural(count: int, noun: str) -> str:
     return f"{count} {noun[:-1]}ies" if noun.endswith("y") else f"{count} {noun}{'es' if noun.endswith('s') else 's'}"
 
 
+def list_some(names: Sequence[str], most: int, noun: str = "") -> str:
+    """The first of them, and how many more there are: "a, b and 3 more", or "and 3 more nodes"."""
+    left = len(names) - most
+    more = f" and {plural(left, f'more {noun}') if noun else f'{left} more'}" if left > 0 else ""
+    return ", ".join(names[:most]) + more
+
+
 def describe_bytes(count: float) -> str:
     """A size in the largest unit that leaves a number from 1, to three digits: "1.25 GB"."""
     for unit in ("B", "kB", "MB", "GB", "TB"):

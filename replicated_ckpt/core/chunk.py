@@ -64,3 +64,15 @@ class Chunk:
 
     def _is_full_behind(self, axis: int, outer: "Chunk") -> bool:
         return self.sizes[axis + 1 :] == outer.sizes[axis + 1 :]
+
+
+def is_contiguous(sizes: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether strides are those of elements that follow each other in memory, the last dimension first."""
+    if len(sizes) != len(strides):
+        return False
+    expected = 1
+    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
+        if size > 1 and stride != expected:
+            return False
+        expected *= max(size, 1)
+    return True

@@ -115,6 +115,10 @@ class SaveFound:
         """Node and shard of each copy whose data is known to be damaged."""
         return frozenset((h.node_id, shard) for h in self.holdings for shard in h.damaged if shard not in h.footless)
 
+    def is_whole(self, size_by_shard: Mapping[str, int], damaged: Collection[tuple[str, str]] = ()) -> bool:
+        """Whether every shard has a copy, and the metadata; `damaged` as for `lacking`."""
+        return not self.lacking(size_by_shard, damaged) and any(holding.has_metadata for holding in self.holdings)
+
     def lacking(self, size_by_shard: Mapping[str, int], damaged: Collection[tuple[str, str]] = ()) -> tuple[str, ...]:
         """Shards without any holder, or with a single one whose copy is among the `damaged`: several may make up for each
         other."""

@@ -114,6 +114,10 @@ class Manifest:
         """Where the save was to be uploaded, too; "": nowhere."""
         return self.upload.url if self.upload is not None else ""
 
+    @property
+    def shard_sizes(self) -> dict[str, int]:
+        return {name: entry.size_bytes for name, entry in self.shards.items()}
+
     def owner_of(self, shard: str) -> str:
         entry = self.shards[shard]
         host = next((node.host for node in self.nodes if node.node_id == entry.owner_node), "unknown host")

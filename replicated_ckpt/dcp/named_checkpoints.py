@@ -10,14 +10,14 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.planner import LoadPlanner
 
 from replicated_ckpt.core.layout import LATEST
-from replicated_ckpt.dcp.c10d.lent_group import LentGroup, borrow_group
+from replicated_ckpt.dcp.c10d.lent_group import LentGroup, agree_on_first, borrow_group
 from replicated_ckpt.dcp.find.listing import Listed, list_checkpoints
 from replicated_ckpt.dcp.load.reader import ReplicatedReader
 from replicated_ckpt.dcp.load.report import LoadReport
 from replicated_ckpt.dcp.memory.left_tier import join_left_tier
 from replicated_ckpt.dcp.planning.cached_planner import CachedSavePlanner
 from replicated_ckpt.dcp.rank_state.planner import RankStatePlanner
-from replicated_ckpt.dcp.removal import agree, delete_everywhere
+from replicated_ckpt.dcp.removal import delete_everywhere
 from replicated_ckpt.dcp.save.bucket import WAIT_TIMEOUT_S
 from replicated_ckpt.dcp.save.report import SaveReport
 from replicated_ckpt.dcp.save.writer import ReplicatedWriter
@@ -152,7 +152,7 @@ class NamedCheckpoints:
         if self.reader.latest() is None:
             return ()
         with self.use_group() as group:
-            listed = agree(group, lambda: self.reader.look_alone(list_checkpoints))
+            listed = agree_on_first(group, lambda: self.reader.look_alone(list_checkpoints))
         return tuple(each for each in listed if each.is_whole)
 
     def delete(self, checkpoint_id: str) -> bool:

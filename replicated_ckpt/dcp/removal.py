@@ -1,6 +1,5 @@
 """Removing one checkpoint from the nodes of a job and from its bucket, as `rm` does: each node by its own user's word."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -94,12 +93,7 @@ def delete_everywhere(reader: ReplicatedReader, store: LocalStore, group: Any, c
         return False
     session = session_of(ALONE if group is None else str(group.group_name))
     manifests: Manifests = {}
-    named = agree(group, lambda: reader.look_alone(partial(find_saves, checkpoint_id, session, manifests)))
+    named = agree_on_first(group, lambda: reader.look_alone(partial(find_saves, checkpoint_id, session, manifests)))
     agree_on_all(group, lambda: remove_here(store, named))
-    agree(group, lambda: reader.look_alone(lambda _, bucket, __: remove_in_bucket(bucket, named, manifests)))
+    agree_on_first(group, lambda: reader.look_alone(lambda _, bucket, __: remove_in_bucket(bucket, named, manifests)))
     return True
-
-
-def agree(group: Any, look: Callable[[], T]) -> T:
-    """What rank 0 finds, or raises, on every rank of the group; None: this process alone."""
-    return look() if group is None else agree_on_first(group, look)

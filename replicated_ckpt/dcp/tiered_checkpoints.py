@@ -18,7 +18,7 @@ from replicated_ckpt.core.layout import LATEST
 from replicated_ckpt.core.lineage import Version, merge_histories, newest_lineage, newest_version
 from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.core.upkeep.policy import scope_of
-from replicated_ckpt.dcp.c10d.lent_group import agree_on_all
+from replicated_ckpt.dcp.c10d.lent_group import agree_on_all, agree_on_first
 from replicated_ckpt.dcp.find.listing import Listed
 from replicated_ckpt.dcp.load.report import LoadReport
 from replicated_ckpt.dcp.memory.left_tier import join_left_tier
@@ -34,7 +34,6 @@ from replicated_ckpt.dcp.memory.tiers import (
 )
 from replicated_ckpt.dcp.named_checkpoints import NamedCheckpoints
 from replicated_ckpt.dcp.node.seen_lineage import join_lineages, remember
-from replicated_ckpt.dcp.removal import agree
 from replicated_ckpt.dcp.save.bucket import WAIT_TIMEOUT_S
 from replicated_ckpt.dcp.save.report import SaveReport
 from replicated_ckpt.dcp.save.writer import ReplicatedWriter
@@ -220,7 +219,7 @@ class TieredCheckpoints:
         """A spill that failed after it was acknowledged as staged counts no more: by rank 0's word, as ranks may differ."""
         if self._is_spilling:
             with self.disk.use_group() as group:
-                has_failed = agree(group, self.disk.writer.has_failed)
+                has_failed = agree_on_first(group, self.disk.writer.has_failed)
             self._is_spilling = has_failed is None
             if has_failed:
                 self._spills.take_back()

@@ -8,6 +8,7 @@ from typing import Any
 
 from replicated_ckpt.drill.evidence import Evidence, LoadRecord, SaveRecord
 from replicated_ckpt.drill.plan import DrillPlan, Promise, ResumePlan, RunPlan, checkpoint_id
+from replicated_ckpt.wording import list_some
 
 LOSS_TOLERANCE = 1e-3  # relative; another world adds up the same gradients in another order
 SHARD_LOST_LIMIT_S = 30.0  # "within seconds": a rank that needs longer to give up counts as hanging
@@ -107,7 +108,7 @@ def _upload_problems(plan: DrillPlan, before: Evidence) -> Iterator[RankProblem]
     wanted = [checkpoint_id(step) for step in plan.schedule.save_steps]
     for report in before.reports:
         if missing := [name for name in wanted if report.wait is None or name not in report.wait.checkpoint_ids]:
-            yield report.rank, f"wait() did not say that the object store has {_some(missing)}"
+            yield report.rank, f"wait() did not say that the object store has {list_some(missing, NAMED_MAX)}"
 
 
 def _origin_problems(after: Evidence) -> Iterator[RankProblem]:
@@ -154,7 +155,7 @@ def _load_problems(after: Evidence, step: int) -> Iterator[RankProblem]:
             elif (load.checkpoint_id, load.step) != (checkpoint_id(step), step):
                 yield report.rank, f"loaded {load.checkpoint_id} (step {load.step}), not {checkpoint_id(step)}"
             elif load.bad_copies:
-                yield report.rank, f"met bad copies: {_some(load.bad_copies)}"
+                yield report.rank, f"met bad copies: {list_some(load.bad_copies, NAMED_MAX)}"
         if not report.loads:
             yield report.rank, "loaded nothing"
 
@@ -169,9 +170,9 @@ def _digest_problems(moment: str, wanted: Mapping[str, str] | None, found: Mappi
         yield f"not {moment}: no digests to compare"
         return
     if missing := sorted(wanted.keys() ^ found.keys()):
-        yield f"not {moment}: only on one side: {_some(missing)}"
+        yield f"not {moment}: only on one side: {list_some(missing, NAMED_MAX)}"
     if different := sorted(fqn for fqn in wanted.keys() & found.keys() if wanted[fqn] != found[fqn]):
-        yield f"not {moment}: {len(different)} tensors differ: {_some(different)}"
+        yield f"not {moment}: {len(different)} tensors differ: {list_some(different, NAMED_MAX)}"
 
 
 def _equal_tensors(before: Evidence, after: Evidence, step: int) -> int:
@@ -209,13 +210,8 @@ def _refusal_problems(named: LoadRecord, latest: LoadRecord, lost: tuple[str, ..
     elif not refusals:
         yield f"loading {named.requested} failed without ShardLost: {_first_failure(named)}"
     elif unnamed:
-        yield f"ShardLost does not name {_some(sorted(unnamed))}"
+        yield f"ShardLost does not name {list_some(sorted(unnamed), NAMED_MAX)}"
     if named.seconds > SHARD_LOST_LIMIT_S:
         yield f"it took {named.seconds:.0f} s to give up loading {named.requested}"
     if not LATEST_REFUSALS.intersection({latest.raised, *(failure.type_name for failure in latest.failures)}):
         yield f"loading {latest.requested} was not refused: {_first_failure(latest)}"
-
-
-def _some(names: list[str] | tuple[str, ...]) -> str:
-    more = f" and {len(names) - NAMED_MAX} more" if len(names) > NAMED_MAX else ""
-    return ", ".join(names[:NAMED_MAX]) + more

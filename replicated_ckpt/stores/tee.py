@@ -100,7 +100,6 @@ class _SinkThread(threading.Thread):
 class Outcome:
     """What became of one sink: `error` is None if it finished. Seconds that it wrote for, and finished."""
 
-    sink: Sink
     error: BaseException | None
     write_s: float = 0.0
     finish_s: float = 0.0
@@ -251,4 +250,4 @@ class Tee:
             thread.pieces.put(last)
         for thread in self._threads:
             thread.join()
-        return tuple(Outcome(thread.sink, thread.error, thread.write_s, thread.finish_s) for thread in self._threads)
+        return tuple(Outcome(thread.error, thread.write_s, thread.finish_s) for thread in self._threads)

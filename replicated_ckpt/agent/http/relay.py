@@ -14,7 +14,6 @@ from replicated_ckpt.core.layout import METADATA_NAME
 from replicated_ckpt.errors import ObjectCorrupt, ObjectMissing, PeerProtocolError
 from replicated_ckpt.stores.files.durable import read_exactly, translate_errors
 from replicated_ckpt.stores.files.plain import closing_fd, open_plain
-from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.shard_file import FileSink
 from replicated_ckpt.stores.local.versions.recycled import RecycledFiles
 from replicated_ckpt.stores.peer.answer import parsing
@@ -42,7 +41,7 @@ def pull_metadata(service: NodeService, save_id: str, request: Request) -> Recei
     if wanted.size_bytes < 0:
         raise PeerProtocolError(f"No metadata has {wanted.size_bytes} bytes.")
     service.check_open(save_id)
-    with taking_metadata(Intent.read(save_id, service.store.intent_path(save_id)), wanted.size_bytes):
+    with taking_metadata(service.store.intent_of(save_id), wanted.size_bytes):
         pass  # nothing is taken of what would be too much
     path, pool = service.store.path_of_staged(save_id, METADATA_NAME), RecycledFiles(service.store.root)
     with FileSink(path, recycled=pool) as sink, request.heartbeat, opened() as (label, read):

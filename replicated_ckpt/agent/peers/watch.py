@@ -42,6 +42,10 @@ class Held:
     standing: Standing = NOTHING_SAID
     room: Room | None = None
 
+    def view_of(self, node: str, domain: str | None = None) -> NodeView:
+        """The node, which has answered this, as repair and retention plan for it."""
+        return NodeView(node, Presence.UP, self.holdings, domain, self.remains, self.standing)
+
 
 class PeerWatch:
     """Asks every known peer what it holds, and keeps since when those that are silent are. One thread."""
@@ -88,7 +92,7 @@ class PeerWatch:
         if node in answers:
             self._silent_since.pop(node, None)
             held = self._held[node] = answers[node]
-            return NodeView(node, Presence.UP, held.holdings, address.domain, held.remains, held.standing)
+            return held.view_of(node, address.domain)
         silent_s = self._clock() - self._silent_since.setdefault(node, self._clock())
         patience = self._patience.away_after_s if self._peers.is_away(node) else self._patience.lost_after_s
         presence = Presence.ASSUMED if silent_s < patience else Presence.GONE

@@ -17,12 +17,12 @@ from replicated_ckpt.core.layout import ShardName
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.core.upkeep.finding import Finding, Problem
-from replicated_ckpt.core.upkeep.policy import NOTHING_SAID, Standing, agree
+from replicated_ckpt.core.upkeep.policy import NOTHING_SAID, Standing
 from replicated_ckpt.core.upkeep.remains import Remains
 from replicated_ckpt.core.upkeep.removal import find_removed
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence, plan_repair
 from replicated_ckpt.core.upkeep.repair_plan import RepairPlan, ShortShard
-from replicated_ckpt.core.upkeep.retention import plan_retention
+from replicated_ckpt.core.upkeep.retention import find_retired
 from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptError
 from replicated_ckpt.stores.local.inspection import Inspector
 from replicated_ckpt.stores.local.store import LocalStore
@@ -193,8 +193,7 @@ class Auditor:
 
 
 def _plan(manifests: Mapping[str, Manifest], views: Sequence[NodeView]) -> RepairPlan:
-    policies = agree(policy for view in views for policy in view.standing.policies)
-    retired, removed = plan_retention(manifests, views, policies).retired, find_removed(views)
+    retired, removed = find_retired(manifests, views), find_removed(views)
     plan = plan_repair(manifests, views, going=retired | removed)
     if not removed & manifests.keys():
         return plan

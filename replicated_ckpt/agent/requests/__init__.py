@@ -1,1 +1,1 @@
-"""One HTTP request: its body, its answer, its heartbeat."""
+"""One request, by HTTP or the local socket: its body, its answer, its heartbeat; the threads that serve requests."""

@@ -241,7 +241,7 @@ class NodeService:
         """
         self.check_open(save_id)
         path = self.store.path_of_staged(save_id, name)
-        intent = Intent.read(save_id, self.store.intent_path(save_id))
+        intent = self.store.intent_of(save_id)
         if name == MANIFEST_NAME:
             raw = body.read_all(MANIFEST_BYTES_MAX)
             if decode_manifest(raw, "what was brought").checkpoint_id != intent.checkpoint_id:
@@ -301,7 +301,7 @@ class NodeService:
             SaveAborted: it is not open. ObjectMissing, ObjectCorrupt, StoreFull, StoreError: what was there is as it was.
         """
         self.check_open(save_id)
-        intent = Intent.read(save_id, self.store.intent_path(save_id))
+        intent = self.store.intent_of(save_id)
         if not intent.adopts:
             raise ConfigInvalid(f"Save {save_id} is no adoption.")
         self.adoption_locks.hold(save_id, self.store.lock_save(save_id))

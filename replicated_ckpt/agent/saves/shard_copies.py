@@ -112,7 +112,8 @@ def write_copies(
     except BaseException:
         tee.discard()
         raise
-    _raise_own(outcomes[0])
+    if outcomes[0].error is not None:
+        raise outcomes[0].error
     began = time.perf_counter()
     holders, missed = _make_up(store, wanted, table, outcomes[1:])
     phases |= {"write": outcomes[0].write_s, "fsync": outcomes[0].finish_s}
@@ -174,11 +175,6 @@ def _copy(
 
 def _sink_at(address: AgentAddress, wanted: WantedCopies, *, is_behind: bool = False) -> PeerSink:
     return PeerSink(address, wanted.save_id, wanted.name, durable=wanted.durable, is_behind=is_behind)
-
-
-def _raise_own(outcome: Outcome) -> None:
-    if outcome.error is not None:
-        raise outcome.error
 
 
 def _raise_if_aborted_or_bug(error: BaseException | None) -> None:

@@ -41,7 +41,6 @@ class UnmanagedLook:
     """Reads this node's store itself and the others' through their agents. `unreached` says who did not answer."""
 
     def __init__(self, store: LocalStore, own_node: str, peers: Iterable[AgentAddress]) -> None:
-        self._store = store
         self._unmanaged = UnmanagedDirectory(store.root)
         self._own_node = own_node
         self._by_node = {peer.node_id: peer for peer in peers if peer.node_id != own_node}

@@ -12,7 +12,7 @@ from replicated_ckpt.stores.local.store import LocalStore
 def list_known_nodes(store: LocalStore) -> set[str]:
     """The nodes that this one has met, or waits for to settle a save."""
     known = {peer.node_id for peer in PeerBook(store.root_agent_directory()).read_all()}
-    return known | {node for save in list_staged_saves(store, store.read_node_id()) for node in save.nodes}
+    return known | {node for save in list_staged_saves(store) for node in save.nodes}
 
 
 def find_lost(store: LocalStore, named: Sequence[str]) -> list[str]:

@@ -4,6 +4,7 @@ import argparse
 import json
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import asdict
 
 from replicated_ckpt.agent.peers.watch import describe_silence
 from replicated_ckpt.cli.exit_codes import ExitCode
@@ -72,7 +73,7 @@ def _print_json(store: LocalStore, seen: NodesSeen, rows: Sequence[CheckpointSee
         {"node_id": node, "host": seen.addresses[node].host, "is_reached": False, "error": describe_silence(error)}
         for node, error in sorted(seen.unreached.items())
     ]
-    staged = [save.to_json() for save in list_staged_saves(store, seen.own_node)]
+    staged = [asdict(save) for save in list_staged_saves(store)]
     document = {"node_id": seen.own_node, "nodes": nodes, "staged": staged, "rivals": describe_rivals(rows, seen)}
     document["memory_tier"] = describe_memory_tier(store)
     print(json.dumps({**document, "checkpoints": [row.to_json() for row in rows]}, indent=2))
@@ -82,7 +83,7 @@ def _print(store: LocalStore, seen: NodesSeen, rows: Sequence[CheckpointSeen]) -
     print(format_table(HEADER, [row.cells(seen) for row in rows]))
     for line in (describe_totals(rows, seen), *describe_memory_tier(store)):
         print(line)
-    staged = list_staged_saves(store, seen.own_node)
+    staged = list_staged_saves(store)
     for save in staged:
         print(f"in doubt: {save}; {describe_wait(save.nodes, seen)}")
     listed = {row.checkpoint_id for row in rows if row.save_id}

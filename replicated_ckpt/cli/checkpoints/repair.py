@@ -3,7 +3,7 @@
 import argparse
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from replicated_ckpt.agent.peers.address_book import PeerBook, listening_host
@@ -90,19 +90,18 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.dry_run:
         done.errors |= _give_up_lost(store, arguments.lost)
         _carry_out_all(store, audit.plan, adoptions, arguments.lost, done)
-    own = store.read_node_id()
-    in_doubt = list_staged_saves(store, own)
+    in_doubt = list_staged_saves(store)
     if arguments.json:
         outcome = {
             "unmanaged": [found.to_json() for found in audits],
             "dry_run": arguments.dry_run,
             "failed": done.errors,
         }
-        doubts = {"in_doubt": [save.to_json() for save in in_doubt]}
+        doubts = {"in_doubt": [asdict(save) for save in in_doubt]}
         print(json.dumps({**as_json(audit), **adoptions.to_json(), **outcome, **doubts}, indent=2))
     elif not arguments.dry_run:
         _print_outcome(done, audit)
-    return _exit_code(audit, adoptions, done, has_doubts=bool(in_doubt) and waits_for_any(store, own))
+    return _exit_code(audit, adoptions, done, has_doubts=bool(in_doubt) and waits_for_any(store))
 
 
 @dataclass
@@ -200,14 +199,14 @@ def _check_is_there(store: LocalStore, audit: Audit, checkpoint_id: str) -> None
     Raises:
         CheckpointNotFound
     """
-    staged = (save.checkpoint_id for save in list_staged_saves(store, store.read_node_id()))
+    staged = (save.checkpoint_id for save in list_staged_saves(store))
     if checkpoint_id not in {*audit.checkpoint_ids, *staged}:
         raise describe_absent(store, look_at_nodes(store), checkpoint_id)
 
 
 def _print_doubts(store: LocalStore, audit: Audit, lost: Sequence[str]) -> None:
     """Which saves are in doubt on this node, what they wait for, and what `--lost` would lose."""
-    saves = list_staged_saves(store, store.read_node_id())
+    saves = list_staged_saves(store)
     where, seen = label_nodes(store, saves), see_audit(store, audit)
     for save in saves:
         print(f"in doubt: {save}")
@@ -223,7 +222,7 @@ def _print_doubts(store: LocalStore, audit: Audit, lost: Sequence[str]) -> None:
 
 def _give_up_lost(store: LocalStore, lost: Sequence[str]) -> dict[str, str]:
     """Has this node's agent settle what is in doubt for lost nodes alone; returns what is in doubt all the same."""
-    saves = list_staged_saves(store, store.read_node_id()) if lost else []
+    saves = list_staged_saves(store) if lost else []
     if not saves:
         return {}
     own = ensure_agent(store, listening_host(store.root_agent_directory())).local_address()

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn, Self
 
-from replicated_ckpt.core.bucket.keys import KeyRules
+from replicated_ckpt.core.key_rules import KeyRules
 from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptWarning
 from replicated_ckpt.wording import describe_bytes, plural
 

@@ -18,7 +18,7 @@ from replicated_ckpt.core.protocol.seen_save import SeenSave, see_save
 from replicated_ckpt.core.upkeep.policy import pending
 from replicated_ckpt.core.upkeep.remains import recognize
 from replicated_ckpt.stores.bucket.bucket import BucketSave
-from replicated_ckpt.wording import describe_bytes, plural
+from replicated_ckpt.wording import describe_bytes, list_some, plural
 
 HEADER = ("ID", "SAVED AT", "STEP", "SIZE", "COPIES", "HOSTS", "BUCKET")
 WHOLE, SHORT, NOT_SEEN, LOST = "whole", "short", "not seen", "lost"
@@ -101,14 +101,13 @@ class CheckpointSeen:
     def cells(self, seen: NodesSeen) -> tuple[str, ...]:
         """Its line of the table."""
         hosts = sorted(seen.name(node) for node in self.nodes if node != OBJECT_NODE)
-        more = f" and {len(hosts) - _HOSTS_MAX} more" if len(hosts) > _HOSTS_MAX else ""
         return (
             self.checkpoint_id,
             format_moment(self.saved_unix_s),
             "-" if self.step is None else str(self.step),
             "-" if self.size_bytes is None else describe_bytes(self.size_bytes),
             self.describe_copies(seen),
-            ", ".join(hosts[:_HOSTS_MAX]) + more or "-",
+            list_some(hosts, _HOSTS_MAX) or "-",
             self.bucket or "-",
         )
 
@@ -143,7 +142,7 @@ def _see(save: SaveFound, seen: NodesSeen, in_bucket: set[tuple[str, str]] | Non
     if manifest is None or not on_nodes:
         largest = {name: size for holding in save.holdings for name, size in holding.sizes.items()}
         return replace(row, size_bytes=sum(largest.values()))
-    size = manifest.metadata_bytes + sum(entry.size_bytes for entry in manifest.shards.values())
+    size = manifest.metadata_bytes + sum(manifest.shard_sizes.values())
     counted = see_with_remains(replace(save, holdings=on_nodes), manifest, seen)
     return _count_copies(replace(row, size_bytes=size, note=""), counted, seen)
 

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -35,18 +35,16 @@ class StagedSave:
             f"committed; the other nodes of the save are {nodes}"
         )
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
-
-def list_staged_saves(store: LocalStore, node_id: str) -> list[StagedSave]:
+def list_staged_saves(store: LocalStore) -> list[StagedSave]:
     """The saves that are staged in this store and that no rank works on, as the disk shows them now."""
+    own = store.read_node_id()
     return [
         StagedSave(
             intent.save_id,
             intent.checkpoint_id,
             _sum_staged_bytes(store, intent),
-            tuple(node for node in intent.nodes if node != node_id),
+            tuple(node for node in intent.nodes if node != own),
         )
         for intent in store.list_staged()
         if not store.is_held(intent.save_id)
@@ -62,21 +60,21 @@ class WaitingSave:
     nodes: tuple[str, ...]
 
 
-def list_waiting(store: LocalStore, node_id: str, told: Sequence[Mapping[str, Any]] | None) -> list[WaitingSave]:
+def list_waiting(store: LocalStore, told: Sequence[Mapping[str, Any]] | None) -> list[WaitingSave]:
     """The saves in doubt as this node's agent told them; as the disk shows them where no agent did (None)."""
     if told is None:
-        return [WaitingSave(one.save_id, one.checkpoint_id, one.nodes) for one in list_staged_saves(store, node_id)]
+        return [WaitingSave(one.save_id, one.checkpoint_id, one.nodes) for one in list_staged_saves(store)]
     return [WaitingSave(one["save_id"], one["checkpoint_id"], tuple(one["waits_for"])) for one in told]
 
 
-def waits_for_any(store: LocalStore, node_id: str) -> bool:
+def waits_for_any(store: LocalStore) -> bool:
     """Whether a save here is in doubt, as `status` says it: one that no node is waited for is settled by itself."""
     agent = None
     try:
         agent = ask_own_status(store)
     except ReplicatedCkptError as exc:
         log.info("this node's agent does not say what is in doubt: %s", exc)
-    return bool(list_waiting(store, node_id, None if agent is None else agent["in_doubt"]))
+    return bool(list_waiting(store, None if agent is None else agent["in_doubt"]))
 
 
 def describe_wait(nodes: Sequence[str], seen: NodesSeen) -> str:

@@ -19,10 +19,9 @@ from replicated_ckpt.agent.state.removals import RemovalBook
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.one_line import one_line
-from replicated_ckpt.core.upkeep.policy import Standing, agree
+from replicated_ckpt.core.upkeep.policy import Standing
 from replicated_ckpt.core.upkeep.remains import Remains
-from replicated_ckpt.core.upkeep.repair import NodeView, Presence
-from replicated_ckpt.core.upkeep.retention import plan_retention
+from replicated_ckpt.core.upkeep.retention import find_retired
 from replicated_ckpt.environment import PLAIN_ENV
 from replicated_ckpt.errors import ReplicatedCkptError, StoreDenied
 from replicated_ckpt.stores.local.remains import RemainsReader
@@ -81,11 +80,7 @@ class NodesSeen:
     @cached_property
     def retired(self) -> frozenset[str]:
         """The saves that the policies of their runs keep no more: each node removes its part when it comes to it."""
-        views = [
-            NodeView(node, Presence.UP, found.holdings, standing=found.standing) for node, found in self.held.items()
-        ]
-        policies = agree(policy for view in views for policy in view.standing.policies)
-        return plan_retention(self.manifests, views, policies).retired
+        return find_retired(self.manifests, [found.view_of(node) for node, found in self.held.items()])
 
     def renamed_from(self, checkpoint_id: str, save_id: str) -> str | None:
         """Under which id a save was made whose directory a user has given another name; None: this one, or unknown."""
@@ -141,8 +136,7 @@ def look_at_nodes(store: LocalStore, *, asks_own: bool = True) -> NodesSeen:
     addresses = {peer.node_id: peer for peer in peers.read_all() if peer.node_id != own}
     outcome = FanOut[str, Held]().run(addresses, lambda node: _ask(addresses[node]))
     held = {own: _look_at_own(store, own, asks=asks_own), **outcome.results}
-    views = [NodeView(node, Presence.UP, found.holdings) for node, found in held.items()]
-    manifests = ManifestBook(store, own, peers).of(views)
+    manifests = ManifestBook(store, own, peers).of([found.view_of(node) for node, found in held.items()])
     return NodesSeen(own, held, addresses, dict(outcome.errors), manifests)
 
 

@@ -39,9 +39,7 @@ def open_store(root: str, *, of_any_user: bool = False) -> LocalStore:
     try:
         names = sorted(entry.name for entry in os.scandir(store.root) if entry.name != "lost+found")
         owner = None if of_any_user else find_other_owner(store.root)
-    except FileNotFoundError as exc:
-        raise CheckpointNotFound(f"There is no directory {store.root}.", _NAME_IT) from exc
-    except NotADirectoryError as exc:  # one of the directories above is none
+    except (FileNotFoundError, NotADirectoryError) as exc:  # or one of the directories above is none
         raise CheckpointNotFound(f"There is no directory {store.root}.", _NAME_IT) from exc
     except PermissionError as exc:
         raise _refuse_unreadable(store.root, exc) from exc

@@ -1,6 +1,7 @@
 """What `ls`, `verify` and `repair` say and do about checkpoints that stock torch has scattered over the nodes."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from replicated_ckpt.agent.unmanaged.adopter import Adopter
@@ -101,4 +102,4 @@ class Adoptions:
             print(f"cannot be done: {refused}")
 
     def to_json(self) -> dict[str, Any]:
-        return {"adopt_unmanaged": [plan.to_json() for plan in self.plans], "not_adopted": list(self.refused)}
+        return {"adopt_unmanaged": [asdict(plan) for plan in self.plans], "not_adopted": list(self.refused)}

@@ -2,7 +2,7 @@
 
 import argparse
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from replicated_ckpt.agent.start.launch import running_agent
@@ -12,11 +12,10 @@ from replicated_ckpt.cli.look.doubts import list_staged_saves
 from replicated_ckpt.cli.look.nodes import NodesSeen, advise_on_silence, look_at_nodes
 from replicated_ckpt.cli.look.root import open_store
 from replicated_ckpt.cli.look.start import start_agent
-from replicated_ckpt.core.upkeep.policy import agree
 from replicated_ckpt.core.upkeep.removal import find_removed
-from replicated_ckpt.core.upkeep.repair import NodeView, Presence, plan_repair
+from replicated_ckpt.core.upkeep.repair import plan_repair
 from replicated_ckpt.core.upkeep.repair_plan import RepairPlan
-from replicated_ckpt.core.upkeep.retention import plan_retention
+from replicated_ckpt.core.upkeep.retention import find_retired
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentClient
 from replicated_ckpt.wording import describe_bytes, plural
@@ -122,26 +121,14 @@ class _Drained:
 def _plan(seen: NodesSeen) -> RepairPlan:
     """What makes up for this node's copies on those that answer; one that is silent is not counted on."""
     domains = {node: address.domain for node, address in seen.addresses.items()}
-    views = [
-        NodeView(
-            node,
-            Presence.UP,
-            held.holdings,
-            domains.get(node),
-            held.remains,
-            held.standing,
-            is_leaving=node == seen.own_node,
-        )
-        for node, held in seen.held.items()
-    ]
-    policies = agree(policy for view in views for policy in view.standing.policies)
-    going = plan_retention(seen.manifests, views, policies).retired | find_removed(views)
-    return plan_repair(seen.manifests, views, going=going)
+    up = [held.view_of(node, domains.get(node)) for node, held in seen.held.items()]
+    views = [replace(view, is_leaving=view.node_id == seen.own_node) for view in up]
+    return plan_repair(seen.manifests, views, going=find_retired(seen.manifests, views) | find_removed(views))
 
 
 def _list_what_stays(store: LocalStore, seen: NodesSeen) -> list[str]:
     """What no copy on another node can stand for."""
-    stays = [str(save) for save in list_staged_saves(store, seen.own_node)]
+    stays = [str(save) for save in list_staged_saves(store)]
     managed = {holding.checkpoint_id for holding in seen.holdings}
     stays += [
         f"{checkpoint_id} has no manifest; `repair` makes it a checkpoint with copies, if stock torch wrote it"

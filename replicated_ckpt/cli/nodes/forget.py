@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
         hint = "Only a node that never comes back is forgotten: end its agent first, once its copies are elsewhere."
         raise ConfigInvalid(f"{seen.label(node)} answers.", hint)
     losses = _list_losses(store, seen, node)
-    doubts = [str(save) for save in list_staged_saves(store, seen.own_node) if node in save.nodes]
+    doubts = [str(save) for save in list_staged_saves(store) if node in save.nodes]
     is_done = not losses or arguments.force
     if is_done:
         _forget(store, node)

@@ -175,7 +175,7 @@ def _look(store: LocalStore) -> _State:
         why_down, is_silent = str(exc), True
     seen = look_at_nodes(store, asks_own=not is_silent)
     rows = list_checkpoints(seen)
-    doubts = list_waiting(store, seen.own_node, None if agent is None else agent["in_doubt"])
+    doubts = list_waiting(store, None if agent is None else agent["in_doubt"])
     health = judge_health(seen, rows, agent, why_down, doubts)
     return _State(seen, rows, agent, is_silent, _read_last_errors(store), health, doubts, describe_memory_tier(store))
 

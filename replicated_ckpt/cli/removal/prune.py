@@ -2,7 +2,7 @@
 
 import argparse
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.root import open_store
@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
             {"checkpoint_id": verdict.checkpoint_id, "save_id": verdict.save_id, "is_kept": verdict.is_kept}
             for verdict in verdicts
         ]
-        print(json.dumps({"plan": plan, "dry_run": arguments.dry_run, **outcome.to_json()}, indent=2))
+        print(json.dumps({"plan": plan, "dry_run": arguments.dry_run, **asdict(outcome)}, indent=2))
     elif not going:
         print("nothing to remove")
     elif not arguments.dry_run:

@@ -3,8 +3,7 @@
 import argparse
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 from replicated_ckpt.cli.checkpoints.ls import list_bucket
 from replicated_ckpt.cli.exit_codes import ExitCode
@@ -26,7 +25,7 @@ from replicated_ckpt.stores.bucket_client.opening import open_client
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
-from replicated_ckpt.wording import describe_bytes, plural
+from replicated_ckpt.wording import describe_bytes, list_some
 
 
 def add_removal_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,15 +62,11 @@ class Removed:
             return ExitCode.FAILED
         return ExitCode.UNREACHABLE if self.not_reached else ExitCode.OK
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 class Remover:
     """Looks at the nodes, with this node's agent, which is started; then removes what its caller chooses."""
 
     def __init__(self, store: LocalStore, arguments: argparse.Namespace) -> None:
-        self._store = store
         self._force = arguments.force
         self._keeps_bucket = arguments.keep_in_bucket
         self._url: str | None = arguments.object_store
@@ -214,6 +209,4 @@ _SHOWN_MAX = 5
 
 
 def _shorten(ids: Sequence[str]) -> str:
-    """The first of them, and how many more there are."""
-    more = f" and {plural(len(ids) - _SHOWN_MAX, 'more checkpoint')}" if len(ids) > _SHOWN_MAX else ""
-    return ", ".join(ids[:_SHOWN_MAX]) + more
+    return list_some(ids, _SHOWN_MAX, "checkpoint")

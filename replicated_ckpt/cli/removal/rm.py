@@ -3,6 +3,7 @@
 import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from shlex import quote
 
 from replicated_ckpt.cli.look.absent import describe_absent
@@ -46,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
         outcome = remover.carry_out(chosen)
     if arguments.json:
         plan = [{"checkpoint_id": row.checkpoint_id, "save_id": row.save_id, "on": list(row.nodes)} for row in chosen]
-        print(json.dumps({"plan": plan, "dry_run": arguments.dry_run, **outcome.to_json()}, indent=2))
+        print(json.dumps({"plan": plan, "dry_run": arguments.dry_run, **asdict(outcome)}, indent=2))
     elif why:
         print(f"refused: {arguments.id} {why}; nothing was changed")
         print("next step: `ls` shows what else there is; --force removes it all the same")

@@ -1,1 +1,1 @@
-"""What lies in a bucket: keys, commit marks, plans of uploads."""
+"""What lies in a bucket: commit marks, plans of uploads."""

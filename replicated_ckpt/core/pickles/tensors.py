@@ -7,6 +7,7 @@ id, and the bytes of the storage are a record beside the pickle.
 from dataclasses import dataclass
 from typing import Any
 
+from replicated_ckpt.core.chunk import is_contiguous
 from replicated_ckpt.core.pickles.tree import Made, Named, PickleUnsafe, Stored
 
 _INT_MAX = (1 << 63) - 1
@@ -34,12 +35,7 @@ class TensorOutline:
 
     def is_row_by_row(self) -> bool:
         """Whether the elements begin with the storage, and lie in it row by row."""
-        expected = 1
-        for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
-            if size != 1 and stride != expected:
-                return False
-            expected *= size
-        return self.offset == 0
+        return self.offset == 0 and is_contiguous(self.shape, self.stride)
 
 
 def storage_of(node: Any) -> StorageOutline:

@@ -1,8 +1,7 @@
 """Adoption as a plan: which nodes give which shards of a checkpoint of stock torch, that it becomes one of ours."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from replicated_ckpt.core.unmanaged.survey import UnmanagedSave
 from replicated_ckpt.wording import plural
@@ -30,9 +29,6 @@ class AdoptUnmanaged:
             f"on node {nodes}; manifest and metadata for {plural(len(self.node_ids), 'node')}; then up to "
             f"{self.copies} copies of each shard"
         )
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def plan_adoption(

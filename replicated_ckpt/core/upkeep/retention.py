@@ -1,9 +1,8 @@
 """Retention: which checkpoints a tier still keeps under a run's policy, and which it gives up, with the reason."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from math import isfinite
-from typing import Any
 
 from replicated_ckpt.config import Retention
 from replicated_ckpt.core.inventory import Holding, saves_found
@@ -11,7 +10,7 @@ from replicated_ckpt.core.lineage import Version
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.notes import metrics_of
 from replicated_ckpt.core.protocol.seen_save import see_save
-from replicated_ckpt.core.upkeep.policy import NODES, Policy, pending, scope_of
+from replicated_ckpt.core.upkeep.policy import NODES, Policy, agree, pending, scope_of
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
 from replicated_ckpt.wording import plural
 
@@ -143,9 +142,6 @@ class RetentionPlan:
         """The part that one node has to do, oldest checkpoint first."""
         return tuple(removal for removal in reversed(self.removals) if removal.node_id == node_id)
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 NOT_UPLOADED = "it is not in the object store yet"
 NO_MANIFEST = "a node has to restore its manifest first"
@@ -184,6 +180,12 @@ def plan_retention(
         for node_id in sorted(holding.node_id for holding in holdings[verdict.save_id])
     )
     return RetentionPlan(tuple(verdicts), removals)
+
+
+def find_retired(manifest_by_save: Mapping[str, Manifest], nodes: Sequence[NodeView]) -> frozenset[str]:
+    """The saves that the policies of their runs keep no more, as these nodes tell them."""
+    policies = agree(policy for node in nodes for policy in node.standing.policies)
+    return plan_retention(manifest_by_save, nodes, policies).retired
 
 
 def _replaced_by_those_that_go(

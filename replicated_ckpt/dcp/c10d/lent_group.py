@@ -103,7 +103,12 @@ def borrow_group() -> LentGroup | None:
 
 
 def agree_on_first(group: Any, look: Callable[[], T]) -> T:
-    """What rank 0 of a group of all ranks finds, given to all of them; what it raises, all raise."""
+    """What rank 0 of a group of all ranks finds, given to all of them; what it raises, all raise.
+
+    None: this process alone.
+    """
+    if group is None:
+        return look()
     outcome: list[Any] = [None, None]
     if dist.get_rank(group) == 0:
         try:

@@ -8,10 +8,10 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
-from replicated_ckpt.core.bucket.keys import KeyRules
+from replicated_ckpt.core.key_rules import KeyRules
 from replicated_ckpt.dcp.convert.dcp_format.sink import DcpSink
 from replicated_ckpt.dcp.convert.dcp_format.source import checkpoint_source, range_reader
-from replicated_ckpt.dcp.convert.entries.progress import Converted, Progress, Reporter
+from replicated_ckpt.dcp.convert.entries.progress import Converted, CountBytes, Progress, Reporter
 from replicated_ckpt.dcp.convert.entries.source import Contents, Source
 from replicated_ckpt.dcp.convert.safetensors.sink import SafetensorsSink
 from replicated_ckpt.dcp.convert.torch_file.sink import TorchSink
@@ -29,7 +29,7 @@ class Sink(Protocol):
 
     is_directory: bool
 
-    def write(self, source: Source, contents: Contents, output: Output, progress: Callable[[int], None]) -> None: ...
+    def write(self, source: Source, contents: Contents, output: Output, progress: CountBytes) -> None: ...
 
     def check(self, path: Path, contents: Contents) -> None: ...
 

@@ -10,7 +10,7 @@ from typing import Any, get_args
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from replicated_ckpt.core.bucket.keys import KeyRules
+from replicated_ckpt.core.key_rules import KeyRules
 from replicated_ckpt.dcp.convert.dcp_format.directory import dcp_directory
 from replicated_ckpt.dcp.convert.dcp_format.source import checkpoint_source, range_reader
 from replicated_ckpt.dcp.convert.entries.progress import Converted, Progress, Reporter

@@ -40,8 +40,7 @@ def hint_where_none_is(root: Path, checkpoint_id: str, *, are_all_asked: bool) -
 
 def describe_lost(manifest: Manifest, save: SaveFound, searched: Sequence[str]) -> ShardLost:
     """The error of "latest" that names every shard of a save that no store holds whole."""
-    sizes = {name: entry.size_bytes for name, entry in manifest.shards.items()}
-    owners = {name: manifest.owner_of(name) for name in save.lacking(sizes)}
+    owners = {name: manifest.owner_of(name) for name in save.lacking(manifest.shard_sizes)}
     return ShardLost(save.checkpoint_id, owners, with_unasked_bucket(searched, manifest), is_latest=True)
 
 

@@ -24,7 +24,6 @@ class Listed:
     """
 
     checkpoint_id: str
-    save_id: str
     created_unix_s: float
     is_whole: bool
     notes: Mapping[str, Any]
@@ -58,11 +57,9 @@ class _Lister(Surveyor):
             manifest = self._read_manifest(save)
             if manifest is not None:
                 seen = with_remains(save, manifest, self._remains)
-                sizes = {name: entry.size_bytes for name, entry in manifest.shards.items()}
-                is_whole = not seen.lacking(sizes) and any(holding.has_metadata for holding in seen.holdings)
                 place = save.version.lineage, save.sequence
-                of_manifest = manifest.created_unix_s, is_whole, manifest.notes
-                found.append(Listed(manifest.checkpoint_id, save.save_id, *of_manifest, *place))
+                of_manifest = manifest.created_unix_s, seen.is_whole(manifest.shard_sizes), manifest.notes
+                found.append(Listed(manifest.checkpoint_id, *of_manifest, *place))
         return tuple(found)
 
 

@@ -232,17 +232,14 @@ def _survey(
         raise CheckpointIdMismatch(ids)
     nodes, seen = _nodes_of(posts)
     addresses = [node.address for node in nodes.values() if not node.silence]
-    if is_nowhere(store):
-
-        def look_from_nowhere(silent: Silence) -> Surveyor:
-            return Surveyor(store, store.read_node_id(), addresses, bucket, nodes, lineage, seen, silent)
-
-        return survey_and_keep(look_from_nowhere, ids[0], world, {})
     own = posts[world.rank]["node"]["node_id"] if posts[world.rank]["node"] else store.read_node_id()
-    known = [node.address for node in nodes.values() if node.address.port]
-    openers = [node.opener() for node in nodes.values() if not node.silence]
-    absent = [peer for peer in _known_peers(store) if peer.node_id not in nodes]
-    silent = _introduce(known, openers, world.session, absent)
+    absent: list[AgentAddress] = []
+    silent: Silence = {}
+    if not is_nowhere(store):
+        known = [node.address for node in nodes.values() if node.address.port]
+        openers = [node.opener() for node in nodes.values() if not node.silence]
+        absent = [peer for peer in _known_peers(store) if peer.node_id not in nodes]
+        silent = _introduce(known, openers, world.session, absent)
 
     def look(silent: Silence) -> Surveyor:
         return Surveyor(store, own, [*addresses, *absent], bucket, nodes, lineage, seen, silent)

@@ -60,7 +60,7 @@ def _check_may_go(survey: Survey, checkpoint_id: str, store: LocalStore) -> None
 
 
 def _missing(survey: Survey) -> tuple[str, ...]:
-    return survey.found.lacking({name: entry.size_bytes for name, entry in survey.manifest.shards.items()})
+    return survey.found.lacking(survey.manifest.shard_sizes)
 
 
 def _unreached_of_manifest(survey: Survey, own_node: str) -> list[str]:

@@ -68,8 +68,7 @@ class Survey:
     @property
     def is_whole(self) -> bool:
         """Whether every shard has a copy, and the metadata."""
-        sizes = {name: entry.size_bytes for name, entry in self.manifest.shards.items()}
-        return not self.found.lacking(sizes) and any(holding.has_metadata for holding in self.holdings)
+        return self.found.is_whole(self.manifest.shard_sizes)
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "holdings": [holding.to_json() for holding in self.holdings]}
@@ -187,8 +186,7 @@ class Surveyor:
             manifest = decode_manifest(raw.encode(), "a holder")
             bad = save.damaged_copies
             save = with_remains(save, manifest, self._remains)  # noqa: PLW2901
-            sizes = {name: entry.size_bytes for name, entry in manifest.shards.items()}
-            if not save.lacking(sizes, bad) and any(holding.has_metadata for holding in save.holdings):
+            if save.is_whole(manifest.shard_sizes, bad):
                 return self._survey(save.holdings, raw, save.save_id)
             lost.append((save, raw, manifest))
         if not lost:

@@ -179,11 +179,7 @@ class LoadAttempt:
         return plan_sharing(plans, sorted(self._survey.manifest.shards))
 
     def _check(self, placed: Sequence[_Placed]) -> None:
-        """Every item lies in a shard of the save that has a copy somewhere.
-
-        Raises:
-            ShardLost: naming the shards that have none. ManifestInvalid: metadata and manifest contradict each other.
-        """
+        """Every item lies in a shard of the save that has a copy somewhere. Raises as `plan`."""
         manifest, found = self._survey.manifest, self._survey.found
         asked = {shard for _, _, shard in placed}
         unknown = asked - set(manifest.shards)

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
 
+from replicated_ckpt.core.chunk import is_contiguous
+
 COMMON_FIELDS = 5
 """Every supported torch reads and writes these: dtype, layout, requires_grad, memory format, pin_memory. Source: torch 2.7
 to 2.15, `TensorProperties.__getstate__`. torch up to 2.13 refuses a state of more."""
@@ -52,15 +54,3 @@ def _says_nothing_more(entry: TensorStorageMetadata) -> bool:
     if strides is None or is_contiguous(entry.size, strides):
         return True
     return any(is_contiguous(chunk.sizes, strides) for chunk in entry.chunks)
-
-
-def is_contiguous(sizes: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether strides are those of elements that follow each other in memory, the last dimension first."""
-    if len(sizes) != len(strides):
-        return False
-    expected = 1
-    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
-        if size > 1 and stride != expected:
-            return False
-        expected *= max(size, 1)
-    return True

@@ -5,8 +5,8 @@ import os
 import secrets
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -44,7 +44,6 @@ from replicated_ckpt.dcp.runtime.callback import call_back
 from replicated_ckpt.dcp.runtime.caller import warn
 from replicated_ckpt.dcp.runtime.torch_private import Collectives, follow_step
 from replicated_ckpt.dcp.save.commit import commit_save
-from replicated_ckpt.dcp.save.giving_up import giving_up_on_error
 from replicated_ckpt.dcp.save.numbering import assign_sequence
 from replicated_ckpt.dcp.save.report import SaveReport, report_ranks, report_save
 from replicated_ckpt.dcp.save.shard_writer import WrittenShard
@@ -188,10 +187,8 @@ class SaveAttempt:
         self._is_undecided = False
         with self._giving_up_on_error():
             if board is not None:
-                own_node = decision.node_of(self._world.rank).node_id
-                receipts, self._cluster = collect_receipts(
-                    board.posts("receipt", DECISION_TIMEOUT_S), decision, own_node
-                )
+                own_node, posts = decision.node_of(self._world.rank).node_id, board.posts("receipt", DECISION_TIMEOUT_S)
+                receipts, self._cluster = collect_receipts(posts, decision, own_node)
             check_none_aborted(receipts, decision)
             if self._config.ack == "staged" and any(receipt.is_handed for receipt in receipts):
                 self.ending = Ending(partial(self._complete, receipts, metadata, results))
@@ -340,8 +337,7 @@ class SaveAttempt:
         if plan.items:
             has_agent = self._world.blackboard is not None and not decision.node_of(rank).silence
             if staged is not None and has_agent:
-                start = self._agent_starter()
-                shard = self._parts.shards.hand_over(plan, planner, decision, rank, staged, start)
+                shard = self._parts.shards.hand_over(plan, planner, decision, rank, staged, self._agent_starter())
             shard = shard or self._parts.shards.write(plan, planner, decision, rank)
         receipt = Receipt(
             (shard.receipt,) if shard else (),
@@ -384,8 +380,17 @@ class SaveAttempt:
         if self._world.blackboard is not None:
             self._held.hold(self._store, save_id)
 
-    def _giving_up_on_error(self) -> AbstractContextManager[None]:
-        return giving_up_on_error(self._world.rank, self._abort, self.close)
+    @contextmanager
+    def _giving_up_on_error(self) -> Iterator[None]:
+        """If the block raises, the save is given up on every node that answers, and this rank holds it no more."""
+        try:
+            yield
+        except BaseException as exc:
+            try:
+                self._abort(f"rank {self._world.rank} failed: {type(exc).__name__}: {exc}")
+            finally:
+                self.close()
+            raise
 
     def _abort(self, why: str) -> None:
         self._cluster.abort(self._decision.save_id, why)

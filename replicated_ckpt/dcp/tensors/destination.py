@@ -8,6 +8,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from replicated_ckpt.core.reading.source_order import ByteRange
 from replicated_ckpt.dcp.runtime.torch_private import narrow
+from replicated_ckpt.dcp.tensors.container import is_plain
 from replicated_ckpt.dcp.tensors.memory import memory_of, tensor_over
 from replicated_ckpt.dcp.tensors.pinned import PinnedCopies
 from replicated_ckpt.dcp.tensors.stored_tensor import StoredTensor
@@ -83,18 +84,10 @@ class Rows:
 def destination_for(target: torch.Tensor, stored: StoredTensor, item: ReadItem) -> tuple[Destination, ByteRange]:
     """The best way into `target` for what `item` names of a stored tensor, and which bytes of its data it takes."""
     rows = stored.rows(item)
-    if target.dtype == stored.dtype and _is_plain(target) and tuple(item.lengths[1:]) == stored.shape[1:]:
+    is_alike = target.dtype == stored.dtype and tuple(item.lengths[1:]) == stored.shape[1:]
+    if is_alike and is_plain(target) and target.is_contiguous():
         if target.device.type == "cpu":
             return Memory(target), rows
         if target.device.type == "cuda":
             return PinnedCopies(target), rows
     return Rows(target, stored, item), rows
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return (
-        type(tensor) is torch.Tensor
-        and tensor.layout is torch.strided
-        and tensor.is_contiguous()
-        and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
-    )

@@ -8,9 +8,9 @@ import torch
 from torch.distributed.checkpoint.metadata import StorageMeta
 
 from replicated_ckpt.core.layout import METADATA_NAME, ShardName
+from replicated_ckpt.dcp.convert.entries.progress import CountBytes
 from replicated_ckpt.dcp.convert.entries.save_planner import SourcePlanner
 from replicated_ckpt.dcp.convert.entries.source import Contents, Source
-from replicated_ckpt.dcp.convert.torch_file.sink import Progress
 from replicated_ckpt.dcp.metadata.metadata import decode_metadata, encode_metadata
 from replicated_ckpt.dcp.runtime.torch_private import StorageInfo, metadata_version
 from replicated_ckpt.dcp.tensors.torch_save import save_tensor
@@ -26,7 +26,7 @@ class DcpSink:
     def __init__(self, *, shard_bytes_max: int) -> None:
         self._shard_bytes_max = shard_bytes_max
 
-    def write(self, source: Source, contents: Contents, output: Output, progress: Progress) -> None:
+    def write(self, source: Source, contents: Contents, output: Output, progress: CountBytes) -> None:
         """Writes all of it; `.metadata` comes last."""
         planner = SourcePlanner(source, contents, progress)
         (plan,), metadata = planner.create_global_plan([planner.create_local_plan()])

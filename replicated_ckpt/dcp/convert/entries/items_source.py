@@ -7,10 +7,13 @@ from typing import Any, Protocol
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from replicated_ckpt.core.bucket.keys import Path
 from replicated_ckpt.core.chunk import Chunk
-from replicated_ckpt.dcp.convert.entries.item_outline import END_BYTES, data_start
+from replicated_ckpt.core.integrity.archive import find_records
+from replicated_ckpt.core.key_rules import Path
+from replicated_ckpt.core.pickles.follower import follow
+from replicated_ckpt.core.pickles.tensors import tensor_of
 from replicated_ckpt.dcp.convert.entries.source import Contents, ObjectEntry, Part, TensorEntry
+from replicated_ckpt.dcp.objects.storages import dtype_of, record_of
 from replicated_ckpt.dcp.runtime.torch_private import StorageInfo
 from replicated_ckpt.dcp.tensors.container import TensorReader
 from replicated_ckpt.dcp.tensors.memory import tensor_over, window_tensor
@@ -18,6 +21,8 @@ from replicated_ckpt.errors import ConfigInvalid, ObjectCorrupt
 
 PIECE_BYTES = 4 << 20
 """Items larger than this are read in pieces of this size: each is in memory up to three times on its way."""
+_END_BYTES = 4096
+"""So much of each end of a large tensor's container is looked at; what surrounds the elements takes about 1 KiB."""
 _HINT_DAMAGED = "It is damaged, or its save never ended: convert another checkpoint."
 _HINT_ITEM = "Convert another checkpoint, or leave this entry out with --exclude."
 _HINT_TRANSFORMED = "Load it with the reader that knows the transforms, save it without them, and convert that."
@@ -153,11 +158,11 @@ class ItemsSource:
                 self._data_starts[info.relative_path, info.offset] = None
                 pair = [b"", b""]
                 ends.append((info, part.entry, chunk, pair))
-                for index, offset in enumerate((info.offset, info.offset + info.length - END_BYTES)):
-                    wanted.append(Wanted(info.relative_path, offset, END_BYTES, _keeper(pair, index)))
+                for index, offset in enumerate((info.offset, info.offset + info.length - _END_BYTES)):
+                    wanted.append(Wanted(info.relative_path, offset, _END_BYTES, _keeper(pair, index)))
         self._fetcher.fetch(wanted)
         for info, entry, chunk, (head, tail) in ends:
-            start = data_start(head, tail, info.length, chunk.sizes, entry.dtype)
+            start = _find_data(head, tail, info.length, chunk.sizes, entry.dtype)
             self._data_starts[info.relative_path, info.offset] = start
 
     def read_objects(self, entries: Sequence[ObjectEntry]) -> Mapping[str, bytes]:
@@ -197,3 +202,27 @@ def _keeper(kept: Any, key: Any) -> Callable[[memoryview], None]:
         kept[key] = bytes(raw)
 
     return take
+
+
+def _find_data(head: bytes, tail: bytes, size_bytes: int, shape: tuple[int, ...], dtype: torch.dtype) -> int | None:
+    """Position of the first element in a container of `size_bytes`, if elements of this type lie there row by row.
+
+    None: they do not, or it is no such container. The two ends of it tell: nothing between them is read.
+    """
+
+    def fetch(offset: int, length: int) -> memoryview:
+        if offset + length <= len(head):
+            return memoryview(head)[offset : offset + length]
+        start = offset - (size_bytes - len(tail))
+        if start < 0:
+            raise ValueError(f"bytes {offset} to {offset + length} are not at the ends")
+        return memoryview(tail)[start : start + length]
+
+    try:
+        records = find_records(fetch, size_bytes)
+        outline = tensor_of(follow(bytes(fetch(records["data.pkl"].start, records["data.pkl"].size))))
+        if outline is None or outline.shape != shape or dtype_of(outline) != dtype or not outline.is_row_by_row():
+            return None
+        return record_of(outline.storage, records).start
+    except (ValueError, KeyError):
+        return None

@@ -6,6 +6,9 @@ from typing import Self
 
 from replicated_ckpt.dcp.convert.entries.source import Contents
 
+CountBytes = Callable[[int], None]
+"""Is told how many bytes more were converted."""
+
 
 @dataclass(frozen=True)
 class Progress:

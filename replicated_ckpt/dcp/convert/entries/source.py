@@ -6,8 +6,8 @@ from typing import Protocol
 
 import torch
 
-from replicated_ckpt.core.bucket.keys import KeyRules, Path, rename_path
 from replicated_ckpt.core.chunk import Chunk
+from replicated_ckpt.core.key_rules import KeyRules, Path, rename_path
 from replicated_ckpt.errors import ConfigInvalid
 
 WINDOW_BYTES = 64 << 20

@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from replicated_ckpt.dcp.convert.entries.progress import CountBytes
 from replicated_ckpt.dcp.convert.entries.source import Contents, Source, TensorEntry, stream_tensors
 from replicated_ckpt.dcp.convert.safetensors.format import (
     INDEX_NAME,
@@ -15,7 +16,6 @@ from replicated_ckpt.dcp.convert.safetensors.format import (
     encode_header,
     header_size,
 )
-from replicated_ckpt.dcp.convert.torch_file.sink import Progress
 from replicated_ckpt.dcp.tensors.memory import memory_of
 from replicated_ckpt.errors import ConfigInvalid, ObjectCorrupt
 from replicated_ckpt.stores.output.output import READ_BACK_HINT, Output
@@ -43,7 +43,7 @@ class SafetensorsSink:
         names = [f"model-{n:05}-of-{len(groups):05}.safetensors" for n in range(1, len(groups) + 1)]
         self._entries_by_file = dict(zip([SINGLE_NAME] if len(groups) == 1 else names, groups, strict=True))
 
-    def write(self, source: Source, contents: Contents, output: Output, progress: Progress) -> None:
+    def write(self, source: Source, contents: Contents, output: Output, progress: CountBytes) -> None:
         """Writes all tensors; the objects of `contents` are left out. The index comes last."""
         for name, entries in self._entries_by_file.items():
             with output.create(name) as stream:

@@ -4,13 +4,14 @@ import io
 import pickle
 import sys
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 
-from replicated_ckpt.core.bucket.keys import nest
+from replicated_ckpt.core.key_rules import nest
+from replicated_ckpt.dcp.convert.entries.progress import CountBytes
 from replicated_ckpt.dcp.convert.entries.source import Contents, ObjectEntry, Source, TensorEntry, stream_tensors
 from replicated_ckpt.dcp.convert.torch_file.pickling import Absent, StatePickler
 from replicated_ckpt.dcp.convert.torch_file.source import load_file
@@ -26,9 +27,6 @@ _PADDING_ID = b"FB"
 _UNTOUCHED = zipfile.ZIP64_LIMIT // 2
 """Entries below this are certain not to need the long fields of zip, whatever is in front of them."""
 
-Progress = Callable[[int], None]
-"""Is told how many bytes more were converted."""
-
 
 class TorchSink:
     """`archive/data.pkl` and one record for each tensor, as `torch.save` writes them: stored, aligned to 64 bytes."""
@@ -39,7 +37,7 @@ class TorchSink:
         self._name = name
         self._trust_pickles = trust_pickles
 
-    def write(self, source: Source, contents: Contents, output: Output, progress: Progress) -> None:
+    def write(self, source: Source, contents: Contents, output: Output, progress: CountBytes) -> None:
         """Writes all of it.
 
         Raises:
@@ -110,7 +108,7 @@ def object_in(raw: bytes, key: str, *, trust: bool) -> Any:
 
 
 def _write_tensors(
-    archive: "_Archive", source: Source, entries: Sequence[TensorEntry], keys: Mapping[str, str], progress: Progress
+    archive: "_Archive", source: Source, entries: Sequence[TensorEntry], keys: Mapping[str, str], progress: CountBytes
 ) -> None:
     pieces = stream_tensors(source, [entry for entry in entries if entry.size_bytes])
     for entry in (entry for entry in entries if not entry.size_bytes):

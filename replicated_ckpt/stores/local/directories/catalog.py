@@ -27,6 +27,7 @@ from replicated_ckpt.core.upkeep.policy import scope_of
 from replicated_ckpt.errors import ManifestInvalid, ManifestVersionUnknown, ObjectMissing, StoreError
 from replicated_ckpt.stores.files.containment import leads_out
 from replicated_ckpt.stores.files.durable import translate_errors
+from replicated_ckpt.stores.files.existence import is_there
 from replicated_ckpt.stores.files.plain import open_plain_file, read_plain
 
 _UNREADABLE = (errno.EIO, errno.EISDIR, errno.ELOOP, errno.EUCLEAN)
@@ -269,20 +270,8 @@ def manifest_readable(path: str | Path) -> Iterator[None]:
 
 
 def _has_manifest(path: str) -> bool:
-    """Whether anything lies there under the name of a manifest.
-
-    Raises:
-        OSError: the disk does not say.
-    """
-    try:
-        os.stat(f"{path}/{MANIFEST_NAME}")  # noqa: PTH116 - see Catalog
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    except OSError as exc:
-        if exc.errno == errno.ELOOP:
-            return False
-        raise
-    return True
+    """Whether anything lies there under the name of a manifest. Raises OSError: the disk does not say."""
+    return is_there(f"{path}/{MANIFEST_NAME}")
 
 
 def _holds_a_checkpoint(path: str) -> bool:

@@ -219,19 +219,15 @@ def open_replaced(root: Path, checkpoint_id: str, save_id: str) -> Iterator[Comm
     Raises:
         ObjectMissing: there is none.
     """
-    with closing_fd(_open_replaced(root, checkpoint_id, save_id)) as fd:
-        yield Committed(root, checkpoint_id, fd)
-
-
-def _open_replaced(root: Path, checkpoint_id: str, save_id: str) -> int:
-    """Descriptor of the directory of a version that a newer save has replaced."""
     if not is_save_id(save_id):
         raise ObjectMissing(str(root), "open", checkpoint_id, f"{save_id[:80]!r} is no save id")
     path = root / REPLACED_DIR / save_id
     try:
-        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError as exc:
         raise ObjectMissing(str(root), "open", checkpoint_id, f"not of save {save_id}") from exc
+    with closing_fd(fd):
+        yield Committed(root, checkpoint_id, fd)
 
 
 def descriptions(directory: Committed, manifest: Manifest) -> tuple[bytes, bytes]:

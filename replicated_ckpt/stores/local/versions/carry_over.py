@@ -37,17 +37,12 @@ def carry_over(root: Path, manifest: Manifest, staging: Path) -> None:
         elif ShardName.parse(entry.name) is None:
             continue
         elif not is_there(staging / entry.name):
-            _keep_aside(root, manifest.checkpoint_id, entry.name)
+            why = "the checkpoint was adopted, and this file is none of the shards that were taken over"
+            with open_directory(root, manifest.checkpoint_id) as directory:
+                directory.keep_aside(entry.name, why)
         elif originals.get(entry.name) != signature(entry.stat(follow_symlinks=False)):
             raise _changed_error(entry.path)
     failpoints.reach("adopt.carried")
-
-
-def _keep_aside(root: Path, checkpoint_id: str, name: str) -> None:
-    with open_directory(root, checkpoint_id) as directory:
-        directory.keep_aside(
-            name, "the checkpoint was adopted, and this file is none of the shards that were taken over"
-        )
 
 
 def signature(status: os.stat_result) -> Signature:

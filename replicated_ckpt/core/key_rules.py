@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from replicated_ckpt.errors import ConfigInvalid
+from replicated_ckpt.wording import list_some
 
 Path = tuple[str | int, ...]
 """Where an entry lies in the nested state dict: keys of dictionaries (texts) and positions in lists (numbers)."""
@@ -88,8 +89,7 @@ def _rename(names: Mapping[str, str], pattern: str, replacement: str) -> dict[st
 
 
 def _format_keys(keys: Sequence[str]) -> str:
-    shown = ", ".join(map(repr, keys[:_KEYS_SHOWN]))
-    return shown + (f" and {len(keys) - _KEYS_SHOWN} more" if len(keys) > _KEYS_SHOWN else "") if keys else "no key"
+    return list_some([repr(key) for key in keys], _KEYS_SHOWN) or "no key"
 
 
 def rename_path(path: Path, name: str) -> Path:

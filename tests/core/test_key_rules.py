@@ -2,7 +2,7 @@
 
 import pytest
 
-from replicated_ckpt.core.bucket.keys import KeyRules, Path, nest, rename_path
+from replicated_ckpt.core.key_rules import KeyRules, Path, nest, rename_path
 from replicated_ckpt.errors import ConfigInvalid
 
 KEYS = ["model.h.0.w", "model.h.1.w", "model.norm", "optim.h.0.w", "step"]
