@@ -10,6 +10,8 @@ from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 PART_BYTES = 16 << 20
 """Least size of the parts of an upload, in bytes."""
 PARTS_PARALLEL = 4
+ARCHIVED = "InvalidObjectState"
+"""How the detail of a StoreDenied begins where an object is there and is to be restored before it can be read."""
 
 Paced = Callable[[int], None]
 """Waits until so many bytes may be sent; raises to break the upload off."""
