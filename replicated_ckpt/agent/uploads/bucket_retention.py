@@ -119,7 +119,7 @@ def _there(bucket: Bucket, manifest: Manifest, retention: Retention) -> Sequence
 
     return [
         Candidate(save.checkpoint_id, save.save_id, save.mark.sequence, metrics=metrics(save))
-        for save in bucket.saves()
+        for save in bucket.saves(scope)
         if save.mark is not None and scope_of(save.checkpoint_id) == scope and save.mark.lineage == manifest.lineage
     ]
 

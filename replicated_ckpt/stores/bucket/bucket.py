@@ -61,11 +61,14 @@ class Bucket:
 
     # Looking -----------------------------------------------------------------------------------------------------
 
-    def saves(self) -> tuple[BucketSave, ...]:
-        """Every committed checkpoint. One request for each directory and two for each checkpoint, many at once."""
+    def saves(self, scope: str | None = None) -> tuple[BucketSave, ...]:
+        """Every committed checkpoint; with a `scope`, those whose ids lie in that directory, "" for plain names.
+
+        One request for each directory and two for each checkpoint, many at once.
+        """
         found: list[BucketSave] = []
-        level = [""]
-        for _ in range(PARTS_MAX + 1):
+        level = [f"{scope}/" if scope else ""]
+        for _ in range(PARTS_MAX + 1 if scope is None else 2):
             looked = FanOut[str, tuple[list[BucketSave], list[str]]]().run(level, self._look).raise_first()
             found += [save for saves, _ in looked.values() for save in saves]
             level = [directory for _, directories in looked.values() for directory in directories]

@@ -33,9 +33,11 @@ def client(proxy: FaultyBucket) -> S3Client:
     return S3Client(s3_target(proxy.server))
 
 
-def committed(client: S3Client, tmp_path: Path, sequence: int) -> Manifest:
+def committed(client: S3Client, tmp_path: Path, sequence: int, checkpoint_id: str = "") -> Manifest:
     store = LocalStore(tmp_path / f"node-{sequence}")
-    manifest = checkpointed([store], sequence, {shard(0): (0,)}, checkpoint_id=f"step-{sequence}", copies=1)
+    manifest = checkpointed(
+        [store], sequence, {shard(0): (0,)}, checkpoint_id=checkpoint_id or f"step-{sequence}", copies=1
+    )
     brought(Bucket(client), (store, manifest), tmp_path)
     Bucket(client).commit(manifest, manifest.encode(), METADATA)
     return manifest
@@ -136,3 +138,17 @@ def test_a_removal_goes_on_where_the_store_was_busy(client: S3Client, proxy: Fau
     proxy.add(Fault("status", method="DELETE", key=shard(0), times=1))
     Bucket(client).remove(there)
     assert Bucket(client).is_empty("step-1")
+
+
+@pytest.mark.parametrize("scope", ["run", ""])
+def test_a_look_at_one_directory_asks_for_no_other(
+    client: S3Client, proxy: FaultyBucket, tmp_path: Path, scope: str
+) -> None:
+    """Retention looks after each save: what other runs have under the prefix costs it nothing."""
+    for number, checkpoint_id in enumerate(("run/step-1", "other/step-1", "step-1"), 1):
+        committed(client, tmp_path, number, checkpoint_id)
+    asked = len(proxy.requests())
+    (found,) = Bucket(client).saves(scope)
+    assert found.checkpoint_id == f"{scope}/step-1".lstrip("/")
+    below = [request for request in proxy.requests()[asked:] if "other/step-1" in request.key + request.query]
+    assert below == []
