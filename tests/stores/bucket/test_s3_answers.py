@@ -1,6 +1,7 @@
 """Answers of S3 stores that must not be taken for others: refusals, redirects, archived and vanished objects."""
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,9 @@ from replicated_ckpt.core.upkeep.finding import Problem
 from replicated_ckpt.errors import StoreDenied, StoreError, StoreUnavailable
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.bucket.inspection import BucketInspector
+from replicated_ckpt.stores.bucket_client import fsspec as fsspec_client
 from replicated_ckpt.stores.bucket_client.client import ARCHIVED, PART_BYTES, Listing
+from replicated_ckpt.stores.bucket_client.fsspec import FsspecClient
 from replicated_ckpt.stores.bucket_client.s3 import S3Client
 from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.checkpoints import METADATA, checkpointed, shard
@@ -152,3 +155,24 @@ def test_a_look_at_one_directory_asks_for_no_other(
     assert found.checkpoint_id == f"{scope}/step-1".lstrip("/")
     below = [request for request in proxy.requests()[asked:] if "other/step-1" in request.key + request.query]
     assert below == []
+
+
+@pytest.mark.parametrize("verb", ["cat_file", "size", "pipe_file"])
+def test_a_store_that_never_answers_fsspec_is_unavailable(
+    moto: Server, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    """gcsfs, of itself, waits for ever: a load would, too, and an agent with all its uploads."""
+
+    async def hang(*_: object, **__: object) -> None:
+        await asyncio.sleep(60)
+
+    client = FsspecClient(s3_target(moto))
+    monkeypatch.setattr(fsspec_client, "LIST_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(client._fs, f"_{verb}", hang)
+    asks: dict[str, Callable[[], object]] = {
+        "cat_file": lambda: client.read("a", 0, memoryview(bytearray(4))),
+        "size": lambda: client.size_bytes("a"),
+        "pipe_file": lambda: client.put("a", b"abc"),
+    }
+    with pytest.raises(StoreUnavailable):
+        asks[verb]()
