@@ -21,7 +21,7 @@ from replicated_ckpt.errors import (
     StoreError,
     StoreUnavailable,
 )
-from replicated_ckpt.stores.bucket_client.client import PART_BYTES, PARTS_PARALLEL, Listing, Paced
+from replicated_ckpt.stores.bucket_client.client import AWAY_HINT, PART_BYTES, PARTS_PARALLEL, Listing, Paced
 from replicated_ckpt.stores.bucket_client.package import missing_package
 from replicated_ckpt.stores.bucket_client.upload_source import UploadSource
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
@@ -191,7 +191,7 @@ class FsspecClient:
         except PermissionError as exc:
             raise StoreDenied(self.target.url, op, key, self._detail(exc)) from None
         except (TimeoutError, ConnectionError) as exc:
-            raise StoreUnavailable(self.target.url, op, key, self._detail(exc)) from None
+            raise StoreUnavailable(self.target.url, op, key, self._detail(exc), AWAY_HINT) from None
         except OSError as exc:
             raise StoreError(self.target.url, op, key, self._detail(exc)) from None
         except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as exc:
@@ -200,8 +200,9 @@ class FsspecClient:
         except Exception as exc:
             if type(exc).__module__.partition(".")[0] in ("builtins", "replicated_ckpt"):
                 raise
-            kind = StoreDenied if "Credential" in type(exc).__name__ else StoreUnavailable
-            raise kind(self.target.url, op, key, self._detail(exc)) from None
+            if "Credential" in type(exc).__name__:
+                raise StoreDenied(self.target.url, op, key, self._detail(exc)) from None
+            raise StoreUnavailable(self.target.url, op, key, self._detail(exc), AWAY_HINT) from None
 
     def _detail(self, exc: BaseException) -> str:
         return self.target.scrub(f"{type(exc).__name__}: {exc}")[:400]

@@ -25,7 +25,7 @@ from replicated_ckpt.errors import (
     StoreUnavailable,
 )
 from replicated_ckpt.stores.bucket_client.body import BoundedSession, MemoryBody, read_pages, without_expect
-from replicated_ckpt.stores.bucket_client.client import ARCHIVED, PART_BYTES, Listing, Paced
+from replicated_ckpt.stores.bucket_client.client import ARCHIVED, AWAY_HINT, PART_BYTES, Listing, Paced
 from replicated_ckpt.stores.bucket_client.parts import MultipartUpload, encode_crc
 from replicated_ckpt.stores.bucket_client.upload_source import UploadSource
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
@@ -259,7 +259,7 @@ class S3Client:
             raise StoreDenied(self.target.url, op, key, self.target.scrub(str(exc)), _DENIED_HINT) from None
         except (botocore.exceptions.BotoCoreError, urllib3.exceptions.HTTPError, OSError) as exc:
             detail = self.target.scrub(f"{type(exc).__name__}: {exc}")
-            raise StoreUnavailable(self.target.url, op, key, detail, _AWAY_HINT) from None
+            raise StoreUnavailable(self.target.url, op, key, detail, AWAY_HINT) from None
         except (botocore.parsers.ResponseParserError, LookupError, TypeError, ValueError, AttributeError) as exc:
             detail = self.target.scrub(f"its answer makes no sense: {type(exc).__name__}: {exc}")[:400]
             raise StoreError(self.target.url, op, key, detail) from None
@@ -274,7 +274,7 @@ class S3Client:
         if code in _DENIED or status in (401, 403):
             return StoreDenied(store, op, key, detail, _ARCHIVED_HINT if code == ARCHIVED else _DENIED_HINT)
         if code in _BUSY or status in (408, 429) or status >= 500:
-            return StoreUnavailable(store, op, key, detail, _AWAY_HINT)
+            return StoreUnavailable(store, op, key, detail, AWAY_HINT)
         if code in ("BadDigest", "XAmzContentChecksumMismatch", "InvalidRange"):  # it ends before the range
             return ObjectCorrupt(store, op, key, detail)
         return StoreError(store, op, key, detail)
@@ -285,9 +285,6 @@ _ARCHIVED_HINT = (
     "A life-cycle rule of the bucket has archived it: restore it there, or load a checkpoint that is not archived."
 )
 _OWN_PREFIX_HINT = "Give the checkpoints a prefix of their own: s3://bucket/prefix."
-_AWAY_HINT = (
-    "Local and peer copies are not affected. An agent tries its uploads again; else check the URL and the network."
-)
 
 
 @functools.cache
