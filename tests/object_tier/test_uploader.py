@@ -17,6 +17,7 @@ from replicated_ckpt.agent.uploads.uploader import BUSY_S, Uploader
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.errors import StoreUnavailable
 from replicated_ckpt.stores.bucket.bucket import Bucket
+from replicated_ckpt.stores.bucket.bucket_save import BucketSave
 from replicated_ckpt.stores.bucket_client.client import PART_BYTES
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.local.store import LocalStore
@@ -260,3 +261,38 @@ def test_what_a_newer_save_in_the_bucket_has_replaced_is_not_waited_for(tmp_path
     uploader.round()
     assert not uploader.standing().uploading
     assert [path.name for path in (tmp_path / "bucket" / "run" / "step-1").glob("*.distcp")] == [shard(0)]
+
+
+def test_a_bucket_that_hangs_holds_up_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all that waits for it one is tried in a round; what is ordered to another bucket does not wait for the rest."""
+    away, there = f"file://{tmp_path}/away", f"file://{tmp_path}/there"
+    uploader, service, targets = uploading(tmp_path / "node", away)
+    targets.learn(ObjectTarget.check(there, {}))
+    manifests = [
+        checkpointed(
+            [service.store],
+            number,
+            {shard(0): (0,)},
+            checkpoint_id=f"step-{number}",
+            copies=1,
+            size_bytes=3000,
+            url=away,
+        )
+        for number in (1, 2, 3, 4)
+    ]
+    asked: list[str] = []
+
+    def save_of(bucket: Bucket, checkpoint_id: str) -> BucketSave | None:
+        if bucket.client.target.url == there:
+            return save_really(bucket, checkpoint_id)
+        asked.append(checkpoint_id)
+        raise StoreUnavailable(away, "list", checkpoint_id, "it hangs")
+
+    save_really = Bucket.save_of
+    monkeypatch.setattr(Bucket, "save_of", save_of)
+    uploader.order(manifests[0].save_id, there)
+    uploader.round()
+    assert asked == ["step-4"]
+    assert targets.bucket(there).save_of("step-1") is not None
+    assert all("it hangs" in upload["error"] for upload in uploader.status()["pending"].values())
+    assert len(uploader.status()["pending"]) == 3

@@ -64,7 +64,9 @@ class ObjectRoutes:
         with parsing(f"object/{verb} cannot be done"):
             match verb:
                 case "target":
-                    is_new = self._targets.learn(ObjectTarget.from_json(fields))
+                    target = ObjectTarget.from_json(fields)
+                    target.check_is_apart(self._service.store.root)
+                    is_new = self._targets.learn(target)
                     return Answer(b"{}\n", after=self._uploader.try_now if is_new else self._uploader.wake)
                 case "probe":
                     with request.heartbeat:

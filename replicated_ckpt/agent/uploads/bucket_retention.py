@@ -13,7 +13,8 @@ from replicated_ckpt.core.notes import metrics_of
 from replicated_ckpt.core.upkeep.policy import Standing, scope_of
 from replicated_ckpt.core.upkeep.retention import Candidate, Verdict, judge
 from replicated_ckpt.errors import ReplicatedCkptError, SaveAborted
-from replicated_ckpt.stores.bucket.bucket import Bucket, BucketSave
+from replicated_ckpt.stores.bucket.bucket import Bucket
+from replicated_ckpt.stores.bucket.bucket_save import BucketSave
 from replicated_ckpt.stores.bucket.removal import remove_save
 
 log = logging.getLogger(__name__)
@@ -93,7 +94,7 @@ def retire_in_bucket(service: NodeService, bucket: Bucket, manifest: Manifest) -
             if not verdict.is_kept:
                 _remove(bucket, verdict)
     except ReplicatedCkptError as exc:
-        log.warning("%s keeps more than it should until the next save: %s", bucket.client.target.url, exc)
+        log.warning("%s keeps more than it should: %s", bucket.client.target.url, exc)
 
 
 def _retention(policies: PolicyBook, bucket: Bucket, manifest: Manifest) -> Retention | None:
@@ -118,7 +119,7 @@ def _there(bucket: Bucket, manifest: Manifest, retention: Retention) -> Sequence
 
     return [
         Candidate(save.checkpoint_id, save.save_id, save.mark.sequence, metrics=metrics(save))
-        for save in bucket.saves()
+        for save in bucket.saves(scope)
         if save.mark is not None and scope_of(save.checkpoint_id) == scope and save.mark.lineage == manifest.lineage
     ]
 

@@ -27,7 +27,7 @@ from replicated_ckpt.agent.uploads.upload import RETRY_MAX_S, Upload
 from replicated_ckpt.core.bucket.upload_plan import UploadState, choose_uploader
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.upkeep.policy import Standing
-from replicated_ckpt.errors import ObjectCorrupt, ReplicatedCkptError, SaveAborted
+from replicated_ckpt.errors import ObjectCorrupt, ReplicatedCkptError, SaveAborted, SaveSuperseded, StoreUnavailable
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.bucket_client.upload_source import UploadSource
 from replicated_ckpt.stores.files.existence import list_prefixed
@@ -164,11 +164,16 @@ class Uploader:
         Raises:
             StoreError: the node's own store cannot be read. Stopped: the agent is leaving.
         """
+        away: dict[str, StoreUnavailable] = {}
         for manifest, upload in sorted(self._find_wanted(), key=lambda wanted: -wanted[0].sequence):
             if self._stopping.is_set():
                 raise Stopped
-            if upload.due <= self._clock():
-                self._try(manifest, upload)
+            if upload.due > self._clock():
+                continue
+            if upload.state.url in away:  # it would wait in vain, and with it what goes elsewhere
+                upload.fail(away[upload.state.url], self._clock())
+            elif isinstance(exc := self._try(manifest, upload), StoreUnavailable):
+                away[upload.state.url] = exc
         left = self._find_wanted()
         self._forget_gone({manifest.save_id for manifest, _ in left})
         soonest = min((upload.due for _, upload in left), default=None)
@@ -211,28 +216,36 @@ class Uploader:
             del self._uploads[next(iter(self._uploads))]
         return list(found.values())
 
-    def _try(self, manifest: Manifest, upload: Upload) -> None:
+    def _try(self, manifest: Manifest, upload: Upload) -> ReplicatedCkptError | None:
+        """Returns what it has failed with."""
         upload.state.attempts += 1
         try:
             with self.held.work_on(manifest.save_id):
                 is_there = self._advance(manifest, upload)
             if not is_there:
                 upload.wait(self._clock())
-                return
+                return None
             upload.end("committed")
             log.info("%s is committed in %s", manifest.checkpoint_id, upload.state.url)
         except UploadHeld:
             upload.wait(self._clock())
-            return
+            return None
         except SaveAborted as exc:
-            upload.end("superseded", exc.message)
-            log.info("%s is not uploaded any more: %s", manifest.checkpoint_id, exc.message)
+            upload.end("superseded", str(exc) if isinstance(exc, SaveSuperseded) else exc.message)
+            upload.state.is_denied = isinstance(exc, SaveSuperseded)
+            log.log(
+                logging.WARNING if upload.state.is_denied else logging.INFO,
+                "%s is not uploaded any more: %s",
+                manifest.checkpoint_id,
+                exc.message,
+            )
         except ReplicatedCkptError as exc:
             upload.fail(exc, self._clock())
             log.warning("%s to %s: %s", manifest.checkpoint_id, upload.state.url, exc)
-            return
+            return exc
         if self._uploads.get(manifest.save_id) is upload:  # else it was ordered to another bucket meanwhile
             self._forget(manifest.save_id)
+        return None
 
     def _forget(self, save_id: str) -> None:
         """Drops from the disk what was only needed until the end of a save's upload."""

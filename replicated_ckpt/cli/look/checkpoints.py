@@ -17,7 +17,7 @@ from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.protocol.seen_save import SeenSave, see_save
 from replicated_ckpt.core.upkeep.policy import pending
 from replicated_ckpt.core.upkeep.remains import recognize
-from replicated_ckpt.stores.bucket.bucket import BucketSave
+from replicated_ckpt.stores.bucket.bucket_save import BucketSave
 from replicated_ckpt.wording import describe_bytes, list_some, plural
 
 HEADER = ("ID", "SAVED AT", "STEP", "SIZE", "COPIES", "HOSTS", "BUCKET")

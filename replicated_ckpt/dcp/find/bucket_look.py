@@ -4,7 +4,8 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from replicated_ckpt.stores.bucket.bucket import Bucket, BucketSave
+from replicated_ckpt.stores.bucket.bucket import Bucket
+from replicated_ckpt.stores.bucket.bucket_save import BucketSave
 
 LOOK_WITHIN_S = 5.0
 

@@ -23,7 +23,8 @@ from replicated_ckpt.dcp.find.lineage_choice import choose_lineage
 from replicated_ckpt.dcp.find.unmanaged_survey import unmanaged_save, unmanaged_warning
 from replicated_ckpt.dcp.node.node import SeenStore
 from replicated_ckpt.errors import CheckpointNotFound, ObjectMissing, ReplicatedCkptError, ShardLost
-from replicated_ckpt.stores.bucket.bucket import Bucket, BucketSave
+from replicated_ckpt.stores.bucket.bucket import Bucket
+from replicated_ckpt.stores.bucket.bucket_save import BucketSave
 from replicated_ckpt.stores.bucket.manifest_of import manifest_in
 from replicated_ckpt.stores.files.plain import read_plain
 from replicated_ckpt.stores.local.remains import RemainsReader
@@ -238,11 +239,11 @@ class Surveyor:
             return []
         self._searched[OBJECT_NODE] = url
         for save in found:
-            if save.is_torn:
+            if save.problem:
                 self._damaged[save.checkpoint_id] = METADATA_NAME
-                self._problems.append(f"{url}/{save.checkpoint_id}/{METADATA_NAME}: its commit mark is damaged")
+                self._problems.append(f"{url}/{save.checkpoint_id}/{METADATA_NAME}: {save.problem}")
                 log.warning("%s", self._problems[-1])
-        self._in_bucket = {save.save_id: save for save in found if not save.is_torn}
+        self._in_bucket = {save.save_id: save for save in found if not save.problem}
         return [save.holding for save in self._in_bucket.values()]
 
     def _not_reached(self, node: str, place: str) -> None:

@@ -51,6 +51,9 @@ class ObjectTier:
     """One writer's bucket. Used by one thread at a time, except `wait`, which may run during a save."""
 
     def __init__(self, store: LocalStore, target: ObjectTarget | None, every: int) -> None:
+        """Raises ConfigInvalid: the bucket is a directory, and the store lies in it, or it in the store."""
+        if target is not None:
+            target.check_is_apart(store.root)
         self._store = store
         self._target = target
         self._every = every
@@ -159,9 +162,12 @@ class ObjectTier:
                     raise UploadFailed(checkpoint_id, self._target.url, "it is not committed on this node.") from exc
                 time.sleep(_POLL_MAX_S / 4)
                 continue
-            if state.state != "pending":
+            if state.state != "pending" and not state.is_denied:
                 return
             if state.is_denied or state.failing_s > GIVE_UP_S:
+                if state.state != "pending":
+                    with self._lock:  # it is told once: no later wait is to fail for it
+                        self._awaited.pop(save_id, None)
                 raise UploadFailed(checkpoint_id, state.url, state.error)
             if time.monotonic() > deadline:
                 why = state.error or "the time-out is over, and its upload goes on."

@@ -6,19 +6,15 @@
 <id>/.metadata                   the commit mark, written last: it names one save
 """
 
-import hashlib
 import logging
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 from replicated_ckpt import failpoints
 from replicated_ckpt.core.bucket.commit_mark import MARK_BYTES, CommitMark, decode_mark, own_prefix
 from replicated_ckpt.core.integrity.checksum import FOOTER_TAIL_BYTES, crc32c, decode_footer, footer_bytes_of
-from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.layout import (
     MANIFEST_NAME,
     METADATA_NAME,
-    OBJECT_NODE,
     PARTS_MAX,
     ShardName,
     is_checkpoint_id,
@@ -32,8 +28,12 @@ from replicated_ckpt.errors import (
     ObjectMissing,
     ReplicatedCkptError,
     SaveAborted,
+    SaveSuperseded,
+    StoreDenied,
 )
-from replicated_ckpt.stores.bucket_client.client import Listing, ObjectClient, Paced
+from replicated_ckpt.stores.bucket.bucket_save import BucketSave
+from replicated_ckpt.stores.bucket_client.client import ARCHIVED, Listing, ObjectClient, Paced
+from replicated_ckpt.stores.bucket_client.retry import RetryingClient
 from replicated_ckpt.stores.bucket_client.upload_source import UploadSource
 from replicated_ckpt.stores.peer.client import FILE_BYTES_MAX
 from replicated_ckpt.stores.peer.fan_out import FanOut
@@ -42,51 +42,15 @@ log = logging.getLogger(__name__)
 
 _TAIL_BYTES = 64 << 10
 _NEWER = "Nothing is to be done: the newer one loads from there."
+_OTHER_RUN = (
+    "Give each run a prefix of its own; this one's goes there by `replicated-ckpt upload ID --root ROOT --to URL`."
+)
 _TAKEN = (
     "The nodes have the newer one. Save it again with overwrite=True: then it gets a place of its own in the bucket."
 )
 _COMMIT_TRIES = 4
 _ORPHAN_S = 86400.0
 """Uploads begun that long ago belong to no save any more."""
-
-
-@dataclass(frozen=True)
-class BucketSave:
-    """One committed checkpoint in the bucket. `mark` is None for one that stock torch wrote.
-
-    `is_torn`: it is one of ours, by the manifest that lies there, and its `.metadata` has lost the mark: no look can tell
-    whose it is and what it should be.
-    """
-
-    checkpoint_id: str
-    mark: CommitMark | None
-    sizes: Mapping[str, int]
-    """Bytes of each shard's object, by the shard's name."""
-    metadata_bytes: int
-    """Of `.metadata`, the mark not counted."""
-    is_torn: bool = False
-
-    @property
-    def save_id(self) -> str:
-        """The save's id; one made up from the name, the same for every reader, where stock torch wrote it."""
-        if self.mark is not None:
-            return self.mark.save_id
-        return hashlib.sha256(f"{self.checkpoint_id}/{self.metadata_bytes}".encode()).hexdigest()[:32]
-
-    @property
-    def holding(self) -> Holding:
-        """It as the inventory has it. One without a mark has no place in the order: it is older than any other."""
-        sequence, created = (self.mark.sequence, self.mark.created_unix_s) if self.mark else (0, 0.0)
-        return Holding(
-            OBJECT_NODE,
-            self.checkpoint_id,
-            self.save_id,
-            sequence,
-            True,
-            self.sizes,
-            created_unix_s=created,
-            lineage=self.mark.lineage if self.mark else "",
-        )
 
 
 class Bucket:
@@ -97,11 +61,14 @@ class Bucket:
 
     # Looking -----------------------------------------------------------------------------------------------------
 
-    def saves(self) -> tuple[BucketSave, ...]:
-        """Every committed checkpoint. One request for each directory and two for each checkpoint, many at once."""
+    def saves(self, scope: str | None = None) -> tuple[BucketSave, ...]:
+        """Every committed checkpoint; with a `scope`, those whose ids lie in that directory, "" for plain names.
+
+        One request for each directory and two for each checkpoint, many at once.
+        """
         found: list[BucketSave] = []
-        level = [""]
-        for _ in range(PARTS_MAX + 1):
+        level = [f"{scope}/" if scope else ""]
+        for _ in range(PARTS_MAX + 1 if scope is None else 2):
             looked = FanOut[str, tuple[list[BucketSave], list[str]]]().run(level, self._look).raise_first()
             found += [save for saves, _ in looked.values() for save in saves]
             level = [directory for _, directories in looked.values() for directory in directories]
@@ -114,7 +81,8 @@ class Bucket:
         listing = self.client.list_keys(directory)
         checkpoint_id = directory.rstrip("/")
         if METADATA_NAME in listing.sizes and is_checkpoint_id(checkpoint_id):
-            return [self._save(checkpoint_id, listing)], []
+            save = self._save(checkpoint_id, listing)
+            return [] if save is None else [save], []
         below = [name for name in listing.directories if not is_save_id(name) and is_checkpoint_id(directory + name)]
         return [], [f"{directory}{name}/" for name in below]
 
@@ -123,16 +91,26 @@ class Bucket:
         listing = self.client.list_keys(f"{checkpoint_id}/")
         return self._save(checkpoint_id, listing) if METADATA_NAME in listing.sizes else None
 
-    def _save(self, checkpoint_id: str, listing: Listing) -> BucketSave:
+    def _save(self, checkpoint_id: str, listing: Listing) -> BucketSave | None:
+        """None: it was removed since it was listed."""
         sizes, size = listing.sizes, listing.sizes[METADATA_NAME]
         is_ours = MANIFEST_NAME in sizes or any(map(is_save_id, listing.directories))
-        mark = self._mark(checkpoint_id, size)
-        if mark is None and is_ours:
+        problem = "its commit mark is damaged"
+        try:
             mark = self._mark(checkpoint_id, size)
+            if mark is None and is_ours:
+                mark = self._mark(checkpoint_id, size)
+        except ObjectMissing:
+            return None
+        except StoreDenied as exc:
+            if not exc.detail.startswith(ARCHIVED):
+                raise
+            is_ours, mark, problem = True, None, f"it is archived, and is to be restored there ({exc.detail})"
         if mark is not None and mark.has_own_prefix:
             sizes = self.client.list_keys(f"{checkpoint_id}/{mark.prefix}").sizes
         shards = {name: size for name, size in sizes.items() if ShardName.parse(name) is not None}
-        return BucketSave(checkpoint_id, mark, shards, size - (MARK_BYTES if mark else 0), is_ours and not mark)
+        is_torn = is_ours and mark is None
+        return BucketSave(checkpoint_id, mark, shards, size - (MARK_BYTES if mark else 0), problem if is_torn else "")
 
     def _mark(self, checkpoint_id: str, size_bytes: int) -> CommitMark | None:
         if size_bytes < MARK_BYTES:
@@ -220,6 +198,7 @@ class Bucket:
 
         Raises:
             SaveAborted: a newer save of the same id is committed there, and this one is not wanted any more.
+            SaveSuperseded: it is another run's, and what was saved here is in no bucket.
             CheckpointExists: another job has saved the same id at the same time, and what it saved lies in this place.
             ObjectCorrupt: what is read back is not what was written.
         """
@@ -251,10 +230,12 @@ class Bucket:
     def check_place(self, manifest: Manifest, there: BucketSave | None) -> None:
         """Nothing is written over the files of a save that is committed there: two jobs may both have found the id free."""
         place = f"{manifest.checkpoint_id!r} in {self.client.target.url}"
-        if is_superseded(manifest, there):
-            raise SaveAborted(f"{place} is of a newer save.", _NEWER)
         if there is None or there.mark is None or there.save_id == manifest.save_id:
             return
+        if is_superseded(manifest, there):
+            if there.mark.lineage != manifest.lineage:
+                raise SaveSuperseded(f"{place} is of save {there.save_id}, a newer one of another run.", _OTHER_RUN)
+            raise SaveAborted(f"{place} is of a newer save.", _NEWER)
         if there.mark.prefix == prefix_of(manifest):
             raise CheckpointExists(
                 f"{place} is of save {there.save_id}, which another job made at the same time.", _TAKEN
@@ -279,7 +260,7 @@ class Bucket:
     def remove(self, save: BucketSave) -> None:
         """Deletes a checkpoint, its mark first: interrupted at any point, what is left is no checkpoint."""
         self.client.delete([f"{save.checkpoint_id}/{METADATA_NAME}"])
-        self.client.delete(list(self._keys(save)))
+        RetryingClient(self.client).delete(list(self._keys(save)))  # nothing tells of them from now on
 
 
 def is_superseded(manifest: Manifest, there: BucketSave | None) -> bool:

@@ -7,7 +7,8 @@ from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, OBJECT_NOD
 from replicated_ckpt.core.manifest import Manifest, decode_manifest
 from replicated_ckpt.core.upkeep.finding import Finding, Problem
 from replicated_ckpt.errors import ManifestInvalid, ObjectCorrupt, ObjectMissing
-from replicated_ckpt.stores.bucket.bucket import Bucket, BucketSave
+from replicated_ckpt.stores.bucket.bucket import Bucket
+from replicated_ckpt.stores.bucket.bucket_save import BucketSave
 from replicated_ckpt.stores.bucket.shard import ObjectShard
 from replicated_ckpt.stores.verified import Expected
 
@@ -42,7 +43,9 @@ class BucketInspector:
     def inspect_save(self, save: BucketSave) -> Iterator[Finding]:
         """What is wrong with one of them."""
         self.checkpoint_ids.append(save.checkpoint_id)
-        if save.mark is None:
+        if save.problem:
+            yield self._finding(save, METADATA_NAME, Problem.CORRUPT, "a commit mark", save.problem)
+        elif save.mark is None:
             self.unchecked.append(save.checkpoint_id)
         else:
             yield from self._of_save(save)

@@ -2,7 +2,8 @@
 
 from replicated_ckpt.core.layout import OBJECT_NODE, ShardName
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
-from replicated_ckpt.stores.bucket.bucket import Bucket, BucketSave
+from replicated_ckpt.stores.bucket.bucket import Bucket
+from replicated_ckpt.stores.bucket.bucket_save import BucketSave
 
 
 def manifest_in(bucket: Bucket, save: BucketSave) -> bytes:

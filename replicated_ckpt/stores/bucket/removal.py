@@ -3,7 +3,8 @@
 from replicated_ckpt.core.layout import MANIFEST_NAME
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.errors import ObjectCorrupt, ObjectMissing
-from replicated_ckpt.stores.bucket.bucket import Bucket, BucketSave, key_of, prefix_of
+from replicated_ckpt.stores.bucket.bucket import Bucket, key_of, prefix_of
+from replicated_ckpt.stores.bucket.bucket_save import BucketSave
 
 
 def remove_save(bucket: Bucket, checkpoint_id: str, save_id: str, manifest: Manifest | None) -> bool:

@@ -3,13 +3,18 @@
 import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
-from replicated_ckpt.errors import StoreError
+from replicated_ckpt.errors import StoreDenied, StoreError
 
 ANSWER_BYTES_MAX = 64 << 20
 """Of a page of a listing, or an error: a thousand keys with all that can be said of them take some megabytes."""
 PAGES_MAX = 10_000
 """Of one listing, a thousand names each."""
+_REDIRECTS = (301, 302, 303, 307, 308)
+_REDIRECT_HINT = (
+    "Give the endpoint_url of the object store itself, with https:// if it wants that: no redirect is followed."
+)
 
 
 class MemoryBody:
@@ -56,7 +61,8 @@ def without_expect(params: dict[str, Any], **_: Any) -> None:
 class BoundedSession:
     """botocore's HTTP session, but that an answer which is read as a whole ends, or is an error. Safe for concurrent use.
 
-    botocore itself reads until the server stops sending.
+    botocore itself reads until the server stops sending. Nor does it end where it is sent elsewhere, and not told the
+    region of the bucket: it asks for that in a recursion, of the server that answers alike.
     """
 
     def __init__(self, session: Any, store: str) -> None:
@@ -66,6 +72,13 @@ class BoundedSession:
     def send(self, request: Any) -> Any:
         is_streamed, request.stream_output = request.stream_output, True
         response = self._session.send(request)
+        if response.status_code in _REDIRECTS and "x-amz-bucket-region" not in response.headers:
+            response.raw.close()
+            where = urlsplit(response.headers.get("Location", ""))
+            to = f"{where.scheme}://{where.netloc}" if where.netloc else "elsewhere"
+            raise StoreDenied(
+                self._store, "ask", "", f"{urlsplit(request.url).netloc} redirects to {to}", _REDIRECT_HINT
+            )
         response.raw = _BoundedAnswer(response.raw, self._store)
         if not is_streamed:
             response.content  # noqa: B018 - it is read here, and kept

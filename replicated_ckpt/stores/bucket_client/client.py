@@ -10,6 +10,11 @@ from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 PART_BYTES = 16 << 20
 """Least size of the parts of an upload, in bytes."""
 PARTS_PARALLEL = 4
+AWAY_HINT = (
+    "Local and peer copies are not affected. An agent tries its uploads again; else check the URL and the network."
+)
+ARCHIVED = "InvalidObjectState"
+"""How the detail of a StoreDenied begins where an object is there and is to be restored before it can be read."""
 
 Paced = Callable[[int], None]
 """Waits until so many bytes may be sent; raises to break the upload off."""

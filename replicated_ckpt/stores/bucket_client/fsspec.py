@@ -21,13 +21,13 @@ from replicated_ckpt.errors import (
     StoreError,
     StoreUnavailable,
 )
-from replicated_ckpt.stores.bucket_client.client import PART_BYTES, PARTS_PARALLEL, Listing, Paced
+from replicated_ckpt.stores.bucket_client.client import AWAY_HINT, PART_BYTES, PARTS_PARALLEL, Listing, Paced
 from replicated_ckpt.stores.bucket_client.package import missing_package
 from replicated_ckpt.stores.bucket_client.upload_source import UploadSource
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 
 LIST_TIMEOUT_S = 300.0
-"""One directory, whose names come a thousand at a time."""
+"""One directory, whose names come a thousand at a time; a read, a small write, a removal."""
 _S3FS_DEFAULTS = {"default_block_size": PART_BYTES, "max_concurrency": PARTS_PARALLEL}
 
 
@@ -103,7 +103,7 @@ class FsspecClient:
         path = self._path(directory)
         with self.translate_errors("list", directory):
             try:
-                entries = self._ls(path)
+                entries = self._ask("ls", path, detail=True)
             except (FileNotFoundError, NotADirectoryError):
                 return Listing()
             inside = [entry for entry in entries if entry["name"].rstrip("/") != path]
@@ -113,18 +113,18 @@ class FsspecClient:
                 tuple(name_of[id(entry)] for entry in inside if entry["type"] == "directory"),
             )
 
-    def _ls(self, path: str) -> Any:
-        """s3fs asks for page after page for as long as a server says that more follow: so there is an end."""
+    def _ask(self, verb: str, *args: Any, **kwargs: Any) -> Any:
+        """So there is an end: s3fs asks for pages for as long as a server says that more follow, gcsfs waits for ever."""
         if not self._fs.async_impl:
-            return self._fs.ls(path, detail=True)
-        return fsspec.asyn.sync(self._fs.loop, self._fs._ls, path, detail=True, timeout=LIST_TIMEOUT_S)  # noqa: SLF001
+            return getattr(self._fs, verb)(*args, **kwargs)
+        return fsspec.asyn.sync(self._fs.loop, getattr(self._fs, f"_{verb}"), *args, timeout=LIST_TIMEOUT_S, **kwargs)
 
     def read(self, key: str, offset: int, target: memoryview) -> None:
         if not target:
             return
         with self.translate_errors("read", key):
             try:
-                raw = self._fs.cat_file(self._path(key), start=offset, end=offset + len(target))
+                raw = self._ask("cat_file", self._path(key), start=offset, end=offset + len(target))
             except OSError as exc:
                 if exc.errno != errno.EINVAL:
                     raise
@@ -137,11 +137,11 @@ class FsspecClient:
 
     def size_bytes(self, key: str) -> int:
         with self.translate_errors("look at", key):
-            return int(self._fs.size(self._path(key)))
+            return int(self._ask("size", self._path(key)))
 
     def put(self, key: str, data: bytes) -> None:
         with self.translate_errors("write", key):
-            self._fs.pipe_file(self._path(key), data)
+            self._ask("pipe_file", self._path(key), data)
 
     def version(self, key: str) -> str:
         """Nothing: fsspec has no conditional writes that all its back ends agree on."""
@@ -169,7 +169,7 @@ class FsspecClient:
     def delete(self, keys: Sequence[str]) -> None:
         for key in keys:
             with self.translate_errors("delete", key), contextlib.suppress(FileNotFoundError):
-                self._fs.rm_file(self._path(key))
+                self._ask("rm_file", self._path(key))
 
     def end_unfinished(self, prefix: str, older_than_s: float) -> int:
         """Nothing: fsspec has no name for it; a life-cycle rule of the bucket does it."""
@@ -191,7 +191,7 @@ class FsspecClient:
         except PermissionError as exc:
             raise StoreDenied(self.target.url, op, key, self._detail(exc)) from None
         except (TimeoutError, ConnectionError) as exc:
-            raise StoreUnavailable(self.target.url, op, key, self._detail(exc)) from None
+            raise StoreUnavailable(self.target.url, op, key, self._detail(exc), AWAY_HINT) from None
         except OSError as exc:
             raise StoreError(self.target.url, op, key, self._detail(exc)) from None
         except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as exc:
@@ -200,8 +200,9 @@ class FsspecClient:
         except Exception as exc:
             if type(exc).__module__.partition(".")[0] in ("builtins", "replicated_ckpt"):
                 raise
-            kind = StoreDenied if "Credential" in type(exc).__name__ else StoreUnavailable
-            raise kind(self.target.url, op, key, self._detail(exc)) from None
+            if "Credential" in type(exc).__name__:
+                raise StoreDenied(self.target.url, op, key, self._detail(exc)) from None
+            raise StoreUnavailable(self.target.url, op, key, self._detail(exc), AWAY_HINT) from None
 
     def _detail(self, exc: BaseException) -> str:
         return self.target.scrub(f"{type(exc).__name__}: {exc}")[:400]

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from replicated_ckpt import failpoints
 from replicated_ckpt.core.integrity.checksum import crc32c
-from replicated_ckpt.errors import ObjectMissing, ReplicatedCkptError
+from replicated_ckpt.errors import ObjectMissing, ReplicatedCkptError, StoreDenied, StoreError, StoreUnavailable
 from replicated_ckpt.stores.bucket_client.body import MemoryBody, read_pages
 from replicated_ckpt.stores.bucket_client.client import PART_BYTES, PARTS_PARALLEL, Paced
 from replicated_ckpt.stores.bucket_client.upload_source import UploadSource
@@ -65,10 +65,16 @@ class MultipartUpload:
                 waiting.put(number)
         self._send_all(waiting)
         parts = [self._parts[number] for number in range(1, count + 1)]
-        with self._client.translate_errors("complete the upload of", self._key):
-            self._client.s3.complete_multipart_upload(
-                **self._where, UploadId=self._upload_id, MultipartUpload={"Parts": parts}
-            )
+        try:
+            with self._client.translate_errors("complete the upload of", self._key):
+                self._client.s3.complete_multipart_upload(
+                    **self._where, UploadId=self._upload_id, MultipartUpload={"Parts": parts}
+                )
+        except (StoreUnavailable, StoreDenied):
+            raise
+        except StoreError:  # it says that parts are bad which it lists: the next try begins anew
+            self._source.resume_path.unlink(missing_ok=True)
+            raise
         self._source.resume_path.unlink(missing_ok=True)
         return encode_crc(crc32c(b"".join(struct.pack(">I", self._crcs[number]) for number in range(1, count + 1))))
 

@@ -3,6 +3,7 @@
 import random
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 from replicated_ckpt.errors import ObjectCorrupt, StoreUnavailable
@@ -22,7 +23,7 @@ _CHANCE = random.Random()  # noqa: S311 - chance, not secrecy; the process's own
 class RetryingClient:
     """An ObjectClient whose reads are tried again while it is unavailable, and once more if an answer was cut short.
 
-    Writes are the uploader's to repeat. Safe for concurrent use as far as the client in it is.
+    So are removals. Writes are the uploader's to repeat. Safe for concurrent use as far as the client in it is.
     """
 
     def __init__(
@@ -66,7 +67,8 @@ class RetryingClient:
         self._client.put_shard(key, source, paced)
 
     def delete(self, keys: Sequence[str]) -> None:
-        self._client.delete(keys)
+        for key in keys:
+            self._try(partial(self._client.delete, [key]), self._within_s)
 
     def end_unfinished(self, prefix: str, older_than_s: float) -> int:
         return self._client.end_unfinished(prefix, older_than_s)

@@ -3,9 +3,10 @@
 import contextlib
 import functools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import botocore.config
 import botocore.exceptions
@@ -24,11 +25,12 @@ from replicated_ckpt.errors import (
     StoreUnavailable,
 )
 from replicated_ckpt.stores.bucket_client.body import BoundedSession, MemoryBody, read_pages, without_expect
-from replicated_ckpt.stores.bucket_client.client import PART_BYTES, Listing, Paced
+from replicated_ckpt.stores.bucket_client.client import ARCHIVED, AWAY_HINT, PART_BYTES, Listing, Paced
 from replicated_ckpt.stores.bucket_client.parts import MultipartUpload, encode_crc
 from replicated_ckpt.stores.bucket_client.upload_source import UploadSource
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 
+T = TypeVar("T")
 CONNECT_TIMEOUT_S = 5.0
 READ_TIMEOUT_S = 20.0
 LISTED_MAX = 500_000
@@ -49,9 +51,10 @@ _KNOWN_OPTIONS = {
 }
 _KNOWN_CLIENT_OPTIONS = {"endpoint_url", "region_name", "verify", "use_ssl", "api_version"}
 _DENIED = {
-    "AccessDenied", "AccountProblem", "ExpiredToken", "ExpiredTokenException", "InvalidAccessKeyId", "InvalidBucketName",
-    "InvalidToken", "NoSuchBucket", "PermanentRedirect", "RequestTimeTooSkewed", "SignatureDoesNotMatch",
-    "TokenRefreshRequired", "AllAccessDisabled", "Forbidden", "301", "401", "403",
+    "AccessDenied", "AccountProblem", "AuthorizationHeaderMalformed", "ExpiredToken", "ExpiredTokenException",
+    "InvalidAccessKeyId", "InvalidBucketName", "InvalidToken", "NoSuchBucket", "PermanentRedirect",
+    "RequestTimeTooSkewed", "SignatureDoesNotMatch", "TokenRefreshRequired", "AllAccessDisabled", "Forbidden", "301", "401",
+    "403",
 }  # fmt: skip
 _CONDITION_FAILED = ("PreconditionFailed", "ConditionalRequestConflict", "412")
 _CONDITION_UNKNOWN = ("NotImplemented", "501")
@@ -134,10 +137,31 @@ class S3Client:
         self._put(key, data, crc32c(data))
 
     def _put(self, key: str, data: bytes | bytearray, crc: int, **conditions: str) -> None:
-        with self.translate_errors("write", key):
+        def send(**checksum: str) -> None:
             self.s3.put_object(
-                Bucket=self.bucket, Key=self.prefix + key, Body=MemoryBody(data), **self.checksum_of(crc), **conditions
+                Bucket=self.bucket, Key=self.prefix + key, Body=MemoryBody(data), **checksum, **conditions
             )
+
+        if not conditions:
+            self._with_checksum("write", key, send, self.checksum_of(crc))
+            return
+        with self.translate_errors(
+            "write", key
+        ):  # a refusal is of the condition: what has no checksum is known by then
+            send(**self.checksum_of(crc))
+
+    def _with_checksum(self, op: str, key: str, send: Callable[..., T], checksum: Mapping[str, str]) -> T:
+        """Sends with a checksum for the store to verify; without, from then on, if it refuses that and takes it so."""
+        try:
+            with self.translate_errors(op, key):
+                return send(**checksum)
+        except StoreError as exc:
+            if not checksum or not exc.detail.startswith(_CHECKSUM_UNKNOWN):
+                raise
+        with self.translate_errors(op, key):
+            answer = send()
+        self.has_checksums = False
+        return answer
 
     def version(self, key: str) -> str:
         try:
@@ -151,9 +175,10 @@ class S3Client:
         try:
             self._put(key, data, crc32c(data), **condition)
         except StoreError as exc:
-            if any(code in exc.detail for code in _CONDITION_FAILED):
+            code = exc.detail.partition(":")[0]
+            if code in _CONDITION_FAILED:
                 return False
-            if not any(code in exc.detail for code in _CONDITION_UNKNOWN):
+            if code not in _CONDITION_UNKNOWN:
                 raise
             self.put(key, data)
         return True
@@ -199,17 +224,9 @@ class S3Client:
 
     def begin(self, key: str) -> str:
         """Begins an upload in parts, with checksums unless the store knows none; returns its id."""
-        where = {"Bucket": self.bucket, "Key": self.prefix + key}
-        if self.has_checksums:
-            try:
-                with self.translate_errors("begin the upload of", key):
-                    return str(self.s3.create_multipart_upload(**where, ChecksumAlgorithm="CRC32C")["UploadId"])
-            except StoreError as exc:
-                if not exc.detail.startswith(_CHECKSUM_UNKNOWN):
-                    raise
-                self.has_checksums = False
-        with self.translate_errors("begin the upload of", key):
-            return str(self.s3.create_multipart_upload(**where)["UploadId"])
+        begin = partial(self.s3.create_multipart_upload, Bucket=self.bucket, Key=self.prefix + key)
+        checksum = {"ChecksumAlgorithm": "CRC32C"} if self.has_checksums else {}
+        return str(self._with_checksum("begin the upload of", key, begin, checksum)["UploadId"])
 
     def _check_stored(self, key: str, source: UploadSource, of_parts: str) -> None:
         """Compares with what the store says it holds: a checksum of the whole, or, of an upload in parts, of theirs."""
@@ -242,7 +259,7 @@ class S3Client:
             raise StoreDenied(self.target.url, op, key, self.target.scrub(str(exc)), _DENIED_HINT) from None
         except (botocore.exceptions.BotoCoreError, urllib3.exceptions.HTTPError, OSError) as exc:
             detail = self.target.scrub(f"{type(exc).__name__}: {exc}")
-            raise StoreUnavailable(self.target.url, op, key, detail, _AWAY_HINT) from None
+            raise StoreUnavailable(self.target.url, op, key, detail, AWAY_HINT) from None
         except (botocore.parsers.ResponseParserError, LookupError, TypeError, ValueError, AttributeError) as exc:
             detail = self.target.scrub(f"its answer makes no sense: {type(exc).__name__}: {exc}")[:400]
             raise StoreError(self.target.url, op, key, detail) from None
@@ -255,19 +272,19 @@ class S3Client:
         if code in _MISSING:
             return ObjectMissing(store, op, key, detail)
         if code in _DENIED or status in (401, 403):
-            return StoreDenied(store, op, key, detail, _DENIED_HINT)
+            return StoreDenied(store, op, key, detail, _ARCHIVED_HINT if code == ARCHIVED else _DENIED_HINT)
         if code in _BUSY or status in (408, 429) or status >= 500:
-            return StoreUnavailable(store, op, key, detail, _AWAY_HINT)
+            return StoreUnavailable(store, op, key, detail, AWAY_HINT)
         if code in ("BadDigest", "XAmzContentChecksumMismatch", "InvalidRange"):  # it ends before the range
             return ObjectCorrupt(store, op, key, detail)
         return StoreError(store, op, key, detail)
 
 
 _DENIED_HINT = "Check the bucket's name, the credentials and their permissions; local and peer copies are not affected."
-_OWN_PREFIX_HINT = "Give the checkpoints a prefix of their own: s3://bucket/prefix."
-_AWAY_HINT = (
-    "Local and peer copies are not affected. An agent tries its uploads again; else check the URL and the network."
+_ARCHIVED_HINT = (
+    "A life-cycle rule of the bucket has archived it: restore it there, or load a checkpoint that is not archived."
 )
+_OWN_PREFIX_HINT = "Give the checkpoints a prefix of their own: s3://bucket/prefix."
 
 
 @functools.cache

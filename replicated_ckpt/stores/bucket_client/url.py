@@ -4,6 +4,7 @@ import os
 import urllib.parse
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from replicated_ckpt.errors import ConfigInvalid
@@ -61,6 +62,20 @@ class ObjectTarget:
     @property
     def scheme(self) -> str:
         return self.url.partition("://")[0]
+
+    def check_is_apart(self, root: str | os.PathLike[str]) -> None:
+        """Raises ConfigInvalid: it is a directory in which a node's store lies, or the other way round.
+
+        Each would take the other's files for its own: the mark in the bucket's `.metadata` is damage on a node.
+        """
+        if self.scheme not in ("file", "local"):
+            return
+        there, here = (Path(os.path.realpath(path)) for path in (self.url.partition("://")[2], root))
+        if there.is_relative_to(here) or here.is_relative_to(there):
+            raise ConfigInvalid(
+                f"object_store={self.url!r} and the root {os.fspath(root)!r} lie in one another.",
+                "Name two directories side by side: the bucket on a share that all nodes reach, the root on a local disk.",
+            )
 
     @property
     def is_process_local(self) -> bool:

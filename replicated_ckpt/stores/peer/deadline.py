@@ -16,8 +16,12 @@ def is_time_out(error: BaseException | None) -> bool:
 
 @contextmanager
 def give_up_after(connected: socket.socket | None, seconds: float) -> Iterator[None]:
-    """Breaks the connection when the block lasts longer; what the block meets then becomes a TimeoutError."""
+    """Breaks the connection when the block lasts longer; what the block meets then becomes a TimeoutError.
+
+    Where it was translated already it stays a StoreUnavailable, of that: nothing else says that the peer lives.
+    """
     ended, is_broken = threading.Event(), threading.Event()
+    late = f"it has not ended within {seconds:.0f} s"
 
     def watch() -> None:
         if not ended.wait(seconds) and connected is not None:
@@ -31,7 +35,11 @@ def give_up_after(connected: socket.socket | None, seconds: float) -> Iterator[N
         yield
     except (OSError, http.client.HTTPException) as exc:
         if is_broken.is_set():
-            raise TimeoutError(f"it has not ended within {seconds:.0f} s") from exc
+            raise TimeoutError(late) from exc
+        raise
+    except StoreUnavailable as exc:
+        if is_broken.is_set():
+            raise StoreUnavailable(exc.store, exc.op, exc.key, late) from TimeoutError(late)
         raise
     finally:
         ended.set()

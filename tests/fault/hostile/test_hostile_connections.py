@@ -16,6 +16,7 @@ import pytest
 
 from replicated_ckpt.errors import PeerProtocolError, StoreDenied, StoreUnavailable
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
+from replicated_ckpt.stores.peer.deadline import is_time_out
 from tests.agent.agents import RunningAgent, running_agent
 from tests.fault.hostile.test_hostile_peers import answering, saying
 from tests.stopwatch import Stopwatch
@@ -126,6 +127,21 @@ def test_a_peer_that_stalls_in_the_handshake_costs_one_time_out(says: bytes, sto
         with pytest.raises(StoreUnavailable):
             client.call("GET", "/v1/hello")
         assert stopwatch.now() - began < 10
+
+
+def test_a_peer_that_works_for_too_long_is_not_taken_for_one_that_has_gone() -> None:
+    """It lives, by its heartbeats: the error has the deadline, and no advice to look for a broken connection."""
+
+    def works(connection: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
+                time.sleep(0.2)
+
+    with answering(works) as peer, AgentClient(peer, 5) as client:
+        with pytest.raises(StoreUnavailable, match="has not ended within 1 s") as raised, client.within(1):
+            client.call("GET", "/v1/status")
+        assert is_time_out(raised.value)
 
 
 @pytest.mark.parametrize("status", [300, 301, 302, 303, 307, 308])

@@ -1,0 +1,51 @@
+"""Two jobs and one bucket, or one directory: neither takes the other's files for its own."""
+
+import time
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed.checkpoint as dcp
+
+from replicated_ckpt import ReplicatedReader, ReplicatedWriter
+from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptWarning, UploadFailed
+from tests.agent.agents import stop_agent
+from tests.buckets.faulty_bucket import faulty_bucket
+from tests.buckets.servers import Server
+from tests.object_tier.test_one_node import assert_loads, contents, save
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def test_what_another_run_has_there_is_not_taken_for_this_save(
+    root: Path, tmp_path: Path, where: Mapping[str, Any], moto: Server
+) -> None:
+    """It is newer, and stays. `wait` says once that this save is in no bucket, and what to do; the nodes have it."""
+    other = tmp_path / "other"
+    with mock.patch.object(time, "time", return_value=time.time() + 365 * 86400):
+        save(ReplicatedWriter(other, ack="object", **where), "step-1", 1)
+    stop_agent(other)
+    with faulty_bucket(moto) as proxy, warnings.catch_warnings():
+        warnings.simplefilter("ignore", ReplicatedCkptWarning)
+        proxy.away()
+        writer = ReplicatedWriter(root, **{**where, "storage_options": proxy.storage_options()})
+        dcp.save(contents(2), checkpoint_id="step-1", storage_writer=writer)
+        proxy.back()
+        with pytest.raises(UploadFailed, match=r"of another run.*upload ID"):
+            writer.wait(60)
+        dcp.save(contents(3), checkpoint_id="step-2", storage_writer=writer)
+        assert writer.wait(60) == ("step-2",)
+    assert_loads(ReplicatedReader(root), "step-1", 2)
+    assert_loads(ReplicatedReader(**where), "step-1", 1)
+
+
+@pytest.mark.parametrize("below", ["", "/bucket", "/.."])
+def test_a_bucket_lies_beside_the_root(tmp_path: Path, below: str) -> None:
+    """In one directory the commit there would write over the node's own `.metadata`."""
+    root = tmp_path / "node"
+    with pytest.raises(ConfigInvalid, match="lie in one another"):
+        ReplicatedWriter(root, object_store=f"file://{root}{below}")
+    ReplicatedWriter(root, object_store=f"file://{root}-bucket")

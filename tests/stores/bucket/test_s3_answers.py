@@ -1,0 +1,178 @@
+"""Answers of S3 stores that must not be taken for others: refusals, redirects, archived and vanished objects."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from replicated_ckpt.core.layout import METADATA_NAME
+from replicated_ckpt.core.manifest import Manifest
+from replicated_ckpt.core.upkeep.finding import Problem
+from replicated_ckpt.errors import StoreDenied, StoreError, StoreUnavailable
+from replicated_ckpt.stores.bucket.bucket import Bucket
+from replicated_ckpt.stores.bucket.inspection import BucketInspector
+from replicated_ckpt.stores.bucket_client import fsspec as fsspec_client
+from replicated_ckpt.stores.bucket_client.client import ARCHIVED, PART_BYTES, Listing
+from replicated_ckpt.stores.bucket_client.fsspec import FsspecClient
+from replicated_ckpt.stores.bucket_client.s3 import S3Client
+from replicated_ckpt.stores.local.store import LocalStore
+from tests.agent.checkpoints import METADATA, checkpointed, shard
+from tests.buckets.faults import Fault
+from tests.buckets.faulty_bucket import FaultyBucket, faulty_bucket
+from tests.buckets.servers import Server
+from tests.stores.bucket.test_object_clients import brought, s3_target
+
+
+@pytest.fixture
+def proxy(moto: Server) -> Iterator[FaultyBucket]:
+    with faulty_bucket(moto) as faulty:
+        yield faulty
+
+
+@pytest.fixture
+def client(proxy: FaultyBucket) -> S3Client:
+    return S3Client(s3_target(proxy.server))
+
+
+def committed(client: S3Client, tmp_path: Path, sequence: int, checkpoint_id: str = "") -> Manifest:
+    store = LocalStore(tmp_path / f"node-{sequence}")
+    manifest = checkpointed(
+        [store], sequence, {shard(0): (0,)}, checkpoint_id=checkpoint_id or f"step-{sequence}", copies=1
+    )
+    brought(Bucket(client), (store, manifest), tmp_path)
+    Bucket(client).commit(manifest, manifest.encode(), METADATA)
+    return manifest
+
+
+@pytest.mark.parametrize("key", ["step-412/.metadata", "step-501/.metadata"])
+def test_a_key_is_no_status_of_an_answer(client: S3Client, proxy: FaultyBucket, key: str) -> None:
+    """The error of a connection that broke names the URL: a conditional write is not made without its condition then."""
+    client.put(key, b"a newer save")
+    proxy.add(Fault("reset", method="PUT", times=1))
+    with pytest.raises(StoreUnavailable):
+        client.put_over(key, b"an older one", "")
+    assert client.size_bytes(key) == len(b"a newer save")
+
+
+def test_a_store_that_knows_no_checksums_gets_small_objects_without(client: S3Client, proxy: FaultyBucket) -> None:
+    """As it gets large ones. One that refuses them without, too, is asked with checksums again."""
+    refuses = Fault("status", method="PUT", status=400, code="InvalidArgument", times=2)
+    proxy.add(refuses)
+    with pytest.raises(StoreError, match="InvalidArgument"):
+        client.put("a", b"abc")
+    assert client.checksum_of(0)
+    proxy.add(replace(refuses, times=1))
+    client.put("a", b"abc")
+    assert client.size_bytes("a") == 3
+    assert not client.checksum_of(0)
+
+
+def test_a_redirect_is_an_error_that_says_where_to(client: S3Client, proxy: FaultyBucket) -> None:
+    """Of one request: botocore asks such a server for the bucket's region, until its stack is full."""
+    proxy.add(Fault("status", status=301, code="MovedPermanently"))
+    with pytest.raises(StoreDenied, match=r"redirects to elsewhere.*endpoint_url"):
+        client.list_keys("")
+    assert len(proxy.requests("GET") + proxy.requests("HEAD")) == 1
+
+
+def test_parts_that_are_refused_at_the_end_are_sent_anew(
+    client: S3Client, proxy: FaultyBucket, moto: Server, tmp_path: Path
+) -> None:
+    """By another upload: the parts of the first are listed, and would be refused for ever."""
+    store = LocalStore(tmp_path / "node")
+    saved = store, checkpointed([store], 1, {shard(0): (0,)}, copies=1, size_bytes=PART_BYTES + 1)
+    proxy.add(Fault("reset", method="POST", query="uploadId", times=1))
+    with pytest.raises(StoreUnavailable):
+        brought(Bucket(client), saved, tmp_path)
+    (upload,) = moto.client().list_multipart_uploads(Bucket=client.bucket)["Uploads"]
+    proxy.add(Fault("status", method="POST", query=upload["UploadId"], status=400, code="InvalidPart"))
+    with pytest.raises(StoreError, match="InvalidPart"):
+        brought(Bucket(client), saved, tmp_path)
+    brought(Bucket(client), saved, tmp_path)
+    assert Bucket(client).is_intact(saved[1], shard(0))
+
+
+def test_an_archived_checkpoint_hides_no_other(client: S3Client, proxy: FaultyBucket, tmp_path: Path) -> None:
+    """It is found, with the reason why it cannot be read, and `verify` names it."""
+    for sequence in (1, 2):
+        committed(client, tmp_path, sequence)
+    proxy.add(Fault("status", method="GET", key=f"step-1/{METADATA_NAME}", status=403, code=ARCHIVED))
+    found = {save.checkpoint_id: save for save in Bucket(client).saves()}
+    assert found["step-2"].mark is not None
+    assert ARCHIVED in found["step-1"].problem
+    assert [finding.problem for finding in BucketInspector(Bucket(client)).inspect("step-1")] == [Problem.CORRUPT]
+
+
+def test_a_damaged_mark_is_found(client: S3Client, tmp_path: Path) -> None:
+    """And is not taken for a checkpoint of stock torch."""
+    committed(client, tmp_path, 1)
+    size = client.size_bytes(f"step-1/{METADATA_NAME}")
+    client.put(f"step-1/{METADATA_NAME}", bytes(size))
+    inspector = BucketInspector(Bucket(client))
+    (finding,) = inspector.inspect()
+    assert (finding.name, finding.found) == (METADATA_NAME, "its commit mark is damaged")
+    assert inspector.unchecked == []
+
+
+def test_a_checkpoint_that_goes_during_a_look_hides_no_other(
+    client: S3Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Retention removes one between its listing and the read of its mark: the others are found."""
+
+    def list_keys(directory: str) -> Listing:
+        listing = list_really(directory)
+        if directory == "step-1/":
+            client.delete([f"step-1/{METADATA_NAME}"])
+        return listing
+
+    for sequence in (1, 2):
+        committed(client, tmp_path, sequence)
+    list_really = client.list_keys
+    monkeypatch.setattr(client, "list_keys", list_keys)
+    assert [save.checkpoint_id for save in Bucket(client).saves()] == ["step-2"]
+
+
+def test_a_removal_goes_on_where_the_store_was_busy(client: S3Client, proxy: FaultyBucket, tmp_path: Path) -> None:
+    """Once the mark is gone nothing tells of the shards any more: what stays would stay for ever."""
+    committed(client, tmp_path, 1)
+    (there,) = Bucket(client).saves()
+    proxy.add(Fault("status", method="DELETE", key=shard(0), times=1))
+    Bucket(client).remove(there)
+    assert Bucket(client).is_empty("step-1")
+
+
+@pytest.mark.parametrize("scope", ["run", ""])
+def test_a_look_at_one_directory_asks_for_no_other(
+    client: S3Client, proxy: FaultyBucket, tmp_path: Path, scope: str
+) -> None:
+    """Retention looks after each save: what other runs have under the prefix costs it nothing."""
+    for number, checkpoint_id in enumerate(("run/step-1", "other/step-1", "step-1"), 1):
+        committed(client, tmp_path, number, checkpoint_id)
+    asked = len(proxy.requests())
+    (found,) = Bucket(client).saves(scope)
+    assert found.checkpoint_id == f"{scope}/step-1".lstrip("/")
+    below = [request for request in proxy.requests()[asked:] if "other/step-1" in request.key + request.query]
+    assert below == []
+
+
+@pytest.mark.parametrize("verb", ["cat_file", "size", "pipe_file"])
+def test_a_store_that_never_answers_fsspec_is_unavailable(
+    moto: Server, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    """gcsfs, of itself, waits for ever: a load would, too, and an agent with all its uploads."""
+
+    async def hang(*_: object, **__: object) -> None:
+        await asyncio.sleep(60)
+
+    client = FsspecClient(s3_target(moto))
+    monkeypatch.setattr(fsspec_client, "LIST_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(client._fs, f"_{verb}", hang)
+    asks: dict[str, Callable[[], object]] = {
+        "cat_file": lambda: client.read("a", 0, memoryview(bytearray(4))),
+        "size": lambda: client.size_bytes("a"),
+        "pipe_file": lambda: client.put("a", b"abc"),
+    }
+    with pytest.raises(StoreUnavailable):
+        asks[verb]()
