@@ -70,7 +70,7 @@ class ObjectClient(Protocol):
         """Removes objects; one that is not there is no error."""
 
     def end_unfinished(self, prefix: str, older_than_s: float) -> int:
-        """Aborts multipart uploads of keys that begin with `prefix`, begun that long ago; returns how many there were."""
+        """Aborts multipart uploads of shards whose keys begin with `prefix`, begun that long ago; returns how many."""
 
     def close(self) -> None:
         """Gives back connections; the client is not used afterwards."""

@@ -16,6 +16,7 @@ import botocore.session
 import urllib3.exceptions
 
 from replicated_ckpt.core.integrity.checksum import crc32c
+from replicated_ckpt.core.layout import SHARD_SUFFIX
 from replicated_ckpt.errors import (
     ConfigInvalid,
     ObjectCorrupt,
@@ -145,9 +146,7 @@ class S3Client:
         if not conditions:
             self._with_checksum("write", key, send, self.checksum_of(crc))
             return
-        with self.translate_errors(
-            "write", key
-        ):  # a refusal is of the condition: what has no checksum is known by then
+        with self.translate_errors("write", key):  # what it refuses is the condition: whether it has checksums is known
             send(**self.checksum_of(crc))
 
     def _with_checksum(self, op: str, key: str, send: Callable[..., T], checksum: Mapping[str, str]) -> T:
@@ -196,7 +195,8 @@ class S3Client:
         with self.translate_errors("list uploads of", prefix):
             for page in read_pages(self.s3.list_multipart_uploads, self.target.url, following, **where):
                 for upload in page.get("Uploads", ()):
-                    if time.time() - upload["Initiated"].timestamp() >= older_than_s:
+                    is_ours = upload["Key"].endswith(SHARD_SUFFIX)  # without a prefix others may have theirs there
+                    if is_ours and time.time() - upload["Initiated"].timestamp() >= older_than_s:
                         self.s3.abort_multipart_upload(
                             Bucket=self.bucket, Key=upload["Key"], UploadId=upload["UploadId"]
                         )

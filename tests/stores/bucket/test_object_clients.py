@@ -211,14 +211,17 @@ def test_a_broken_upload_goes_on_where_it_was(moto: Server, large: tuple[LocalSt
 
 
 def test_unfinished_uploads_are_ended(moto: Server, large: tuple[LocalStore, Manifest], tmp_path: Path) -> None:
-    """Their parts would cost money for ever."""
+    """Their parts would cost money for ever. What others upload beside is theirs: a bucket may be used without a prefix."""
     with faulty_bucket(moto) as proxy:
         client = S3Client(s3_target(proxy.server))
+        theirs = client.begin("step-1/model.safetensors")
         proxy.add(Fault("status", method="PUT", key=shard(0), skip=1, times=9))
         with pytest.raises(StoreUnavailable):
             brought(Bucket(client), large, tmp_path)
         assert client.end_unfinished("step-1/", 0) == 1
         assert client.end_unfinished("step-1/", 0) == 0
+        listed = client.s3.list_multipart_uploads(Bucket=client.bucket)["Uploads"]
+        assert theirs in [upload["UploadId"] for upload in listed]
         proxy.clear()
         brought(Bucket(client), large, tmp_path)  # its notes name an upload that is gone
 
