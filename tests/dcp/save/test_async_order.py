@@ -147,7 +147,7 @@ def test_a_save_whose_group_is_gone_is_no_save_of_one_rank(
 
 
 def test_memory_that_the_system_refuses_counts_as_short() -> None:
-    """For a new segment and for one that grows. An error of another kind would be this rank's alone; nothing leaks."""
+    """For a segment, new or grown, or to see what there is: an error would be this rank's alone; nothing leaks."""
     lease_segment(4096, lambda: 1 << 30).release()
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     for _ in range(2):
@@ -157,6 +157,8 @@ def test_memory_that_the_system_refuses_counts_as_short() -> None:
                 lease_segment(1 << 20, lambda: 1 << 30)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with pytest.raises(StagingMemoryShort, match="the system gives none"):
+        lease_segment(1 << 20, lambda: Path("/proc/no such file").stat().st_size)
     assert len(lease_segment(1 << 20, lambda: 1 << 30)) == 1 << 20
 
 
@@ -190,3 +192,22 @@ def test_what_a_collective_still_writes_is_waited_for() -> None:
         copied = StateCopy({"t": reduced}).make(memoryview(bytearray(8192)))["t"]
         assert reduced.completed
         assert copied.sum().item() == 1000
+
+
+@pytest.mark.parametrize("is_asynchronous", [False, True], ids=["dcp.save", "dcp.async_save"])
+def test_a_tensor_whose_memory_was_freed_is_refused(tmp_path: Path, is_asynchronous: bool) -> None:
+    """As FSDP frees whole parameters: what its place in memory holds now is not what the state was."""
+    freed, writer = torch.ones(5000), ReplicatedWriter(tmp_path)
+    freed.untyped_storage().resize_(0)
+    state = {"w": freed, "empty": torch.ones(0)}
+
+    def save() -> None:
+        if is_asynchronous:
+            start(state, writer, "step-1").result(TIMEOUT_S)
+        else:
+            dcp.save(state, checkpoint_id="step-1", storage_writer=writer)
+
+    with pytest.raises(CheckpointException, match="The memory of 'w' was freed"):
+        save()
+    start({"empty": torch.ones(0)}, writer, "step-2").result(TIMEOUT_S)
+    verified(tmp_path, "step-2")
