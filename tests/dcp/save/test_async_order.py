@@ -1,4 +1,4 @@
-"""Saves of one writer never mix: whatever their states are made of, and whichever call of DCP makes them."""
+"""Saves never mix, of one writer or of several: whatever their states are made of, and whichever call of DCP makes them."""
 
 import resource
 import threading
@@ -9,15 +9,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 
 from replicated_ckpt import CheckpointManager, ReplicatedWriter
+from replicated_ckpt.dcp.c10d.world import watch_group
 from replicated_ckpt.dcp.staging import segment, stager
 from replicated_ckpt.dcp.staging.segment import StagingMemoryShort, lease_segment
 from replicated_ckpt.dcp.staging.state_copy import StateCopy
+from replicated_ckpt.errors import ConfigInvalid
 from tests.dcp.save.test_async_staging import TIMEOUT_S, Gated, loaded, start, verified
 from tests.gloo import group_of_one
 
@@ -76,6 +79,19 @@ def test_a_synchronous_save_waits_for_the_asynchronous_one(tmp_path: Path) -> No
         assert bool((loaded(tmp_path, name, state["t"]) == value).all())
         verified(tmp_path, name)
     start(state, writer, "step-3").result(TIMEOUT_S)
+
+
+def test_writers_of_one_process_save_at_once(tmp_path: Path) -> None:
+    """A second one, as for the averaged weights, opens and commits its save while the first writes."""
+    planner = Gated()
+    first = start({"t": torch.full((1000,), 1.0)}, ReplicatedWriter(tmp_path), "model", planner)
+    assert planner.reached.wait(TIMEOUT_S)
+    start({"t": torch.full((1000,), 2.0)}, ReplicatedWriter(tmp_path), "averaged").result(TIMEOUT_S)
+    planner.gate.set()
+    first.result(TIMEOUT_S)
+    for name, value in (("model", 1), ("averaged", 2)):
+        assert bool((loaded(tmp_path, name, torch.zeros(1000)) == value).all())
+        verified(tmp_path, name)
 
 
 class Slow(ReplicatedWriter):
@@ -144,6 +160,17 @@ def test_a_save_whose_group_is_gone_is_no_save_of_one_rank(
     verified(tmp_path, "step-2")
     verified(tmp_path, "step-3")
     assert "an asynchronous save of this rank has failed" in caplog.text
+
+
+def test_a_group_that_is_destroyed_within_a_save_is_named() -> None:
+    """The next collective says so on this rank, and the save is given up."""
+    given_up = list[bool]()
+    with group_of_one():
+        watched = watch_group(dist.group.WORLD)
+    watched.on_break = lambda: given_up.append(True)
+    with pytest.raises(ConfigInvalid, match="was destroyed while a save"):
+        watched.gather_object("a plan")
+    assert given_up == [True]
 
 
 def test_memory_that_the_system_refuses_counts_as_short() -> None:
