@@ -284,8 +284,8 @@ def test_a_stager_sees_the_asynchronous_save_it_stages_for(tmp_path: Path) -> No
     writer = StagingWitness(str(tmp_path))
     future = dcp.async_save({"a": torch.ones(2)}, storage_writer=writer)  # torch 2.7 has no `no_dist` there
     assert isinstance(future, concurrent.futures.Future)
-    assert writer.staged == AsyncCall(in_process=False, future=None)
-    assert writer.synchronized == AsyncCall(in_process=False, future=future)
+    assert writer.staged == AsyncCall(None, no_dist=False, in_process=False, future=None)
+    assert writer.synchronized == AsyncCall(None, no_dist=False, in_process=False, future=future)
     future.result(60)
     kinds = {kind.value for kind in state_dict_saver.AsyncCheckpointerType}
     assert kinds == {"thread", "process"}

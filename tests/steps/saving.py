@@ -40,6 +40,19 @@ def save_with_cached_plans(context: Context, kinds: list[str], checkpoint_ids: l
     return saved
 
 
+def save_by_many_writers(context: Context, kinds: list[str], checkpoint_ids: list[str]) -> list[Digests]:
+    """Each save by a writer of its own, and the next one begins as it may: in the background, but for the last."""
+    states = [build_all(context, kinds, seed) for seed in range(len(checkpoint_ids))]
+    saved, futures = [digests_of(each) for each in states], []
+    for state, name in zip(states[:-1], checkpoint_ids[:-1], strict=True):
+        writer = ReplicatedWriter(context.root)
+        futures.append(dcp.async_save(dict(state), checkpoint_id=name, storage_writer=writer))
+    dcp.save(dict(states[-1]), checkpoint_id=checkpoint_ids[-1], storage_writer=ReplicatedWriter(context.root))
+    for future in futures:
+        future.result(timeout=60)  # type: ignore[union-attr]
+    return saved
+
+
 def save_keeping(context: Context, kinds: list[str], checkpoint_ids: list[str], keep_last: int) -> list[Digests]:
     """One writer with a policy of retention, several saves of changing values."""
     writer = ReplicatedWriter(context.root, retention=Retention(keep_last=keep_last))

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from replicated_ckpt.dcp.c10d.waiting import LOOK_AFTER_S, LOOK_EVERY_S, Wait
 from replicated_ckpt.dcp.runtime.raised_by_load import as_checkpoint_exception
 from replicated_ckpt.dcp.tensors.memory import memory_of
-from replicated_ckpt.errors import MeetingFailed, RankFailed, ReplicatedCkptError
+from replicated_ckpt.errors import ConfigInvalid, MeetingFailed, RankFailed, ReplicatedCkptError
 
 SEEK_S = 3.0
 """So long a rank whose collective has failed looks for the rank that has ended, before it says that it knows of none."""
@@ -32,7 +32,13 @@ _NEW_GROUP = (
     "a process group of the ranks that are left."
 )
 _ITS_LOG = f"Look at the log of that rank. {_NEW_GROUP}"
-_UNKNOWN = f"A rank is stopped, or its host has no power or no network: see which rank's log ends first. {_NEW_GROUP}"
+_UNKNOWN = (
+    "A rank is stopped, or its host has no power or no network: see which rank's log ends first. Or two threads used this "
+    "group at once, as an asynchronous save and a load or a barrier next to it: give that save a group of its own, by "
+    f"`process_group=`, or wait for its future first. {_NEW_GROUP}"
+)
+_DESTROYED = "The process group was destroyed while a save or a load was under way in it."
+_DESTROYED_HINT = "Wait for the future of an asynchronous save on every rank before destroy_process_group."
 
 _broken: "weakref.WeakKeyDictionary[Any, ReplicatedCkptError]" = weakref.WeakKeyDictionary()
 """The groups in which this process has left a collective, and why. None of them works again."""
@@ -66,7 +72,7 @@ class WatchedGroup:
 
     Each of them raises a CheckpointException that is RankFailed or MeetingFailed, too, if a rank has ended or left, on
     every rank that waits; then the group is broken, and each later collective of it raises the same at once. This keeps no
-    group alive: gloo's threads end with `destroy_process_group` only if nothing does.
+    group alive: gloo's threads end with `destroy_process_group` only if nothing does. Then it is ConfigInvalid, too.
     """
 
     def __init__(self, group: Any, watch: Watch) -> None:
@@ -81,7 +87,7 @@ class WatchedGroup:
     @property
     def _group(self) -> Any:
         group = self._held()
-        assert group is not None, "the call that uses it holds it"
+        assert group is not None, "the block that uses it holds it"
         return group
 
     @property
@@ -150,7 +156,11 @@ class WatchedGroup:
     @contextmanager
     def _leaving(self) -> Iterator[None]:
         """Nothing of a broken group is begun. Whatever ends the block, the ranks that wait for this one are told."""
-        before = _broken.get(self._group)
+        group = self._held()  # to the end of the block
+        if group is None:
+            self.on_break()
+            raise as_checkpoint_exception(ConfigInvalid(_DESTROYED, _DESTROYED_HINT), self._rank)
+        before = _broken.get(group)
         if before is not None:
             raise as_checkpoint_exception(before, self._rank)
         try:
@@ -158,7 +168,7 @@ class WatchedGroup:
         except BaseException as exc:
             if not isinstance(exc, CheckpointException):
                 why = RankFailed(f"Rank {self._rank} left a collective with {type(exc).__name__}: {exc}", _ITS_LOG)
-                _broken[self._group] = why
+                _broken[group] = why
                 self._tell_left(why)
             self.on_break()
             raise

@@ -58,7 +58,10 @@ class World:
 
     @property
     def session(self) -> str:
-        """Names the saves that this process coordinates on this group: one that is not committed is over with the next."""
+        """Names the saves that this process coordinates on this group: one that is not committed is over with the next.
+
+        Of a process alone, only those of one writer are over so.
+        """
         return session_of(self.group_name)
 
     def watch_call(self, on_break: Callable[[], object] = lambda: None) -> None:

@@ -1,9 +1,11 @@
 """The layout of a shard: where its bytes lie in the staged copy, and those that lie nowhere yet. No byte is moved."""
 
+import contextlib
 import io
 import os
+from collections.abc import Iterator
 
-from replicated_ckpt.errors import ReplicatedCkptError
+from replicated_ckpt.errors import ReplicatedCkptError, StoreUnavailable
 from replicated_ckpt.stores.files.address import address_of
 from replicated_ckpt.stores.tee import REFERRED_BYTES_MIN
 
@@ -28,8 +30,9 @@ class ShardLayout:
     def __init__(self, memory: memoryview) -> None:
         self._begin = address_of(memory)
         self._end = self._begin + len(memory)
-        self.between = os.memfd_create("replicated-ckpt-between", os.MFD_CLOEXEC)
-        self._file = io.BufferedWriter(io.FileIO(self.between, "wb", closefd=False), 1 << 20)
+        with _taking_memory():
+            self.between = os.memfd_create("replicated-ckpt-between", os.MFD_CLOEXEC)
+        self._file = io.BufferedWriter(io.FileIO(self.between, "wb"), 1 << 20)
         self._copied = 0
         self.position = 0
         self.pieces: list[tuple[int, int, int]] = []
@@ -38,7 +41,8 @@ class ShardLayout:
         """Appends a copy."""
         if self._copied + len(data) > BETWEEN_BYTES_MAX:
             raise TooMuchElsewhere(f"More than {BETWEEN_BYTES_MAX} bytes of a shard lie outside of the staged copy.")
-        self._file.write(data)
+        with _taking_memory():
+            self._file.write(data)
         self._append(BETWEEN, self._copied, len(data))
         self._copied += len(data)
         return len(data)
@@ -66,8 +70,18 @@ class ShardLayout:
 
     def finish(self) -> None:
         """Everything was appended: the descriptor has it now."""
-        self._file.flush()
+        with _taking_memory():
+            self._file.flush()
 
     def close(self) -> None:
-        self._file.detach()
-        os.close(self.between)
+        with contextlib.suppress(OSError):  # of what could not be written, once more
+            self._file.close()
+
+
+@contextlib.contextmanager
+def _taking_memory() -> Iterator[None]:
+    """Raises StoreUnavailable: the system gives none."""
+    try:
+        yield
+    except OSError as exc:
+        raise StoreUnavailable("this rank's memory", "lay out", "the shard", f"{type(exc).__name__}: {exc}") from exc

@@ -69,7 +69,7 @@ _ENTRY_POINTS = {
 
 @dataclass(frozen=True)
 class DcpCall:
-    """What the user passed to the DCP call under way."""
+    """What the user passed to the DCP call under way. `no_dist`: this rank saves or loads alone."""
 
     process_group: Any
     no_dist: bool
@@ -91,15 +91,11 @@ def calling() -> DcpCall | None:
 
 
 @dataclass(frozen=True)
-class AsyncCall:
-    """A `dcp.async_save` under way: where it saves, and the future that it will return, once it has one.
-
-    `no_dist`: the caller has said that this rank saves alone.
-    """
+class AsyncCall(DcpCall):
+    """A `dcp.async_save` under way: where it saves, and the future that it will return, once it has one."""
 
     in_process: bool
     future: "Future[Any] | None"
-    no_dist: bool = False
 
 
 def async_calling() -> AsyncCall | None:
@@ -114,7 +110,8 @@ def async_calling() -> AsyncCall | None:
             values = frame.f_locals
             kind = getattr(values.get("async_checkpointer_type"), "value", None)
             futures = (value for value in values.values() if isinstance(value, Future))
-            return AsyncCall(kind == "process", next(futures, None), bool(values.get("no_dist")))
+            said = values.get("process_group"), bool(values.get("no_dist"))
+            return AsyncCall(*said, kind == "process", next(futures, None))
         frame = frame.f_back
     return None
 

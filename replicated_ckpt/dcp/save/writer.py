@@ -39,7 +39,7 @@ from replicated_ckpt.dcp.save.report import SaveReport
 from replicated_ckpt.dcp.save.retention import Retaining
 from replicated_ckpt.dcp.save.shard_writer import ShardWriter
 from replicated_ckpt.dcp.save.writer_parts import WriterParts
-from replicated_ckpt.dcp.staging.stager import Stager
+from replicated_ckpt.dcp.staging.stager import Stager, await_turn
 from replicated_ckpt.errors import ConfigInvalid, StoreUnavailable
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.local.store import LocalStore
@@ -256,6 +256,7 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
                 "Leave use_collectives at True.",
             )
         world = world_of_call(self._process_group, None)
+        await_turn(world.group_name)
         if self._stager.is_of_group() and world.blackboard is None:  # else each rank would save its part as the whole
             raise ConfigInvalid(
                 f"The asynchronous save of {self.checkpoint_id!r} is lost: the process groups in which its ranks meet were "

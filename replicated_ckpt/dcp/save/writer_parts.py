@@ -1,5 +1,6 @@
 """What a writer keeps from one save to the next."""
 
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -19,7 +20,7 @@ from replicated_ckpt.stores.local.store import LocalStore
 class WriterParts:
     """The writer's settings, and what works for each of its saves. `memory`: the limit of a store that lies in memory.
 
-    `planning`: the pause of collections while DCP plans a save.
+    `planning`: the pause of collections while DCP plans a save. `name`: of this writer, among all.
     """
 
     config: WriterConfig
@@ -32,3 +33,4 @@ class WriterParts:
     on_save: Callable[[SaveReport], object] | None
     memory: MemoryLimit | None = None
     planning: Pause = field(default_factory=Pause)
+    name: str = field(default_factory=lambda: uuid.uuid4().hex)

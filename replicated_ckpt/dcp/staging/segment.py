@@ -72,15 +72,15 @@ def lease_segment(size_bytes: int, available_bytes: Callable[[], int]) -> memory
         idle = sorted(_idle, key=lambda segment: segment.size_bytes)  # a copy: `_give_back` may add one meanwhile
         found = next((segment for segment in idle if segment.size_bytes >= size_bytes), idle[-1] if idle else None)
         missing = size_bytes - (0 if found is None else found.size_bytes)
-        if missing > 0 and missing > (available := available_bytes()):
-            raise StagingMemoryShort(
-                f"A copy of the state takes {missing:,} more bytes of memory, and this rank may take {available:,}."
-            )
-        if found is not None:
-            idle.remove(found)
-            for taken in (found, *idle[: max(0, len(idle) - _IDLE_MAX)]):
-                _idle.remove(taken)
         try:
+            if missing > 0 and missing > (available := available_bytes()):
+                raise StagingMemoryShort(
+                    f"A copy of the state takes {missing:,} more bytes of memory, and this rank may take {available:,}."
+                )
+            if found is not None:
+                idle.remove(found)
+                for taken in (found, *idle[: max(0, len(idle) - _IDLE_MAX)]):
+                    _idle.remove(taken)
             return _prepare(found, size_bytes).lease()
         except (OSError, MemoryError) as exc:  # an error of this rank alone would leave the others waiting for it
             raise StagingMemoryShort(

@@ -28,6 +28,18 @@ interpreter for that, waits until the saving thread is made to give it up, which
 _POLL_S = 0.02
 
 
+_last_by_group: "weakref.WeakValueDictionary[str, Stager]" = weakref.WeakValueDictionary()
+"""Which has staged last, by the group that its ranks meet in. Of two saves there at once, collectives would meet those of
+the other one on other ranks."""
+
+
+def await_turn(group_name: str) -> None:
+    """Returns once no other thread of this process makes an asynchronous save in this group."""
+    last = _last_by_group.get(group_name)
+    if last is not None:
+        last.wait_for_last()
+
+
 class Stager:
     """Copies states for `dcp.async_save`. One save at a time: `stage` waits until the one before is over.
 
@@ -63,10 +75,15 @@ class Stager:
         self._failure = ""
         self._written.clear()
         call = async_calling()
+        group_name = _find_group(call)
+        if group_name is not None:
+            await_turn(group_name)
         staged = self._copy(state_dict, call, await_written)
         if call is not None and not call.in_process:
             self._asked_by = threading.current_thread()
-            self._needs_group = dist.is_available() and dist.is_initialized() and not call.no_dist
+        if group_name is not None:
+            self._needs_group = True
+            _last_by_group[group_name] = self
         self._returns.clear()
         return staged
 
@@ -181,6 +198,14 @@ class Stager:
         if self._thread is None:
             return time.monotonic() > self._staged_at + BEGIN_TIMEOUT_S
         return not self._thread.is_alive()
+
+
+def _find_group(call: AsyncCall | None) -> str | None:
+    """The name of the group in which a thread of this process will meet the other ranks; None: it will not."""
+    if call is None or call.in_process or call.no_dist or not dist.is_available() or not dist.is_initialized():
+        return None
+    group: Any = call.process_group or dist.group.WORLD
+    return str(group.group_name)
 
 
 def _lease_memory(size_bytes: int, await_written: Callable[[], object]) -> memoryview:

@@ -10,7 +10,7 @@ from torch.nn.parameter import is_lazy
 
 from replicated_ckpt.dcp.runtime.gc_pause import put_off
 from replicated_ckpt.dcp.runtime.torch_private import DTensor, ShardedTensor, local_part, with_local_part, with_shards
-from replicated_ckpt.dcp.tensors.container import is_plain
+from replicated_ckpt.dcp.tensors.container import is_freed, is_plain
 from replicated_ckpt.dcp.tensors.memory import empty_tensor
 
 ALIGNMENT_BYTES = 512
@@ -140,6 +140,8 @@ class StateCopy:
         return tensor if tensor.is_meta else self._copy_object(tensor)
 
     def _copy_plain(self, plain: torch.Tensor, key: _Key) -> torch.Tensor:
+        if is_freed(plain):  # writing it fails, on all ranks
+            return plain
         if key not in self._places:  # there are no bytes in it
             return empty_tensor(tuple(plain.shape), plain.dtype, plain.stride())
         made = self._made.get(key)

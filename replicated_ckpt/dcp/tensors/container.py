@@ -30,6 +30,11 @@ def is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
+def is_freed(tensor: torch.Tensor) -> bool:
+    """Whether a tensor of elements alone has none of them any more: `resize_(0)` of its storage has freed them."""
+    return is_plain(tensor) and tensor.numel() > 0 and not tensor.is_meta and tensor.untyped_storage().nbytes() == 0
+
+
 def data_range(raw: memoryview) -> tuple[int, int]:
     """Where the tensor's data begins in a container, and its size in bytes.
 

@@ -6,12 +6,16 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 
 from replicated_ckpt.dcp.objects.unloadable import warn_if_unloadable
+from replicated_ckpt.dcp.tensors.container import is_freed
 from replicated_ckpt.dcp.tensors.tensor_writer import Stream, TensorWriter
 from replicated_ckpt.errors import ConfigInvalid
 
 ALIGNMENT_BYTES = 64
 _PADDING = memoryview(bytes(ALIGNMENT_BYTES))
 _PLANNER_HINT = "Correct resolve_data of the planner that is passed to dcp.save."
+_FREED_HINT = (
+    "Save it while it has its values: FSDP, say, frees whole parameters as long as they are not computed with."
+)
 
 
 class ItemWriter:
@@ -44,6 +48,10 @@ class ItemWriter:
             if not isinstance(data, torch.Tensor):
                 raise ConfigInvalid(
                     f"The planner resolved {item.index.fqn!r} to {type(data).__name__}, not to a tensor.", _PLANNER_HINT
+                )
+            if is_freed(data.detach()):
+                raise ConfigInvalid(
+                    f"The memory of {item.index.fqn!r} was freed: its storage has no bytes.", _FREED_HINT
                 )
             self._tensors.write(data, stream)
         return offset, stream.position - offset

@@ -1,4 +1,4 @@
-"""Saves of one writer never mix: whatever their states are made of, and whichever call of DCP makes them."""
+"""Saves never mix, of one writer or of several: whatever their states are made of, and whichever call of DCP makes them."""
 
 import resource
 import threading
@@ -9,15 +9,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 
 from replicated_ckpt import CheckpointManager, ReplicatedWriter
+from replicated_ckpt.dcp.c10d.world import watch_group
 from replicated_ckpt.dcp.staging import segment, stager
 from replicated_ckpt.dcp.staging.segment import StagingMemoryShort, lease_segment
 from replicated_ckpt.dcp.staging.state_copy import StateCopy
+from replicated_ckpt.errors import ConfigInvalid
 from tests.dcp.save.test_async_staging import TIMEOUT_S, Gated, loaded, start, verified
 from tests.gloo import group_of_one
 
@@ -76,6 +79,19 @@ def test_a_synchronous_save_waits_for_the_asynchronous_one(tmp_path: Path) -> No
         assert bool((loaded(tmp_path, name, state["t"]) == value).all())
         verified(tmp_path, name)
     start(state, writer, "step-3").result(TIMEOUT_S)
+
+
+def test_writers_of_one_process_save_at_once(tmp_path: Path) -> None:
+    """A second one, as for the averaged weights, opens and commits its save while the first writes."""
+    planner = Gated()
+    first = start({"t": torch.full((1000,), 1.0)}, ReplicatedWriter(tmp_path), "model", planner)
+    assert planner.reached.wait(TIMEOUT_S)
+    start({"t": torch.full((1000,), 2.0)}, ReplicatedWriter(tmp_path), "averaged").result(TIMEOUT_S)
+    planner.gate.set()
+    first.result(TIMEOUT_S)
+    for name, value in (("model", 1), ("averaged", 2)):
+        assert bool((loaded(tmp_path, name, torch.zeros(1000)) == value).all())
+        verified(tmp_path, name)
 
 
 class Slow(ReplicatedWriter):
@@ -146,8 +162,19 @@ def test_a_save_whose_group_is_gone_is_no_save_of_one_rank(
     assert "an asynchronous save of this rank has failed" in caplog.text
 
 
+def test_a_group_that_is_destroyed_within_a_save_is_named() -> None:
+    """The next collective says so on this rank, and the save is given up."""
+    given_up = list[bool]()
+    with group_of_one():
+        watched = watch_group(dist.group.WORLD)
+    watched.on_break = lambda: given_up.append(True)
+    with pytest.raises(ConfigInvalid, match="was destroyed while a save"):
+        watched.gather_object("a plan")
+    assert given_up == [True]
+
+
 def test_memory_that_the_system_refuses_counts_as_short() -> None:
-    """For a new segment and for one that grows. An error of another kind would be this rank's alone; nothing leaks."""
+    """For a segment, new or grown, or to see what there is: an error would be this rank's alone; nothing leaks."""
     lease_segment(4096, lambda: 1 << 30).release()
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     for _ in range(2):
@@ -157,6 +184,8 @@ def test_memory_that_the_system_refuses_counts_as_short() -> None:
                 lease_segment(1 << 20, lambda: 1 << 30)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with pytest.raises(StagingMemoryShort, match="the system gives none"):
+        lease_segment(1 << 20, lambda: Path("/proc/no such file").stat().st_size)
     assert len(lease_segment(1 << 20, lambda: 1 << 30)) == 1 << 20
 
 
@@ -190,3 +219,22 @@ def test_what_a_collective_still_writes_is_waited_for() -> None:
         copied = StateCopy({"t": reduced}).make(memoryview(bytearray(8192)))["t"]
         assert reduced.completed
         assert copied.sum().item() == 1000
+
+
+@pytest.mark.parametrize("is_asynchronous", [False, True], ids=["dcp.save", "dcp.async_save"])
+def test_a_tensor_whose_memory_was_freed_is_refused(tmp_path: Path, is_asynchronous: bool) -> None:
+    """As FSDP frees whole parameters: what its place in memory holds now is not what the state was."""
+    freed, writer = torch.ones(5000), ReplicatedWriter(tmp_path)
+    freed.untyped_storage().resize_(0)
+    state = {"w": freed, "empty": torch.ones(0)}
+
+    def save() -> None:
+        if is_asynchronous:
+            start(state, writer, "step-1").result(TIMEOUT_S)
+        else:
+            dcp.save(state, checkpoint_id="step-1", storage_writer=writer)
+
+    with pytest.raises(CheckpointException, match="The memory of 'w' was freed"):
+        save()
+    start({"empty": torch.ones(0)}, writer, "step-2").result(TIMEOUT_S)
+    verified(tmp_path, "step-2")

@@ -1,5 +1,7 @@
 """What the hand-over of a shard or a save to this node's agent says when it cannot be done."""
 
+import os
+import resource
 import time
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from replicated_ckpt.core.manifest import Manifest, NodeEntry
 from replicated_ckpt.dcp.hand_over import finishing, layout
 from replicated_ckpt.dcp.hand_over.finishing import AgentSilent, Handing, finish_by_agent
 from replicated_ckpt.dcp.hand_over.layout import ShardLayout, TooMuchElsewhere
+from replicated_ckpt.errors import StoreUnavailable
 from replicated_ckpt.stores.local.store import LocalStore
 
 SAVE = "5" * 32
@@ -56,3 +59,18 @@ def test_a_shard_that_lies_elsewhere_is_not_handed_over(monkeypatch: pytest.Monk
     finally:
         shard.close()
     assert "nothing is to be done" in raised.value.hint
+
+
+def test_a_shard_for_which_there_is_no_memory_is_not_handed_over() -> None:
+    """The rank writes it itself, too; and the descriptor is closed, though what it was to have cannot be written."""
+    before, shard = resource.getrlimit(resource.RLIMIT_FSIZE), ShardLayout(memoryview(bytearray(16)))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4, before[1]))
+    try:
+        shard.write(memoryview(b"12345678"))
+        with pytest.raises(StoreUnavailable, match="File too large"):
+            shard.finish()
+        shard.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(shard.between)

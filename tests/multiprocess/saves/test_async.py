@@ -5,6 +5,7 @@ import sys
 import pytest
 
 from tests.harness.cluster import call
+from tests.harness.launch import COLLECTIVE_TIMEOUT_ENV
 from tests.marks import mark_long
 from tests.multiprocess.conftest import ClusterOf
 
@@ -21,6 +22,17 @@ def test_saves_in_the_background(cluster_of: ClusterOf) -> None:
     results = cluster_of(2).launch(
         [call("async_saves.save", kinds=MORE_KINDS, checkpoint_ids=ids), *loads], nodes=[0, 1]
     )
+    for index, saved in enumerate(results.agreed(0)):
+        assert results.digests(index + 1) == [saved, saved]
+
+
+def test_saves_of_many_writers_take_turns(cluster_of: ClusterOf) -> None:
+    """The ranks of all of them meet in one group: collectives of two at once would meet on other ranks."""
+    ids = ["step-1", "step-2", "step-3"]
+    loads = [call("state.load", kinds=["plain"], checkpoint_id=name) for name in ids]
+    cluster = cluster_of(2, environment={COLLECTIVE_TIMEOUT_ENV: "20"})
+    save = call("saving.save_by_many_writers", kinds=["plain"], checkpoint_ids=ids)
+    results = cluster.launch([save, *loads], nodes=[0, 1])
     for index, saved in enumerate(results.agreed(0)):
         assert results.digests(index + 1) == [saved, saved]
 
