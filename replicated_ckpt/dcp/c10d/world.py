@@ -13,7 +13,7 @@ from replicated_ckpt.dcp.c10d.blackboard import COORDINATOR, Blackboard, describ
 from replicated_ckpt.dcp.c10d.job_secret import Seal
 from replicated_ckpt.dcp.c10d.kept_decisions import KeptDecisions
 from replicated_ckpt.dcp.c10d.presence import Presence, announce
-from replicated_ckpt.dcp.c10d.waiting import reaching_store
+from replicated_ckpt.dcp.c10d.waiting import AnsweringStore, reaching_store
 from replicated_ckpt.dcp.c10d.watched_group import Missed, WatchedGroup
 from replicated_ckpt.dcp.runtime.torch_private import calling, default_store, use_collectives
 from replicated_ckpt.errors import RankFailed
@@ -98,7 +98,7 @@ def watch_group(group: Any) -> WatchedGroup:
 def _meeting_of(group: Any, name: str) -> tuple[Blackboard, WatchedGroup | None]:
     find_lost = partial(_find_lost, announce(), dist.get_process_group_ranks(group))
     kept = _kept_by_group.setdefault(name, KeptDecisions())
-    store = dist.PrefixStore(f"{_PREFIX}/{name}", default_store())
+    store = AnsweringStore(f"{_PREFIX}/{name}", default_store())
     board = Blackboard(store, dist.get_rank(group), dist.get_world_size(group), find_lost, Seal.of_job(name), kept)
     return board, WatchedGroup(group, _BoardWatch(board, find_lost)) if WatchedGroup.can_watch(group) else None
 
