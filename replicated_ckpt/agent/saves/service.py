@@ -42,7 +42,7 @@ from replicated_ckpt.errors import (
     StoreUnavailable,
 )
 from replicated_ckpt.stores.files.locks import exclusive
-from replicated_ckpt.stores.local.directories.intent import Intent
+from replicated_ckpt.stores.local.directories.intent import WRITER, Intent
 from replicated_ckpt.stores.local.remains import RemainsReader
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.versions.recycled import RecycledFiles, RoomOfRecycled
@@ -118,7 +118,7 @@ class NodeService:
         Raises:
             CheckpointExists, StoreError. StoreUnavailable: this agent was told to stop.
         """
-        self.pins.end(intent.session)
+        self.pins.end(intent.session.partition(WRITER)[0])
         self._complete_decided(self.leftovers(intent.session, intent))
         leftovers = self.leftovers(intent.session, intent)
         with self._lock:  # first: what looks at the disk meanwhile must not take it for one that no rank works on

@@ -129,6 +129,7 @@ def _plan(seen: NodesSeen) -> RepairPlan:
 def _list_what_stays(store: LocalStore, seen: NodesSeen) -> list[str]:
     """What no copy on another node can stand for."""
     stays = [str(save) for save in list_staged_saves(store)]
+    stays += [f"{one.checkpoint_id} is being saved here" for one in store.list_staged() if store.is_held(one.save_id)]
     managed = {holding.checkpoint_id for holding in seen.holdings}
     stays += [
         f"{checkpoint_id} has no manifest; `repair` makes it a checkpoint with copies, if stock torch wrote it"

@@ -21,7 +21,7 @@ from replicated_ckpt.dcp.c10d.job_secret import Seal, split
 from replicated_ckpt.dcp.c10d.kept_decisions import KeptDecisions
 from replicated_ckpt.dcp.c10d.once_per_node import read_once_per_node
 from replicated_ckpt.dcp.c10d.posted_error import pack_error, unpack_error
-from replicated_ckpt.dcp.c10d.waiting import ENDED_HINT, LINGER_S, POLL_S, Wait, reaching_store
+from replicated_ckpt.dcp.c10d.waiting import ENDED_HINT, LINGER_S, POLL_S, AnsweringStore, Wait, reaching_store
 from replicated_ckpt.errors import MeetingFailed, PeerProtocolError, RankFailed, ReplicatedCkptError
 
 COORDINATOR = 0
@@ -50,7 +50,7 @@ class Blackboard:
 
     def __init__(
         self,
-        store: "dist.Store",
+        store: "dist.Store | AnsweringStore",
         rank: int,
         size: int,
         find_lost: Callable[[], Sequence[int]] = tuple,

@@ -16,6 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from replicated_ckpt.dcp.c10d.job_secret import Seal, split
+from replicated_ckpt.dcp.c10d.waiting import AnsweringStore
 from replicated_ckpt.dcp.runtime.torch_private import default_store
 from replicated_ckpt.errors import ReplicatedCkptError
 
@@ -56,7 +57,7 @@ class Presence:
 
     def __init__(self, store: "dist.Store", rank: int, seal: Seal | None = None) -> None:
         self._seal = seal or Seal()
-        self._store: Any = dist.PrefixStore(_PREFIX, store)  # its stub does not say that `add` returns a number
+        self._store = AnsweringStore(_PREFIX, store)
         self._rank = rank
         self._host: str | None = None
         self._mates: dict[int, Process] = {}

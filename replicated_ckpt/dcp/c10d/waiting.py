@@ -1,8 +1,12 @@
 """Waiting on the blackboard: how often it is looked at, how long, and what if the c10d store does not answer."""
 
 import contextlib
+import queue
 import time
-from collections.abc import Iterator
+from _thread import start_new_thread
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import torch.distributed as dist
 
@@ -17,8 +21,8 @@ ENDED_HINT = (
     "Look at the log of that rank; then start the job again, or the ranks that are left as a world of their own."
 )
 _STORE_HINT = (
-    "Rank 0 serves it or, under torchrun, the agent of torchrun on the rendezvous host: look there what has ended; then "
-    "start the job again."
+    "Rank 0 serves it or, under torchrun, the agent of torchrun on the rendezvous host: look there what has ended, or is "
+    "stopped; then start the job again."
 )
 POLL_S = 0.005
 
@@ -30,6 +34,61 @@ def reaching_store() -> Iterator[None]:
         yield
     except dist.DistError as exc:
         raise MeetingFailed(f"The c10d store of this job does not answer: {exc}", _STORE_HINT) from exc
+
+
+_Answer = queue.SimpleQueue[tuple[Any, RuntimeError | None]]
+_unanswered: dict[int, tuple[_Answer, float]] = {}
+"""By store, the last call that was left without an answer, and until when it is waited for. Its thread holds the store."""
+
+
+class AnsweringStore:
+    """The c10d store of a job, under a prefix. A call that gets no answer within the store's own time-out raises.
+
+    torch's own waits for ever where the process that serves it is stopped, or its host has no power. No call begins before
+    an earlier one that was interrupted has its answer; after one that was given up, each raises at once.
+    """
+
+    def __init__(self, prefix: str, store: "dist.Store") -> None:
+        self._job: Any = store  # its stub does not say that it has a time-out
+        self._store = dist.PrefixStore(prefix, store)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return partial(self._call, getattr(self._store, name))
+
+    def _call(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        before = _unanswered.get(id(self._job))
+        if before is not None:
+            self._await(*before)
+        answer: _Answer = queue.SimpleQueue()
+
+        def ask() -> None:
+            try:
+                answer.put((call(*arguments), None))
+            except RuntimeError as exc:  # the store's; raised where it was asked
+                answer.put((None, exc))
+
+        try:
+            start_new_thread(ask, ())  # a Thread takes three times as long to begin
+        except RuntimeError:  # the system gives none
+            ask()
+        value, error = self._await(answer, time.monotonic() + self._job.timeout.total_seconds())
+        if error is not None:
+            raise error
+        return value
+
+    def _await(self, answer: _Answer, until: float) -> tuple[Any, RuntimeError | None]:
+        found = None
+        try:
+            found = answer.get(timeout=max(0.0, until - time.monotonic()))
+        except queue.Empty:
+            limit_s = self._job.timeout.total_seconds()
+            raise dist.DistStoreError(f"no answer within its time-out, {limit_s:.0f} s") from None
+        finally:
+            if found is None:
+                _unanswered[id(self._job)] = answer, until
+            else:
+                _unanswered.pop(id(self._job), None)
+        return found
 
 
 class Wait:

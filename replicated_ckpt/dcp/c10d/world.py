@@ -13,10 +13,11 @@ from replicated_ckpt.dcp.c10d.blackboard import COORDINATOR, Blackboard, describ
 from replicated_ckpt.dcp.c10d.job_secret import Seal
 from replicated_ckpt.dcp.c10d.kept_decisions import KeptDecisions
 from replicated_ckpt.dcp.c10d.presence import Presence, announce
-from replicated_ckpt.dcp.c10d.waiting import reaching_store
+from replicated_ckpt.dcp.c10d.waiting import AnsweringStore, reaching_store
 from replicated_ckpt.dcp.c10d.watched_group import Missed, WatchedGroup
 from replicated_ckpt.dcp.runtime.torch_private import calling, default_store, use_collectives
 from replicated_ckpt.errors import RankFailed
+from replicated_ckpt.stores.local.directories.intent import WRITER
 
 _PREFIX = "replicated_ckpt"
 ALONE = "alone"
@@ -58,11 +59,12 @@ class World:
 
     @property
     def session(self) -> str:
-        """Names the saves that this process coordinates on this group: one that is not committed is over with the next.
-
-        Of a process alone, only those of one writer are over so.
-        """
+        """Names the saves that this process coordinates on this group: one that is not committed is over with the next."""
         return session_of(self.group_name)
+
+    def session_of_writer(self, name: str) -> str:
+        """As `session`. Alone, writers save at once, each one save after the other: each has a session in that one."""
+        return self.session if self.blackboard is not None else f"{self.session}{WRITER}{name}"
 
     def watch_call(self, on_break: Callable[[], object] = lambda: None) -> None:
         """The DCP call under way uses the collectives that miss a rank that is gone. Called in its first step.
@@ -101,7 +103,7 @@ def watch_group(group: Any) -> WatchedGroup:
 def _meeting_of(group: Any, name: str) -> tuple[Blackboard, WatchedGroup | None]:
     find_lost = partial(_find_lost, announce(), dist.get_process_group_ranks(group))
     kept = _kept_by_group.setdefault(name, KeptDecisions())
-    store = dist.PrefixStore(f"{_PREFIX}/{name}", default_store())
+    store = AnsweringStore(f"{_PREFIX}/{name}", default_store())
     board = Blackboard(store, dist.get_rank(group), dist.get_world_size(group), find_lost, Seal.of_job(name), kept)
     return board, WatchedGroup(group, _BoardWatch(board, find_lost)) if WatchedGroup.can_watch(group) else None
 

@@ -126,8 +126,7 @@ class SaveAttempt:
         if board is not None:
             self._cluster = cluster_of(decision, self._world.rank)
         known = self._parts.layouts.save_id
-        # alone, writers save at the same time, each one after the other
-        session = f"{self._world.session}/{self._parts.name}" if board is None else self._world.session
+        session = self._world.session_of_writer(self._parts.name)
         self._decision = replace(decision, session=session, overwrite=config.overwrite, known_layout=known)
         if self._parts.memory is not None:
             self._parts.memory.check(self._decision, posts, plans)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from replicated_ckpt.cli.exit_codes import ExitCode
+from replicated_ckpt.stores.local.directories.intent import Intent
 from tests.agent.checkpoints import checkpointed, held, shard
 from tests.agent.repair.test_reprotect import RING, agents, stores
 from tests.cli.commands import as_json, command
@@ -79,3 +80,14 @@ def test_the_only_copy_of_what_another_node_removed_keeps_it_up(tmp_path: Path) 
         assert as_json("drain", "--root", nodes[1].root)[1]["stays"] == [said]
         command("rm", "step-1", "--root", nodes[1].root)
         assert command("drain", "--root", nodes[1].root).returncode == ExitCode.OK
+
+
+def test_a_save_that_is_under_way_keeps_it_up(tmp_path: Path) -> None:
+    """Its part on this node is nowhere else yet, whether a rank writes it or an agent that was given it."""
+    nodes = stores(tmp_path, 2)
+    checkpointed(nodes, 1, {shard(0): (0, 1)}, copies=1)
+    nodes[0].begin(Intent(f"{2:032x}", "step-2", "session", overwrite=False))
+    with nodes[0].lock_save(f"{2:032x}"), agents(nodes, *PATIENT):
+        done = command("drain", "--root", nodes[0].root)
+        assert done.returncode == ExitCode.FAILED, done.stdout
+        assert "not drained: step-2 is being saved here" in done.stdout

@@ -1,8 +1,12 @@
 """The world of a save or load, as one process sees it."""
 
 import os
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -11,6 +15,8 @@ import torch.distributed as dist
 from replicated_ckpt.dcp.c10d import blackboard, waiting
 from replicated_ckpt.dcp.c10d.blackboard import Blackboard
 from replicated_ckpt.dcp.c10d.lent_group import LentGroup
+from replicated_ckpt.dcp.c10d.presence import Presence
+from replicated_ckpt.dcp.c10d.waiting import AnsweringStore, reaching_store
 from replicated_ckpt.dcp.c10d.world import World
 from replicated_ckpt.errors import ConfigInvalid, MeetingFailed, RankFailed
 from tests.stopwatch import Stopwatch
@@ -129,3 +135,38 @@ def test_a_store_that_is_gone_is_named() -> None:
     del server
     with pytest.raises(MeetingFailed, match="c10d store"):
         board.post("load", {})
+
+
+SERVES = """
+import time
+import torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_store_whose_process_is_stopped_is_given_up(stopwatch: Stopwatch) -> None:
+    """Within its time-out, and at once from then on; torch waits for ever. Once that goes on the store is used again."""
+    with subprocess.Popen([sys.executable, "-c", SERVES], stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            store = dist.TCPStore("127.0.0.1", int(server.stdout.readline()), wait_for_workers=False)
+            board, presence = Blackboard(AnsweringStore("job", store), 1, 2), Presence(store, 1)
+            board.post("load", {"first": 1})
+            store.set_timeout(timedelta(seconds=1))
+            server.send_signal(signal.SIGSTOP)
+            began = stopwatch.now()
+            with pytest.raises(MeetingFailed, match="does not answer: no answer within its time-out, 1 s"):
+                board.post("load", {"second": 2})
+            for _ in range(10):
+                with pytest.raises(MeetingFailed), reaching_store():
+                    presence.find_lost()
+            assert stopwatch.now() - began < 5
+            server.send_signal(signal.SIGCONT)
+            store.set_timeout(timedelta(seconds=30))
+            store.wait(["job/load/1"])
+            board.post("load", {"third": 3})
+            assert (board.read_post("load", 1) or {})["third"] == 3
+        finally:
+            server.kill()

@@ -12,6 +12,10 @@ from replicated_ckpt.stores.files.plain import read_plain
 from replicated_ckpt.stores.files.shortage import raise_shortage
 
 
+WRITER = "//"
+"""In a session, before the name of a writer that saves alone. What stands before it, all saves of its process have alike."""
+
+
 @dataclass(frozen=True)
 class Intent:
     """One attempt at one save; lies with its staging directory.
