@@ -166,6 +166,11 @@ def save_under_own_id(context: Context, kinds: list[str]) -> dict[str, Any]:
     return save_fails(context, kinds, f"step-10-{context.rank}")
 
 
+def save_with_other_ack(context: Context, kinds: list[str], checkpoint_id: str, acks: list[str]) -> dict[str, Any]:
+    """Every rank passes an `ack` of its own."""
+    return save_fails(context, kinds, checkpoint_id, ack=acks[context.rank])
+
+
 def save_under_path(context: Context, kinds: list[str], checkpoint_id: str) -> Digests:
     """The id as the absolute path of the checkpoint under this node's root, as a `Path`."""
     states = build_all(context, kinds, 0)

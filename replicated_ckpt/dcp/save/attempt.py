@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from replicated_ckpt import failpoints
 from replicated_ckpt.core.lineage import Version
 from replicated_ckpt.core.upkeep.policy import scope_of
+from replicated_ckpt.dcp.agreement.alike import describe_wanted
 from replicated_ckpt.dcp.agreement.decision import (
     STAYS,
     Receipt,
@@ -107,7 +108,8 @@ class SaveAttempt:
         )
         present = lone_post if board is None else opening_post
         node, memory = present(self._store, self._config.domain), self._parts.memory
-        self._post = SavePost(checkpoint_id, node, None if memory is None else memory.measure(checkpoint_id))
+        memory_bytes = None if memory is None else memory.measure(checkpoint_id)
+        self._post = SavePost(checkpoint_id, node, memory_bytes, describe_wanted(self._config))
         if board is not None:
             board.share_in(self._store.root_agent_directory())
             self._nonce = board.post("save", self._post.to_json())
