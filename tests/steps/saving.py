@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -68,6 +69,19 @@ def manage_steps(context: Context, steps: int) -> dict[str, Any]:
             "losses": [manager.notes(step).metrics["loss"] for step in manager.all_steps()],
             "restored": float(found["w"].mean()),
         }
+
+
+def manage_unlike(context: Context, options: dict[str, Any]) -> list[str]:
+    """The last rank makes managers with one other argument each: what every rank is told."""
+    told = []
+    for name, value in options.items():
+        given: dict[str, Any] = {}
+        if context.rank == context.world_size - 1:
+            given[name] = tuple(value) if isinstance(value, list) else value
+        with pytest.raises(ConfigInvalid) as raised:
+            CheckpointManager(context.root, **given)
+        told.append(raised.value.message)
+    return told
 
 
 def delete_steps(context: Context, steps: list[int]) -> list[Any]:

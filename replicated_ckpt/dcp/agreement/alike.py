@@ -1,8 +1,11 @@
-"""What all ranks of one save must want alike: a rank with ack="local" would make no copy in a save that promises two."""
+"""What all ranks must want alike: one with ack="local", say, would make no copy in a save that promises two."""
 
+import contextlib
+import socket
 from collections.abc import Mapping, Sequence
 
 from replicated_ckpt.config import WriterConfig
+from replicated_ckpt.dcp.c10d.lent_group import agree_on_all, borrow_group
 from replicated_ckpt.errors import ConfigInvalid
 
 _MAY_DIFFER = ("root", "domain", "direct_io", "checkpoint_id_from")
@@ -12,6 +15,20 @@ _MAY_DIFFER = ("root", "domain", "direct_io", "checkpoint_id_from")
 def describe_wanted(config: WriterConfig) -> dict[str, str]:
     """The arguments of a rank's writer that are the whole save's, in words."""
     return {name: repr(value) for name, value in vars(config).items() if name not in _MAY_DIFFER}
+
+
+def check_ranks_alike(wanted: Mapping[str, str]) -> None:
+    """Compares what all ranks of a job were given, before they do what follows from it; all call it.
+
+    Raises:
+        ConfigInvalid: as `check_wanted_alike`, on all ranks.
+    """
+    lent = borrow_group()
+    if lent is None:
+        return
+    with contextlib.closing(lent), lent.use():
+        told = agree_on_all(lent.group, lambda: (wanted, socket.gethostname()))
+    check_wanted_alike([wants for wants, _ in told], [host for _, host in told])
 
 
 def check_wanted_alike(wants: Sequence[Mapping[str, str]], hosts: Sequence[str]) -> None:
