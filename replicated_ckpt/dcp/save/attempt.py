@@ -3,6 +3,7 @@
 import logging
 import os
 import secrets
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -80,7 +81,7 @@ class SaveAttempt:
         """
         self._parts, self._config, self._store = parts, parts.config, parts.store
         self._world, self._given_id, self._notes = world, given_id, notes
-        self._started_at = time.monotonic()
+        self._started_at, self.thread = time.monotonic(), threading.get_ident()
         self._held, self._keep_report = HeldSave(), keep_report
         self._cluster: Cluster = LoneNode(parts.store)
         self._receipts: Sequence[Receipt] = []
