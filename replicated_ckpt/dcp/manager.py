@@ -15,6 +15,7 @@ from replicated_ckpt.core.layout import LATEST
 from replicated_ckpt.core.notes import encode_notes
 from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.core.upkeep.retention import Candidate, find_best
+from replicated_ckpt.dcp.agreement.alike import check_ranks_alike
 from replicated_ckpt.dcp.find.listing import Listed
 from replicated_ckpt.dcp.load.report import LoadReport
 from replicated_ckpt.dcp.named_checkpoints import NamedCheckpoints
@@ -98,7 +99,9 @@ class CheckpointManager:
         how["on_save"] = self._save_callback = SaveCallback(how["on_save"])
         load: dict[str, Any] = {"trust_pickles": trust_pickles, "expect_partial": expect_partial, "on_load": on_load}
         self._checkpoints: NamedCheckpoints | TieredCheckpoints
-        if memory is None or memory is False:
+        has_tier = memory is not None and memory is not False
+        check_ranks_alike({name: repr(value) for name, value in {**vars(self.config), "memory": has_tier}.items()})
+        if not has_tier:
             if spill_every != _SPILL_EVERY:
                 raise ConfigInvalid("spill_every needs memory=True, or a directory in a tmpfs.")
             self._checkpoints = NamedCheckpoints(root, {**where, **how}, load)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -81,6 +82,19 @@ def manage_steps(context: Context, steps: int) -> dict[str, Any]:
             "losses": [manager.notes(step).metrics["loss"] for step in manager.all_steps()],
             "restored": float(found["w"].mean()),
         }
+
+
+def manage_unlike(context: Context, options: dict[str, Any]) -> list[str]:
+    """The last rank makes managers with one other argument each: what every rank is told."""
+    told = []
+    for name, value in options.items():
+        given: dict[str, Any] = {}
+        if context.rank == context.world_size - 1:
+            given[name] = tuple(value) if isinstance(value, list) else value
+        with pytest.raises(ConfigInvalid) as raised:
+            CheckpointManager(context.root, **given)
+        told.append(raised.value.message)
+    return told
 
 
 def delete_steps(context: Context, steps: list[int]) -> list[Any]:
@@ -177,6 +191,11 @@ def agree_where_one_breaks(context: Context) -> str:
 def save_under_own_id(context: Context, kinds: list[str]) -> dict[str, Any]:
     """Every rank passes another id, as if made from its own clock."""
     return save_fails(context, kinds, f"step-10-{context.rank}")
+
+
+def save_with_other_ack(context: Context, kinds: list[str], checkpoint_id: str, acks: list[str]) -> dict[str, Any]:
+    """Every rank passes an `ack` of its own."""
+    return save_fails(context, kinds, checkpoint_id, ack=acks[context.rank])
 
 
 def save_under_path(context: Context, kinds: list[str], checkpoint_id: str) -> Digests:

@@ -13,6 +13,7 @@ from replicated_ckpt.config import CheckpointIdFrom
 from replicated_ckpt.core.bucket.upload_plan import UploadPlan
 from replicated_ckpt.core.protocol.announced import NOTHING_ANNOUNCED, Announced
 from replicated_ckpt.core.protocol.placement import PlacedNode, Placement, place_copies
+from replicated_ckpt.dcp.agreement.alike import check_wanted_alike
 from replicated_ckpt.dcp.agreement.announcement import announce
 from replicated_ckpt.dcp.node.given_id import id_under
 from replicated_ckpt.dcp.node.node import NodePost
@@ -137,18 +138,21 @@ class SavePost:
     """What each rank says before a save. `checkpoint_id` None: it takes the coordinator's.
 
     `memory_bytes`: so large the store may get, where it lies in memory; None: it lies on a disk.
+    `wants`: the arguments of its writer, in words, that all ranks must give alike.
     """
 
     checkpoint_id: str | None
     node: NodePost
     memory_bytes: int | None = None
+    wants: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "SavePost":
-        return cls(fields["checkpoint_id"], NodePost.from_json(fields["node"]), fields.get("memory_bytes"))
+        node = NodePost.from_json(fields["node"])
+        return cls(fields["checkpoint_id"], node, fields.get("memory_bytes"), fields.get("wants", {}))
 
 
 def decide(posts: Sequence[SavePost], copies: int, save_id: str, plans: Sequence[SavePlan] = ()) -> SaveDecision:
@@ -156,7 +160,7 @@ def decide(posts: Sequence[SavePost], copies: int, save_id: str, plans: Sequence
 
     Raises:
         CheckpointIdMismatch: the ranks named different checkpoints; one that takes the coordinator's names none.
-        ConfigInvalid: two different stores claim the same identity.
+        ConfigInvalid: two different stores claim the same identity; or the ranks want different saves.
     """
     checkpoint_id = posts[0].checkpoint_id
     given = {rank: post.checkpoint_id for rank, post in enumerate(posts) if post.checkpoint_id is not None}
@@ -164,6 +168,7 @@ def decide(posts: Sequence[SavePost], copies: int, save_id: str, plans: Sequence
         raise ConfigInvalid("The coordinator named no checkpoint.", _NAME_IT)
     if len(set(given.values())) > 1:
         raise CheckpointIdMismatch(given)
+    check_wanted_alike([post.wants for post in posts], [post.node.host for post in posts])
     nodes: dict[str, NodePost] = {}
     for post in posts:
         known = nodes.setdefault(post.node.node_id, post.node)

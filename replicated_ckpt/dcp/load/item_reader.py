@@ -5,16 +5,18 @@ import io
 import torch
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
+from replicated_ckpt.dcp.objects.values import UnknownName
 from replicated_ckpt.dcp.objects.weights_only import save_again
 from replicated_ckpt.dcp.runtime.torch_private import narrow
-from replicated_ckpt.dcp.tensors.container import TensorReader
-from replicated_ckpt.errors import ConfigInvalid, ObjectCorrupt
+from replicated_ckpt.dcp.tensors.container import TensorReader, other_tensor
+from replicated_ckpt.errors import ConfigInvalid, ObjectCorrupt, ObjectUnsafe
 
 
 class ItemReader:
     """Gives verified items to a planner. One thread.
 
-    `trust_pickles`: objects go to it as they lie in the shard; else as this process has saved them again.
+    `trust_pickles`: objects go to it as they lie in the shard, and tensors of any class are unpickled; else objects go as
+    this process has saved them again.
     """
 
     def __init__(self, *, trust_pickles: bool) -> None:
@@ -29,8 +31,8 @@ class ItemReader:
         Nothing of `raw` is kept.
 
         Raises:
-            ObjectUnsafe: the object is not loaded by default. ObjectCorrupt: the item is intact but not what the metadata
-            says. Nothing was given to the planner.
+            ObjectUnsafe: the object, or a tensor of a class of its own, is not loaded by default. ObjectCorrupt: the item
+            is intact but not what the metadata says. Nothing was given to the planner.
         """
         name = item.storage_index.fqn
         if item.type == LoadItemType.BYTE_IO:
@@ -38,12 +40,22 @@ class ItemReader:
             planner.load_bytes(item, given)
             return
         try:
-            tensor = narrow(self._tensors.read(raw), item.storage_offsets, item.lengths)
+            tensor = narrow(self._tensor(raw), item.storage_offsets, item.lengths)
+        except UnknownName as exc:
+            raise ObjectUnsafe(name, f"shard {source}", exc.keys) from exc
         except (ValueError, RuntimeError) as exc:
             raise ObjectCorrupt(source, "load", name, f"its bytes are intact but no tensor: {exc}") from exc
         target = target_of(item, planner, tuple(tensor.size()), source)
         target.copy_(tensor)
         planner.commit_tensor(item, target)
+
+    def _tensor(self, raw: memoryview) -> torch.Tensor:
+        try:
+            return self._tensors.read(raw)
+        except UnknownName:
+            if not self._trust_pickles:
+                raise
+            return other_tensor(torch.load(io.BytesIO(raw), weights_only=False))
 
 
 def target_of(item: ReadItem, planner: LoadPlanner, shape: tuple[int, ...], source: str) -> torch.Tensor:

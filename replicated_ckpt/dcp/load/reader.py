@@ -1,6 +1,7 @@
 """The StorageReader that users pass to `dcp.load`: finds the checkpoint, and gives each rank the bytes that it needs."""
 
 import os
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from typing import Any, TypeVar
@@ -27,7 +28,7 @@ from replicated_ckpt.dcp.runtime.caller import find_line
 from replicated_ckpt.dcp.runtime.raised_by_load import as_checkpoint_exception
 from replicated_ckpt.dcp.runtime.torch_private import calling
 from replicated_ckpt.dcp.tensors.stored_tensor import StoredTensors
-from replicated_ckpt.errors import ReplicatedCkptError
+from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptError
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.local.store import NOWHERE, LocalStore
@@ -99,7 +100,8 @@ class ReplicatedReader(StorageReader):
             find_line(),
             on_load,
         )
-        self._attempt = self._begin()
+        self._attempt_by_thread: dict[int, LoadAttempt] = {}
+        self._attempt = self._begin(None)
         if not no_dist:
             announce()
 
@@ -107,8 +109,23 @@ class ReplicatedReader(StorageReader):
         bucket = "" if self.config.object_store is None else f", object_store={self.config.object_store!r}"
         return f"<ReplicatedReader({self.config.root!r}{bucket})>"
 
-    def _begin(self) -> LoadAttempt:
-        return LoadAttempt(self._parts, self._given_id, self._keep_report)
+    def _begin(self, given_id: str | os.PathLike[str] | None) -> LoadAttempt:
+        attempt = self._attempt_by_thread[threading.get_ident()] = LoadAttempt(self._parts, given_id, self._keep_report)
+        return attempt
+
+    def _find_own(self) -> LoadAttempt:
+        """The load that this thread has begun; else the one begun last."""
+        return self._attempt_by_thread.get(threading.get_ident(), self._attempt)
+
+    @property
+    def _under_way(self) -> LoadAttempt:
+        """This thread's load. Raises ConfigInvalid: another thread has begun one with this reader."""
+        attempt = self._find_own()
+        if attempt is not self._attempt:
+            raise ConfigInvalid(
+                f"Two threads load with {self!r} at once.", "Give each thread a ReplicatedReader of its own."
+            )
+        return attempt
 
     def _keep_report(self, report: LoadReport) -> None:
         self.last_load = report
@@ -161,10 +178,10 @@ class ReplicatedReader(StorageReader):
                 every rank alike, each of them a CheckpointException, too. What went wrong on this rank alone, or where a
                 rank passed no id, is raised later, where DCP tells all ranks.
         """
-        if checkpoint_id is not None:
-            self._given_id = checkpoint_id
+        given_id = self._given_id if checkpoint_id is None else checkpoint_id
+        self._given_id = given_id
         self.let_go()
-        self._attempt = self._begin()
+        self._attempt = self._begin(given_id)
         if calling() is not None:
             try:
                 self._meet()
@@ -174,7 +191,7 @@ class ReplicatedReader(StorageReader):
     def _meet(self, *, in_step: bool = False) -> None:
         is_alone = True if calling() is None else self._no_dist
         self._world = world_of_call(self._process_group, is_alone)
-        self._attempt.meet(self._world, in_step=in_step)
+        self._under_way.meet(self._world, in_step=in_step)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The checkpoint's `.metadata`, verified and safely read.
@@ -189,15 +206,15 @@ class ReplicatedReader(StorageReader):
         """
         del args
         try:
-            if "rank" not in kwargs and not self._attempt.is_met:
+            if "rank" not in kwargs and not self._find_own().is_met:
                 # No reset came first: DCP passes a checkpoint_id to it.
-                self._attempt = self._begin()
+                self._attempt = self._begin(self._given_id)
                 self._meet(in_step=calling() is not None)
-            self._attempt.is_met = False
+            self._under_way.is_met = False
             if calling() is not None:
                 self._world.watch_call()
                 self._parts.planning.begin()
-            metadata = self._attempt.read_metadata()
+            metadata = self._under_way.read_metadata()
         except Exception as exc:
             self._attempt.fail(exc)
             if calling() is None:
@@ -210,7 +227,7 @@ class ReplicatedReader(StorageReader):
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Prepares to read what `read_metadata` gave. Raises what kept it from reading."""
         del is_coordinator, args, kwargs
-        self._attempt.prepare(metadata)
+        self._under_way.prepare(metadata)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Checks that every item this rank needs lies in a shard of the save that has a copy somewhere.
@@ -218,14 +235,14 @@ class ReplicatedReader(StorageReader):
         Raises:
             ShardLost: naming the shards that have none. ManifestInvalid: metadata and manifest contradict each other.
         """
-        return self._attempt.plan(plan)
+        return self._under_way.plan(plan)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Tells the ranks of each node which of them fetches what several need from elsewhere: each block once.
 
         Warns of saved entries for which no rank asks, unless that is expected.
         """
-        return self._attempt.share(plans)
+        return self._under_way.share(plans)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Reads every item of the plan, verified, into the planner's tensors.
@@ -236,9 +253,10 @@ class ReplicatedReader(StorageReader):
                 place in it, and what it held from there on.
         """
         try:
-            self._attempt.read(plan, planner)
+            self._under_way.read(plan, planner)
         finally:
             self._parts.planning.end()
+            self._attempt_by_thread.pop(threading.get_ident(), None)
         future: Future[None] = Future()
         future.set_result(None)
         return future

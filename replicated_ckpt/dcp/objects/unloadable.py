@@ -15,6 +15,7 @@ from replicated_ckpt.errors import ObjectUnsafe
 
 _NAME_LINES = re.compile(rb"c([\w.]+)\n([\w.]+)\n")
 _SEARCHED_BYTES_MAX = 1 << 20
+_WHERE = "this checkpoint"
 
 _lock = threading.Lock()
 _seen: set[tuple[bytes | Any, ...]] = set()
@@ -34,8 +35,22 @@ def warn_if_unloadable(raw: memoryview, fqn: str) -> None:
             return
         _seen.update(found)
     problem = _problem(raw, fqn)
-    if problem is None:
-        return
+    if problem is not None:
+        _warn(problem)
+
+
+def warn_if_class_is_unknown(kind: type, fqn: str) -> None:
+    """The same for a tensor of a class of its own, which its pickle names."""
+    key = (kind.__module__, kind.__qualname__)
+    with _lock:
+        if key in _seen:
+            return
+        _seen.add(key)
+    if unknown := unknown_names([key]):
+        _warn(ObjectUnsafe(fqn, _WHERE, unknown))
+
+
+def _warn(problem: ObjectUnsafe) -> None:
     with _lock:
         news = set(problem.names or [problem.why]) - _warned
         _warned.update(news)
@@ -45,10 +60,9 @@ def warn_if_unloadable(raw: memoryview, fqn: str) -> None:
 
 
 def _problem(raw: memoryview, fqn: str) -> ObjectUnsafe | None:
-    where = "this checkpoint"
     try:
         tree = follow(pickle_in(within(raw), find_records(within(raw), len(raw))))
     except (PickleUnsafe, ArchiveDamaged) as exc:
-        return ObjectUnsafe(fqn, where, (), f"it {exc}")
+        return ObjectUnsafe(fqn, _WHERE, (), f"it {exc}")
     unknown = unknown_names(sorted({key_of(named) for named in names_in(tree)}))
-    return ObjectUnsafe(fqn, where, unknown) if unknown else None
+    return ObjectUnsafe(fqn, _WHERE, unknown) if unknown else None

@@ -3,6 +3,7 @@
 import logging
 import os
 import secrets
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -38,7 +39,7 @@ from replicated_ckpt.dcp.hand_over.held_save import HeldSave
 from replicated_ckpt.dcp.hand_over.outcome import telling_end
 from replicated_ckpt.dcp.hand_over.patience import Patience
 from replicated_ckpt.dcp.metadata.saved_metadata import SavedMetadata, tell_metadata
-from replicated_ckpt.dcp.node.node import lone_post, opening_post, present_again
+from replicated_ckpt.dcp.node.node import present_again
 from replicated_ckpt.dcp.node.seen_lineage import remember, seen_lineage
 from replicated_ckpt.dcp.runtime.callback import call_back
 from replicated_ckpt.dcp.runtime.caller import warn
@@ -78,7 +79,7 @@ class SaveAttempt:
         """
         self._parts, self._config, self._store = parts, parts.config, parts.store
         self._world, self._given_id, self._notes = world, given_id, notes
-        self._started_at = time.monotonic()
+        self._started_at, self.thread = time.monotonic(), threading.get_ident()
         self._held, self._keep_report = HeldSave(), keep_report
         self._cluster: Cluster = LoneNode(parts.store)
         self._receipts: Sequence[Receipt] = []
@@ -104,9 +105,7 @@ class SaveAttempt:
             self._config.checkpoint_id_from,
             is_coordinator=self._world.is_coordinator,
         )
-        present = lone_post if board is None else opening_post
-        node, memory = present(self._store, self._config.domain), self._parts.memory
-        self._post = SavePost(checkpoint_id, node, None if memory is None else memory.measure(checkpoint_id))
+        self._post = self._parts.post(checkpoint_id, is_alone=board is None)
         if board is not None:
             board.share_in(self._store.root_agent_directory())
             self._nonce = board.post("save", self._post.to_json())

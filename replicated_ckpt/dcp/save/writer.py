@@ -1,6 +1,7 @@
 """The StorageWriter that users pass to `dcp.save`: hands each of its calls on to the save under way."""
 
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -354,8 +355,12 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
 
     @property
     def _under_way(self) -> SaveAttempt:
-        assert self._attempt is not None, "DCP calls set_up_storage_writer first"
-        return self._attempt
+        """This thread's save. Raises ConfigInvalid: another thread has begun one with this writer."""
+        attempt = self._attempt
+        assert attempt is not None, "DCP calls set_up_storage_writer first"
+        if attempt.thread != threading.get_ident():
+            raise ConfigInvalid(f"Two threads save with {self!r} at once.", "Give each thread a writer of its own.")
+        return attempt
 
     @property
     def checkpoint_id(self) -> str:

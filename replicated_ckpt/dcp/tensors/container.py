@@ -92,14 +92,15 @@ class TensorReader:
         records = find_records(within(raw), len(raw))
         outline = tensor_of(tree := follow(pickle_in(within(raw), records)))
         if outline is None or record_of(outline.storage, records).start != start:
-            return _other_tensor(ObjectValues(Storages(records, copy_records(raw))).whole(tree, len(raw)))
+            return other_tensor(ObjectValues(Storages(records, copy_records(raw))).whole(tree, len(raw)))
         layout = _Layout(dtype_of(outline), outline.shape, outline.stride, size, outline.offset)
         if len(self._layout_by_head) < _TEMPLATES_MAX:
             self._layout_by_head[bytes(raw[:start])] = layout
         return _view(raw[start : start + size], layout)
 
 
-def _other_tensor(value: object) -> torch.Tensor:
+def other_tensor(value: object) -> torch.Tensor:
+    """What a container holds that is no plain tensor. Raises ValueError: it is no tensor at all."""
     if not isinstance(value, torch.Tensor):
         raise ValueError(f"a container of {type(value).__name__}, not of a tensor")  # noqa: TRY004 - of bytes
     return value

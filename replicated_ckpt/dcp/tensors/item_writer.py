@@ -5,7 +5,7 @@ import io
 import torch
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 
-from replicated_ckpt.dcp.objects.unloadable import warn_if_unloadable
+from replicated_ckpt.dcp.objects.unloadable import warn_if_class_is_unknown, warn_if_unloadable
 from replicated_ckpt.dcp.tensors.container import is_freed
 from replicated_ckpt.dcp.tensors.tensor_writer import Stream, TensorWriter
 from replicated_ckpt.errors import ConfigInvalid
@@ -49,9 +49,12 @@ class ItemWriter:
                 raise ConfigInvalid(
                     f"The planner resolved {item.index.fqn!r} to {type(data).__name__}, not to a tensor.", _PLANNER_HINT
                 )
-            if is_freed(data.detach()):
+            tensor = data.detach()  # of a parameter that is a plain one
+            if is_freed(tensor):
                 raise ConfigInvalid(
                     f"The memory of {item.index.fqn!r} was freed: its storage has no bytes.", _FREED_HINT
                 )
-            self._tensors.write(data, stream)
+            if type(tensor) is not torch.Tensor:
+                warn_if_class_is_unknown(type(tensor), item.index.fqn)
+            self._tensors.write(tensor, stream)
         return offset, stream.position - offset

@@ -1,9 +1,12 @@
 """The decision about a save: what follows from what the ranks posted."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from replicated_ckpt.config import Retention, WriterConfig
+from replicated_ckpt.dcp.agreement.alike import describe_wanted
 from replicated_ckpt.dcp.agreement.decision import Receipt, SaveDecision, SavePost, ShardReceipt, decide, weaknesses
 from replicated_ckpt.dcp.node.node import NodePost
 from replicated_ckpt.errors import CheckpointIdMismatch, ConfigInvalid
@@ -31,6 +34,36 @@ def test_differing_ids_are_listed_by_rank() -> None:
     with pytest.raises(CheckpointIdMismatch, match="rank 1: 'step-2'") as raised:
         decide([post("a"), replace(post("b"), checkpoint_id="step-2")], 2, "0" * 32)
     assert raised.value.id_by_rank == {0: "step-1", 1: "step-2"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("copies", 3),
+        ("ack", "local"),
+        ("on_degraded", "raise"),
+        ("overwrite", True),
+        ("object_store", "s3://bucket/run"),
+        ("retention", Retention(keep_last=3)),
+    ],
+)
+def test_ranks_must_want_one_save(name: str, value: Any) -> None:
+    """Not one with fewer copies, or without the bucket, on some ranks: the error says which ranks want what."""
+    config = WriterConfig("/nvme", 2, "peer", None, "warn", overwrite=False)
+    wanted = [config, replace(config, **{name: value}), config]
+    posts = [replace(post(node), wants=describe_wanted(each)) for node, each in zip("abc", wanted, strict=True)]
+    with pytest.raises(ConfigInvalid) as raised:
+        decide([SavePost.from_json(each.to_json()) for each in posts], 2, "0" * 32)
+    was = repr(getattr(config, name))
+    told = f"{name} is {was} on ranks 0, 2 (host host of a); {value!r} on rank 1 (host host of b)"
+    assert str(raised.value).startswith(f"The ranks ask for different saves: {told}.")
+
+
+def test_what_is_a_nodes_own_may_differ() -> None:
+    """Its root, its domain, how it writes, and whether a rank takes the coordinator's id."""
+    config = WriterConfig("/nvme", 2, "peer", None, "warn", overwrite=False)
+    other = replace(config, root="/disk", domain="rack", direct_io="off", checkpoint_id_from="coordinator")
+    assert describe_wanted(config) == describe_wanted(other)
 
 
 @pytest.mark.parametrize("other_host", [True, False])

@@ -209,6 +209,30 @@ def test_ids_that_differ_by_rank_are_refused(cluster_of: ClusterOf) -> None:
     assert not any((node.disk / f"step-10-{rank}").exists() for node in cluster.nodes for rank in (0, 1))
 
 
+def test_ranks_that_want_different_saves_are_refused(cluster_of: ClusterOf) -> None:
+    """Else a rank with ack="local" makes no copy in a save of two: every rank learns which wants what, and none writes."""
+    other = call("saving.save_with_other_ack", kinds=KINDS, checkpoint_id="step-2", acks=["peer", "peer", "local"])
+    calls = [save("step-1"), other, call("loss.staging_left"), load("latest")]
+    results = cluster_of(2).launch(calls, nodes=[0, 0, 1])
+    for failure in results.of(1):
+        assert (failure["types"], failure["seconds"] < 20) == (["ConfigInvalid"], True)
+        assert "ack is 'peer' on ranks 0, 1 (host" in failure["message"]
+        assert "'local' on rank 2" in failure["message"]
+    assert results.of(2) == [[], [], []]
+    assert results.digests(3) == results.of(0)
+
+
+def test_managers_that_differ_are_refused(cluster_of: ClusterOf) -> None:
+    """Else ranks save at different steps, or wait for each other in different collectives; a manager made anew works."""
+    options = {"every": 2, "preempt_on": [], "memory": True}
+    calls = [call("saving.manage_unlike", options=options), call("saving.manage_steps", steps=1)]
+    results = cluster_of(2).launch(calls, nodes=[0, 1])
+    for name, value, text in zip(options, ("2", "()", "True"), results.agreed(0), strict=True):
+        assert text.startswith(f"The ranks ask for different saves: {name} is ")
+        assert f"; {value} on rank 1 (host " in text
+    assert results.agreed(1)["all"] == [1]
+
+
 def test_an_absolute_path_inside_the_root_is_a_name(cluster_of: ClusterOf) -> None:
     """`root / "step-1"` means "step-1", though every node's root is another path; one outside the root is an error."""
     outside = call("state.save_fails", kinds=KINDS, checkpoint_id="/elsewhere/step-2")

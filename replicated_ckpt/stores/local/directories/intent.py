@@ -11,9 +11,8 @@ from replicated_ckpt.stores.files.durable import translate_errors
 from replicated_ckpt.stores.files.plain import read_plain
 from replicated_ckpt.stores.files.shortage import raise_shortage
 
-
 WRITER = "//"
-"""In a session, before the name of a writer that saves alone. What stands before it, all saves of its process have alike."""
+"""In a session, before the name of a writer that saves alone. All saves of its process have the same before it."""
 
 
 @dataclass(frozen=True)

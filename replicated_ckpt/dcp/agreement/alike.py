@@ -1,0 +1,56 @@
+"""What all ranks must want alike: one with ack="local", say, would make no copy in a save that promises two."""
+
+import contextlib
+import socket
+from collections.abc import Mapping, Sequence
+
+from replicated_ckpt.config import WriterConfig
+from replicated_ckpt.dcp.c10d.lent_group import agree_on_all, borrow_group
+from replicated_ckpt.errors import ConfigInvalid
+
+_MAY_DIFFER = ("root", "domain", "direct_io", "checkpoint_id_from")
+"""Arguments of a writer that are a rank's, or a node's, own. All others are the whole save's."""
+
+
+def describe_wanted(config: WriterConfig) -> dict[str, str]:
+    """The arguments of a rank's writer that are the whole save's, in words; those that are as they are by default not."""
+    return {
+        name: repr(value)
+        for name, value in vars(config).items()
+        if name not in _MAY_DIFFER and value != getattr(WriterConfig, name, None)
+    }
+
+
+def check_ranks_alike(wanted: Mapping[str, str]) -> None:
+    """Compares what all ranks of a job were given, before they do what follows from it; all call it.
+
+    Raises:
+        ConfigInvalid: as `check_wanted_alike`, on all ranks.
+    """
+    lent = borrow_group()
+    if lent is None:
+        return
+    with contextlib.closing(lent), lent.use():
+        told = agree_on_all(lent.group, lambda: (wanted, socket.gethostname()))
+    check_wanted_alike([wants for wants, _ in told], [host for _, host in told])
+
+
+def check_wanted_alike(wants: Sequence[Mapping[str, str]], hosts: Sequence[str]) -> None:
+    """Of each rank what `describe_wanted` said, and its host.
+
+    Raises:
+        ConfigInvalid: one was given another argument than rank 0.
+    """
+    for name in dict.fromkeys(name for wanted in wants for name in wanted):
+        ranks_by_value: dict[str, list[int]] = {}
+        for rank, wanted in enumerate(wants):
+            ranks_by_value.setdefault(wanted.get(name, "the default"), []).append(rank)
+        if len(ranks_by_value) > 1:
+            told = (
+                f"{value} on {'ranks' if ranks[1:] else 'rank'} {', '.join(map(str, ranks))} (host {hosts[ranks[0]]})"
+                for value, ranks in ranks_by_value.items()
+            )
+            raise ConfigInvalid(
+                f"The ranks ask for different saves: {name} is {'; '.join(told)}.",
+                f"Pass the same {name} to ReplicatedWriter, or CheckpointManager, on every rank.",
+            )

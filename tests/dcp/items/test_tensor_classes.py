@@ -1,0 +1,63 @@
+"""Tensors of a class of their own: the save warns, the load says which line allows them, and with it they load."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from replicated_ckpt import ReplicatedReader, ReplicatedWriter
+from replicated_ckpt.dcp.objects import unloadable
+from replicated_ckpt.errors import ObjectUnsafe, ReplicatedCkptWarning
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+LINE = f"`import {__name__}; torch.serialization.add_safe_globals([{__name__}.Scaled])`"
+
+
+class Scaled(torch.Tensor):
+    """A subclass, as of a library for quantization."""
+
+
+class Named(torch.nn.Parameter):
+    """A subclass of Parameter is saved as a plain tensor."""
+
+
+@pytest.fixture
+def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    for name in ("_seen", "_warned"):
+        monkeypatch.setattr(unloadable, name, set())
+    before = torch.serialization.get_safe_globals()
+    state = {"scaled": torch.arange(5.0).as_subclass(Scaled), "named": Named(torch.ones(3))}
+    with pytest.warns(ReplicatedCkptWarning, match="'scaled' in this checkpoint will not be loaded") as warned:
+        dcp.save(state, checkpoint_id="step-1", storage_writer=ReplicatedWriter(tmp_path, copies=1), no_dist=True)
+    assert [LINE in str(one.message) for one in warned] == [True]
+    yield tmp_path
+    torch.serialization.clear_safe_globals()
+    torch.serialization.add_safe_globals(before)
+
+
+def load(root: Path, *, trust_pickles: bool = False) -> torch.Tensor:
+    state = {"scaled": torch.zeros(5), "named": torch.zeros(3)}
+    reader = ReplicatedReader(root, trust_pickles=trust_pickles)
+    dcp.load(state, checkpoint_id="step-1", storage_reader=reader, no_dist=True)
+    assert torch.equal(state["named"], torch.ones(3))
+    return state["scaled"]
+
+
+def test_a_class_that_nothing_allows_is_named(saved: Path) -> None:
+    """It is no damage of a disk: the error has the entry, the class, and the line with which it loads."""
+    with pytest.raises(CheckpointException) as raised:
+        load(saved)
+    error = raised.value.failures[0][0]
+    assert isinstance(error, ObjectUnsafe)
+    assert "'scaled' in shard __0_0.distcp" in error.message
+    assert LINE in str(error.hint)
+    torch.serialization.add_safe_globals([Scaled])
+    assert torch.equal(load(saved), torch.arange(5.0))
+
+
+def test_pickles_that_are_trusted_are_loaded(saved: Path) -> None:
+    """As the hint says."""
+    assert torch.equal(load(saved, trust_pickles=True), torch.arange(5.0))
