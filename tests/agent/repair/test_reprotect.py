@@ -74,6 +74,7 @@ def test_a_lost_nodes_copies_are_made_anew(tmp_path: Path) -> None:
         assert "re-protection is done" in (nodes[0].root / "agent.out").read_text()
     assert [findings(store) for store in nodes[:2]] == [[], []]
     assert not list((nodes[0].root / ".incoming").glob("*"))
+    assert not any((store.root / ".quarantine").exists() for store in nodes[:2]), "nothing was damaged"
 
 
 def test_a_blank_node_is_filled(tmp_path: Path) -> None:

@@ -115,13 +115,14 @@ class Committed:
         save = self._save_id_or_unknown()
         folder = self._root / QUARANTINE_DIR / save
         with self._translate("set aside", name):
+            try:
+                os.stat(name, dir_fd=self._fd, follow_symlinks=False)
+            except FileNotFoundError:  # no folder is made for nothing
+                return None
             make_directories(folder, self._root)
             target = folder / f"{name}.{uuid.uuid4().hex[:8]}"
             note = {"checkpoint_id": self.checkpoint_id, "save_id": save, "name": name, "why": why}
-            try:
-                into(name, target)
-            except FileNotFoundError:
-                return None
+            into(name, target)
             write_file(target.with_name(f"{target.name}.json"), json.dumps(note).encode())
         return target
 

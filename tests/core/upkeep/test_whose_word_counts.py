@@ -1,0 +1,93 @@
+"""Whose word counts: which part of a plan is a node's own, what it does for others, and whose policy removes anything."""
+
+from dataclasses import replace
+
+from replicated_ckpt import Retention
+from replicated_ckpt.core.inventory import Holding
+from replicated_ckpt.core.upkeep.policy import NODES, Policy, agree, confirm, merge_policies
+from replicated_ckpt.core.upkeep.repair_plan import (
+    CopyShard,
+    RepairPlan,
+    RestoreManifest,
+    SetAside,
+    ShortShard,
+    is_of_held_save,
+    refuse_unplanned,
+)
+
+SAVE, OTHER = "1" * 32, "2" * 32
+SHARD = "__0_0.distcp"
+KEEP_TWO = Policy("", NODES, 5, Retention(keep_last=2))
+KEEP_NINE = replace(KEEP_TWO, revision=6, retention=Retention(keep_last=9))
+
+
+def restored(node: str, save_id: str = SAVE, checkpoint_id: str = "step-1") -> RestoreManifest:
+    return RestoreManifest(node, checkpoint_id, save_id, ("c",))
+
+
+def test_a_node_does_its_own_part_of_a_plan_alone() -> None:
+    """Of each kind of action; what is short is no one's to do."""
+    parts = {
+        node: RepairPlan(
+            (restored(node),),
+            (CopyShard(node, "step-1", SAVE, SHARD, 100, ("c",)),),
+            (SetAside(node, "step-1", SAVE, "__9_0.distcp"),),
+        )
+        for node in "ab"
+    }
+    short = (ShortShard("step-1", SAVE, SHARD, "node a", 2, 0),)
+    both = (parts["a"], parts["b"])
+    plan = RepairPlan(
+        tuple(action for part in both for action in part.adopt),
+        tuple(action for part in both for action in part.copy),
+        tuple(action for part in both for action in part.set_aside),
+        short,
+    )
+    assert {node: plan.of_node(node) for node in "ab"} == parts
+    assert plan.of_node("c") == RepairPlan()
+
+
+def test_a_plan_concerns_the_files_that_it_names() -> None:
+    """To be copied, to be set aside, or short; of that checkpoint alone."""
+    plan = RepairPlan(
+        copy=(CopyShard("a", "step-1", SAVE, "copied", 100, ("c",)),),
+        set_aside=(SetAside("a", "step-1", SAVE, "aside"),),
+        short=(ShortShard("step-1", SAVE, "short", "node a", 2, 1),),
+    )
+    assert all(plan.concerns("step-1", name) for name in ("copied", "aside", "short"))
+    assert not plan.concerns("step-1", "other")
+    assert not plan.concerns("step-2", "copied")
+
+
+def test_a_save_is_put_in_anothers_place_only_by_a_nodes_own_look() -> None:
+    """Another node asks for it: it is refused unless this node plans that very save, there, itself."""
+    asked = [restored("a"), restored("a", OTHER), restored("a", checkpoint_id="step-2"), restored("b")]
+    assert refuse_unplanned(asked, [replace(asked[0], sources=("d",))]) == frozenset(asked[1:])
+    assert refuse_unplanned(asked, []) == frozenset(asked)
+
+
+def test_what_a_node_holds_already_it_may_be_given_again() -> None:
+    """The same save under the same name, and no other."""
+    held = [Holding("a", "step-1", SAVE, 1, True, {})]
+    assert is_of_held_save(restored("a"), held)
+    assert not is_of_held_save(restored("a", OTHER), held)
+    assert not is_of_held_save(restored("a", checkpoint_id="step-2"), held)
+
+
+def test_the_later_policy_counts_and_two_of_one_save_keep_everything() -> None:
+    """In whatever order they are heard; each tier, directory and run for itself."""
+    for one, two in ((KEEP_TWO, KEEP_NINE), (KEEP_NINE, KEEP_TWO)):
+        assert merge_policies(one, two) == KEEP_NINE
+        assert agree([one, two, replace(one, scope="run")]) == (KEEP_NINE, replace(one, scope="run"))
+    same_save = replace(KEEP_NINE, revision=KEEP_TWO.revision)
+    assert merge_policies(KEEP_TWO, same_save).retention is None
+
+
+def test_a_node_removes_by_a_policy_that_its_own_ranks_brought() -> None:
+    """What others want stays until ranks here want the same: one that was never heard here removes nothing."""
+    elsewhere = replace(KEEP_TWO, scope="run")
+    assert confirm([KEEP_TWO, elsewhere], [KEEP_TWO]) == (KEEP_TWO,)
+    assert confirm([KEEP_NINE], [KEEP_TWO]) == ()
+    assert confirm([KEEP_TWO], []) == ()
+    later = replace(KEEP_TWO, revision=9)
+    assert confirm([later], [KEEP_TWO]) == (later,)
