@@ -25,7 +25,7 @@ from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
 from replicated_ckpt.core.protocol.settlement import Answer
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
 from replicated_ckpt.errors import PeerProtocolError
-from replicated_ckpt.stores.local.directories.intent import Intent
+from replicated_ckpt.stores.local.directories.intent import WRITER, Intent
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.versions.retire import retire
 from replicated_ckpt.stores.peer.client import AgentAddress
@@ -294,7 +294,8 @@ def test_what_a_file_system_keeps_for_itself_blinds_nobody(tmp_path: Path) -> No
     assert done.stdout.split() == ["0", "1", "1"], done.stderr
 
 
-def test_a_version_that_a_load_was_told_to_read_stays(tmp_path: Path) -> None:
+@pytest.mark.parametrize("session", ["session", f"session{WRITER}writer"])
+def test_a_version_that_a_load_was_told_to_read_stays(tmp_path: Path, session: str) -> None:
     """Whatever replaces it, and however sure it is that the newer one is whole: until the pin is over, or the run saves."""
     now = [0.0]
     service = NodeService(LocalStore(tmp_path / "root"))
@@ -311,7 +312,7 @@ def test_a_version_that_a_load_was_told_to_read_stays(tmp_path: Path) -> None:
     service.pin(NEW, "session/1")
     assert not retire(service.store.root, "step-10", NEW)
     service.begin(
-        Intent(NEWEST, "step-11", "session", overwrite=False, nodes=(service.node_id,), coordinator=service.node_id)
+        Intent(NEWEST, "step-11", session, overwrite=False, nodes=(service.node_id,), coordinator=service.node_id)
     )
     assert retire(service.store.root, "step-10", NEW)
 
