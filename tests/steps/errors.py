@@ -20,6 +20,7 @@ import replicated_ckpt.dcp.find.rendezvous
 import replicated_ckpt.dcp.load.attempt
 import replicated_ckpt.dcp.save.attempt
 import replicated_ckpt.dcp.save.commit
+import replicated_ckpt.dcp.save.writer_parts
 from replicated_ckpt import ReplicatedReader, ReplicatedWriter
 from replicated_ckpt.agent.state.endpoint import root_lock
 from replicated_ckpt.dcp.agreement.nodes import AgentCluster
@@ -34,7 +35,7 @@ from tests.stopwatch import Stopwatch
 
 GROUP_WAIT = timedelta(seconds=12)
 PLACES: Mapping[str, tuple[Any, str]] = {
-    "save: present": (replicated_ckpt.dcp.save.attempt, "opening_post"),
+    "save: present": (replicated_ckpt.dcp.save.writer_parts, "opening_post"),
     "save: open": (AgentCluster, "begin"),
     "save: number": (replicated_ckpt.dcp.save.attempt, "assign_sequence"),
     "save: weigh": (replicated_ckpt.dcp.save.attempt, "weaknesses"),

@@ -30,7 +30,7 @@ from replicated_ckpt.dcp.node import local_agent as own_agent
 from replicated_ckpt.dcp.node import node as node_module
 from replicated_ckpt.dcp.node import seen_lineage
 from replicated_ckpt.dcp.node.node import NodePost
-from replicated_ckpt.dcp.save import attempt, shard_writer, writer
+from replicated_ckpt.dcp.save import attempt, shard_writer, writer, writer_parts
 from replicated_ckpt.dcp.save import commit as finish
 from replicated_ckpt.errors import ReplicatedCkptError, StoreUnavailable
 from replicated_ckpt.stores import tee, verified
@@ -156,7 +156,7 @@ def pretences(cluster: "Cluster") -> Iterator[AbstractContextManager[Any]]:
         (reader, "calling", lambda: True),
         (load_attempt, "meet", now.meet),
         (node_module, "node_post", lambda *_: now.rank.post()),
-        (attempt, "opening_post", lambda *_: now.rank.post()),
+        (writer_parts, "opening_post", lambda *_: now.rank.post()),
         (own_agent, "ensure_agent", partial(_endpoint_of, cluster)),
         (repair, "ensure_agent", partial(_endpoint_of, cluster)),
         (start, "ensure_agent", partial(_endpoint_of, cluster)),
