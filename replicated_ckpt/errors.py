@@ -1,5 +1,6 @@
 """One exception tree. Every error says what happened, to what, and in `hint` what the operator does next."""
 
+import builtins
 from collections.abc import Mapping, Sequence
 
 from replicated_ckpt.searched import next_step
@@ -226,9 +227,8 @@ class ObjectUnsafe(ReplicatedCkptError):
     def __init__(self, fqn: str, where: str, names: Sequence[tuple[str, str]], why: str = "") -> None:
         paths = [name if module == "builtins" else f"{module}.{name}" for module, name in names]
         problem = why or f"it names {', '.join(paths)}, which nothing allows"
-        modules = sorted({module for module, _ in names} - {"builtins"})
-        allowing = "".join(f"import {module}; " for module in modules)
-        allowing += f"torch.serialization.add_safe_globals([{', '.join(paths)}])"
+        allowing = "".join(f"import {module}; " for module in sorted({module for module, _ in names} - {"builtins"}))
+        allowing += f"torch.serialization.add_safe_globals([{', '.join(map(_as_safe_global, paths))}])"
         hint = f"If they are harmless, allow them before the load: `{allowing}`. {self.default_hint}" if names else None
         super().__init__(f"The object {fqn!r} in {where} is not loaded: {problem}.", hint)
         self.fqn = fqn
@@ -236,6 +236,12 @@ class ObjectUnsafe(ReplicatedCkptError):
         self.names = tuple((module, name) for module, name in names)
         self.args = (fqn, where, self.names, why)
         self.why = why
+
+
+def _as_safe_global(path: str) -> str:
+    """As torch takes it: a class or function alone, what knows no name of its own, as Ellipsis, with one."""
+    knows_its_name = hasattr(vars(builtins).get(path, type), "__qualname__")
+    return path if knows_its_name else f"({path}, 'builtins.{path}')"
 
 
 class PeerProtocolError(ReplicatedCkptError):

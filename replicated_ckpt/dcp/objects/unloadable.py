@@ -1,17 +1,19 @@
-"""A save warns of objects that a load would refuse by default: the time to say so is before they are needed."""
+"""A save tells of what a load would refuse: the time to say so is before it is needed."""
 
 import re
 import threading
 from typing import Any
 
+from torch.distributed.checkpoint.planner import SavePlan
+
 from replicated_ckpt.core.integrity.archive import ArchiveDamaged, find_records, is_archive, within
-from replicated_ckpt.core.pickles.bounds import names_in
+from replicated_ckpt.core.pickles.bounds import DEPTH_MAX, names_in
 from replicated_ckpt.core.pickles.follower import follow
 from replicated_ckpt.core.pickles.tree import PickleUnsafe
 from replicated_ckpt.dcp.objects.values import key_of
 from replicated_ckpt.dcp.objects.weights_only import pickle_in, unknown_names
 from replicated_ckpt.dcp.runtime.caller import warn
-from replicated_ckpt.errors import ObjectUnsafe
+from replicated_ckpt.errors import ConfigInvalid, ObjectUnsafe
 
 _NAME_LINES = re.compile(rb"c([\w.]+)\n([\w.]+)\n")
 _SEARCHED_BYTES_MAX = 1 << 20
@@ -48,6 +50,17 @@ def warn_if_class_is_unknown(kind: type, fqn: str) -> None:
         _seen.add(key)
     if unknown := unknown_names([key]):
         _warn(ObjectUnsafe(fqn, _WHERE, unknown))
+
+
+def refuse_unloadable_paths(plan: SavePlan) -> None:
+    """Raises ConfigInvalid: an entry of a nested state lies deeper than a load believes of any `.metadata`."""
+    paths = plan.planner_data if isinstance(plan.planner_data, dict) else {}  # of planners that flatten a state
+    for fqn, path in paths.items():
+        if isinstance(path, tuple) and len(path) > DEPTH_MAX:
+            raise ConfigInvalid(
+                f"The entry {fqn[-200:]!r} is nested {len(path)} deep in the state dict, more than {DEPTH_MAX} levels.",
+                "Save it under a shorter path: each dict, list or tuple around it is a level.",
+            )
 
 
 def _warn(problem: ObjectUnsafe) -> None:

@@ -97,8 +97,10 @@ def _names_of_user() -> Mapping[str, Any]:
     """What `torch.serialization.add_safe_globals` added, by the names that it was added under."""
     found: dict[str, Any] = {}
     for added in torch.serialization.get_safe_globals():
-        known, path = added if isinstance(added, tuple) else (added, f"{added.__module__}.{added.__qualname__}")
-        found[path] = known
+        if isinstance(added, tuple):
+            found[added[1]] = added[0]
+        elif hasattr(added, "__qualname__"):  # torch's own load fails on what has none
+            found[f"{added.__module__}.{added.__qualname__}"] = added
     return found
 
 

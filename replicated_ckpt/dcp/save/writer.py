@@ -31,6 +31,7 @@ from replicated_ckpt.dcp.c10d.presence import announce
 from replicated_ckpt.dcp.c10d.tellable import make_tellable
 from replicated_ckpt.dcp.c10d.world import world_of_call
 from replicated_ckpt.dcp.memory.limit import MemoryLimit
+from replicated_ckpt.dcp.objects.unloadable import refuse_unloadable_paths
 from replicated_ckpt.dcp.planning.cached_planner import CachedSavePlanner
 from replicated_ckpt.dcp.planning.kept_layouts import KeptLayouts
 from replicated_ckpt.dcp.runtime.caller import find_line
@@ -274,7 +275,8 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
         world.watch_call(self._attempt.break_off)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Presents this rank to the coordinator. The plan is not changed."""
+        """Presents this rank to the coordinator. The plan is not changed. Raises ConfigInvalid: no load would take it."""
+        refuse_unloadable_paths(plan)
         self._under_way.present()
         return plan
 

@@ -28,7 +28,7 @@ from replicated_ckpt import CheckpointManager, ReplicatedReader, ReplicatedWrite
 from replicated_ckpt.cli.main import main
 from replicated_ckpt.dcp.objects import unloadable
 from replicated_ckpt.dcp.objects.weights_only import load_object, save_again
-from replicated_ckpt.errors import ObjectUnsafe, ReplicatedCkptWarning
+from replicated_ckpt.errors import ConfigInvalid, ObjectUnsafe, ReplicatedCkptWarning
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
@@ -102,6 +102,7 @@ ALLOWED: dict[str, tuple[Any, str]] = {
     "slice": (slice(1), "{}([slice])"),
     "range": (range(3), "{}([range])"),
     "frozenset": (frozenset({1}), "{}([frozenset])"),
+    "Ellipsis": ([..., 1], "{}([(Ellipsis, 'builtins.Ellipsis')])"),
 }
 
 
@@ -277,6 +278,32 @@ def test_an_entry_that_cannot_be_pickled_is_named(tmp_path: Path) -> None:
     found = {"a": torch.zeros(2)}
     dcp.load(found, checkpoint_id="latest", storage_reader=ReplicatedReader(tmp_path), no_dist=True)
     assert torch.equal(found["a"], torch.ones(2))
+
+
+def test_what_is_nested_too_deep_for_a_load_is_not_saved(tmp_path: Path) -> None:
+    """A load believes no `.metadata` with longer paths: the save names the entry, and the checkpoint before stands."""
+
+    def nested(levels: int) -> dict[str, Any]:
+        state: dict[str, Any] = {"w": torch.ones(2)}
+        for _ in range(levels - 1):
+            state = {"k": state}
+        return state
+
+    writer, reader = ReplicatedWriter(tmp_path, copies=1), ReplicatedReader(tmp_path)
+    dcp.save(nested(100), checkpoint_id="step-1", storage_writer=writer, no_dist=True)
+    with pytest.raises(CheckpointException, match=r"k\.w' is nested 101 deep") as raised:
+        dcp.save(nested(101), checkpoint_id="step-2", storage_writer=writer, no_dist=True)
+    assert isinstance(raised.value.failures[0][0], ConfigInvalid)
+    dcp.load(nested(100), checkpoint_id="latest", storage_reader=reader, no_dist=True)
+    assert reader.last_load is not None
+    assert reader.last_load.checkpoint_id == "step-1"
+
+
+def test_what_torch_itself_cannot_allow_keeps_no_other_load_from_reading(safe_globals: None) -> None:
+    """Ellipsis knows no name of its own: it was added without one, as an earlier hint said."""
+    nameless: Any = ...
+    torch.serialization.add_safe_globals([nameless])
+    assert again({"a": 1}) == {"a": 1}
 
 
 # Bytes that only somebody hostile writes ------------------------------------------------------------------------------
