@@ -9,8 +9,10 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
+from replicated_ckpt.config import WriterConfig
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.manifest import Manifest
+from replicated_ckpt.dcp.agreement.alike import describe_wanted
 from replicated_ckpt.dcp.agreement.decision import Receipt, SaveDecision, SavePost, ShardReceipt
 from replicated_ckpt.dcp.agreement.nodes import Committed, OnOpen, Opened
 from replicated_ckpt.dcp.node.node import NodePost
@@ -48,7 +50,8 @@ def address(node_id: str, port: int = 40000) -> AgentAddress:
 
 
 def posts(world: World) -> list[SavePost]:
-    return [SavePost("run/step-1000", _node(world.node_of(rank))) for rank in range(world.ranks)]
+    wants = describe_wanted(WriterConfig("/nvme/ckpt", 2, "peer", None, "warn", overwrite=False))
+    return [SavePost("run/step-1000", _node(world.node_of(rank)), wants=wants) for rank in range(world.ranks)]
 
 
 def _node(node_id: str) -> NodePost:
