@@ -44,7 +44,7 @@ def check_wanted_alike(wants: Sequence[Mapping[str, str]], hosts: Sequence[str])
     for name in dict.fromkeys(name for wanted in wants for name in wanted):
         ranks_by_value: dict[str, list[int]] = {}
         for rank, wanted in enumerate(wants):
-            ranks_by_value.setdefault(wanted.get(name, "the default"), []).append(rank)
+            ranks_by_value.setdefault(wanted.get(name, repr(getattr(WriterConfig, name, None))), []).append(rank)
         if len(ranks_by_value) > 1:
             told = (
                 f"{value} on {'ranks' if ranks[1:] else 'rank'} {', '.join(map(str, ranks))} (host {hosts[ranks[0]]})"

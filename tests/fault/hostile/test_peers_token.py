@@ -107,6 +107,10 @@ def test_a_place_that_only_a_peer_names_is_not_written(tmp_path: Path, where: st
             assert "No rank of this node has named" in wait_for(why, 20, "a try")
         assert not (tmp_path / where).exists()
         with agent.client() as owner, agent.peer() as peer:
+            if where == "root/inside":
+                with pytest.raises(ConfigInvalid, match="lie in one another"):
+                    owner.call("POST", "/v1/object/target", {"url": url, "options": {}})
+                return
             owner.call("POST", "/v1/object/target", {"url": url, "options": {}})
             with pytest.raises(ObjectMissing, match="committed here"):
                 peer.call("POST", "/v1/object/upload", {"save_id": SAVE, "url": url})
