@@ -28,12 +28,7 @@ def encode_notes(metrics: Mapping[str, Any] | None, metadata: Mapping[str, Any] 
             **({"metadata": json.loads(json.dumps(dict(metadata), allow_nan=False))} if metadata else {}),
         }
         return check_notes(notes)
-    except (
-        TypeError,
-        ValueError,
-        RecursionError,
-        RuntimeError,
-    ) as exc:  # a tensor of several elements is a RuntimeError
+    except (AttributeError, TypeError, ValueError, RuntimeError) as exc:  # the last of a tensor of several elements
         raise ConfigInvalid(
             f"metrics and metadata cannot be kept with the checkpoint: {type(exc).__name__}: {exc}.",
             f"metrics are numbers by name, metadata is what JSON can say; both together at most {NOTES_BYTES_MAX} bytes.",

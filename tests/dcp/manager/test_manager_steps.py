@@ -78,6 +78,7 @@ def test_notes_come_back_with_their_step(root: Path) -> None:
     "notes",
     [
         {"metrics": {"loss": "low"}},
+        {"metrics": [0.5]},
         {"metrics": {"loss": torch.zeros(2)}},
         {"metadata": {"model": object()}},
         {"metadata": {"text": "x" * NOTES_BYTES_MAX}},
