@@ -5,10 +5,11 @@ from dataclasses import replace
 
 import pytest
 
+from replicated_ckpt.core.integrity.checksum import size_with_footer
 from replicated_ckpt.core.inventory import Holding, saves_found
-from replicated_ckpt.core.layout import METADATA_NAME
+from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
-from replicated_ckpt.core.upkeep.remains import Remains, recognize, with_remains
+from replicated_ckpt.core.upkeep.remains import Remains, note_lost_manifests, recognize, with_remains
 
 SHARDS = ("__0_0.distcp", "__1_0.distcp", "__2_0.distcp")
 
@@ -69,10 +70,63 @@ def test_a_load_counts_what_matches_for_every_save() -> None:
     assert [(holding.node_id, dict(holding.sizes)) for holding in more.holdings[1:]] == [("b", {SHARDS[1]: 100})]
 
 
+STOCK_BYTES = 40
+ADOPTED = replace(
+    OLD, shards={name: replace(entry, size_bytes=size_with_footer(STOCK_BYTES)) for name, entry in OLD.shards.items()}
+)
+
+
+def of_stock(size: int, metadata_crc: int | None = None) -> Remains:
+    """One shard as stock torch leaves it: without a footer, so nothing tells its checksum."""
+    return replace(remains(None, metadata_crc=metadata_crc, size=size), is_ours=False)
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        (of_stock(STOCK_BYTES), True),
+        (of_stock(STOCK_BYTES, metadata_crc=9), True),
+        (of_stock(STOCK_BYTES, metadata_crc=8), False),
+        (of_stock(STOCK_BYTES + 1), False),
+        (replace(of_stock(STOCK_BYTES), is_ours=True), False),
+        (replace(of_stock(STOCK_BYTES), sizes={"__7_0.distcp": STOCK_BYTES}), False),
+        (replace(of_stock(STOCK_BYTES), sizes={SHARDS[0]: 3, SHARDS[1]: STOCK_BYTES}), True),
+    ],
+    ids=["length", "metadata, too", "other metadata", "other length", "ours", "no shard of it", "one of two"],
+)
+def test_files_of_stock_may_be_of_the_save_that_adopted_their_like(found: Remains, expected: bool) -> None:
+    """By their length without footers, where nothing says otherwise: their bytes are compared when they are read."""
+    assert found.may_be_of(ADOPTED) is expected
+
+
+def test_the_metadata_alone_makes_a_holding_for_a_load() -> None:
+    """A node whose manifest is gone still gives `.metadata`; one that has nothing of the save adds nothing."""
+    (save,) = saves_found([Holding("a", "step-1", NEW.save_id, 2, True, {SHARDS[0]: 100}, lineage=NEW.lineage)])
+    more = with_remains(save, NEW, [remains(metadata_crc=9), remains(metadata_crc=8)])
+    assert [(holding.has_metadata, dict(holding.sizes)) for holding in more.holdings[1:]] == [(True, {})]
+
+
+def test_only_files_of_ours_are_a_lost_manifest() -> None:
+    """Stock's directory never had one."""
+    damaged: dict[str, str] = {}
+    said = note_lost_manifests([of_stock(STOCK_BYTES), replace(remains(11), checkpoint_id="step-2")], damaged)
+    assert damaged == {"step-2": MANIFEST_NAME}
+    assert said == ["node b: its manifest of 'step-2' is damaged or gone"]
+
+
 def test_remains_travel_as_json() -> None:
     """And what makes no sense is refused, with no file in it but a checkpoint's."""
     found = remains(11, None, metadata_crc=9)
     assert Remains.from_json(json.loads(json.dumps(found.to_json()))) == found
-    for changes in ({"checkpoint_id": "../x"}, {"sizes": {"node.json": 1}}, {"sizes": {SHARDS[0]: "x"}}, {"crcs": 5}):
+    alone = Remains.from_json({**found.to_json(), "crcs": {**found.crcs, SHARDS[2]: 7}})
+    assert alone == found, "a checksum of no file is left out"
+    mixed = {"sizes": {SHARDS[0]: 100, "node.json": 1}}
+    for changes in (
+        {"checkpoint_id": "../x"},
+        mixed,
+        {"sizes": {"node.json": 1}},
+        {"sizes": {SHARDS[0]: "x"}},
+        {"crcs": 5},
+    ):
         with pytest.raises((ValueError, TypeError)):
             Remains.from_json({**found.to_json(), **changes})
