@@ -7,7 +7,7 @@ from replicated_ckpt import Retention
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.upkeep.policy import NODES, Policy
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
-from replicated_ckpt.core.upkeep.retention import RetentionPlan, plan_retention, whole_versions
+from replicated_ckpt.core.upkeep.retention import RetentionPlan, plan_retention, whole_versions, without_retired
 from tests.core.upkeep.test_retention import NAMES, by_save, holding, manifest, save_id
 
 OURS, OTHER = "a" * 16, "b" * 16
@@ -79,6 +79,15 @@ def test_without_metadata_on_any_node_nothing_counts_as_whole() -> None:
     held = tuple(replace(holding("a", one, NAMES), has_metadata=one.sequence < 3) for one in saves)
     plan = plan_retention(by_save(saves), [NodeView("a", Presence.UP, held)], [KEEP_TWO])
     assert plan.removals == ()
+    other = tuple(holding("b", one) for one in saves)
+    views = [NodeView("a", Presence.UP, held), NodeView("b", Presence.UP, other)]
+    assert plan_retention(by_save(saves), views, [KEEP_TWO]).retired == {save_id(1)}, "one node has it"
+
+
+def test_what_is_retired_is_left_out_of_what_stays() -> None:
+    """That alone: an overtaken save would keep its place else, or a kept one lose it."""
+    known = by_save(of_run(OURS, 1, 2))
+    assert without_retired(known, {save_id(1)}) == {save_id(2): known[save_id(2)]}
 
 
 def test_a_file_of_another_size_is_no_copy_and_one_of_no_shard_is_passed_over() -> None:
