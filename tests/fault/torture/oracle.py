@@ -154,7 +154,7 @@ class Oracle:
         """Whether a save of the same checkpoint was acknowledged that began when this one was over."""
         return any(later.is_acknowledged and is_before(attempt, later) for later in self.of_id(attempt.checkpoint_id))
 
-    def _is_replaced(self, attempt: Attempt) -> bool:
+    def is_replaced(self, attempt: Attempt) -> bool:
         """Whether a save of the same checkpoint that began later was whole, acknowledged or not: it may have its place."""
         later = (one for one in self.of_id(attempt.checkpoint_id) if is_before(attempt, one))
         return any(one.is_acknowledged or one.was_whole for one in later)
@@ -186,7 +186,7 @@ class Oracle:
         told = {lying.save_id for lying in all_lying if self._is_told(lying)}
         nameless = [self.attempt_of(lying) for lying in all_lying if lying.is_named and not self._is_told(lying)]
         found = [attempt for attempt in nameless if attempt is not None and attempt.save_id not in told]
-        ids = {attempt.checkpoint_id for attempt in found if self._is_replaced(attempt)}
+        ids = {attempt.checkpoint_id for attempt in found if self.is_replaced(attempt)}
         return ids | {one.checkpoint_id for one in found if not self.is_kept(one.checkpoint_id)}
 
     def untold_places(self) -> set[Path]:

@@ -8,6 +8,7 @@ from replicated_ckpt.agent.saves.adoption_locks import HELD_S
 from replicated_ckpt.cli.checkpoints.lost import list_known_nodes
 from replicated_ckpt.cli.checkpoints.verify import exit_code
 from replicated_ckpt.cli.exit_codes import ExitCode
+from replicated_ckpt.core.layout import REPLACED_DIR
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.versions.replaced import is_read
 from tests.fault.torture.attempt import Attempt
@@ -214,8 +215,13 @@ class Schedule:
                     raise Violation(f"left on node {node.index}: {left}")
 
     def _is_kept_for_loads(self, attempt: Attempt) -> bool:
-        """Whether a retired checkpoint lies only where a load was told to read it, minutes ago at most: no real schedule
-        waits until that is over, and nobody makes copies of it."""
+        """Whether one that was retired, or that a whole one replaced, lies only where a load was told to read it, minutes
+        ago at most: no real schedule waits until that is over, and no copies are made of it."""
+        stores = [LocalStore(node.root) for node in self.course.cluster.nodes]
+        aside = [place for store in stores if (place := store.root / REPLACED_DIR / attempt.save_id).is_dir()]
+        has_name = any(store.catalog.save_id_of(attempt.checkpoint_id) == attempt.save_id for store in stores)
+        if aside and not has_name and self.course.oracle.is_replaced(attempt):
+            return all(map(is_read, aside))
         places = [node.root / attempt.checkpoint_id for node in self.course.cluster.nodes]
         found = [place for place in places if place.is_dir()]
         return not self.course.oracle.is_kept(attempt.checkpoint_id) and all(is_read(place) for place in found)
