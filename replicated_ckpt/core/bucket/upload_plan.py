@@ -19,9 +19,8 @@ class UploadPlan:
 class UploadState:
     """How far one save has come, as this node knows. `state`: "pending", "committed" or "superseded".
 
-    `kind` is the class of the last error, `is_denied` one that trying again does not help, also
-    where it is superseded, by another run's save, `failing_s` since when every
-    try has failed.
+    `kind` is the class of the last error, `is_denied` one that trying again does not help, also where it is superseded by
+    another run's save, `failing_s` since when every try has failed.
     """
 
     checkpoint_id: str

@@ -36,7 +36,6 @@ CONNECT_TIMEOUT_S = 5.0
 READ_TIMEOUT_S = 20.0
 LISTED_MAX = 500_000
 """Names in one directory of a bucket: shards of 100,000 ranks and more."""
-_DELETE_MAX = 1_000
 _SLICE_BYTES = 1 << 20
 """Received at a time: urllib3 takes memory for each, and for little it takes the same again."""
 _KNOWN_OPTIONS = {
@@ -183,11 +182,9 @@ class S3Client:
         return True
 
     def delete(self, keys: Sequence[str]) -> None:
-        for start in range(0, len(keys), _DELETE_MAX):
-            some = keys[start : start + _DELETE_MAX]
-            with self.translate_errors("delete", some[0]):
-                for key in some:  # DeleteObjects wants checksums that differ between stores; this is not a hot path
-                    self.s3.delete_object(Bucket=self.bucket, Key=self.prefix + key)
+        for key in keys:  # DeleteObjects wants checksums that differ between stores; this is not a hot path
+            with self.translate_errors("delete", key):
+                self.s3.delete_object(Bucket=self.bucket, Key=self.prefix + key)
 
     def end_unfinished(self, prefix: str, older_than_s: float) -> int:
         ended, where = 0, {"Bucket": self.bucket, "Prefix": self.prefix + prefix}

@@ -112,13 +112,13 @@ class Committed:
         return self._quarantine(name, why, self._link)
 
     def _quarantine(self, name: str, why: str, into: Callable[[str, Path], None]) -> Path | None:
-        save = self._save_id_or_unknown()
-        folder = self._root / QUARANTINE_DIR / save
         with self._translate("set aside", name):
             try:
                 os.stat(name, dir_fd=self._fd, follow_symlinks=False)
-            except FileNotFoundError:  # no folder is made for nothing
+            except FileNotFoundError:  # no manifest is read and no folder made for nothing
                 return None
+            save = self._save_id_or_unknown()
+            folder = self._root / QUARANTINE_DIR / save
             make_directories(folder, self._root)
             target = folder / f"{name}.{uuid.uuid4().hex[:8]}"
             note = {"checkpoint_id": self.checkpoint_id, "save_id": save, "name": name, "why": why}
