@@ -40,6 +40,32 @@ def await_turn(group_name: str) -> None:
         last.wait_for_last()
 
 
+class _SaveBehind:
+    """An asynchronous save, without what it saves: its error, which its future has, may hold on to the copy."""
+
+    def __init__(self, future: "Future[Any]") -> None:
+        self._future = weakref.ref(future)
+        self._failure = ""
+
+    def note_end(self, future: "Future[Any]") -> None:
+        """May run after those that wait for the future have gone on: it changes nothing but this save."""
+        error = None if future.cancelled() else future.exception()
+        if error is not None:
+            self._failure = one_line(error)
+            log.warning("an asynchronous save of this rank has failed, which its future says too: %s", self._failure)
+
+    def wait(self, timeout_s: float) -> None:
+        future = self._future()
+        if future is not None:
+            future.result(timeout_s)
+        elif self._failure:
+            raise RankFailed(f"The last asynchronous save has failed: {self._failure}")
+
+    def is_over(self) -> bool:
+        future = self._future()
+        return future is None or future.done()
+
+
 class Stager:
     """Copies states for `dcp.async_save`. One save at a time: `stage` waits until the one before is over.
 
@@ -51,8 +77,7 @@ class Stager:
     def __init__(self) -> None:
         self._staged_at = float("-inf")
         self._lease: weakref.ref[memoryview] | None = None
-        self._future: weakref.ref[Future[Any]] | None = None
-        self._failure = ""
+        self._behind: _SaveBehind | None = None
         self._asked_by: threading.Thread | None = None
         self._thread: threading.Thread | None = None
         self._is_uncopied = False
@@ -70,9 +95,8 @@ class Stager:
             StagingMemoryShort: it does not fit, and it is not `dcp.async_save` that calls.
         """
         self.wait_for_last()
-        self._asked_by, self._thread, self._lease, self._future = None, None, None, None
+        self._asked_by, self._thread, self._lease, self._behind = None, None, None, None
         self._is_uncopied = self._is_staged = self._needs_group = False
-        self._failure = ""
         self._written.clear()
         call = async_calling()
         group_name = _find_group(call)
@@ -111,19 +135,8 @@ class Stager:
 
         Raises RankFailed, which says the error, if the caller of `dcp.async_save` has not kept the future.
         """
-        future = None if self._future is None else self._future()
-        if future is not None:
-            future.result(timeout_s)
-        elif self._failure:
-            raise RankFailed(f"The last asynchronous save has failed: {self._failure}")
-
-    def _note_end(self, future: "Future[Any]") -> None:
-        error = None if future.cancelled() else future.exception()
-        if error is None:
-            return
-        log.warning("an asynchronous save of this rank has failed, which its future says too: %s", one_line(error))
-        if self._future is not None and self._future() is future:
-            self._failure = one_line(error)
+        if self._behind is not None:
+            self._behind.wait(timeout_s)
 
     def synchronize(self) -> None:
         """From here on the original may change. One that was not copied was written by then, or that failed."""
@@ -131,8 +144,8 @@ class Stager:
         call = async_calling()
         if call is None or call.future is None:
             return
-        self._future = weakref.ref(call.future)  # its error may hold on to the copy
-        call.future.add_done_callback(self._note_end)
+        self._behind = _SaveBehind(call.future)
+        call.future.add_done_callback(self._behind.note_end)
         while self._is_uncopied and not self._written.wait(_POLL_S) and not call.future.done():
             pass
 
@@ -140,7 +153,7 @@ class Stager:
         """What was staged is saved until this future is done, by another thread than this one."""
         self._returns.set()
         self._asked_by = threading.current_thread()
-        self._future = weakref.ref(future)
+        self._behind = _SaveBehind(future)
 
     def begin(self) -> None:
         """This thread saves what was staged; or something else, if it is the one that staged: after the save before.
@@ -153,7 +166,7 @@ class Stager:
         if self._asked_by is threading.current_thread():
             self.wait_for_last()
             self._asked_by, self._is_staged, self._needs_group = None, False, False
-            self._future, self._failure = None, ""  # `wait` is for the last save
+            self._behind = None  # `wait` is for the last save
         else:
             self._returns.wait(GIVE_WAY_S)
             self._returns.set()  # once a save
@@ -190,9 +203,8 @@ class Stager:
     def _is_last_over(self) -> bool:
         if self._thread is threading.current_thread():
             return True
-        if self._future is not None:
-            future = self._future()
-            return future is None or future.done()
+        if self._behind is not None:
+            return self._behind.is_over()
         if self._lease is None or self._lease() is None:
             return True
         if self._thread is None:

@@ -1,5 +1,6 @@
 """Saves never mix, of one writer or of several: whatever their states are made of, and whichever call of DCP makes them."""
 
+import queue
 import resource
 import threading
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 
 from replicated_ckpt import CheckpointManager, ReplicatedWriter
+from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.dcp.c10d.world import watch_group
 from replicated_ckpt.dcp.staging import segment, stager
 from replicated_ckpt.dcp.staging.segment import StagingMemoryShort, lease_segment
@@ -130,6 +132,26 @@ def test_waiting_is_for_the_last_save(tmp_path: Path) -> None:
     dcp.save(state, checkpoint_id="step-2", storage_writer=writer)
     writer.wait(ack="peer")
     del failed
+    writer.wait(ack="peer")
+    verified(tmp_path, "step-2")
+
+
+def test_what_is_noted_late_is_of_the_save_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A future's waiters go on before its callbacks have run: the failure is noted when the next save is over."""
+    writer, is_saved = ReplicatedWriter(tmp_path), threading.Event()
+    noting: queue.Queue[threading.Thread] = queue.Queue()
+
+    def note_late(error: BaseException) -> str:
+        noting.put(threading.current_thread())
+        assert is_saved.wait(TIMEOUT_S)
+        return one_line(error)
+
+    monkeypatch.setattr(stager, "one_line", note_late)
+    failed = start({"lock": threading.Lock()}, writer, "step-1")
+    assert isinstance(failed.exception(TIMEOUT_S), CheckpointException)
+    dcp.save({"t": torch.ones(10)}, checkpoint_id="step-2", storage_writer=writer)
+    is_saved.set()
+    noting.get(timeout=TIMEOUT_S).join(TIMEOUT_S)
     writer.wait(ack="peer")
     verified(tmp_path, "step-2")
 
