@@ -21,7 +21,7 @@ from replicated_ckpt.agent.uploads.uploader import Uploader
 from replicated_ckpt.stores.peer.client import AgentClient
 from replicated_ckpt.stores.throttle import Pace
 from tests.harness.forked import Forked
-from tests.harness.processes import is_running
+from tests.harness.processes import is_running, stop_process
 from tests.harness.zygote import the_light_zygote
 
 T = TypeVar("T")
@@ -48,7 +48,11 @@ class RunningAgent:
         return AgentClient(self.endpoint.address(), timeout_s)
 
     def signal(self, number: int) -> None:
-        os.kill(self.process.pid, number)
+        """Returns, from SIGSTOP, once it is stopped."""
+        if number == signal.SIGSTOP:
+            stop_process(self.process.pid)
+        else:
+            os.kill(self.process.pid, number)
 
 
 def object_routes(service: NodeService, stopping: threading.Event) -> ObjectRoutes:

@@ -17,8 +17,7 @@ def is_running(pid: int) -> bool:
     """
     process = Path(f"/proc/{pid}")
     try:
-        state = (process / "stat").read_text().rpartition(")")[2].split()[0]
-        return state not in {"Z", "X"} or len(list((process / "task").iterdir())) > 1
+        return _state(process) not in {"Z", "X"} or len(list((process / "task").iterdir())) > 1
     except OSError:
         return False
 
@@ -40,6 +39,26 @@ def agent_of(root: Path) -> int:
 def signal_if_running(pid: int, signum: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signum)
+
+
+def stop_process(pid: int) -> None:
+    """SIGSTOP; returns once no thread of the process runs any more, which is not yet so when `os.kill` returns."""
+    os.kill(pid, signal.SIGSTOP)
+    deadline = time.monotonic() + 10
+    while any(not _has_halted(thread) for thread in Path(f"/proc/{pid}/task").iterdir()):
+        assert time.monotonic() < deadline, f"process {pid} does not stop"
+        time.sleep(0.001)
+
+
+def _has_halted(thread: Path) -> bool:
+    try:
+        return _state(thread) in {"T", "Z", "X"}
+    except OSError:
+        return True  # it has ended meanwhile
+
+
+def _state(process: Path) -> str:
+    return (process / "stat").read_text().rpartition(")")[2].split()[0]
 
 
 def wait_until_gone(pids: list[int], timeout_s: float) -> list[int]:

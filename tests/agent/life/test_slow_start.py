@@ -19,6 +19,7 @@ from replicated_ckpt.errors import AgentUnavailable
 from replicated_ckpt.stores.files.locks import exclusive, holder_of, is_stopped
 from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.agents import running_agent, wait_for
+from tests.harness.processes import stop_process
 
 LONG_S = 2.0
 SLOW = f"""
@@ -70,7 +71,7 @@ def test_one_that_is_stopped_meanwhile_is_named(tmp_path: Path) -> None:
     """And waited for no longer than an agent that does not answer; once it goes on it is this node's."""
     store = LocalStore(tmp_path)
     with starting(store) as process:
-        process.send_signal(signal.SIGSTOP)
+        stop_process(process.pid)
         with pytest.raises(AgentUnavailable, match="may be stopped") as raised:
             ensure_agent(store, "127.0.0.1")
         assert f"`kill -CONT {process.pid}`" in str(raised.value.hint)

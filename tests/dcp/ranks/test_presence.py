@@ -10,6 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from replicated_ckpt.dcp.c10d.presence import Presence, Process
+from tests.harness.processes import stop_process
 
 RANKS = 3
 
@@ -48,7 +49,7 @@ def test_a_killed_process_is_missed_and_a_stopped_one_is_not(tmp_path: Path) -> 
     here = presence(tmp_path / "store", 0)
     with announced_child(tmp_path / "store", 1) as pid:
         assert here.find_lost() == {}
-        os.kill(pid, signal.SIGSTOP)
+        stop_process(pid)
         assert here.find_lost() == {}
         os.kill(pid, signal.SIGKILL)
         deadline = time.monotonic() + 5

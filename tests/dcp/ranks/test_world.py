@@ -19,6 +19,7 @@ from replicated_ckpt.dcp.c10d.presence import Presence
 from replicated_ckpt.dcp.c10d.waiting import AnsweringStore, reaching_store
 from replicated_ckpt.dcp.c10d.world import World
 from replicated_ckpt.errors import ConfigInvalid, MeetingFailed, RankFailed
+from tests.harness.processes import stop_process
 from tests.stopwatch import Stopwatch
 
 
@@ -155,7 +156,7 @@ def test_a_store_whose_process_is_stopped_is_given_up(stopwatch: Stopwatch) -> N
             board, presence = Blackboard(AnsweringStore("job", store), 1, 2), Presence(store, 1)
             board.post("load", {"first": 1})
             store.set_timeout(timedelta(seconds=1))
-            server.send_signal(signal.SIGSTOP)
+            stop_process(server.pid)
             began = stopwatch.now()
             with pytest.raises(MeetingFailed, match="does not answer: no answer within its time-out, 1 s"):
                 board.post("load", {"second": 2})

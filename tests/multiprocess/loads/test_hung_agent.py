@@ -8,6 +8,7 @@ import pytest
 
 from replicated_ckpt.core.layout import MANIFEST_NAME
 from tests.harness.cluster import call
+from tests.harness.processes import stop_process
 from tests.marks import mark_long
 from tests.multiprocess.conftest import ClusterOf
 
@@ -28,7 +29,7 @@ def test_a_stopped_agent_costs_its_node_one_timeout(cluster_of: ClusterOf, ranks
     saved = cluster.launch([call("state.save", kinds=KINDS, checkpoint_id="step-1")], nodes=[0, 1], ranks=counts)
     pid = cluster.nodes[1].agent_pid()
     assert pid is not None
-    os.kill(pid, signal.SIGSTOP)
+    stop_process(pid)
     try:
         calls = [timed("state.load", checkpoint_id="step-1"), timed("state.save", checkpoint_id="step-2", seed=7)]
         results = cluster.launch(calls, nodes=[0, 1], ranks=counts)
@@ -53,7 +54,7 @@ def test_files_without_a_manifest_count_where_no_agent_answers(cluster_of: Clust
     saved = cluster.launch([call("state.save", kinds=KINDS, checkpoint_id="step-1", copies=1)], nodes=[0, 1])
     pid = cluster.nodes[1].agent_pid()
     assert pid is not None
-    os.kill(pid, signal.SIGSTOP)
+    stop_process(pid)
     try:
         (cluster.nodes[1].disk / "step-1" / MANIFEST_NAME).write_text("damaged")
         results = cluster.launch([call("state.load", kinds=["own"], checkpoint_id="step-1")], nodes=[0, 1])
@@ -70,7 +71,7 @@ def test_an_agent_that_goes_on_is_asked_again(cluster_of: ClusterOf) -> None:
     cluster.launch([call("state.save", kinds=KINDS, checkpoint_id="step-1")], nodes=[0, 1])
     pid = cluster.nodes[1].agent_pid()
     assert pid is not None
-    os.kill(pid, signal.SIGSTOP)
+    stop_process(pid)
     calls = [
         call("state.save", kinds=KINDS, checkpoint_id="step-2"),
         call("errors.signal_agent", node=1, number=int(signal.SIGCONT)),

@@ -16,6 +16,7 @@ import pytest
 from replicated_ckpt.errors import StoreUnavailable
 from replicated_ckpt.stores.files import locks
 from replicated_ckpt.stores.files.locks import exclusive
+from tests.harness.processes import stop_process
 
 HOME = Path(__file__).resolve().parents[3]
 HOLDER = """
@@ -56,7 +57,7 @@ def test_a_stopped_holder_is_an_error_with_the_way_out(tmp_path: Path, monkeypat
     """Not a hang: which process, that it is stopped, what to do; and once it goes on and ends, the lock is free."""
     monkeypatch.setattr(locks, "LOCK_STOPPED_S", 0.2)
     with held_elsewhere(tmp_path) as holder:
-        holder.send_signal(signal.SIGSTOP)
+        stop_process(holder.pid)
         with pytest.raises(StoreUnavailable) as raised, exclusive(tmp_path):
             pass
         assert f"process {holder.pid} holds it and is stopped" in str(raised.value)

@@ -19,6 +19,7 @@ from replicated_ckpt.stores.node_cache import exchange as exchanges
 from replicated_ckpt.stores.node_cache import patience
 from replicated_ckpt.stores.node_cache.cache import SLOTS, OtherRankCache, RankCache
 from replicated_ckpt.stores.node_cache.exchange import Exchange, Found
+from tests.harness.processes import stop_process
 from tests.stopwatch import Stopwatch
 from tests.stores.node_cache.exchange_worlds import Outcome, World, opened, search, worlds
 
@@ -291,7 +292,7 @@ def test_a_rank_that_was_killed_costs_nearly_nothing(tmp_path: Path, stopwatch: 
 def test_a_rank_that_hangs_costs_one_time_out_in_all(tmp_path: Path, stopwatch: Stopwatch) -> None:
     """Stopped, it is waited for once, for the patience of the load: not for each piece, slot or rank. Then it may go on."""
     remote = Remote(tmp_path, 0, [1, 1, *[0] * (SLOTS + 2)])
-    remote.process.send_signal(signal.SIGSTOP)
+    stop_process(remote.process.pid)
     began, started = time.monotonic(), stopwatch.now()
     waiting = threading.Thread(target=remote.exchange.wait_for_slot, args=(SLOTS, lambda: False))
     remote.exchange.release(remote.units[2])

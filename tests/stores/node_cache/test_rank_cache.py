@@ -1,7 +1,6 @@
 """The cache: what one process puts the others take, whole and in order, under a name that only its end takes away."""
 
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from replicated_ckpt.stores.node_cache.cache import SLOTS, OtherRankCache, RankCache
+from tests.harness.processes import stop_process
 
 SLOT = 1 << 12
 Process = subprocess.Popen[str]
@@ -153,7 +153,7 @@ def test_the_dead_are_told_from_the_stopped(tmp_path: Path, holder: Holder) -> N
     """A process that is stopped holds its lock, one that was killed does not; what it put can still be taken."""
     process, name = holder(2)
     cache = OtherRankCache(tmp_path / name, 2, SLOT)
-    process.send_signal(signal.SIGSTOP)
+    stop_process(process.pid)
     assert cache.is_locked()
     process.kill()
     process.wait()
