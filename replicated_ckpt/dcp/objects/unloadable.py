@@ -11,11 +11,13 @@ from replicated_ckpt.core.pickles.bounds import DEPTH_MAX, names_in
 from replicated_ckpt.core.pickles.follower import follow
 from replicated_ckpt.core.pickles.tree import PickleUnsafe
 from replicated_ckpt.dcp.objects.values import key_of
-from replicated_ckpt.dcp.objects.weights_only import pickle_in, unknown_names
+from replicated_ckpt.dcp.objects.weights_only import load_object, pickle_in, unknown_names
 from replicated_ckpt.dcp.runtime.caller import warn
 from replicated_ckpt.errors import ConfigInvalid, ObjectUnsafe
 
 _NAME_LINES = re.compile(rb"c([\w.]+)\n([\w.]+)\n")
+_TYPES = re.compile(rb"X.\0\0\0([OV][0-9]{1,9})", re.DOTALL)
+"""numpy's types of Python objects and of records: their arrays name the same classes as those that load."""
 _SEARCHED_BYTES_MAX = 1 << 20
 _WHERE = "this checkpoint"
 
@@ -28,8 +30,9 @@ def warn_if_unloadable(raw: memoryview, fqn: str) -> None:
     """Warns, once in this process for each class, if a load would refuse what `torch.save` made of an object.
 
     What looks like a name in its bytes is looked up when it is met for the first time; an object without costs a search.
+    Of one larger than 1 MiB the names alone are looked at: it is not made.
     """
-    found = {match.groups() for match in _NAME_LINES.finditer(raw[:_SEARCHED_BYTES_MAX])}
+    found = {match.groups() for kind in (_NAME_LINES, _TYPES) for match in kind.finditer(raw[:_SEARCHED_BYTES_MAX])}
     if len(raw) > _SEARCHED_BYTES_MAX or not is_archive(within(raw), len(raw)):
         found.add((fqn.encode(),))
     with _lock:
@@ -77,5 +80,11 @@ def _problem(raw: memoryview, fqn: str) -> ObjectUnsafe | None:
         tree = follow(pickle_in(within(raw), find_records(within(raw), len(raw))))
     except (PickleUnsafe, ArchiveDamaged) as exc:
         return ObjectUnsafe(fqn, _WHERE, (), f"it {exc}")
-    unknown = unknown_names(sorted({key_of(named) for named in names_in(tree)}))
-    return ObjectUnsafe(fqn, _WHERE, unknown) if unknown else None
+    if unknown := unknown_names(sorted({key_of(named) for named in names_in(tree)})):
+        return ObjectUnsafe(fqn, _WHERE, unknown)
+    if len(raw) <= _SEARCHED_BYTES_MAX:
+        try:
+            load_object(raw, fqn, _WHERE)
+        except ObjectUnsafe as exc:
+            return exc
+    return None

@@ -269,6 +269,26 @@ def test_a_save_warns_once_of_what_a_load_would_refuse(tmp_path: Path, monkeypat
     assert f"`import {PATHS_HOME}; torch.serialization.add_safe_globals([{PATHS_HOME}.PosixPath])`" in said[1]
 
 
+def test_a_save_warns_of_arrays_that_a_load_would_refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their pickles name what those of numbers name, which were saved before and load."""
+    for name in ("_seen", "_warned"):
+        monkeypatch.setattr(unloadable, name, set())
+    state = {
+        "numbers": np.arange(3),
+        "names": np.array(["a", None], dtype=object),
+        "more": np.array([{}], dtype=object),
+    }
+    writer = ReplicatedWriter(tmp_path, copies=1)
+    with pytest.warns(ReplicatedCkptWarning, match="by default: it holds a value of numpy's type 'O8'") as caught:
+        dcp.save(state, checkpoint_id="step-1", storage_writer=writer, no_dist=True)
+    assert len([one for one in caught if one.category is ReplicatedCkptWarning]) == 1
+    found: dict[str, Any] = {"numbers": None}
+    dcp.load(
+        found, checkpoint_id="step-1", storage_reader=ReplicatedReader(tmp_path, expect_partial=True), no_dist=True
+    )
+    assert np.array_equal(found["numbers"], state["numbers"])
+
+
 def test_an_entry_that_cannot_be_pickled_is_named(tmp_path: Path) -> None:
     """The error is its own, as with stock; which of thousands of entries it is of stands under it."""
     writer = ReplicatedWriter(tmp_path, copies=1)
