@@ -55,7 +55,7 @@ def test_what_the_output_cannot_encode_is_escaped(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "node")
     checkpointed([store], 1, {shard(0): (0,)}, checkpoint_id="l\u00e4uf", copies=1, size_bytes=3000)
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
-    command = [sys.executable, "-c", MAIN, "ls", "--root", str(store.root)]
+    command = [sys.executable, "-m", "replicated_ckpt", "ls", "--root", str(store.root)]
     done = subprocess.run(command, env=environment, capture_output=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (ExitCode.OK, b"")
     assert b"l\\xe4uf" in done.stdout

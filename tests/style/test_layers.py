@@ -26,6 +26,7 @@ ALLOWED_BY_ROOM: dict[str, set[str]] = {
     "drill": {"dcp", "agent", "stores", "core", ""} | ANYBODY,
     "cli": {"drill", "dcp", "agent", "stores", "core", ""} | ANYBODY,
     "testing": {"stores", "core"} | ANYBODY,
+    "__main__": {"cli"},
     "integrations": {"dcp", "stores", "core", ""} | ANYBODY,
     "": {"dcp", "core"} | ANYBODY,  # the front door: torch comes in on first use
 }

@@ -26,10 +26,10 @@ def _imported(source: Source, modules: Iterable[str]) -> Iterator[str]:
 
 
 def rooms_of(imports: Graph) -> Graph:
-    """The same between folders."""
+    """The same between folders. A folder's `__main__` stands above it: it is a program, which nothing imports."""
     rooms: dict[str, set[str]] = {}
     for name, others in imports.items():
-        room = name.rpartition(".")[0]
+        room = name if name.endswith(".__main__") else name.rpartition(".")[0]
         rooms.setdefault(room, set()).update(other.rpartition(".")[0] for other in others)
     return {room: others - {room} for room, others in rooms.items()}
 

@@ -16,7 +16,7 @@ from replicated_ckpt.dcp.c10d.presence import Presence, announce
 from replicated_ckpt.dcp.c10d.waiting import AnsweringStore, reaching_store
 from replicated_ckpt.dcp.c10d.watched_group import Missed, WatchedGroup
 from replicated_ckpt.dcp.runtime.torch_private import calling, default_store, use_collectives
-from replicated_ckpt.errors import RankFailed
+from replicated_ckpt.errors import ConfigInvalid, RankFailed
 from replicated_ckpt.stores.local.directories.intent import WRITER
 
 _PREFIX = "replicated_ckpt"
@@ -81,13 +81,22 @@ class World:
 
 
 def world_of_call(process_group: Any, no_dist: bool | None) -> World:
-    """The world of the DCP call under way; arguments given to the writer or reader win over what the call says."""
+    """The world of the DCP call under way; arguments given to the writer or reader win over what the call says.
+
+    Raises:
+        ConfigInvalid: it is not a group that this rank is in.
+    """
     call = calling()
     if no_dist is None:
         no_dist = call.no_dist if call is not None else False
     if no_dist or not dist.is_available() or not dist.is_initialized():
         return World(0, 1, None)
     group: Any = process_group or (call.process_group if call is not None else None) or dist.group.WORLD
+    if not hasattr(group, "group_name"):  # GroupMember.NON_GROUP_MEMBER has none
+        raise ConfigInvalid(
+            f"process_group is {str(group)[:80]!r} on this rank, and no group that it is in.",
+            "Call from the ranks of the group alone. The group of a DeviceMesh is its get_group().",
+        )
     name = str(group.group_name)
     board, watched = _meeting_of(group, name)
     return World(dist.get_rank(group), dist.get_world_size(group), board, name, watched=watched)

@@ -7,11 +7,16 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
+from replicated_ckpt import ReplicatedWriter
 from replicated_ckpt.dcp.c10d import blackboard, waiting
 from replicated_ckpt.dcp.c10d.blackboard import Blackboard
 from replicated_ckpt.dcp.c10d.lent_group import LentGroup
@@ -19,6 +24,7 @@ from replicated_ckpt.dcp.c10d.presence import Presence
 from replicated_ckpt.dcp.c10d.waiting import AnsweringStore, reaching_store
 from replicated_ckpt.dcp.c10d.world import World
 from replicated_ckpt.errors import ConfigInvalid, MeetingFailed, RankFailed
+from tests.gloo import group_of_one
 from tests.harness.processes import stop_process
 from tests.stopwatch import Stopwatch
 
@@ -136,6 +142,15 @@ def test_a_store_that_is_gone_is_named() -> None:
     del server
     with pytest.raises(MeetingFailed, match="c10d store"):
         board.post("load", {})
+
+
+@pytest.mark.parametrize("group", ["gloo", dist.GroupMember.NON_GROUP_MEMBER], ids=["a name", "of other ranks"])
+def test_what_is_no_group_of_this_rank_is_said_so(tmp_path: Path, group: Any) -> None:
+    writer = ReplicatedWriter(tmp_path, copies=1, process_group=group)
+    with group_of_one(), pytest.raises(CheckpointException, match="no group that it is in") as raised:
+        dcp.save({"a": torch.ones(2)}, checkpoint_id="step-1", storage_writer=writer)
+    assert isinstance(raised.value.failures[0][0], ConfigInvalid)
+    assert not (tmp_path / "step-1").exists()
 
 
 SERVES = """
