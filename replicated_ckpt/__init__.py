@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from replicated_ckpt.dcp.load.reader import ReplicatedReader
     from replicated_ckpt.dcp.load.report import LoadReport
     from replicated_ckpt.dcp.manager import CheckpointManager
+    from replicated_ckpt.dcp.memory.limit import MemoryTierShort
     from replicated_ckpt.dcp.planning.cached_planner import CachedSavePlanner
     from replicated_ckpt.dcp.planning.kept_plan import PlansUnknown
     from replicated_ckpt.dcp.rank_state.planner import RankStatePlanner
@@ -77,6 +78,7 @@ __all__ = [
     "ManifestInvalid",
     "ManifestVersionUnknown",
     "MeetingFailed",
+    "MemoryTierShort",
     "MetadataUnsafe",
     "ObjectCorrupt",
     "ObjectMissing",
@@ -113,6 +115,7 @@ _HOME_BY_NAME = {
     "Converted": "replicated_ckpt.dcp.convert.entries.progress",
     "KeyRules": "replicated_ckpt.core.key_rules",
     "LoadReport": "replicated_ckpt.dcp.load.report",
+    "MemoryTierShort": "replicated_ckpt.dcp.memory.limit",
     "PlansUnknown": "replicated_ckpt.dcp.planning.kept_plan",
     "RankState": "replicated_ckpt.dcp.rank_state.rank_state",
     "RankStatePlanner": "replicated_ckpt.dcp.rank_state.planner",

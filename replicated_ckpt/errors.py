@@ -116,7 +116,7 @@ class CheckpointAmbiguous(ReplicatedCkptError):
 
 
 class AckNotReached(ReplicatedCkptError):
-    """Fewer copies were made than asked for, and `on_degraded="raise"`; the save failed, the previous one stands."""
+    """Fewer copies than asked for, and `on_degraded="raise"`; or no holder has published some shard of a decided save."""
 
     default_hint = 'Bring the lost node back, or save with on_degraded="warn" to go on with fewer copies.'
 
@@ -259,7 +259,7 @@ class AgentUnavailable(ReplicatedCkptError):
 class StoreError(ReplicatedCkptError):
     """An operation on one store failed; `store`, `op` and `key` say which."""
 
-    default_hint = "Check the named store. Loads use other copies; a failed save leaves the checkpoint before."
+    default_hint = "Check the named store; loads use other copies."
 
     def __init__(self, store: str, op: str, key: str, detail: str = "", hint: str | None = None) -> None:
         why = detail.rstrip(":. ") or type(self).__name__  # else a traceback, which names the class, would say it twice

@@ -46,7 +46,7 @@ POINTS: Mapping[str, str] = {
     "commit.checked": "step 6: the decision is believed, the staging directory as it was",
     "commit.staging-fsynced": "step 6: the staging directory is fsynced",
     "commit.named": "step 6: the checkpoint has its name, not durably",
-    "commit.replaced": "step 6: the checkpoint that was replaced is on its way to the trash",
+    "commit.replaced": "step 6: the checkpoint that was replaced is on its way to .replaced, or to the trash",
     "commit.durable": "step 6: the checkpoint has its name durably; trash and intent are still there",
     "commit.done": "step 6: everything is done but the answer",
     "coordinator.published": "step 7: all agents have answered, dcp.save has not returned",

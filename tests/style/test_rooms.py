@@ -10,7 +10,7 @@ from tests.style.package_source import Source, imported_names, sources_of
 
 FILES_MAX = 13
 FOLDERS = ("replicated_ckpt", "benchmarks")
-FOUND_BY_CALL = "tests/steps"  # call("saving.save") is `save` of saving.py
+FOUND_BY_CALL = "tests/steps"  # call("state.save") is `save` of state.py
 Graph = Mapping[str, set[str]]
 
 

@@ -52,7 +52,7 @@ class ReplicatedReader(StorageReader):
         process_group: ranks of the load; None takes the one passed to `dcp.load`.
         no_dist: load on this process alone, although a process group exists; None takes what `dcp.load` was passed.
         object_store: the bucket that the writer was given, "s3://bucket/prefix", say. Checkpoints that stock torch's
-            FsspecWriter wrote there can be loaded, too; no checksums of them were taken.
+            FsspecWriter wrote there can be loaded, too, each item checked by the CRC32 that torch.save stored in it.
         storage_options: how to reach it, as s3fs takes it.
         lineage: which run to load where checkpoints of several lie in one directory of ids: "newest", the one saved last
             by the clock, with a ReplicatedCkptWarning; "refuse" (LineagesMet); or the lineage that a warning named.

@@ -54,8 +54,8 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
     """Writes each rank's shard to the node's own disk and, in the same pass, to buddy nodes.
 
     After `dcp.save` returns: the checkpoint is committed on every node of the process group, and any `copies - 1` of
-    them can vanish with their disks without a byte being lost (with `ack="peer"`). If it raises, nothing of the save
-    counts anywhere, and the previous checkpoint of that id still loads.
+    them can vanish with their disks without a byte being lost (with `ack="peer"`). If it raises, the previous
+    checkpoint of that id still loads, or the error says that this one is committed (UploadFailed, AckNotReached).
 
     Args:
         root: this node's store, a directory on its own disk. Ranks with the same store are one node.
