@@ -279,7 +279,8 @@ class Reprotector:
         return len(outcomes) - len(failed), failed
 
     def _say(self, found: Protection, plan: RepairPlan) -> None:
-        if found.planned and self._began_at is None:
+        is_real = bool(found.done or found.failed or self._stale[1])  # else others may be publishing that save just now
+        if found.planned and is_real and self._began_at is None:
             self._began_at = self._clock()
             log.info("re-protection: %d copies or checkpoints to make up for, on all nodes together", found.planned)
         if self._stale[1] == 1:

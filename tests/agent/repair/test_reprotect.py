@@ -1,5 +1,6 @@
 """Agents alone, without a training job: lost copies are made anew, bad ones set aside and restored."""
 
+import logging
 import shutil
 import signal
 import threading
@@ -15,6 +16,7 @@ from replicated_ckpt.agent.peers.watch import Patience
 from replicated_ckpt.agent.repair.reprotect import Reprotector
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.core.upkeep.policy import NODES, Policy
+from replicated_ckpt.core.upkeep.repair import NodeView, Presence
 from replicated_ckpt.core.upkeep.repair_plan import RepairPlan, RestoreManifest
 from replicated_ckpt.errors import StoreError
 from replicated_ckpt.stores.local.store import LocalStore
@@ -132,6 +134,30 @@ def test_an_agent_that_ranks_started_copies_to_the_end(tmp_path: Path) -> None:
         with running_agent(nodes[1].root, *QUICK, "--idle-exit-s", "2", "--copy-mib-per-s", "1") as idle:
             assert idle.process.wait(60) == 0
     assert held(nodes[1]) == {shard(0)}
+
+
+def test_a_save_that_others_publish_just_now_is_not_said_to_lack_copies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The round after a commit looks at nodes that have not got so far; if the next one finds the same, it is said."""
+    nodes, stopping = stores(tmp_path, 2), threading.Event()
+    service, other = NodeService(nodes[0]), NodeService(nodes[1])
+    reprotector = Reprotector(service, Patience(), Pace(1e12, stopping), stopping)
+    monkeypatch.setattr(
+        reprotector.watch, "look", lambda _: (NodeView(other.node_id, Presence.UP, other.holdings(), None),)
+    )
+    caplog.set_level(logging.INFO, "replicated_ckpt.agent.repair.reprotect")
+    checkpointed(nodes, 1, {shard(0): (0, 1)}, on=[0])
+    assert reprotector.round().planned
+    assert caplog.messages == []
+    checkpointed(nodes, 1, {shard(0): (0, 1)}, on=[1])
+    assert reprotector.round().is_complete
+    assert caplog.messages == []
+    checkpointed(nodes, 2, {shard(0): (0, 1)}, checkpoint_id="step-2", on=[0])
+    for _ in range(2):
+        reprotector.round()
+    assert len(caplog.messages) == 1
+    assert "copies or checkpoints to make up for" in caplog.messages[0]
 
 
 def test_a_name_that_retention_frees_is_another_runs_in_the_same_round(tmp_path: Path) -> None:
