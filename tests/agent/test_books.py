@@ -1,6 +1,7 @@
 """What an agent keeps across restarts: several threads tell it at once, the disk may be full, and nothing told is lost."""
 
 import errno
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -8,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from replicated_ckpt import Retention
+from replicated_ckpt.agent.peers import address_book
+from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.agent.state.damage import DamageBook
 from replicated_ckpt.agent.state.policies import PolicyBook
 from replicated_ckpt.agent.state.sequence_floor import SequenceFloor
@@ -17,6 +20,7 @@ from replicated_ckpt.core.upkeep.policy import NODES, Policy
 from replicated_ckpt.errors import StoreFull
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.peer.client import AgentAddress
 from tests.agent.checkpoints import checkpointed, shard
 
 SAVE = "1" * 32
@@ -89,13 +93,45 @@ def test_a_file_that_is_found_bad_while_it_is_looked_at_stays_known(
     book, path = DamageBook(store), store.path_of("step-1", SAVE, shard(0))
     book.mark(*key)
     path.write_bytes(path.read_bytes()[:-1])
-    look = DamageBook._signature
+    look = DamageBook._look
 
     def mark_meanwhile(self: DamageBook, at: tuple[str, str, str]) -> object:
-        monkeypatch.setattr(DamageBook, "_signature", look)
+        monkeypatch.setattr(DamageBook, "_look", look)
         self.mark(*key)
         return look(self, at)
 
-    monkeypatch.setattr(DamageBook, "_signature", mark_meanwhile)
+    monkeypatch.setattr(DamageBook, "_look", mark_meanwhile)
     assert book.is_known(*key)
     assert DamageBook(store).is_known(*key)
+
+
+def test_a_full_address_book_keeps_the_nodes_that_were_met_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that was met first, and is of this job, too: its own job would not find it any more."""
+    monkeypatch.setattr(address_book, "_PEERS_MAX", 3)
+    book = PeerBook(LocalStore(tmp_path).agent_directory())
+    for nodes in (["first"], ["gone-1"], ["gone-2"], ["first", "new"]):
+        book.learn([AgentAddress(node, "127.0.0.1", 1, "token") for node in nodes])
+    assert {peer.node_id for peer in book.read_all()} == {"first", "new", "gone-2"}
+
+
+def test_a_loss_that_is_known_stays_known_while_the_disk_does_not_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a restart without descriptors: a bad file would count as intact, and an older version give way to it."""
+    store = LocalStore(tmp_path)
+    manifest = checkpointed([store], 1, {shard(0): [0]}, copies=1)
+    DamageBook(store).mark("step-1", manifest.save_id, shard(0))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", refuse_to_open)
+        restarted = DamageBook(LocalStore(tmp_path))
+        assert restarted.mark_damaged([]) == ()
+        assert restarted.is_known("step-1", manifest.save_id, shard(0))
+    assert DamageBook(LocalStore(tmp_path)).is_known("step-1", manifest.save_id, shard(0))
+    (store.root / "step-1" / shard(0)).write_bytes(b"another")
+    assert not restarted.is_known("step-1", manifest.save_id, shard(0))
+
+
+def refuse_to_open(path: object, *_: object, **__: object) -> int:
+    raise OSError(errno.EMFILE, "Too many open files", path)

@@ -172,6 +172,10 @@ def test_what_a_killed_export_left_is_taken_over(saved: Saved, tmp_path: Path) -
     (tmp_path / ".out.part" / "half").write_text("x")
     exported(saved, tmp_path / "out", "dcp", keys=KeyRules(include=["model.*"]))
     assert entries(tmp_path / "out") == [".metadata", "__0_0.distcp"]
+    (tmp_path / ".out.replaced").mkdir()
+    (tmp_path / ".out.replaced" / ".metadata").write_text("x")
+    exported(saved, tmp_path / "out", "dcp", keys=KeyRules(include=["model.*"]), overwrite=True)
+    assert entries(tmp_path) == ["out"]
     place = tmp_path / "two"
     with (
         output_local.LocalOutput(place, is_directory=True, size_bytes=1),

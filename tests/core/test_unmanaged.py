@@ -84,6 +84,7 @@ def test_only_intact_copies_are_adopted() -> None:
     assert plan.shards_by_node == {"a": ("__0_0.distcp",), "b": ("__1_0.distcp",)}
     assert (plan.node_ids, plan.size_bytes) == (("a", "b", "c"), 300)
     assert "no intact __0_0.distcp" in str(plan_adoption(save, {("a", "__0_0.distcp")}, "abc", 2))
+    assert "it is empty" in str(plan_adoption(unmanaged_checkpoints(nodes)[0].save({}), (), "abc", 2))
 
 
 @pytest.mark.parametrize(

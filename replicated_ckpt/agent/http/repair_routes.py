@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from replicated_ckpt.agent.peers.call_backs import CallBacks
@@ -145,7 +146,7 @@ class RepairRoutes:
                 # The note comes first: after a crash the agent goes on with it, and no node brings it back.
                 service.removals.take(save_id)
             is_removed = retire(service.store.root, checkpoint_id, save_id)
-        is_left = not is_removed and service.store.catalog.checkpoint_of(save_id) is not None
+        is_left = not is_removed and self._find_place(checkpoint_id, save_id) is not None
         if not is_left:
             with suppress(StoreError):  # the next look ends it
                 service.removals.finish(save_id)
@@ -162,11 +163,16 @@ class RepairRoutes:
             raise renamed_refusal(checkpoint_id, manifest.checkpoint_id, self._service.store.root)
 
     def _is_read_here(self, checkpoint_id: str, save_id: str) -> bool:
+        place = self._find_place(checkpoint_id, save_id)
+        return place is not None and is_read(place)
+
+    def _find_place(self, checkpoint_id: str, save_id: str) -> Path | None:
+        """Where the save lies here under this name; a user's copy of it under another one is not meant."""
         try:
             directory = self._service.store.catalog.directory_of(checkpoint_id, save_id)
-        except (ObjectMissing, ManifestInvalid):
-            return False
-        return directory is not None and is_read(self._service.store.root / directory)
+        except ManifestInvalid:
+            return None
+        return None if directory is None else self._service.store.root / directory
 
     def _forget(self, fields: Mapping[str, Any], request: Request) -> Answer:
         """The user says that a node never comes back: it is taken out of the address book."""

@@ -109,7 +109,7 @@ class PeerBook:
     def _merge(self, news: Mapping[str, AgentAddress], returned: Collection[str], left: Collection[str] = ()) -> None:
         with self._lock:
             known, away = self._read()
-            merged = {**known, **news}
+            merged = {**{node: peer for node, peer in known.items() if node not in news}, **news}  # met last, last
             still_away = (away | set(left)) - set(returned)
             if merged == known and still_away == away:
                 return

@@ -31,7 +31,7 @@ class CallBacks:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._changed = threading.Condition()
-        self._paid_until: dict[tuple[str, str], float] = {}  # in the order of the last call back
+        self._paid_until: dict[tuple[str, str], float] = {}
         self._under_way: Counter[str] = Counter()
 
     @contextmanager

@@ -5,7 +5,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import asdict, replace
 from typing import TypeAlias
 
@@ -138,14 +138,10 @@ class Reprotector:
         order: Future[list[Outcome]] = Future()
         self._orders.append((part, may_replace, order))
         self.wake()
-        while True:
-            try:
-                return order.result(PAUSE_S)
-            except TimeoutError:
-                if order.done():
-                    raise
-                if self._stopping.is_set():
-                    raise StoreUnavailable("this agent", "repair", "plan", "it is leaving") from None
+        while not wait([order], PAUSE_S).done:
+            if self._stopping.is_set():
+                raise StoreUnavailable("this agent", "repair", "plan", "it is leaving")
+        return order.result()
 
     def _run(self) -> None:
         while not self._stopping.is_set():

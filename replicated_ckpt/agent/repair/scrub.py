@@ -2,7 +2,6 @@
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 
@@ -128,6 +127,6 @@ class Scrubber:
 
     def _keep_position(self, checkpoint_id: str) -> None:
         try:
-            self._position_file.write({"after": checkpoint_id, "unix_s": time.time()})
+            self._position_file.write({"after": checkpoint_id})
         except StoreError as exc:
             log.warning("after a restart of this agent the scrub reads some checkpoints again: %s", exc)

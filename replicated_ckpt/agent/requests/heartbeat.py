@@ -5,6 +5,7 @@ from io import BufferedIOBase
 from typing import Self
 
 from replicated_ckpt.agent.requests.body import Body
+from replicated_ckpt.agent.requests.worker_thread import start_worker
 
 INTERVAL_S = 1.0
 _INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -27,8 +28,7 @@ class Heartbeat:
 
     def __enter__(self) -> Self:
         self._ended.clear()
-        self._thread = threading.Thread(target=self._beat, name="rckpt-heartbeat", daemon=True)
-        self._thread.start()
+        self._thread = start_worker(self._beat, name="rckpt-heartbeat")
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from replicated_ckpt.agent.state.note_file import NoteFile
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.layout import METADATA_NAME, is_checkpoint_file, is_checkpoint_id, is_save_id
-from replicated_ckpt.errors import ManifestVersionUnknown, StoreError
+from replicated_ckpt.errors import ManifestVersionUnknown, ObjectMissing, StoreError
 from replicated_ckpt.stores.local.store import LocalStore
 
 log = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class DamageBook:
     def mark_noted(cls, store: LocalStore, holdings: Iterable[Holding]) -> tuple[Holding, ...]:
         """The holdings, marked by what the agent of this node has noted; for other processes, as it changes nothing."""
         book = cls(store)
-        book._bad = {key: found for key, found in book._bad.items() if book._signature(key) == found.signature}
+        book._bad = {key: found for key, found in book._bad.items() if not book._is_changed(key, found)}
         return tuple(map(book._mark_damaged, holdings))
 
     def _mark_damaged(self, holding: Holding) -> Holding:
@@ -101,7 +101,7 @@ class DamageBook:
     def _forget_changed(self) -> None:
         with self._lock:
             known = dict(self._bad)
-        changed = {key: then for key, then in known.items() if self._signature(key) != then.signature}
+        changed = {key: then for key, then in known.items() if self._is_changed(key, then)}
         with self._lock:  # what was marked anew since then stays
             self._keep({key: found for key, found in self._bad.items() if changed.get(key) != found})
 
@@ -120,10 +120,24 @@ class DamageBook:
         except StoreError as exc:
             log.warning("what is damaged is known until this agent ends: %s", exc)
 
+    def _is_changed(self, key: _Key, then: _Bad) -> bool:
+        """What the system does not say now, as for want of descriptors, is no change."""
+        try:
+            return self._look(key) != then.signature
+        except (OSError, StoreError):
+            return False
+
     def _signature(self, key: _Key) -> _Signature | None:
         try:
+            return self._look(key)
+        except (OSError, StoreError):
+            return None
+
+    def _look(self, key: _Key) -> _Signature | None:
+        """The file as it lies there now. Raises: OSError, StoreError"""
+        try:
             status = self._store.path_of(*key).lstat()
-        except (OSError, StoreError, ManifestVersionUnknown):
+        except (FileNotFoundError, NotADirectoryError, ObjectMissing, ManifestVersionUnknown):
             return None
         return status.st_ino, status.st_mtime_ns, status.st_size
 

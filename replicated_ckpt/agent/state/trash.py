@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 def empty_trash(store: LocalStore) -> None:
     """In a thread, as terabytes take long; at once if the disk has no room for the small files that an agent writes.
 
-    A save that opens meanwhile waits for the end, and finds the room.
+    A save that opens meanwhile waits for the end before it is decided.
     """
     if lacks_room_to_start(store.root):
         _empty(store)

@@ -139,7 +139,8 @@ class Remover:
         if answer["why"]:
             outcome.kept[row.checkpoint_id] = one_line(answer["why"])
             return
-        held = [h for h in self.seen.held[self.seen.own_node].holdings if h.save_id == row.save_id]
+        named_here = self.seen.held[self.seen.own_node].holdings
+        held = [h for h in named_here if (h.checkpoint_id, h.save_id) == (row.checkpoint_id, row.save_id)]
         if not held and not answer["is_removed"]:
             # The agent may have gone on with its note before it came to this answer.
             outcome.not_here.append(row.checkpoint_id)

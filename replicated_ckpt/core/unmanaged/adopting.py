@@ -35,6 +35,8 @@ def plan_adoption(
     save: UnmanagedSave, bad: Collection[tuple[str, str]], node_ids: Collection[str], copies: int
 ) -> "AdoptUnmanaged | str":
     """How a checkpoint is adopted, or in words why it cannot be. `bad` are the copies that fail their own checks."""
+    if not save.holders:
+        return f"{save.checkpoint_id} is not adopted: it is empty, and has no shard to protect"
     givers: dict[str, tuple[str, ...]] = {}
     size_bytes = 0
     for shard, nodes in save.holders.items():

@@ -15,18 +15,19 @@ def open_plain(path: str | Path, flags: int = 0, *, dir_fd: int | None = None) -
     """File descriptor for reading a file; the caller closes it. Links are followed unless `flags` say otherwise.
 
     Raises:
-        FileNotFoundError: nothing lies there, or a pipe or a device. OSError
+        FileNotFoundError: nothing lies there, or a pipe or a device. IsADirectoryError, OSError
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags, dir_fd=dir_fd)
     try:
         mode = os.fstat(fd).st_mode
-    except OSError:  # as of a file system that has gone
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if not stat.S_ISREG(mode):
+            raise FileNotFoundError(errno.ENOENT, "No plain file lies there", str(path))
+    except OSError:  # fstat's is of a file system that has gone
         os.close(fd)
         raise
-    if stat.S_ISREG(mode) or stat.S_ISDIR(mode):  # reading a directory says so itself
-        return fd
-    os.close(fd)
-    raise FileNotFoundError(errno.ENOENT, "No plain file lies there", str(path))
+    return fd
 
 
 @contextlib.contextmanager
@@ -39,13 +40,8 @@ def closing_fd(fd: int) -> Iterator[int]:
 
 
 def open_plain_file(path: str | Path) -> FileIO:
-    """As `open_plain`, as a file to read. Of a directory nothing stays open, as often as a round of an agent meets it."""
-    fd = open_plain(path)
-    try:
-        return FileIO(fd, "rb")
-    except OSError:
-        os.close(fd)
-        raise
+    """As `open_plain`, as a file to read."""
+    return FileIO(open_plain(path), "rb")
 
 
 def read_plain(path: str | Path, size_max: int = MANIFEST_BYTES_MAX + 1) -> bytes:

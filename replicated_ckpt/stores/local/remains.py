@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable, Iterable
-from stat import S_ISREG
 
 from replicated_ckpt.core.integrity.checksum import FOOTER_TAIL_BYTES, crc32c, decode_footer, footer_bytes_of
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, is_checkpoint_id
@@ -78,12 +77,10 @@ def read_remains(directory: Committed, node_id: str, tell: Tell, holds: Holds = 
         except StoreError:
             continue
         try:
-            status = os.fstat(fd)
-            if S_ISREG(status.st_mode):
-                sizes[name] = status.st_size
-                told = tell(name, fd)
-                is_ours = is_ours or (name != METADATA_NAME and told is not None)
-                crcs |= {name: told} if told is not None and holds(fd, told) else {}
+            sizes[name] = os.fstat(fd).st_size
+            told = tell(name, fd)
+            is_ours = is_ours or (name != METADATA_NAME and told is not None)
+            crcs |= {name: told} if told is not None and holds(fd, told) else {}
         except OSError:
             continue  # it cannot be read: it is there, and damaged
         finally:

@@ -343,7 +343,7 @@ class LocalStore:
             remove_tree(self.root / INCOMING_DIR)
 
     def empty_trash(self) -> None:
-        """Removes what a crash kept from being removed. No save opens or is published here meanwhile: they wait."""
+        """Removes what a crash kept from being removed. Saves are opened meanwhile, and wait to be decided or published."""
         with translate_errors(str(self.root), "remove", TRASH_DIR), exclusive(self.root / STAGING_DIR):
             empty_trash(self.root, self._places(self.list_staged()))
 

@@ -137,6 +137,7 @@ class LocalOutput(Output):
         with translate_errors(self.label, "publish", self._path.name):
             if self._is_directory:
                 replaced = self._path.with_name(f".{self._path.name}.replaced")
+                remove_tree(replaced)  # left by one that was killed: no directory takes the name of a full one
                 publish_directory(self._part, self._path, replaced, is_kept=False)
                 remove_tree(replaced)
             else:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from replicated_ckpt.errors import StoreUnavailable
+from replicated_ckpt.stores.thread_start import start_thread
 
 
 def is_time_out(error: BaseException | None) -> bool:
@@ -19,6 +20,9 @@ def give_up_after(connected: socket.socket | None, seconds: float) -> Iterator[N
     """Breaks the connection when the block lasts longer; what the block meets then becomes a TimeoutError.
 
     Where it was translated already it stays a StoreUnavailable, of that: nothing else says that the peer lives.
+
+    Raises:
+        StoreUnavailable: the system gives no thread for it; the block was not begun.
     """
     ended, is_broken = threading.Event(), threading.Event()
     late = f"it has not ended within {seconds:.0f} s"
@@ -29,8 +33,7 @@ def give_up_after(connected: socket.socket | None, seconds: float) -> Iterator[N
             with suppress(OSError):  # closed meanwhile: there is nothing to break
                 socket.socket.shutdown(connected, socket.SHUT_RDWR)  # not TLS's own, which would go on in the clear
 
-    thread = threading.Thread(target=watch, name="rckpt-deadline", daemon=True)
-    thread.start()
+    start_thread(threading.Thread(target=watch, name="rckpt-deadline", daemon=True))
     try:
         yield
     except (OSError, http.client.HTTPException) as exc:

@@ -1,7 +1,6 @@
 """Checkpoints without a manifest on this node's disk, as stock torch's FileSystemWriter leaves them there: only read."""
 
 import os
-import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -54,7 +53,7 @@ class UnmanagedDirectory:
         with closing_fd(fd), translate_errors(str(self.root), "read", "/".join(key)):
             status = os.fstat(fd)
             is_metadata = name == METADATA_NAME
-            if not stat.S_ISREG(status.st_mode) or (is_metadata and status.st_size > FILE_BYTES_MAX):
+            if is_metadata and status.st_size > FILE_BYTES_MAX:
                 return None
             signature = status.st_ino, status.st_mtime_ns, status.st_size
             known = self._prints.get(key)
@@ -68,7 +67,7 @@ class UnmanagedDirectory:
         If it was adopted meanwhile, it is the same bytes, and a footer follows: a load that began before goes on.
 
         Raises:
-            ObjectMissing: it is not here, is no plain file, has another size, or is of a checkpoint of ours by now.
+            ObjectMissing: it is not here, has another size, or is of a checkpoint of ours by now.
         """
         try:
             return self._open(checkpoint_id, name, size_bytes)
@@ -83,10 +82,10 @@ class UnmanagedDirectory:
                 if not sizes:
                     raise ObjectMissing(str(self.root), "open", f"{checkpoint_id}/{name}", "it has a manifest by now")
             fd = directory.open(name)
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode) or status.st_size not in sizes:
+        found_bytes = os.fstat(fd).st_size
+        if found_bytes not in sizes:
             os.close(fd)
-            detail = f"expected a file of {size_bytes} bytes, found {status.st_size}"
+            detail = f"expected a file of {size_bytes} bytes, found {found_bytes}"
             raise ObjectMissing(str(self.root), "open", f"{checkpoint_id}/{name}", detail)
         return fd
 

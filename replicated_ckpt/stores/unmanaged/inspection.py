@@ -1,5 +1,6 @@
 """Reads the shards of one checkpoint that stock torch wrote on this node, and holds them against what is in them."""
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -29,19 +30,24 @@ class UnmanagedInspector:
         self.unchecked = 0
 
     def inspect(self, checkpoint_id: str, ranges: Mapping[str, Sequence[ByteRange]]) -> Iterator[Finding]:
-        """What is wrong with the shards that lie here, where `.metadata` has items at `ranges`."""
-        try:
-            with open_directory(self._store.root, checkpoint_id) as directory:
-                names = directory.shards()
-                if MANIFEST_NAME in directory.names():
-                    return
-                for name in names:
-                    if name not in ranges:
-                        yield self._finding(directory, name, Problem.UNKNOWN, "no such file", "one")
-                    elif (finding := self.shard_problem(directory, name, ranges[name])) is not None:
-                        yield finding
-        except ObjectMissing:
-            return
+        """What is wrong with the shards that lie here, where `.metadata` has items at `ranges`.
+
+        What disappears meanwhile, the checkpoint or a shard, is passed over.
+        """
+        with contextlib.suppress(ObjectMissing), open_directory(self._store.root, checkpoint_id) as directory:
+            if MANIFEST_NAME in directory.names():
+                return
+            for name in directory.shards():
+                with contextlib.suppress(ObjectMissing):
+                    yield from self._of_shard(directory, name, ranges.get(name))
+
+    def _of_shard(self, directory: Committed, name: str, items: Sequence[ByteRange] | None) -> Iterator[Finding]:
+        if items is None and self._store.catalog.size_of(directory.checkpoint_id, name) == 0:
+            return  # stock torch leaves it for a rank that had nothing to save
+        if items is None:
+            yield self._finding(directory, name, Problem.UNKNOWN, "no such file", "one")
+        elif (finding := self.shard_problem(directory, name, items)) is not None:
+            yield finding
 
     def shard_problem(self, directory: Committed, name: str, items: Sequence[ByteRange]) -> Finding | None:
         """What is wrong with one shard; None if every item of it is whole, and as its CRC32 says if it has one."""

@@ -19,6 +19,7 @@ from replicated_ckpt.errors import StoreDenied, StoreError, StoreFull
 from replicated_ckpt.stores.files.plain import open_plain
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
+from replicated_ckpt.stores.peer.paths import file_path
 from replicated_ckpt.stores.throttle import Pace
 from tests.agent.agents import object_routes
 from tests.agent.checkpoints import findings
@@ -110,3 +111,16 @@ def test_no_descriptor_stays_open_where_a_file_cannot_be_looked_at(
     with pytest.raises(OSError, match="Input/output"):
         open_plain(tmp_path / "file")
     assert set(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
+
+
+def test_a_directory_in_a_shards_place_is_refused_and_leaves_nothing_open(
+    store: LocalStore, client: AgentClient
+) -> None:
+    """The error says what lies there. An agent lives for months, and is asked for it in each round of its peers."""
+    (store.root / ID / "__8_0.distcp").mkdir()
+    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    for _ in range(5):
+        with pytest.raises(StoreError, match="Is a directory"):
+            client.fetch("GET", file_path(ID, SAVE, "__8_0.distcp"))
+        client.close()
+    assert len(os.listdir("/proc/self/fd")) <= before + 2  # noqa: PTH208 - of the last connection

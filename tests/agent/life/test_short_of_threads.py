@@ -4,7 +4,9 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from email.message import Message
+from io import BytesIO
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,8 @@ import pytest
 from replicated_ckpt.agent.http.local_door import LocalDoor
 from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.agent.peers.greeting import Greeter
+from replicated_ckpt.agent.requests.body import Body
+from replicated_ckpt.agent.requests.heartbeat import Heartbeat
 from replicated_ckpt.agent.saves.finish import Outline
 from replicated_ckpt.agent.saves.hand_overs import HandedShard
 from replicated_ckpt.agent.saves.service import NodeService
@@ -27,6 +31,7 @@ from replicated_ckpt.errors import StoreUnavailable
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.peer.deadline import give_up_after
 from replicated_ckpt.stores.peer.fan_out import FanOut
 from replicated_ckpt.stores.tee import Buffers
 from tests.stopwatch import Stopwatch
@@ -160,3 +165,12 @@ def test_an_agent_that_gets_no_thread_to_greet_goes_on(tmp_path: Path) -> None:
     with without_threads():
         thread = Greeter(peers, Endpoint("a" * 12, "127.0.0.1", 1, "token", 1, "0")).start()
     assert not thread.is_alive()
+
+
+@pytest.mark.parametrize(
+    "waits", [give_up_after(None, 1.0), Heartbeat(BytesIO(), Body(BytesIO(), Message()))], ids=["deadline", "heartbeat"]
+)
+def test_a_wait_that_gets_no_thread_is_an_error_that_is_handled(waits: AbstractContextManager[object]) -> None:
+    """A copy goes to another node then, and a peer is told why. It was a RuntimeError, which ended a save."""
+    with without_threads(), pytest.raises(StoreUnavailable, match="gets no thread"), waits:
+        pass

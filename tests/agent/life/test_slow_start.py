@@ -95,7 +95,7 @@ def test_a_lock_is_of_its_process(tmp_path: Path) -> None:
 
 
 def test_what_a_crash_left_in_the_trash_keeps_no_load_waiting(tmp_path: Path) -> None:
-    """Terabytes take long to remove: the agent answers before. A save begins once there is room."""
+    """Terabytes take long to remove: the agent answers before."""
     store = LocalStore(tmp_path)
     for directory in (tmp_path / STAGING_DIR, tmp_path / TRASH_DIR / "left"):
         directory.mkdir(parents=True)

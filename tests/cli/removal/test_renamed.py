@@ -9,6 +9,7 @@ import pytest
 
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.wording import describe_bytes
 from tests.agent.agents import wait_for
 from tests.agent.checkpoints import checkpointed, findings, held, shard
 from tests.agent.repair.test_reprotect import PAIR, agents, stores
@@ -60,8 +61,13 @@ def test_a_copy_is_kept_up_when_the_original_is_removed(tmp_path: Path) -> None:
     """It is another checkpoint now: it has its copies on both nodes, and what it loses comes back."""
     nodes = copied_by_hand(tmp_path)
     with agents(nodes, *QUICK):
-        for store in nodes:
-            assert "removed on this node: step-1" in command("rm", "step-1", "--root", store.root).stdout
+        freed = describe_bytes(sum(nodes[0].catalog.shard_sizes("step-1").values()))
+        assert (
+            f"removed on this node: step-1 ({freed} freed)" in command("rm", "step-1", "--root", nodes[0].root).stdout
+        )
+        again = command("rm", "step-1", "--root", nodes[0].root).stdout
+        assert again.startswith("not on this node, and not brought here any more: step-1\n"), "the copy is another one"
+        assert "removed on this node: step-1" in command("rm", "step-1", "--root", nodes[1].root).stdout
         assert hold(nodes, ["mine", "step-2", "step-3"])
         listed = command("ls", "--root", nodes[0].root).stdout
         assert "removed on" not in listed

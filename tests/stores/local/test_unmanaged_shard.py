@@ -1,6 +1,7 @@
 """A shard that stock torch wrote, read item by item: nothing of an item is given out that its own CRC32 contradicts."""
 
 import io
+import os
 import pickle
 import uuid
 from collections.abc import Callable
@@ -146,9 +147,27 @@ def test_what_is_ours_and_intact_is_adopted(opened: Opened, tmp_path: Path) -> N
     assert adopts(tmp_path)
 
 
-def problems(root: Path) -> list[tuple[str, str]]:
-    inspector = UnmanagedInspector(LocalStore(root), "node")
-    return [(finding.expected, finding.found) for finding in inspector.inspect("step-1", {NAME: RANGES})]
+def test_the_empty_shard_of_a_rank_that_had_nothing_to_save_is_no_problem(opened: Opened, tmp_path: Path) -> None:
+    """Stock torch leaves one, and `.metadata` does not name it. Any other file that it does not name is pointed out."""
+    opened(WHOLE).close()
+    (tmp_path / "step-1" / "__1_0.distcp").touch()
+    assert problems(tmp_path) == []
+    (tmp_path / "step-1" / "__2_0.distcp").write_bytes(b"x")
+    assert problems(tmp_path) == [("no such file", "one")]
+
+
+def test_a_shard_that_has_gone_hides_no_other(opened: Opened, tmp_path: Path) -> None:
+    """What was listed and cannot be opened, as its job removes it at that moment, leaves the others to be read."""
+    opened(damaged(IN_TENSOR)).close()
+    gone = NAME.replace("0_0", "0_1")
+    (tmp_path / "step-1" / NAME).rename(tmp_path / "step-1" / gone.replace("_1", "_2"))
+    os.mkfifo(tmp_path / "step-1" / gone)
+    assert len(problems(tmp_path, gone, gone.replace("_1", "_2"))) == 1
+
+
+def problems(root: Path, *names: str) -> list[tuple[str, str]]:
+    inspector, ranges = UnmanagedInspector(LocalStore(root), "node"), dict.fromkeys(names or [NAME], RANGES)
+    return [(finding.expected, finding.found) for finding in inspector.inspect("step-1", ranges)]
 
 
 def adopts(root: Path) -> bool:

@@ -11,7 +11,6 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
 
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import (
@@ -68,7 +67,7 @@ class Committed:
         """File descriptor for reading one file; the caller closes it.
 
         Raises:
-            ObjectMissing: it is not there, or no plain file.
+            ObjectMissing: it is not there, or a pipe or a device. StoreError: it is a directory.
         """
         if not is_checkpoint_file(name):
             raise ConfigInvalid(f"{name[:200]!r} is no file of a checkpoint.")
@@ -78,16 +77,8 @@ class Committed:
             except FileNotFoundError as exc:
                 raise ObjectMissing(str(self._root), "open", f"{self.checkpoint_id}/{name}") from exc
 
-    def _open(self, name: str) -> BinaryIO:
-        fd = self.open(name)
-        try:
-            return os.fdopen(fd, "rb")
-        except OSError:  # it is a directory
-            os.close(fd)
-            raise
-
     def read_small(self, name: str) -> bytes:
-        with self._translate("read", name), self._open(name) as file:
+        with self._translate("read", name), os.fdopen(self.open(name), "rb") as file:
             return file.read(MANIFEST_BYTES_MAX + 1)
 
     def read_checked(self, name: str, size_bytes: int, crc: int) -> bytes:
@@ -96,7 +87,7 @@ class Committed:
         Raises:
             ObjectCorrupt: it is another. ObjectMissing, StoreError
         """
-        with self._translate("read", name), self._open(name) as file:
+        with self._translate("read", name), os.fdopen(self.open(name), "rb") as file:
             raw = file.read(size_bytes + 1)
         if len(raw) != size_bytes or crc32c(raw) != crc:
             detail = f"expected {size_bytes} bytes of CRC32C {crc:08x}, found {len(raw)} of {crc32c(raw):08x}"
