@@ -35,6 +35,13 @@ def is_collecting() -> bool:
     return gc.get_threshold()[0] > 0
 
 
+@pytest.fixture(autouse=True)
+def no_pause_of_before() -> None:
+    """A save or load of another test that failed has left one, for seconds."""
+    for pause in list(gc_pause._ends):
+        pause.end()
+
+
 @contextmanager
 def full_collections() -> Iterator[list[int]]:
     """Notes a line for each collection of the oldest generation."""

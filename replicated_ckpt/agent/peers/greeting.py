@@ -66,13 +66,14 @@ class Greeter:
     def greet(self, nodes: Collection[str]) -> None:
         """Greets those of these nodes that have not heard this agent since it started."""
         with self._lock:
-            missing = self._missing & set(nodes)
+            unheard = self._missing
+            missing = unheard & set(nodes)
         if not missing:
             return
         peers = [peer for peer in self._peers.read_all() if peer.node_id in missing]
         outcome = FanOut[AgentAddress, None]().run(peers, lambda address: self._tell(address, "hello"))
-        with self._lock:
-            self._missing -= {address.node_id for address in outcome.results}
+        with self._lock:  # of what has been announced since, they have heard nothing
+            unheard.difference_update(address.node_id for address in outcome.results)
         for address in outcome.results:
             self._note(address, None)
         for address, error in outcome.errors.items():

@@ -9,7 +9,7 @@ from replicated_ckpt import failpoints
 from replicated_ckpt.agent.peers.fetch import fetch_manifest, fetch_metadata
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.core.integrity.checksum import BlockTable
-from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, ShardName
+from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, STAGING_DIR, ShardName
 from replicated_ckpt.core.manifest import Manifest, ShardEntry
 from replicated_ckpt.core.protocol.settlement import may_publish
 from replicated_ckpt.core.upkeep.finding import Finding
@@ -26,6 +26,7 @@ from replicated_ckpt.errors import (
 )
 from replicated_ckpt.stores.any_source import AnySource, Source
 from replicated_ckpt.stores.files.existence import is_directory
+from replicated_ckpt.stores.files.locks import exclusive
 from replicated_ckpt.stores.local.directories.committed import (
     Committed,
     incoming_file,
@@ -157,12 +158,23 @@ class Mender:
             self._refuse_removed(action.checkpoint_id, manifest)
             problem = self._restore_metadata(directory, action, manifest)
             if own is None:
-                directory.put_small(MANIFEST_NAME, raw_manifest)
+                if not self._put_manifest(directory, raw_manifest):
+                    return False
                 log.warning("%s: manifest restored: %s", directory.checkpoint_id, why)
                 for shard in directory.shards():
                     self._examine(directory, manifest, shard)
         if problem is not None:
             raise problem
+        return True
+
+    def _put_manifest(self, directory: Committed, raw_manifest: bytes) -> bool:
+        """False: another one has its name by now, as where an adoption of its files was published meanwhile. With this
+        manifest it would be the same save in a second place.
+        """
+        with exclusive(self._store.root / STAGING_DIR):  # nothing is published here meanwhile
+            if not directory.is_in_place():
+                return False
+            directory.put_small(MANIFEST_NAME, raw_manifest)
         return True
 
     def _restore_metadata(

@@ -53,7 +53,10 @@ def _state_and_start(pid: int) -> tuple[str, str]:
 
 
 class Presence:
-    """The processes of the job, as one of them knows them. On the store there is one key for each, and one for a death."""
+    """The processes of the job, as one of them knows them. On the store there is one key for each, and one for a death.
+
+    Safe for concurrent use: an asynchronous save and a load look at once.
+    """
 
     def __init__(self, store: "dist.Store", rank: int, seal: Seal | None = None) -> None:
         self._seal = seal or Seal()
@@ -84,7 +87,7 @@ class Presence:
         self._lost_read = self._read("lost", self._lost_read, self._lost)
         if self._host is not None:
             self._mates_read = self._read(self._host, self._mates_read, self._mates)
-        for mate in self._mates.values():
+        for mate in list(self._mates.values()):  # another thread's call may add one
             if self._lost.get(mate.rank) != mate and not mate.lives():
                 self._append("lost", mate)
                 self._lost[mate.rank] = mate

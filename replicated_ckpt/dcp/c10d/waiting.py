@@ -1,10 +1,11 @@
 """Waiting on the blackboard: how often it is looked at, how long, and what if the c10d store does not answer."""
 
 import contextlib
-import queue
 import time
+import weakref
 from _thread import start_new_thread
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -36,9 +37,8 @@ def reaching_store() -> Iterator[None]:
         raise MeetingFailed(f"The c10d store of this job does not answer: {exc}", _STORE_HINT) from exc
 
 
-_Answer = queue.SimpleQueue[tuple[Any, RuntimeError | None]]
-_unanswered: dict[int, tuple[_Answer, float]] = {}
-"""By store, the last call that was left without an answer, and until when it is waited for. Its thread holds the store."""
+_unanswered: "weakref.WeakKeyDictionary[dist.Store, tuple[Future[Any], float]]" = weakref.WeakKeyDictionary()
+"""The last call that was left without an answer, and until when it is waited for: by any number of threads."""
 
 
 class AnsweringStore:
@@ -56,39 +56,33 @@ class AnsweringStore:
         return partial(self._call, getattr(self._store, name))
 
     def _call(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        before = _unanswered.get(id(self._job))
+        before = _unanswered.get(self._job)
         if before is not None:
             self._await(*before)
-        answer: _Answer = queue.SimpleQueue()
+        answer: Future[Any] = Future()
 
         def ask() -> None:
             try:
-                answer.put((call(*arguments), None))
+                answer.set_result(call(*arguments))
             except RuntimeError as exc:  # the store's; raised where it was asked
-                answer.put((None, exc))
+                answer.set_exception(exc)
 
         try:
             start_new_thread(ask, ())  # a Thread takes three times as long to begin
         except RuntimeError:  # the system gives none
             ask()
-        value, error = self._await(answer, time.monotonic() + self._job.timeout.total_seconds())
-        if error is not None:
-            raise error
-        return value
+        self._await(answer, time.monotonic() + self._job.timeout.total_seconds())
+        return answer.result()
 
-    def _await(self, answer: _Answer, until: float) -> tuple[Any, RuntimeError | None]:
-        found = None
+    def _await(self, answer: Future[Any], until: float) -> None:
         try:
-            found = answer.get(timeout=max(0.0, until - time.monotonic()))
-        except queue.Empty:
+            answer.exception(max(0.0, until - time.monotonic()))
+        except TimeoutError:
             limit_s = self._job.timeout.total_seconds()
             raise dist.DistStoreError(f"no answer within its time-out, {limit_s:.0f} s") from None
         finally:
-            if found is None:
-                _unanswered[id(self._job)] = answer, until
-            else:
-                _unanswered.pop(id(self._job), None)
-        return found
+            if not answer.done():
+                _unanswered[self._job] = answer, until
 
 
 class Wait:

@@ -4,11 +4,13 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from replicated_ckpt.agent.peers.address_book import PeerBook
-from replicated_ckpt.agent.state.endpoint import read_endpoint
+from replicated_ckpt.agent.peers.greeting import Greeter
+from replicated_ckpt.agent.state.endpoint import Endpoint, read_endpoint
 from replicated_ckpt.errors import StoreDenied
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.tls import fingerprint
@@ -129,6 +131,26 @@ def test_a_certificate_is_announced_by_its_agent_alone(tmp_path: Path, pair: tup
 
 @pytest.mark.multiprocess
 @pytest.mark.timeout(300)
+def test_what_is_announced_while_peers_are_greeted_is_told_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A greeting may take seconds: the peers that it reaches have not heard of the certificate that is new meanwhile."""
+    peers, shown = PeerBook(tmp_path), Endpoint("a" * 12, "127.0.0.1", 1, "t" * 32, 1, "0", tls_sha256="1" * 64)
+    peers.learn([AgentAddress("b" * 12, "127.0.0.1", 2, "t" * 32)])
+    greeter, told = Greeter(peers, shown), []
+
+    def tell(*_: Any) -> None:
+        told.append("hello")
+        if len(told) == 1:
+            greeter._present(replace(shown, tls_sha256="2" * 64))
+
+    monkeypatch.setattr(greeter, "_tell", tell)
+    greeter.greet_all()
+    greeter.greet_all()
+    greeter.greet_all()
+    assert told == ["hello", "hello"]
+
+
 def test_a_job_notices_nothing(tmp_path: Path, secret: Secret) -> None:
     """Between two saves of a running job all nodes get a new certificate: no warning, and a lost node's shards load."""
     _, cert, _, key = secret.arguments

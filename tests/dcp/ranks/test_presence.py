@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 import torch.distributed as dist
 
 from replicated_ckpt.dcp.c10d.presence import Presence, Process
@@ -78,3 +79,18 @@ def test_a_death_is_noted_once(tmp_path: Path) -> None:
         for _ in range(10):
             here.find_lost()
     assert store.num_keys() == keys + 1
+
+
+def test_ranks_that_come_while_two_threads_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One looks at the ranks of this host when the other one learns of a further rank."""
+    here = presence(tmp_path / "store", 0)
+    come: list[Presence] = []
+
+    def look_meanwhile(process: Process) -> bool:
+        if not come:
+            come.append(presence(tmp_path / "store", 1))
+            here.find_lost()
+        return process.pid == os.getpid()
+
+    monkeypatch.setattr(Process, "lives", look_meanwhile)
+    assert here.find_lost() == {}

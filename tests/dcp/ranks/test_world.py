@@ -5,10 +5,13 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -27,6 +30,8 @@ from replicated_ckpt.errors import ConfigInvalid, MeetingFailed, RankFailed
 from tests.gloo import group_of_one
 from tests.harness.processes import stop_process
 from tests.stopwatch import Stopwatch
+
+TIMEOUT_S = 60.0
 
 
 def test_a_forked_process_is_a_session_of_its_own() -> None:
@@ -186,3 +191,52 @@ def test_a_store_whose_process_is_stopped_is_given_up(stopwatch: Stopwatch) -> N
             assert (board.read_post("load", 1) or {})["third"] == 3
         finally:
             server.kill()
+
+
+class HeldStore:
+    """Answers once it is told to."""
+
+    def __init__(self) -> None:
+        self.answers = threading.Event()
+
+    def check(self, keys: list[str]) -> bool:
+        del keys
+        return self.answers.wait(TIMEOUT_S)
+
+
+def give_up_a_call(job: "dist.Store") -> tuple[AnsweringStore, HeldStore]:
+    job.set_timeout(timedelta(seconds=0))
+    store, held = AnsweringStore("job", job), HeldStore()
+    store._store = cast(Any, held)
+    with pytest.raises(dist.DistStoreError):
+        store.check(["key"])
+    job.set_timeout(timedelta(seconds=TIMEOUT_S))
+    return store, held
+
+
+def test_a_late_answer_is_for_all_threads_that_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save in the background and a load go on, both, with a store of which a call before was given up."""
+    store, held = give_up_a_call(dist.HashStore())
+    now, asked = time.monotonic() - TIMEOUT_S, threading.Semaphore(0)
+
+    def tell_time() -> float:
+        asked.release()
+        return now
+
+    monkeypatch.setattr(waiting, "time", SimpleNamespace(monotonic=tell_time))
+    with ThreadPoolExecutor(2) as threads:
+        calls = [threads.submit(store.check, ["key"]) for _ in range(2)]
+        assert all(asked.acquire(timeout=TIMEOUT_S) for _ in calls)
+        held.answers.set()
+        assert [call.result() for call in calls] == [True, True]
+    assert store.check(["key"])
+
+
+def test_what_a_store_owes_is_forgotten_with_it() -> None:
+    """The store of the next job may get its place in memory."""
+    before = len(waiting._unanswered)
+    job = dist.HashStore()
+    store, held = give_up_a_call(job)
+    held.answers.set()
+    del store, job
+    assert len(waiting._unanswered) <= before

@@ -51,6 +51,12 @@ class Committed:
         with manifest_readable(path):
             return decode_manifest(self.read_small(MANIFEST_NAME), str(path))
 
+    def is_in_place(self) -> bool:
+        """Whether the directory still has the checkpoint's name."""
+        with self._translate("look at", ""), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            return os.path.samestat(os.fstat(self._fd), (self._root / self.checkpoint_id).stat())
+        return False
+
     def names(self) -> list[str]:
         """The files of a checkpoint that lie in the directory."""
         with self._translate("list", ""):
