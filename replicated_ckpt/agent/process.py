@@ -273,7 +273,7 @@ class Agent:
             ReplicatedCkptError, OSError: it cannot be seen.
         """
         if not lock.is_in_place():
-            log.warning("the root %s was removed", self.config.root)
+            log.warning("the root %s was removed, or another one lies there now", self.config.root)
             return True
         self._keep_endpoint_shown(directory)
         if self.config.idle_exit_s is None:

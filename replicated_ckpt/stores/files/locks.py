@@ -170,9 +170,12 @@ class FileLock:
         return self._lock.is_held
 
     def is_in_place(self) -> bool:
-        """Whether the locked file still has its name: False once its directory was removed, or removed and made again."""
+        """Whether the locked file still has its name: False once its directory was removed, made again, or mounted over.
+
+        On another disk, as a snapshot or one that was just formatted, the file may have the same number.
+        """
         try:
-            return self.path.stat().st_ino == os.fstat(self._lock.fd).st_ino
+            return os.path.samestat(self.path.stat(), os.fstat(self._lock.fd))
         except FileNotFoundError:
             return False
 

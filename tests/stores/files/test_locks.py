@@ -15,7 +15,7 @@ import pytest
 
 from replicated_ckpt.errors import StoreUnavailable
 from replicated_ckpt.stores.files import locks
-from replicated_ckpt.stores.files.locks import exclusive
+from replicated_ckpt.stores.files.locks import FileLock, exclusive
 from tests.harness.processes import stop_process
 
 HOME = Path(__file__).resolve().parents[3]
@@ -98,3 +98,24 @@ def test_a_lock_that_was_not_taken_is_not_left_behind(tmp_path: Path, monkeypatc
     fd = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     os.close(fd)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting another disk needs root")
+def test_a_lock_is_not_taken_for_one_on_another_disk(tmp_path: Path) -> None:
+    """The disk under an agent is replaced by a snapshot, or by a fresh one: its files have the same numbers."""
+    mount, path = ["mount", "-t", "tmpfs", "tmpfs", str(tmp_path)], tmp_path / "lock"
+    if subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("no tmpfs can be mounted here")
+    try:
+        lock = FileLock.take(path)
+        assert lock is not None
+        assert lock.is_in_place()
+        number = path.stat().st_ino
+        subprocess.run(mount, check=True)
+        path.touch()
+        assert path.stat().st_ino == number
+        assert not lock.is_in_place()
+        lock.release()
+    finally:
+        while tmp_path.is_mount():
+            subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
