@@ -93,7 +93,10 @@ def _format_keys(keys: Sequence[str]) -> str:
 
 
 def rename_path(path: Path, name: str) -> Path:
-    """Where an entry lies under its new name: the levels that the names have in common stay, the rest becomes one level."""
+    """Where an entry lies under its new name: the levels that the names have in common stay, the rest becomes one level.
+
+    What a position in a list is the first level of is a key then, as the whole is a dictionary.
+    """
     parts = [str(part) for part in path]
     if ".".join(parts) == name:
         return path
@@ -105,7 +108,8 @@ def rename_path(path: Path, name: str) -> Path:
     while head < len(parts) - tail and _begins_with(rest, ".".join(parts[: head + 1])):
         head += 1
     middle = rest[len(".".join(parts[:head])) :].removeprefix(".") if head else rest
-    return (*path[:head], *((middle,) if middle else ()), *path[len(path) - tail :])
+    kept = (*path[:head], *((middle,) if middle else ()), *path[len(path) - tail :])
+    return (str(kept[0]), *kept[1:])
 
 
 def _ends_with(name: str, end: str) -> bool:

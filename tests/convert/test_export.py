@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from replicated_ckpt import Converted, KeyRules, export_checkpoint
+from replicated_ckpt import Converted, KeyRules, export_checkpoint, import_checkpoint
 from replicated_ckpt.cli.convert.conversion import Printer, describe
 from replicated_ckpt.cli.main import main
 from replicated_ckpt.core.chunk import Chunk
@@ -21,6 +21,7 @@ from replicated_ckpt.dcp.convert.entries.progress import Progress
 from replicated_ckpt.errors import CheckpointNotFound, ConfigInvalid, ObjectCorrupt, ObjectUnsafe, ShardLost, StoreFull
 from replicated_ckpt.stores.files import durable
 from replicated_ckpt.stores.output import local as output_local
+from tests.convert import states
 from tests.convert.states import assert_equal, blank, checkpoint, contents, scheduled, tensors_of
 from tests.damage import flip
 
@@ -109,13 +110,27 @@ def test_objects_that_need_trust_are_not_unpickled_without_it(tmp_path: Path) ->
     assert_equal(torch.load(tmp_path / "w.pth"), {"weight": saved[1]["weight"]})
 
 
+@pytest.mark.filterwarnings("ignore:.*will not be loaded by default")
+def test_an_object_of_a_class_that_is_not_here_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trust alone does not bring it: the error says what is missing, in a checkpoint and in a torch file."""
+    saved = tmp_path / "root", checkpoint(tmp_path / "root", scheduled())
+    torch.save(scheduled(), tmp_path / "m.pth")
+    monkeypatch.delattr(states, "Schedule")
+    with pytest.raises(ConfigInvalid, match=r"'schedule' names.*Schedule.*PYTHONPATH"):
+        exported(saved, tmp_path / "out.pth", "torch", trust_pickles=True)
+    with pytest.raises(ConfigInvalid, match=r"m\.pth names.*Schedule.*PYTHONPATH"):
+        import_checkpoint(tmp_path / "m.pth", "step-2", format="torch", root=saved[0], copies=1, trust_pickles=True)
+    assert entries(tmp_path) == ["m.pth", "root"]
+
+
 def test_tensors_inside_objects_are_written(tmp_path: Path) -> None:
     """A tuple of tensors is one object to DCP; gradients stay wanted."""
-    state = {"pair": (torch.arange(5), torch.ones(2, requires_grad=True))}
+    seen_otherwise = torch.tensor([1 + 2j]).conj(), torch._neg_view(torch.ones(2))  # memory has the other sign
+    state = {"pair": (torch.arange(5), torch.ones(2, requires_grad=True), *seen_otherwise)}
     saved = tmp_path / "root", checkpoint(tmp_path / "root", state)
     exported(saved, tmp_path / "m.pth", "torch")
     found = torch.load(tmp_path / "m.pth")["pair"]
-    assert_equal(list(found), [tensor.detach() for tensor in state["pair"]])
+    assert [tensor.tolist() for tensor in found] == [tensor.tolist() for tensor in state["pair"]]
     assert found[1].requires_grad
 
 

@@ -55,6 +55,15 @@ def test_a_torch_file_becomes_a_checkpoint(tmp_path: Path, monkeypatch: pytest.M
     assert manifest.copies == 2
 
 
+def test_tensors_that_are_seen_otherwise_than_they_lie_keep_their_values(tmp_path: Path) -> None:
+    """A conjugate or negated view is contiguous, and its memory has the numbers of the other sign."""
+    state = {"conjugate": torch.tensor([1 + 2j, 3 - 4j]).conj(), "negated": torch._neg_view(torch.arange(3.0))}
+    torch.save(state, tmp_path / "m.pth")
+    imported(tmp_path / "m.pth", tmp_path / "root", "torch")
+    found = loaded(tmp_path / "root", {name: torch.empty_like(tensor) for name, tensor in state.items()})
+    assert {name: each.tolist() for name, each in found.items()} == {name: e.tolist() for name, e in state.items()}
+
+
 def test_safetensors_become_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A file, or a directory by its index, under the level of the state dict that the names are to have."""
     library = pytest.importorskip("safetensors.torch")

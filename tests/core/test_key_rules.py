@@ -62,6 +62,7 @@ def test_a_rule_that_cannot_be_meant_is_refused(rules: KeyRules, said: str) -> N
         (("opt", "groups", 0, "lr"), "optim.groups.0.lr", ("optim", "groups", 0, "lr")),
         (("opt", "groups", 0, "lr"), "opt.groups.0.rate", ("opt", "groups", 0, "rate")),
         (("opt", "groups", 0, "lr"), "rate", ("rate",)),
+        (("layers", 0, "w"), "0.w", ("0", "w")),
     ],
 )
 def test_levels_that_keep_their_names_stay(path: Path, name: str, wanted: Path) -> None:

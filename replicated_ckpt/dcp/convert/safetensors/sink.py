@@ -37,7 +37,7 @@ class SafetensorsSink:
         if not contents.tensors:
             raise ConfigInvalid(
                 "There is no tensor to write, and safetensors hold nothing else.",
-                "Use --format torch, or name other keys.",
+                "Export it as torch or dcp, or take other keys.",
             )
         groups = _groups(contents.tensors, shard_bytes_max)
         names = [f"model-{n:05}-of-{len(groups):05}.safetensors" for n in range(1, len(groups) + 1)]

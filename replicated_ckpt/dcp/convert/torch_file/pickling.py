@@ -57,7 +57,7 @@ class StatePickler(pickle.Pickler):
             like = empty_tensor((0,), obj.entry.dtype)
             return _rebuilding(like, key, obj.entry.shape, _strides(obj.entry.shape))
         if type(obj) is torch.Tensor and obj.layout is torch.strided and not obj.is_quantized:
-            key, tensor = self._next_key(), obj.detach().cpu().contiguous()
+            key, tensor = self._next_key(), obj.detach().cpu().contiguous().resolve_conj().resolve_neg()
             self.present[key] = tensor
             like = empty_tensor((0,), obj.dtype).requires_grad_(obj.requires_grad)
             return _rebuilding(like, key, tuple(tensor.shape), tensor.stride())

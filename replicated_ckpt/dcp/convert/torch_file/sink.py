@@ -8,13 +8,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-import torch
-
 from replicated_ckpt.core.key_rules import nest
 from replicated_ckpt.dcp.convert.entries.progress import CountBytes
 from replicated_ckpt.dcp.convert.entries.source import Contents, ObjectEntry, Source, TensorEntry, stream_tensors
 from replicated_ckpt.dcp.convert.torch_file.pickling import Absent, StatePickler
-from replicated_ckpt.dcp.convert.torch_file.source import load_file
+from replicated_ckpt.dcp.convert.torch_file.source import load_file, load_trusted
 from replicated_ckpt.dcp.objects.weights_only import load_object
 from replicated_ckpt.dcp.tensors.memory import memory_of
 from replicated_ckpt.errors import ConfigInvalid, ObjectCorrupt
@@ -100,7 +98,7 @@ def object_in(raw: bytes, key: str, *, trust: bool) -> Any:
     if not trust:
         return load_object(memoryview(raw), key, "the checkpoint")
     try:
-        return torch.load(io.BytesIO(raw), map_location="cpu", weights_only=False)
+        return load_trusted(io.BytesIO(raw), repr(key))
     except (RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as exc:
         raise ConfigInvalid(
             f"{key!r} is no object of torch.save: {str(exc)[:300]}.", f"Leave it out: --exclude {key!r}."

@@ -17,11 +17,13 @@ from replicated_ckpt.dcp.objects.storages import Storages
 from replicated_ckpt.dcp.objects.values import UnknownName
 from replicated_ckpt.dcp.objects.weights_only import ObjectValues, pickle_in
 from replicated_ckpt.dcp.runtime.torch_private import flatten
+from replicated_ckpt.dcp.tensors.container import is_plain
 from replicated_ckpt.dcp.tensors.memory import memory_of, window_tensor
 from replicated_ckpt.errors import ConfigInvalid, ObjectCorrupt, ObjectUnsafe, StoreError
 from replicated_ckpt.stores.files.durable import read_exactly, translate_errors
 
 _NAME_FILE = "Name a file of torch.save that this user can read (`ls -l` shows whose it is)."
+_BRING_CLASS = "Install the package, or name the directory of the module in PYTHONPATH; in the version that saved."
 _SAVE_AGAIN = (
     "Fetch it again if it was cut off. What an old torch wrote, torch.load and torch.save make into such a file."
 )
@@ -49,9 +51,6 @@ class TorchFile:
                 f"{path} holds two entries of one name: {exc}.", "Rename one of them, and save it again."
             ) from exc
         self._values = values
-        with translate_errors(str(path.parent), "read", path.name):
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        self._mappings = _mappings(self._fd)
         tensors, objects = [], []
         for key, value in values.items():
             if isinstance(value, torch.Tensor):
@@ -61,6 +60,9 @@ class TorchFile:
             else:
                 objects.append(ObjectEntry(key, key, paths[key]))
         self.contents = Contents(tuple(tensors), tuple(objects), tuple(values))
+        with translate_errors(str(path.parent), "read", path.name):
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._mappings = _mappings(self._fd)
 
     def check(self, contents: Contents) -> None:
         """What could be wrong was found when the file was opened."""
@@ -71,7 +73,8 @@ class TorchFile:
     def _part(self, part: Part) -> torch.Tensor:
         tensor = self._values[part.entry.key].detach()
         whole = Chunk.whole(part.entry.shape)
-        start = self._position(tensor) if tensor.is_contiguous() and part.chunk.elements else None
+        lies_there = is_plain(tensor) and tensor.is_contiguous()  # of a conjugate view, other bytes lie there
+        start = self._position(tensor) if lies_there and part.chunk.elements else None
         target = window_tensor(part.chunk.sizes, tensor.dtype)
         slices = tuple(slice(o, o + s) for o, s in zip(part.chunk.offsets, part.chunk.sizes, strict=True))
         if start is None or len(list(part.chunk.runs(whole, part.chunk.elements))) != 1:
@@ -103,6 +106,18 @@ class TorchFile:
         self._values = {}
 
 
+def load_trusted(file: Path | io.BytesIO, what: str, *, mmap: bool = False) -> Any:
+    """What `torch.save` wrote. Its pickle runs what it says.
+
+    Raises:
+        ConfigInvalid: that is not here. RuntimeError, ValueError, EOFError, pickle.UnpicklingError: it is no such file.
+    """
+    try:
+        return torch.load(file, map_location="cpu", mmap=mmap, weights_only=False)
+    except (ImportError, AttributeError) as exc:
+        raise ConfigInvalid(f"{what} names what this process does not have: {exc}.", _BRING_CLASS) from exc
+
+
 def load_file(path: Path, *, trust_pickles: bool) -> Any:
     """What `torch.save` wrote; its tensors are mapped. No code of its choosing runs unless it is trusted.
 
@@ -111,7 +126,7 @@ def load_file(path: Path, *, trust_pickles: bool) -> Any:
     """
     try:
         if trust_pickles:
-            return torch.load(path, map_location="cpu", mmap=True, weights_only=False)
+            return load_trusted(path, str(path), mmap=True)
         with path.open("rb") as file:
             return _map_file(path, file.fileno())
     except FileNotFoundError as exc:
