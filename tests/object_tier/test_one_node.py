@@ -338,3 +338,16 @@ def test_the_bucket_is_no_node_that_ls_misses(root: Path, tmp_path: Path, capsys
     main(["ls", "--root", str(root), "--object-store", where, "--json"])
     (row,) = json.loads(capsys.readouterr().out)["checkpoints"]
     assert (row["state"], row["not_reached"], row["bucket"]) == ("lost", [], "there")
+
+
+def test_an_order_to_a_second_bucket_puts_the_first_one_off(root: Path, tmp_path: Path) -> None:
+    """The command ends once the second has it. `wait` ends once the save is in its own one, which was away meanwhile."""
+    first, second = tmp_path / "first", f"file://{tmp_path}/second"
+    first.write_text("away")
+    writer = ReplicatedWriter(root, object_store=f"file://{first}")
+    save(writer, "step-1", 1)
+    assert main(["upload", "step-1", "--root", str(root), "--to", second]) == 0
+    assert_loads(ReplicatedReader(object_store=second), "step-1", 1)
+    first.unlink()
+    writer.wait()
+    assert_loads(ReplicatedReader(object_store=f"file://{first}"), "step-1", 1)

@@ -147,7 +147,10 @@ def test_a_shard_goes_there_in_parts_without_threads(
 
 @pytest.mark.parametrize("when", ["before", "during", "after"])
 def test_an_order_to_a_second_bucket_is_carried_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
-    """Whether the save is in the one that its manifest names, or on its way there; it is not said to be done before."""
+    """Whether the save is in the one that its manifest names, or on its way there; it is not said to be done before.
+
+    Nor is it said to be in the first one: that comes next.
+    """
     first, second = f"file://{tmp_path}/first", f"file://{tmp_path}/second"
     uploader, service, targets = uploading(tmp_path / "node", first)
     targets.learn(ObjectTarget.check(second, {}))
@@ -170,8 +173,11 @@ def test_an_order_to_a_second_bucket_is_carried_out(tmp_path: Path, monkeypatch:
     order()
     uploader.round()
     assert targets.bucket(second).save_of("step-1") is not None
+    assert (uploader.standing().ordered, uploader.standing().uploaded) == (frozenset(), frozenset())
+    uploader.round()
+    assert targets.bucket(first).save_of("step-1") is not None
     assert not uploader.is_busy
-    assert not uploader.standing().ordered
+    assert uploader.standing().uploaded == {manifest.save_id}
 
 
 class Cut(Pace):
@@ -294,5 +300,9 @@ def test_a_bucket_that_hangs_holds_up_no_other(tmp_path: Path, monkeypatch: pyte
     uploader.round()
     assert asked == ["step-4"]
     assert targets.bucket(there).save_of("step-1") is not None
-    assert all("it hangs" in upload["error"] for upload in uploader.status()["pending"].values())
-    assert len(uploader.status()["pending"]) == 3
+    pending = dict(uploader.status()["pending"])
+    assert pending.pop(manifests[0].save_id)["url"] == away, (
+        "its order is over, and it waits for the bucket of its save"
+    )
+    assert all("it hangs" in upload["error"] for upload in pending.values())
+    assert len(pending) == 3

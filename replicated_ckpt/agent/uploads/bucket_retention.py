@@ -28,14 +28,18 @@ def standing_of(service: NodeService, orders: OrderBook, states: Mapping[str, Up
 
     The last ones stay uploaded when they are retired here: other nodes may not have looked into the bucket since.
     """
-    over = [save_id for save_id, state in list(states.items()) if state.state != "pending"]
     removed = service.removals.read_all()
-    wanted = {
-        manifest.save_id
-        for _, manifest in service.store.catalog.committed()
-        if manifest.save_id not in removed and orders.apply(manifest).upload is not None
+    asked = (orders.apply(manifest) for _, manifest in service.store.catalog.committed())
+    url_by_save = {
+        one.save_id: one.upload.url for one in asked if one.upload is not None and one.save_id not in removed
     }
-    uploading = frozenset(wanted.difference(over))
+    over = [
+        save_id
+        for save_id, state in list(states.items())
+        if state.state != "pending" and state.url == url_by_save.get(save_id, state.url)  # not of an order before
+    ]
+    wanted = frozenset(url_by_save)
+    uploading = wanted.difference(over)
     ordered = frozenset(filter(orders.is_ordered, uploading))
     unable = frozenset(save_id for save_id, state in list(states.items()) if state.is_denied) & uploading
     uploaded = frozenset(wanted.intersection(over)).union(over[-TOLD_MAX:])

@@ -204,7 +204,7 @@ class Uploader:
             if asked.upload is None:
                 continue
             upload = self._uploads.get(asked.save_id)
-            if upload is None or (upload.state.url != asked.upload.url and self.orders.is_ordered(asked.save_id)):
+            if upload is None or upload.state.url != asked.upload.url:  # an order was given, or is over
                 state = UploadState(asked.checkpoint_id, asked.upload.url)
                 upload = self._uploads[asked.save_id] = Upload(state, first_seen=now, moved_at=now)
             if upload.is_pending:

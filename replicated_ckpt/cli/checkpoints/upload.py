@@ -22,6 +22,7 @@ from replicated_ckpt.errors import (
     UploadFailed,
 )
 from replicated_ckpt.stores.bucket.bucket import Bucket
+from replicated_ckpt.stores.bucket.bucket_save import BucketSave
 from replicated_ckpt.stores.bucket_client.opening import open_client
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.local.store import LocalStore
@@ -92,12 +93,16 @@ def _check_replaceable(manifest: Manifest, target: ObjectTarget) -> None:
     """A save that did not know of the bucket has no prefix of its own there: it must not meet another save's shards."""
     if manifest.upload is not None and manifest.upload.has_own_prefix:
         return
-    with closing(open_client(target)) as client:
-        there = Bucket(client).save_of(manifest.checkpoint_id)
+    there = _save_in(manifest, target)
     if there is not None and there.save_id != manifest.save_id:
         raise CheckpointExists(
             f"{target.url} holds another save of {manifest.checkpoint_id!r}.", "Upload it under another prefix: --to."
         )
+
+
+def _save_in(manifest: Manifest, target: ObjectTarget) -> BucketSave | None:
+    with closing(open_client(target)) as client:
+        return Bucket(client).save_of(manifest.checkpoint_id)
 
 
 def _order(store: LocalStore, manifest: Manifest, target: ObjectTarget, *, is_new: bool) -> None:
@@ -121,6 +126,11 @@ def _wait_for_upload(store: LocalStore, manifest: Manifest, target: ObjectTarget
     while True:
         with AgentClient(ensure_agent(store).local_address()) as client:
             state = UploadState(**client.call("GET", f"/v1/object/saves/{manifest.save_id}"))
+        if state.url != target.url:  # the order is over, and the agent goes on with the bucket that the save named
+            there = _save_in(manifest, target)
+            if there is None or there.save_id != manifest.save_id:
+                raise UploadFailed(manifest.checkpoint_id, target.url, "its upload ended without it.")
+            return UploadState(manifest.checkpoint_id, target.url, "committed")
         if state.state != "pending":
             return state
         if state.is_denied or time.monotonic() > deadline:

@@ -162,7 +162,8 @@ class ObjectTier:
                     raise UploadFailed(checkpoint_id, self._target.url, "it is not committed on this node.") from exc
                 time.sleep(_POLL_MAX_S / 4)
                 continue
-            if state.state != "pending" and not state.is_denied:
+            is_here = state.url == self._target.url  # else it was ordered to another bucket, and comes here next
+            if state.state != "pending" and not state.is_denied and is_here:
                 return
             if state.is_denied or state.failing_s > GIVE_UP_S:
                 if state.state != "pending":

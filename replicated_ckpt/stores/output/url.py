@@ -85,9 +85,12 @@ class UrlOutput(Output):
     def _check(self) -> None:
         if self._may_replace is None and self._files.has(self._name):
             raise ConfigInvalid(f"{self.label} exists; nothing was written.", "Name another place, or --overwrite.")
-        if self._may_replace is not None and self._is_directory:
+        if self._may_replace is not None:
             found = self._files.list_keys(f"{self._name}/")
-            others = [name for name in (*found.sizes, *found.directories) if not self._may_replace(name)]
+            inside = (*found.sizes, *found.directories)
+            if inside and not self._is_directory:  # back ends would move the file into it
+                raise ConfigInvalid(f"{self.label} is no file.", "Name another place; nothing was written.")
+            others = [name for name in inside if not self._may_replace(name)]
             if others:
                 listed = ", ".join(sorted(others)[:5])
                 raise ConfigInvalid(f"{self.label} holds other files, too: {listed}.", "Move them.")
