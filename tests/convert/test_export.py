@@ -24,6 +24,7 @@ from replicated_ckpt.stores.output import local as output_local
 from tests.convert import states
 from tests.convert.states import assert_equal, blank, checkpoint, contents, scheduled, tensors_of
 from tests.damage import flip
+from tests.marks import mark_long
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 Saved = tuple[Path, dict[str, Any]]
@@ -271,6 +272,21 @@ def test_a_damaged_store_exports_nothing(tmp_path: Path) -> None:
         export_checkpoint("step-1", tmp_path / "out", format="torch", root=root)
     assert main(["export", "step-1", "--to", "torch", str(tmp_path / "out"), "--root", str(root)]) == 4
     assert entries(tmp_path) == ["root"]
+
+
+@pytest.mark.parametrize("format_", mark_long(["torch", "dcp"], keep=["torch"]))
+def test_a_tensor_of_another_layout_is_refused(tmp_path: Path, format_: Any) -> None:
+    """A format of plain elements has no place for a sparse or a quantized one: it is named, and can be left out."""
+    kinds = {
+        "sparse": torch.eye(3).to_sparse(),
+        "quantized": torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+    }
+    for name, tensor in kinds.items():
+        saved = tmp_path / "root", checkpoint(tmp_path / "root", {name: tensor, "plain": torch.ones(2)}, name)
+        with pytest.raises(ConfigInvalid, match=f"'{name}' is no plain tensor .{name}|torch.{name}") as raised:
+            export_checkpoint(name, tmp_path / "out", format=format_, root=saved[0])
+        assert "--exclude" in raised.value.hint
+        assert entries(tmp_path) == ["root"]
 
 
 def test_a_tensor_of_which_parts_are_missing_is_refused() -> None:

@@ -75,7 +75,7 @@ class Feed:
                 self._gathered = memoryview(bytearray(self._length))
                 self._gathered[: len(self._head)] = self._head
             return
-        self._target = target_of(self._item, self._planner, tuple(self._item.lengths), self._source)
+        self._target = target_of(self._item, self._planner, tuple(self._item.lengths), self._source).detach()
         self._destination, self._rows = destination_for(self._target, stored, self._item)
 
     def finish(self) -> None:

@@ -46,8 +46,9 @@ class ItemReader:
         except (ValueError, RuntimeError) as exc:
             raise ObjectCorrupt(source, "load", name, f"its bytes are intact but no tensor: {exc}") from exc
         target = target_of(item, planner, tuple(tensor.size()), source)
-        target.copy_(tensor)
-        planner.commit_tensor(item, target)
+        with torch.no_grad():
+            target.copy_(tensor)  # a sparse or quantized one gets other parts: a detached view would, and not this one
+        planner.commit_tensor(item, target.detach())
 
     def _tensor(self, raw: memoryview) -> torch.Tensor:
         try:
@@ -64,7 +65,7 @@ def target_of(item: ReadItem, planner: LoadPlanner, shape: tuple[int, ...], sour
     Raises:
         ObjectCorrupt: it has another shape.
     """
-    target = planner.resolve_tensor(item).detach()
+    target = planner.resolve_tensor(item)
     if tuple(target.size()) != shape:
         shapes = f"it has the shape {shape}, the plan asks for {tuple(target.size())}"
         raise ObjectCorrupt(source, "load", item.storage_index.fqn, shapes)

@@ -1,7 +1,7 @@
 """A data loader that goes on in the middle of an epoch: it reads the epoch's first batches again, and throws them away."""
 
 from collections.abc import Iterable, Iterator
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -102,7 +102,7 @@ class ReplayedLoader(Stateful):
             self._set_own(loaded["generators"])
             self._end_epoch(loaded)
             restore_random(now)
-            yield from self._yield_from(self._begin())
+            yield from self._yield_from(self._next_epoch(now) if "loader" in loaded else self._begin())
             return
         batches = self._resume() if "loader" in loaded else self._replay()
         self._set_own(loaded["generators"])
@@ -111,9 +111,18 @@ class ReplayedLoader(Stateful):
 
     def _end_epoch(self, loaded: dict[str, Any]) -> None:
         """A sampler with a generator of its own draws from it once more when it is asked for more than there is."""
-        if self.asks_for_more and loaded["start"] and not self._is_exhausted and self._generators():
+        is_asked = self.asks_for_more and loaded["start"] and not self._is_exhausted and "loader" not in loaded
+        if is_asked and self._generators():
             for _ in self._replay():
                 pass
+
+    def _next_epoch(self, now: dict[str, Any]) -> Iterator[Any]:
+        """Of a loader that stands, by its own state, where an epoch has ended: some yield what is left of that, nothing."""
+        batches = self._begin()
+        for first in batches:
+            return chain([first], batches)
+        restore_random(now)
+        return self._begin()
 
     def _resume(self) -> Iterator[Any]:
         """The iterator of a loader that says itself where it stands; it has drawn what it draws when it is made."""

@@ -61,3 +61,29 @@ def test_a_class_that_nothing_allows_is_named(saved: Path) -> None:
 def test_pickles_that_are_trusted_are_loaded(saved: Path) -> None:
     """As the hint says."""
     assert torch.equal(load(saved, trust_pickles=True), torch.arange(5.0))
+
+
+@pytest.mark.parametrize(
+    ("saved", "held"),
+    [
+        (torch.eye(3).to_sparse(), torch.zeros(3, 3).to_sparse()),
+        (torch.eye(3).to_sparse(), torch.ones(3, 3).to_sparse().requires_grad_()),
+        (
+            torch.quantize_per_tensor(torch.ones(3), 0.1, 3, torch.qint8),
+            torch.quantize_per_tensor(torch.zeros(3), 0.5, 0, torch.qint8),
+        ),
+    ],
+    ids=["sparse", "sparse, trained", "quantized"],
+)
+def test_what_is_more_than_its_elements_comes_into_the_states_own_tensor(
+    tmp_path: Path, saved: torch.Tensor, held: torch.Tensor
+) -> None:
+    """Indices and scales too, in place: torch gives them to the tensor itself that is copied into, not to what views it."""
+    dcp.save({"t": saved}, checkpoint_id="step-1", storage_writer=ReplicatedWriter(tmp_path, copies=1), no_dist=True)
+    state = {"t": held}
+    dcp.load(state, checkpoint_id="step-1", storage_reader=ReplicatedReader(tmp_path), no_dist=True)
+    assert state["t"] is held
+    found = held.detach()
+    assert (found.dequantize() if found.is_quantized else found.to_dense()).tolist() == (
+        saved.dequantize() if saved.is_quantized else saved.to_dense()
+    ).tolist()

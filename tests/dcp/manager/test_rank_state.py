@@ -196,3 +196,38 @@ def test_a_loader_goes_on_before_its_first_batch(tmp_path: Path) -> None:
         undisturbed = [batch.tolist() for batch in reading]
         manager.restore({"rank": RankState(data=again)})
         assert [batch.tolist() for batch in again] == undisturbed
+
+
+class OwnState:
+    """A loader that says itself where it stands, as torchdata's: at an epoch's end, on what is left of it, or the next."""
+
+    def __init__(self, *, yields_next: bool) -> None:
+        self.at, self.is_resumed, self.yields_next = 0, False, yields_next
+
+    def __len__(self) -> int:
+        return 3
+
+    def __iter__(self) -> Iterator[int]:
+        if not self.is_resumed or (self.yields_next and self.at == len(self)):
+            self.at = 0
+        self.is_resumed = False
+        while self.at < len(self):
+            self.at += 1
+            yield self.at
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        self.at, self.is_resumed = state_dict["at"], True
+
+
+@pytest.mark.parametrize("yields_next", [False, True])
+@pytest.mark.parametrize(("at", "left"), [(0, [1, 2, 3]), (2, [3]), (3, [1, 2, 3])])
+def test_a_loader_with_a_state_of_its_own_goes_on(at: int, left: list[int], *, yields_next: bool) -> None:
+    """By that; once all of an epoch was yielded the next iteration is a new one, and none is empty."""
+    loader = ReplayedLoader(OwnState(yields_next=yields_next))
+    list(zip(range(at), loader, strict=False))
+    again = ReplayedLoader(OwnState(yields_next=yields_next))
+    again.load_state_dict(loader.state_dict())
+    assert [list(again), list(again)] == [left, [1, 2, 3]]

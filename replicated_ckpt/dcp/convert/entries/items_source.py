@@ -12,7 +12,7 @@ from replicated_ckpt.core.integrity.archive import find_records
 from replicated_ckpt.core.key_rules import Path
 from replicated_ckpt.core.pickles.follower import follow
 from replicated_ckpt.core.pickles.tensors import tensor_of
-from replicated_ckpt.dcp.convert.entries.source import Contents, ObjectEntry, Part, TensorEntry
+from replicated_ckpt.dcp.convert.entries.source import Contents, ObjectEntry, Part, TensorEntry, check_plain
 from replicated_ckpt.dcp.objects.storages import dtype_of, record_of
 from replicated_ckpt.dcp.runtime.torch_private import StorageInfo
 from replicated_ckpt.dcp.tensors.container import TensorReader
@@ -130,7 +130,7 @@ class ItemsSource:
         """The tensor in an item.
 
         Raises:
-            ObjectCorrupt: it is not the one that the metadata describes.
+            ObjectCorrupt: it is not the one that the metadata describes. ConfigInvalid: it is sparse or quantized.
         """
         try:
             tensor = self._tensors.read(raw)
@@ -142,6 +142,7 @@ class ItemsSource:
             raise ObjectCorrupt(
                 self._label, "convert", entry.key, "it is another tensor than .metadata describes", _HINT_ITEM
             )
+        check_plain(entry.key, tensor)
         return tensor
 
     def _probe(self, parts: Sequence[Part]) -> None:

@@ -154,3 +154,10 @@ def check_covered(entry: TensorEntry) -> None:
     whole = Chunk.whole(entry.shape)
     if sum(chunk.elements for chunk in entry.chunks) < whole.elements:
         raise ConfigInvalid(f"The checkpoint holds only a part of {entry.key!r}.", "Leave it out with --exclude.")
+
+
+def check_plain(key: str, tensor: torch.Tensor) -> None:
+    """Raises ConfigInvalid: it is sparse or quantized, or not on the CPU."""
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
+        kind = "quantized" if tensor.is_quantized else tensor.layout
+        raise ConfigInvalid(f"{key!r} is no plain tensor ({kind}, {tensor.device}).", "Use --exclude.")

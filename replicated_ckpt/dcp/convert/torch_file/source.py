@@ -12,7 +12,7 @@ import torch
 from replicated_ckpt.core.chunk import Chunk
 from replicated_ckpt.core.integrity.archive import find_records
 from replicated_ckpt.core.pickles.follower import follow
-from replicated_ckpt.dcp.convert.entries.source import Contents, ObjectEntry, Part, TensorEntry
+from replicated_ckpt.dcp.convert.entries.source import Contents, ObjectEntry, Part, TensorEntry, check_plain
 from replicated_ckpt.dcp.objects.storages import Storages
 from replicated_ckpt.dcp.objects.values import UnknownName
 from replicated_ckpt.dcp.objects.weights_only import ObjectValues, pickle_in
@@ -54,7 +54,7 @@ class TorchFile:
         tensors, objects = [], []
         for key, value in values.items():
             if isinstance(value, torch.Tensor):
-                _check_plain(key, value)
+                check_plain(key, value)
                 shape = tuple(value.shape)
                 tensors.append(TensorEntry(key, key, paths[key], value.dtype, shape, (Chunk.whole(shape),)))
             else:
@@ -154,11 +154,6 @@ def _map_file(path: Path, fd: int) -> Any:
     whole = torch.UntypedStorage.from_file(str(path), shared=False, nbytes=size_bytes)
     storages = Storages(records, lambda record: whole[record.start : record.start + record.size])
     return ObjectValues(storages).whole(follow(raw), len(raw))
-
-
-def _check_plain(key: str, tensor: torch.Tensor) -> None:
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
-        raise ConfigInvalid(f"{key!r} is no plain tensor ({tensor.layout}, {tensor.device}).", "Use --exclude.")
 
 
 def _mappings(fd: int) -> list[tuple[int, int, int]]:
