@@ -17,8 +17,10 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
 from replicated_ckpt import ReplicatedReader, ReplicatedWriter
+from replicated_ckpt.agent.uploads.probe import FIRST_WAIT_S
 from replicated_ckpt.cli.main import main
 from replicated_ckpt.dcp.find.bucket_look import BucketLook
+from replicated_ckpt.dcp.save import bucket as bucket_module
 from replicated_ckpt.errors import (
     CheckpointExists,
     ConfigInvalid,
@@ -28,6 +30,8 @@ from replicated_ckpt.errors import (
     UploadFailed,
 )
 from replicated_ckpt.stores.bucket_client.fsspec import FsspecClient
+from replicated_ckpt.stores.bucket_client.url import ObjectTarget
+from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.agents import stop_agent
 from tests.buckets.servers import Server
 from tests.damage import flip
@@ -351,3 +355,21 @@ def test_an_order_to_a_second_bucket_puts_the_first_one_off(root: Path, tmp_path
     first.unlink()
     writer.wait()
     assert_loads(ReplicatedReader(object_store=f"file://{first}"), "step-1", 1)
+
+
+def test_a_save_waits_for_the_first_look_of_an_agent_that_was_started_again(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes as long as an agent may take that has not looked into the bucket yet, whatever this process has saved."""
+    (tmp_path / "bucket").mkdir()
+    waited: list[float] = []
+
+    def ask(*asked: Any) -> Mapping[str, Any]:
+        waited.append(asked[4])
+        return {"is_empty": True, "save_id": "", "named": None, "histories": {}, "error": "", "kind": ""}
+
+    monkeypatch.setattr(bucket_module, "ask_agent", ask)
+    tier = bucket_module.ObjectTier(LocalStore(root), ObjectTarget.check(f"file://{tmp_path}/bucket", None), 1)
+    for _ in range(2):
+        tier.probe("step-1", replaces=False, overwrite=False)
+    assert min(waited) > FIRST_WAIT_S

@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 
 _SHARED = "Name a bucket that all ranks reach: s3://bucket/prefix, or file:///a/shared/directory."
 WAIT_TIMEOUT_S = 600.0
-PROBE_FIRST_S, PROBE_S = 15.0, 3.0
-"""How long a save waits for the bucket to be looked at: the first of a process, and every other."""
+PROBE_S = 15.0
+"""The agent looks into the bucket for less; for long only after its start, which may be later than that of this process."""
 GIVE_UP_S = 120.0
 """`wait` does not wait longer for a bucket of which every try has failed for that long."""
 _POLL_FIRST_S, _POLL_MAX_S = 0.05, 1.0
@@ -57,7 +57,6 @@ class ObjectTier:
         self._store = store
         self._target = target
         self._every = every
-        self._probe_s = PROBE_FIRST_S
         self._lock = threading.Lock()
         self._awaited: dict[str, str] = {}
 
@@ -97,12 +96,11 @@ class ObjectTier:
             return Probed(UploadPlan(url, has_own_prefix=True))
         document = {"url": url, "checkpoint_id": checkpoint_id}
         try:
-            found = ask_agent(self._store, "POST", "/v1/object/probe", document, self._probe_s)
+            found = ask_agent(self._store, "POST", "/v1/object/probe", document, PROBE_S)
         except ReplicatedCkptError as exc:
             found = {"error": str(exc), "is_empty": False, "save_id": "", "named": None, "histories": {}}
         if found["save_id"] and not overwrite:
             raise CheckpointExists(f"Checkpoint already exists: {checkpoint_id!r} in {url}.")
-        self._probe_s = PROBE_S
         problem = f"object store {url}: {found['error']}" if found["error"] else ""
         plan = UploadPlan(url, has_own_prefix=replaces or not found["is_empty"])
         named = () if found["named"] is None else (Named.from_json(found["named"]),)
