@@ -9,12 +9,14 @@ import pytest
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.checkpoints import LOST, WHOLE, CheckpointSeen, advise
 from replicated_ckpt.cli.look.nodes import NodesSeen
+from replicated_ckpt.core.layout import MANIFEST_NAME
 from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.agents import stop_agent
 from tests.agent.checkpoints import checkpointed, introduced, shard
 from tests.agent.door.test_tls import certificate
 from tests.agent.repair.test_reprotect import PAIR, RING, agents, stores
 from tests.cli.commands import as_json, command
+from tests.damage import make_newer
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(120)]
 PATIENT = ("--lost-after-s", "600")
@@ -55,6 +57,16 @@ def test_a_node_without_an_identity_is_this_node(tmp_path: Path) -> None:
     (node.root / "node.json").unlink()
     assert " this node " in line_of(command("ls", "--root", node.root).stdout, "step-1")
     assert command("status", "--root", node.root).stdout.splitlines()[1].startswith("this node  none")  # no agent
+
+
+def test_what_only_a_newer_version_reads_is_named(tmp_path: Path) -> None:
+    """It is there, and no row has it."""
+    (store,) = stores(tmp_path, 1)
+    checkpointed([store], 1, {shard(0): [0]}, copies=1)
+    make_newer(store.root / "step-1" / MANIFEST_NAME)
+    done = command("ls", "--root", store.root)
+    assert (done.returncode, done.stderr) == (ExitCode.OK, "")
+    assert "step-1: only a newer replicated_ckpt reads it" in done.stdout
 
 
 def test_a_node_that_is_not_reached_is_named(tmp_path: Path) -> None:

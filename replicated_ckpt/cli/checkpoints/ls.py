@@ -84,6 +84,8 @@ def _print(store: LocalStore, seen: NodesSeen, rows: Sequence[CheckpointSeen]) -
     print(format_table(HEADER, [row.cells(seen) for row in rows]))
     for line in (describe_totals(rows, seen), *describe_memory_tier(store)):
         print(line)
+    for newer in store.catalog.of_newer_format():
+        print(f"{newer}: only a newer replicated_ckpt reads it; upgrade to see it")
     staged = list_staged_saves(store)
     for save in staged:
         print(f"in doubt: {save}; {describe_wait(save.nodes, seen)}")

@@ -1,5 +1,6 @@
 """What a load that finds nothing to read says, and the next step."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from shlex import quote
@@ -10,6 +11,7 @@ from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.errors import (
     CheckpointNotCommitted,
     CheckpointNotFound,
+    ManifestVersionUnknown,
     PeerProtocolError,
     ReplicatedCkptError,
     ShardLost,
@@ -20,6 +22,8 @@ from replicated_ckpt.searched import MOVED, NOT_REACHED, OBJECT_STORE
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.local.store import NOWHERE, LocalStore
 from replicated_ckpt.stores.local.versions.replaceable import is_checkpoint
+
+log = logging.getLogger(__name__)
 
 
 def hint_where_none_is(root: Path, checkpoint_id: str, *, are_all_asked: bool) -> str | None:
@@ -60,9 +64,12 @@ def describe_unreadable(damaged: Mapping[str, str], searched: Sequence[str], *, 
 
 def describe_absence(
     store: LocalStore, checkpoint_id: str, searched: Sequence[str], unreached: Sequence[str]
-) -> CheckpointNotFound:
+) -> ReplicatedCkptError:
     """The error of a load that found no save of its id. `unreached`: the places that may have one, and did not answer."""
     where = "; ".join(searched)
+    newer = next(store.catalog.of_newer_format(None if checkpoint_id == LATEST else checkpoint_id), None)
+    if newer is not None:
+        return ManifestVersionUnknown(f"{_describe_newer(newer, store)}. Searched: {where}.")
     if any(intent.checkpoint_id == checkpoint_id for intent in store.list_staged()):
         return CheckpointNotCommitted(
             f"Checkpoint {checkpoint_id!r} was begun and never committed. Searched: {where}.",
@@ -71,6 +78,16 @@ def describe_absence(
     what = "No checkpoint at all" if checkpoint_id == LATEST else f"No checkpoint {checkpoint_id!r}"
     hint = hint_where_none_is(store.root, checkpoint_id, are_all_asked=not unreached)
     return CheckpointNotFound(f"{what} was found. Searched: {where}.", hint, unreached=unreached)
+
+
+def warn_of_newer(store: LocalStore, checkpoint_id: str | None) -> None:
+    """What looks for the newest checkpoint passes over those that this version cannot read, and says so."""
+    for newer in store.catalog.of_newer_format() if checkpoint_id is None else ():
+        log.warning("%s, and is passed over", _describe_newer(newer, store))
+
+
+def _describe_newer(checkpoint_id: str, store: LocalStore) -> str:
+    return f"Checkpoint {checkpoint_id!r} in {store.root} is of a format that only a newer replicated_ckpt reads"
 
 
 def describe_answer(node: str, error: ReplicatedCkptError | OSError) -> str:

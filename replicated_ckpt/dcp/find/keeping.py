@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from replicated_ckpt.core.layout import SEQUENCE_FLOOR_MAX
 from replicated_ckpt.dcp.c10d.world import World
 from replicated_ckpt.dcp.find.survey import Survey, Surveyor
-from replicated_ckpt.errors import CheckpointNotFound, ReplicatedCkptError, ShardLost
+from replicated_ckpt.errors import CheckpointNotFound, ManifestVersionUnknown, ReplicatedCkptError, ShardLost
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.fan_out import FanOut
 
@@ -37,7 +37,7 @@ def survey_and_keep(
         surveyor = look(silent)
         try:
             survey = surveyor.survey(checkpoint_id)
-        except (CheckpointNotFound, ShardLost):
+        except (CheckpointNotFound, ManifestVersionUnknown, ShardLost):
             if number == SURVEYS_MAX or surveyor.moved <= known:
                 raise
             gone = surveyor.moved

@@ -17,12 +17,18 @@ from replicated_ckpt.core.inventory import Holding, LineageFound, SaveFound, sav
 from replicated_ckpt.core.layout import LATEST, MANIFEST_NAME, METADATA_NAME, OBJECT_NODE
 from replicated_ckpt.core.manifest import Manifest, decode_manifest
 from replicated_ckpt.core.upkeep.remains import Remains, note_lost_manifests, with_remains
-from replicated_ckpt.dcp.find.absence import describe_absence, describe_answer, describe_lost, describe_unreadable
+from replicated_ckpt.dcp.find import absence
 from replicated_ckpt.dcp.find.bucket_look import LOOK_WITHIN_S, BucketLook, InBucket
 from replicated_ckpt.dcp.find.lineage_choice import choose_lineage
 from replicated_ckpt.dcp.find.unmanaged_survey import unmanaged_save, unmanaged_warning
 from replicated_ckpt.dcp.node.node import SeenStore
-from replicated_ckpt.errors import CheckpointNotFound, ObjectMissing, ReplicatedCkptError, ShardLost
+from replicated_ckpt.errors import (
+    CheckpointNotFound,
+    ManifestVersionUnknown,
+    ObjectMissing,
+    ReplicatedCkptError,
+    ShardLost,
+)
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.bucket.bucket_save import BucketSave
 from replicated_ckpt.stores.bucket.manifest_of import manifest_in
@@ -139,13 +145,13 @@ class Surveyor:
         stock torch has scattered over the nodes is older than anything else.
 
         Raises:
-            CheckpointNotFound, CheckpointNotCommitted: no such save. ShardLost: "latest", and no save is whole; or no
-            manifest or mark that says what it consists of is intact. CheckpointAmbiguous: what stock torch wrote is of
-            several runs.
+            CheckpointNotFound, CheckpointNotCommitted: no such save. ManifestVersionUnknown: only a newer version reads it.
+            ShardLost: "latest", and no save is whole; or no manifest or mark that says what it consists of is intact.
+            CheckpointAmbiguous: what stock torch wrote is of several runs.
         """
         try:
             return self._survey_once(checkpoint_id)
-        except (CheckpointNotFound, ShardLost) as exc:
+        except (CheckpointNotFound, ManifestVersionUnknown, ShardLost) as exc:
             return self._survey_unmanaged(checkpoint_id, exc)
 
     def _survey_unmanaged(self, checkpoint_id: str, because: ReplicatedCkptError) -> Survey:
@@ -165,7 +171,7 @@ class Surveyor:
             return self._choose(checkpoint_id, holdings)
         if not look.is_over_within(LOOK_WITHIN_S):
             self._searched[OBJECT_NODE] = f"{look.url}: not reached (no answer within {LOOK_WITHIN_S:.0f} s)"
-            with contextlib.suppress(CheckpointNotFound, ShardLost):
+            with contextlib.suppress(CheckpointNotFound, ManifestVersionUnknown, ShardLost):
                 survey = self._choose(checkpoint_id, holdings)
                 if survey.is_whole and survey.found.sequence >= self._sequence_max:
                     return survey  # else the bucket may have a newer one whole
@@ -193,16 +199,17 @@ class Surveyor:
         if not lost:
             self._problems += note_lost_manifests(self._remains, self._damaged)
             if self._damaged:
-                raise describe_unreadable(self._damaged, self._places(), is_latest=checkpoint_id == LATEST)
-            raise describe_absence(self._store, checkpoint_id, self._places(), self.unreached)
+                raise absence.describe_unreadable(self._damaged, self._places(), is_latest=checkpoint_id == LATEST)
+            raise absence.describe_absence(self._store, checkpoint_id, self._places(), self.unreached)
         save, raw, manifest = min(lost, key=lambda found: not found[0].has_any(found[2].shards))
         if checkpoint_id == LATEST and not save.has_any(manifest.shards):
-            raise describe_lost(manifest, save, self._places())
+            raise absence.describe_lost(manifest, save, self._places())
         return self._survey(save.holdings, raw, save.save_id)
 
     def _holdings(self, checkpoint_id: str | None) -> list[Holding]:
         holdings = [*DamageBook.mark_noted(self._store, self._store.catalog.holdings(self._own_node, checkpoint_id))]
         self._remains += RemainsReader(self._store, self._own_node).find(checkpoint_id)
+        absence.warn_of_newer(self._store, checkpoint_id)
         if not is_nowhere(self._store):
             who = f"node {self._own_node}" if self._own_node != NO_NODE else "no node's store yet"
             self._searched[self._own_node] = f"{who} at {self._store.root} (own store)"
@@ -269,7 +276,7 @@ class Surveyor:
                 if isinstance(exc, ObjectMissing | FileNotFoundError):
                     self.moved.add((holding.node_id, save.save_id))
                 log.warning("manifest of %s on node %s: %s", holding.checkpoint_id, holding.node_id, exc)
-                self._problems.append(describe_answer(holding.node_id, exc))
+                self._problems.append(absence.describe_answer(holding.node_id, exc))
         return None
 
     def _distance(self, holding: Holding) -> int:

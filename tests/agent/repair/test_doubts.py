@@ -10,10 +10,13 @@ from replicated_ckpt.agent.saves.leftover import Leftover
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.settling import settle as settling
 from replicated_ckpt.agent.settling.settle import settle
+from replicated_ckpt.core.layout import MANIFEST_NAME
 from replicated_ckpt.core.protocol.settlement import Answer
 from replicated_ckpt.errors import StoreUnavailable
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
+from tests.agent.checkpoints import checkpointed, findings, shard
+from tests.damage import make_newer
 
 SAVE, OTHER = "2" * 32, "0" * 11 + "a"
 
@@ -41,3 +44,24 @@ def test_a_save_that_is_given_up_meanwhile_is_in_no_doubt(
     settle(service, [Leftover(intent, "its processes are gone")], [])
     assert service.doubts.read_all() == ()
     assert not service.doubts.has(SAVE)
+
+
+def test_a_decision_of_a_newer_format_is_kept_for_the_newer_version(tmp_path: Path) -> None:
+    """An agent of an older version, which cannot carry it out, does not take it for none."""
+    service = NodeService(LocalStore(tmp_path))
+    manifest = checkpointed([service.store], 1, {shard(0): [0]}, copies=1)
+    intent = Intent(
+        manifest.save_id, "step-2", "s", overwrite=True, nodes=(service.node_id,), coordinator=service.node_id
+    )
+    service.begin(intent)
+    staged = service.store.staging(manifest.save_id)
+    for path in (tmp_path / "step-1").iterdir():
+        path.rename(staged / path.name)
+    raw = (staged / MANIFEST_NAME).read_bytes()
+    make_newer(staged / MANIFEST_NAME)
+    assert service.recover() == ()
+    settle(service, [Leftover(intent, "its processes are gone")], [])
+    assert service.store.is_staged(manifest.save_id)
+    (staged / MANIFEST_NAME).write_bytes(raw)
+    assert service.recover() == (manifest.save_id,)
+    assert findings(service.store) == []

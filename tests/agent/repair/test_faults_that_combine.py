@@ -30,7 +30,7 @@ from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.versions.retire import retire
 from replicated_ckpt.stores.peer.client import AgentAddress
 from tests.agent.agents import running_agent
-from tests.damage import flip
+from tests.damage import flip, make_newer
 
 OTHER = "0" * 11 + "a"
 RUN, ANOTHER = "a" * 16, "b" * 16
@@ -348,13 +348,6 @@ def test_a_replaced_version_that_no_manifest_tells_of_goes_when_all_is_done(
 def test_a_replaced_version_of_a_newer_format_stays(service: NodeService) -> None:
     """What this version of the package cannot read is not taken for damaged."""
     newer, place = replace_one(service)
-    body = (
-        (place / MANIFEST_NAME)
-        .read_text()
-        .partition('"manifest":')[2]
-        .strip()[:-1]
-        .replace('"version":1', '"version":99')
-    )
-    (place / MANIFEST_NAME).write_text(f'{{"crc32c":{crc32c(body.encode())},\n"manifest":{body}}}\n')
+    make_newer(place / MANIFEST_NAME)
     drop_outlived(service, {NEW: newer}, look(service), is_done=True)
     assert place.is_dir()

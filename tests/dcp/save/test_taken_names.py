@@ -8,12 +8,12 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 
 from replicated_ckpt import ReplicatedReader, ReplicatedWriter
-from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import MANIFEST_NAME
 from replicated_ckpt.errors import CheckpointExists, ConfigInvalid, ReplicatedCkptError
 from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.agents import running_agent
 from tests.agent.checkpoints import checkpointed, held, introduced, shard
+from tests.damage import make_newer
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 EACH_ITS_OWN = {shard(0): (0,), shard(1): (1,)}
@@ -63,15 +63,7 @@ def test_what_no_manifest_describes_stays(tmp_path: Path, gone: list[str]) -> No
 def test_a_newer_format_stays(tmp_path: Path) -> None:
     """A manifest that this version cannot read is no reason to take its checkpoint for lost."""
     save(tmp_path, value=1.0)
-    path = tmp_path / "step-1" / MANIFEST_NAME
-    body = (
-        path.read_text()
-        .split("\n", 1)[1]
-        .removeprefix('"manifest":')
-        .rstrip()[:-1]
-        .replace('"version":1', '"version":99')
-    )
-    path.write_text(f'{{"crc32c":{crc32c(body.encode())},\n"manifest":{body}}}\n')
+    make_newer(tmp_path / "step-1" / MANIFEST_NAME)
     before = sorted((tmp_path / "step-1").iterdir())
     assert isinstance(refusal(tmp_path), ReplicatedCkptError)
     assert sorted((tmp_path / "step-1").iterdir()) == before

@@ -220,6 +220,16 @@ class Catalog:
             except (ObjectMissing, ManifestInvalid):
                 yield checkpoint_id
 
+    def of_newer_format(self, checkpoint_id: str | None = None) -> Iterator[str]:
+        """Checkpoints, or this one, whose manifest only a newer version of the package reads."""
+        for name in self._checkpoint_ids(_has_manifest) if checkpoint_id is None else [checkpoint_id]:
+            try:
+                self.manifest(name)
+            except ManifestVersionUnknown:
+                yield name
+            except (ObjectMissing, ManifestInvalid):
+                continue
+
     def without_manifest(self) -> Iterator[str]:
         """Directories that hold DCP's metadata or shards and no manifest, whatever wrote them."""
         for checkpoint_id in self._checkpoint_ids(_holds_a_checkpoint):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
 from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX, Manifest, decode_manifest
-from replicated_ckpt.errors import ManifestInvalid, ObjectCorrupt
+from replicated_ckpt.errors import ManifestInvalid, ManifestVersionUnknown, ObjectCorrupt
 from replicated_ckpt.stores.files.durable import hash_file
 from replicated_ckpt.stores.files.plain import read_plain
 from replicated_ckpt.stores.local.directories.catalog import manifest_readable
@@ -35,9 +35,15 @@ def read_decision(staging: Path, save_id: str) -> Manifest:
 
 
 def has_decision(staging: Path, save_id: str) -> bool:
-    """Whether there is one to believe. Raises: OSError, where it cannot be read now"""
+    """Whether there is one to believe, if only a newer version of the package can carry it out.
+
+    Raises:
+        OSError: it cannot be read now.
+    """
     try:
         read_decision(staging, save_id)
+    except ManifestVersionUnknown:
+        return True
     except (FileNotFoundError, NotADirectoryError, ManifestInvalid, ObjectCorrupt):
         return False
     return True
@@ -53,7 +59,7 @@ def has_damaged_decision(staging: Path, save_id: str) -> bool:
     """
     try:
         read_decision(staging, save_id)
-    except (FileNotFoundError, NotADirectoryError):
+    except (FileNotFoundError, NotADirectoryError, ManifestVersionUnknown):
         return False
     except ObjectCorrupt:
         return True
