@@ -20,6 +20,7 @@ from replicated_ckpt.dcp.find.listing import Listed
 from replicated_ckpt.dcp.load.report import LoadReport
 from replicated_ckpt.dcp.named_checkpoints import NamedCheckpoints
 from replicated_ckpt.dcp.preemption import Preemption
+from replicated_ckpt.dcp.runtime.caller import is_interrupting
 from replicated_ckpt.dcp.save.bucket import WAIT_TIMEOUT_S
 from replicated_ckpt.dcp.save.report import SaveReport
 from replicated_ckpt.dcp.save_callback import SaveCallback
@@ -116,6 +117,7 @@ class CheckpointManager:
         self._announced = False
         self._is_closed = False
         self._in_flight: tuple[str, Future[Any]] | None = None
+        self._saved_by = os.getpid()
 
     def __repr__(self) -> str:
         used, state = self._checkpoints.writer.config, "closed" if self._is_closed else "open"
@@ -204,6 +206,7 @@ class CheckpointManager:
         """
         checkpoint_id, notes = self._prepare("async_save", step, metrics, metadata)
         self._in_flight = checkpoint_id, self._checkpoints.save_later(checkpoint_id, state, notes)
+        self._saved_by = os.getpid()
 
     def _prepare(
         self, call: str, step: int, metrics: Mapping[str, Any] | None, metadata: Mapping[str, Any] | None
@@ -350,9 +353,9 @@ class CheckpointManager:
             CheckpointException, ReplicatedCkptError: the asynchronous save failed. ConfigInvalid: process groups were
                 destroyed while it was under way, and it is lost.
         """
-        self._save_callback.check_not_inside("close")
-        was_closed, self._is_closed = self._is_closed, True
+        self._check_caller("close")
         self._preemption.close()
+        was_closed, self._is_closed = self._is_closed, True
         with contextlib.closing(self._checkpoints):
             self._settle()
             if not was_closed:
@@ -361,9 +364,19 @@ class CheckpointManager:
     def _check_open(self, call: str) -> None:
         if self._is_closed:
             raise ManagerClosed(f"CheckpointManager.{call} was called after close().")
+        self._check_caller(call)
+
+    def _check_caller(self, call: str) -> None:
         self._save_callback.check_not_inside(call)
+        if is_interrupting():
+            raise ConfigInvalid(
+                f"CheckpointManager.{call} was called in the middle of another call, as by a signal handler.",
+                "Have the handler note the signal, and save in the training loop; preempt_on does that.",
+            )
 
     def _settle(self) -> None:
+        if self._saved_by != os.getpid():  # this was forked meanwhile, and has no thread that ends that save
+            self._in_flight = None
         if self._in_flight is None:
             return
         checkpoint_id, future = self._in_flight

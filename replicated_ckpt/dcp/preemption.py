@@ -79,7 +79,16 @@ class Preemption:
         return self._watched
 
     def close(self) -> None:
-        """Signals mean what they meant before, but for handlers that Python did not set and cannot set again."""
+        """Signals mean what they meant before, but for handlers that Python did not set and cannot set again.
+
+        Raises:
+            ConfigInvalid: this is not the process's main thread, which alone can do that; nothing has changed.
+        """
+        if self._previous and threading.current_thread() is not threading.main_thread():
+            raise ConfigInvalid(
+                f"Only the main thread can give {', '.join(signal.Signals(each).name for each in self._previous)} back.",
+                "Call CheckpointManager.close in the main thread, or pass preempt_on=().",
+            )
         self._watched = None
         if self._lent is not None:
             self._lent.close()

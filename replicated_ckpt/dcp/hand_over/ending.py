@@ -1,7 +1,9 @@
 """The end of a save that was acknowledged before it: agents complete it, and a thread of this rank follows them."""
 
 import logging
+import os
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 
@@ -26,6 +28,7 @@ class Ending:
         self.end: Future[None] = Future()
         self._runs_in: int | None = None
         self._is_acknowledged = threading.Event()
+        _all.add(self)
         start_worker(self._run, work, name="rckpt-ending")
 
     def acknowledge(self) -> None:
@@ -62,6 +65,7 @@ class Ending:
             self._is_acknowledged.set()
 
 
+_all: weakref.WeakSet[Ending] = weakref.WeakSet()
 _last_by_session: dict[str, Ending] = {}
 
 
@@ -82,3 +86,14 @@ def await_last(session: str) -> None:
     if last is not None:
         last.wait()
         _last_by_session.pop(session, None)  # not before: a wait that is interrupted has to be made again
+
+
+def _forget_all() -> None:
+    """In a forked child: the threads that follow these saves are the parent's, so none would ever be over here."""
+    _last_by_session.clear()
+    for ending in list(_all):
+        ending.end = Future()
+        ending.end.set_result(None)
+
+
+os.register_at_fork(after_in_child=_forget_all)

@@ -40,3 +40,25 @@ def warn(message: str, otherwise: Line | None = None) -> None:
     module = sys.modules.get(line.module)
     registry = {} if module is None else vars(module).setdefault("__warningregistry__", {})
     warnings.warn_explicit(message, ReplicatedCkptWarning, line.filename, line.number, line.module, registry)
+
+
+_CALLS_BACK = {"replicated_ckpt.dcp.runtime.callback", "replicated_ckpt.dcp.save_callback"}
+_HANDS_ON = "replicated_ckpt.dcp.preemption"
+
+
+def is_interrupting() -> bool:
+    """Whether the user's line runs in the middle of code of this room, as in a signal handler; not in a callback of it.
+
+    What it would wait for may be held by the code below it on the stack.
+    """
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - the documented CPython call for it
+    is_users = False
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__", "<unknown>"))
+        if is_users and module in _CALLS_BACK:
+            return False
+        if is_users and module.startswith("replicated_ckpt.dcp.") and module != _HANDS_ON:
+            return True
+        is_users = is_users or module.partition(".")[0] not in _BETWEEN
+        frame = frame.f_back
+    return False

@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import os
 import threading
 import time
 import weakref
@@ -41,10 +42,14 @@ def await_turn(group_name: str) -> None:
 
 
 class _SaveBehind:
-    """An asynchronous save, without what it saves: its error, which its future has, may hold on to the copy."""
+    """An asynchronous save, without what it saves: its error, which its future has, may hold on to the copy.
+
+    A process that was forked meanwhile has no thread that would end it there, and so nothing to wait for.
+    """
 
     def __init__(self, future: "Future[Any]") -> None:
         self._future = weakref.ref(future)
+        self._pid = os.getpid()
         self._failure = ""
 
     def note_end(self, future: "Future[Any]") -> None:
@@ -55,15 +60,18 @@ class _SaveBehind:
             log.warning("an asynchronous save of this rank has failed, which its future says too: %s", self._failure)
 
     def wait(self, timeout_s: float) -> None:
-        future = self._future()
+        future = self._find()
         if future is not None:
             future.result(timeout_s)
         elif self._failure:
             raise RankFailed(f"The last asynchronous save has failed: {self._failure}")
 
     def is_over(self) -> bool:
-        future = self._future()
+        future = self._find()
         return future is None or future.done()
+
+    def _find(self) -> "Future[Any] | None":
+        return self._future() if os.getpid() == self._pid else None
 
 
 class Stager:

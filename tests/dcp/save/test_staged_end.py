@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
+from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,6 +49,26 @@ def held_back(gate: threading.Event) -> Callable[[Ending], object]:
         assert gate.wait(TIMEOUT_S)
 
     return work
+
+
+def _await_end(session: str, ended: Ending) -> None:
+    await_last(session)
+    ended.wait()
+    ended.end.result()
+
+
+def test_a_forked_child_waits_for_no_end(gate: threading.Event) -> None:
+    """The thread that follows the save is the parent's; there it goes on."""
+    followed = Ending(held_back(gate))
+    keep_last("forked", followed)
+    child = get_context("fork").Process(target=_await_end, args=("forked", followed))
+    child.start()
+    child.join(20)
+    child.kill()
+    assert child.exitcode == 0
+    assert not followed.end.done()
+    gate.set()
+    _await_end("forked", followed)
 
 
 def acknowledged(root: Path, reports: list[Any], board: Blackboard | None = None) -> SaveAttempt:
