@@ -6,6 +6,7 @@ import signal
 import tempfile
 import time
 from concurrent.futures import Future
+from contextlib import suppress
 from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -251,7 +252,10 @@ def saves_with_forks(context: Context, kinds: list[str], saves: int) -> dict[str
 def _local_connections(pid: int) -> int:
     """How many sockets of this host alone a process has; those that are being closed are given a moment."""
     time.sleep(0.1)
-    links = {str(path.readlink()) for path in Path(f"/proc/{pid}/fd").iterdir()}
+    links: set[str] = set()
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # it was closed meanwhile
+            links.add(str(path.readlink()))
     inodes = [line.split()[6] for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
     return sum(f"socket:[{inode}]" in links for inode in inodes)
 

@@ -85,6 +85,7 @@ def test_a_signal_handler_is_refused_in_the_middle_of_a_call(tmp_path: Path, cal
 def test_callbacks_may_ask(tmp_path: Path) -> None:
     """They are called in the thread of the caller, when nothing is held."""
     told: list[Any] = []
+    manager: CheckpointManager
     ask: dict[str, Any] = {key: lambda _: told.append(manager.latest_step()) for key in ("on_save", "on_load")}
     with CheckpointManager(tmp_path, **ask) as manager:
         manager.save(1, state(1))
