@@ -186,7 +186,7 @@ def test_a_store_whose_process_is_stopped_is_given_up(stopwatch: Stopwatch) -> N
             assert stopwatch.now() - began < 5
             server.send_signal(signal.SIGCONT)
             store.set_timeout(timedelta(seconds=30))
-            store.wait(["job/load/1"])
+            assert waiting._unanswered[store][0].exception(30) is None  # the call that was given up has its answer
             board.post("load", {"third": 3})
             assert (board.read_post("load", 1) or {})["third"] == 3
         finally:
