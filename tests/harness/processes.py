@@ -31,6 +31,15 @@ def is_ending(pid: int) -> bool:
     return bool(int(flags) & _PF_EXITING)
 
 
+def open_files(pid: int) -> set[str]:
+    """What the process has open, as /proc names it; not what it closes meanwhile."""
+    found: set[str] = set()
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            found.add(str(path.readlink()))
+    return found
+
+
 def agent_of(root: Path) -> int:
     """The process of the last agent of a store, which may have ended."""
     return int(json.loads((root / ".agent" / "endpoint.json").read_text())["pid"])

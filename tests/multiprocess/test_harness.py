@@ -1,6 +1,5 @@
 """The harness itself: worlds have the shape that was asked for, and what hangs or fails is seen and ended."""
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -14,7 +13,7 @@ from tests.harness.cluster import Launcher, call
 from tests.harness.forked import Forked
 from tests.harness.launch import base_environment
 from tests.harness.node import Node
-from tests.harness.processes import is_ending, is_running, processes_of, wait_until_gone
+from tests.harness.processes import is_ending, is_running, open_files, processes_of, wait_until_gone
 from tests.harness.zygote import the_light_zygote
 from tests.marks import mark_long
 from tests.multiprocess.conftest import ClusterOf
@@ -90,10 +89,7 @@ def shown_of(pid: int) -> dict[str, object]:
     """What a process has that it does not make itself, as /proc shows it; files of an agent and directories come and go."""
     proc = Path(f"/proc/{pid}")
     texts = {name: (proc / name).read_bytes().rstrip(b"\0").split(b"\0") for name in ("cmdline", "environ")}
-    targets = set[str]()
-    for path in (proc / "fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
-            targets.add(str(path.readlink()))
+    targets = open_files(pid)
     return {
         "command": texts["cmdline"],
         "environment": sorted(texts["environ"]),

@@ -6,7 +6,6 @@ import signal
 import tempfile
 import time
 from concurrent.futures import Future
-from contextlib import suppress
 from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -28,7 +27,7 @@ from replicated_ckpt.dcp.named_checkpoints import NamedCheckpoints
 from replicated_ckpt.errors import ReplicatedCkptError
 from replicated_ckpt.stores.files.locks import FileLock
 from tests.harness.cluster import Digests
-from tests.harness.processes import agent_of
+from tests.harness.processes import agent_of, open_files
 from tests.steps.context import Context
 from tests.steps.failing import FailingPlanner
 from tests.steps.state import build_all, digests_of, failure
@@ -252,10 +251,7 @@ def saves_with_forks(context: Context, kinds: list[str], saves: int) -> dict[str
 def _local_connections(pid: int) -> int:
     """How many sockets of this host alone a process has; those that are being closed are given a moment."""
     time.sleep(0.1)
-    links: set[str] = set()
-    for path in Path(f"/proc/{pid}/fd").iterdir():
-        with suppress(FileNotFoundError):  # it was closed meanwhile
-            links.add(str(path.readlink()))
+    links = open_files(pid)
     inodes = [line.split()[6] for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
     return sum(f"socket:[{inode}]" in links for inode in inodes)
 
