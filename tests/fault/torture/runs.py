@@ -81,11 +81,12 @@ def real_outcome(seed: int, steps: int = REAL_STEPS, script: Script | None = Non
 
 
 def outcomes(seeds: Sequence[int], script: Script | None = None) -> Iterator[Outcome]:
-    """What became of each seed, in order; many are simulated on all cores."""
+    """What became of each seed, in order; many are simulated on all cores that this process may use."""
     if len(seeds) == 1:
         yield outcome_of(seeds[0], script)
         return
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn"), initializer=_quiet) as pool:
+    cores = len(os.sched_getaffinity(0))
+    with ProcessPoolExecutor(cores, mp_context=get_context("spawn"), initializer=_quiet) as pool:
         yield from pool.map(partial(outcome_of, script=script), seeds)
 
 
