@@ -92,7 +92,7 @@ class Node:
             raise StoreUnavailable(f"node {self.index}", "start", "agent", "the machine is off")
         if self.is_up:
             return
-        self._release_locks()
+        self.release_locks()
         self._starting = actor = Actor(self.index, is_agent=True)
         try:
             self._start(actor)
@@ -167,9 +167,9 @@ class Node:
         self.agent = None
         for actor in actors:
             self.cluster.faults.die(actor)
-            self._release_locks()
+            self.release_locks()
 
-    def _release_locks(self) -> None:
+    def release_locks(self) -> None:
         """What the kernel does when an agent ends."""
         if self.service is not None:
             for save_id in list(self.service.adoption_locks._held):
@@ -232,6 +232,8 @@ class Cluster:
                 yield
             finally:
                 self.faults.end_all()
+                for node in self.nodes:
+                    node.release_locks()
 
     def draw_uuid(self) -> uuid.UUID:
         """Stands in for `uuid.uuid4`; a thread that an earlier test has left behind draws none of the simulation's."""
