@@ -134,6 +134,7 @@ class Oracle:
         """Stock torch's files become others when they are adopted: with footers, and with a manifest on every node."""
         if lying.is_published and lying.manifest is not None and not attempt.save_id:
             attempt.save_id, attempt.copies = lying.save_id, lying.manifest["copies"]
+            attempt.lineage = lying.manifest["lineage"]
             attempt.parts = {**dict.fromkeys(attempt.parts, ""), MANIFEST: ""}
         for name in lying.files if lying.is_published else ():
             attempt.parts.setdefault(name, "")
