@@ -285,3 +285,37 @@ def test_an_adoption_that_a_load_publishes_first_has_not_failed(tmp_path: Path) 
         plan, found = planned(nodes[0])
         assert Overtaken(addresses, list(addresses.values())).adopt(plan, found) == {}
         assert [is_adopted(node) for node in nodes] == [True, True]
+
+
+class PublishedOnOne(Adopter):
+    """The node that lacks `.metadata` has the decision, and dies before it is told to publish it."""
+
+    def _publish(self, plan: AdoptUnmanaged, save_id: str, raw: bytes) -> Mapping[str, ReplicatedCkptError]:
+        for node in plan.shards_by_node:
+            with AgentClient(self._addresses[node]) as client:
+                client.put("PUT", f"/v1/saves/{save_id}/{MANIFEST_NAME}", raw)
+        with AgentClient(next(iter(self._addresses.values()))) as client:
+            client.call("POST", f"/v1/saves/{save_id}/commit")
+        return {}
+
+
+def test_a_shard_that_was_damaged_meanwhile_is_completed_from_what_is_staged(tmp_path: Path) -> None:
+    """Another node has published it, and the staged copy is the only intact one: the damaged file is set aside."""
+    nodes = stores(tmp_path, 2)
+    scattered(nodes, tmp_path)
+    with agents(nodes) as running:
+        addresses = {agent.endpoint.node_id: agent.endpoint.address() for agent in running}
+        plan, found = planned(nodes[0])
+        assert PublishedOnOne(addresses, list(addresses.values())).adopt(plan, found) == {}
+    assert [is_adopted(node) for node in nodes] == [True, False]
+    damaged = next((nodes[1].root / ID).glob("*.distcp"))
+    damaged.write_bytes(b"damaged")
+    service = NodeService(nodes[1])
+    settle(service, service.leftovers(""), ())
+    assert is_adopted(nodes[1])
+    assert nodes[1].list_staged() == ()
+    kept = list((nodes[1].root / ".quarantine").rglob(f"{damaged.name}.*"))
+    assert b"damaged" in [path.read_bytes() for path in kept]
+    with agents(nodes):
+        assert findings(nodes[0]) == []
+        assert [loads(node) for node in nodes] == [True, True]

@@ -153,11 +153,11 @@ class Oracle:
 
     def is_superseded(self, attempt: Attempt) -> bool:
         """Whether a save of the same checkpoint was acknowledged that began when this one was over."""
-        return any(later.is_acknowledged and is_before(attempt, later) for later in self.of_id(attempt.checkpoint_id))
+        return any(later.is_acknowledged and _gives_way(attempt, later) for later in self.of_id(attempt.checkpoint_id))
 
     def is_replaced(self, attempt: Attempt) -> bool:
         """Whether a save of the same checkpoint that began later was whole, acknowledged or not: it may have its place."""
-        later = (one for one in self.of_id(attempt.checkpoint_id) if is_before(attempt, one))
+        later = (one for one in self.of_id(attempt.checkpoint_id) if _gives_way(attempt, one))
         return any(one.is_acknowledged or one.was_whole for one in later)
 
     def rival_ids(self) -> set[str]:
@@ -310,3 +310,8 @@ class Oracle:
 def is_before(attempt: Attempt, other: Attempt) -> bool:
     """Whether an attempt was over when the other began. Of two that overlap either may be the newer one."""
     return attempt.ended is not None and attempt.ended < other.began
+
+
+def _gives_way(attempt: Attempt, later: Attempt) -> bool:
+    """Whether a later save is the newer one. Nodes that were cut off may have saved the other one under a higher number."""
+    return is_before(attempt, later) and (attempt.number in later.saw or not attempt.is_ahead_of(later))

@@ -200,7 +200,8 @@ class Schedule:
         oracle = self.course.oracle
         copied = self._find_published(is_done=is_done)
         unnamed = {found.save_id for found in oracle.attempts if found.readable_on and not self._is_left(found)}
-        lost_ids = {found.checkpoint_id for found in current if found.parts and not found.has_all_parts()}
+        named = [] if is_done else [found for found in oracle.attempts if found.readable_on and oracle.has_rival(found)]
+        lost_ids = {found.checkpoint_id for found in (*current, *named) if found.parts and not found.has_all_parts()}
         lost = {found.save_id for found in oracle.attempts if found.checkpoint_id in lost_ids}
         rivals = [] if is_done else [found for found in current if oracle.has_rival(found)]
         untold = set() if is_done else oracle.untold_places()

@@ -9,7 +9,7 @@ from replicated_ckpt import failpoints
 from replicated_ckpt.core.layout import METADATA_NAME, STAGING_DIR, ShardName
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.errors import SaveAborted
-from replicated_ckpt.stores.files.durable import hash_file
+from replicated_ckpt.stores.files.durable import hash_file, translate_errors
 from replicated_ckpt.stores.files.existence import is_directory, is_there
 from replicated_ckpt.stores.files.plain import read_plain
 from replicated_ckpt.stores.local.directories.committed import open_directory
@@ -43,6 +43,23 @@ def carry_over(root: Path, manifest: Manifest, staging: Path) -> None:
         elif originals.get(entry.name) != signature(entry.stat(follow_symlinks=False)):
             raise _changed_error(entry.path)
     failpoints.reach("adopt.carried")
+
+
+def set_changed_aside(root: Path, checkpoint_id: str, save_id: str) -> None:
+    """Shards that were changed since they were staged go to the quarantine. For an adoption that is decided, and over.
+
+    Other nodes may have published it, and what is staged may be the only copy: `carry_over` would refuse it for ever.
+
+    Raises:
+        StoreError
+    """
+    final = root / checkpoint_id
+    with translate_errors(str(root), "set aside", checkpoint_id):
+        there = {name: known for name, known in _originals(root, save_id).items() if is_there(final / name)}
+        changed = [name for name, known in there.items() if known != signature(os.lstat(final / name))]
+        for name in changed:
+            with open_directory(root, checkpoint_id) as directory:
+                directory.set_aside(name, "it was changed while the checkpoint was being adopted")
 
 
 def signature(status: os.stat_result) -> Signature:
