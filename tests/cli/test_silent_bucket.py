@@ -1,5 +1,6 @@
 """Commands with a bucket that takes connections and answers none: they say what they wait for, and what they know."""
 
+import json
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,6 +50,8 @@ def test_what_lies_on_the_nodes_is_told_all_the_same(
     assert said.err.startswith(f"waits for {URL}, 0.2 s by now")
     assert f"replicated-ckpt {verb}: list '' at {URL}: " in said.err
     assert "1 checkpoint, " in said.out
+    assert main([verb, "--json", "--root", str(store.root), "--object-store", URL]) == ExitCode.UNREACHABLE
+    assert "step-1" in str(json.loads(capsys.readouterr().out)["checkpoints"])
 
 
 @pytest.mark.usefixtures("_silent_endpoint")

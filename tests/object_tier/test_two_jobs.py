@@ -49,3 +49,13 @@ def test_a_bucket_lies_beside_the_root(tmp_path: Path, below: str) -> None:
     with pytest.raises(ConfigInvalid, match="lie in one another"):
         ReplicatedWriter(root, object_store=f"file://{root}{below}")
     ReplicatedWriter(root, object_store=f"file://{root}-bucket")
+
+
+def test_a_store_is_no_bucket(tmp_path: Path) -> None:
+    """A load that took a node's root for one said that its commit marks are damaged."""
+    dcp.save(contents(1), checkpoint_id="step-1", storage_writer=ReplicatedWriter(tmp_path / "node", copies=1))
+    with pytest.raises(ConfigInvalid, match="is the store of a node"):
+        ReplicatedReader(object_store=f"file://{tmp_path}/node")
+    with pytest.raises(ConfigInvalid, match="is the store of a node"):
+        ReplicatedWriter(tmp_path / "other", object_store=f"file://{tmp_path}/node")
+    assert_loads(ReplicatedReader(tmp_path / "node"), "step-1", 1)
