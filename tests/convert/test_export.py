@@ -313,6 +313,8 @@ def test_a_torch_file_goes_to_a_url(saved: Saved, tmp_path: Path) -> None:
     exported(saved, f"{url}/m.pth", "torch", overwrite=True)  # type: ignore[arg-type]
     with pytest.raises(ConfigInvalid, match="is no file"):
         exported(saved, f"{url}/plain", "torch", overwrite=True)  # type: ignore[arg-type]
+    with pytest.raises(ConfigInvalid, match="is no directory"):
+        exported(saved, f"{url}/m.pth", "dcp", overwrite=True)  # type: ignore[arg-type]
     assert sorted(entries(tmp_path / "bucket" / "plain")) == [".metadata", "__0_0.distcp"]
     assert entries(tmp_path / "bucket") == ["m.pth", "plain"]
 

@@ -44,6 +44,10 @@ class _Files(FsspecClient):
         with self.translate_errors("look at", path):
             return bool(self._fs.exists(self._path(path)))
 
+    def is_file(self, path: str) -> bool:
+        with self.translate_errors("look at", path):
+            return bool(self._fs.isfile(self._path(path)))
+
     def move(self, path: str, to: str) -> None:
         with self.translate_errors("publish", to):
             if self.target.scheme in ("file", "local"):  # its move made no directory in 2025
@@ -90,6 +94,8 @@ class UrlOutput(Output):
             inside = (*found.sizes, *found.directories)
             if inside and not self._is_directory:  # back ends would move the file into it
                 raise ConfigInvalid(f"{self.label} is no file.", "Name another place; nothing was written.")
+            if self._is_directory and self._files.is_file(self._name):  # the directory would take its place
+                raise ConfigInvalid(f"{self.label} is no directory.", "Name another place; nothing was written.")
             others = [name for name in inside if not self._may_replace(name)]
             if others:
                 listed = ", ".join(sorted(others)[:5])
