@@ -221,8 +221,8 @@ class CheckpointManager:
     def keep_best(self, metric: str, *, best_is: BestIs = "min") -> None:
         """From the next save on retention keeps the checkpoint with the smallest (or largest) `metric`, however old.
 
-        The same as Retention(..., keep_best=metric, best_is=best_is). A checkpoint without that metric, or with NaN, is
-        never the best; of equals the newest is.
+        The same as Retention(..., keep_best=metric, best_is=best_is). A checkpoint without that metric, or where it
+        is infinite or NaN, is never the best; of equals the newest is.
 
         Raises:
             ConfigInvalid: there is no retention, so everything is kept; or an argument cannot work.
