@@ -134,7 +134,8 @@ def describe_protection(agent: Mapping[str, Any]) -> str:
         return "every checkpoint had its copies when it last looked"
     planned = plural(found["planned"], "action")
     work = f"{planned} planned on all nodes together, {found['done']} done here in the last round"
-    stuck = [f"{found[name]} {words}" for name, words in _STUCK.items() if found[name]]
+    counts = {**found, "short": found["short"] - found["lost"]}
+    stuck = [f"{counts[name]} {words}" for name, words in _STUCK.items() if counts[name]]
     return "; ".join([work, *stuck])
 
 

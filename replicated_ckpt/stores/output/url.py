@@ -78,6 +78,8 @@ class UrlOutput(Output):
     ) -> None:
         super().__init__()
         parent, _, name = url.rstrip("/").rpartition("/")
+        if not parent.partition("://")[2]:
+            raise ConfigInvalid(f"{url} names no file or directory in a bucket.", "Name one: s3://bucket/name, say.")
         self.label = url
         self._files = _Files(ObjectTarget.check(parent, storage_options))
         self._name = name
