@@ -89,8 +89,6 @@ class ReplicatedReader(StorageReader):
         self._process_group = process_group
         self._no_dist = no_dist
         target = ObjectTarget.check_given(object_store, storage_options)
-        if target is not None:
-            target.check_is_apart(None)
         self._given_id: str | os.PathLike[str] | None = None
         self._parts = ReaderParts(
             self.config,

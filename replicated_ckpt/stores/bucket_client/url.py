@@ -1,5 +1,6 @@
 """Where the object tier lies and how to get there: an fsspec URL and the options that fsspec's users give."""
 
+import contextlib
 import os
 import urllib.parse
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ from typing import Any
 from replicated_ckpt.core.layout import NODE_NAME
 from replicated_ckpt.errors import ConfigInvalid
 from replicated_ckpt.stores.bucket_client.environment import with_environment
+from replicated_ckpt.stores.files.existence import is_there
 
 SCHEMES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oci", "oss", "file", "local", "memory")
 """Places for objects. fsspec knows more: archives, caches, shells, other people's servers; none of them is a bucket."""
@@ -73,9 +75,10 @@ class ObjectTarget:
         if self.scheme not in ("file", "local"):
             return
         there = Path(os.path.realpath(self.url.partition("://")[2]))
-        if os.path.lexists(there / NODE_NAME):
-            hint = "Name another directory; to read what lies there, pass it as root (--root of a command)."
-            raise ConfigInvalid(f"object_store={self.url!r} is the store of a node, and no bucket.", hint)
+        with contextlib.suppress(OSError):  # what cannot be looked at is told by the first that reads or writes there
+            if is_there(there / NODE_NAME):
+                hint = "Name another directory; to read what lies there, pass it as root (--root of a command)."
+                raise ConfigInvalid(f"object_store={self.url!r} is the store of a node, and no bucket.", hint)
         if root is None:
             return
         here = Path(os.path.realpath(root))
