@@ -44,7 +44,7 @@ class _Files(FsspecClient):
         with self.translate_errors("look at", path):
             return bool(self._fs.exists(self._path(path)))
 
-    def is_file(self, path: str) -> bool:
+    def has_file(self, path: str) -> bool:
         with self.translate_errors("look at", path):
             return bool(self._fs.isfile(self._path(path)))
 
@@ -96,7 +96,7 @@ class UrlOutput(Output):
             inside = (*found.sizes, *found.directories)
             if inside and not self._is_directory:  # back ends would move the file into it
                 raise ConfigInvalid(f"{self.label} is no file.", "Name another place; nothing was written.")
-            if self._is_directory and self._files.is_file(self._name):  # the directory would take its place
+            if self._is_directory and self._files.has_file(self._name):  # the directory would take its place
                 raise ConfigInvalid(f"{self.label} is no directory.", "Name another place; nothing was written.")
             others = [name for name in inside if not self._may_replace(name)]
             if others:
