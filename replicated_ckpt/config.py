@@ -24,6 +24,8 @@ LEAVE_WITHIN_S = 150.0
 _COPIES_MAX = 16
 _PORT_MAX = 65535
 NICE_MAX = 19
+_PAUSE_S_MAX = 1e9
+"""No thread can wait for much longer: its wait would raise, and end it."""
 
 
 def check_root(root: object) -> str:
@@ -100,7 +102,7 @@ class Retention:
 
     The sequence counts the saves of a run, restarts included. `keep_every` None: no others. `keep_best`: a metric that
     is saved with the checkpoints; the one with the smallest, or with `best_is="max"` the largest, stays, too. Of equals it
-    is the newest; a checkpoint without that metric, or with NaN, is never the best.
+    is the newest; a checkpoint without that metric, or where it is infinite or NaN, is never the best.
 
     Raises:
         ConfigInvalid: a number that is not a whole one from 1; a metric without a name.
@@ -281,6 +283,9 @@ class AgentConfig:
         for name in (*paces, "lost_after_s", "away_after_s", "scrub_every_s", "round_every_s", "drain_s"):
             if getattr(self, name) is not None and not getattr(self, name) > 0:
                 raise ConfigInvalid(f"{name} must be positive, not {getattr(self, name)}.")
+        for name in ("scrub_every_s", "round_every_s"):
+            if getattr(self, name) > _PAUSE_S_MAX:
+                raise ConfigInvalid(f"{name} may be {_PAUSE_S_MAX:g} at most, not {getattr(self, name):g}.")
         if not 0 <= self.nice <= NICE_MAX:
             raise ConfigInvalid(f"nice (or REPLICATED_CKPT_AGENT_NICE) must be 0 to {NICE_MAX}, not {self.nice}.")
         if self.drain_s > DRAIN_S:

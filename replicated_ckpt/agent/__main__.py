@@ -12,7 +12,7 @@ UNAVAILABLE = 5
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m replicated_ckpt.agent", description=HELP)
+    parser = argparse.ArgumentParser("python -m replicated_ckpt.agent", "%(prog)s --root ROOT ...", HELP)
     add_arguments(parser)
     try:
         return run(parser.parse_args())

@@ -13,7 +13,6 @@ from torch.distributed.checkpoint.planner import LoadPlanner
 from replicated_ckpt.config import Ack, BestIs, ManagerConfig, Retention
 from replicated_ckpt.core.layout import LATEST
 from replicated_ckpt.core.notes import encode_notes
-from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.core.upkeep.retention import Candidate, find_best
 from replicated_ckpt.dcp.agreement.alike import check_ranks_alike
 from replicated_ckpt.dcp.find.listing import Listed
@@ -21,6 +20,7 @@ from replicated_ckpt.dcp.load.report import LoadReport
 from replicated_ckpt.dcp.named_checkpoints import NamedCheckpoints
 from replicated_ckpt.dcp.preemption import Preemption
 from replicated_ckpt.dcp.runtime.caller import is_interrupting
+from replicated_ckpt.dcp.runtime.failures import describe_failure
 from replicated_ckpt.dcp.save.bucket import WAIT_TIMEOUT_S
 from replicated_ckpt.dcp.save.report import SaveReport
 from replicated_ckpt.dcp.save_callback import SaveCallback
@@ -221,8 +221,8 @@ class CheckpointManager:
     def keep_best(self, metric: str, *, best_is: BestIs = "min") -> None:
         """From the next save on retention keeps the checkpoint with the smallest (or largest) `metric`, however old.
 
-        The same as Retention(..., keep_best=metric, best_is=best_is). A checkpoint without that metric, or with NaN, is
-        never the best; of equals the newest is.
+        The same as Retention(..., keep_best=metric, best_is=best_is). A checkpoint without that metric, or where it
+        is infinite or NaN, is never the best; of equals the newest is.
 
         Raises:
             ConfigInvalid: there is no retention, so everything is kept; or an argument cannot work.
@@ -388,7 +388,7 @@ class CheckpointManager:
                 raise
             raise ConfigInvalid(
                 f"The asynchronous save of {checkpoint_id!r} is lost: the process groups in which its ranks meet were "
-                f"destroyed while it was under way ({one_line(exc)}). Checkpoints that were committed before it stand.",
+                f"destroyed meanwhile ({describe_failure(exc)}). Checkpoints that were committed before it stand.",
                 "Call wait() or close() on every rank before destroy_process_group.",
             ) from exc
         finally:

@@ -34,6 +34,7 @@ from replicated_ckpt.dcp.memory.tiers import (
 )
 from replicated_ckpt.dcp.named_checkpoints import NamedCheckpoints
 from replicated_ckpt.dcp.node.seen_lineage import join_lineages, remember
+from replicated_ckpt.dcp.runtime.failures import describe_failure
 from replicated_ckpt.dcp.save.bucket import WAIT_TIMEOUT_S
 from replicated_ckpt.dcp.save.report import SaveReport
 from replicated_ckpt.dcp.save.writer import ReplicatedWriter
@@ -196,7 +197,9 @@ class TieredCheckpoints:
             if not must_spill:
                 raise
             root = self.memory.writer.config.root
-            log.warning("%s goes to the disk alone: the memory tier at %s: %s", checkpoint_id, root, one_line(exc))
+            log.warning(
+                "%s goes to the disk alone: the memory tier at %s: %s", checkpoint_id, root, describe_failure(exc)
+            )
         self._look_after_spill()
         if version is None or must_spill or self._spills.is_due(version):
             self._spill(checkpoint_id, state, notes, version)
@@ -314,9 +317,8 @@ class TieredCheckpoints:
                 what = f"{name} (sequence {sequence}) in the memory tier at {self.memory.writer.config.root}"
                 tier, name, sequence = after
                 place = tier.writer.config.root
-                log.warning(
-                    "%s could not be loaded, %s (sequence %d) at %s is: %s", what, name, sequence, place, one_line(exc)
-                )
+                why = describe_failure(exc)
+                log.warning("%s could not be loaded, %s (sequence %d) at %s is: %s", what, name, sequence, place, why)
 
     def _others(
         self, checkpoint_id: str, found: list[tuple[NamedCheckpoints, SaveFound]]

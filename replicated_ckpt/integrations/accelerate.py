@@ -2,14 +2,14 @@
 
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
 from accelerate.checkpointing import load_accelerator_state, save_accelerator_state
-from accelerate.utils import DistributedType
+from accelerate.utils import SCHEDULER_NAME, DistributedType
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -81,6 +81,14 @@ class _Behind:
 
     def __iter__(self) -> Iterator[Any]:
         return islice(iter(self._loader), self._batches, None)
+
+
+def _check_as_many(what: str, now: Sequence[Any], saved: Sequence[Any]) -> None:
+    if len(now) != len(saved):
+        raise ConfigInvalid(
+            f"{what} {len(now)} in this program, and {len(saved)} in the one that saved the checkpoint.",
+            "Prepare and register the same, in the same order, before load_state; models and optimizers are loaded.",
+        )
 
 
 class ReplicatedAccelerator(Accelerator):
@@ -197,17 +205,21 @@ class ReplicatedAccelerator(Accelerator):
             set_optimizer_state_dict(self._model_of(optimizer), optimizer.optimizer, state[_OPTIMIZER.format(index)])
         own, first = values_in(state, trust_pickles=self._trust_pickles)
         self._load_rest(models, {**first["files"], **({} if own is None else own["files"])}, load_kwargs)
+        _check_as_many("register_for_checkpointing was given", self._custom_objects, (own or first)["registered"])
         for registered, value in zip(self._custom_objects, (own or first)["registered"], strict=True):
             registered.load_state_dict(value)
         if own is None:
             self._warn_of_other_world()
             return loaded
+        _check_as_many("prepare was given, of data loaders,", self._loaders, own["loaders"])
         for loader, position in zip(self._loaders, own["loaders"], strict=True):
             loader.load_state_dict(position)
         restore_random(own["random"])
         return loaded
 
     def _load_rest(self, models: list[Any], files: Mapping[str, bytes], load_kwargs: Any) -> None:
+        schedulers = [name for name in files if name.startswith(SCHEDULER_NAME)]
+        _check_as_many("prepare was given, of schedulers,", self._schedulers, schedulers)
         before = capture_random()
         with tempfile.TemporaryDirectory() as directory:
             put_files(Path(directory), files)

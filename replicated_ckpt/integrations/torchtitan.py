@@ -135,7 +135,8 @@ class ReplicatedCheckpointManager(CheckpointManager):
         checkpoint_id = self._create_checkpoint_id(found)
         if self._checkpoints.find(self._name(checkpoint_id)) is None:
             raise CheckpointNotFound(
-                f"There is no checkpoint of step {found} in {self._root}.", "--checkpoint.load_step=-1"
+                f"There is no checkpoint of step {found} in {self._root}.",
+                "--checkpoint.load_step=-1 takes the newest one.",
             )
         self.dcp_load(self._states_to_load(model_only=found == 0), checkpoint_id, from_hf=False, from_quantized=False)
         return True

@@ -88,6 +88,7 @@ def test_lost_files_and_the_last_errors_are_said(tmp_path: Path) -> None:
         done = command("status", "--root", store.root)
     assert done.returncode == ExitCode.SHARD_LOST
     assert "files are lost: step-1: 1 file lost" in done.stdout
+    assert "short for want" not in done.stdout, "what is lost is counted once"
     assert "in the agent's log: 2026-01-01 00:00:01,000 WARNING replicated_ckpt: not well" in done.stdout
     assert "INFO" not in done.stdout
 

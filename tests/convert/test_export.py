@@ -313,8 +313,12 @@ def test_a_torch_file_goes_to_a_url(saved: Saved, tmp_path: Path) -> None:
     exported(saved, f"{url}/m.pth", "torch", overwrite=True)  # type: ignore[arg-type]
     with pytest.raises(ConfigInvalid, match="is no file"):
         exported(saved, f"{url}/plain", "torch", overwrite=True)  # type: ignore[arg-type]
+    with pytest.raises(ConfigInvalid, match="is no directory"):
+        exported(saved, f"{url}/m.pth", "dcp", overwrite=True)  # type: ignore[arg-type]
     assert sorted(entries(tmp_path / "bucket" / "plain")) == [".metadata", "__0_0.distcp"]
     assert entries(tmp_path / "bucket") == ["m.pth", "plain"]
+    with pytest.raises(ConfigInvalid, match="s3://bucket names no file or directory in a bucket"):
+        exported(saved, "s3://bucket", "torch")  # type: ignore[arg-type]
 
 
 def test_progress_and_outcome_fit_any_size(capsys: pytest.CaptureFixture[str]) -> None:

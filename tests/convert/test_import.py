@@ -17,6 +17,7 @@ from replicated_ckpt import KeyRules, ReplicatedReader, export_checkpoint, impor
 from replicated_ckpt.cli.main import main
 from replicated_ckpt.core.manifest import decode_manifest
 from replicated_ckpt.dcp.convert.entries import source
+from replicated_ckpt.dcp.convert.entries.save_planner import SourcePlanner
 from replicated_ckpt.errors import (
     CheckpointExists,
     ConfigInvalid,
@@ -100,6 +101,22 @@ def test_an_existing_checkpoint_is_replaced_only_on_demand(tmp_path: Path, capsy
     assert loaded(tmp_path / "root", {"a": torch.zeros(3, dtype=torch.int64)})["a"].tolist() == [1, 1, 1]
     assert main([*command, "--overwrite"]) == 0
     assert loaded(tmp_path / "root", {"a": torch.zeros(3, dtype=torch.int64)})["a"].tolist() == [2, 2, 2]
+
+
+@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt, 130), (TypeError, 70)])
+def test_the_exit_code_says_how_it_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException], code: int
+) -> None:
+    """DCP wraps an interrupt as any other error, in one that no handler of errors takes."""
+
+    def ends(*_: object) -> None:
+        raise error("by test")
+
+    torch.save({"a": torch.ones(3)}, tmp_path / "m.pth")
+    monkeypatch.setattr(SourcePlanner, "resolve_data", ends)
+    command = ["import", str(tmp_path / "m.pth"), "step-7", "--from", "torch", "--root", str(tmp_path / "root")]
+    assert main([*command, "--copies", "1"]) == code
+    assert not (tmp_path / "root" / "step-7").exists()
 
 
 def header(fields: Any, data: bytes = b"") -> bytes:

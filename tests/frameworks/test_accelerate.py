@@ -75,6 +75,24 @@ def test_nothing_is_skipped_twice(tmp_path: Path, at: int, is_stateful: bool) ->
     assert again == undisturbed[at:]
 
 
+@pytest.mark.parametrize("what", ["data loaders", "schedulers", "register_for_checkpointing"])
+def test_another_number_of_parts_is_named(tmp_path: Path, what: str) -> None:
+    """It was an error of zip, or of a file in a directory that is gone, and said neither of what nor how many."""
+    require("accelerate")
+    accelerator, _ = prepared(tmp_path, is_stateful=False)
+    accelerator.save_state("checkpoint-1")
+    accelerator, _ = prepared(tmp_path, is_stateful=False)
+    if what == "data loaders":
+        accelerator.prepare(DataLoader(Noisy()))
+    schedule = torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD([torch.ones(1)]))
+    if what == "schedulers":
+        accelerator.prepare(schedule)
+    if what == "register_for_checkpointing":
+        accelerator.register_for_checkpointing(schedule)
+    with pytest.raises(ConfigInvalid, match=f"{what}.* in this program, and .* in the one that saved"):
+        accelerator.load_state()
+
+
 class Stream(IterableDataset[torch.Tensor]):
     """It says where it stands."""
 

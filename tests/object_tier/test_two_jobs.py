@@ -11,7 +11,7 @@ import pytest
 import torch.distributed.checkpoint as dcp
 
 from replicated_ckpt import ReplicatedReader, ReplicatedWriter
-from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptWarning, UploadFailed
+from replicated_ckpt.errors import CheckpointNotFound, ConfigInvalid, ReplicatedCkptWarning, UploadFailed
 from tests.agent.agents import stop_agent
 from tests.buckets.faulty_bucket import faulty_bucket
 from tests.buckets.servers import Server
@@ -49,3 +49,14 @@ def test_a_bucket_lies_beside_the_root(tmp_path: Path, below: str) -> None:
     with pytest.raises(ConfigInvalid, match="lie in one another"):
         ReplicatedWriter(root, object_store=f"file://{root}{below}")
     ReplicatedWriter(root, object_store=f"file://{root}-bucket")
+
+
+def test_a_store_is_no_bucket(tmp_path: Path) -> None:
+    """A load that took a node's root for one said that its commit marks are damaged."""
+    dcp.save(contents(1), checkpoint_id="step-1", storage_writer=ReplicatedWriter(tmp_path / "node", copies=1))
+    reader = ReplicatedReader(object_store=f"file://{tmp_path}/node")
+    with pytest.raises(CheckpointNotFound, match="is the store of a node, and no bucket"):
+        dcp.load(contents(2), checkpoint_id="step-1", storage_reader=reader)
+    with pytest.raises(ConfigInvalid, match="is the store of a node"):
+        ReplicatedWriter(tmp_path / "other", object_store=f"file://{tmp_path}/node")
+    assert_loads(ReplicatedReader(tmp_path / "node"), "step-1", 1)

@@ -45,7 +45,7 @@ SILENT_TIMEOUT_S = 1.0
 IDLE_EXIT_ENV = "REPLICATED_CKPT_AGENT_IDLE_S"
 IDLE_EXIT_S = 60.0
 _POLL_S = 0.005
-_TAIL_BYTES = 800
+_TAIL_LINES, _TAIL_CHARS = 10, 1000
 _client_lock_by_root: dict[Path, FileLock] = {}
 _silent_by_directory: dict[Path, int] = {}
 
@@ -242,7 +242,7 @@ def spawn_agent(arguments: Sequence[str], log: int) -> "subprocess.Popen[bytes]"
 def _start(store: LocalStore, directory: Path, bind_host: str | None, *, is_opening: bool) -> Endpoint:
     idle_exit_s = os.environ.get(IDLE_EXIT_ENV, str(IDLE_EXIT_S))
     arguments = ["--root", str(store.root), *(["--host", bind_host] if bind_host else []), "--idle-exit-s", idle_exit_s]
-    process = _spawn(directory, arguments)
+    process, log_begins = _spawn(directory, arguments)
     began = time.monotonic()
     while (waited_s := time.monotonic() - began) < START_TIMEOUT_S:
         try:
@@ -255,9 +255,9 @@ def _start(store: LocalStore, directory: Path, bind_host: str | None, *, is_open
             return endpoint
         if process.poll() is not None and process.returncode != 0:
             if is_free(directory) and process.returncode == ALREADY_SERVED:  # by one that has died since
-                process = _spawn(directory, arguments)
+                process, log_begins = _spawn(directory, arguments)
             elif is_free(directory):
-                raise _unavailable(directory, f"it ended with exit code {process.returncode}")
+                raise _unavailable(directory, f"it ended with exit code {process.returncode}", log_begins)
             elif waited_s > STOPPED_TIMEOUT_S and _is_holder_stopped(directory):
                 break
         time.sleep(_POLL_S)
@@ -268,13 +268,14 @@ def _start(store: LocalStore, directory: Path, bind_host: str | None, *, is_open
         )
     process.kill()
     process.wait()
-    raise _unavailable(directory, f"it did not answer within {START_TIMEOUT_S:.0f} s")
+    raise _unavailable(directory, f"it did not answer within {START_TIMEOUT_S:.0f} s", log_begins)
 
 
-def _spawn(directory: Path, arguments: Sequence[str]) -> "subprocess.Popen[bytes]":
+def _spawn(directory: Path, arguments: Sequence[str]) -> "tuple[subprocess.Popen[bytes], int]":
     with closing_fd(open_log(directory)) as log:
+        log_begins = os.fstat(log).st_size  # before that it is of others, and misleads
         try:
-            return spawn_agent(arguments, log)
+            return spawn_agent(arguments, log), log_begins
         except OSError as exc:
             raise AgentUnavailable(
                 f"The agent of {directory.parent} could not be started with this process's Python, {sys.executable!r}: "
@@ -289,12 +290,11 @@ def _is_holder_stopped(directory: Path) -> bool:
     return pid is not None and is_stopped(pid)
 
 
-def _unavailable(directory: Path, why: str) -> AgentUnavailable:
-    log_bytes = (directory / LOG_NAME).read_bytes()
-    tail = log_bytes[-_TAIL_BYTES:]
-    if len(log_bytes) > _TAIL_BYTES:  # its first line is a piece of one
-        tail = tail.partition(b"\n")[2] or tail
+def _unavailable(directory: Path, why: str, log_begins: int) -> AgentUnavailable:
+    lines = (directory / LOG_NAME).read_bytes()[log_begins:].decode(errors="replace").splitlines()
+    tail = "\n".join(lines[-_TAIL_LINES:])[-_TAIL_CHARS:]
+    said = f"End of its log: {tail!r}" if tail else "It has logged nothing"
     return AgentUnavailable(
-        f"The agent of {directory.parent} could not be started: {why}. End of its log: {tail.decode(errors='replace')!r}.",
+        f"The agent of {directory.parent} could not be started: {why}. {said}.",
         f"Mend what the log says; `replicated-ckpt agent --root {directory.parent}` runs one in the foreground.",
     )

@@ -13,6 +13,7 @@ from replicated_ckpt.core.lineage import Named, histories_of
 from replicated_ckpt.core.upkeep.policy import scope_of
 from replicated_ckpt.errors import ReplicatedCkptError, StoreUnavailable
 from replicated_ckpt.stores.bucket.bucket import Bucket
+from replicated_ckpt.stores.bucket_client.client import AWAY_HINT
 
 FIRST_WAIT_S, WAIT_S = 10.0, 2.0
 """How long a save waits for the first answer of a bucket, of which all checkpoints are listed then, and for later ones."""
@@ -48,11 +49,8 @@ class Prober:
                     self._under_way.discard(url)
                 return _describe_failure(exc)
             thread.join(wait_s)
-        return (
-            found[0]
-            if found
-            else _describe_failure(StoreUnavailable(url, "probe", checkpoint_id, "it has not answered yet"))
-        )
+        late = StoreUnavailable(url, "probe", checkpoint_id, "it has not answered yet", AWAY_HINT)
+        return found[0] if found else _describe_failure(late)
 
     def _probe(self, url: str, checkpoint_id: str, found: list[Mapping[str, Any]]) -> None:
         try:

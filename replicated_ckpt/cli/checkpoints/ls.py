@@ -9,6 +9,7 @@ from dataclasses import asdict
 from replicated_ckpt.agent.peers.watch import describe_silence
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look import unmanaged
+from replicated_ckpt.cli.look.absent import describe_newer
 from replicated_ckpt.cli.look.checkpoints import HEADER, CheckpointSeen, advise, describe_totals, list_checkpoints
 from replicated_ckpt.cli.look.doubts import advise_on_doubt, describe_wait, list_staged_saves
 from replicated_ckpt.cli.look.memory_tier import describe_memory_tier
@@ -17,7 +18,7 @@ from replicated_ckpt.cli.look.rivals import describe_rivals
 from replicated_ckpt.cli.look.start import add_start_argument, open_store_of
 from replicated_ckpt.cli.look.table import format_table
 from replicated_ckpt.cli.look.waiting import say_if_slow
-from replicated_ckpt.errors import StoreUnavailable
+from replicated_ckpt.errors import StoreError
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.bucket.bucket_save import BucketSave
 from replicated_ckpt.stores.bucket_client.opening import open_client
@@ -38,15 +39,15 @@ def run(arguments: argparse.Namespace) -> int:
     """Exit code: OK if the node's own store could be listed, whatever it holds and whichever nodes did not answer.
 
     Raises:
-        CheckpointNotFound, ConfigInvalid, StoreError, AgentUnavailable. StoreUnavailable: the bucket does not answer; what
-            lies on the nodes is listed before.
+        CheckpointNotFound, ConfigInvalid, AgentUnavailable. StoreError: also where the bucket cannot be listed; what lies
+            on the nodes is shown before.
     """
     store = open_store_of(arguments)
     seen = look_at_nodes(store)
     there, problem = None, None
     try:
-        there = None if arguments.object_store is None else list_bucket(arguments.object_store)
-    except StoreUnavailable as exc:
+        there = None if arguments.object_store is None else list_bucket(name_bucket(arguments.object_store, store))
+    except StoreError as exc:
         problem = exc
     rows = list_checkpoints(seen, there)
     rows += unmanaged.list_rows(store, seen, {row.checkpoint_id for row in rows})
@@ -59,9 +60,21 @@ def run(arguments: argparse.Namespace) -> int:
     return ExitCode.OK
 
 
-def list_bucket(url: str) -> Sequence[BucketSave]:
-    """What is committed in the bucket; credentials come from the environment or a profile, as for s3fs."""
-    with closing(open_client(ObjectTarget.check(url, None))) as client, say_if_slow(url):
+def name_bucket(url: str, store: LocalStore) -> ObjectTarget:
+    """The bucket of an option; credentials come from the environment or a profile, as for s3fs. Nothing is asked of it.
+
+    Raises:
+        ConfigInvalid: it is none, or a node's store, or no package here reaches it.
+    """
+    target = ObjectTarget.check(url, None)
+    target.check_is_apart(store.root)
+    open_client(target).close()
+    return target
+
+
+def list_bucket(target: ObjectTarget) -> Sequence[BucketSave]:
+    """What is committed in the bucket."""
+    with closing(open_client(target)) as client, say_if_slow(target.url):
         return Bucket(client).saves()
 
 
@@ -76,7 +89,7 @@ def _print_json(store: LocalStore, seen: NodesSeen, rows: Sequence[CheckpointSee
     ]
     staged = [asdict(save) for save in list_staged_saves(store)]
     document = {"node_id": seen.own_node, "nodes": nodes, "staged": staged, "rivals": describe_rivals(rows, seen)}
-    document["memory_tier"] = describe_memory_tier(store)
+    document |= {"memory_tier": describe_memory_tier(store), "newer_format": list(store.catalog.of_newer_format())}
     print(json.dumps({**document, "checkpoints": [row.to_json() for row in rows]}, indent=2))
 
 
@@ -85,7 +98,7 @@ def _print(store: LocalStore, seen: NodesSeen, rows: Sequence[CheckpointSeen]) -
     for line in (describe_totals(rows, seen), *describe_memory_tier(store)):
         print(line)
     for newer in store.catalog.of_newer_format():
-        print(f"{newer}: only a newer replicated_ckpt reads it; upgrade to see it")
+        print(describe_newer(newer))
     staged = list_staged_saves(store)
     for save in staged:
         print(f"in doubt: {save}; {describe_wait(save.nodes, seen)}")

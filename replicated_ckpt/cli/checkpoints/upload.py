@@ -7,16 +7,21 @@ from shlex import quote
 
 from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.agent.start.launch import ensure_agent
+from replicated_ckpt.cli.checkpoints.ls import name_bucket
 from replicated_ckpt.cli.exit_codes import ExitCode
+from replicated_ckpt.cli.look.absent import describe_absent
+from replicated_ckpt.cli.look.nodes import look_at_nodes
 from replicated_ckpt.cli.look.root import open_store
 from replicated_ckpt.cli.look.table import parse_seconds
 from replicated_ckpt.core.bucket.upload_plan import UploadState
+from replicated_ckpt.core.layout import LATEST
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.errors import (
     CheckpointExists,
     CheckpointNotFound,
     ConfigInvalid,
     ManifestInvalid,
+    ManifestVersionUnknown,
     ObjectMissing,
     ReplicatedCkptError,
     UploadFailed,
@@ -57,10 +62,10 @@ def run(arguments: argparse.Namespace) -> int:
     """
     store = open_store(arguments.root)
     manifest = _manifest(store, arguments.id)
-    url = arguments.to or (manifest.upload.url if manifest.upload else None)
+    url = manifest.upload.url if arguments.to is None and manifest.upload is not None else arguments.to
     if url is None:
         raise ConfigInvalid(f"The save of {arguments.id!r} named no object store.", "Name one with --to.")
-    target = ObjectTarget.check(url, None)
+    target = name_bucket(url, store)
     if target.is_process_local:
         raise ConfigInvalid(f"{url} is memory of one process.", "Name a bucket that others can see.")
     if arguments.to is not None:
@@ -78,12 +83,18 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _manifest(store: LocalStore, checkpoint_id: str) -> Manifest:
+    if checkpoint_id == LATEST:
+        raise describe_absent(store, look_at_nodes(store), LATEST)
     try:
         return store.catalog.manifest(checkpoint_id)
+    except ManifestVersionUnknown:
+        raise
     except (ObjectMissing, ManifestInvalid) as exc:
-        what = "has no manifest" if isinstance(exc, ObjectMissing) else f"has no valid manifest: {exc.message}"
+        what = (
+            "has no manifest" if isinstance(exc, ObjectMissing) else f"has no valid manifest: {exc.message.rstrip('.')}"
+        )
         raise CheckpointNotFound(
-            f"{checkpoint_id!r} {what} in {store.root}.",
+            f"{checkpoint_id!r} in {store.root} {what}.",
             f"Order the upload on a node that holds it: `replicated-ckpt show {quote(checkpoint_id)} --root "
             f"{quote(str(store.root))}` names those.",
         ) from exc

@@ -6,15 +6,16 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.agent.peers.watch import Held
 from replicated_ckpt.agent.repair.audit import Audit, Auditor
 from replicated_ckpt.agent.unmanaged.audit import UnmanagedAuditor
+from replicated_ckpt.cli.checkpoints.ls import name_bucket
 from replicated_ckpt.cli.exit_codes import ExitCode
-from replicated_ckpt.cli.look.absent import describe_absent
+from replicated_ckpt.cli.look.absent import describe_absent, describe_newer
 from replicated_ckpt.cli.look.checkpoints import advise, list_checkpoints
 from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
 from replicated_ckpt.cli.look.progress import ReadingProgress
@@ -25,6 +26,7 @@ from replicated_ckpt.cli.look.waiting import say_if_slow
 from replicated_ckpt.core.layout import LATEST
 from replicated_ckpt.core.upkeep.finding import Finding
 from replicated_ckpt.core.upkeep.repair_plan import ShortShard
+from replicated_ckpt.errors import StoreError
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.bucket.inspection import BucketInspector
 from replicated_ckpt.stores.bucket_client.opening import open_client
@@ -54,31 +56,35 @@ def run(arguments: argparse.Namespace) -> int:
     """Exit code: OK if every byte is as it was saved and every shard has its copies; see ExitCode for the rest.
 
     Raises:
-        CheckpointNotFound, StoreError. StoreUnavailable: the bucket does not answer; what the nodes hold was printed.
+        CheckpointNotFound, ConfigInvalid, StoreError: also of the bucket; what the nodes hold is printed before.
     """
     store = open_store_of(arguments)
     if arguments.id == LATEST:
         raise describe_absent(store, look_at_nodes(store), LATEST)
+    target = None if arguments.object_store is None else name_bucket(arguments.object_store, store)
     began_at = time.monotonic()
     audit = _audit(store, arguments)
     seconds = time.monotonic() - began_at
     audits = UnmanagedAuditor(store, audit.silent_nodes).audit(arguments.id, audit.checkpoint_ids)
-    is_on_nodes = bool(audit.checkpoint_ids or audits or not arguments.id)
-    if is_on_nodes and not arguments.json:
-        _print(store, audit, seconds)
+    newer = [] if arguments.id else list(store.catalog.of_newer_format())
+    if (audit.checkpoint_ids or audits or not arguments.id) and not arguments.json:
+        _print(store, audit, seconds, has_others=bool(audits or newer))
         print_audits(audits)
+        for line in map(describe_newer, newer):
+            print(f"not checked: {line}")
         sys.stdout.flush()
-    there = _InBucket() if arguments.object_store is None else _read(arguments.object_store, arguments.id)
-    if arguments.id and not audit.checkpoint_ids and not there.checkpoint_ids and not audits:
+    there = _InBucket() if target is None else _read(target, arguments.id)
+    if arguments.id and not (audit.checkpoint_ids or audits or there.checkpoint_ids or there.problem):
         raise describe_absent(store, look_at_nodes(store), arguments.id)
     if arguments.json:
-        in_bucket = {**asdict(there), "findings": [finding.to_json() for finding in there.findings]}
-        in_unmanaged = [found.to_json() for found in audits]
-        document = {**as_json(audit), "seconds": round(seconds, 3)}
-        print(json.dumps({**document, "unmanaged": in_unmanaged, "object_store": in_bucket}, indent=2))
+        others = {"unmanaged": [found.to_json() for found in audits], "newer_format": newer}
+        document = {**as_json(audit), "seconds": round(seconds, 3), **others, "object_store": there.to_json()}
+        print(json.dumps(document, indent=2))
     else:
         _print_bucket(there, audit.checkpoint_ids)
-    codes = (exit_code(audit), worst_code(audits), ExitCode.FAILED if there.findings else ExitCode.OK)
+    if there.problem is not None:
+        raise there.problem
+    codes = (exit_code(audit), worst_code(audits), ExitCode.FAILED if there.findings or newer else ExitCode.OK)
     return next((code for code in _WORST_FIRST if code in codes), ExitCode.OK)
 
 
@@ -92,23 +98,33 @@ def _audit(store: LocalStore, arguments: argparse.Namespace) -> Audit:
 
 @dataclass(frozen=True)
 class _InBucket:
-    """What was read in the bucket. `unchecked` were written by stock torch, without checksums."""
+    """What was read in the bucket. `unchecked` were written by stock torch, without checksums. `problem`: it is unread."""
 
     url: str = ""
     checkpoint_ids: tuple[str, ...] = ()
     unchecked: tuple[str, ...] = ()
     bytes_read: int = 0
     findings: tuple[Finding, ...] = ()
+    problem: StoreError | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        findings = [finding.to_json() for finding in self.findings]
+        error = "" if self.problem is None else str(self.problem)
+        return {**asdict(replace(self, findings=(), problem=None)), "findings": findings, "problem": error}
 
 
-def _read(url: str, checkpoint_id: str | None) -> _InBucket:
-    """Reads the bucket; credentials come from the environment or a profile, as for s3fs."""
-    with closing(RetryingClient(open_client(ObjectTarget.check(url, None)))) as client:
-        inspector = BucketInspector(Bucket(client))
-        with say_if_slow(url):
-            saves = inspector.find(checkpoint_id)
-        findings = tuple(finding for save in saves for finding in inspector.inspect_save(save))
-    return _InBucket(url, tuple(inspector.checkpoint_ids), tuple(inspector.unchecked), inspector.bytes_read, findings)
+def _read(target: ObjectTarget, checkpoint_id: str | None) -> _InBucket:
+    try:
+        with closing(RetryingClient(open_client(target))) as client:
+            inspector = BucketInspector(Bucket(client))
+            with say_if_slow(target.url):
+                saves = inspector.find(checkpoint_id)
+            findings = tuple(finding for save in saves for finding in inspector.inspect_save(save))
+    except StoreError as exc:
+        return _InBucket(target.url, problem=exc)
+    return _InBucket(
+        target.url, tuple(inspector.checkpoint_ids), tuple(inspector.unchecked), inspector.bytes_read, findings
+    )
 
 
 def _print_bucket(there: _InBucket, on_nodes: Sequence[str]) -> None:
@@ -116,7 +132,7 @@ def _print_bucket(there: _InBucket, on_nodes: Sequence[str]) -> None:
         print(finding)
     for checkpoint_id in there.unchecked:
         print(f"not checked: {checkpoint_id} in {there.url} was written by stock torch, without checksums")
-    if there.url:
+    if there.url and there.problem is None:
         absent = [one for one in on_nodes if one not in {*there.checkpoint_ids, *there.unchecked}]
         if absent:
             print(f"not in {there.url}, and on the nodes alone: {', '.join(absent)}")
@@ -150,7 +166,8 @@ def as_json(audit: Audit) -> dict[str, Any]:
     }
 
 
-def _print(store: LocalStore, audit: Audit, seconds: float) -> None:
+def _print(store: LocalStore, audit: Audit, seconds: float, *, has_others: bool) -> None:
+    """`has_others`: there are checkpoints of stock torch or of newer versions, which are named after this."""
     seen = see_audit(store, audit)
     for finding in audit.findings:
         print(finding)
@@ -167,15 +184,19 @@ def _print(store: LocalStore, audit: Audit, seconds: float) -> None:
     size = sum(reading.bytes_read for reading in audit.readings)
     read = f"{describe_bytes(size)} read in {format_duration(seconds)} ({describe_bytes(size / max(seconds, 1e-9))}/s)"
     nodes = f"{len(audit.readings)} of {plural(len(audit.readings) + len(audit.silent), 'node')}"
-    print(f"{plural(len(audit.checkpoint_ids), 'checkpoint')}, {nodes}, {read}: {_verdict(audit)}")
+    print(
+        f"{plural(len(audit.checkpoint_ids), 'checkpoint')}, {nodes}, {read}: {_verdict(audit, has_others=has_others)}"
+    )
 
 
-def _verdict(audit: Audit) -> str:
+def _verdict(audit: Audit, *, has_others: bool) -> str:
     if not audit.is_intact:
         return "NOT intact"
     if audit.silent:
         return f"all that was read is as it was saved; {plural(len(audit.silent), 'node')} did not answer"
-    return "intact" if audit.checkpoint_ids else "no checkpoint to verify"
+    if audit.checkpoint_ids:
+        return "intact"
+    return "none with a manifest that is read here" if has_others else "no checkpoint to verify"
 
 
 def see_audit(store: LocalStore, audit: Audit) -> NodesSeen:

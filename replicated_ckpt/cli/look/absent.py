@@ -1,4 +1,4 @@
-"""The error for an id under which no managed checkpoint was seen: whether it is stock torch's, or may be elsewhere."""
+"""The error for an id under which no managed checkpoint was seen: stock torch's, a newer version's, or elsewhere."""
 
 from shlex import quote
 
@@ -6,12 +6,19 @@ from replicated_ckpt.agent.unmanaged.look import UnmanagedLook
 from replicated_ckpt.cli.look.checkpoints import list_checkpoints
 from replicated_ckpt.cli.look.nodes import NodesSeen
 from replicated_ckpt.core.layout import LATEST, is_checkpoint_id
-from replicated_ckpt.errors import CheckpointNotFound
+from replicated_ckpt.errors import CheckpointNotFound, ManifestVersionUnknown, ReplicatedCkptError
 from replicated_ckpt.stores.local.store import LocalStore
 
 
-def describe_absent(store: LocalStore, seen: NodesSeen, checkpoint_id: str, otherwise: str = "") -> CheckpointNotFound:
+def describe_newer(checkpoint_id: str) -> str:
+    """A checkpoint of which this version sees nothing but the name."""
+    return f"{checkpoint_id}: only a newer replicated_ckpt reads it; upgrade to see it"
+
+
+def describe_absent(store: LocalStore, seen: NodesSeen, checkpoint_id: str, otherwise: str = "") -> ReplicatedCkptError:
     """What to raise for it; `otherwise` is a further next step."""
+    if is_checkpoint_id(checkpoint_id) and any(store.catalog.of_newer_format(checkpoint_id)):
+        return ManifestVersionUnknown(f"{checkpoint_id!r} is of a format that only a newer replicated_ckpt reads.")
     look = UnmanagedLook(store, seen.own_node, seen.reached)
     if is_checkpoint_id(checkpoint_id) and look.checkpoints(checkpoint_id):
         adopt = f"`replicated-ckpt repair {quote(checkpoint_id)} --root {quote(str(store.root))}`"

@@ -8,6 +8,7 @@ from typing import Any
 from replicated_ckpt.agent.start.launch import running_agent
 from replicated_ckpt.cli.checkpoints.repair import carry_out
 from replicated_ckpt.cli.exit_codes import ExitCode
+from replicated_ckpt.cli.look.absent import describe_newer
 from replicated_ckpt.cli.look.doubts import list_staged_saves
 from replicated_ckpt.cli.look.nodes import NodesSeen, advise_on_silence, look_at_nodes
 from replicated_ckpt.cli.look.root import open_store
@@ -136,6 +137,7 @@ def _list_what_stays(store: LocalStore, seen: NodesSeen) -> list[str]:
         for checkpoint_id in store.catalog.without_manifest()
         if checkpoint_id not in managed
     ]
+    stays += map(describe_newer, store.catalog.of_newer_format())
     stays += _list_removed_elsewhere(seen)
     endpoint = running_agent(store)
     if endpoint is not None:

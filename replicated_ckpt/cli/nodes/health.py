@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from replicated_ckpt.cli.exit_codes import ExitCode
+from replicated_ckpt.cli.look.absent import describe_newer
 from replicated_ckpt.cli.look.checkpoints import LOST, CheckpointSeen, without_outlived
 from replicated_ckpt.cli.look.doubts import WaitingSave, describe_wait
 from replicated_ckpt.cli.look.nodes import NodesSeen
@@ -67,8 +68,9 @@ def judge_health(
     agent: Mapping[str, Any] | None,
     why_down: str,
     doubts: Sequence[WaitingSave],
+    newer: Sequence[str] = (),
 ) -> Health:
-    """`agent` is the status of this node's agent; None: it gave none, and `why_down` says why."""
+    """`agent`: what this node's agent says of itself, None if nothing, as `why_down` says. `newer`: ids of such formats."""
     rows = without_outlived(rows)
     lost = tuple(f"{row.checkpoint_id}: {row.describe_copies(seen)}" for row in rows if row.state == LOST)
     down = () if agent is not None else (f"this node's agent gives no answer: {why_down}",)
@@ -76,9 +78,8 @@ def judge_health(
         *(f"in doubt: save {one.save_id} of {one.checkpoint_id}: {describe_wait(one.nodes, seen)}" for one in doubts),
         *(() if agent is None else _failing(agent)),
     ]
-    return Health(
-        lost, down, (*_unwritable(seen), *_short(seen, rows), *seen.describe_unreached(), *_crowded(seen), *failing)
-    )
+    short = (*_short(seen, rows), *map(describe_newer, newer))
+    return Health(lost, down, (*_unwritable(seen), *short, *seen.describe_unreached(), *_crowded(seen), *failing))
 
 
 def _short(seen: NodesSeen, rows: Sequence[CheckpointSeen]) -> Iterator[str]:
@@ -133,7 +134,8 @@ def describe_protection(agent: Mapping[str, Any]) -> str:
         return "every checkpoint had its copies when it last looked"
     planned = plural(found["planned"], "action")
     work = f"{planned} planned on all nodes together, {found['done']} done here in the last round"
-    stuck = [f"{found[name]} {words}" for name, words in _STUCK.items() if found[name]]
+    counts = {**found, "short": found["short"] - found["lost"]}
+    stuck = [f"{counts[name]} {words}" for name, words in _STUCK.items() if counts[name]]
     return "; ".join([work, *stuck])
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 
-from replicated_ckpt.cli.checkpoints.ls import list_bucket
+from replicated_ckpt.cli.checkpoints.ls import list_bucket, name_bucket
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.checkpoints import IN_BUCKET, LOST, CheckpointSeen, list_checkpoints
 from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
@@ -69,11 +69,11 @@ class Remover:
     def __init__(self, store: LocalStore, arguments: argparse.Namespace) -> None:
         self._force = arguments.force
         self._keeps_bucket = arguments.keep_in_bucket
-        self._url: str | None = arguments.object_store
+        self._target = None if arguments.object_store is None else name_bucket(arguments.object_store, store)
         self._own: AgentAddress = start_agent(store)
         self.seen: NodesSeen = look_at_nodes(store)
         self.rows: list[CheckpointSeen] = list_checkpoints(
-            self.seen, None if self._url is None else list_bucket(self._url)
+            self.seen, None if self._target is None else list_bucket(self._target)
         )
 
     def removables(self) -> list[Removable]:
@@ -158,7 +158,7 @@ class Remover:
         """Before this node's copy goes: a removal that is cut off is found, and done, by the same command again."""
         manifest = self.seen.manifests.get(row.save_id)
         upload = None if manifest is None else manifest.upload
-        urls = {*([] if upload is None else [upload.url]), *([] if self._url is None else [self._url])}
+        urls = {*([] if upload is None else [upload.url]), *([] if self._target is None else [self._target.url])}
         for url in sorted(urls):
             if self._keeps_bucket or not is_last:
                 outcome.still_in_bucket[row.checkpoint_id] = url
@@ -167,9 +167,9 @@ class Remover:
             outcome.removed_from.setdefault(url, []).append(row.checkpoint_id)
 
     def _remove_from(self, url: str, row: CheckpointSeen) -> None:
-        if url == self._url:
+        if self._target is not None and url == self._target.url:
             with say_if_slow(url):
-                _remove_there(url, row, self.seen.manifests.get(row.save_id))
+                _remove_there(self._target, row, self.seen.manifests.get(row.save_id))
             return
         named = {"checkpoint_id": row.checkpoint_id, "save_id": row.save_id, "url": url}
         with AgentClient(self._own) as client, say_if_slow(url):
@@ -200,9 +200,9 @@ class Remover:
         return lines
 
 
-def _remove_there(url: str, row: CheckpointSeen, manifest: Manifest | None) -> None:
+def _remove_there(target: ObjectTarget, row: CheckpointSeen, manifest: Manifest | None) -> None:
     """By this process, with credentials from the environment."""
-    with closing(open_client(ObjectTarget.check(url, None))) as client:
+    with closing(open_client(target)) as client:
         remove_save(Bucket(client), row.checkpoint_id, row.save_id, manifest)
 
 

@@ -21,7 +21,7 @@ from replicated_ckpt.dcp.convert.safetensors.files import safetensors_files
 from replicated_ckpt.dcp.convert.torch_file.source import TorchFile
 from replicated_ckpt.dcp.load.reader import ReplicatedReader
 from replicated_ckpt.dcp.save.writer import ReplicatedWriter
-from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptError
+from replicated_ckpt.errors import ConfigInvalid
 
 
 def import_checkpoint(
@@ -88,11 +88,9 @@ def open_source(path: Path, format_: Format, *, trust_pickles: bool) -> Source:
 def _save(writer: ReplicatedWriter, checkpoint_id: str, planner: SourcePlanner) -> None:
     try:
         dcp.save({}, checkpoint_id=checkpoint_id, storage_writer=writer, planner=planner, no_dist=True)
-    except CheckpointException as exc:
-        for error, _ in exc.failures.values():
-            if isinstance(error, ReplicatedCkptError):
-                raise error from exc
-        raise
+    except CheckpointException as exc:  # of this one process; DCP wraps an interrupt as well
+        ((error, _),) = exc.failures.values()
+        raise error from exc
 
 
 def _read_back(reader: ReplicatedReader, checkpoint_id: str) -> None:

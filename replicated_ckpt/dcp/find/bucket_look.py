@@ -43,6 +43,7 @@ class BucketLook:
 
     def _look(self) -> None:
         try:
+            self._bucket.client.target.check_is_apart(None)  # here, as a share that hangs is looked at
             if self._checkpoint_id is None:
                 self._found = self._bucket.saves()
             else:

@@ -45,6 +45,6 @@ def _check_is_not_there(error: BaseException, checkpoint_id: str) -> None:
         key = "the newest checkpoint" if checkpoint_id == LATEST else checkpoint_id
         hint = (
             "It may hold the checkpoint: bring it back, or, if it is a bucket, see whether its name and the credentials "
-            "are right. A load by name goes on without it."
+            "are right."
         )
         raise StoreUnavailable("; ".join(error.unreached), "look for", key, "no other store has it", hint)

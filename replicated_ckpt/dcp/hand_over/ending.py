@@ -8,8 +8,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 
 from replicated_ckpt.agent.requests.worker_thread import start_worker
-from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.dcp.hand_over.finishing import AgentSilent
+from replicated_ckpt.dcp.runtime.failures import describe_failure
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class Ending:
             work(self)
         except BaseException as exc:  # noqa: BLE001 - top of a thread; who asks for the end gets the error
             if self._is_acknowledged.is_set():
-                log.warning("a save that was acknowledged as staged has failed: %s", one_line(exc))
+                log.warning("a save that was acknowledged as staged has failed: %s", describe_failure(exc))
             self.end.set_exception(exc)
         else:
             self.end.set_result(None)

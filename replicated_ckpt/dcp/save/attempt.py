@@ -387,7 +387,7 @@ class SaveAttempt:
             yield
         except BaseException as exc:
             try:
-                self._abort(f"rank {self._world.rank} failed: {type(exc).__name__}: {exc}")
+                self._abort(f"rank {self._world.rank} on {self._post.node.host} failed: {type(exc).__name__}: {exc}")
             finally:
                 self.close()
             raise

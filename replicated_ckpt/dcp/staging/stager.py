@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from replicated_ckpt.core.one_line import one_line
+from replicated_ckpt.dcp.runtime.failures import describe_failure
 from replicated_ckpt.dcp.runtime.torch_private import AsyncCall, async_calling, flattening_holds_tensors
 from replicated_ckpt.dcp.staging.available import share_of_rank
 from replicated_ckpt.dcp.staging.segment import StagingMemoryShort, drop_idle_segments, lease_segment
@@ -56,7 +56,7 @@ class _SaveBehind:
         """May run after those that wait for the future have gone on: it changes nothing but this save."""
         error = None if future.cancelled() else future.exception()
         if error is not None:
-            self._failure = one_line(error)
+            self._failure = describe_failure(error)
             log.warning("an asynchronous save of this rank has failed, which its future says too: %s", self._failure)
 
     def wait(self, timeout_s: float) -> None:

@@ -1,5 +1,6 @@
 """Where the object tier lies and how to get there: an fsspec URL and the options that fsspec's users give."""
 
+import contextlib
 import os
 import urllib.parse
 from collections.abc import Mapping
@@ -7,8 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from replicated_ckpt.core.layout import NODE_NAME
 from replicated_ckpt.errors import ConfigInvalid
 from replicated_ckpt.stores.bucket_client.environment import with_environment
+from replicated_ckpt.stores.files.existence import is_there
 
 SCHEMES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oci", "oss", "file", "local", "memory")
 """Places for objects. fsspec knows more: archives, caches, shells, other people's servers; none of them is a bucket."""
@@ -63,14 +66,22 @@ class ObjectTarget:
     def scheme(self) -> str:
         return self.url.partition("://")[0]
 
-    def check_is_apart(self, root: str | os.PathLike[str]) -> None:
-        """Raises ConfigInvalid: it is a directory in which a node's store lies, or the other way round.
+    def check_is_apart(self, root: str | os.PathLike[str] | None) -> None:
+        """Raises ConfigInvalid: it is a node's store, or a directory in which `root` lies, or that lies in it.
 
-        Each would take the other's files for its own: the mark in the bucket's `.metadata` is damage on a node.
+        Each would take the other's files for its own: the mark in the bucket's `.metadata` is damage on a node. With
+        `root` None only the first is asked.
         """
         if self.scheme not in ("file", "local"):
             return
-        there, here = (Path(os.path.realpath(path)) for path in (self.url.partition("://")[2], root))
+        there = Path(os.path.realpath(self.url.partition("://")[2]))
+        with contextlib.suppress(OSError):  # what cannot be looked at is told by the first that reads or writes there
+            if is_there(there / NODE_NAME):
+                hint = "Name another directory; to read what lies there, pass it as root (--root of a command)."
+                raise ConfigInvalid(f"object_store={self.url!r} is the store of a node, and no bucket.", hint)
+        if root is None:
+            return
+        here = Path(os.path.realpath(root))
         if there.is_relative_to(here) or here.is_relative_to(there):
             raise ConfigInvalid(
                 f"object_store={self.url!r} and the root {os.fspath(root)!r} lie in one another.",

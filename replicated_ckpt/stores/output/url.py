@@ -44,6 +44,10 @@ class _Files(FsspecClient):
         with self.translate_errors("look at", path):
             return bool(self._fs.exists(self._path(path)))
 
+    def has_file(self, path: str) -> bool:
+        with self.translate_errors("look at", path):
+            return bool(self._fs.isfile(self._path(path)))
+
     def move(self, path: str, to: str) -> None:
         with self.translate_errors("publish", to):
             if self.target.scheme in ("file", "local"):  # its move made no directory in 2025
@@ -74,6 +78,8 @@ class UrlOutput(Output):
     ) -> None:
         super().__init__()
         parent, _, name = url.rstrip("/").rpartition("/")
+        if not parent.partition("://")[2]:
+            raise ConfigInvalid(f"{url} names no file or directory in a bucket.", "Name one: s3://bucket/name, say.")
         self.label = url
         self._files = _Files(ObjectTarget.check(parent, storage_options))
         self._name = name
@@ -90,6 +96,8 @@ class UrlOutput(Output):
             inside = (*found.sizes, *found.directories)
             if inside and not self._is_directory:  # back ends would move the file into it
                 raise ConfigInvalid(f"{self.label} is no file.", "Name another place; nothing was written.")
+            if self._is_directory and self._files.has_file(self._name):  # the directory would take its place
+                raise ConfigInvalid(f"{self.label} is no directory.", "Name another place; nothing was written.")
             others = [name for name in inside if not self._may_replace(name)]
             if others:
                 listed = ", ".join(sorted(others)[:5])

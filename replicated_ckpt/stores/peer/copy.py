@@ -7,6 +7,7 @@ from replicated_ckpt.core.integrity.checksum import BlockTable
 from replicated_ckpt.errors import ObjectCorrupt, PeerProtocolError, StoreUnavailable
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient, Upload
 from replicated_ckpt.stores.peer.paths import file_path
+from replicated_ckpt.stores.peer.reach import SLOW
 from replicated_ckpt.stores.verified import Expected, VerifiedShard
 
 BEHIND_HEADER = "X-Rckpt-Behind"
@@ -59,7 +60,7 @@ class PeerSink:
         if self._taken_bytes < SLOW_BYTES_PER_S * self._blocked_s:
             rate = self._taken_bytes / self._blocked_s / 1024
             slow = TimeoutError(f"too slow: {rate:.0f} KiB/s over the last {self._blocked_s:.0f} s")
-            raise StoreUnavailable(self.label, "PUT", self._path, str(slow)) from slow
+            raise StoreUnavailable(self.label, "PUT", self._path, str(slow), SLOW) from slow
         self._blocked_s, self._taken_bytes = 0.0, 0
 
     def finish(self, table: BlockTable) -> None:

@@ -8,6 +8,7 @@ from replicated_ckpt.environment import HOST_ENV
 from replicated_ckpt.stores.peer.tls import is_loopback
 from replicated_ckpt.stores.too_slow import TooSlow
 
+SLOW = "It answers, and its disk, its host or the link to it is slow."
 _LOOPBACK = "Under {} each host reaches itself, which is right only if all nodes are on one host."
 _NO_ROUTE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EADDRNOTAVAIL)
 
@@ -22,18 +23,21 @@ class Address(Protocol):
     @property
     def port(self) -> int: ...
     @property
+    def tls_sha256(self) -> str: ...
+    @property
     def origin(self) -> str: ...
 
 
 def reach_hint(at: Address, error: BaseException) -> str:
     """What to do about an agent that did not answer at its address."""
     shown = f"[{at.host}]" if ":" in at.host else at.host
+    scheme = "https" if at.tls_sha256 else "http"
     itself = f"{_LOOPBACK.format(at.host)} " if is_loopback(at.host) and HOST_ENV in at.origin else ""
     return (
         f"{itself}{_explain(at, error)} {_tell_origin(at)}Look on node {at.node_id} whether its agent runs "
         f"(`replicated-ckpt agent --root ROOT` starts one) and whether port {at.port} is open: "
-        f"`curl -k https://{shown}:{at.port}/v1/status` answers 401 then. If other nodes reach it under another address, "
-        f"set {HOST_ENV} to that there, and start the job again."
+        f"`curl -k {scheme}://{shown}:{at.port}/v1/status` answers 401 then. If other nodes reach it under another "
+        f"address, set {HOST_ENV} to that there, and start the job again."
     )
 
 
@@ -58,7 +62,7 @@ def _explain(at: Address, error: BaseException) -> str:
         why = "its agent has ended, or this is another host"
         return f"{at.host} answers, and nothing listens on its port {at.port}: {why}."
     if isinstance(error, TooSlow):
-        return "It answers, and its disk, its host or the link to it is slow."
+        return SLOW
     if isinstance(error, TimeoutError):
         return f"The host is down, the agent is stopped, a firewall drops port {at.port}, or the address is wrong."
     if isinstance(error, OSError) and error.errno in _NO_ROUTE:

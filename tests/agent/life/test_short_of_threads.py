@@ -118,6 +118,15 @@ def test_a_bucket_is_probed_once_there_are_threads_again(tmp_path: Path) -> None
     assert prober.probe(url, "step-1")["is_empty"]
 
 
+def test_a_bucket_that_is_late_is_no_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next step is about its URL and the network: it was to look whether a node's agent runs."""
+    monkeypatch.setattr(Prober, "_probe", lambda *_: None)
+    said = Prober(TargetBook(tmp_path)).probe("s3://bucket/run", "step-1")["error"]
+    assert "it has not answered yet" in said
+    assert "check the URL and the network" in said
+    assert "agent runs" not in said
+
+
 def test_a_save_that_gets_no_thread_is_not_begun(service: NodeService) -> None:
     """The rank that brings the outline hears so; the agent does not hold the save, which can be given up, or finished."""
     store = service.store

@@ -269,6 +269,21 @@ def test_a_save_warns_once_of_what_a_load_would_refuse(tmp_path: Path, monkeypat
     assert f"`import {PATHS_HOME}; torch.serialization.add_safe_globals([{PATHS_HOME}.PosixPath])`" in said[1]
 
 
+def test_a_save_warns_of_what_is_nested_too_deep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for each entry: it names nothing that a search would find."""
+    monkeypatch.setattr(unloadable, "_seen", set())
+    monkeypatch.setattr(unloadable, "_warned", set())
+    for depth, is_refused in ((90, False), (120, True)):
+        value: Any = 1
+        for _ in range(depth):
+            value = (value, [])
+        raw = memoryview(saved(value))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            unloadable.warn_if_unloadable(raw, f"tree of {depth}")
+        assert ["nested more than 100 deep" in str(each.message) for each in caught] == [True] * is_refused
+
+
 def test_a_save_warns_of_arrays_that_a_load_would_refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their pickles name what those of numbers name, which were saved before and load."""
     for name in ("_seen", "_warned"):

@@ -353,7 +353,8 @@ def test_after_a_signal_the_disk_gets_what_memory_refuses(
             manager.save(3, state(3))
         assert manager.latest_step() == 3
     assert (steps_in(root), steps_in(memory)) == ({3}, {1})
-    assert "step-3 goes to the disk alone" in caplog.text
+    (said,) = (text for text in caplog.messages if text.startswith("step-3 goes to the disk alone"))
+    assert "rank 0: MemoryTierShort: " in said, "the cause, and no traceback"
 
 
 def test_a_spill_that_failed_is_made_with_the_next_save(

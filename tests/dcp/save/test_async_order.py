@@ -17,8 +17,8 @@ from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 
 from replicated_ckpt import CheckpointManager, ReplicatedWriter
-from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.dcp.c10d.world import watch_group
+from replicated_ckpt.dcp.runtime.failures import describe_failure
 from replicated_ckpt.dcp.staging import segment, stager
 from replicated_ckpt.dcp.staging.segment import StagingMemoryShort, lease_segment
 from replicated_ckpt.dcp.staging.state_copy import StateCopy
@@ -144,9 +144,9 @@ def test_what_is_noted_late_is_of_the_save_that_failed(tmp_path: Path, monkeypat
     def note_late(error: BaseException) -> str:
         noting.put(threading.current_thread())
         assert is_saved.wait(TIMEOUT_S)
-        return one_line(error)
+        return describe_failure(error)
 
-    monkeypatch.setattr(stager, "one_line", note_late)
+    monkeypatch.setattr(stager, "describe_failure", note_late)
     failed = start({"lock": threading.Lock()}, writer, "step-1")
     assert isinstance(failed.exception(TIMEOUT_S), CheckpointException)
     dcp.save({"t": torch.ones(10)}, checkpoint_id="step-2", storage_writer=writer)
@@ -181,7 +181,8 @@ def test_a_save_whose_group_is_gone_is_no_save_of_one_rank(
     dcp.save(state, checkpoint_id="step-3", storage_writer=writer)
     verified(tmp_path, "step-2")
     verified(tmp_path, "step-3")
-    assert "an asynchronous save of this rank has failed" in caplog.text
+    (said,) = (text for text in caplog.messages if "an asynchronous save of this rank has failed" in text)
+    assert "rank 0: ConfigInvalid: The asynchronous save of 'step-1' is lost" in said, "the cause, and no traceback"
 
 
 def test_a_group_that_is_destroyed_within_a_save_is_named() -> None:

@@ -1,0 +1,139 @@
+"""Commands say what they cannot read, and all that they know: a bucket that gives no answer, newer formats, stock torch."""
+
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from replicated_ckpt.cli.exit_codes import ExitCode
+from replicated_ckpt.cli.look import waiting
+from replicated_ckpt.cli.main import main
+from replicated_ckpt.core.layout import MANIFEST_NAME
+from replicated_ckpt.stores.bucket_client import s3
+from replicated_ckpt.stores.bucket_client.retry import RetryingClient
+from replicated_ckpt.stores.local.store import LocalStore
+from tests.agent.agents import stop_agent
+from tests.agent.checkpoints import checkpointed, shard
+from tests.agent.scattered import scattered
+from tests.damage import make_newer
+
+pytestmark = pytest.mark.timeout(60)
+URL = "s3://bucket/run"
+NEWER = "step-1: only a newer replicated_ckpt reads it"
+
+
+@pytest.fixture
+def _silent_endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen(16)
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{listening.getsockname()[1]}")
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            monkeypatch.setenv(name, "none")
+        monkeypatch.setattr(waiting, "SAID_AFTER_S", 0.2)
+        monkeypatch.setattr(s3, "READ_TIMEOUT_S", 2.0)
+        defaults = RetryingClient.__init__.__kwdefaults__
+        assert defaults is not None
+        for name in ("within_s", "look_within_s"):
+            monkeypatch.setitem(defaults, name, 0.1)
+        yield
+
+
+@pytest.mark.parametrize("verb", ["ls", "verify"])
+@pytest.mark.usefixtures("_silent_endpoint")
+def test_what_lies_on_the_nodes_is_told_all_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: str
+) -> None:
+    """And on standard error, soon, that the command waits for the bucket; then why that is not in the answer."""
+    store = LocalStore(tmp_path / "node")
+    checkpointed([store], 1, {shard(0): (0,)}, copies=1)
+    assert main([verb, "--root", str(store.root), "--object-store", URL]) == ExitCode.UNREACHABLE
+    said = capsys.readouterr()
+    assert said.err.startswith(f"waits for {URL}, 0.2 s by now")
+    assert f"replicated-ckpt {verb}: list '' at {URL}: " in said.err
+    assert "1 checkpoint, " in said.out
+    assert main([verb, "--json", "--root", str(store.root), "--object-store", URL]) == ExitCode.UNREACHABLE
+    assert "step-1" in str(json.loads(capsys.readouterr().out)["checkpoints"])
+
+
+@pytest.mark.usefixtures("_silent_endpoint")
+def test_nothing_goes_while_a_bucket_is_silent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`rm` says what it waits for, too, and leaves the checkpoint on the node."""
+    store = LocalStore(tmp_path / "node")
+    checkpointed([store], 1, {shard(0): (0,)}, copies=1)
+    arguments = ["rm", "step-1", "--force", "--root", str(store.root), "--object-store", URL]
+    try:
+        assert main(arguments) == ExitCode.UNREACHABLE
+    finally:
+        stop_agent(store.root)
+    assert f"waits for {URL}" in capsys.readouterr().err
+    assert store.catalog.save_id_of("step-1")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    made = LocalStore(tmp_path / "node")
+    checkpointed([made], 1, {shard(0): (0,)}, copies=1)
+    return made
+
+
+def test_what_is_of_a_newer_format_is_not_said_to_be_well(
+    store: LocalStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`verify` has not read it, `status` does not count its copies; by its id it is there, for a newer version."""
+    make_newer(store.root / "step-1" / MANIFEST_NAME)
+    root = ["--root", str(store.root)]
+    assert main(["verify", *root]) == ExitCode.FAILED
+    assert f"not checked: {NEWER}" in capsys.readouterr().out
+    assert main(["verify", "--json", *root]) == ExitCode.FAILED
+    assert json.loads(capsys.readouterr().out)["newer_format"] == ["step-1"]
+    main(["status", *root])
+    assert f"degraded: {NEWER}" in capsys.readouterr().out
+    for verb in ("show", "verify", "upload"):
+        assert main([verb, "step-1", *root]) == ExitCode.FAILED
+        assert "Upgrade replicated_ckpt" in capsys.readouterr().err
+
+
+def test_a_node_with_a_newer_format_is_not_drained(store: LocalStore, capsys: pytest.CaptureFixture[str]) -> None:
+    """No other node was seen to have its copies."""
+    make_newer(store.root / "step-1" / MANIFEST_NAME)
+    try:
+        assert main(["drain", "--dry-run", "--root", str(store.root)]) == ExitCode.FAILED
+    finally:
+        stop_agent(store.root)
+    assert f"not drained: {NEWER}" in capsys.readouterr().out
+
+
+def test_a_verdict_on_stock_torch_s_alone_does_not_contradict_itself(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It said that there was no checkpoint to verify, and that it was sound."""
+    scattered([LocalStore(tmp_path / "node")], tmp_path)
+    assert main(["verify", "--root", str(tmp_path / "node")]) == ExitCode.OK
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.endswith(": none with a manifest that is read here")
+    assert second.endswith(": sound")
+
+
+@pytest.mark.parametrize("verb", ["ls", "verify", "rm"])
+def test_a_bucket_that_is_none_is_refused_before_anything_is_read(
+    store: LocalStore, tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: str
+) -> None:
+    """`verify` may take hours; of a node's root `ls` said that a bucket has its checkpoints, and `rm` takes those away."""
+    other = LocalStore(tmp_path / "other")
+    checkpointed([other], 2, {shard(0): (0,)}, copies=1)
+    named = ["step-1"] if verb == "rm" else []
+    for url in ("nonsense", f"file://{other.root}"):
+        assert main([verb, *named, "--root", str(store.root), "--object-store", url]) == ExitCode.USAGE
+        assert capsys.readouterr().out == ""
+
+
+def test_the_upload_of_latest_is_told_what_to_name(store: LocalStore, capsys: pytest.CaptureFixture[str]) -> None:
+    """It was said to have no manifest; and a bucket that is empty text is none that was left out."""
+    root = ["--root", str(store.root)]
+    assert main(["upload", "latest", *root]) == ExitCode.NOT_FOUND
+    assert "the newest that was seen is 'step-1'" in capsys.readouterr().err
+    assert main(["upload", "step-1", *root, "--to", ""]) == ExitCode.USAGE
+    assert "not ''" in capsys.readouterr().err

@@ -1,0 +1,40 @@
+"""What a save or load has failed with fits a line of a log: the cause, on which rank, and about which entry."""
+
+import socket
+import threading
+from pathlib import Path
+from traceback import StackSummary
+
+import pytest
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from replicated_ckpt import ReplicatedWriter
+from replicated_ckpt.dcp.agreement.nodes import LoneNode
+from replicated_ckpt.dcp.runtime.failures import describe_failure
+from replicated_ckpt.errors import SaveAborted, StoreFull
+
+
+def test_the_cause_is_named_before_its_echoes() -> None:
+    """And without tracebacks, which would fill the line."""
+    full = StoreFull("/nvme/ckpt", "write", "step-1/__7_0.distcp", "OSError: No space left on device")
+    full.add_note("Met on host n7.")
+    failures = {rank: (SaveAborted("Rank 7 failed.\nIt was given up."), StackSummary()) for rank in range(7)}
+    said = describe_failure(CheckpointException("save", {**failures, 7: (full, StackSummary())}))
+    assert said.startswith(f"rank 7: StoreFull: {full} (Met on host n7); rank 0: SaveAborted: Rank 7 failed.?It was")
+    assert said.endswith("; and 5 more ranks")
+
+
+def test_an_error_that_is_no_dcp_s_is_itself() -> None:
+    """With its class, as a message alone may not say what it is."""
+    assert describe_failure(ValueError("no\nsuch")) == "ValueError: no?such"
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_the_ranks_of_other_hosts_are_told_where_it_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Roots have one path on all nodes, and a rank's number is no host."""
+    said = list[str]()
+    monkeypatch.setattr(LoneNode, "abort", lambda _self, _save_id, why: said.append(why))
+    with pytest.raises(CheckpointException):
+        dcp.save({"lock": threading.Lock()}, checkpoint_id="a", storage_writer=ReplicatedWriter(tmp_path, copies=1))
+    assert said[0].startswith(f"rank 0 on {socket.gethostname()} failed: TypeError: ")
