@@ -18,7 +18,7 @@ from replicated_ckpt.errors import ConfigInvalid, ObjectUnsafe
 _NAME_LINES = re.compile(rb"c([\w.]+)\n([\w.]+)\n")
 _TYPES = re.compile(rb"X.\0\0\0([OV][0-9]{1,9})", re.DOTALL)
 """numpy's types of Python objects and of records: their arrays name the same classes as those that load."""
-_CONTAINERS = re.compile(rb"[]})t\x85-\x87]")
+_CONTAINERS = b"]})t\x85\x86\x87"
 """What begins a list or a dict in a pickle, and ends a tuple: an object that is nested too deep has many of them."""
 _SEARCHED_BYTES_MAX = 1 << 20
 _WHERE = "this checkpoint"
@@ -35,8 +35,9 @@ def warn_if_unloadable(raw: memoryview, fqn: str) -> None:
     and one of many containers is followed once for its entry.
     Of one larger than 1 MiB the names alone are looked at: it is not made.
     """
-    found = {match.groups() for kind in (_NAME_LINES, _TYPES) for match in kind.finditer(raw[:_SEARCHED_BYTES_MAX])}
-    is_deep = sum(1 for _ in _CONTAINERS.finditer(raw[:_SEARCHED_BYTES_MAX])) > DEPTH_MAX
+    searched = bytes(raw[:_SEARCHED_BYTES_MAX])
+    found = {match.groups() for kind in (_NAME_LINES, _TYPES) for match in kind.finditer(searched)}
+    is_deep = len(searched) - len(searched.translate(None, _CONTAINERS)) > DEPTH_MAX
     if len(raw) > _SEARCHED_BYTES_MAX or is_deep or not is_archive(within(raw), len(raw)):
         found.add((fqn.encode(),))
     with _lock:
