@@ -41,6 +41,17 @@ def test_many_threads_name_buckets_at_once(tmp_path: Path) -> None:
     assert len(book.read_all()) == 40
 
 
+def test_a_bucket_that_is_named_again_is_not_the_first_to_be_forgotten(tmp_path: Path) -> None:
+    """Each save of a run names its bucket: its uploads go on however many others are named meanwhile."""
+    book = TargetBook(tmp_path)
+    for number in range(100):
+        book.learn(target("s3://of-the-run/here"))
+        book.learn(target(f"s3://of-others/{number}"))
+        assert "s3://of-the-run/here" in book.read_all()
+    assert TargetBook(tmp_path).read_all() == book.read_all()
+    assert len(book.read_all()) == 64
+
+
 @pytest.fixture
 def full_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """The disk takes nothing until the returned function is called."""

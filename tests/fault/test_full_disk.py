@@ -7,6 +7,7 @@ import socket
 import subprocess
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from replicated_ckpt.core.upkeep.repair_plan import CopyShard
 from replicated_ckpt.errors import StoreFull
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.throttle import Pace
+from tests.agent.agents import running_agent
 from tests.agent.checkpoints import checkpointed, findings, shard
 from tests.cli.commands import command
 from tests.harness.cluster import Cluster, call
@@ -108,12 +110,18 @@ def test_a_copy_that_finds_no_room_leaves_nothing_on_its_way(cluster: Cluster, l
     assert list((disk / ".incoming").iterdir()) == []
 
 
-def test_a_disk_that_is_full_to_the_last_byte_can_be_pruned(cluster: Cluster) -> None:
-    """As the error of a save on it says: the agent that the command starts has the room that was kept for it."""
+@pytest.mark.parametrize("is_running", [False, True])
+def test_a_disk_that_is_full_to_the_last_byte_can_be_pruned(cluster: Cluster, *, is_running: bool) -> None:
+    """As the error of a save on it says: the agent, one that runs or that the command starts, has room that was kept."""
     store = LocalStore(cluster.nodes[1].disk)
     store.node_id()
     for number in (1, 2, 3):
         checkpointed([store], number, {shard(0): [0]}, copies=1, checkpoint_id=f"step-{number}", size_bytes=50_000)
+    with running_agent(store.root) if is_running else nullcontext():
+        check_pruning(store)
+
+
+def check_pruning(store: LocalStore) -> None:
     with (store.root / "filler").open("wb", buffering=0) as filler, pytest.raises(OSError, match="No space left"):
         collections.deque(map(filler.write, itertools.repeat(bytes(512))), maxlen=0)
     done = command("prune", "--keep-last", "2", "--root", store.root)

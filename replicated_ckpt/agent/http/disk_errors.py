@@ -5,9 +5,9 @@ import ssl
 
 from replicated_ckpt.errors import StoreError
 from replicated_ckpt.stores.files.durable import SHORTAGES, store_error_of
+from replicated_ckpt.stores.files.shortage import UNREADABLE
 
 _OF_DISK = (
-    errno.EIO,
     errno.ENOSPC,
     errno.EDQUOT,
     errno.EROFS,
@@ -18,8 +18,7 @@ _OF_DISK = (
     errno.ENXIO,
     errno.ENOENT,
     errno.ENOTDIR,
-    errno.EISDIR,
-    errno.ELOOP,
+    *UNREADABLE,
     *SHORTAGES,
 )
 

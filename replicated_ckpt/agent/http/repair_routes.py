@@ -21,6 +21,7 @@ from replicated_ckpt.core.upkeep.policy import Policy
 from replicated_ckpt.core.upkeep.repair_plan import RepairPlan
 from replicated_ckpt.errors import ConfigInvalid, ManifestInvalid, ObjectMissing, StoreError
 from replicated_ckpt.stores.local.inspection import Inspector
+from replicated_ckpt.stores.local.room_to_start import keep_room_to_start, make_room_to_start
 from replicated_ckpt.stores.local.versions.replaced import is_read
 from replicated_ckpt.stores.local.versions.retire import renamed_refusal, retire
 from replicated_ckpt.stores.peer.answer import parsing
@@ -138,14 +139,17 @@ class RepairRoutes:
                     service.removals.take(save_id)
             return json_answer(is_removed=False, why=f"a load reads it, or did in the last {PIN_S:.0f} s")
         service.pins.drop(save_id)
+        root = service.store.root
         if fields.get("is_asked"):
             is_kept = not fields.get("force") and self._is_read_here(checkpoint_id, save_id)
             return json_answer(is_removed=False, why="a process of this node reads it" if is_kept else "")
         with request.heartbeat:
+            make_room_to_start(root)
             with self._hold_upload(save_id):
                 # The note comes first: after a crash the agent goes on with it, and no node brings it back.
                 service.removals.take(save_id)
-            is_removed = retire(service.store.root, checkpoint_id, save_id)
+            is_removed = retire(root, checkpoint_id, save_id)
+            keep_room_to_start(root)
         is_left = not is_removed and self._find_place(checkpoint_id, save_id) is not None
         if not is_left:
             with suppress(StoreError):  # the next look ends it

@@ -22,9 +22,11 @@ from replicated_ckpt.errors import (
     ReplicatedCkptError,
     SaveAborted,
     SaveSuperseded,
+    StoreFull,
     StoreUnavailable,
 )
 from replicated_ckpt.stores.any_source import AnySource, Source
+from replicated_ckpt.stores.files.durable import translate_errors
 from replicated_ckpt.stores.files.existence import is_directory
 from replicated_ckpt.stores.files.locks import exclusive
 from replicated_ckpt.stores.local.directories.committed import (
@@ -36,7 +38,7 @@ from replicated_ckpt.stores.local.directories.committed import (
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.inspection import Inspector, Paced
 from replicated_ckpt.stores.local.shard_file import FileSink, ShardFile
-from replicated_ckpt.stores.local.versions.recycled import RecycledFiles
+from replicated_ckpt.stores.local.versions.recycled import RecycledFiles, measure_room
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.copy import PeerShard
 from replicated_ckpt.stores.peer.suspects import tell_suspect
@@ -67,13 +69,14 @@ class Mender:
         Raises:
             ReplicatedCkptError: it could not be done; what was there is as it was. Stopped: the agent is leaving.
         """
-        match action:
-            case RestoreManifest():
-                self._adopt(action)
-            case CopyShard():
-                self._copy(action)
-            case SetAside():
-                self._set_aside(action)
+        with translate_errors(str(self._store.root), "mend", action.checkpoint_id):
+            match action:
+                case RestoreManifest():
+                    self._adopt(action)
+                case CopyShard():
+                    self._copy(action)
+                case SetAside():
+                    self._set_aside(action)
 
     def examine(self, checkpoint_id: str, save_id: str, name: str) -> Finding | None:
         """Reads a file that is said to be bad, notes what it is, and returns what is wrong. Nothing is changed.
@@ -243,8 +246,9 @@ class Mender:
             entry = manifest.shards.get(action.shard)
             if entry is None:
                 raise ObjectMissing(str(self._store.root), "copy", action.shard, "the manifest does not name it")
-            if action.shard in directory.shards() and self._examine(directory, manifest, action.shard) is None:
+            if directory.has(action.shard) and self._examine(directory, manifest, action.shard) is None:
                 return
+            self._check_room(action, entry)
             sources = AnySource(self._sources(action, entry), partial(self._tell, action))
             with incoming_file(self._store.root) as path:
                 with contextlib.closing(sources):
@@ -255,6 +259,14 @@ class Mender:
         failpoints.reach("restore.copied")
         self.bytes_copied += entry.size_bytes
         log.info("restored %s/%s from node %s", action.checkpoint_id, action.shard, sources.last_node)
+
+    def _check_room(self, action: CopyShard, entry: ShardEntry) -> None:
+        """Nothing is pulled that does not fit: each round would fill the disk, and the network, for nothing."""
+        root = self._store.root
+        room = measure_room(root)
+        if room.size_bytes and room.free_bytes < entry.size_bytes:
+            detail = f"it has {entry.size_bytes} bytes, and {room.free_bytes} are free"
+            raise StoreFull(str(root), "copy", f"{action.checkpoint_id}/{action.shard}", detail)
 
     def _sources(self, action: CopyShard, entry: ShardEntry) -> list[Source]:
         """The peers, and last the damaged file of this node itself: some of its blocks may be nowhere else."""

@@ -219,11 +219,15 @@ class Reprotector:
                 log.info("%s/%s of save %s was not read: %s", checkpoint_id, name, save_id, exc)
 
     def _settle_old_leftovers(self) -> None:
-        empty_what_is_left(self._service.store)
-        sweep(self._service.store.agent_directory())
-        leftovers = self._service.find_abandoned(LEFTOVER_GRACE_S)
-        if leftovers:
-            settle(self._service, leftovers, self._service.peers.read_all())
+        """Where the disk does not show what is left, that keeps no copy from being made."""
+        try:
+            empty_what_is_left(self._service.store)
+            sweep(self._service.store.agent_directory())
+            leftovers = self._service.find_abandoned(LEFTOVER_GRACE_S)
+            if leftovers:
+                settle(self._service, leftovers, self._service.peers.read_all())
+        except (ReplicatedCkptError, OSError) as exc:
+            log.warning("what is left over stays for now: %s", exc)
 
     def _look(self) -> tuple[Mapping[str, Manifest], tuple[NodeView, ...]]:
         """The manifests of the saves that nodes hold, and the views of all nodes, this one first."""

@@ -19,6 +19,7 @@ log = logging.getLogger(__name__)
 FIRST_PAUSE_S = 300.0
 _POSITION_NAME = "scrub.json"
 _BUSY_PAUSE_S = 0.5
+_JOIN_S = 2.0
 OnBad = Callable[[Finding], None]
 
 
@@ -64,7 +65,8 @@ class Scrubber:
         self._thread.start()
 
     def join(self) -> None:
-        self._thread.join()
+        """Waits a moment for the thread, after `stopping` was set: a read that is long or hangs ends with the process."""
+        self._thread.join(_JOIN_S)
 
     def status(self) -> Mapping[str, object]:
         return asdict(self.done)

@@ -48,9 +48,11 @@ class AdoptionLocks:
 
     def hold(self, save_id: str, lock: HeldLock) -> None:
         """Takes over the lock, until the save is released or HELD_S have passed."""
-        self.release(save_id)
         with self._lock:
+            before = self._held.pop(save_id, None)
             self._held[save_id] = lock, self._clock() + HELD_S
+        if before is not None:
+            before[0].release()
 
     def keep(self, save_id: str) -> None:
         """The command lives: what is held for it is held for HELD_S from now. Of what is not nothing changes."""
@@ -66,6 +68,7 @@ class AdoptionLocks:
 
     def release_old(self) -> None:
         with self._lock:
-            old = [save_id for save_id, (_, until) in self._held.items() if self._clock() > until]
-        for save_id in old:
-            self.release(save_id)
+            over = [save_id for save_id, (_, until) in self._held.items() if self._clock() > until]
+            old = [self._held.pop(save_id)[0] for save_id in over]
+        for lock in old:
+            lock.release()

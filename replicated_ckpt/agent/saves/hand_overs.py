@@ -18,7 +18,7 @@ from typing import Any, Self
 from replicated_ckpt import failpoints
 from replicated_ckpt.agent.requests.worker_thread import give_way, start_worker
 from replicated_ckpt.agent.saves.shard_copies import WantedCopies, WrittenCopies, write_copies
-from replicated_ckpt.errors import ObjectCorrupt, ObjectMissing, StoreUnavailable
+from replicated_ckpt.errors import ObjectCorrupt, ObjectMissing, StoreError, StoreUnavailable
 from replicated_ckpt.stores.files.durable import read_exactly, translate_errors
 from replicated_ckpt.stores.files.plain import read_plain
 from replicated_ckpt.stores.local.store import LocalStore
@@ -155,9 +155,10 @@ class HandOvers:
 
     def _forget_old(self) -> None:
         if len(self._written) >= _KEPT:
-            over = [key for key, future in self._written.items() if future.done() and not self._store.is_staged(key[0])]
-            for key in over:
-                del self._written[key]
+            with contextlib.suppress(StoreError):  # where the disk does not say, none is forgotten now
+                ended = [key for key, future in self._written.items() if future.done()]
+                for key in [key for key in ended if not self._store.is_staged(key[0])]:
+                    del self._written[key]
 
     def _write(self, shard: HandedShard, descriptors: Sequence[int], future: "Future[WrittenCopies]") -> None:
         try:

@@ -3,8 +3,9 @@
 It goes by what was seen of nodes that answer, never by what a node is assumed to hold.
 """
 
+import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.core.layout import REPLACED_DIR
@@ -13,7 +14,7 @@ from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.protocol.settlement import is_without_a_name, may_be_dropped
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
 from replicated_ckpt.core.upkeep.retention import whole_versions
-from replicated_ckpt.errors import ManifestInvalid, ManifestVersionUnknown, ObjectCorrupt, ObjectMissing
+from replicated_ckpt.errors import ManifestInvalid, ManifestVersionUnknown, ObjectCorrupt, ObjectMissing, StoreError
 from replicated_ckpt.stores.files.durable import translate_errors
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
@@ -33,7 +34,7 @@ def drop_outlived(
     goes, too, of which no manifest tells what it is: what took its place is among them.
 
     Raises:
-        StoreError: one cannot be removed.
+        StoreError: the node's own store cannot be read.
     """
     service.pins.release_old()
     names = service.store.catalog.list_replaced()
@@ -53,8 +54,18 @@ def drop_outlived(
             why = "no node has published it, and a newer save of another run has its name and is whole"
         else:
             continue
-        service.abort(intent.save_id, why)
-        log.info("removed save %s of %s, which was in doubt: %s", intent.save_id, intent.checkpoint_id, why)
+        with _keeping(f"save {intent.save_id}, which is over,"):
+            service.abort(intent.save_id, why)
+            log.info("removed save %s of %s, which was in doubt: %s", intent.save_id, intent.checkpoint_id, why)
+
+
+@contextlib.contextmanager
+def _keeping(what: str) -> Iterator[None]:
+    """What the disk does not remove stays, and is in the way of no other one, nor of any copy."""
+    try:
+        yield
+    except StoreError as exc:
+        log.warning("%s stays for now: %s", what, exc)
 
 
 def _is_without_a_name(
@@ -98,8 +109,9 @@ def _drop_replaced(service: NodeService, names: Sequence[str], whole: _WholeById
             is_over = name in whole_saves or (is_done and not is_of_newer_format(service.store, name))
         else:
             is_over = _is_outlived(service, manifest.checkpoint_id, manifest.version, whole)
-        if is_over and service.store.drop_replaced(name):
-            log.info("removed what a newer save has replaced: save %s", name)
+        with _keeping(f"what a newer save has replaced, save {name},"):
+            if is_over and service.store.drop_replaced(name):
+                log.info("removed what a newer save has replaced: save %s", name)
 
 
 def is_of_newer_format(store: LocalStore, name: str) -> bool:

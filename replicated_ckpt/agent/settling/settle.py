@@ -153,7 +153,7 @@ def _carry_out(
         log.warning("completed save %s of %r, which a peer had committed", save_id, checkpoint_id)
     elif settlement.fate is Fate.DROP:
         service.abort(save_id, leftover.why, unless_decided=True)
-        log.warning("removed unfinished save %s of %r: %s", save_id, checkpoint_id, leftover.why)
+        log.warning("removed what was staged of save %s of %r: %s", save_id, checkpoint_id, leftover.why)
     if settlement.fate is Fate.IN_DOUBT:
         is_news = service.doubts.note(leftover.intent, settlement.waits_for)
         if not _is_gone(service, save_id) and is_news:

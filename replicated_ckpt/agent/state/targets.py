@@ -36,12 +36,11 @@ class TargetBook:
             StoreError: it cannot be written, and holds until this agent ends; it is written when it is told again.
         """
         with self._lock:
-            is_new = self._target_by_url.get(target.url) != target
+            is_new = self._target_by_url.pop(target.url, None) != target
+            self._target_by_url[target.url] = target
+            while len(self._target_by_url) > _TARGETS_MAX:
+                del self._target_by_url[next(iter(self._target_by_url))]
             if is_new:
-                self._target_by_url.pop(target.url, None)
-                self._target_by_url[target.url] = target
-                while len(self._target_by_url) > _TARGETS_MAX:
-                    del self._target_by_url[next(iter(self._target_by_url))]
                 self._bucket_by_url.pop(target.url, None)
             self._file.write([entry.to_json() for entry in self._target_by_url.values()])
         if is_new:
@@ -49,7 +48,7 @@ class TargetBook:
         return is_new
 
     def read_all(self) -> tuple[str, ...]:
-        """URLs, in the order in which they were learnt."""
+        """URLs, the one that was named last comes last."""
         with self._lock:
             return tuple(self._target_by_url)
 

@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from shlex import quote
 
 from replicated_ckpt.cli.checkpoints.ls import list_bucket, name_bucket
 from replicated_ckpt.cli.exit_codes import ExitCode
@@ -67,7 +68,7 @@ class Remover:
     """Looks at the nodes, with this node's agent, which is started; then removes what its caller chooses."""
 
     def __init__(self, store: LocalStore, arguments: argparse.Namespace) -> None:
-        self._force = arguments.force
+        self._root, self._force = store.root, arguments.force
         self._keeps_bucket = arguments.keep_in_bucket
         self._target = None if arguments.object_store is None else name_bucket(arguments.object_store, store)
         self._own: AgentAddress = start_agent(store)
@@ -139,8 +140,15 @@ class Remover:
         if answer["why"]:
             outcome.kept[row.checkpoint_id] = one_line(answer["why"])
             return
-        named_here = self.seen.held[self.seen.own_node].holdings
-        held = [h for h in named_here if (h.checkpoint_id, h.save_id) == (row.checkpoint_id, row.save_id)]
+        here = self.seen.held[self.seen.own_node]
+        if any(one.checkpoint_id == row.checkpoint_id for one in here.remains):
+            path = quote(str(self._root / row.checkpoint_id))
+            outcome.kept[row.checkpoint_id] = (
+                "its manifest on this node is damaged or gone, so that nothing tells which save its files are of; none of "
+                f"it is brought here any more, and `rm -r {path}` removes them"
+            )
+            return
+        held = [h for h in here.holdings if (h.checkpoint_id, h.save_id) == (row.checkpoint_id, row.save_id)]
         if not held and not answer["is_removed"]:
             # The agent may have gone on with its note before it came to this answer.
             outcome.not_here.append(row.checkpoint_id)

@@ -15,15 +15,15 @@ from replicated_ckpt.errors import ReplicatedCkptError, StoreDenied, StoreError,
 from replicated_ckpt.stores.files.existence import is_directory, is_name_taken, is_there
 from replicated_ckpt.stores.files.plain import closing_fd, open_plain_file
 
-_AT_FDCWD = -100
-_RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2
+_AT_FDCWD, _RENAME_NOREPLACE, _RENAME_EXCHANGE = -100, 1, 2
 _IS_SHARED = stat.S_ISGID | stat.S_IRGRP | stat.S_IXGRP
 SHARED_MODE = 0o2750
 """Of a directory that a group may read; what is made in it is of that group, too."""
 _HINT_BY_ERRNO = {
-    errno.EIO: (
+    **dict.fromkeys(
+        (errno.EIO, errno.EUCLEAN, errno.EBADMSG),
         "The disk has failed there: see `dmesg`. What it cannot read is loaded from other nodes; to save, or if it reads "
-        "nothing at all, pass a root on another disk."
+        "nothing at all, pass a root on another disk.",
     ),
     errno.ESTALE: "The shared file system has lost it: mount it again. A root belongs on the node's own disk.",
     errno.EMFILE: "This process has too many open files: raise `ulimit -n`.",

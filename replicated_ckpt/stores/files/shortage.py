@@ -1,8 +1,18 @@
-"""Where a file that cannot be read counts as none: not while the system reads no file at all."""
+"""What an error of reading a file says: nothing of it while the system reads no file at all, and of no other one."""
 
+import errno
 from pathlib import Path
 
 from replicated_ckpt.stores.files.durable import SHORTAGES, store_error_of
+
+UNREADABLE = (errno.EIO, errno.EISDIR, errno.ELOOP, errno.EUCLEAN, errno.EBADMSG)
+"""What is said of one place on a disk. Source: ext4 and XFS say the last two of what fails their own checksums."""
+
+
+def is_unreadable(exc: BaseException) -> bool:
+    """Whether the disk has lost what lies at one place, or another thing lies there: what lies elsewhere is as it was."""
+    cause = exc if isinstance(exc, OSError) else exc.__cause__
+    return isinstance(cause, OSError) and cause.errno in UNREADABLE
 
 
 def raise_shortage(exc: OSError, path: Path) -> None:

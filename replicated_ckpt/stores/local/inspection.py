@@ -15,6 +15,7 @@ from replicated_ckpt.errors import ManifestInvalid, ManifestVersionUnknown, Obje
 from replicated_ckpt.stores.files.direct import page_aligned, read_past_cache
 from replicated_ckpt.stores.files.durable import is_refusal, translate_errors
 from replicated_ckpt.stores.files.plain import closing_fd
+from replicated_ckpt.stores.files.shortage import is_unreadable
 from replicated_ckpt.stores.local.directories.committed import Committed, open_committed_save, open_directory
 from replicated_ckpt.stores.local.remains import crc_of_footer, read_remains, tell_crc
 from replicated_ckpt.stores.local.shard_file import ShardFile
@@ -58,8 +59,7 @@ class Inspector:
         catalog = self._store.catalog
         every = {*catalog.directories(), *catalog.without_manifest()} if checkpoint_id is None else {checkpoint_id}
         for found in sorted(every):
-            with contextlib.suppress(ObjectMissing), open_directory(self._store.root, found) as directory:
-                yield from self._of_directory(directory)
+            yield from self._of_id(found)
         for manifest in list(catalog.read_replaced()):
             if checkpoint_id in (None, manifest.checkpoint_id):
                 place = manifest.checkpoint_id, manifest.save_id
@@ -77,6 +77,20 @@ class Inspector:
             f"{REPLACED_DIR}/{m.save_id}" for m in catalog.read_replaced() if checkpoint_id in (None, m.checkpoint_id)
         ]
         return sum(size for place in [*ids, *names] for size in catalog.shard_sizes(place).values())
+
+    def _of_id(self, checkpoint_id: str) -> Iterator[Finding]:
+        try:
+            with open_directory(self._store.root, checkpoint_id) as directory:
+                yield from self._of_directory(directory)
+        except ObjectMissing:
+            return
+        except StoreError as exc:
+            if not is_unreadable(exc):
+                raise
+            self.remains.append(Remains(self._node_id, checkpoint_id, is_ours=True))
+            path = str(self._store.root / checkpoint_id)
+            what = "", MANIFEST_NAME, path, Problem.CORRUPT, "a directory", exc.detail
+            yield Finding(self._node_id, checkpoint_id, *what)
 
     def _of_directory(self, directory: Committed) -> Iterator[Finding]:
         try:

@@ -8,6 +8,7 @@ from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, is_checkpo
 from replicated_ckpt.core.upkeep.remains import Remains
 from replicated_ckpt.errors import ManifestVersionUnknown, ObjectMissing, StoreError
 from replicated_ckpt.stores.files.durable import read_exactly
+from replicated_ckpt.stores.files.shortage import is_unreadable
 from replicated_ckpt.stores.local.directories.committed import Committed, open_directory
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import FILE_BYTES_MAX
@@ -51,6 +52,10 @@ class RemainsReader:
                 return read_remains(directory, self._node_id, self._crc)
         except (ManifestVersionUnknown, ObjectMissing):
             return None
+        except StoreError as exc:
+            if not is_unreadable(exc):
+                raise
+            return Remains(self._node_id, checkpoint_id, is_ours=True)
 
     def _crc(self, name: str, fd: int) -> int | None:
         status = os.fstat(fd)

@@ -11,11 +11,11 @@ from replicated_ckpt.stores.local.versions.recycled import RecycledFiles
 
 _SMALL_FILES_BYTES = 1 << 20
 _KEPT_BYTES = 128 << 10
-"""What an agent writes when it starts, some small files and the first lines of its log, takes less."""
+"""What an agent writes when it starts, some small files and the first lines of its log, takes less; so does a removal."""
 
 
 def keep_room_to_start(root: Path) -> None:
-    """Has a file take that room, if it does not yet and the disk has it: it goes when an agent starts on a full disk."""
+    """Has a file take that room, if it does not yet and the disk has it: it goes when an agent needs it on a full disk."""
     with contextlib.suppress(OSError):  # without it all works until the disk is full
         if not is_there(root / ROOM_NAME):
             write_file(root / ROOM_NAME, os.urandom(_KEPT_BYTES), is_flushed=False)
@@ -23,6 +23,8 @@ def keep_room_to_start(root: Path) -> None:
 
 def make_room_to_start(root: Path) -> None:
     """Has recycled files go, and what was kept for it, if they leave no room for what an agent writes when it starts.
+
+    The note of a removal, too: what is to make room needs some.
 
     Raises:
         StoreError

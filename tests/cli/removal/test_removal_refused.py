@@ -1,6 +1,7 @@
 """What `rm` refuses is refused before any agent is asked to change anything, and said as JSON where that is asked for."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,13 @@ from replicated_ckpt.cli.look.nodes import NodesSeen
 from replicated_ckpt.cli.main import main
 from replicated_ckpt.cli.removal import remover
 from replicated_ckpt.core.inventory import Holding
+from replicated_ckpt.core.layout import MANIFEST_NAME
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress
-from tests.agent.checkpoints import checkpointed, shard
+from tests.agent.agents import wait_for
+from tests.agent.checkpoints import checkpointed, findings, shard
+from tests.agent.repair.test_reprotect import PAIR, agents, protected, stores
+from tests.cli.commands import command
 
 NOWHERE = AgentAddress("b", "127.0.0.1", 1, "token")
 
@@ -54,3 +59,23 @@ def test_json_is_json_where_it_is_refused_or_only_tried(
     found = json.loads(capsys.readouterr().out)
     assert (found["dry_run"], found["removed"]) == (True, [])
     assert found["plan"] == [{"checkpoint_id": "step-1", "save_id": made.save_id, "on": [own]}]
+
+
+@pytest.mark.fault
+@pytest.mark.timeout(240)
+def test_files_without_a_manifest_are_not_said_to_be_gone(tmp_path: Path) -> None:
+    """Nothing tells here which save they are of; what removes them is said, and they do not come back."""
+    nodes = stores(tmp_path, 3)
+    for number in (1, 2):
+        checkpointed(nodes, number, PAIR, checkpoint_id=f"step-{number}", size_bytes=3000)
+    with agents(nodes) as running:
+        assert "removed on this node: step-1" in command("rm", "step-1", "--root", nodes[2].root).stdout
+        (nodes[0].root / "step-1" / MANIFEST_NAME).write_bytes(b"damaged")
+        done = command("rm", "step-1", "--root", nodes[0].root)
+        assert done.returncode == ExitCode.FAILED
+        assert "not on this node" not in done.stdout
+        assert f"`rm -r {nodes[0].root / 'step-1'}` removes them" in done.stdout
+        shutil.rmtree(nodes[0].root / "step-1")
+        wait_for(protected(running[0]), 30, "a round")
+        assert "not on this node" in command("rm", "step-1", "--root", nodes[0].root).stdout
+    assert [findings(store) for store in nodes] == [[], [], []]

@@ -1,6 +1,5 @@
 """The catalog: which committed checkpoints lie under a root, as the disk shows them now."""
 
-import errno
 import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -29,8 +28,7 @@ from replicated_ckpt.stores.files.containment import leads_out
 from replicated_ckpt.stores.files.durable import translate_errors
 from replicated_ckpt.stores.files.existence import is_there
 from replicated_ckpt.stores.files.plain import open_plain_file, read_plain
-
-_UNREADABLE = (errno.EIO, errno.EISDIR, errno.ELOOP, errno.EUCLEAN)
+from replicated_ckpt.stores.files.shortage import is_unreadable
 
 
 class Catalog:
@@ -76,15 +74,16 @@ class Catalog:
         Raises:
             ManifestVersionUnknown: only a newer version knows. ObjectMissing: a symbolic link leads out of the root.
         """
-        with translate_errors(str(self.root), "open", checkpoint_id):
-            if leads_out(self.root, checkpoint_id):
-                raise ObjectMissing(str(self.root), "open", checkpoint_id, "a symbolic link leads out of the root")
         try:
             return self.manifest(checkpoint_id).save_id
         except ManifestVersionUnknown:
             raise
-        except (ObjectMissing, ManifestInvalid):
-            return ""
+        except ObjectMissing as exc:
+            if exc.detail:  # by a link
+                raise
+        except ManifestInvalid:
+            pass
+        return ""
 
     def committed(self) -> Iterator[tuple[str, Manifest]]:
         """Checkpoint id and manifest of every checkpoint whose manifest is believed; a bad one is left to `verify`."""
@@ -195,16 +194,18 @@ class Catalog:
         return status.st_size if S_ISREG(status.st_mode) else None
 
     def shard_sizes(self, checkpoint_id: str) -> Mapping[str, int]:
-        """Bytes of each shard file of a checkpoint; empty if the checkpoint is just being replaced or removed."""
+        """Bytes of each shard file of a checkpoint; none while it is replaced or removed, or where the disk has lost it."""
         with translate_errors(str(self.root), "list", checkpoint_id):
             try:
                 return {
-                    entry.name: entry.stat().st_size
+                    entry.name: _size_of(entry)
                     for entry in os.scandir(self._path_of(checkpoint_id))
                     if ShardName.parse(entry.name) is not None and entry.is_file(follow_symlinks=False)
                 }
-            except FileNotFoundError:
-                return {}
+            except OSError as exc:
+                if isinstance(exc, FileNotFoundError) or is_unreadable(exc):
+                    return {}
+                raise
 
     def directories(self) -> Iterator[str]:
         """Every directory that has files of a checkpoint in it, its manifest believed, damaged or missing."""
@@ -241,15 +242,18 @@ class Catalog:
         if depth > PARTS_MAX:
             return
         try:
-            entries = sorted(os.scandir(self._path_of(parent)), key=lambda found: found.name)
-        except FileNotFoundError:
-            return
+            with translate_errors(str(self.root), "list", parent):
+                entries = sorted(os.scandir(self._path_of(parent)), key=lambda found: found.name)
+        except StoreError as exc:
+            if isinstance(exc.__cause__, FileNotFoundError) or (parent and is_unreadable(exc)):
+                return
+            raise
         for entry in entries:
             if entry.name.startswith(".") or not entry.is_dir(follow_symlinks=False):
                 continue
-            if _is_closed_to_us(entry):
-                continue
             with translate_errors(str(self.root), "look at", entry.name):
+                if _is_closed_to_us(entry):
+                    continue
                 is_found = is_one(entry.path)
             if is_found:
                 yield parent + entry.name
@@ -265,6 +269,20 @@ def _is_closed_to_us(entry: "os.DirEntry[str]") -> bool:
         return entry.stat(follow_symlinks=False).st_uid != os.geteuid()
     except FileNotFoundError:
         return True
+    except OSError as exc:
+        if is_unreadable(exc):
+            return False
+        raise
+
+
+def _size_of(entry: "os.DirEntry[str]") -> int:
+    """Bytes of a shard's file; 0, which no shard has, where the disk cannot tell: it is there, and damaged."""
+    try:
+        return entry.stat().st_size
+    except OSError as exc:
+        if is_unreadable(exc):
+            return 0
+        raise
 
 
 @contextmanager
@@ -273,15 +291,23 @@ def manifest_readable(path: str | Path) -> Iterator[None]:
     try:
         yield
     except (OSError, StoreError) as exc:
-        cause = exc if isinstance(exc, OSError) else exc.__cause__
-        if isinstance(cause, OSError) and cause.errno in _UNREADABLE:
-            raise ManifestInvalid(f"{path} cannot be read: {cause.strerror}.") from exc
+        if is_unreadable(exc):
+            cause = exc if isinstance(exc, OSError) else exc.__cause__
+            raise ManifestInvalid(f"{path} cannot be read: {getattr(cause, 'strerror', exc)}.") from exc
         raise
 
 
 def _has_manifest(path: str) -> bool:
-    """Whether anything lies there under the name of a manifest. Raises OSError: the disk does not say."""
-    return is_there(f"{path}/{MANIFEST_NAME}")
+    """Whether anything lies there under the name of a manifest, or in a directory that the disk has lost.
+
+    Raises OSError: the system does not say.
+    """
+    try:
+        return is_there(f"{path}/{MANIFEST_NAME}")
+    except OSError as exc:
+        if is_unreadable(exc):
+            return True
+        raise
 
 
 def _holds_a_checkpoint(path: str) -> bool:

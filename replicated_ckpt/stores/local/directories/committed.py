@@ -25,7 +25,7 @@ from replicated_ckpt.core.layout import (
     is_save_id,
 )
 from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX, Manifest, decode_manifest
-from replicated_ckpt.errors import ConfigInvalid, ManifestInvalid, ObjectCorrupt, ObjectMissing
+from replicated_ckpt.errors import ConfigInvalid, ManifestInvalid, ObjectCorrupt, ObjectMissing, StoreError
 from replicated_ckpt.stores.files.containment import leads_out
 from replicated_ckpt.stores.files.durable import fsync_directory, make_directories, translate_errors, write_file
 from replicated_ckpt.stores.files.existence import is_directory, list_prefixed
@@ -100,6 +100,17 @@ class Committed:
             raise ObjectCorrupt(str(self._root), "read", f"{self.checkpoint_id}/{name}", detail)
         return raw
 
+    def has(self, name: str) -> bool:
+        """Whether anything has this name.
+
+        Raises:
+            StoreError: the disk does not say. Nothing can get the name then.
+        """
+        with self._translate("look at", name), contextlib.suppress(FileNotFoundError):
+            os.stat(name, dir_fd=self._fd, follow_symlinks=False)
+            return True
+        return False
+
     def set_aside(self, name: str, why: str) -> Path | None:
         """Moves a file to the quarantine, with a note of why; returns where it is now, None if it was not there."""
         return self._quarantine(name, why, self._move)
@@ -109,11 +120,9 @@ class Committed:
         return self._quarantine(name, why, self._link)
 
     def _quarantine(self, name: str, why: str, into: Callable[[str, Path], None]) -> Path | None:
+        if not self.has(name):  # no manifest is read and no folder made for nothing
+            return None
         with self._translate("set aside", name):
-            try:
-                os.stat(name, dir_fd=self._fd, follow_symlinks=False)
-            except FileNotFoundError:  # no manifest is read and no folder made for nothing
-                return None
             save = self._save_id_or_unknown()
             folder = self._root / QUARANTINE_DIR / save
             make_directories(folder, self._root)
@@ -140,7 +149,7 @@ class Committed:
     def _save_id_or_unknown(self) -> str:
         try:
             save_id = str(json.loads(self.read_small(MANIFEST_NAME))["manifest"]["save_id"])
-        except (ObjectMissing, ValueError, KeyError, TypeError, RecursionError):
+        except (StoreError, ValueError, KeyError, TypeError, RecursionError):
             return "unknown"
         return save_id if is_save_id(save_id) else "unknown"
 

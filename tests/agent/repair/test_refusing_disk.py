@@ -1,0 +1,192 @@
+"""What a disk refuses during upkeep keeps nothing else from being done, and nothing is done for nothing."""
+
+import errno
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from replicated_ckpt.agent.peers.watch import Patience
+from replicated_ckpt.agent.repair import mender as mending
+from replicated_ckpt.agent.repair.mender import Mender
+from replicated_ckpt.agent.repair.reprotect import Reprotector
+from replicated_ckpt.agent.repair.scrub import Scrubber
+from replicated_ckpt.agent.saves.adoption_locks import HELD_S, AdoptionLocks
+from replicated_ckpt.agent.saves.hand_overs import HandedShard, HandOvers
+from replicated_ckpt.agent.saves.service import NodeService
+from replicated_ckpt.agent.saves.shard_copies import WantedCopies
+from replicated_ckpt.agent.settling.outlived import drop_outlived
+from replicated_ckpt.core.layout import MANIFEST_NAME, TRASH_DIR
+from replicated_ckpt.core.upkeep.repair_plan import CopyShard
+from replicated_ckpt.errors import StoreError, StoreFull
+from replicated_ckpt.stores.files.locks import HeldLock
+from replicated_ckpt.stores.files.room import Room
+from replicated_ckpt.stores.local.directories.committed import open_directory
+from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.throttle import Pace
+from tests.agent.checkpoints import checkpointed, findings, shard
+from tests.stores.files.test_existence import refused
+
+pytestmark = pytest.mark.timeout(60)
+SAVE = f"{1:032x}"
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> NodeService:
+    """Of a node with one checkpoint, of one shard."""
+    store = LocalStore(tmp_path / "root")
+    checkpointed([store], 1, {shard(0): [0]}, copies=1, size_bytes=3000)
+    return NodeService(store)
+
+
+def full(service: NodeService) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mending, "measure_room", lambda _: Room(1000, 1 << 30), raising=False)
+        (service.store.root / "step-1" / shard(0)).unlink()
+        yield
+
+
+def lost(service: NodeService) -> Iterator[None]:
+    with refused(service.store.root / "step-1" / shard(0), errno.EIO):
+        yield
+
+
+@pytest.mark.parametrize(("refusing", "kind"), [(full, StoreFull), (lost, StoreError)])
+def test_a_copy_that_cannot_get_its_place_is_not_pulled(
+    service: NodeService, monkeypatch: pytest.MonkeyPatch, refusing: Any, kind: type[StoreError]
+) -> None:
+    """Each round would fill the disk to the brim, or bring all its bytes, and then throw them away."""
+    monkeypatch.setattr(mending, "pull_shard", lambda *_: pytest.fail("it was pulled"))
+    action = CopyShard(service.node_id, "step-1", SAVE, shard(0), 3000, (service.node_id,), True)
+    with contextmanager(refusing)(service), pytest.raises(kind):
+        Mender(service, Pace(1e12, threading.Event())).carry_out(action)
+
+
+@pytest.mark.parametrize("kind", ["lost", "directory"])
+def test_a_manifest_that_cannot_be_read_gives_way(
+    service: NodeService, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """The one that another node has takes its name, as the error of reading it promises."""
+    path = service.store.root / "step-1" / MANIFEST_NAME
+    raw, fdopen = path.read_bytes(), os.fdopen
+    if kind == "directory":
+        path.unlink()
+        path.mkdir()
+
+    def failing(fd: int, *args: Any) -> Any:
+        if os.readlink(f"/proc/self/fd/{fd}") == str(path):  # noqa: PTH115
+            os.close(fd)
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return fdopen(fd, *args)
+
+    with monkeypatch.context() as patch, open_directory(service.store.root, "step-1") as directory:
+        if kind == "lost":
+            patch.setattr(os, "fdopen", failing)
+        directory.put_small(MANIFEST_NAME, raw)
+    assert findings(service.store) == []
+
+
+def test_a_replaced_version_that_stays_keeps_no_other_one(
+    service: NodeService, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nor any copy from being made, which comes after it in a round."""
+    tried: list[str] = []
+
+    def drop(_: LocalStore, name: str) -> bool:
+        tried.append(name)
+        raise StoreError("the disk", "remove", name, "OSError: Input/output error")
+
+    monkeypatch.setattr(LocalStore, "drop_replaced", drop)
+    for number in (8, 9):
+        (service.store.root / ".replaced" / f"{number:032x}").mkdir(parents=True)
+    drop_outlived(service, {}, (), is_done=True)
+    assert tried == [f"{number:032x}" for number in (8, 9)]
+    assert caplog.text.count("stays for now") == 2
+
+
+def test_a_trash_that_cannot_be_listed_ends_no_round(service: NodeService) -> None:
+    """It is said, and the round goes on."""
+    stopping = threading.Event()
+    reprotector = Reprotector(service, Patience(), Pace(1e12, stopping), stopping)
+    listdir = os.listdir
+
+    def failing(path: Any) -> list[str]:
+        if Path(path).name == TRASH_DIR:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return listdir(path)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "listdir", failing)
+        assert reprotector.round().is_complete
+
+
+def test_a_scrub_that_hangs_keeps_no_agent(service: NodeService, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a read of a disk that hangs does, or of a long file: the agent that is to follow waits for the root."""
+    monkeypatch.setattr("replicated_ckpt.agent.repair.scrub._JOIN_S", 0.1, raising=False)
+    stopping, reading, hangs = threading.Event(), threading.Event(), threading.Event()
+    scrubber = Scrubber(service.store, service.node_id, Pace(1e12, stopping), stopping, 0.01, lambda _: None)
+
+    def scrub() -> Any:
+        reading.set()
+        hangs.wait()
+
+    monkeypatch.setattr(scrubber, "scrub", scrub)
+    scrubber.start()
+    assert reading.wait(20)
+    stopping.set()
+    joining = threading.Thread(target=scrubber.join, daemon=True)
+    joining.start()
+    joining.join(10)
+    is_over = not joining.is_alive()
+    hangs.set()
+    assert is_over
+
+
+def test_a_shard_is_taken_where_the_disk_hides_an_old_one(
+    service: NodeService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever comes of it, its descriptors are closed: each of a rank's memory stays in use until then."""
+    monkeypatch.setattr("replicated_ckpt.agent.saves.hand_overs._KEPT", 0)
+    hand_overs = HandOvers(service.store)
+    copies = WantedCopies(SAVE, shard(0), service.node_id)
+    for _ in range(2):
+        fd = os.memfd_create("shard")
+        with refused(service.store.root / ".staging", errno.EIO):
+            future = hand_overs.take(HandedShard(copies, []), [fd])
+            assert future.exception(20) is not None
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(fd)
+
+
+def test_an_adoption_that_is_held_anew_keeps_its_lock(tmp_path: Path) -> None:
+    """Also where old locks are given back at that moment, its own first one among them."""
+    now, locks = [0.0], []
+    for name in ("first", "second"):
+        (tmp_path / name).touch()
+        locks.append(HeldLock(os.open(tmp_path / name, os.O_RDONLY)))
+    held = AdoptionLocks(lambda: now[0])
+    held.hold(SAVE, locks[0])
+    now[0] = HELD_S + 1
+    held._lock = Released(held._lock, lambda: held.hold(SAVE, locks[1]))  # type: ignore[assignment]
+    held.release_old()
+    assert [lock.is_held for lock in locks] == [False, True]
+    held.release(SAVE)
+
+
+class Released:
+    """A lock; what is given is done once, when it is given back for the first time."""
+
+    def __init__(self, lock: threading.Lock, then: Callable[[], None]) -> None:
+        self._lock, self._then = lock, [then]
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+        if self._then:
+            self._then.pop()()
