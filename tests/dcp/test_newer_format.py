@@ -1,14 +1,29 @@
 """A checkpoint that a newer version of the package wrote is not said to be absent, nor passed over in silence."""
 
 import logging
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from replicated_ckpt import ManifestVersionUnknown, ReplicatedReader, ReplicatedWriter
+from replicated_ckpt import ManifestVersionUnknown, ReplicatedReader, ReplicatedWriter, Retention
+from replicated_ckpt.agent.uploads.bucket_retention import retire_in_bucket
+from replicated_ckpt.core.bucket.commit_mark import MAGIC, MARK_BYTES
+from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import MANIFEST_NAME
+from replicated_ckpt.core.manifest import Manifest
+from replicated_ckpt.dcp.find.survey import Surveyor
+from replicated_ckpt.stores.bucket.bucket import Bucket
+from replicated_ckpt.stores.bucket.inspection import BucketInspector
+from replicated_ckpt.stores.bucket_client.opening import open_client
+from replicated_ckpt.stores.bucket_client.url import ObjectTarget
+from replicated_ckpt.stores.local.store import LocalStore
+from tests.agent.agents import running_agent
+from tests.agent.checkpoints import METADATA, checkpointed, shard
 from tests.damage import make_newer
 
 pytestmark = [
@@ -44,3 +59,46 @@ def test_latest_says_what_it_passes_over(tmp_path: Path, caplog: pytest.LogCaptu
         dcp.load(state, checkpoint_id="latest", storage_reader=ReplicatedReader(tmp_path), no_dist=True)
     assert torch.equal(state["w"], torch.ones(8))
     assert [text for text in caplog.messages if "'step-2'" in text and "newer" in text]
+
+
+@pytest.mark.parametrize("checkpoint_id", ["step-1", "latest"])
+def test_on_another_node_it_is_no_absence_either(tmp_path: Path, checkpoint_id: str) -> None:
+    """A replaced node, which has nothing yet, does not take it for a first start."""
+    here, there = LocalStore(tmp_path / "here"), LocalStore(tmp_path / "there")
+    checkpointed([there], 1, {shard(0): [0]}, copies=1)
+    make_newer(there.root / "step-1" / MANIFEST_NAME)
+    with running_agent(there.root) as known:
+        peer = known.endpoint.address("127.0.0.1")
+        with pytest.raises(ManifestVersionUnknown, match="'step-1' in node"):
+            Surveyor(here, here.node_id(), [peer]).survey(checkpoint_id)
+
+
+def commit_newer(bucket: Bucket, manifest: Manifest, what: str, scratch: Path) -> None:
+    """Commits a save to the bucket whose manifest, or whose mark, is of a newer format."""
+    scratch.write_bytes(manifest.encode())
+    if what == "manifest":
+        make_newer(scratch)
+    bucket.commit(manifest, scratch.read_bytes(), METADATA)
+    if what == "mark":
+        key = f"{manifest.checkpoint_id}/.metadata"
+        raw = bucket.small(key, len(METADATA) + MARK_BYTES)[:-4].replace(MAGIC, MAGIC[:-1] + b"9")
+        bucket.client.put(key, raw + crc32c(raw[len(METADATA) :]).to_bytes(4, "little"))
+
+
+@pytest.mark.parametrize("what", ["manifest", "mark"])
+def test_in_a_bucket_it_is_neither_damaged_nor_retired(tmp_path: Path, what: str) -> None:
+    """A load says that it takes a newer version; `verify` finds nothing wrong, and retention leaves it there."""
+    (tmp_path / "bucket").mkdir()
+    bucket = Bucket(open_client(ObjectTarget.check(f"file://{tmp_path}/bucket", None)))
+    manifest = checkpointed([LocalStore(tmp_path / "node")], 1, {shard(0): [0]}, copies=1)
+    commit_newer(bucket, manifest, what, tmp_path / "manifest")
+    for checkpoint_id in ("step-1", "latest"):
+        with pytest.raises(ManifestVersionUnknown, match="'step-1' in file:"):
+            Surveyor(LocalStore(tmp_path / "blank"), "a" * 12, [], bucket).survey(checkpoint_id)
+    assert not [*BucketInspector(bucket).inspect()]
+    newest = replace(manifest, checkpoint_id="step-2", save_id="2" * 32, sequence=2)
+    bucket.commit(newest, newest.encode(), METADATA)
+    policy = SimpleNamespace(retention=Retention(keep_last=1))
+    service: Any = SimpleNamespace(policies=SimpleNamespace(of=lambda *_: policy))
+    retire_in_bucket(service, bucket, newest)
+    assert {save.checkpoint_id for save in bucket.saves()} == {"step-1", "step-2"}

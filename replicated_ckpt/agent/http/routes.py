@@ -88,7 +88,7 @@ class Routes:
             case (_, "v1", "unmanaged", *rest):
                 return self._unmanaged.answer(request, rest, query)
             case ("GET", "v1", "holdings"):
-                return self._holdings(query.get("checkpoint_id"))
+                return self._holdings(query.get("checkpoint_id"), is_upkeep="upkeep" in query)
             case ("GET", "v1", "peers"):
                 return json_answer(peers=[peer.without_token() for peer in self._service.peers.read_all()])
             case ("GET", "v1", "verify"):
@@ -256,13 +256,14 @@ class Routes:
             return Answer(body)
         return Answer(body, after=flush_later(self._service.store.path_of_staged(save_id, name)))
 
-    def _holdings(self, checkpoint_id: str | None) -> Answer:
+    def _holdings(self, checkpoint_id: str | None, *, is_upkeep: bool) -> Answer:
         if checkpoint_id is not None and not is_checkpoint_id(checkpoint_id):
             raise ConfigInvalid(f"{checkpoint_id[:200]!r} is no checkpoint id.")
         found = self._service.holdings(checkpoint_id)
         remains = [found.to_json() for found in self._service.remains.find(checkpoint_id)]
         holdings = [holding.to_json() for holding in found]
-        answer = {"node_id": self._service.node_id, "holdings": holdings, "remains": remains}
+        newer = [] if is_upkeep else list(self._service.store.catalog.of_newer_format(checkpoint_id))
+        answer = {"node_id": self._service.node_id, "holdings": holdings, "remains": remains, "newer": newer}
         if checkpoint_id is not None:
             return json_answer(**answer, standing={})
         room = try_room(self._service.store.root).to_json()

@@ -8,6 +8,7 @@ from typing import Any
 from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.manifest import Manifest
+from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.core.upkeep.policy import NOTHING_SAID, Standing
 from replicated_ckpt.core.upkeep.remains import Remains
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
@@ -35,12 +36,16 @@ class Patience:
 
 @dataclass(frozen=True)
 class Held:
-    """What a node says that it holds, what it has without a manifest that it believes, its standing, and its room."""
+    """What a node says that it holds, what it has without a manifest that it believes, its standing, and its room.
+
+    `newer`: the checkpoints there that only a newer version of the package reads; a node of that lists them as held.
+    """
 
     holdings: tuple[Holding, ...]
     remains: tuple[Remains, ...] = ()
     standing: Standing = NOTHING_SAID
     room: Room | None = None
+    newer: tuple[str, ...] = ()
 
     def view_of(self, node: str, domain: str | None = None) -> NodeView:
         """The node, which has answered this, as repair and retention plan for it."""
@@ -147,8 +152,9 @@ def parse_held(answer: Mapping[str, Any], address: AgentAddress) -> Held:
         remains = tuple(Remains.from_json(fields) for fields in answer.get("remains", ()))
         standing = Standing.from_json(answer.get("standing", {}))
         room = Room.from_json(answer["room"]) if "room" in answer else None
+        newer = tuple(one_line(checkpoint_id) for checkpoint_id in answer.get("newer", ()))
     holdings = tuple(holding for holding in found if holding.node_id == address.node_id)
-    return Held(holdings, tuple(one for one in remains if one.node_id == address.node_id), standing, room)
+    return Held(holdings, tuple(one for one in remains if one.node_id == address.node_id), standing, room, newer)
 
 
 def runs_no_agent(error: ReplicatedCkptError) -> bool:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.state.policies import PolicyBook
@@ -12,7 +13,13 @@ from replicated_ckpt.core.manifest import Manifest, decode_manifest
 from replicated_ckpt.core.notes import metrics_of
 from replicated_ckpt.core.upkeep.policy import Standing, scope_of
 from replicated_ckpt.core.upkeep.retention import Candidate, Verdict, judge
-from replicated_ckpt.errors import ReplicatedCkptError, SaveAborted
+from replicated_ckpt.errors import (
+    ManifestInvalid,
+    ManifestVersionUnknown,
+    ObjectMissing,
+    ReplicatedCkptError,
+    SaveAborted,
+)
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.bucket.bucket_save import BucketSave
 from replicated_ckpt.stores.bucket.removal import remove_save
@@ -129,8 +136,14 @@ def _there(bucket: Bucket, manifest: Manifest, retention: Retention) -> Sequence
 
 
 def _remove(bucket: Bucket, verdict: Verdict) -> None:
-    there = bucket.save_of(verdict.checkpoint_id)
-    if there is not None and there.save_id == verdict.save_id:  # it may have been replaced since it was listed
-        bucket.remove(there)
-        url = bucket.client.target.url
-        log.info("removed %s (save %s) from %s: %s", verdict.checkpoint_id, verdict.save_id, url, verdict.rule)
+    there, url = bucket.save_of(verdict.checkpoint_id), bucket.client.target.url
+    if there is None or there.save_id != verdict.save_id:  # it may have been replaced since it was listed
+        return
+    with suppress(ManifestInvalid, ObjectMissing):  # what is damaged goes like the others
+        try:
+            decode_manifest(bucket.manifest_raw(there), url)
+        except ManifestVersionUnknown as exc:
+            log.warning("%s stays in %s: %s", verdict.checkpoint_id, url, exc)
+            return
+    bucket.remove(there)
+    log.info("removed %s (save %s) from %s: %s", verdict.checkpoint_id, verdict.save_id, url, verdict.rule)

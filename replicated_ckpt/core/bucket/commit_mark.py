@@ -21,8 +21,10 @@ from dataclasses import dataclass
 from replicated_ckpt.core.integrity.checksum import Bytes, crc32c
 from replicated_ckpt.core.layout import SEQUENCE_MAX
 from replicated_ckpt.core.lineage import Version, is_moment
+from replicated_ckpt.errors import ManifestVersionUnknown
 
 MAGIC = b"RCKMARK2"
+_FAMILY = MAGIC[:-1]
 _BODY = struct.Struct("<8s16s8sQdIIB")
 MARK_BYTES = _BODY.size + 4
 _NO_LINEAGE = "0" * 16
@@ -64,10 +66,16 @@ class CommitMark:
 
 
 def decode_mark(tail: Bytes) -> CommitMark | None:
-    """The mark in the last MARK_BYTES of a `.metadata`; None if it has none, as those have that stock torch wrote."""
+    """The mark in the last MARK_BYTES of a `.metadata`; None if it has none, as those have that stock torch wrote.
+
+    Raises:
+        ManifestVersionUnknown: it is whole, and of another format than this one.
+    """
     if len(tail) != MARK_BYTES or crc32c(memoryview(tail)[:-4]) != int.from_bytes(tail[-4:], "little"):
         return None
     magic, save_id, lineage, sequence, created, manifest_crc, metadata_crc, own = _BODY.unpack(memoryview(tail)[:-4])
+    if magic != MAGIC and magic.startswith(_FAMILY):
+        raise ManifestVersionUnknown(f"A commit mark begins with {magic!r}.")
     if magic != MAGIC or not is_moment(created) or sequence > SEQUENCE_MAX:
         return None
     named = "" if lineage.hex() == _NO_LINEAGE else lineage.hex()

@@ -20,7 +20,7 @@ from replicated_ckpt.errors import (
 )
 from replicated_ckpt.searched import MOVED, NOT_REACHED, OBJECT_STORE
 from replicated_ckpt.stores.bucket.bucket import Bucket
-from replicated_ckpt.stores.local.store import NOWHERE, LocalStore
+from replicated_ckpt.stores.local.store import NO_NODE, NOWHERE, LocalStore, is_nowhere
 from replicated_ckpt.stores.local.versions.replaceable import is_checkpoint
 
 log = logging.getLogger(__name__)
@@ -40,6 +40,12 @@ def hint_where_none_is(root: Path, checkpoint_id: str, *, are_all_asked: bool) -
         f"In a first run nothing was saved yet: go on without a load (reader.latest() is None then, and a manager's "
         f"restore returns None). Else {named} is not the one that was saved to."
     )
+
+
+def name_own_store(store: LocalStore, own_node: str) -> dict[str, str]:
+    """This node's store as a place that was searched, by node; nothing where there is none."""
+    who = f"node {own_node}" if own_node != NO_NODE else "no node's store yet"
+    return {} if is_nowhere(store) else {own_node: f"{who} at {store.root} (own store)"}
 
 
 def describe_lost(manifest: Manifest, save: SaveFound, searched: Sequence[str]) -> ShardLost:
@@ -67,9 +73,6 @@ def describe_absence(
 ) -> ReplicatedCkptError:
     """The error of a load that found no save of its id. `unreached`: the places that may have one, and did not answer."""
     where = "; ".join(searched)
-    newer = next(store.catalog.of_newer_format(None if checkpoint_id == LATEST else checkpoint_id), None)
-    if newer is not None:
-        return ManifestVersionUnknown(f"{_describe_newer(newer, store)}. Searched: {where}.")
     if any(intent.checkpoint_id == checkpoint_id for intent in store.list_staged()):
         return CheckpointNotCommitted(
             f"Checkpoint {checkpoint_id!r} was begun and never committed. Searched: {where}.",
@@ -80,14 +83,28 @@ def describe_absence(
     return CheckpointNotFound(f"{what} was found. Searched: {where}.", hint, unreached=unreached)
 
 
-def warn_of_newer(store: LocalStore, checkpoint_id: str | None) -> None:
-    """What looks for the newest checkpoint passes over those that this version cannot read, and says so."""
-    for newer in store.catalog.of_newer_format() if checkpoint_id is None else ():
-        log.warning("%s, and is passed over", _describe_newer(newer, store))
+class NewerSaves:
+    """Checkpoints that only a newer version of the package reads: neither absent nor damaged, and passed over aloud."""
 
+    def __init__(self) -> None:
+        self._told_by_id: dict[str, str] = {}
 
-def _describe_newer(checkpoint_id: str, store: LocalStore) -> str:
-    return f"Checkpoint {checkpoint_id!r} in {store.root} is of a format that only a newer replicated_ckpt reads"
+    def note(self, place: str, *checkpoint_ids: str) -> None:
+        for one in checkpoint_ids:
+            if one not in self._told_by_id:
+                told = f"Checkpoint {one!r} in {place} is of a format that only a newer replicated_ckpt reads"
+                self._told_by_id[one] = told
+                log.warning("%s, and is passed over", told)
+
+    def note_refusal(self, error: Exception, place: str, checkpoint_id: str) -> None:
+        """As `note`, if that is why its manifest was refused."""
+        if isinstance(error, ManifestVersionUnknown):
+            self.note(place, checkpoint_id)
+
+    def raise_first(self, searched: Sequence[str]) -> None:
+        """Where nothing else was found. Raises ManifestVersionUnknown: there is one."""
+        for told in self._told_by_id.values():
+            raise ManifestVersionUnknown(f"{told}. Searched: {'; '.join(searched)}.")
 
 
 def describe_answer(node: str, error: ReplicatedCkptError | OSError) -> str:

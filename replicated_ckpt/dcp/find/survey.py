@@ -30,11 +30,11 @@ from replicated_ckpt.errors import (
     ShardLost,
 )
 from replicated_ckpt.stores.bucket.bucket import Bucket
-from replicated_ckpt.stores.bucket.bucket_save import BucketSave
+from replicated_ckpt.stores.bucket.bucket_save import OF_NEWER_FORMAT, BucketSave
 from replicated_ckpt.stores.bucket.manifest_of import manifest_in
 from replicated_ckpt.stores.files.plain import read_plain
 from replicated_ckpt.stores.local.remains import RemainsReader
-from replicated_ckpt.stores.local.store import NO_NODE, LocalStore, is_nowhere
+from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.fan_out import FanOut
 from replicated_ckpt.stores.peer.paths import file_path
@@ -128,11 +128,11 @@ class Surveyor:
         self._in_bucket: dict[str, BucketSave] = {}
         self._store = store
         self._own_node = own_node
-        by_node = {peer.node_id: peer for peer in peers}
-        self._own_address = by_node.pop(own_node, None)
-        self._by_node = by_node
+        self._by_node = {peer.node_id: peer for peer in peers}
+        self._own_address = self._by_node.pop(own_node, None)
         self._searched: dict[str, str] = {}
         self._damaged: dict[str, str] = {}
+        self._newer = absence.NewerSaves()
         self._problems: list[str] = []
         self._ids: set[str] = set()
         self._remains: list[Remains] = []
@@ -197,6 +197,7 @@ class Surveyor:
                 return self._survey(save.holdings, raw, save.save_id)
             lost.append((save, raw, manifest))
         if not lost:
+            self._newer.raise_first(self._places())
             self._problems += note_lost_manifests(self._remains, self._damaged)
             if self._damaged:
                 raise absence.describe_unreadable(self._damaged, self._places(), is_latest=checkpoint_id == LATEST)
@@ -209,10 +210,8 @@ class Surveyor:
     def _holdings(self, checkpoint_id: str | None) -> list[Holding]:
         holdings = [*DamageBook.mark_noted(self._store, self._store.catalog.holdings(self._own_node, checkpoint_id))]
         self._remains += RemainsReader(self._store, self._own_node).find(checkpoint_id)
-        absence.warn_of_newer(self._store, checkpoint_id)
-        if not is_nowhere(self._store):
-            who = f"node {self._own_node}" if self._own_node != NO_NODE else "no node's store yet"
-            self._searched[self._own_node] = f"{who} at {self._store.root} (own store)"
+        self._newer.note(str(self._store.root), *self._store.catalog.of_newer_format(checkpoint_id))
+        self._searched |= absence.name_own_store(self._store, self._own_node)
         path = "/v1/holdings" + ("" if checkpoint_id is None else f"?{urlencode({'checkpoint_id': checkpoint_id})}")
 
         def ask(node: str) -> Held:
@@ -222,14 +221,14 @@ class Surveyor:
 
         outcome = FanOut[str, Held]().run([node for node in self._by_node if node not in self._silent], ask)
         outcome.errors.update({node: self._silent[node] for node in self._by_node if node in self._silent})
-        for store in self._seen.values():
-            holdings += store.holdings
-            self._remains += store.remains
+        holdings += [holding for store in self._seen.values() for holding in store.holdings]
+        self._remains += [remains for store in self._seen.values() for remains in store.remains]
         self._searched |= {node: f"node {node} by its own ranks ({store.why})" for node, store in self._seen.items()}
         for node, found in outcome.results.items():
             holdings += found.holdings
             self._remains += found.remains
             self._searched[node] = self._by_node[node].label
+            self._newer.note(self._searched[node], *found.newer)
         self.unanswered = dict(outcome.errors)
         for node, error in outcome.errors.items():
             self._not_reached(node, f"{self._by_node[node].label}: not reached ({error.message})")
@@ -245,6 +244,7 @@ class Surveyor:
             self._not_reached(OBJECT_NODE, f"{url}: not reached ({exc.message})")
             return []
         self._searched[OBJECT_NODE] = url
+        self._newer.note(url, *(save.checkpoint_id for save in found if save.problem == OF_NEWER_FORMAT))
         for save in found:
             if save.problem:
                 self._damaged[save.checkpoint_id] = METADATA_NAME
@@ -275,6 +275,7 @@ class Surveyor:
             except (ReplicatedCkptError, OSError) as exc:
                 if isinstance(exc, ObjectMissing | FileNotFoundError):
                     self.moved.add((holding.node_id, save.save_id))
+                self._newer.note_refusal(exc, self._searched[holding.node_id], holding.checkpoint_id)
                 log.warning("manifest of %s on node %s: %s", holding.checkpoint_id, holding.node_id, exc)
                 self._problems.append(absence.describe_answer(holding.node_id, exc))
         return None
@@ -285,13 +286,12 @@ class Surveyor:
     def _survey(self, holdings: tuple[Holding, ...], manifest_raw: str, save_id: str = "") -> Survey:
         own = () if self._own_address is None else (self._own_address,)
         there = self._in_bucket.get(save_id)
-        in_bucket = None if there is None else InBucket.of(there)
         return Survey(
             manifest_raw,
             holdings,
             (*own, *self._by_node.values()),
             self._places(),
-            in_bucket,
+            InBucket.of(there) if there else None,
             lineages=self._lineages,
             sequence_max=self._sequence_max,
         )

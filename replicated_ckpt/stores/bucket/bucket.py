@@ -24,6 +24,7 @@ from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX, Manifest
 from replicated_ckpt.errors import (
     CheckpointExists,
     ManifestInvalid,
+    ManifestVersionUnknown,
     ObjectCorrupt,
     ObjectMissing,
     ReplicatedCkptError,
@@ -31,7 +32,7 @@ from replicated_ckpt.errors import (
     SaveSuperseded,
     StoreDenied,
 )
-from replicated_ckpt.stores.bucket.bucket_save import BucketSave
+from replicated_ckpt.stores.bucket.bucket_save import OF_NEWER_FORMAT, BucketSave
 from replicated_ckpt.stores.bucket_client.client import ARCHIVED, Listing, ObjectClient, Paced
 from replicated_ckpt.stores.bucket_client.retry import RetryingClient
 from replicated_ckpt.stores.bucket_client.upload_source import UploadSource
@@ -102,6 +103,8 @@ class Bucket:
                 mark = self._mark(checkpoint_id, size)
         except ObjectMissing:
             return None
+        except ManifestVersionUnknown:
+            is_ours, mark, problem = True, None, OF_NEWER_FORMAT
         except StoreDenied as exc:
             if not exc.detail.startswith(ARCHIVED):
                 raise

@@ -8,13 +8,15 @@ from replicated_ckpt.core.bucket.commit_mark import CommitMark
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.layout import OBJECT_NODE
 
+OF_NEWER_FORMAT = "only a newer replicated_ckpt reads it"
+
 
 @dataclass(frozen=True)
 class BucketSave:
     """One committed checkpoint in the bucket. `mark` is None for one that stock torch wrote.
 
     `problem` is not empty where no look can tell whose it is and what it should be: it is one of ours, by the manifest that
-    lies there, and its `.metadata` has lost the mark; or that is archived.
+    lies there, and its `.metadata` has lost the mark; or that is archived; or its mark is OF_NEWER_FORMAT.
     """
 
     checkpoint_id: str

@@ -1,16 +1,19 @@
 """Reading everything in a bucket: each committed checkpoint, every byte, held against its checksums."""
 
+import logging
 from collections.abc import Iterator, Sequence
 
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, OBJECT_NODE
 from replicated_ckpt.core.manifest import Manifest, decode_manifest
 from replicated_ckpt.core.upkeep.finding import Finding, Problem
-from replicated_ckpt.errors import ManifestInvalid, ObjectCorrupt, ObjectMissing
+from replicated_ckpt.errors import ManifestInvalid, ManifestVersionUnknown, ObjectCorrupt, ObjectMissing
 from replicated_ckpt.stores.bucket.bucket import Bucket
-from replicated_ckpt.stores.bucket.bucket_save import BucketSave
+from replicated_ckpt.stores.bucket.bucket_save import OF_NEWER_FORMAT, BucketSave
 from replicated_ckpt.stores.bucket.shard import ObjectShard
 from replicated_ckpt.stores.verified import Expected
+
+log = logging.getLogger(__name__)
 
 PIECE_BYTES = 16 << 20
 
@@ -43,7 +46,9 @@ class BucketInspector:
     def inspect_save(self, save: BucketSave) -> Iterator[Finding]:
         """What is wrong with one of them."""
         self.checkpoint_ids.append(save.checkpoint_id)
-        if save.problem:
+        if save.problem == OF_NEWER_FORMAT:
+            log.warning("%s is not checked: %s", save.checkpoint_id, save.problem)
+        elif save.problem:
             yield self._finding(save, METADATA_NAME, Problem.CORRUPT, "a commit mark", save.problem)
         elif save.mark is None:
             self.unchecked.append(save.checkpoint_id)
@@ -63,6 +68,9 @@ class BucketInspector:
             yield self._finding(save, METADATA_NAME, Problem.CORRUPT, expected, found)
         try:
             manifest = decode_manifest(self._bucket.manifest_raw(save), self._bucket.client.target.url)
+        except ManifestVersionUnknown as exc:
+            log.warning("%s is not checked: %s", save.checkpoint_id, exc)
+            return
         except ManifestInvalid as exc:
             yield self._finding(save, MANIFEST_NAME, Problem.CORRUPT, "the manifest that was committed", exc.message)
             return
