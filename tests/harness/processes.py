@@ -31,13 +31,18 @@ def is_ending(pid: int) -> bool:
     return bool(int(flags) & _PF_EXITING)
 
 
-def open_files(pid: int) -> set[str]:
-    """What the process has open, as /proc names it; not what it closes meanwhile."""
-    found: set[str] = set()
+def open_files(pid: int) -> list[str]:
+    """What the process has open, by descriptor, as /proc names it; not what it closes meanwhile."""
+    found: list[str] = []
     for path in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):
-            found.add(str(path.readlink()))
+            found.append(str(path.readlink()))
     return found
+
+
+def open_below(folder: Path) -> list[str]:
+    """What this process has open below a folder; other descriptors of it may be closed at any time, by threads that end."""
+    return [name for name in open_files(os.getpid()) if name.startswith(str(folder))]
 
 
 def agent_of(root: Path) -> int:

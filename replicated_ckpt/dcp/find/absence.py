@@ -94,7 +94,7 @@ class NewerSaves:
             if one not in self._told_by_id:
                 told = f"Checkpoint {one!r} in {place} is of a format that only a newer replicated_ckpt reads"
                 self._told_by_id[one] = told
-                log.warning("%s, and is passed over", told)
+                log.warning("%s: it is not loaded", told)
 
     def note_refusal(self, error: Exception, place: str, checkpoint_id: str) -> None:
         """As `note`, if that is why its manifest was refused."""

@@ -16,7 +16,7 @@ import pytest
 from replicated_ckpt.errors import StoreUnavailable
 from replicated_ckpt.stores.files import locks
 from replicated_ckpt.stores.files.locks import FileLock, exclusive
-from tests.harness.processes import stop_process
+from tests.harness.processes import open_below, stop_process
 
 HOME = Path(__file__).resolve().parents[3]
 HOLDER = """
@@ -46,10 +46,6 @@ def held_elsewhere(directory: Path) -> Iterator["subprocess.Popen[bytes]"]:
         process.send_signal(signal.SIGCONT)
         process.kill()
         process.communicate(timeout=10)
-
-
-def count_descriptors() -> int:
-    return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
 @pytest.mark.timeout(60)
@@ -91,10 +87,9 @@ def test_a_lock_that_was_not_taken_is_not_left_behind(tmp_path: Path, monkeypatc
     """What gave up waiting keeps no descriptor and no lock."""
     monkeypatch.setattr(locks, "LOCK_TIMEOUT_S", 0.1)
     with held_elsewhere(tmp_path):
-        before = count_descriptors()
         with pytest.raises(StoreUnavailable), exclusive(tmp_path):
             pass
-        assert count_descriptors() == before
+        assert open_below(tmp_path) == []
     fd = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     os.close(fd)

@@ -39,6 +39,7 @@ from replicated_ckpt.stores.local.versions.replaceable import check_decidable
 from replicated_ckpt.stores.verified import Expected
 from replicated_ckpt.testing.shard_files import table_of
 from tests.damage import flip
+from tests.harness.processes import open_below
 
 SHARD = "__0_0.distcp"
 METADATA = b"metadata"
@@ -342,13 +343,13 @@ def test_a_file_that_the_disk_refuses_leaves_nothing(
 
     store = LocalStore(tmp_path)
     path = store.path_of_staged(staged(store, 1, b"data"), "__1_0.distcp")
-    before = len(list(Path("/proc/self/fd").iterdir()))
+    before = open_below(tmp_path)
     monkeypatch.setattr(*{"fchmod": (os, "fchmod"), "rename": (Path, "rename")}[where], refuse)
     with pytest.raises(StoreFull):
         write()
     monkeypatch.undo()
     assert not list(path.parent.glob("__1_0*"))
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert open_below(tmp_path) == before
 
 
 @pytest.mark.parametrize("name", ["../x", "node.json", "/etc/passwd", "__0_0.distcp/../../x", ""])
