@@ -12,6 +12,8 @@ import torch.distributed.checkpoint as dcp
 
 from replicated_ckpt import ManifestVersionUnknown, ReplicatedReader, ReplicatedWriter, Retention
 from replicated_ckpt.agent.uploads.bucket_retention import retire_in_bucket
+from replicated_ckpt.cli.exit_codes import ExitCode
+from replicated_ckpt.cli.main import main
 from replicated_ckpt.core.bucket.commit_mark import MAGIC, MARK_BYTES
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import MANIFEST_NAME
@@ -86,7 +88,9 @@ def commit_newer(bucket: Bucket, manifest: Manifest, what: str, scratch: Path) -
 
 
 @pytest.mark.parametrize("what", ["manifest", "mark"])
-def test_in_a_bucket_it_is_neither_damaged_nor_retired(tmp_path: Path, what: str) -> None:
+def test_in_a_bucket_it_is_neither_damaged_nor_retired(
+    tmp_path: Path, what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A load says that it takes a newer version; `verify` finds nothing wrong, and retention leaves it there."""
     (tmp_path / "bucket").mkdir()
     bucket = Bucket(open_client(ObjectTarget.check(f"file://{tmp_path}/bucket", None)))
@@ -95,7 +99,12 @@ def test_in_a_bucket_it_is_neither_damaged_nor_retired(tmp_path: Path, what: str
     for checkpoint_id in ("step-1", "latest"):
         with pytest.raises(ManifestVersionUnknown, match="'step-1' in file:"):
             Surveyor(LocalStore(tmp_path / "blank"), "a" * 12, [], bucket).survey(checkpoint_id)
-    assert not [*BucketInspector(bucket).inspect()]
+    inspector = BucketInspector(bucket)
+    assert not [*inspector.inspect()]
+    assert (inspector.checkpoint_ids, inspector.newer) == ([], ["step-1"])
+    code = main(["verify", "--root", str(tmp_path / "node"), "--object-store", f"file://{tmp_path}/bucket"])
+    assert code == ExitCode.FAILED
+    assert "not checked: step-1 in file://" in capsys.readouterr().out
     newest = replace(manifest, checkpoint_id="step-2", save_id="2" * 32, sequence=2)
     bucket.commit(newest, newest.encode(), METADATA)
     policy = SimpleNamespace(retention=Retention(keep_last=1))

@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"not checked: {line}")
         sys.stdout.flush()
     there = _InBucket() if target is None else _read(target, arguments.id)
-    if arguments.id and not (audit.checkpoint_ids or audits or there.checkpoint_ids or there.problem):
+    if arguments.id and not (audit.checkpoint_ids or audits or there.is_anything):
         raise describe_absent(store, look_at_nodes(store), arguments.id)
     if arguments.json:
         others = {"unmanaged": [found.to_json() for found in audits], "newer_format": newer}
@@ -84,7 +84,11 @@ def run(arguments: argparse.Namespace) -> int:
         _print_bucket(there, audit.checkpoint_ids)
     if there.problem is not None:
         raise there.problem
-    codes = (exit_code(audit), worst_code(audits), ExitCode.FAILED if there.findings or newer else ExitCode.OK)
+    codes = (
+        exit_code(audit),
+        worst_code(audits),
+        ExitCode.FAILED if there.findings or there.newer or newer else ExitCode.OK,
+    )
     return next((code for code in _WORST_FIRST if code in codes), ExitCode.OK)
 
 
@@ -98,14 +102,23 @@ def _audit(store: LocalStore, arguments: argparse.Namespace) -> Audit:
 
 @dataclass(frozen=True)
 class _InBucket:
-    """What was read in the bucket. `unchecked` were written by stock torch, without checksums. `problem`: it is unread."""
+    """What was read in the bucket. `unchecked` were written by stock torch, without checksums. `problem`: it is unread.
+
+    `newer`: only a newer version reads them.
+    """
 
     url: str = ""
     checkpoint_ids: tuple[str, ...] = ()
     unchecked: tuple[str, ...] = ()
+    newer: tuple[str, ...] = ()
     bytes_read: int = 0
     findings: tuple[Finding, ...] = ()
     problem: StoreError | None = None
+
+    @property
+    def is_anything(self) -> bool:
+        """Whether what was looked for may be there."""
+        return bool(self.checkpoint_ids or self.newer or self.problem)
 
     def to_json(self) -> dict[str, Any]:
         findings = [finding.to_json() for finding in self.findings]
@@ -123,7 +136,12 @@ def _read(target: ObjectTarget, checkpoint_id: str | None) -> _InBucket:
     except StoreError as exc:
         return _InBucket(target.url, problem=exc)
     return _InBucket(
-        target.url, tuple(inspector.checkpoint_ids), tuple(inspector.unchecked), inspector.bytes_read, findings
+        target.url,
+        tuple(inspector.checkpoint_ids),
+        tuple(inspector.unchecked),
+        tuple(inspector.newer),
+        inspector.bytes_read,
+        findings,
     )
 
 
@@ -132,8 +150,10 @@ def _print_bucket(there: _InBucket, on_nodes: Sequence[str]) -> None:
         print(finding)
     for checkpoint_id in there.unchecked:
         print(f"not checked: {checkpoint_id} in {there.url} was written by stock torch, without checksums")
+    for checkpoint_id in there.newer:
+        print(f"not checked: {describe_newer(f'{checkpoint_id} in {there.url}')}")
     if there.url and there.problem is None:
-        absent = [one for one in on_nodes if one not in {*there.checkpoint_ids, *there.unchecked}]
+        absent = [one for one in on_nodes if one not in {*there.checkpoint_ids, *there.unchecked, *there.newer}]
         if absent:
             print(f"not in {there.url}, and on the nodes alone: {', '.join(absent)}")
         found = "intact" if there.checkpoint_ids else "no checkpoint to verify"

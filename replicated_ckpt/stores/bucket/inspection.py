@@ -1,6 +1,5 @@
 """Reading everything in a bucket: each committed checkpoint, every byte, held against its checksums."""
 
-import logging
 from collections.abc import Iterator, Sequence
 
 from replicated_ckpt.core.integrity.checksum import crc32c
@@ -13,13 +12,13 @@ from replicated_ckpt.stores.bucket.bucket_save import OF_NEWER_FORMAT, BucketSav
 from replicated_ckpt.stores.bucket.shard import ObjectShard
 from replicated_ckpt.stores.verified import Expected
 
-log = logging.getLogger(__name__)
-
 PIECE_BYTES = 16 << 20
 
 
 class BucketInspector:
     """One look at all of a bucket, or at one checkpoint. `unchecked` are those of stock torch: no checksums of them exist.
+
+    `newer` are those that only a newer version of the package reads; `checkpoint_ids` are the others.
 
     Raises:
         StoreDenied, StoreUnavailable, StoreError: the bucket cannot be read; nothing is said about what was not.
@@ -30,6 +29,7 @@ class BucketInspector:
         self.bytes_read = 0
         self.checkpoint_ids: list[str] = []
         self.unchecked: list[str] = []
+        self.newer: list[str] = []
 
     def inspect(self, checkpoint_id: str | None = None) -> Iterator[Finding]:
         """What is wrong."""
@@ -45,10 +45,11 @@ class BucketInspector:
 
     def inspect_save(self, save: BucketSave) -> Iterator[Finding]:
         """What is wrong with one of them."""
-        self.checkpoint_ids.append(save.checkpoint_id)
         if save.problem == OF_NEWER_FORMAT:
-            log.warning("%s is not checked: %s", save.checkpoint_id, save.problem)
-        elif save.problem:
+            self.newer.append(save.checkpoint_id)
+            return
+        self.checkpoint_ids.append(save.checkpoint_id)
+        if save.problem:
             yield self._finding(save, METADATA_NAME, Problem.CORRUPT, "a commit mark", save.problem)
         elif save.mark is None:
             self.unchecked.append(save.checkpoint_id)
@@ -68,8 +69,9 @@ class BucketInspector:
             yield self._finding(save, METADATA_NAME, Problem.CORRUPT, expected, found)
         try:
             manifest = decode_manifest(self._bucket.manifest_raw(save), self._bucket.client.target.url)
-        except ManifestVersionUnknown as exc:
-            log.warning("%s is not checked: %s", save.checkpoint_id, exc)
+        except ManifestVersionUnknown:
+            self.checkpoint_ids.remove(save.checkpoint_id)
+            self.newer.append(save.checkpoint_id)
             return
         except ManifestInvalid as exc:
             yield self._finding(save, MANIFEST_NAME, Problem.CORRUPT, "the manifest that was committed", exc.message)
