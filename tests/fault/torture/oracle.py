@@ -219,8 +219,9 @@ class Oracle:
         if last.run != MAIN and over:  # it was saved over, and goes with what took its place
             last = over[-1]
         ours = [attempt for attempt in self.attempts if attempt.run == MAIN and attempt.parts]
-        if last.run != MAIN and not any(attempt.lineage == last.lineage for attempt in ours):
-            return True  # no job of the run has gone on with the other one's checkpoints
+        may_be = [one for one in self.attempts if one.run == MAIN and one.is_blind and not one.parts]
+        if last.run != MAIN and not any(attempt.lineage == last.lineage for attempt in ours) and not may_be:
+            return True  # no job of the run has gone on with the other one's checkpoints, nor begun to
         counted = ours if last.run == MAIN else [one for one in self.attempts if one.lineage == last.lineage]
         later = {one.checkpoint_id for one in counted if not is_before(one, last) or one.is_ahead_of(last)}
         return len(later - {checkpoint_id}) < self._keep_last and not last.is_stock
