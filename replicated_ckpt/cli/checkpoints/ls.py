@@ -64,7 +64,7 @@ def name_bucket(url: str, store: LocalStore) -> ObjectTarget:
     """The bucket of an option; credentials come from the environment or a profile, as for s3fs. Nothing is asked of it.
 
     Raises:
-        ConfigInvalid: it is none, or a node's store, or no package here reaches it.
+        ConfigInvalid: it names no bucket, or a node's store, or no package here reaches it.
     """
     target = ObjectTarget.check(url, None)
     target.check_is_apart(store.root)

@@ -43,7 +43,7 @@ def hint_where_none_is(root: Path, checkpoint_id: str, *, are_all_asked: bool) -
 
 
 def name_own_store(store: LocalStore, own_node: str) -> dict[str, str]:
-    """This node's store as a place that was searched, by node; nothing where there is none."""
+    """This node's store as a place that was searched, by node; empty where this process has no store."""
     who = f"node {own_node}" if own_node != NO_NODE else "no node's store yet"
     return {} if is_nowhere(store) else {own_node: f"{who} at {store.root} (own store)"}
 

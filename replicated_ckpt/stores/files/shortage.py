@@ -9,10 +9,18 @@ UNREADABLE = (errno.EIO, errno.EISDIR, errno.ELOOP, errno.EUCLEAN, errno.EBADMSG
 """What is said of one place on a disk. Source: ext4 and XFS say the last two of what fails their own checksums."""
 
 
-def is_unreadable(exc: BaseException) -> bool:
-    """Whether the disk has lost what lies at one place, or another thing lies there: what lies elsewhere is as it was."""
+def find_unreadable(exc: BaseException) -> OSError | None:
+    """The system's error, if it says that the disk has lost what lies at one place, or that another thing lies there.
+
+    What lies elsewhere is as it was.
+    """
     cause = exc if isinstance(exc, OSError) else exc.__cause__
-    return isinstance(cause, OSError) and cause.errno in UNREADABLE
+    return cause if isinstance(cause, OSError) and cause.errno in UNREADABLE else None
+
+
+def is_unreadable(exc: BaseException) -> bool:
+    """Whether it says that, whatever it is raised as."""
+    return find_unreadable(exc) is not None
 
 
 def raise_shortage(exc: OSError, path: Path) -> None:

@@ -28,7 +28,7 @@ from replicated_ckpt.stores.files.containment import leads_out
 from replicated_ckpt.stores.files.durable import translate_errors
 from replicated_ckpt.stores.files.existence import is_there
 from replicated_ckpt.stores.files.plain import open_plain_file, read_plain
-from replicated_ckpt.stores.files.shortage import is_unreadable
+from replicated_ckpt.stores.files.shortage import find_unreadable, is_unreadable
 
 
 class Catalog:
@@ -291,9 +291,8 @@ def manifest_readable(path: str | Path) -> Iterator[None]:
     try:
         yield
     except (OSError, StoreError) as exc:
-        if is_unreadable(exc):
-            cause = exc if isinstance(exc, OSError) else exc.__cause__
-            raise ManifestInvalid(f"{path} cannot be read: {getattr(cause, 'strerror', exc)}.") from exc
+        if (cause := find_unreadable(exc)) is not None:
+            raise ManifestInvalid(f"{path} cannot be read: {cause.strerror}.") from exc
         raise
 
 

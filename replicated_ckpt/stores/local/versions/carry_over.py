@@ -57,9 +57,10 @@ def set_changed_aside(root: Path, checkpoint_id: str, save_id: str) -> None:
     with translate_errors(str(root), "set aside", checkpoint_id):
         there = {name: known for name, known in _originals(root, save_id).items() if is_there(final / name)}
         changed = [name for name, known in there.items() if known != signature(os.lstat(final / name))]
-        for name in changed:
+        if changed:
             with open_directory(root, checkpoint_id) as directory:
-                directory.set_aside(name, "it was changed while the checkpoint was being adopted")
+                for name in changed:
+                    directory.set_aside(name, "it was changed while the checkpoint was being adopted")
 
 
 def signature(status: os.stat_result) -> Signature:
