@@ -5,7 +5,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -32,8 +32,6 @@ from replicated_ckpt.dcp.node import seen_lineage
 from replicated_ckpt.dcp.node.node import NodePost
 from replicated_ckpt.dcp.save import attempt, shard_writer, writer, writer_parts
 from replicated_ckpt.dcp.save import commit as finish
-from replicated_ckpt.dcp.tensors import stored_tensor
-from replicated_ckpt.dcp.tensors.torch_save import learn_envelope
 from replicated_ckpt.errors import ReplicatedCkptError, StoreUnavailable
 from replicated_ckpt.stores import tee, verified
 from replicated_ckpt.stores.bucket_client.client import ObjectClient
@@ -50,8 +48,6 @@ if TYPE_CHECKING:
     from tests.fault.torture.simulated.cluster import Cluster
 
 BLOCK_BYTES = 512
-_learn_once = lru_cache(maxsize=None)(learn_envelope)
-"""Stands in for `learn_envelope`: torch writes the same kind of tensor for every load of every schedule."""
 Seen = dict[Any, Any]
 
 
@@ -147,7 +143,6 @@ def pretences(cluster: "Cluster") -> Iterator[AbstractContextManager[Any]]:
         (targets, "open_client", partial(_open_bucket, cluster)),
         (reader_parts, "open_client", partial(_open_bucket, cluster)),
         (reader_parts, "RetryingClient", partial(RetryingClient, clock=cluster.now, sleep=cluster.wait)),
-        (stored_tensor, "learn_envelope", _learn_once),
         (catalog, "decode_manifest", known_manifests),
         (committed, "decode_manifest", known_manifests),
         (catalog, "leads_out", _never),  # there are no symbolic links here, and it is a fifth of all work
