@@ -14,6 +14,7 @@ from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, UploadEntry, decode_manifest
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.peer.client import AgentAddress
 from tests.agent.checkpoints import METADATA, checkpointed, shard
 
 FORGED = "\x1b]0;x\x07\x1b[2Jwell\nFORGED line\r\x9b31m\u202e"
@@ -85,10 +86,8 @@ def test_what_a_peer_answers_forges_no_line() -> None:
     holding = Holding(FORGED, "step-1", SAVE, 1, has_metadata=True).to_json()
     assert Holding.from_json(holding).node_id.isprintable()
     answer = {"node_id": FORGED, "findings": [{**finding, "problem": "corrupt"}], "holdings": [holding]}
-    reading = NodeReading.from_json(
-        {**answer, "remains": [], "standing": {}, "silent": [holding], "bytes_read": 1}, "node b"
-    )
-    assert reading.node_id.isprintable()
+    reading = NodeReading.from_json({**answer, "silent": [holding], "bytes_read": 1}, AgentAddress("b", "h", 1, "t"))
+    assert reading.silent[0].node_id.isprintable()
     assert str(reading.findings[0]).isprintable()
     honest = Manifest(SAVE, "x", 1, 0.0, 1, 1, 0, 0, (NodeEntry("b", "höst 1", "rack b", (0,)),), {})
     assert decode_manifest(honest.encode(), "here") == honest

@@ -15,12 +15,14 @@ import pytest
 from replicated_ckpt.agent.repair.mender import Mender
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.cli.exit_codes import ExitCode
+from replicated_ckpt.core.upkeep.finding import Problem
 from replicated_ckpt.core.upkeep.repair_plan import CopyShard
 from replicated_ckpt.errors import StoreFull
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.throttle import Pace
-from tests.agent.agents import running_agent
-from tests.agent.checkpoints import checkpointed, findings, shard
+from tests.agent.agents import running_agent, wait_for
+from tests.agent.checkpoints import checkpointed, findings, held, shard
+from tests.agent.repair.test_reprotect import agents
 from tests.cli.commands import command
 from tests.harness.cluster import Cluster, call
 
@@ -80,6 +82,17 @@ def test_a_full_disk_of_ones_own_fails_the_save_for_all(cluster: Cluster) -> Non
         assert outcome["notes"] == [f"Met on host {socket.gethostname()}."]
     assert results.of(2) == results.of(4) == [True, True, True]
     assert results.of(5) == [[], [], []]
+
+
+def test_a_lost_copy_is_made_where_there_is_room(cluster: Cluster) -> None:
+    """Not on the node that was meant to hold it, whose disk would refuse it in each round."""
+    stores = [LocalStore(node.disk) for node in cluster.nodes]
+    checkpointed(stores, 1, {shard(0): [0, 1]}, on=[0], size_bytes=SMALL_DISK_MIB << 19)
+    (stores[1].root / "filler").write_bytes(bytes(SMALL_DISK_MIB << 19))
+    with agents(stores):
+        wait_for(lambda: held(stores[2]) == {shard(0)}, 30, "the copy of the third node")
+    (stores[1].root / "filler").unlink()
+    assert [finding.problem for store in stores for finding in findings(store)] == [Problem.MISSING]
 
 
 @pytest.mark.parametrize("left", range(4))

@@ -22,6 +22,7 @@ from replicated_ckpt.core.upkeep.repair_plan import RepairPlan
 from replicated_ckpt.errors import ConfigInvalid, ManifestInvalid, ObjectMissing, StoreError
 from replicated_ckpt.stores.local.inspection import Inspector
 from replicated_ckpt.stores.local.room_to_start import keep_room_to_start, make_room_to_start
+from replicated_ckpt.stores.local.versions.recycled import try_room
 from replicated_ckpt.stores.local.versions.replaced import is_read
 from replicated_ckpt.stores.local.versions.retire import renamed_refusal, retire
 from replicated_ckpt.stores.peer.answer import parsing
@@ -207,6 +208,7 @@ class RepairRoutes:
             holdings=[holding.to_json() for holding in inspector.holdings],
             remains=[remains.to_json() for remains in inspector.remains],
             standing=self._reprotector.standing().to_json(),
+            room=try_room(self._service.store.root).to_json(),
             silent=[holding.to_json() for holding in self._reprotector.watch.silent_holdings()],
             bytes_read=inspector.bytes_read,
         )

@@ -49,7 +49,10 @@ class Held:
 
     def view_of(self, node: str, domain: str | None = None) -> NodeView:
         """The node, which has answered this, as repair and retention plan for it."""
-        return NodeView(node, Presence.UP, self.holdings, domain, self.remains, self.standing)
+        writable_bytes = None if self.room is None else self.room.writable_bytes
+        return NodeView(
+            node, Presence.UP, self.holdings, domain, self.remains, self.standing, writable_bytes=writable_bytes
+        )
 
 
 class PeerWatch:

@@ -8,17 +8,15 @@ from typing import Any
 
 from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.agent.peers.manifests import ManifestBook
-from replicated_ckpt.agent.peers.watch import HOLDINGS_TIMEOUT_S, describe_silence
+from replicated_ckpt.agent.peers.watch import HOLDINGS_TIMEOUT_S, Held, describe_silence, parse_held
 from replicated_ckpt.agent.state.endpoint import listening_endpoint
 from replicated_ckpt.agent.state.policies import PolicyBook
 from replicated_ckpt.agent.state.removals import RemovalBook
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.layout import ShardName
 from replicated_ckpt.core.manifest import Manifest
-from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.core.upkeep.finding import Finding, Problem
-from replicated_ckpt.core.upkeep.policy import NOTHING_SAID, Standing
-from replicated_ckpt.core.upkeep.remains import Remains
+from replicated_ckpt.core.upkeep.policy import Standing
 from replicated_ckpt.core.upkeep.removal import find_removed
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence, plan_repair
 from replicated_ckpt.core.upkeep.repair_plan import RepairPlan, ShortShard
@@ -26,6 +24,7 @@ from replicated_ckpt.core.upkeep.retention import find_retired
 from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptError
 from replicated_ckpt.stores.local.inspection import Inspector
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.local.versions.recycled import measure_room
 from replicated_ckpt.stores.peer.answer import parsing
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.fan_out import FanOut
@@ -35,17 +34,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class NodeReading:
-    """What one node found when it read its store in full, what lies there without a manifest, and its standing.
+    """What one node found when it read its store in full, and what it holds besides.
 
     `silent` is what it knows to have lain on nodes that do not answer it.
     """
 
     node_id: str
     findings: tuple[Finding, ...]
-    holdings: tuple[Holding, ...]
+    held: Held
     bytes_read: int
-    remains: tuple[Remains, ...] = ()
-    standing: Standing = NOTHING_SAID
     silent: tuple[Holding, ...] = ()
 
     @property
@@ -53,20 +50,17 @@ class NodeReading:
         return frozenset(holding.node_id for holding in self.silent)
 
     @classmethod
-    def from_json(cls, fields: Mapping[str, Any], label: str) -> "NodeReading":
-        """What an agent answered.
+    def from_json(cls, fields: Mapping[str, Any], address: AgentAddress) -> "NodeReading":
+        """What the agent there answered.
 
         Raises:
             PeerProtocolError: it is no such answer.
         """
-        with parsing(f"{label} answered verify wrongly", ConfigInvalid):
+        held = parse_held(fields, address)
+        with parsing(f"{address.label} answered verify wrongly", ConfigInvalid):
             findings = tuple(Finding.from_json(finding) for finding in fields["findings"])
-            holdings = tuple(Holding.from_json(holding) for holding in fields["holdings"])
-            remains = tuple(Remains.from_json(one) for one in fields["remains"])
-            standing = Standing.from_json(fields["standing"])
             silent = tuple(Holding.from_json(holding) for holding in fields["silent"])
-            size = index(fields["bytes_read"])
-            return cls(one_line(fields["node_id"]), findings, holdings, size, remains, standing, silent)
+            return cls(address.node_id, findings, held, index(fields["bytes_read"]), silent)
 
 
 @dataclass(frozen=True)
@@ -105,7 +99,7 @@ class Audit:
 
     @property
     def checkpoint_ids(self) -> tuple[str, ...]:
-        held = {holding.checkpoint_id for reading in self.readings for holding in reading.holdings}
+        held = {holding.checkpoint_id for reading in self.readings for holding in reading.held.holdings}
         return tuple(sorted(held | {finding.checkpoint_id for finding in self.findings}))
 
     @property
@@ -173,16 +167,12 @@ class Auditor:
         directory = self._store.root_agent_directory()
         standing = Standing(PolicyBook(directory).read_all(), removed=RemovalBook(directory).read_all())
         holdings, remains = tuple(inspector.holdings), tuple(inspector.remains)
-        return NodeReading(self._node_id, findings, holdings, inspector.bytes_read, remains, standing)
+        held = Held(holdings, remains, standing, measure_room(self._store.root))
+        return NodeReading(self._node_id, findings, held, inspector.bytes_read)
 
     def _views(self, readings: Sequence[NodeReading], silent: Sequence[AgentAddress]) -> list[NodeView]:
         domains = {peer.node_id: peer.domain for peer in self._peers.read_all()}
-        views = [
-            NodeView(
-                found.node_id, Presence.UP, found.holdings, domains.get(found.node_id), found.remains, found.standing
-            )
-            for found in readings
-        ]
+        views = [found.held.view_of(found.node_id, domains.get(found.node_id)) for found in readings]
         held: dict[str, list[Holding]] = {}
         for found in reversed(readings):
             held |= {node: [one for one in found.silent if one.node_id == node] for node in found.silent_nodes}
@@ -222,7 +212,7 @@ def is_removed_everywhere(manifest: Manifest, name: str, removed_on: Collection[
 def _ask_agent(address: AgentAddress, checkpoint_id: str | None) -> NodeReading:
     document = {} if checkpoint_id is None else {"checkpoint_id": checkpoint_id}
     with AgentClient(address) as client:
-        return NodeReading.from_json(client.call("POST", "/v1/verify", document), address.label)
+        return NodeReading.from_json(client.call("POST", "/v1/verify", document), address)
 
 
 def _ask_how_far(address: AgentAddress) -> tuple[int, int]:

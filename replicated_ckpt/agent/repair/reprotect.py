@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from typing import TypeAlias
 
 from replicated_ckpt.agent.peers.manifests import ManifestBook
-from replicated_ckpt.agent.peers.watch import Patience, PeerWatch
+from replicated_ckpt.agent.peers.watch import Held, Patience, PeerWatch
 from replicated_ckpt.agent.repair.just_removed import JustRemoved
 from replicated_ckpt.agent.repair.mender import Mender
 from replicated_ckpt.agent.repair.pauses import IDLE_PAUSE_S, PAUSE_S, Pauses
@@ -36,6 +36,7 @@ from replicated_ckpt.core.upkeep.repair_plan import (
 )
 from replicated_ckpt.core.upkeep.retention import without_retired
 from replicated_ckpt.errors import ReplicatedCkptError, StoreUnavailable
+from replicated_ckpt.stores.local.versions.recycled import try_room
 from replicated_ckpt.stores.node_cache.cache import sweep
 from replicated_ckpt.stores.throttle import Pace, Stopped
 
@@ -233,7 +234,7 @@ class Reprotector:
         """The manifests of the saves that nodes hold, and the views of all nodes, this one first."""
         others, service = self.watch.look(self._manifests.known), self._service
         remains, standing = service.remains.find(), self.standing()
-        own = NodeView(service.node_id, Presence.UP, service.holdings(), None, remains, standing)
+        own = Held(service.holdings(), remains, standing, try_room(service.store.root)).view_of(service.node_id)
         manifests = self._manifests.of((own, *others))
         return manifests, self.watch.with_newer((own, *others), manifests)
 

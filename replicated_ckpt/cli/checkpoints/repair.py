@@ -213,7 +213,9 @@ def _print_doubts(store: LocalStore, audit: Audit, lost: Sequence[str]) -> None:
         for node in save.nodes:
             print(f"  {where[node]}")
         if lost:
-            print(f"to do: {describe_loss(save, lost, [h for reading in audit.readings for h in reading.holdings])}")
+            print(
+                f"to do: {describe_loss(save, lost, [h for reading in audit.readings for h in reading.held.holdings])}"
+            )
             continue
         print(f"  {describe_wait(save.nodes, seen)}")
         for line in advise_on_doubt(save.checkpoint_id, save.nodes, seen, store.root):

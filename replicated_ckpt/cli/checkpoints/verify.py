@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from replicated_ckpt.agent.peers.address_book import PeerBook
-from replicated_ckpt.agent.peers.watch import Held
 from replicated_ckpt.agent.repair.audit import Audit, Auditor
 from replicated_ckpt.agent.unmanaged.audit import UnmanagedAuditor
 from replicated_ckpt.cli.checkpoints.ls import name_bucket
@@ -221,7 +220,7 @@ def _verdict(audit: Audit, *, has_others: bool) -> str:
 
 def see_audit(store: LocalStore, audit: Audit) -> NodesSeen:
     """The nodes as the audit has found them."""
-    held = {found.node_id: Held(found.holdings, found.remains, found.standing) for found in audit.readings}
+    held = {found.node_id: found.held for found in audit.readings}
     addresses = {peer.node_id: peer for peer in PeerBook(store.root_agent_directory()).read_all()}
     unreached = {address.node_id: error for address, error in audit.silent.items()}
     return NodesSeen(store.read_node_id(), held, addresses, unreached, audit.manifests)

@@ -30,7 +30,7 @@ class NodeView:
     """One node as the planner sees it. `holdings` None: it is assumed to hold what it was meant to.
 
     `remains` are its directories without a manifest that is believed. `is_leaving`: it gives copies, takes none, and those
-    that it has count for nothing, as it is to be taken down.
+    that it has count for nothing, as it is to be taken down. `writable_bytes` None: it did not tell its room.
     """
 
     node_id: str
@@ -40,6 +40,7 @@ class NodeView:
     remains: tuple[Remains, ...] = ()
     standing: Standing = NOTHING_SAID
     is_leaving: bool = False
+    writable_bytes: int | None = None
 
     @property
     def with_invalid_manifest(self) -> tuple[str, ...]:
@@ -57,10 +58,10 @@ def plan_repair(
     """What brings every checkpoint back to its number of intact copies on the nodes that are there.
 
     Every node that is up gets manifest and metadata of every checkpoint. A missing copy goes to a node that was meant to
-    hold it, else to one in a domain without a copy, else to the one that gets least; a damaged one is replaced where it
-    is. Of several saves of a checkpoint and lineage the newest that was seen whole takes the place of older ones, and of
-    those of other lineages that it replaces; while none was, each is mended where it is. The same views give the same
-    plan, so each node can plan for itself.
+    hold it, else to one in a domain without a copy, else to the one that gets least, but before all to one that has room
+    for it; a damaged one is replaced where it is. Of several saves of a checkpoint and lineage the newest that was seen
+    whole takes the place of older ones, and of those of other lineages that it replaces; while none was, each is mended
+    where it is. The same views give the same plan, so each node can plan for itself.
 
     Saves that are `going`, retired or removed, are left alone. A directory that goes by another name than its save was
     renamed or copied by a user, who wants it: it is kept up, whatever becomes of the save.
@@ -170,6 +171,7 @@ class _Planning:
         self._domains = {node.node_id: node.domain for node in nodes if node.domain is not None}
         self._leaving = {node.node_id for node in nodes if node.is_leaving}
         self._bytes_by_node = dict.fromkeys(self._up, 0)
+        self._writable = {node.node_id: node.writable_bytes for node in nodes if node.writable_bytes is not None}
         self._published = _index_published(nodes)
         self.adopt: list[RestoreManifest] = []
         self.copy: list[CopyShard] = []
@@ -267,13 +269,15 @@ class _Planning:
         self.short.append(ShortShard(*place, owner, save.manifest.copies, have, waits_for, is_in_doubt))
 
     def _destinations(self, save: SeenSave, shard: str, taken: set[str], able: set[str], count: int) -> list[str]:
-        first = set(save.manifest.shards[shard].holders)
+        entry = save.manifest.shards[shard]
         domains = {node.node_id: node.domain for node in save.manifest.nodes} | self._domains
         taken, chosen = set(taken), list[str]()
 
-        def rank(node: str) -> tuple[bool, bool, int, str]:
+        def rank(node: str) -> tuple[bool, bool, bool, int, str]:
             shares_domain = domains.get(node) is not None and any(domains.get(n) == domains[node] for n in taken)
-            return (node not in first, shares_domain, self._bytes_by_node[node], node)
+            bytes_then = self._bytes_by_node[node] + entry.size_bytes
+            is_full = bytes_then > self._writable.get(node, bytes_then)
+            return (is_full, node not in entry.holders, shares_domain, self._bytes_by_node[node], node)
 
         while len(chosen) < count:
             candidates = sorted(able - taken)

@@ -28,6 +28,11 @@ class Room:
     size_bytes: int
     write_error: str = ""
 
+    @property
+    def writable_bytes(self) -> int | None:
+        """How much can be written there now, as far as that was tried; None: the file system does not tell."""
+        return 0 if self.write_error else self.free_bytes if self.size_bytes else None
+
     def to_json(self) -> dict[str, int | str | bool]:
         return {**asdict(self), "is_writable": not self.write_error}
 

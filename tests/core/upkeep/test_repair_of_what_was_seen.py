@@ -128,3 +128,18 @@ def test_a_third_copy_goes_to_a_domain_that_has_none() -> None:
     views += [NodeView(node, UP, (holding(node, three),), domain) for node, domain in (("c", "r1"), ("d", "r3"))]
     plan = plan_repair({three.save_id: three}, [*views, NodeView("x", GONE, None)])
     assert copies(plan) == [(shard(0), "d", ("a", "b"))]
+
+
+def test_a_copy_goes_where_there_is_room_for_it() -> None:
+    """What a node takes counts together. Where none has room the one that was meant to hold it says so by its refusal."""
+    wide = manifest(1, dict.fromkeys(map(shard, range(4)), ("a", "b")))
+    there = NodeView("a", UP, (holding("a", wide, *wide.shards),))
+
+    def taken(**writable: int | None) -> list[str]:
+        views = [NodeView(node, UP, (holding(node, wide),), writable_bytes=room) for node, room in writable.items()]
+        return [node for _, node, _ in copies(plan_repair({wide.save_id: wide}, [there, *views]))]
+
+    assert taken(b=None, c=0) == ["b"] * 4
+    assert taken(b=250, c=150) == ["b", "b", "c", "b"]
+    assert taken(b=0, c=1000, d=None) == ["c", "d", "c", "d"]
+    assert taken(b=0, c=0) == ["b"] * 4
