@@ -90,6 +90,7 @@ def test_what_a_full_disk_refused_is_written_when_it_is_told_again(
     with pytest.raises(StoreFull):
         tell()
     assert not known()
+    assert not (isinstance(book, OrderBook) and book.read_all()), "what was refused is not carried out"
     full_disk()
     tell()
     assert known()

@@ -6,6 +6,7 @@ import time
 from replicated_ckpt.agent.saves.leftover import Leftover
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.settling.settle import settle
+from replicated_ckpt.errors import ReplicatedCkptError
 
 log = logging.getLogger(__name__)
 
@@ -23,11 +24,16 @@ def follow_orphan(service: NodeService, save_id: str) -> None:
     with service.hand_overs.following():
         until = time.monotonic() + FOLLOW_S
         while service.store.is_staged(save_id) and time.monotonic() < until:
-            if service.is_held(save_id):
-                until = time.monotonic() + FOLLOW_S
-            else:
-                intent = service.store.intent_of(save_id)
-                settle(service, [Leftover(intent, "its ranks are gone")], service.peers.read_all())
-                if not service.doubts.has(save_id):
+            try:
+                if service.is_held(save_id) or not _is_in_doubt(service, save_id):
                     until = time.monotonic() + FOLLOW_S
+            except ReplicatedCkptError as exc:  # it was published or given up a moment ago, or the disk refuses
+                log.info("what becomes of save %s is looked at again soon: %s", save_id, exc)
             time.sleep(_PAUSE_S)
+
+
+def _is_in_doubt(service: NodeService, save_id: str) -> bool:
+    """Settles the save, as far as that can be done now; whether it is in doubt then."""
+    intent = service.store.intent_of(save_id)
+    settle(service, [Leftover(intent, "its ranks are gone")], service.peers.read_all())
+    return service.doubts.has(save_id)

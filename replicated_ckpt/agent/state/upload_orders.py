@@ -42,10 +42,11 @@ class OrderBook:
             return save_id in self._url_by_save
 
     def take(self, save_id: str, url: str) -> None:
-        """Keeps an order. Raises StoreError."""
+        """Keeps an order. Raises StoreError: it is not kept."""
         with self._lock:
-            self._url_by_save[save_id] = url
-            self._file.write(self._url_by_save)
+            found = {**self._url_by_save, save_id: url}
+            self._file.write(found)
+            self._url_by_save = found
 
     def forget(self, save_id: str) -> None:
         """Forgets an order, if there is one."""

@@ -130,7 +130,7 @@ class FileLock:
         """The lock, or None if another process holds it now. A disk that has become read-only can still be locked.
 
         Raises:
-            StoreError: the file cannot be opened or made.
+            StoreError: the file cannot be opened, made or locked.
         """
         with translate_errors(str(path.parent), "lock", path.name):
             try:
@@ -139,11 +139,13 @@ class FileLock:
                 if exc.errno != errno.EROFS:
                     raise
                 fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        lock = HeldLock(fd)
-        if lock.take(shared=shared):
-            return cls(path, lock)
-        lock.close()
-        return None
+            with contextlib.ExitStack() as not_taken:
+                lock = HeldLock(fd)
+                not_taken.callback(lock.close)
+                if not lock.take(shared=shared):
+                    return None
+                not_taken.pop_all()
+        return cls(path, lock)
 
     @classmethod
     def take_within(cls, path: Path, timeout_s: float) -> "FileLock | None":

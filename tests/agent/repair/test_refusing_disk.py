@@ -19,6 +19,7 @@ from replicated_ckpt.agent.saves.adoption_locks import HELD_S, AdoptionLocks
 from replicated_ckpt.agent.saves.hand_overs import HandedShard, HandOvers
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.saves.shard_copies import WantedCopies
+from replicated_ckpt.agent.settling.orphans import follow_orphan
 from replicated_ckpt.agent.settling.outlived import drop_outlived
 from replicated_ckpt.core.layout import MANIFEST_NAME, TRASH_DIR
 from replicated_ckpt.core.upkeep.repair_plan import CopyShard
@@ -26,6 +27,7 @@ from replicated_ckpt.errors import StoreError, StoreFull
 from replicated_ckpt.stores.files.locks import HeldLock
 from replicated_ckpt.stores.files.room import Room
 from replicated_ckpt.stores.local.directories.committed import open_directory
+from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.throttle import Pace
 from tests.agent.checkpoints import checkpointed, findings, shard
@@ -190,3 +192,21 @@ class Released:
         self._lock.release()
         if self._then:
             self._then.pop()()
+
+
+def test_a_save_whose_ranks_are_gone_is_followed_past_an_error(
+    service: NodeService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk refuses one look at what is staged: the next one settles it."""
+    save_id, staged, left = f"{9:032x}", LocalStore.intent_of, [StoreError("the disk", "read", "intent", "EIO")]
+    service.store.begin(Intent(save_id, "step-9", "by hand", overwrite=True))
+
+    def refused_once(store: LocalStore, asked: str) -> Intent:
+        if left:
+            raise left.pop()
+        return staged(store, asked)
+
+    monkeypatch.setattr(LocalStore, "intent_of", refused_once)
+    follow_orphan(service, save_id)
+    assert (left, service.store.is_staged(save_id)) == ([], False)
+    assert findings(service.store) == []

@@ -1,5 +1,6 @@
 """The lock of the staging area is waited for as long as its holder works, and not for ever for one that is stopped."""
 
+import errno
 import fcntl
 import os
 import signal
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from replicated_ckpt.errors import StoreUnavailable
+from replicated_ckpt.errors import StoreError, StoreUnavailable
 from replicated_ckpt.stores.files import locks
 from replicated_ckpt.stores.files.locks import FileLock, exclusive
 from tests.harness.processes import open_below, stop_process
@@ -93,6 +94,18 @@ def test_a_lock_that_was_not_taken_is_not_left_behind(tmp_path: Path, monkeypatc
     fd = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     os.close(fd)
+
+
+def test_a_file_system_without_locks_is_an_error_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As NFS without its lock daemon is. The descriptor is given back."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(StoreError, match="No locks available"):
+        FileLock.take(tmp_path / "lock")
+    assert open_below(tmp_path) == []
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting another disk needs root")
