@@ -107,17 +107,28 @@ def _settle_one(
     answers = _answers(intent, how, asked, silent)
     nodes = intent.nodes or {*addresses, *(peer.node_id for peer in service.peers.read_all())}
     is_decision_bad = service.store.is_decision_damaged(intent.save_id)
-    settlement = settle_staged(
-        own=service.node_id,
-        nodes=tuple(node for node in nodes if node not in lost or node in answers),
-        coordinator="" if is_decision_bad and intent.coordinator == service.node_id else intent.coordinator,
-        is_worked_on=leftover.may_live,
-        answers=answers,
-    )
+
+    def decide() -> Settlement:
+        return settle_staged(
+            own=service.node_id,
+            nodes=tuple(node for node in nodes if node not in lost or node in answers),
+            coordinator="" if is_decision_bad and intent.coordinator == service.node_id else intent.coordinator,
+            is_worked_on=leftover.may_live,
+            answers=answers,
+        )
+
+    settlement = decide()
+    if (
+        settlement.fate is Fate.DROP and intent.coordinator != service.node_id
+    ):  # others may have taken it over meanwhile
+        others = [peer for peer in service.peers.read_all() if peer.node_id not in addresses.keys() | silent]
+        addresses |= {peer.node_id: peer for peer in others}
+        answers |= _answers(intent, how, others, silent)
+        settlement = decide()
     _carry_out(service, leftover, settlement, addresses)
 
 
-def _answers(intent: Intent, how: str, addresses: Sequence[AgentAddress], silent: set[str]) -> Mapping[str, Answer]:
+def _answers(intent: Intent, how: str, addresses: Sequence[AgentAddress], silent: set[str]) -> dict[str, Answer]:
     """What each node says of the save; one that does not answer, or not sensibly, is left out.
 
     Only the nodes of the save, which have its ticket, are told that it is settled: one that has it may have it given up.

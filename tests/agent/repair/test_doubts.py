@@ -1,5 +1,6 @@
 """What a node says is in doubt: no save that was given up while nodes were asked about it."""
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from replicated_ckpt.core.protocol.settlement import Answer
 from replicated_ckpt.errors import StoreUnavailable
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
-from tests.agent.checkpoints import checkpointed, findings, shard
+from tests.agent.agents import running_agent
+from tests.agent.checkpoints import checkpointed, findings, introduced, shard
 from tests.damage import make_newer
 
 SAVE, OTHER = "2" * 32, "0" * 11 + "a"
@@ -65,3 +67,20 @@ def test_a_decision_of_a_newer_format_is_kept_for_the_newer_version(tmp_path: Pa
     (staged / MANIFEST_NAME).write_bytes(raw)
     assert service.recover() == (manifest.save_id,)
     assert findings(service.store) == []
+
+
+def test_a_save_that_a_node_outside_of_the_job_has_taken_over_is_completed(tmp_path: Path) -> None:
+    """Its coordinator's node has lost it since. The shards that are staged here are the last ones: they do not go."""
+    own, coordinator, third = (LocalStore(tmp_path / name) for name in ("own", "coordinator", "third"))
+    manifest = checkpointed([own, coordinator, third], 1, {shard(0): [0, 1]}, on=[0, 2])
+    with running_agent(coordinator.root) as asked, running_agent(third.root) as other:
+        introduced(own, [asked.endpoint.address(), other.endpoint.address()])
+        service, nodes = NodeService(own), (own.node_id(), coordinator.node_id())
+        intent = Intent(manifest.save_id, "step-1", "s", overwrite=True, nodes=nodes, coordinator=nodes[1])
+        (own.root / "step-1" / shard(0)).rename(tmp_path / "staged")
+        shutil.rmtree(own.root / "step-1")
+        service.begin(intent)
+        (tmp_path / "staged").rename(own.path_of_staged(manifest.save_id, shard(0)))
+        settle(service, [Leftover(intent, "its group has gone on", is_over=True)], [asked.endpoint.address()])
+    assert own.catalog.checkpoint_of(manifest.save_id) == "step-1"
+    assert findings(own) == []

@@ -281,14 +281,17 @@ class Oracle:
                 f"{attempt.checkpoint_id}: attempt {attempt.number} goes on with no run that its nodes knew"
             )
 
-    def check_files(self) -> None:
+    def check_files(self, kept_for_loads: Collection[int]) -> None:
         """Raises Violation: a file of a checkpoint is not as it was saved, where all were said to be mended.
 
-        Stock torch's files have no checksum until they are adopted: what is bad in them no one can know.
+        What goes once the loads are over that were told to read it is not mended any more. Stock torch's files have no
+        checksum until they are adopted: what is bad in them no one can know.
         """
         for lying in self._disks.lying():
             attempt = self.attempt_of(lying) if lying.is_named else None
-            parts = {} if attempt is None or (attempt.is_stock and not attempt.save_id) else attempt.parts
+            if attempt is None or attempt.number in kept_for_loads or (attempt.is_stock and not attempt.save_id):
+                continue
+            parts = attempt.parts
             bad = [name for name, content in lying.files.items() if content != (parts.get(name) or content)]
             if bad and not self._passes_for_stocks(lying, parts):
                 raise Violation(f"{bad} of {lying.checkpoint_id} are damaged on node {lying.node}, and stay so")

@@ -191,7 +191,7 @@ class Schedule:
                 continue
             course.oracle.check_copies(attempt, len(course.cluster.nodes))
         if is_done:
-            course.oracle.check_files()
+            course.oracle.check_files({each.number for each in course.oracle.attempts if self._is_kept_for_loads(each)})
         if not is_done and is_mended:
             self._check_rivals(audits)
         self._check_nothing_left(current, is_done=is_done, is_mended=is_mended)
