@@ -100,31 +100,40 @@ def _settle_one(
     if answer is Answer.DECIDED:  # it waits for no node: it goes once the newer save is seen whole
         service.doubts.note(intent, ())
         return
-    addresses = {peer.node_id: peer for peer in peers}
-    how = "left" if leftover.is_left else "over" if leftover.is_over else "working"
-    silent = set() if silent is None else silent
-    asked = [address for node, address in addresses.items() if node not in silent]
-    answers = _answers(intent, how, asked, silent)
-    nodes = intent.nodes or {*addresses, *(peer.node_id for peer in service.peers.read_all())}
-    is_decision_bad = service.store.is_decision_damaged(intent.save_id)
+    _settle_by_others(service, leftover, peers, lost, set() if silent is None else silent)
 
-    def decide() -> Settlement:
-        return settle_staged(
+
+def _settle_by_others(
+    service: NodeService,
+    leftover: Leftover,
+    peers: Sequence[AgentAddress],
+    lost: frozenset[str],
+    silent: set[str],
+) -> None:
+    """By what other nodes say: `peers`, and before it is dropped by their word all that this node knows.
+
+    One of those may have taken the save over from a node that has lost it since.
+    """
+    intent, known = leftover.intent, service.peers.read_all()
+    how = "left" if leftover.is_left else "over" if leftover.is_over else "working"
+    nodes = intent.nodes or {peer.node_id for peer in (*peers, *known)}
+    is_decision_bad = service.store.is_decision_damaged(intent.save_id)
+    coordinator = "" if is_decision_bad and intent.coordinator == service.node_id else intent.coordinator
+    addresses: dict[str, AgentAddress] = {}
+    answers: dict[str, Answer] = {}
+    for group in (peers, known):
+        asked = [peer for peer in group if peer.node_id not in addresses.keys() | silent]
+        addresses |= {peer.node_id: peer for peer in asked}
+        answers |= _answers(intent, how, asked, silent)
+        settlement = settle_staged(
             own=service.node_id,
             nodes=tuple(node for node in nodes if node not in lost or node in answers),
-            coordinator="" if is_decision_bad and intent.coordinator == service.node_id else intent.coordinator,
+            coordinator=coordinator,
             is_worked_on=leftover.may_live,
             answers=answers,
         )
-
-    settlement = decide()
-    if (
-        settlement.fate is Fate.DROP and intent.coordinator != service.node_id
-    ):  # others may have taken it over meanwhile
-        others = [peer for peer in service.peers.read_all() if peer.node_id not in addresses.keys() | silent]
-        addresses |= {peer.node_id: peer for peer in others}
-        answers |= _answers(intent, how, others, silent)
-        settlement = decide()
+        if settlement.fate is not Fate.DROP or coordinator == service.node_id:
+            break
     _carry_out(service, leftover, settlement, addresses)
 
 
