@@ -134,7 +134,7 @@ def decode_manifest(raw: bytes, source: str) -> Manifest:
     if len(raw) > MANIFEST_BYTES_MAX:
         raise ManifestInvalid(f"The manifest at {source} has more than {MANIFEST_BYTES_MAX} bytes.")
     try:
-        head, body = raw.decode().rstrip().split("\n", 1)
+        head, body = raw.decode().rstrip("\n").split("\n", 1)
         document = json.loads(head + body)
         stored_crc, fields = document["crc32c"], document["manifest"]
         body = body.removeprefix('"manifest":').removesuffix("}")

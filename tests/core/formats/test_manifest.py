@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict
+from itertools import product
 
 import pytest
 from hypothesis import given
@@ -83,13 +84,11 @@ def test_notes_of_another_shape_are_not_believed(notes: object) -> None:
 def test_any_flipped_bit_is_noticed() -> None:
     """A manifest that was damaged anywhere is not believed, and nothing but a ManifestInvalid comes out."""
     raw = manifest().encode()
-    for position in range(len(raw) - 1):
+    for position, bit in product(range(len(raw)), range(8)):
         damaged = bytearray(raw)
-        damaged[position] ^= 1
-        try:
-            assert decode_manifest(bytes(damaged), "here") == manifest()  # white space in the head may change
-        except ManifestInvalid:
-            continue
+        damaged[position] ^= 1 << bit
+        with pytest.raises(ManifestInvalid):
+            decode_manifest(bytes(damaged), "here")
 
 
 @pytest.mark.parametrize(
