@@ -149,7 +149,7 @@ def test_no_path_leads_out_of_a_checkpoint(busy: tuple[RunningAgent, str], name:
     with agent.client() as client, pytest.raises((ObjectMissing, ConfigInvalid, PeerProtocolError)):
         client.put("PUT", f"/v1/saves/{opened}/{name}", b"x")
     for checkpoint_id in ("../x", "/etc", "latest", "", 7):
-        document = {"checkpoint_id": checkpoint_id, "session": "s", "overwrite": True, "peers": []}
+        document: dict[str, object] = {"checkpoint_id": checkpoint_id, "session": "s", "overwrite": True, "peers": []}
         with agent.client() as client, pytest.raises((ConfigInvalid, PeerProtocolError)):
             client.call("POST", f"/v1/saves/{save_id(3)}", document)
     assert sorted(path.name for path in agent.root.parent.iterdir()) == ["a"]
