@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -85,6 +86,33 @@ def _endpoint(root: Path, process: Forked) -> Endpoint | None:
     assert process.poll() is None, (root / "agent.out").read_text()
     endpoint = read_endpoint(root / ".agent")
     return endpoint if endpoint is not None and endpoint.pid == process.pid else None
+
+
+def exchanged(port: int, raw: bytes) -> bytes:
+    """Everything that is answered to these bytes, until the other side closes, which it may before it has all of them.
+
+    Raises:
+        TimeoutError: it neither reads, answers nor closes.
+    """
+    answer = b""
+    with socket.create_connection(("127.0.0.1", port), ANSWER_S) as connection:
+        with _closed_early():
+            connection.sendall(raw)
+            connection.shutdown(socket.SHUT_WR)
+        with _closed_early():
+            while piece := connection.recv(1 << 16):
+                answer += piece
+    return answer
+
+
+@contextmanager
+def _closed_early() -> Iterator[None]:
+    try:
+        yield
+    except TimeoutError:
+        raise
+    except OSError:
+        return
 
 
 def wait_for(look: Callable[[], T | None], timeout_s: float, what: str) -> T:

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,8 +17,10 @@ import pytest
 
 from replicated_ckpt import failpoints
 from replicated_ckpt.agent.requests.worker_thread import AUTOGROUP, give_way, give_way_as_session
+from replicated_ckpt.agent.saves import finish
 from replicated_ckpt.agent.saves.finish import Finished, Outline
 from replicated_ckpt.agent.saves.hand_overs import HandedShard
+from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.saves.shard_copies import WantedCopies
 from replicated_ckpt.agent.start.launch import ensure_agent
 from replicated_ckpt.core.integrity.checksum import crc32c
@@ -30,15 +32,37 @@ from replicated_ckpt.dcp.hand_over.layout import ShardLayout
 from replicated_ckpt.dcp.staging.segment import descriptor_of, lease_segment
 from replicated_ckpt.errors import ObjectCorrupt, SaveAborted, StoreDenied
 from replicated_ckpt.stores.files.locks import HeldLock
+from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.throttle import HAND_OVER_MIB_PER_S_MIN, Pace
 from tests.agent.agents import RunningAgent, peers_of, running_agent, stop_agent, wait_for
+from tests.marks import long
 
 SAVE, TICKET = "b" * 32, "c" * 32
 METADATA = b"what torch pickles"
 FILES = {".metadata", ".manifest.json", str(ShardName(0, 0)), str(ShardName(1, 0))}
 WITHIN_S = 40.0
 NICE = 17
+
+
+def outline_of(nodes: Sequence[str]) -> Outline:
+    """Of the save of one rank on each of two nodes, the first of which coordinates it."""
+    shards = {str(ShardName(rank, 0)): ShardEntry(0, 0, rank, node, ()) for rank, node in enumerate(nodes)}
+    manifest = Manifest(
+        SAVE,
+        "step-1",
+        1,
+        time.time(),
+        world_size=2,
+        copies=2,
+        metadata_bytes=len(METADATA),
+        metadata_crc32c=crc32c(METADATA),
+        nodes=tuple(NodeEntry(node, "host", None, (rank,)) for rank, node in enumerate(nodes)),
+        shards=shards,
+        lineage="a" * 16,
+    )
+    buddies = {str(ShardName(rank, 0)): [nodes[1 - rank]] for rank in (0, 1)}
+    return Outline(manifest, buddies, 2, must_have_all=True)
 
 
 @dataclass
@@ -84,27 +108,9 @@ class Job:
         self.handed.append(handed)
         return handed
 
-    def outline(self) -> Outline:
-        shards = {str(ShardName(rank, 0)): ShardEntry(0, 0, rank, node, ()) for rank, node in enumerate(self.nodes)}
-        manifest = Manifest(
-            SAVE,
-            "step-1",
-            1,
-            time.time(),
-            world_size=2,
-            copies=2,
-            metadata_bytes=len(METADATA),
-            metadata_crc32c=crc32c(METADATA),
-            nodes=tuple(NodeEntry(node, "host", None, (rank,)) for rank, node in enumerate(self.nodes)),
-            shards=shards,
-            lineage="a" * 16,
-        )
-        buddies = {str(ShardName(rank, 0)): [self.nodes[1 - rank]] for rank in (0, 1)}
-        return Outline(manifest, buddies, 2, must_have_all=True)
-
     def finish(self) -> None:
         self.stores[0].put_small(SAVE, METADATA_NAME, METADATA)
-        self.ask("finish", self.outline().to_json())
+        self.ask("finish", outline_of(self.nodes).to_json())
 
     def ask(self, verb: str, document: Any = None) -> dict[str, Any]:
         with self.agents[0].client() as client:
@@ -144,7 +150,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixture
 
 @pytest.mark.parametrize(
     "job",
-    [("", ""), ("agent.handed-over=sleep:2", ""), ("", "agent.writing=sleep:2"), ("agent.decided=sleep:2", "")],
+    [("", ""), long(("agent.handed-over=sleep:2", "")), ("", "agent.writing=sleep:2"), ("agent.decided=sleep:2", "")],
     indirect=True,
 )
 def test_a_save_that_is_handed_over_needs_no_rank(job: Job) -> None:
@@ -175,7 +181,7 @@ def test_an_agent_that_has_written_its_shards_waits_for_the_decision(job: Job) -
     assert job.files() == [FILES, FILES]
 
 
-@pytest.mark.parametrize("job", [("", ""), ("", "agent.writing=sleep:2")], indirect=True)
+@pytest.mark.parametrize("job", [("", ""), long(("", "agent.writing=sleep:2"))], indirect=True)
 @pytest.mark.parametrize("ranks", [(0,), (1,), (0, 1)], ids=str)
 def test_without_the_outline_nothing_is_left(job: Job, ranks: tuple[int, ...]) -> None:
     """All ranks die after their hand-overs, the coordinator before it knew of all: nodes with a part of it drop it."""
@@ -312,6 +318,7 @@ def test_a_shard_that_cannot_be_written_ends_the_save(job: Job) -> None:
     wait_for(job.is_gone, WITHIN_S, "the save is gone")
 
 
+@pytest.mark.long  # AGAIN_WITHIN_S; the next test has the same with less patience
 @pytest.mark.parametrize("job", [("", "agent.writing=sleep:600")], indirect=True)
 def test_an_agent_and_all_ranks_die(job: Job) -> None:
     """A node is lost with its shard: the coordinator's agent gives the save up, and nothing of it is left there."""
@@ -323,6 +330,26 @@ def test_an_agent_and_all_ranks_die(job: Job) -> None:
         job.ask("decision")
     job.die()
     wait_for(lambda: job.stores[0].list_staged() == (), WITHIN_S, "the save is gone")
+
+
+def test_a_save_that_waits_for_an_agent_that_died_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the coordinator's agent, here this process, once the other one has given no answer for as long as it waits."""
+    monkeypatch.setattr(finish, "AGAIN_WITHIN_S", 1.0)
+    service = NodeService(LocalStore(tmp_path / "own"))
+    with running_agent(tmp_path / "other") as other:
+        nodes = (service.node_id, other.endpoint.node_id)
+        service.learn_peers(peers_of(other))
+    service.begin(Intent(SAVE, "step-1", "s", overwrite=False, nodes=nodes, coordinator=nodes[0], ticket=TICKET))
+    shard, fd = HandedShard(WantedCopies(SAVE, str(ShardName(0, 0)), nodes[0]), [(0, 0, 7)]), os.memfd_create("staged")
+    os.write(fd, b"content")
+    service.hand_overs.take(shard, [fd]).result(WITHIN_S)
+    service.store.put_small(SAVE, METADATA_NAME, METADATA)
+    began = time.monotonic()
+    service.finish(outline_of(nodes))
+    with pytest.raises(SaveAborted, match="was given up"):
+        service.finisher.end_of(SAVE).result(WITHIN_S)
+    assert time.monotonic() - began > finish.AGAIN_WITHIN_S
+    assert service.store.list_staged() == ()
 
 
 @pytest.mark.parametrize("job", [("agent.writing=sleep:600", "")], indirect=True)
@@ -356,7 +383,7 @@ def test_a_save_that_was_given_up_is_not_finished(job: Job) -> None:
     with job.agents[0].client() as client:
         client.call("POST", f"/v1/saves/{SAVE}/abort", {"why": "a rank failed", "ticket": TICKET})
     with pytest.raises(SaveAborted, match="a rank failed"):
-        job.ask("finish", job.outline().to_json())
+        job.ask("finish", outline_of(job.nodes).to_json())
 
 
 def test_what_was_written_is_told_to_nodes_of_the_save(job: Job) -> None:
@@ -368,5 +395,5 @@ def test_what_was_written_is_told_to_nodes_of_the_save(job: Job) -> None:
             peer.call("POST", f"/v1/saves/{SAVE}/written", names)
         told = peer.call("POST", f"/v1/saves/{SAVE}/written", {**names, "ticket": TICKET})
         with pytest.raises(StoreDenied):
-            peer.call("POST", f"/v1/saves/{SAVE}/finish", job.outline().to_json())
+            peer.call("POST", f"/v1/saves/{SAVE}/finish", outline_of(job.nodes).to_json())
     assert told["written"][0]["holders"] == job.nodes

@@ -16,7 +16,6 @@ from benchmarks.suites.results import Results, Row, from_json
 from benchmarks.suites.saving import STOCK
 from benchmarks.suites.setup import kind_of
 from benchmarks.training_stall import CASES as STALL_CASES
-from tests.marks import long
 
 SAVES = [
     STOCK,
@@ -36,9 +35,10 @@ CASES = {
 MACHINE = dict.fromkeys(("date", "cores", "cpu", "torch", "commit", "load_before"), "?")
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("suites", ["save", long("save,load,small,repeat,emulated,peers,stall")])
+@pytest.mark.parametrize("suites", ["save", "save,load,small,repeat,emulated,peers,stall"])
 def test_it_runs_and_its_figures_reach_the_documents(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], suites: str
 ) -> None:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -63,8 +64,11 @@ def test_good_then_degraded_then_down(tmp_path: Path) -> None:
         code, own = as_json("status", "--own-agent", "--root", nodes[0].root)
         assert (code, own["exit_code"], own["state"], own["pid"]) == (0, 0, "good", running[0].process.pid)
         running[0].signal(signal.SIGSTOP)
-        for which in ((), ("--own-agent",)):
-            done = command("status", *which, "--root", nodes[0].root)
+        with ThreadPoolExecutor(2) as threads:  # each waits for an answer
+            asked = [
+                threads.submit(command, "status", *which, "--root", nodes[0].root) for which in ((), ("--own-agent",))
+            ]
+        for done in (each.result() for each in asked):
             assert done.returncode == ExitCode.UNREACHABLE
             assert "kill -CONT" in done.stdout
             assert "next step: --start-agents" not in done.stdout, "one runs: another could not start"

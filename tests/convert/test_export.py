@@ -24,6 +24,7 @@ from replicated_ckpt.stores.output import local as output_local
 from tests.convert import states
 from tests.convert.states import assert_equal, blank, checkpoint, contents, scheduled, tensors_of
 from tests.damage import flip
+from tests.harness.processes import open_below
 from tests.marks import mark_long
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -212,11 +213,11 @@ def test_one_that_another_process_publishes_at_that_moment_is_its_own(
             (tmp_path / ".out.part").rename(place)
         real(fd, how)
 
-    real, before = fcntl.flock, len(list(Path("/proc/self/fd").iterdir()))
+    real = fcntl.flock
     monkeypatch.setattr(fcntl, "flock", lock)
     with pytest.raises(ConfigInvalid, match="Another process"):
         output_local.LocalOutput(place, is_directory=True, size_bytes=1)
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert open_below(tmp_path) == []
 
 
 @pytest.mark.parametrize("format_", ["torch", "safetensors", "dcp"])

@@ -97,6 +97,7 @@ def check_job(python: Path, folder: Path) -> None:
     check_commands(python, root)
 
 
+@pytest.mark.long  # `make dist` has the same with the wheel, and the workflow has that
 @pytest.mark.multiprocess
 @pytest.mark.timeout(600)
 def test_the_main_job_needs_what_is_declared(tmp_path: Path) -> None:

@@ -1,11 +1,12 @@
-"""Some seconds of `make fuzz` for each target, and what it has found before."""
+"""Some inputs of `make fuzz` for each target, and what it has found before."""
 
 import pytest
 
 from tests.fuzz.run import run
 from tests.fuzz.targets import TARGETS
 
-SECONDS = 3.0
+INPUTS = 1500
+NOTHING_TO_REFUSE = {"honest"}
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -13,7 +14,10 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("target", TARGETS)
 def test_nothing_is_found(target: str) -> None:
-    """Every input of the corpus and those of some seconds are read alike by all, or refused; and both happens."""
-    outcome = run(target, seed=20260101, seconds=SECONDS)
+    """Every input of the corpus and some of a seed are read alike by all, or refused; and both happens."""
+    outcome = run(target, seed=20260101, inputs=INPUTS)
     assert outcome.failed == []
-    assert outcome.inputs > 20
+    assert outcome.inputs == INPUTS
+    refused = outcome.said["refused"]
+    assert (refused > INPUTS // 10) != (target in NOTHING_TO_REFUSE)
+    assert INPUTS - refused > INPUTS // 10

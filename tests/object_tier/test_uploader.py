@@ -96,6 +96,7 @@ def test_what_is_removed_during_its_upload_leaves_nothing_there(tmp_path: Path, 
 
     with failpoints.arm(point, remove):
         uploader.round()
+    assert list(service.store.catalog.committed()) == [], "the upload has come to that point"
     assert [path.name for path in (tmp_path / "bucket").rglob("*") if path.is_file()] == []
     assert not uploader.is_busy
 

@@ -238,7 +238,7 @@ def saves_with_forks(context: Context, kinds: list[str], saves: int) -> dict[str
         while not future.done():
             workers.append(get_context("fork").Process(target=time.sleep, args=(100,), daemon=True))
             workers[-1].start()
-            time.sleep(0.02)
+            time.sleep(0.05)
         future.result()
         found.append(_local_connections(agent_of(context.root)))
     is_start_free = FileLock.take(context.root / ".agent" / "start") is not None

@@ -8,6 +8,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
+from replicated_ckpt.core.layout import INCOMING_DIR, STAGING_DIR, TRASH_DIR
 from replicated_ckpt.errors import ReplicatedCkptError
 from tests.steps.context import Context
 from tests.steps.peers import pieces
@@ -45,7 +46,7 @@ def seed_of_next(context: Context, kinds: list[str], seeds: list[int]) -> Any:
 
 
 def litter(context: Context, within_s: float) -> list[str]:
-    """What lies in this node's `.staging` and `.trash`, and parts anywhere; waits for it to become nothing."""
+    """What lies in this node's `.staging`, `.trash` and `.incoming`, and parts anywhere; waits for it to become nothing."""
     deadline = time.monotonic() + within_s
     while (left := _litter_of(context.root)) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
@@ -53,7 +54,7 @@ def litter(context: Context, within_s: float) -> list[str]:
 
 
 def _litter_of(root: Path) -> list[str]:
-    found = [path for folder in (".staging", ".trash") for path in (root / folder).rglob("*")]
+    found = [path for folder in (STAGING_DIR, TRASH_DIR, INCOMING_DIR) for path in (root / folder).rglob("*")]
     found += [path for path in root.rglob("*") if path.suffix in {".part", ".tmp"}]
     return sorted({str(path.relative_to(root)) for path in found})
 

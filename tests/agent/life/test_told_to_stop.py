@@ -24,6 +24,7 @@ from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.peer.client import AgentClient
 from tests.agent.agents import HOME, peers_of, running_agent, stop_agent, wait_for
 from tests.agent.test_hand_over import FILES, SAVE, TICKET, WITHIN_S, Job, job
+from tests.marks import long
 
 __all__ = ["job"]
 SLOW = "agent.writing=sleep:3"
@@ -42,7 +43,7 @@ def log_of(job: Job, index: int) -> str:
     ).read_text(errors="replace")
 
 
-@pytest.mark.parametrize("job", [(SLOW, ""), ("", SLOW), (SLOW, SLOW)], indirect=True)
+@pytest.mark.parametrize("job", [long((SLOW, "")), long(("", SLOW)), (SLOW, SLOW)], indirect=True)
 def test_agents_told_to_stop_together_finish_the_save(job: Job) -> None:
     """All ranks are gone, and all agents get SIGTERM while shards are written: they leave a whole save, with its copies."""
     for rank in (0, 1):

@@ -14,7 +14,8 @@ import pytest
 from replicated_ckpt import Retention
 from replicated_ckpt.agent.repair.retire import Retirer
 from replicated_ckpt.agent.saves.service import NodeService
-from replicated_ckpt.agent.state.removals import REMOVALS_MAX, RemovalBook
+from replicated_ckpt.agent.state import removals
+from replicated_ckpt.agent.state.removals import RemovalBook
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.versions.replaced import lock_version
@@ -26,7 +27,7 @@ from tests.agent.repair.test_retention import meet, stays, tell, there
 from tests.cli.commands import as_json, command
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(240)]
-SMALL = 3000
+SMALL, MANY = 3000, 20
 OTHER_SAVE = "f" * 32
 QUICK = ("--lost-after-s", "1.5", "--round-every-s", "1")
 
@@ -199,8 +200,9 @@ def test_what_the_user_puts_back_stays(tmp_path: Path) -> None:
     assert [findings(store) for store in nodes] == [[], []]
 
 
-def test_a_removal_ends_once_it_is_done(tmp_path: Path) -> None:
+def test_a_removal_ends_once_it_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is pending until nothing lies here; others are told of it for longer, also by the agent after this one."""
+    monkeypatch.setattr(removals, "REMOVALS_MAX", MANY)  # the book is written anew for each
     book = RemovalBook(tmp_path)
     for number in (1, 2):
         book.take(f"{number:032x}")
@@ -211,9 +213,10 @@ def test_a_removal_ends_once_it_is_done(tmp_path: Path) -> None:
     book.forget(f"{2:032x}")
     book.forget(f"{1:032x}")
     assert RemovalBook(tmp_path).read_pending_and_done() == (frozenset({f"{2:032x}"}), frozenset())
-    for number in range(REMOVALS_MAX + 5):
+    for number in range(MANY + 5):
         book.take(f"{number + 3:032x}")
-    assert len(book.read_all()) == len(book.read_pending_and_done()[0]) == REMOVALS_MAX
+    newest = {f"{number + 3:032x}" for number in range(5, MANY + 5)}
+    assert book.read_all() == book.read_pending_and_done()[0] == newest
 
 
 def test_a_removal_during_a_look_is_not_taken_for_one_that_was_put_back(

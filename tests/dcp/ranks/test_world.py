@@ -2,12 +2,11 @@
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -158,39 +157,47 @@ def test_what_is_no_group_of_this_rank_is_said_so(tmp_path: Path, group: Any) ->
     assert not (tmp_path / "step-1").exists()
 
 
-SERVES = """
-import time
-import torch.distributed as dist
-store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-print(store.port, flush=True)
-time.sleep(60)
-"""
+@contextmanager
+def served() -> Iterator[tuple[int, int]]:
+    """A forked process that serves a store: its id, and its port."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            os.write(writing, str(store.port).encode())
+            time.sleep(60)
+        finally:
+            os._exit(1)
+    os.close(writing)
+    try:
+        with os.fdopen(reading, "rb", buffering=0) as told:
+            yield pid, int(told.read(9))
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
 
 
 def test_a_store_whose_process_is_stopped_is_given_up(stopwatch: Stopwatch) -> None:
     """Within its time-out, and at once from then on; torch waits for ever. Once that goes on the store is used again."""
-    with subprocess.Popen([sys.executable, "-c", SERVES], stdout=subprocess.PIPE, text=True) as server:
-        try:
-            assert server.stdout is not None
-            store = dist.TCPStore("127.0.0.1", int(server.stdout.readline()), wait_for_workers=False)
-            board, presence = Blackboard(AnsweringStore("job", store), 1, 2), Presence(store, 1)
-            board.post("load", {"first": 1})
-            store.set_timeout(timedelta(seconds=1))
-            stop_process(server.pid)
-            began = stopwatch.now()
-            with pytest.raises(MeetingFailed, match="does not answer: no answer within its time-out, 1 s"):
-                board.post("load", {"second": 2})
-            for _ in range(10):
-                with pytest.raises(MeetingFailed), reaching_store():
-                    presence.find_lost()
-            assert stopwatch.now() - began < 5
-            server.send_signal(signal.SIGCONT)
-            store.set_timeout(timedelta(seconds=30))
-            assert waiting._unanswered[store][0].exception(30) is None  # the call that was given up has its answer
-            board.post("load", {"third": 3})
-            assert (board.read_post("load", 1) or {})["third"] == 3
-        finally:
-            server.kill()
+    with served() as (pid, port):
+        store = dist.TCPStore("127.0.0.1", port, wait_for_workers=False)
+        board, presence = Blackboard(AnsweringStore("job", store), 1, 2), Presence(store, 1)
+        board.post("load", {"first": 1})
+        store.set_timeout(timedelta(seconds=1))
+        stop_process(pid)
+        began = stopwatch.now()
+        with pytest.raises(MeetingFailed, match="does not answer: no answer within its time-out, 1 s"):
+            board.post("load", {"second": 2})
+        for _ in range(10):
+            with pytest.raises(MeetingFailed), reaching_store():
+                presence.find_lost()
+        assert stopwatch.now() - began < 5
+        os.kill(pid, signal.SIGCONT)
+        store.set_timeout(timedelta(seconds=30))
+        assert waiting._unanswered[store][0].exception(30) is None  # the call that was given up has its answer
+        board.post("load", {"third": 3})
+        assert (board.read_post("load", 1) or {})["third"] == 3
 
 
 class HeldStore:

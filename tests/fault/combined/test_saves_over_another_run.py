@@ -56,11 +56,10 @@ def test_a_directory_that_is_renamed_is_a_checkpoint_of_its_own(nodes: Nodes) ->
     nodes.start(1, 2)
     ours = Save(nodes, 1, {0: (1, 2)}).acknowledged()
     nodes.start(0)
-    nodes.meet()
-    wait_for(lambda: nodes.status(0)["protection"]["short"] == 1, 30, "the shard that can have no second copy")
+    nodes.wait_in_rounds(lambda: nodes.status(0)["protection"]["short"] == 1, "the shard that can have no second copy")
     (nodes.store(0).root / "last").rename(nodes.store(0).root / "other")
-    wait_for(lambda: count_holders(nodes, "other") == 2, 30, "a second copy under the new name")
-    wait_for(lambda: nodes.status(0)["protection"]["is_complete"], 30, "re-protection to be done")
+    nodes.wait_in_rounds(lambda: count_holders(nodes, "other") == 2, "a second copy under the new name")
+    nodes.wait_in_rounds(lambda: nodes.status(0)["protection"]["is_complete"], "re-protection to be done")
     assert nodes.versions("last") == {ours.save_id: ours.shards}
     assert nodes.versions("other") == {foreign.save_id: foreign.shards}
 

@@ -9,7 +9,7 @@ import pytest
 
 from replicated_ckpt.agent.http.connections import Connections
 from replicated_ckpt.agent.http.server import CONNECTIONS_MAX, HEAD_BYTES_MAX
-from tests.agent.agents import RunningAgent, running_agent
+from tests.agent.agents import RunningAgent, exchanged, running_agent
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(120)]
 GROWTH_MAX_KIB = 150 << 10
@@ -26,18 +26,6 @@ def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningAgent]:
 
 def connected(agent: RunningAgent) -> socket.socket:
     return socket.create_connection(("127.0.0.1", agent.endpoint.port), 10)
-
-
-def exchanged(agent: RunningAgent, raw: bytes) -> bytes:
-    """Everything that is answered to these bytes, until the other side closes."""
-    answer = b""
-    with connected(agent) as connection, contextlib.suppress(OSError):
-        with contextlib.suppress(OSError):  # it has said no and closed before it has all
-            connection.sendall(raw)
-            connection.shutdown(socket.SHUT_WR)
-        while piece := connection.recv(1 << 16):
-            answer += piece
-    return answer
 
 
 def request(agent: RunningAgent, line: str, *heads: str, body: bytes = b"", token: str | None = None) -> bytes:
@@ -116,7 +104,7 @@ def test_headers_of_strangers_take_no_memory(agent: RunningAgent) -> None:
         assert_well(agent)
     too_long = b"GET / HTTP/1.1\r\n" + b"X: y\r\n" * (HEAD_BYTES_MAX // 6 + 1) + b"\r\n"
     # For a stranger nothing is read beyond the limit, so that a reset may overtake the answer.
-    assert any(b" 431 " in exchanged(agent, too_long) for _ in range(10))
+    assert any(b" 431 " in exchanged(agent.endpoint.port, too_long) for _ in range(10))
 
 
 def test_strangers_write_little_to_the_log(agent: RunningAgent) -> None:
@@ -124,7 +112,7 @@ def test_strangers_write_little_to_the_log(agent: RunningAgent) -> None:
     log = agent.root / "agent.out"
     before = log.stat().st_size
     for _ in range(10):
-        exchanged(agent, request(agent, "GET /\x1b[2J" + "a" * 50_000, token="wrong"))
+        exchanged(agent.endpoint.port, request(agent, "GET /\x1b[2J" + "a" * 50_000, token="wrong"))
     assert log.stat().st_size - before < 20_000
     assert "\x1b" not in log.read_text()
 
@@ -147,7 +135,7 @@ def test_a_body_of_doubtful_length_is_refused(agent: RunningAgent, heads: list[s
     """What could be read in two ways is not read at all, and what comes after it is no second request."""
     second = request(agent, "GET /v1/status")
     body = DOCUMENT if "Length" in heads[0] else b"e\r\n" + DOCUMENT + b"\r\n0\r\n\r\n"
-    answer = exchanged(agent, request(agent, GIVE_UP, *heads, body=body + second))
+    answer = exchanged(agent.endpoint.port, request(agent, GIVE_UP, *heads, body=body + second))
     assert answer.startswith(b"HTTP/1.1 400 ")
     assert answer.count(b"HTTP/1.1 ") == 1
 
@@ -156,25 +144,25 @@ def test_a_chunk_is_read(agent: RunningAgent) -> None:
     """What the next test refuses is refused for its size: with a good one it is answered."""
     body = b"00e;x=y\r\n" + DOCUMENT + b"\r\n0\r\n\r\n"
     raw = request(agent, GIVE_UP, "Transfer-Encoding: chunked", body=body)
-    assert exchanged(agent, raw).startswith(b"HTTP/1.1 200 ")
+    assert exchanged(agent.endpoint.port, raw).startswith(b"HTTP/1.1 200 ")
 
 
 @pytest.mark.parametrize("size", [b"0xe", b"+e", b"0_e", b"-e", b" e", b"", b"fffffffffffffff", b"100000000", b"e e"])
 def test_a_doubtful_chunk_is_refused(agent: RunningAgent, size: bytes) -> None:
     """A chunk's size is hexadecimal digits, and no more of them than a size can have."""
     raw = request(agent, GIVE_UP, "Transfer-Encoding: chunked", body=size + b"\r\n" + DOCUMENT + b"\r\n0\r\n\r\n")
-    assert exchanged(agent, raw).startswith(b"HTTP/1.1 400 ")
+    assert exchanged(agent.endpoint.port, raw).startswith(b"HTTP/1.1 400 ")
 
 
 @pytest.mark.parametrize("line", ["GET /v1/status", "POST /v1/saves/" + "9" * 32 + "/commit", "GET /v1/nothing"])
 def test_a_body_that_nobody_reads_is_no_request(agent: RunningAgent, line: str) -> None:
     """A request inside the body of another is not answered."""
     inner = request(agent, "GET /v1/peers")
-    answer = exchanged(agent, request(agent, line, f"Content-Length: {len(inner)}", body=inner))
+    answer = exchanged(agent.endpoint.port, request(agent, line, f"Content-Length: {len(inner)}", body=inner))
     assert answer.count(b"HTTP/1.1 ") == 1
 
 
 @pytest.mark.parametrize("target", ["//[", "/v1/holdings?" + "a=1&" * 1000, "http://[x/v1/status"])
 def test_a_target_that_is_none_is_refused(agent: RunningAgent, target: str) -> None:
     """With an answer, and not with the end of the connection."""
-    assert exchanged(agent, request(agent, f"GET {target}"))[9:12] in (b"400", b"404")
+    assert exchanged(agent.endpoint.port, request(agent, f"GET {target}"))[9:12] in (b"400", b"404")

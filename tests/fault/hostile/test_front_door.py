@@ -36,7 +36,7 @@ from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.throttle import Pace
 from replicated_ckpt.stores.verified import Expected
 from replicated_ckpt.testing.shard_files import table_of
-from tests.agent.agents import object_routes, running_agent
+from tests.agent.agents import exchanged, object_routes, running_agent
 from tests.agent.checkpoints import checkpointed, held, shard
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(180)]
@@ -96,17 +96,6 @@ def door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
     thread.join()
 
 
-def exchanged(door: Door, raw: bytes) -> bytes:
-    """Sends raw bytes and reads until the other side closes."""
-    answer = b""
-    with socket.create_connection(("127.0.0.1", door.port), 10) as connection, contextlib.suppress(OSError):
-        connection.sendall(raw)
-        connection.shutdown(socket.SHUT_WR)
-        while piece := connection.recv(1 << 16):
-            answer += piece
-    return answer
-
-
 VERBS = [
     ("GET", "/v1/status"), ("GET", "/v1/holdings"), ("GET", "/v1/peers"), ("POST", "/v1/peers"),
     ("GET", f"/v1/files/{SAVE}/{shard(0)}?checkpoint_id=step-1"), ("GET", f"/v1/saves/{SAVE}"),
@@ -122,7 +111,7 @@ def test_no_verb_without_the_token(door: Door, token: str) -> None:
     before = door.tree()
     for method, path in VERBS:
         head = f"{method} {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\nContent-Length: 2\r\n\r\n{{}}"
-        answer = exchanged(door, head.encode())
+        answer = exchanged(door.port, head.encode())
         assert b" 401 " in answer.splitlines()[0], (method, path, answer[:200])
         assert b"step-1" not in answer.partition(b"\r\n\r\n")[2]
     assert door.tree() == before
@@ -133,7 +122,7 @@ def test_no_verb_without_the_token(door: Door, token: str) -> None:
 @given(st.binary(max_size=400))
 def test_random_bytes(door: Door, raw: bytes) -> None:
     """Whatever is sent, the connection ends and the next one is served."""
-    exchanged(door, raw)
+    exchanged(door.port, raw)
     door.assert_well()
 
 
@@ -154,7 +143,7 @@ def test_random_framing(door: Door, verb: tuple[str, str], heads: list[str], bod
     if path.endswith(("/shutdown", "/commit", "/abort")):
         return
     lines = [f"{method} {path} HTTP/1.1", "Host: x", f"Authorization: Bearer {OWNER}", *heads, "", ""]
-    exchanged(door, "\r\n".join(lines).encode() + body)
+    exchanged(door.port, "\r\n".join(lines).encode() + body)
     door.assert_well()
 
 
@@ -173,7 +162,7 @@ def test_no_path_leads_out(door: Door, method: str, parts: list[str], checkpoint
     for prefix in ("", f"files/{SAVE}/", f"saves/{SAVE}/", "saves/"):
         target = path.replace("/v1/", f"/v1/{prefix}", 1).replace(" ", "%20")
         head = f"{method} {target} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {OWNER}\r\nContent-Length: 1\r\n\r\nx"
-        answer = exchanged(door, head.encode("latin-1"))
+        answer = exchanged(door.port, head.encode("latin-1"))
         assert b"secret" not in answer
         assert b'"token"' not in answer
     assert door.tree() == before

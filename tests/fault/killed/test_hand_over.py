@@ -23,6 +23,7 @@ from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.throttle import Pace
 from tests.harness.cluster import Attempt, Cluster, call
 from tests.harness.node import Node
+from tests.marks import long, mark_long
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(300)]
 KINDS = ["plain", "own"]
@@ -186,7 +187,7 @@ def seed(cluster: Cluster) -> Any:
     return results.agreed(0)
 
 
-@pytest.mark.parametrize("slow", ["rank0", "agent0", "agent1"])
+@pytest.mark.parametrize("slow", mark_long(["rank0", "agent0", "agent1"], keep=["agent1"]))
 def test_all_trainers_die_once_the_save_is_handed_over(cluster: Cluster, slow: str) -> None:
     """All ranks are killed while agents still have bytes to write: both nodes publish it, whole, and it loads."""
     armed = {"rank0": "coordinator.handed-over=kill"}
@@ -209,13 +210,11 @@ def test_all_trainers_die_and_all_agents_are_told_to_stop(cluster: Cluster) -> N
 @pytest.mark.parametrize(
     "armed",
     [
-        pytest.param({"rank0": "rank.handing-over=kill"}, marks=pytest.mark.long),  # a minute: LEFTOVER_GRACE_S
-        pytest.param(
-            {"rank0": "rank.handing-over=kill", "rank1": "rank.handing-over=sleep:60"}, marks=pytest.mark.long
-        ),
+        long({"rank0": "rank.handing-over=kill"}),  # a minute: LEFTOVER_GRACE_S
+        long({"rank0": "rank.handing-over=kill", "rank1": "rank.handing-over=sleep:60"}),
         {"rank1": "rank.handed-over=kill"},
-        {"rank0": "rank.handed-over=kill"},
-        {"rank0": "coordinator.metadata-staged=kill"},
+        long({"rank0": "rank.handed-over=kill"}),
+        long({"rank0": "coordinator.metadata-staged=kill"}),
         {"rank0": "coordinator.metadata-staged=kill", "agent1": "agent.writing=sleep:3"},
     ],
     ids=str,
@@ -232,12 +231,12 @@ def test_all_trainers_die_before_that(cluster: Cluster, armed: dict[str, str]) -
 @pytest.mark.parametrize(
     ("agent", "point"),
     [
-        (1, "agent.handed-over"),
+        long(1, "agent.handed-over"),
         (1, "agent.writing"),
-        (0, "agent.writing"),
+        long(0, "agent.writing"),
         (0, "agent.finishing"),
         (0, "agent.decided"),
-        (0, "agent.finished"),
+        long(0, "agent.finished"),
     ],
 )
 def test_an_agent_dies_with_a_save_in_its_hands(cluster: Cluster, agent: int, point: str) -> None:

@@ -97,9 +97,8 @@ LOSSES = [
     (Case("commit.replaced", "agent1", overwrite=True), 0),
 ]
 DECISIVE = {
-    "coordinator.opened", "rank.writing", "agent.receiving", "store.shard-fsynced", "coordinator.metadata-staged",
-    "coordinator.decided", "agent.decision-staged", "commit.staging-fsynced", "commit.named", "commit.durable",
-    "coordinator.published", "abort.trashed", "restore.copied",
+    "coordinator.opened", "rank.writing", "store.shard-fsynced", "coordinator.metadata-staged", "coordinator.decided",
+    "agent.decision-staged", "commit.named", "abort.trashed", "restore.copied",
 }  # fmt: skip
 LEFT_TO_A_LOAD = [
     Case("coordinator.opened", "rank0"),

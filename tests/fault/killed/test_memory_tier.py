@@ -84,7 +84,7 @@ def test_killed_trainers_restart_from_their_nodes_memory(cluster: Cluster) -> No
         assert found["peer"] == 0
 
 
-@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("lost", mark_long([0, 1], keep=[0]))
 def test_a_lost_node_resumes_from_its_buddys_memory(cluster: Cluster, lost: int) -> None:
     """Not one step is lost that was in the buddy's memory, whichever node goes with its disk and its memory."""
     train_and_die(cluster, 5)
@@ -187,6 +187,7 @@ def damage(cluster: Cluster, checkpoint_id: str) -> None:
             flip(path)
 
 
+@pytest.mark.long  # tests/dcp/manager/test_memory_tier.py has it of one process
 def test_a_step_by_its_number_falls_back_to_the_disk(cluster: Cluster) -> None:
     """A step that lies in both tiers and is damaged in memory comes from the disk."""
     train_and_die(cluster, 4)

@@ -10,8 +10,11 @@ from tests.fault.power_loss.operations import tree_of
 from tests.fault.power_loss.recorder import Recorder
 from tests.fault.power_loss.scenarios import SCENARIOS, recorded
 from tests.fault.power_loss.strace import traced
+from tests.marks import mark_long
 
 pytestmark = pytest.mark.fault
+TRACED = ["first save", "overwrite", "removal and save over its files"]
+"""In `make test`, as each starts an interpreter under strace. The test before replays what all of them do."""
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
@@ -22,7 +25,7 @@ def test_the_whole_log_replays_to_the_real_tree(name: str, tmp_path: Path) -> No
 
 
 @pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("name", mark_long(SCENARIOS, keep=TRACED))
 def test_strace_sees_the_same_calls(name: str, tmp_path: Path) -> None:
     """Every call below the root that changes or syncs something was noted, in the order in which the kernel got it."""
     (tmp_path / "base").mkdir()

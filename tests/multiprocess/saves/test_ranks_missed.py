@@ -19,7 +19,7 @@ BY_COORDINATOR = {
     *("save: open", "save: number", "save: weigh", "save: collect", "save: finish"),
     *("load: look", "load: plan"),
 }
-SOME = [("save: write", 3), ("save: finish", 0), ("load: metadata", 2)]
+SOME = [("save: write", 3), ("save: finish", 0)]
 ALL = [(place, rank) for place in PLACES for rank in ([0] if place in BY_COORDINATOR else [0, 2, 3])]
 
 
