@@ -201,7 +201,7 @@ class ReplicatedTrainerMixin:
         own, first = values_in(state, trust_pickles=self._trust_pickles)
         files = dict((own or first)["files"])
         saved = json.loads(files[TRAINER_STATE_NAME])
-        self._best_path = saved.pop("best_model_checkpoint")  # Trainer would look for a directory, and warn
+        self._best_path = saved.pop("best_model_checkpoint", None)  # Trainer would look for a directory, and warn
         files[TRAINER_STATE_NAME] = json.dumps(saved).encode()
         if own is not None:
             self._counters = own["counters"]
