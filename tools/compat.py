@@ -57,7 +57,7 @@ def run(python: Path, title: str, *step: str | Path) -> bool:
     command = [str(python), str(Path(__file__).resolve()), "--step", *map(str, step)]
     environment = {**os.environ, "PYTHONPATH": str(HERE)}
     try:
-        code = subprocess.run(command, timeout=RUN_TIMEOUT_S, check=False, env=environment).returncode
+        code: int | str = subprocess.run(command, timeout=RUN_TIMEOUT_S, check=False, env=environment).returncode
     except subprocess.TimeoutExpired:
         code = f"not done within {RUN_TIMEOUT_S} s"
     sys.stdout.write(f"{'FAILS' if code else 'ok   '} {title}{f': {code}' if code else ''}\n")

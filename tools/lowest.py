@@ -12,7 +12,7 @@ def read_lowest(pyproject: str) -> dict[str, str]:
     """By package. What names no lowest version, as an extra of this package itself, is left out."""
     project = tomllib.loads(pyproject)["project"]
     needs = [*project["dependencies"], *(need for name in EXTRAS for need in project["optional-dependencies"][name])]
-    return dict(found.groups() for found in map(_LOWEST.fullmatch, needs) if found)
+    return {found[1]: found[2] for found in map(_LOWEST.fullmatch, needs) if found}
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import tempfile
 import time
 import venv
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -64,8 +65,8 @@ def main() -> int:
         _step("the wheel alone", lambda: check_main_job(base / "bin" / "python"))
         for extra in filter(None, arguments.extras.split(",")):
             python = base.with_name(f"{base.name}-{extra}") / "bin" / "python"
-            _step(f"[{extra}] installed", lambda python=python, extra=extra: _install_extra(python, base, wheel, extra))
-            _step(f"[{extra}] works", lambda python=python, extra=extra: check_extra(python, extra))
+            _step(f"[{extra}] installed", partial(_install_extra, python, base, wheel, extra))
+            _step(f"[{extra}] works", partial(check_extra, python, extra))
     except AloneError as exc:
         sys.stdout.write(f"{exc}\n")
         return 1
@@ -184,7 +185,7 @@ def check_bucket(python: Path, *, server: Path) -> None:
             process.stdin.close()  # its end
 
 
-def run(command: Sequence[object], *, cwd: object = None, timeout_s: float = RUN_TIMEOUT_S) -> str:
+def run(command: Sequence[object], *, cwd: str | Path | None = None, timeout_s: float = RUN_TIMEOUT_S) -> str:
     """What a command printed; this process's own packages are kept from it."""
     words = [str(word) for word in command]
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}

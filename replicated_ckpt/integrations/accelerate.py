@@ -1,6 +1,7 @@
 """Hugging Face Accelerate: an Accelerator whose `save_state` and `load_state` survive the loss of a node."""
 
 import os
+import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
@@ -29,6 +30,7 @@ from replicated_ckpt.errors import ConfigInvalid
 from replicated_ckpt.integrations.directory_files import collect_files, put_files
 
 _MODEL, _OPTIMIZER = "model_{}", "optimizer_{}"
+_SCHEDULER = re.compile(rf"{SCHEDULER_NAME}(_[0-9]+)?\.bin")
 
 
 class PreparedLoader(ReplayedLoader):
@@ -204,7 +206,7 @@ class ReplicatedAccelerator(Accelerator):
         for index, optimizer in enumerate(self._optimizers):
             set_optimizer_state_dict(self._model_of(optimizer), optimizer.optimizer, state[_OPTIMIZER.format(index)])
         own, first = values_in(state, trust_pickles=self._trust_pickles)
-        self._load_rest(models, {**first["files"], **({} if own is None else own["files"])}, load_kwargs)
+        self._load_rest(models, first["files"], None if own is None else own["files"], load_kwargs)
         _check_as_many("register_for_checkpointing was given", self._custom_objects, (own or first)["registered"])
         for registered, value in zip(self._custom_objects, (own or first)["registered"], strict=True):
             registered.load_state_dict(value)
@@ -217,15 +219,21 @@ class ReplicatedAccelerator(Accelerator):
         restore_random(own["random"])
         return loaded
 
-    def _load_rest(self, models: list[Any], files: Mapping[str, bytes], load_kwargs: Any) -> None:
-        schedulers = [name for name in files if name.startswith(SCHEDULER_NAME)]
+    def _load_rest(
+        self, models: list[Any], first: Mapping[str, bytes], own: Mapping[str, bytes] | None, load_kwargs: Any
+    ) -> None:
+        """Of another number of ranks all get rank 0's step: they would meet in other steps of an accumulation than it."""
+        files, rank, loaders = (
+            (first, 0, []) if own is None else ({**first, **own}, self.process_index, self._dataloaders)
+        )
+        schedulers = [name for name in files if _SCHEDULER.fullmatch(name)]
         _check_as_many("prepare was given, of schedulers,", self._schedulers, schedulers)
         before = capture_random()
         with tempfile.TemporaryDirectory() as directory:
             put_files(Path(directory), files)
             for hook in self._load_model_state_pre_hook.values():
                 hook(models, directory)
-            rest = self._schedulers, self._dataloaders, self.process_index, self.scaler, None, load_kwargs
+            rest = self._schedulers, loaders, rank, self.scaler, None, load_kwargs
             self.step = load_accelerator_state(directory, [], [], *rest).get("step", self.step)
         restore_random(before)
 

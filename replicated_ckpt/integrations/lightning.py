@@ -152,7 +152,9 @@ class ReplicatedStrategy:
         return dict(get_optimizer_state_dict(self.model, plain))
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Nothing: `load_checkpoint` has done it."""
+        """What `load_checkpoint` has read, as `on_load_checkpoint` has left it."""
+        copied = dict(checkpoint[_MODEL])  # torch renames what it is given; callbacks are shown the checkpoint later
+        set_model_state_dict(self.model, copied, options=StateDictOptions(strict=strict))
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Nothing: `load_checkpoint` has done it."""
@@ -176,7 +178,7 @@ class ReplicatedStrategy:
             Path(mark).write_text(f"This checkpoint is kept by replicated_ckpt as {name}.\n", encoding="utf-8")
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Loads model and, to go on with training, optimizers in place; returns what else Lightning had saved.
+        """Reads the model, sets the optimizers to go on with training, and returns all but these as Lightning had it.
 
         Raises:
             CheckpointException, ReplicatedCkptError: as of ReplicatedReader.
@@ -186,10 +188,8 @@ class ReplicatedStrategy:
         optimizers = dict(enumerate(self.optimizers)) if is_fitting else {}
         for index, optimizer in optimizers.items():
             state[f"{_OPTIMIZER}{index}"] = self.optimizer_state(optimizer)
-        strict = bool(self.lightning_module.strict_loading)
-        planner = _Planner(allow_partial_load=not strict)
+        planner = _Planner(allow_partial_load=not self.lightning_module.strict_loading)
         self._open().load(self._name(checkpoint_path), state, planner)
-        set_model_state_dict(self.model, state[_MODEL], options=StateDictOptions(strict=strict))
         for index, optimizer in optimizers.items() if planner.has_optimizers else ():
             set_optimizer_state_dict(self.model, optimizer, state[f"{_OPTIMIZER}{index}"])
         own, first = values_in(state, trust_pickles=self._trust_pickles or weights_only is False)
@@ -200,8 +200,7 @@ class ReplicatedStrategy:
                 "The checkpoint was saved by another number of ranks: each rank gets what Lightning saved on rank 0, and "
                 "its random generators stay as they are."
             )
-        rest: dict[str, Any] = (own or first)["rest"]
-        return rest
+        return {**(own or first)["rest"], _MODEL: state[_MODEL]}
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Removes a checkpoint from every node and the bucket, for good."""

@@ -1,6 +1,7 @@
 """Hugging Face transformers: a Trainer whose checkpoints survive the loss of a node; a mixin for its subclasses, trl's."""
 
 import contextlib
+import json
 import os
 import tempfile
 import time
@@ -15,12 +16,12 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from transformers import Trainer, TrainerState
+from transformers import Trainer
 from transformers.trainer import SCALER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from replicated_ckpt.config import BestIs, Retention
+from replicated_ckpt.config import Retention
 from replicated_ckpt.core.layout import LATEST
 from replicated_ckpt.core.notes import encode_notes
 from replicated_ckpt.dcp.named_checkpoints import NamedCheckpoints
@@ -32,6 +33,8 @@ from replicated_ckpt.integrations.directory_files import collect_files, put_file
 from replicated_ckpt.stores.files.existence import is_there
 
 _MODEL, _OPTIMIZER = "model", "optimizer"
+_BEST = "best_so_far"
+"""A metric, of those alone that Trainer called the best when it saved them: of equals retention keeps the newest."""
 _COUNTERS = ("_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "_initial_num_input_tokens_seen")
 """What Trainer counts for what it logs, and does not save itself. Its `_tr_loss` is a tensor."""
 
@@ -98,6 +101,7 @@ class ReplicatedTrainerMixin:
         self._trust_pickles = trust_pickles
         self._checkpoints: NamedCheckpoints | None = None
         self._restored_from: tuple[str, str] | None = None
+        self._best_path: str | None = None
         self._counters: dict[str, Any] | None = None
         self._elapsed_s = 0.0
 
@@ -105,15 +109,7 @@ class ReplicatedTrainerMixin:
         limit = self.args.save_total_limit
         if not limit or limit < 0:
             return None
-        if not self.args.load_best_model_at_end:
-            return Retention(keep_last=limit)
-        best_is: BestIs = "max" if self.args.greater_is_better else "min"
-        return Retention(keep_last=limit, keep_best=self._best_metric, best_is=best_is)
-
-    @property
-    def _best_metric(self) -> str:
-        name = str(self.args.metric_for_best_model)
-        return name if name.startswith("eval_") else f"eval_{name}"
+        return Retention(keep_last=limit, keep_best=_BEST, best_is="max")
 
     # Saving ---------------------------------------------------------------------------------------------------------
 
@@ -130,8 +126,7 @@ class ReplicatedTrainerMixin:
         if not self.args.save_only_model:
             state[_OPTIMIZER] = get_optimizer_state_dict(self.model_wrapped, self._plain_optimizer())
         state |= entries_of({"files": self._collect_files(), "counters": self._collect_counters()})
-        evaluated = [line for line in self.state.log_history if line.get("step") == self.state.global_step]
-        metrics = {name: line[name] for line in evaluated for name in line if name == self._best_metric}
+        metrics = {_BEST: 1} if self.state.best_global_step == self.state.global_step else None
         self._open().save(f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}", state, notes=encode_notes(metrics, None))
 
     def _name_best(self) -> None:
@@ -204,14 +199,20 @@ class ReplicatedTrainerMixin:
         state = wanted_entries()
         self._open().load(name, state)
         own, first = values_in(state, trust_pickles=self._trust_pickles)
-        put_files(directory, (own or first)["files"])
+        files = dict((own or first)["files"])
+        saved = json.loads(files[TRAINER_STATE_NAME])
+        self._best_path = saved.pop("best_model_checkpoint", None)  # Trainer would look for a directory, and warn
+        files[TRAINER_STATE_NAME] = json.dumps(saved).encode()
         if own is not None:
             self._counters = own["counters"]
-        elif rank_and_world()[0] == 0:
-            warn(
-                f"Checkpoint {name!r} was saved by another number of ranks: each rank gets the schedule, counters and "
-                "callbacks of rank 0. Its random generators stay as they are, and its data is divided anew."
-            )
+        else:
+            files = {file: content for file, content in files.items() if not file.startswith("rng_state")}
+            if rank_and_world()[0] == 0:
+                warn(
+                    f"Checkpoint {name!r} was saved by another number of ranks: each rank gets the schedule, counters "
+                    "and callbacks of rank 0. Its random generators stay as they are, and its data is divided anew."
+                )
+        put_files(directory, files)
         self._restored_from = (name, str(directory))
 
     def _is_ours(self, directory: Any) -> bool:
@@ -242,8 +243,7 @@ class ReplicatedTrainerMixin:
         """As Trainer's, but that the best checkpoint is no directory that it could see."""
         done = super()._init_training_state(max_steps, steps, epochs, resume_from_checkpoint, trial)  # type: ignore[misc]
         if self._is_ours(resume_from_checkpoint):
-            saved = TrainerState.load_from_json(str(Path(resume_from_checkpoint) / TRAINER_STATE_NAME))
-            self.state.best_model_checkpoint = saved.best_model_checkpoint
+            self.state.best_model_checkpoint = self._best_path
         return done
 
     def _load_rng_state(self, checkpoint: Any) -> None:

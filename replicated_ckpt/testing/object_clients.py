@@ -32,7 +32,7 @@ class ObjectClientContract:
     `has_conditions`: `put_over` writes only over the version that was seen. Without, it always writes, and of two agents
     that commit at once the later one wins, which the mark that it reads back tells it.
     `is_paced`: `put_shard` asks before it sends; without, a node's limit of its upload rate does not hold.
-    `listed_objects`: so many are listed at once; stores that answer in pages mostly have pages of 1,000.
+    `listed_objects`: so many are listed at once, and as many directories; stores mostly answer in pages of 1,000.
     """
 
     has_conditions = True
@@ -96,11 +96,13 @@ class ObjectClientContract:
         assert (dict(listing.sizes), set(listing.directories)) == ({}, set())
 
     def test_a_long_listing_is_whole(self, client: ObjectClient, raw: RawObjects) -> None:
-        """Also where the store answers in pages."""
+        """Also where the store answers in pages, which hold objects and directories."""
         names = {f"__{number}_0.distcp" for number in range(self.listed_objects)}
-        for name in names:
+        directories = {f"__{number}_0" for number in range(self.listed_objects)}
+        for name in (*names, *(f"{directory}/x" for directory in directories)):
             raw[f"step-1/{name}"] = b"x"
-        assert set(client.list_keys("step-1/").sizes) == names
+        listing = client.list_keys("step-1/")
+        assert (set(listing.sizes), set(listing.directories)) == (names, directories)
 
     @pytest.mark.parametrize("key", ODD_KEYS)
     def test_odd_names_are_names_like_others(self, client: ObjectClient, raw: RawObjects, key: str) -> None:

@@ -4,6 +4,7 @@ import io
 import json
 import math
 import os
+import shutil
 import struct
 import zipfile
 from pathlib import Path
@@ -246,6 +247,20 @@ def test_an_index_that_names_what_is_not_there_is_refused(tmp_path: Path) -> Non
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
         with pytest.raises(ConfigInvalid, match="is not there"):
             imported(tmp_path, tmp_path / "root", "safetensors")
+
+
+def test_an_index_says_what_has_to_be_there(tmp_path: Path) -> None:
+    """A tensor that it names and no file has was left out; of two indexes, of two variants, the first one was taken."""
+    library = pytest.importorskip("safetensors.torch")
+    library.save_file({"a": torch.ones(2)}, tmp_path / "x.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "x.safetensors", "b": "x.safetensors"}}))
+    with pytest.raises(ConfigInvalid, match="names 'b', which no file of it has"):
+        imported(tmp_path, tmp_path / "root", "safetensors")
+    index.write_text(json.dumps({"weight_map": {"a": "x.safetensors"}}))
+    shutil.copy(index, tmp_path / "model.fp16.safetensors.index.json")
+    with pytest.raises(ConfigInvalid, match=r"several indexes, each of a whole model: model\.fp16"):
+        imported(tmp_path, tmp_path / "root", "safetensors")
 
 
 @pytest.mark.timeout(60)

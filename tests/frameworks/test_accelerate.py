@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from replicated_ckpt.errors import ConfigInvalid
+from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptWarning
 from tests.frameworks.jobs import Job, check_same, preempt, raise_in_a_step, run_both
 from tests.frameworks.running import require
 
@@ -128,6 +128,26 @@ def test_a_data_set_with_a_state_goes_on_by_that(tmp_path: Path) -> None:
     assert [numbers([batch]) for batch in loader] == undisturbed[3:]
 
 
+def test_of_another_number_of_ranks_all_count_as_rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else each would sum gradients in other steps than it; loaders with a state stay as they are, as the warning says."""
+    require("accelerate")
+    require("torchdata")
+    from replicated_ckpt.dcp.rank_state import by_rank
+    from replicated_ckpt.integrations.accelerate import ReplicatedAccelerator
+
+    accelerator, loader = prepared(tmp_path, is_stateful=True, data=Stream())
+    next(iter(loader))
+    accelerator.step = 6
+    accelerator.save_state("one")
+    accelerator, loader = prepared(tmp_path, is_stateful=True, data=Stream())
+    monkeypatch.setattr(by_rank, "rank_and_world", lambda: (1, 2))
+    monkeypatch.setattr(ReplicatedAccelerator, "process_index", 1)
+    with pytest.warns(ReplicatedCkptWarning, match="another number of ranks"):
+        accelerator.load_state()
+    assert accelerator.step == 6
+    assert next(iter(loader)).tolist() == [1, 2]
+
+
 @pytest.mark.parametrize(
     ("options", "hold_at", "begins"),
     [((), 11, {"step": 9}), (("--sharded",), 7, {"step": 5})],
@@ -163,7 +183,9 @@ def test_hooks_that_save_models_themselves(tmp_path: Path) -> None:
     wanted, seen = model.weight.detach().clone(), []
 
     def save(models: list[Any], weights: list[Any], directory: str) -> None:
-        (Path(directory) / "unet").mkdir()
+        for name in ("unet", "scheduler"):
+            (Path(directory) / name).mkdir()
+        (Path(directory) / "scheduler" / "scheduler_config.json").write_text("{}")
         torch.save(models[0].state_dict(), Path(directory) / "unet" / "weights.pt")
         weights.pop()
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.frameworks.jobs import Job, check_same, preempt, raise_in_a_step, run_both
 from tests.frameworks.running import require
@@ -65,3 +66,27 @@ def test_what_was_resumed_from_has_one_path_on_all_nodes(tmp_path: Path) -> None
     strategy._resume_alike(lambda path, weights_only: resumed.append(path), found)
     assert [path.parent for path in resumed] == [tmp_path / "root"]
     assert connector._ckpt_path == str(found)
+
+
+def test_a_hook_gets_the_model_and_may_change_it(tmp_path: Path) -> None:
+    """`on_load_checkpoint` finds what the checkpoint has, as EMAWeightAveraging asks for it; what it leaves is loaded."""
+    require("lightning")
+    from lightning.pytorch.plugins.environments import LightningEnvironment
+    from lightning.pytorch.trainer.states import TrainerFn
+
+    from replicated_ckpt.integrations.lightning import ReplicatedDDPStrategy
+
+    strategy: Any = ReplicatedDDPStrategy(
+        root=tmp_path, writer_options={"copies": 1}, cluster_environment=LightningEnvironment()
+    )
+    trainer = SimpleNamespace(state=SimpleNamespace(fn=TrainerFn.VALIDATING))
+    strategy._lightning_module = SimpleNamespace(trainer=trainer, strict_loading=True)
+    strategy.model = torch.nn.Linear(3, 3)
+    saved = {name: value.clone() for name, value in strategy.model.state_dict().items()}
+    strategy.save_checkpoint({"state_dict": saved, "epoch": 4}, tmp_path / "one.ckpt")
+    loaded = strategy.load_checkpoint(tmp_path / "one.ckpt")
+    assert loaded["epoch"] == 4
+    assert torch.equal(loaded["state_dict"]["weight"], saved["weight"])
+    loaded["state_dict"]["bias"] = torch.full((3,), 7.0)
+    strategy.load_model_state_dict(loaded)
+    assert strategy.model.bias.tolist() == [7.0] * 3

@@ -1,12 +1,20 @@
 """Trainer with our mixin: killed in the middle with a node lost, it ends as an undisturbed run does, bit for bit."""
 
+import contextlib
+import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from replicated_ckpt.dcp.rank_state import by_rank
+from replicated_ckpt.errors import ReplicatedCkptWarning
+from tests.agent.agents import wait_for
 from tests.frameworks.jobs import Job, check_same, preempt, raise_in_a_step, run_both
 from tests.frameworks.running import require
+from tests.harness.processes import end, processes_of
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -34,3 +42,74 @@ def test_trainer_goes_on_after_it_ended(tmp_path: Path, disturb: Callable[[Job, 
     with job as (undisturbed, disturbed):
         check_same(undisturbed, disturbed, ("step", "index"), {"step": 9, "index": 0})
         assert len({line["scale"] for line in undisturbed.lines(0) if "scale" in line}) > 2
+
+
+def scored(root: Path, scores: tuple[int, ...], *, loads_best: bool) -> Any:
+    """A trainer of one process that saves each step, keeps one checkpoint, and evaluates to these scores."""
+    from transformers import TrainingArguments
+
+    from replicated_ckpt.integrations.transformers import ReplicatedTrainer
+
+    class Model(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> Any:
+            return {"loss": super().forward(x).square().mean()}
+
+    class Scored(ReplicatedTrainer):
+        def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+            score = scores[self.state.global_step - 1]
+            self.log({"eval_accuracy": score})
+            return {"eval_accuracy": score}
+
+    every: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    best: dict[str, Any] = {"metric_for_best_model": "accuracy", "load_best_model_at_end": loads_best}
+    out: dict[str, Any] = {"output_dir": str(root / "out"), "report_to": [], "use_cpu": True, "disable_tqdm": True}
+    return Scored(
+        model=Model(2, 2),
+        args=TrainingArguments(max_steps=len(scores), save_total_limit=1, **every, **best, **out),
+        train_dataset=[{"x": torch.ones(2)}] * 4,
+        eval_dataset=[{"x": torch.ones(2)}],
+        replicated_root=root / "store",
+        writer_options={"copies": 1},
+    )
+
+
+@pytest.mark.parametrize(
+    ("before", "scores", "loads_best"),
+    [((), (5, 5, 5), True), ((), (9, 5, 5), False), ((1, 1, 9), (5, 4, 4), True)],
+    ids=["equals", "only named", "an earlier run was better"],
+)
+def test_the_best_that_trainer_means_is_kept(
+    tmp_path: Path, before: tuple[int, ...], scores: tuple[int, ...], loads_best: bool
+) -> None:
+    """Of equals the first one, which it loads at the end; and also where it loads none, but was told a metric."""
+    require("transformers")
+    try:
+        for now in filter(None, (before, scores)):
+            trainer = scored(tmp_path, now, loads_best=loads_best)
+            trainer.train()
+        assert trainer.state.best_global_step == 1
+        wait_for(lambda: not (tmp_path / "store" / "checkpoint-2").exists(), 30, "retention")
+        kept = (tmp_path / "store").glob("checkpoint-*")
+        assert sorted(path.name for path in kept) == ["checkpoint-1", "checkpoint-3"]
+    finally:
+        end(processes_of(str(tmp_path)))
+
+
+def test_generators_stay_with_another_number_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0's too, as the warning says; and Trainer is not told of a best checkpoint that it would call gone."""
+    require("transformers")
+    trainer = scored(tmp_path, (5,), loads_best=True)
+    try:
+        trainer.train()
+        for world, more in ((1, {"rng_state.pth"}), (2, set())):
+            monkeypatch.setattr(by_rank, "rank_and_world", lambda world=world: (0, world))
+            directory = tmp_path / str(world)
+            directory.mkdir()
+            with pytest.warns(ReplicatedCkptWarning) if world == 2 else contextlib.nullcontext():
+                trainer._restore_files("checkpoint-1", directory)
+            assert {each.name for each in directory.iterdir()} == {"scheduler.pt", "trainer_state.json", *more}
+            state = json.loads((directory / "trainer_state.json").read_text())
+            assert (state.get("best_model_checkpoint"), Path(trainer._best_path).name) == (None, "checkpoint-1")
+        trainer._close()
+    finally:
+        end(processes_of(str(tmp_path)))

@@ -12,7 +12,7 @@ import pytest
 
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.bucket.shard import ObjectShard
-from replicated_ckpt.stores.bucket_client.client import ObjectClient
+from replicated_ckpt.stores.bucket_client.client import Listing, ObjectClient
 from replicated_ckpt.stores.bucket_client.fsspec import FsspecClient
 from replicated_ckpt.stores.bucket_client.retry import RetryingClient
 from replicated_ckpt.stores.bucket_client.s3 import S3Client
@@ -276,3 +276,18 @@ class TestShardFile(ShardContract):
     def shard_for(self, raw: bytes, expected: Expected) -> VerifiedShard:
         self.path.write_bytes(raw)
         return ShardFile(partial(os.open, self.path, os.O_RDONLY | os.O_CLOEXEC), "own store", SHARD, expected)
+
+
+class FirstPage(MemoryClient):
+    """It lists all objects, and the directories of a first page alone."""
+
+    def list_keys(self, directory: str) -> Listing:
+        listing = super().list_keys(directory)
+        return Listing(listing.sizes, listing.directories[:1000])
+
+
+def test_a_store_that_loses_directories_fails_the_contract() -> None:
+    """A bucket's top level is directories, one for each checkpoint: those of later pages would be lost."""
+    client = FirstPage(MEMORY)
+    with pytest.raises(AssertionError):
+        ObjectClientContract().test_a_long_listing_is_whole(client, client.objects)

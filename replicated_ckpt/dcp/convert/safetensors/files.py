@@ -19,6 +19,8 @@ from replicated_ckpt.stores.files.plain import open_plain, read_plain
 
 _INDEX_BYTES_MAX = 64 << 20
 _CHOOSE = "Name one of the files, or leave an index (model.safetensors.index.json) that says which tensor is whose."
+_CHOOSE_INDEX = "Move the indexes of those that are not meant elsewhere: a variant such as fp16 has other files."
+_OF_ANOTHER = "Index and files are of two versions: fetch all again, or remove the index to take what is in the files."
 _FETCH = "Fetch the file again from where it came: it was cut off, or is something else."
 
 
@@ -95,20 +97,32 @@ def safetensors_files(path: Path) -> SafetensorsFiles:
     """A file, or the directory that its index describes, or without one, all `.safetensors` in it.
 
     Raises:
-        ConfigInvalid: there is none, or one that the index names is not there.
+        ConfigInvalid: there is none, or several indexes, or a file or tensor that the index names is not there.
     """
     if is_plain_file(path):
         return SafetensorsFiles([path])
     if not is_directory(path):
         raise ConfigInvalid(f"{path} does not exist.")
     indexes = sorted(path.glob("*.safetensors.index.json"))
-    paths = _read_index(indexes[0]) if indexes else sorted(path.glob("*.safetensors"))
+    if len(indexes) > 1:
+        listed = ", ".join(index.name for index in indexes[:5])
+        raise ConfigInvalid(f"{path} holds several indexes, each of a whole model: {listed}.", _CHOOSE_INDEX)
+    names = _read_index(indexes[0]) if indexes else {}
+    paths = sorted({path / name for name in names.values()} if indexes else path.glob("*.safetensors"))
     if not paths:
         raise ConfigInvalid(f"{path} holds no .safetensors file.", "Name a file or directory that does.")
-    return SafetensorsFiles(paths)
+    files = SafetensorsFiles(paths)
+    missing = sorted(names.keys() - set(files.contents.order))
+    if missing:
+        files.close()
+        raise ConfigInvalid(
+            f"{indexes[0]} names {missing[0]!r}, which no file of it has ({len(missing)} such).", _OF_ANOTHER
+        )
+    return files
 
 
-def _read_index(index: Path) -> list[Path]:
+def _read_index(index: Path) -> dict[str, str]:
+    """The file of each tensor, as an index names it."""
     with translate_errors(str(index.parent), "read", index.name):
         raw = read_plain(index, _INDEX_BYTES_MAX + 1)
     if len(raw) > _INDEX_BYTES_MAX:
@@ -116,13 +130,13 @@ def _read_index(index: Path) -> list[Path]:
             f"{index} has more than {_INDEX_BYTES_MAX} bytes: it is no index of safetensors files.", _FETCH
         )
     try:
-        names = sorted(set(json.loads(raw, object_pairs_hook=name_once)["weight_map"].values()))
-        paths = [index.parent / name for name in names]
+        file_by_name: dict[str, str] = json.loads(raw, object_pairs_hook=name_once)["weight_map"]
+        paths = {name: index.parent / name for name in sorted(set(file_by_name.values()))}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
         raise ConfigInvalid(f"{index} is no index of safetensors files: {type(exc).__name__}: {exc}.", _FETCH) from exc
-    for name, path in zip(names, paths, strict=True):
+    for name, path in paths.items():
         if Path(name).name != name or not is_plain_file(path):
             raise ConfigInvalid(
                 f"{index} names {name!r}, which is not there.", f"Copy {name!r} to {index.parent}, too."
             )
-    return paths
+    return file_by_name
