@@ -419,6 +419,18 @@ def test_a_load_without_a_checkpoint_says_where_it_looked(tmp_path: Path) -> Non
     assert not root.exists()
 
 
+@pytest.mark.parametrize("given_id", [None, "step-1"])
+def test_a_load_after_one_that_found_nothing_looks_anew(tmp_path: Path, given_id: str | None) -> None:
+    """A reader whose load names no checkpoint again: what was not there may have been saved meanwhile."""
+    reader, target = ReplicatedReader(tmp_path), zeroed(state())
+    reader.reset("step-1")
+    with pytest.raises(CheckpointException, match="No checkpoint 'step-1'"):
+        dcp.load(target, checkpoint_id=given_id, storage_reader=reader)
+    dcp.save(state(), checkpoint_id="step-1", storage_writer=ReplicatedWriter(tmp_path, copies=1))
+    dcp.load(target, storage_reader=reader)
+    assert_same(target, state())
+
+
 def test_whether_a_checkpoint_is_there_can_be_asked(tmp_path: Path) -> None:
     """None at first, then the newest whole one; what is not whole exists, and no whole one left is an error, not None."""
     reader = ReplicatedReader(tmp_path)

@@ -97,7 +97,6 @@ class LoadAttempt:
             ReplicatedCkptError: on every rank alike. What went wrong on this rank alone is raised by `prepare`, and what
                 went wrong on all where one of them is in DCP's first step, in which DCP waits for each.
         """
-        self.is_met = True
         self._world = world
         lineage, bucket = self._parts.config.lineage, self._parts.bucket.open
         try:
@@ -111,6 +110,7 @@ class LoadAttempt:
             self._failure = exc
             if world.blackboard is None:
                 raise
+        self.is_met = True
 
     def _keep_here(self, save: SaveFound) -> None:
         """What lies here of the save is removed by no process from now on: an agent, if one runs, is not alone in that."""
