@@ -18,7 +18,7 @@ import torch.distributed as dist
 from replicated_ckpt.dcp.c10d.job_secret import Seal, split
 from replicated_ckpt.dcp.c10d.waiting import AnsweringStore
 from replicated_ckpt.dcp.runtime.torch_private import default_store
-from replicated_ckpt.errors import ReplicatedCkptError
+from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptError
 
 log = logging.getLogger(__name__)
 
@@ -149,6 +149,10 @@ def announce() -> Presence | None:
     return _KNOWN.presence()
 
 
-def is_forked_rank() -> bool:
-    """Whether the process groups here are those of a rank that this process was forked from: it can meet nobody in them."""
-    return dist.is_available() and dist.is_initialized() and _KNOWN.is_inherited()
+def check_is_rank() -> None:
+    """Called where there is a job of several processes. Raises ConfigInvalid: this process was forked from a rank of it."""
+    if _KNOWN.is_inherited():
+        raise ConfigInvalid(
+            "This process was forked from a rank: its process groups are that rank's, and no other rank meets it in them.",
+            "Let it load and save alone: pass no_dist=True to dcp.load, dcp.save and ReplicatedReader.",
+        )

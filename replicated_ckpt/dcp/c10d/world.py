@@ -12,7 +12,7 @@ import torch.distributed as dist
 from replicated_ckpt.dcp.c10d.blackboard import COORDINATOR, Blackboard, describe_ended
 from replicated_ckpt.dcp.c10d.job_secret import Seal
 from replicated_ckpt.dcp.c10d.kept_decisions import KeptDecisions
-from replicated_ckpt.dcp.c10d.presence import Presence, announce, is_forked_rank
+from replicated_ckpt.dcp.c10d.presence import Presence, announce, check_is_rank
 from replicated_ckpt.dcp.c10d.waiting import AnsweringStore, reaching_store
 from replicated_ckpt.dcp.c10d.watched_group import Missed, WatchedGroup
 from replicated_ckpt.dcp.runtime.torch_private import calling, default_store, use_collectives
@@ -91,11 +91,7 @@ def world_of_call(process_group: Any, no_dist: bool | None) -> World:
         no_dist = call.no_dist if call is not None else False
     if no_dist or not dist.is_available() or not dist.is_initialized():
         return World(0, 1, None)
-    if is_forked_rank():
-        raise ConfigInvalid(
-            "This process was forked from a rank: its process groups are that rank's, and no other rank meets it in them.",
-            "Let it load and save alone: pass no_dist=True to dcp.load, dcp.save and ReplicatedReader.",
-        )
+    check_is_rank()
     group: Any = process_group or (call.process_group if call is not None else None) or dist.group.WORLD
     if not hasattr(group, "group_name"):  # GroupMember.NON_GROUP_MEMBER has none
         raise ConfigInvalid(

@@ -25,8 +25,8 @@ def empty_tensor(shape: tuple[int, ...], dtype: torch.dtype, stride: tuple[int, 
     numbers = _NUMBERS.get(dtype, dtype)
     if stride is None:
         return torch.empty(shape, dtype=numbers, device="cpu").view(dtype)
-    size_bytes = torch.empty_strided(shape, stride, dtype=numbers, device="meta").untyped_storage().nbytes()
-    memory = torch.UntypedStorage(size_bytes, device="cpu")
+    elements = 0 if 0 in shape else 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    memory = torch.UntypedStorage(elements * dtype.itemsize, device="cpu")  # type: ignore[no-untyped-call]
     return torch.empty(0, dtype=numbers, device="cpu").set_(memory, 0, shape, stride).view(dtype)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from replicated_ckpt import ReplicatedReader, ReplicatedWriter
+from replicated_ckpt import CheckpointManager, ReplicatedReader, ReplicatedWriter
 from replicated_ckpt.dcp.c10d.presence import Presence, Process, announce
 from replicated_ckpt.errors import ConfigInvalid
 from tests.gloo import end_group
@@ -106,8 +106,9 @@ def look_in_a_fork(root: Path) -> int:
         try:
             ReplicatedWriter(root)
             assert ReplicatedReader(root, no_dist=True).latest() is None
-            with pytest.raises(ConfigInvalid, match=r"was forked from a rank.*no_dist=True"):
-                ReplicatedReader(root).latest()
+            for meet in (ReplicatedReader(root).latest, lambda: CheckpointManager(root)):
+                with pytest.raises(ConfigInvalid, match=r"was forked from a rank.*no_dist=True"):
+                    meet()
             os._exit(0)
         finally:
             os._exit(1)
