@@ -85,7 +85,7 @@ class TieredCheckpoints:
         self._stager = Stager()
         for tier in self._tiers:
             tier.writer.use_stager(self._stager)
-        self._saver = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rckpt-tiers")
+        self._saver = ThreadPoolExecutor(max_workers=1)
         self._is_joined, self._is_counted, self._is_spilling = False, False, False
         self._loaded_from = self.disk
 
@@ -141,12 +141,18 @@ class TieredCheckpoints:
         except StagingMemoryShort as exc:
             log.warning("%s Training waits in async_save until the state is saved.", exc.message)
             await_device()
-            future = self._saver.submit(self._save, checkpoint_id, given, notes, must_spill)
+            future = self._begin(checkpoint_id, given, notes, must_spill)
             wait([future])
             return future
-        future = self._saver.submit(self._save, checkpoint_id, staged, notes, must_spill)
+        future = self._begin(checkpoint_id, staged, notes, must_spill)
         self._stager.follow(future)
         return future
+
+    def _begin(self, *save: Any) -> Future[Any]:
+        """Saves in a thread of its own, after the save before, whose thread is not in a process that was forked since."""
+        self._saver.shutdown()
+        self._saver = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rckpt-tiers")
+        return self._saver.submit(self._save, *save)
 
     def _prepare(self, checkpoint_id: str) -> bool:
         """Before the first save of a process that has looked at neither tier: both go on with the newer lineage."""

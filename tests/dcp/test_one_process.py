@@ -1,6 +1,7 @@
 """One process without a process group: a local directory is enough, and no agent is started."""
 
 import errno
+import gc
 import io
 import multiprocessing
 import os
@@ -15,7 +16,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import ReadItem
 
 from replicated_ckpt import ReplicatedReader, ReplicatedWriter
@@ -417,6 +418,32 @@ def test_a_load_without_a_checkpoint_says_where_it_looked(tmp_path: Path) -> Non
         with pytest.raises(CheckpointNotFound, match=str(root)):
             loaded(root, asked, state())
     assert not root.exists()
+
+
+@pytest.mark.parametrize("given_id", [None, "step-1"])
+def test_a_load_after_one_that_found_nothing_looks_anew(tmp_path: Path, given_id: str | None) -> None:
+    """A reader whose load names no checkpoint again: what was not there may have been saved meanwhile."""
+    reader, target = ReplicatedReader(tmp_path), zeroed(state())
+    reader.reset("step-1")
+    with pytest.raises(CheckpointException, match="No checkpoint 'step-1'"):
+        dcp.load(target, checkpoint_id=given_id, storage_reader=reader)
+    dcp.save(state(), checkpoint_id="step-1", storage_writer=ReplicatedWriter(tmp_path, copies=1))
+    dcp.load(target, storage_reader=reader)
+    assert_same(target, state())
+
+
+def test_a_reader_keeps_no_metadata_of_what_it_has_loaded(tmp_path: Path) -> None:
+    """It may live as long as the training does, as a manager's: all of it is walked through in each collection."""
+
+    def count_chunks() -> int:
+        gc.collect()
+        return sum(type(each) is ChunkStorageMetadata for each in gc.get_objects())
+
+    dcp.save(state(), checkpoint_id="step-1", storage_writer=ReplicatedWriter(tmp_path, copies=1))
+    reader, before = ReplicatedReader(tmp_path), count_chunks()
+    dcp.load(zeroed(state()), checkpoint_id="step-1", storage_reader=reader)
+    assert count_chunks() == before
+    assert reader.last_load is not None
 
 
 def test_whether_a_checkpoint_is_there_can_be_asked(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from replicated_ckpt.dcp.c10d.presence import check_is_rank
 from replicated_ckpt.dcp.c10d.watched_group import is_broken
 from replicated_ckpt.dcp.c10d.world import watch_group
 from replicated_ckpt.errors import ConfigInvalid, RankFailed, ReplicatedCkptError
@@ -93,9 +94,14 @@ _POOLS: "weakref.WeakKeyDictionary[Any, _Pool]" = weakref.WeakKeyDictionary()
 
 
 def borrow_group() -> LentGroup | None:
-    """A group that no other user of this process has on any rank; None where there is no job of several processes."""
+    """A group that no other user of this process has on any rank; None where there is no job of several processes.
+
+    Raises:
+        ConfigInvalid: this process was forked from a rank; or too many are in use.
+    """
     if not dist.is_available() or not dist.is_initialized():
         return None
+    check_is_rank()
     world = dist.group.WORLD
     if world not in _POOLS:
         _POOLS[world] = _Pool()

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from replicated_ckpt.dcp.c10d.job_secret import Seal, split
 from replicated_ckpt.dcp.c10d.waiting import AnsweringStore
 from replicated_ckpt.dcp.runtime.torch_private import default_store
-from replicated_ckpt.errors import ReplicatedCkptError
+from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptError
 
 log = logging.getLogger(__name__)
 
@@ -114,19 +114,28 @@ class Presence:
 
 
 class _Known:
-    """What this process has announced. A process that is forked from it, or joins another job, announces itself anew."""
+    """What this process has announced. One that joins another job announces itself anew."""
 
     def __init__(self) -> None:
-        self._pid = 0
         self._group: Callable[[], Any] = lambda: None
         self._presence: Presence | None = None
+        self._inherited: Callable[[], Any] = lambda: None
+        os.register_at_fork(after_in_child=self._inherit)
+
+    def _inherit(self) -> None:
+        """In a forked child: the groups are those of its parent's job, in which it is no rank."""
+        group = dist.group.WORLD if dist.is_available() else None
+        self._inherited = (lambda: None) if group is None else weakref.ref(group)
+
+    def is_inherited(self) -> bool:
+        return self._inherited() is dist.group.WORLD
 
     def presence(self) -> Presence:
         group = dist.group.WORLD
-        if self._presence is None or self._group() is not group or self._pid != os.getpid():
+        if self._presence is None or self._group() is not group:
             self._presence = Presence(default_store(), dist.get_rank(), Seal.of_job("presence"))
             self._presence.announce()
-            self._group, self._pid = weakref.ref(group), os.getpid()
+            self._group = weakref.ref(group)
         return self._presence
 
 
@@ -134,7 +143,16 @@ _KNOWN = _Known()
 
 
 def announce() -> Presence | None:
-    """Announces this process, once in a job; None where there is no job of several processes."""
-    if not dist.is_available() or not dist.is_initialized():
+    """Announces this process, once in a job; None where it is a rank of no job of several processes."""
+    if not dist.is_available() or not dist.is_initialized() or _KNOWN.is_inherited():
         return None
     return _KNOWN.presence()
+
+
+def check_is_rank() -> None:
+    """Called where there is a job of several processes. Raises ConfigInvalid: this process was forked from a rank of it."""
+    if _KNOWN.is_inherited():
+        raise ConfigInvalid(
+            "This process was forked from a rank: its process groups are that rank's, and no other rank meets it in them.",
+            "Let it load and save alone: pass no_dist=True to dcp.load, dcp.save and ReplicatedReader.",
+        )

@@ -106,7 +106,7 @@ class WatchedGroup:
             sizes = self._gather_sizes(own)
             longest = max(sizes)
             is_here = self._rank == self.coordinator
-            found = [torch.empty(longest, dtype=torch.uint8) for _ in range(self._size)] if is_here else None
+            found = [_room_for(longest) for _ in range(self._size)] if is_here else None
             self._finish(dist.gather(own.resize_(longest), found, self._source, self._group, async_op=True))
             return None if found is None else list(map(_as_object, found, sizes))
 
@@ -115,23 +115,23 @@ class WatchedGroup:
         with self._leaving():
             own = _as_bytes(value)
             sizes = self._gather_sizes(own)
-            found = [torch.empty(max(sizes), dtype=torch.uint8) for _ in range(self._size)]
+            found = [_room_for(max(sizes)) for _ in range(self._size)]
             self._finish(dist.all_gather(found, own.resize_(max(sizes)), self._group, async_op=True))
             return list(map(_as_object, found, sizes))
 
     def _gather_sizes(self, own: torch.Tensor) -> list[int]:
-        sizes = [torch.zeros(1, dtype=torch.long) for _ in range(self._size)]
-        self._finish(dist.all_gather(sizes, torch.tensor([own.numel()]), self._group, async_op=True))
+        sizes = [_as_number(0) for _ in range(self._size)]
+        self._finish(dist.all_gather(sizes, _as_number(own.numel()), self._group, async_op=True))
         return [int(size) for size in sizes]
 
     def scatter_object(self, values: Sequence[Any] | None) -> Any:
         """What the coordinator gives to this rank."""
         with self._leaving():
             given = [_as_bytes(value) for value in values or ()] if self._rank == self.coordinator else None
-            sizes = None if given is None else [torch.tensor([one.numel()]) for one in given]
-            longest = torch.zeros(1, dtype=torch.long) if sizes is None else torch.cat(sizes).max().reshape(1)
+            sizes = None if given is None else [_as_number(one.numel()) for one in given]
+            longest = _as_number(0 if sizes is None else int(torch.cat(sizes).max()))
             self._finish(dist.broadcast(longest, self._source, self._group, async_op=True))
-            raw, size = torch.empty(int(longest), dtype=torch.uint8), torch.zeros(1, dtype=torch.long)
+            raw, size = _room_for(int(longest)), _as_number(0)
             padded = None if given is None else [one.resize_(int(longest)) for one in given]
             self._finish(dist.scatter(raw, padded, self._source, self._group, async_op=True))
             self._finish(dist.scatter(size, sizes, self._source, self._group, async_op=True))
@@ -141,8 +141,8 @@ class WatchedGroup:
         """What the coordinator gives, on every rank."""
         with self._leaving():
             is_source = self._rank == self.coordinator
-            raw = _as_bytes(value) if is_source else torch.empty(0, dtype=torch.uint8)
-            size = torch.tensor([raw.numel()])
+            raw = _as_bytes(value) if is_source else _room_for(0)
+            size = _as_number(raw.numel())
             self._finish(dist.broadcast(size, self._source, self._group, async_op=True))
             raw.resize_(int(size))
             self._finish(dist.broadcast(raw, self._source, self._group, async_op=True))
@@ -226,6 +226,15 @@ def _is_over(work: Any, within_s: float) -> bool:
             return False
         work.wait()
     return True
+
+
+def _room_for(count: int) -> torch.Tensor:
+    """Memory for so many bytes, on the CPU whatever torch's default device is."""
+    return torch.empty(count, dtype=torch.uint8, device="cpu")
+
+
+def _as_number(value: int) -> torch.Tensor:
+    return torch.tensor([value], device="cpu")
 
 
 def _as_bytes(value: Any) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from replicated_ckpt.dcp.c10d.blackboard import COORDINATOR, Blackboard, describe_ended
 from replicated_ckpt.dcp.c10d.job_secret import Seal
 from replicated_ckpt.dcp.c10d.kept_decisions import KeptDecisions
-from replicated_ckpt.dcp.c10d.presence import Presence, announce
+from replicated_ckpt.dcp.c10d.presence import Presence, announce, check_is_rank
 from replicated_ckpt.dcp.c10d.waiting import AnsweringStore, reaching_store
 from replicated_ckpt.dcp.c10d.watched_group import Missed, WatchedGroup
 from replicated_ckpt.dcp.runtime.torch_private import calling, default_store, use_collectives
@@ -84,13 +84,14 @@ def world_of_call(process_group: Any, no_dist: bool | None) -> World:
     """The world of the DCP call under way; arguments given to the writer or reader win over what the call says.
 
     Raises:
-        ConfigInvalid: it is not a group that this rank is in.
+        ConfigInvalid: it is not a group that this rank is in; or this process was forked from a rank.
     """
     call = calling()
     if no_dist is None:
         no_dist = call.no_dist if call is not None else False
     if no_dist or not dist.is_available() or not dist.is_initialized():
         return World(0, 1, None)
+    check_is_rank()
     group: Any = process_group or (call.process_group if call is not None else None) or dist.group.WORLD
     if not hasattr(group, "group_name"):  # GroupMember.NON_GROUP_MEMBER has none
         raise ConfigInvalid(

@@ -50,6 +50,11 @@ class Ending:
         if threading.get_ident() != self._runs_in:
             wait([self.end])
 
+    def result(self, timeout_s: float | None = None) -> None:
+        """As `wait`, and raises what the save has failed with, or TimeoutError."""
+        if threading.get_ident() != self._runs_in:
+            self.end.result(timeout_s)
+
     def _run(self, work: Callable[["Ending"], object]) -> None:
         self._runs_in = threading.get_ident()
         try:

@@ -97,7 +97,6 @@ class LoadAttempt:
             ReplicatedCkptError: on every rank alike. What went wrong on this rank alone is raised by `prepare`, and what
                 went wrong on all where one of them is in DCP's first step, in which DCP waits for each.
         """
-        self.is_met = True
         self._world = world
         lineage, bucket = self._parts.config.lineage, self._parts.bucket.open
         try:
@@ -111,6 +110,7 @@ class LoadAttempt:
             self._failure = exc
             if world.blackboard is None:
                 raise
+        self.is_met = True
 
     def _keep_here(self, save: SaveFound) -> None:
         """What lies here of the save is removed by no process from now on: an agent, if one runs, is not alone in that."""
@@ -120,7 +120,9 @@ class LoadAttempt:
             self._let_go = weakref.finalize(self, version.release)
 
     def let_go(self) -> None:
-        """What was kept here for this load is not kept any more."""
+        """What was kept here for this load is not kept any more, nor is the cache of a rank that never came to reading."""
+        with ExitStack() as stack:
+            self._take_cache(stack)
         self._let_go()
 
     def fail(self, error: BaseException) -> None:
@@ -155,6 +157,11 @@ class LoadAttempt:
         self._info_by_index: Mapping[MetadataIndex, StorageInfo] = metadata.storage_data
         self._prefix = own_prefix(self._survey.found.save_id)
         self._remind_at = time.monotonic() + REMIND_S
+
+    def _forget_metadata(self) -> None:
+        """A reader may live as long as the training does: of a million chunks the metadata takes a gigabyte."""
+        self._saved, self._info_by_index, self._places = {}, {}, None
+        self._stored.describe(None)
 
     def plan(self, plan: LoadPlan) -> LoadPlan:
         """The plan with what this rank would fetch from other nodes. Every item lies in a shard that has a copy somewhere.
@@ -291,8 +298,8 @@ class LoadAttempt:
 
     def _learn_outcome(self, collectives: Collectives, value: object) -> list[Any]:
         """Every rank learns from the coordinator whether all have read: the end of the load, on this rank."""
-        with ExitStack() as stack:
-            self._take_cache(stack)  # of a rank that never came to reading
+        self.let_go()
+        self._forget_metadata()
         board = None if self._world.watched is not None else self._world.blackboard
         arrival = f"load/arrived/{self._survey.load_id}"
         if board is not None and (lost := board.await_all(arrival, MEETING_TIMEOUT_S)):

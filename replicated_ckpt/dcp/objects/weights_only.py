@@ -166,8 +166,10 @@ class ObjectValues(Values):
         try:
             if layout is torch.sparse_coo:
                 indices, values, size, *more = data
-                return torch.sparse_coo_tensor(indices, values, size, check_invariants=True, is_coalesced=more[0])
-            return torch.sparse_compressed_tensor(*data, layout=layout, check_invariants=True)
+                return torch.sparse_coo_tensor(
+                    indices, values, size, check_invariants=True, is_coalesced=more[0], device="cpu"
+                )
+            return torch.sparse_compressed_tensor(*data, layout=layout, check_invariants=True, device="cpu")
         except (RuntimeError, TypeError, ValueError, IndexError) as exc:
             raise PickleUnsafe(f"holds a sparse tensor that is none: {exc}") from exc
 

@@ -4,6 +4,8 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from torch.distributed.checkpoint.api import CheckpointException
+
 log = logging.getLogger(__name__)
 
 
@@ -13,5 +15,5 @@ def call_back(function: Callable[[Any], object] | None, report: object) -> None:
         return
     try:
         function(report)
-    except Exception:
+    except (Exception, CheckpointException):  # DCP's own is no Exception
         log.exception("%r raised; the save or load that it was told of is not affected", function)

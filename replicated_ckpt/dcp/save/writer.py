@@ -30,6 +30,7 @@ from replicated_ckpt.core.lineage import Version
 from replicated_ckpt.dcp.c10d.presence import announce
 from replicated_ckpt.dcp.c10d.tellable import make_tellable
 from replicated_ckpt.dcp.c10d.world import world_of_call
+from replicated_ckpt.dcp.hand_over.ending import Ending
 from replicated_ckpt.dcp.memory.limit import MemoryLimit
 from replicated_ckpt.dcp.objects.unloadable import refuse_unloadable_paths
 from replicated_ckpt.dcp.planning.cached_planner import CachedSavePlanner
@@ -313,6 +314,7 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
         With `ack` it waits until the last save has come to that level: "staged", or, with the copies that the writer makes,
         "local", "peer-memory" or "peer", all of which come with the commit. Then the ids are those in the object store with
         "object", and none else. A save that `ack="staged"` has acknowledged, and that failed later, raises its error here.
+        What `on_save` calls does not wait for its own save, which is committed by then.
 
         Raises:
             UploadFailed: one is not, and trying longer does not help, or the time is over. Its copies on the nodes stand.
@@ -325,8 +327,8 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
         try:
             if ack is not None:
                 self._stager.wait(timeout_s)
-            if ack != "staged" and self._attempt is not None and self._attempt.ending is not None:
-                self._attempt.ending.end.result(max(0.0, deadline - time.monotonic()))
+            if ack != "staged" and (ending := self._find_ending()) is not None:
+                ending.result(max(0.0, deadline - time.monotonic()))
         except TimeoutError as exc:
             why = f"the save is under way after {timeout_s:g} s"
             raise StoreUnavailable(f"store {self.config.root}", "wait", self.checkpoint_id, why, _GOES_ON) from exc
@@ -336,21 +338,23 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
 
     def await_end(self) -> None:
         """Returns once agents have completed what was acknowledged as staged, or have given it up."""
-        ending = None if self._attempt is None else self._attempt.ending
-        if ending is not None:
+        if (ending := self._find_ending()) is not None:
             ending.wait()
 
     def raise_failure(self) -> None:
         """Raises what the last save has failed with after it was acknowledged as staged. It waits for the end of it."""
-        if self._attempt is not None and self._attempt.ending is not None:
-            self._attempt.ending.end.result()
+        if (ending := self._find_ending()) is not None:
+            ending.result()
 
     def has_failed(self) -> bool | None:
         """Whether the last save has failed since it was acknowledged as staged; None: it is under way."""
-        if self._attempt is None or self._attempt.ending is None:
+        if (ending := self._find_ending()) is None:
             return False
-        end = self._attempt.ending.end
-        return end.exception() is not None if end.done() else None
+        return ending.end.exception() is not None if ending.end.done() else None
+
+    def _find_ending(self) -> Ending | None:
+        """Of the last save, if it was acknowledged before it was over. Another thread may begin one meanwhile."""
+        return None if self._attempt is None else self._attempt.ending
 
     def _keep_report(self, report: SaveReport) -> None:
         self.last_save = report

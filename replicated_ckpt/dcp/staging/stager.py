@@ -141,9 +141,10 @@ class Stager:
     def wait(self, timeout_s: float) -> None:
         """Returns when the future of the last `dcp.async_save` is done; raises its error, or TimeoutError.
 
-        Raises RankFailed, which says the error, if the caller of `dcp.async_save` has not kept the future.
+        Raises RankFailed, which says the error, if the caller of `dcp.async_save` has not kept the future. The thread that
+        saves does not wait for itself.
         """
-        if self._behind is not None:
+        if self._behind is not None and self._thread is not threading.current_thread():
             self._behind.wait(timeout_s)
 
     def synchronize(self) -> None:

@@ -194,7 +194,8 @@ def _copy_by_pickle(value: Any, memo: dict[int, Any]) -> Any:
     pickled = io.BytesIO()
     torch.save(value, pickled)
     pickled.seek(0)
-    return torch.load(pickled, weights_only=False)  # what this very process has written
+    with torch.device("cpu"):  # sparse tensors would come to torch's default device
+        return torch.load(pickled, weights_only=False)  # what this very process has written
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor | None:

@@ -8,11 +8,12 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteIt
 from replicated_ckpt.dcp.objects.unloadable import warn_if_class_is_unknown, warn_if_unloadable
 from replicated_ckpt.dcp.tensors.container import is_freed
 from replicated_ckpt.dcp.tensors.tensor_writer import Stream, TensorWriter
-from replicated_ckpt.errors import ConfigInvalid
+from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptError
 
 ALIGNMENT_BYTES = 64
 _PADDING = memoryview(bytes(ALIGNMENT_BYTES))
 _PLANNER_HINT = "Correct resolve_data of the planner that is passed to dcp.save."
+_META_HINT = "Give its module memory (`to_empty`) and values before it is saved, or leave it out of the state."
 _FREED_HINT = (
     "Save it while it has its values: FSDP, say, frees whole parameters as long as they are not computed with."
 )
@@ -28,13 +29,18 @@ class ItemWriter:
         """Resolves one item and appends it; returns its offset and length in bytes.
 
         Its tensor stays as it is until the stream is finished. Its data ends up aligned to 64 bytes, as the zip aligns it
-        within the item. Whatever the planner raises passes through, with a note of the entry.
+        within the item. What the planner, or a tensor's own class, raises passes through, with a note of the entry.
         """
         try:
-            data = planner.resolve_data(item)
+            return self._write(stream, item, planner)
+        except ReplicatedCkptError:
+            raise
         except Exception as exc:
             exc.add_note(f"It was raised for the entry {item.index.fqn!r} of the state dict.")
             raise
+
+    def _write(self, stream: Stream, item: WriteItem, planner: SavePlanner) -> tuple[int, int]:
+        data = planner.resolve_data(item)
         stream.write(_PADDING[: -stream.position % ALIGNMENT_BYTES])
         offset = stream.position
         if item.type == WriteItemType.BYTE_IO:
@@ -54,6 +60,8 @@ class ItemWriter:
                 raise ConfigInvalid(
                     f"The memory of {item.index.fqn!r} was freed: its storage has no bytes.", _FREED_HINT
                 )
+            if tensor.is_meta and tensor.numel():
+                raise ConfigInvalid(f"{item.index.fqn!r} is on the meta device: it has no values.", _META_HINT)
             if type(tensor) is not torch.Tensor:
                 warn_if_class_is_unknown(type(tensor), item.index.fqn)
             self._tensors.write(tensor, stream)

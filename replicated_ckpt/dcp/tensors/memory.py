@@ -18,10 +18,16 @@ _NUMBERS = {getattr(torch, name): numbers for name, numbers in _NUMBERS_BY_NAME.
 
 
 def empty_tensor(shape: tuple[int, ...], dtype: torch.dtype, stride: tuple[int, ...] | None = None) -> torch.Tensor:
-    """A tensor on the CPU that is to be filled, or never touched; nothing but its elements, whatever the type."""
+    """A tensor on the CPU that is to be filled, or, with a `stride`, never touched; nothing but its elements.
+
+    Where algorithms are to be deterministic, torch fills what it makes by shape, and so takes all the memory.
+    """
+    numbers = _NUMBERS.get(dtype, dtype)
     if stride is None:
-        return torch.empty(shape, dtype=_NUMBERS.get(dtype, dtype), device="cpu").view(dtype)
-    return torch.empty_strided(shape, stride, dtype=_NUMBERS.get(dtype, dtype), device="cpu").view(dtype)
+        return torch.empty(shape, dtype=numbers, device="cpu").view(dtype)
+    elements = 0 if 0 in shape else 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    memory = torch.UntypedStorage(elements * dtype.itemsize, device="cpu")  # type: ignore[no-untyped-call]
+    return torch.empty(0, dtype=numbers, device="cpu").set_(memory, 0, shape, stride).view(dtype)
 
 
 def tensor_over(raw: memoryview, dtype: torch.dtype) -> torch.Tensor:

@@ -49,8 +49,8 @@ class StoredTensors:
         self._metadata: Metadata | None = None
         self._by_kind: dict[tuple[torch.dtype, tuple[int, ...]], StoredTensor | None] = {}
 
-    def describe(self, metadata: Metadata) -> None:
-        """From now on items are of this checkpoint."""
+    def describe(self, metadata: Metadata | None) -> None:
+        """From now on items are of this checkpoint; None: of none."""
         self._metadata = metadata
 
     def of(self, item: ReadItem, info: StorageInfo) -> StoredTensor | None:

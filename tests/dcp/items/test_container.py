@@ -1,7 +1,9 @@
 """The container: what we write, stock torch reads; what stock torch writes, we read; and the shortcut changes nothing."""
 
 import io
+import mmap
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replicated_ckpt.dcp.tensors.container import TEMPLATE_BYTES_MAX, TensorReader, data_range
+from replicated_ckpt.dcp.tensors.memory import empty_tensor
 from replicated_ckpt.dcp.tensors.tensor_writer import TensorWriter
 from replicated_ckpt.errors import StoreFull
 
@@ -162,6 +165,23 @@ def test_a_tensor_is_not_copied(elements: int) -> None:
     tensor += 1
     assert memory[:8].cast("q")[0] == 6, "it is the tensor's own memory"
     assert same(TensorReader().read(written(TensorWriter(), tensor)), tensor)
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+def test_a_container_is_learned_without_its_memory() -> None:
+    """Also where algorithms are to be deterministic: torch fills what it makes empty then, a whole tensor more."""
+    elements = 1 << 24
+    torch.set_deterministic_debug_mode("warn")
+    try:
+        before = resident_bytes()
+        model = empty_tensor((elements,), torch.float32, (1,))
+    finally:
+        torch.set_deterministic_debug_mode("default")
+    assert resident_bytes() - before < elements
+    assert model.shape == (elements,)
 
 
 def test_a_tensor_with_gaps_is_written_without_them() -> None:

@@ -63,6 +63,23 @@ def test_pickles_that_are_trusted_are_loaded(saved: Path) -> None:
     assert torch.equal(load(saved, trust_pickles=True), torch.arange(5.0))
 
 
+def test_an_entry_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    """A tensor without values, and one of a class that no pickle can name."""
+
+    class Local(torch.Tensor):
+        pass
+
+    said = {
+        "is on the meta device": torch.empty(3, device="meta"),
+        "raised for the entry": torch.ones(3).as_subclass(Local),
+    }
+    for text, odd in said.items():
+        state = {"model": {"odd": odd, "even": torch.ones(3)}, "none": torch.empty(0, device="meta")}
+        with pytest.raises(CheckpointException, match=rf"(?s)'model.odd' {text}|{text} 'model.odd'"):
+            dcp.save(state, checkpoint_id="step-1", storage_writer=ReplicatedWriter(tmp_path, copies=1), no_dist=True)
+    assert not (tmp_path / "step-1").exists()
+
+
 @pytest.mark.parametrize(
     ("saved", "held"),
     [
@@ -81,7 +98,8 @@ def test_what_is_more_than_its_elements_comes_into_the_states_own_tensor(
     """Indices and scales too, in place: torch gives them to the tensor itself that is copied into, not to what views it."""
     dcp.save({"t": saved}, checkpoint_id="step-1", storage_writer=ReplicatedWriter(tmp_path, copies=1), no_dist=True)
     state = {"t": held}
-    dcp.load(state, checkpoint_id="step-1", storage_reader=ReplicatedReader(tmp_path), no_dist=True)
+    with torch.device("meta"):  # torch's default device is not where tensors are made
+        dcp.load(state, checkpoint_id="step-1", storage_reader=ReplicatedReader(tmp_path), no_dist=True)
     assert state["t"] is held
     found = held.detach()
     assert (found.dequantize() if found.is_quantized else found.to_dense()).tolist() == (

@@ -5,11 +5,12 @@ from pathlib import Path
 import pytest
 from torch.distributed.checkpoint.planner import LoadPlan
 
+from replicated_ckpt import ReplicatedReader
 from replicated_ckpt.core.reading.windows import CELL_BYTES, Window
 from replicated_ckpt.dcp.load.shard_reader import Findings
 from replicated_ckpt.dcp.load.sharing import NodeSharing, RemoteNeeds, join_exchange, plan_sharing
 from replicated_ckpt.errors import StoreUnavailable
-from replicated_ckpt.stores.node_cache.cache import RankCache
+from replicated_ckpt.stores.node_cache.cache import RankCache, is_any_cache_held
 from replicated_ckpt.stores.node_cache.exchange import Exchange
 
 SHARDS = ["__0_0.distcp"]
@@ -84,3 +85,13 @@ def test_silence_that_one_rank_met_is_known_to_the_others(tmp_path: Path) -> Non
         assert finding.exchange is not None
         finding.exchange.close()
         cache.close()
+
+
+def test_a_load_that_failed_in_its_planning_keeps_no_cache(tmp_path: Path) -> None:
+    """As another rank's state did not fit: the agent would bring missing copies slowly for as long as the reader lives."""
+    reader = ReplicatedReader(tmp_path)
+    reader._attempt._cache = RankCache(tmp_path, 1, CELL_BYTES)
+    assert is_any_cache_held(tmp_path)
+    reader.let_go()
+    assert not is_any_cache_held(tmp_path)
+    assert list(tmp_path.iterdir()) == []

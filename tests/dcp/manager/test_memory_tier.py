@@ -8,6 +8,7 @@ import stat
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,8 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from replicated_ckpt import CheckpointManager, ReplicatedReader, Retention, WorldSizeChanged
+from replicated_ckpt.cli.exit_codes import ExitCode
+from replicated_ckpt.cli.main import main
 from replicated_ckpt.core.lineage import Version
 from replicated_ckpt.dcp import tiered_checkpoints
 from replicated_ckpt.dcp.memory import limit
@@ -291,6 +294,26 @@ def test_on_save_is_known_where_both_tiers_call_it_at_once() -> None:
     left.set()
     threads[0].join()
     assert refused == ["memory"]
+
+
+def _go_on(manager: CheckpointManager) -> None:
+    manager.async_save(2, state(2))
+    manager.close()
+
+
+def test_a_child_that_is_forked_saves_in_a_thread_of_its_own(root: Path, memory: Path) -> None:
+    """Those of the parent's saves are not in it."""
+    with opened(root, memory, spill_every=1) as manager:
+        manager.async_save(1, state(1))
+        manager.wait()
+        child = get_context("fork").Process(target=_go_on, args=(manager,))
+        child.start()
+        child.join(30)
+        child.kill()
+        assert child.exitcode == 0
+        manager.async_save(3, state(3))
+    assert steps_in(root) == {1, 2, 3}
+    assert main(["verify", "--root", str(root)]) == ExitCode.OK
 
 
 def test_what_is_saved_after_a_signal_goes_to_the_disk(root: Path, memory: Path) -> None:

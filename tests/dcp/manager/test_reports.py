@@ -107,9 +107,11 @@ def test_a_save_that_fails_calls_nobody(tmp_path: Path) -> None:
     assert len(seen) == 1
 
 
-@pytest.mark.parametrize("error", [ValueError("mine"), AssertionError("mine")])
+@pytest.mark.parametrize(
+    "error", [ValueError("mine"), AssertionError("mine"), CheckpointException("a load of mine", {})]
+)
 def test_what_a_function_raises_is_logged_and_no_more(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, error: Exception
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, error: BaseException
 ) -> None:
     """A broken tracker does not cost a checkpoint."""
 

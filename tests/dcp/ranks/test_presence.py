@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from replicated_ckpt.dcp.c10d.presence import Presence, Process
+from replicated_ckpt import CheckpointManager, ReplicatedReader, ReplicatedWriter
+from replicated_ckpt.dcp.c10d.presence import Presence, Process, announce
+from replicated_ckpt.errors import ConfigInvalid
+from tests.gloo import end_group
 from tests.harness.processes import stop_process
 
 RANKS = 3
@@ -94,3 +97,32 @@ def test_ranks_that_come_while_two_threads_look(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(Process, "lives", look_meanwhile)
     assert here.find_lost() == {}
+
+
+def look_in_a_fork(root: Path) -> int:
+    """The exit status of a process that is forked from a rank, looks at its checkpoints, and ends."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            ReplicatedWriter(root)
+            assert ReplicatedReader(root, no_dist=True).latest() is None
+            for meet in (ReplicatedReader(root).latest, lambda: CheckpointManager(root)):
+                with pytest.raises(ConfigInvalid, match=r"was forked from a rank.*no_dist=True"):
+                    meet()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_a_process_that_is_forked_from_a_rank_is_none(tmp_path: Path) -> None:
+    """A worker of a data loader, or one that evaluates a checkpoint, makes a reader, and ends: its rank lives on."""
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        here = announce()
+        assert here is not None
+        assert look_in_a_fork(tmp_path / "node") == 0
+        assert here.find_lost() == {}
+    finally:
+        end_group()

@@ -24,7 +24,7 @@ from replicated_ckpt.dcp.c10d.blackboard import Blackboard
 from replicated_ckpt.dcp.c10d.lent_group import LentGroup
 from replicated_ckpt.dcp.c10d.presence import Presence
 from replicated_ckpt.dcp.c10d.waiting import AnsweringStore, reaching_store
-from replicated_ckpt.dcp.c10d.world import World
+from replicated_ckpt.dcp.c10d.world import World, watch_group
 from replicated_ckpt.errors import ConfigInvalid, MeetingFailed, RankFailed
 from tests.gloo import group_of_one
 from tests.harness.processes import stop_process
@@ -155,6 +155,16 @@ def test_what_is_no_group_of_this_rank_is_said_so(tmp_path: Path, group: Any) ->
         dcp.save({"a": torch.ones(2)}, checkpoint_id="step-1", storage_writer=writer)
     assert isinstance(raised.value.failures[0][0], ConfigInvalid)
     assert not (tmp_path / "step-1").exists()
+
+
+def test_the_default_device_is_not_where_ranks_meet() -> None:
+    """A script sets it to the GPU; gloo takes tensors of the CPU."""
+    with group_of_one(), torch.device("meta"):
+        watched, most = watch_group(dist.group.WORLD), torch.tensor([3], device="cpu")
+        watched.reduce_to_max(most)
+        assert watched.gather_object("plan") == watched.all_gather_object("plan") == ["plan"]
+        assert watched.scatter_object(["plan"]) == watched.broadcast_object("plan") == "plan"
+    assert most.tolist() == [3]
 
 
 @contextmanager

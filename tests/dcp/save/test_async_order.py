@@ -212,13 +212,23 @@ def test_memory_that_the_system_refuses_counts_as_short() -> None:
     assert len(lease_segment(1 << 20, lambda: 1 << 30)) == 1 << 20
 
 
+def test_on_save_may_wait_for_its_own_save(tmp_path: Path) -> None:
+    """It is committed by then: the thread that calls `on_save` would wait for itself until the time is over."""
+    writer = ReplicatedWriter(tmp_path, on_save=lambda _: told.append(writer.wait(0.1, ack="peer")))
+    told = list[tuple[str, ...]]()
+    start({"t": torch.ones(10)}, writer, "step-1").result(TIMEOUT_S)
+    assert told == [()]
+    verified(tmp_path, "step-1")
+
+
 @pytest.mark.parametrize("has_memory", [True, False])
 def test_the_default_device_is_not_where_copies_lie(has_memory: bool) -> None:
     """They are on the CPU, whatever `torch.set_default_device` says."""
-    state = {"t": torch.arange(10.0), "empty": torch.empty(0, 3)}
+    state = {"t": torch.arange(10.0), "empty": torch.empty(0, 3), "sparse": torch.eye(3).to_sparse()}
     with torch.device("meta"):
         copied = StateCopy(state).make(memoryview(bytearray(4096)) if has_memory else None)
     assert copied["t"].tolist() == state["t"].tolist()
+    assert torch.equal(copied["sparse"].to_dense(), torch.eye(3))
     assert copied["empty"].device.type == "cpu"
 
 

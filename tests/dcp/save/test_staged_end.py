@@ -229,11 +229,13 @@ def test_an_interrupted_wait_for_the_acknowledgement_says_that_the_save_goes_on(
 
 
 def test_what_an_ending_calls_does_not_wait_for_it(tmp_path: Path, gate: threading.Event) -> None:
-    """`on_save` may close the writer: the thread that calls it is the one that would be waited for."""
+    """`on_save` may wait, or close the writer: the thread that calls it is the one that would be waited for."""
     writer = ReplicatedWriter(tmp_path, ack="staged")
 
     def work(ending: Ending) -> None:
         held_back(gate)(ending)
+        writer.wait(0.1, ack="peer")
+        writer.raise_failure()
         writer.close()
 
     writer._attempt = acknowledged(tmp_path, [])
