@@ -1,6 +1,5 @@
 """The agent's verbs: which request does what. Every path part from outside is validated before it names a file."""
 
-import json
 import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -115,7 +114,7 @@ class Routes:
             ):
                 return self._repair.answer(verb, request)
             case ("POST", "v1", "shutdown"):
-                return Answer(b"{}\n", after=self._stop)
+                return json_answer(self._stop)
         raise ObjectMissing("this agent", request.method, request.target[:200], "no such verb")
 
     def _save(  # noqa: PLR0911, C901 - one return a verb
@@ -141,7 +140,7 @@ class Routes:
             case ("POST", "commit"):
                 with request.heartbeat:
                     held = self._service.commit(save_id)
-                return Answer((json.dumps({"held": list(held)}) + "\n").encode(), after=self._wake_upkeep)
+                return json_answer(self._wake_upkeep, held=list(held))
             case ("POST", "written" | "finish" | "decision" as verb):
                 return self._handed.answer(request, save_id, verb)
             case ("POST", "adopt"):
@@ -251,10 +250,9 @@ class Routes:
             if BEHIND_HEADER in request.headers:  # what brings a shard has a connection, so a thread, for it alone
                 give_way(self._service.hand_overs.niceness)
             found = self._service.receive(save_id, name, request.body, durable=durable)
-        body = (json.dumps(asdict(found)) + "\n").encode()
         if durable:
-            return Answer(body)
-        return Answer(body, after=flush_later(self._service.store.path_of_staged(save_id, name)))
+            return json_answer(**asdict(found))
+        return json_answer(flush_later(self._service.store.path_of_staged(save_id, name)), **asdict(found))
 
     def _holdings(self, checkpoint_id: str | None, *, is_upkeep: bool) -> Answer:
         if checkpoint_id is not None and not is_checkpoint_id(checkpoint_id):
@@ -276,7 +274,7 @@ class Routes:
             peers = self._service.learn_peers(fields["peers"])
         with request.heartbeat:
             settle(self._service, self._service.leftovers(str(fields.get("session", ""))), peers)
-        return Answer(b"{}\n", after=self._reprotector.wake)
+        return json_answer(self._reprotector.wake)
 
     def _file(self, request: Request, checkpoint_id: str, save_id: str, name: str) -> FileAnswer:
         if not is_checkpoint_id(checkpoint_id) or not is_save_id(save_id):
