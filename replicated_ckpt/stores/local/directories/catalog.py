@@ -4,6 +4,7 @@ import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from stat import S_ISREG
 
@@ -161,17 +162,9 @@ class Catalog:
         return (*published, *replaced)
 
     def _holding(self, node_id: str, checkpoint_id: str, directory: str, manifest: Manifest) -> Holding:
-        return Holding(
-            node_id,
-            checkpoint_id,
-            manifest.save_id,
-            manifest.sequence,
-            self.size_of(directory, METADATA_NAME) == manifest.metadata_bytes,
-            self.shard_sizes(directory),
-            created_unix_s=manifest.created_unix_s,
-            lineage=manifest.lineage,
-            is_replaced=directory != checkpoint_id,
-        )
+        has_metadata = self.size_of(directory, METADATA_NAME) == manifest.metadata_bytes
+        found = Holding.of_save(manifest, node_id, checkpoint_id, has_metadata, self.shard_sizes(directory))
+        return found if directory == checkpoint_id else replace(found, is_replaced=True)
 
     def _one(self, checkpoint_id: str) -> Iterator[tuple[str, Manifest]]:
         try:
