@@ -25,9 +25,8 @@ from replicated_ckpt.core.lineage import History, histories_of
 from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX, Manifest, decode_manifest
 from replicated_ckpt.core.upkeep.policy import scope_of
 from replicated_ckpt.errors import ManifestInvalid, ManifestVersionUnknown, ObjectMissing, StoreError
-from replicated_ckpt.stores.files.containment import leads_out
 from replicated_ckpt.stores.files.durable import translate_errors
-from replicated_ckpt.stores.files.existence import is_there
+from replicated_ckpt.stores.files.existence import is_there, leads_out
 from replicated_ckpt.stores.files.plain import open_plain_file, read_plain
 from replicated_ckpt.stores.files.shortage import find_unreadable, is_unreadable
 
