@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any, Protocol
 
 from replicated_ckpt.agent.http.hand_over_routes import HandOverRoutes
-from replicated_ckpt.agent.http.metrics import format_metrics
+from replicated_ckpt.agent.http.metrics import METRICS_TYPE, format_metrics
 from replicated_ckpt.agent.http.object_routes import ObjectRoutes
 from replicated_ckpt.agent.http.relay import open_metadata, pull_metadata
 from replicated_ckpt.agent.http.repair_routes import RepairRoutes
@@ -81,7 +81,7 @@ class Routes:
                 status = self._status(is_brief=True)
                 return json_answer(**{name: status[name] for name in _WHO})
             case ("GET", "metrics"):
-                return Answer(format_metrics(self._status(is_brief=False)))
+                return Answer(format_metrics(self._status(is_brief=False)), METRICS_TYPE)
             case (_, "v1", "object", *rest):
                 return self._objects.answer(rest, request)
             case (_, "v1", "unmanaged", *rest):
