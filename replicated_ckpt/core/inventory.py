@@ -8,6 +8,7 @@ from typing import Any
 
 from replicated_ckpt.core.layout import SEQUENCE_MAX, ShardName, is_checkpoint_id, is_lineage, is_save_id
 from replicated_ckpt.core.lineage import Version, moment
+from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.one_line import one_line
 
 
@@ -33,6 +34,14 @@ class Holding:
     lineage: str = ""
     is_replaced: bool = False
     footless: tuple[str, ...] = ()
+
+    @classmethod
+    def of_save(
+        cls, save: Manifest, node_id: str, checkpoint_id: str, has_metadata: bool, sizes: Mapping[str, int]
+    ) -> "Holding":
+        """What a node has of the save of this manifest, nothing of it damaged."""
+        named = node_id, checkpoint_id, save.save_id, save.sequence
+        return cls(*named, has_metadata, sizes, created_unix_s=save.created_unix_s, lineage=save.lineage)
 
     @property
     def version(self) -> Version:

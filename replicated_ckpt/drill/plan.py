@@ -170,7 +170,8 @@ def plan_drill(options: DrillOptions, *, has_moto: bool = True) -> DrillPlan:
     )
     named = MOTO if options.object_store is None else options.object_store
     object_store = named if any(run.is_total for run in runs) else None
-    return DrillPlan(options, _schedule(options.steps), _global_batch(_worlds(runs)), runs, object_store, skipped)
+    schedule = Schedule(save_steps=(options.steps // 3, 2 * options.steps // 3), end_step=options.steps)
+    return DrillPlan(options, schedule, _global_batch(_worlds(runs)), runs, object_store, skipped)
 
 
 def _loss(scenario: Scenario, options: DrillOptions, victim: int) -> tuple[int, int, tuple[int, ...]]:
@@ -202,10 +203,6 @@ def _resume(scenario: Scenario, nodes: int, ranks_per_node: int, dies: tuple[int
             return ResumePlan(scenario, Promise.SAME_LOSS, same_world, ranks_per_node // 2 or 2)
         case Scenario.REPLACE | Scenario.COORDINATOR:
             return ResumePlan(scenario, Promise.SAME_BITS, same_world, ranks_per_node)
-
-
-def _schedule(steps: int) -> Schedule:
-    return Schedule(save_steps=(steps // 3, 2 * steps // 3), end_step=steps)
 
 
 def _worlds(runs: Iterable[RunPlan]) -> list[int]:

@@ -46,7 +46,8 @@ def hold_interrupts() -> Iterator[None]:
 def find_processes(prefix: str) -> tuple[int, ...]:
     """Ids of the living processes whose mark begins with `prefix`, this one excluded."""
     needle = f"{MARK_VARIABLE}={prefix}".encode()
-    return tuple(pid for pid in _process_ids() if pid != os.getpid() and _has_mark(pid, needle))
+    running = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
+    return tuple(pid for pid in running if pid != os.getpid() and _has_mark(pid, needle))
 
 
 def kill(prefix: str, limit_s: float) -> bool:
@@ -85,10 +86,6 @@ def send(pid: int, number: signal.Signals) -> None:
         os.kill(pid, number)
     except ProcessLookupError:
         return
-
-
-def _process_ids() -> tuple[int, ...]:
-    return tuple(int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
 
 
 def _has_mark(pid: int, needle: bytes) -> bool:

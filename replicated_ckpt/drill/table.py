@@ -32,7 +32,8 @@ def render(
 ) -> str:
     """The table, the problems of what did not hold, why something was skipped, and the notes, ready to print."""
     skipped = skipped or {}
-    rows = [HEADER, *(_row(report) for report in reports), *(_skipped_row(scenario) for scenario in skipped)]
+    empty = ("-",) * len(HEADER[1:-1])
+    rows = [HEADER, *(_row(report) for report in reports), *((scenario, *empty, "SKIPPED") for scenario in skipped)]
     rows.insert(1, tuple("-" * max(map(len, column)) for column in zip(*rows, strict=True)))
     table = align(rows, left=(0, len(HEADER) - 1))
     problems = [f"{report.scenario}: {problem}" for report in reports for problem in report.problems]
@@ -103,10 +104,6 @@ def _row(report: ScenarioReport) -> tuple[str, ...]:
         str(report.tensors_verified),
         f"{'held' if report.held else 'FAILED'}: {report.promise}",
     )
-
-
-def _skipped_row(scenario: Scenario) -> tuple[str, ...]:
-    return (scenario, *("-" for _ in HEADER[1:-1]), "SKIPPED")
 
 
 def _seconds(value: float | None) -> str:

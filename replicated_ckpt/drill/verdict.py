@@ -59,7 +59,7 @@ def judge(
 ) -> ScenarioReport:
     """Hold what the resumed ranks reported against what was saved and against the run's own undisturbed end."""
     step = plan.schedule.last_save_step
-    saves = _saves_at(before, step)
+    saves = [(report.rank, save) for report in before.reports for save in report.saves if save.step == step]
     owned = [(rank, shard) for rank, save in saves for shard in save.shards]
     lost = tuple(sorted(shard for rank, shard in owned if run.is_rank_lost(rank)))
     if resume.promise is Promise.SHARD_LOST:
@@ -86,10 +86,6 @@ def judge(
         tensors_verified=verified,
         problems=(*_save_problems(plan, run, saves), *findings),
     )
-
-
-def _saves_at(evidence: Evidence, step: int) -> list[tuple[int, SaveRecord]]:
-    return [(report.rank, save) for report in evidence.reports for save in report.saves if save.step == step]
 
 
 def _save_problems(plan: DrillPlan, run: RunPlan, saves: list[tuple[int, SaveRecord]]) -> Iterator[str]:

@@ -105,7 +105,7 @@ class ReplicatedCheckpointManager(CheckpointManager):
         Raises:
             CheckpointException, ReplicatedCkptError: as of ReplicatedReader.
         """
-        if from_hf or not self._is_own(checkpoint_id):
+        if from_hf or not Path(checkpoint_id).is_relative_to(self.folder):
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
         has_random = TRAIN_STATE in state_dict
@@ -166,9 +166,6 @@ class ReplicatedCheckpointManager(CheckpointManager):
         checkpoints = getattr(self, "_checkpoints", None)  # __del__ calls this, after an __init__ that failed, too
         if checkpoints is not None:
             checkpoints.close()
-
-    def _is_own(self, checkpoint_id: str) -> bool:
-        return Path(checkpoint_id).is_relative_to(self.folder)
 
     def _name(self, checkpoint_id: str) -> str:
         return os.path.relpath(checkpoint_id, self.folder)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from replicated_ckpt.agent.saves.leftover import Leftover
+from replicated_ckpt.agent.saves.doubts import Leftover
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.settling.settle import settle
 from replicated_ckpt.agent.state.endpoint import keep_identity, next_identity

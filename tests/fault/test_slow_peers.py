@@ -79,8 +79,8 @@ def agents(tmp_path: Path) -> Iterator[list[RunningAgent]]:
         meet(one, other)
         wait_for((roots[1] / "step-1" / shard(0)).exists, 30, "the copy")
         by_node = {agent.endpoint.node_id: agent for agent in (one, other)}
-        (order,) = source_orders({shard(0): 1}, {shard(0): tuple(by_node)}, "", "rank 0")
-        yield [by_node[node] for node in order.nodes]
+        order = source_orders({shard(0): 1}, {shard(0): tuple(by_node)}, "", "rank 0")
+        yield [by_node[node] for node in order[shard(0)]]
 
 
 def load(root: Path, addresses: list[AgentAddress]) -> ReplicatedReader:

@@ -122,8 +122,11 @@ class LocalDoor:
         error = future.exception()
         if error is None:
             send_message(connection, {"state": "written", "copies": future.result().to_json()})
-        else:
-            send_message(connection, _refusal(error if isinstance(error, ReplicatedCkptError) else _defect(error)))
+            return
+        if not isinstance(error, ReplicatedCkptError):  # a defect of this agent
+            what = one_line(f"{type(error).__name__}: {error}")
+            error = StoreError("this node's agent", "write", "a shard", what)
+        send_message(connection, _refusal(error))
 
 
 def open_local_door(directory: Path, service: NodeService) -> LocalDoor | None:
@@ -135,10 +138,6 @@ def open_local_door(directory: Path, service: NodeService) -> LocalDoor | None:
         return None
     door.start()
     return door
-
-
-def _defect(exc: BaseException) -> StoreError:
-    return StoreError("this node's agent", "write", "a shard", one_line(f"{type(exc).__name__}: {exc}"))
 
 
 def _refusal(exc: ReplicatedCkptError) -> dict[str, Any]:

@@ -3,6 +3,9 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+"""Prometheus 3 takes no answer that says it is of another type."""
+
 
 def format_metrics(status: Mapping[str, Any]) -> bytes:
     """The agent's status as metrics: every number and truth value in it, named by its place."""

@@ -67,7 +67,7 @@ class ObjectRoutes:
                     target = ObjectTarget.from_json(fields)
                     target.check_is_apart(self._service.store.root)
                     is_new = self._targets.learn(target)
-                    return Answer(b"{}\n", after=self._uploader.try_now if is_new else self._uploader.wake)
+                    return json_answer(self._uploader.try_now if is_new else self._uploader.wake)
                 case "probe":
                     with request.heartbeat:
                         return json_answer(**self._probe(fields))

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +76,7 @@ class RepairRoutes:
         said = AgentAddress.from_json(fields["peer"])
         with request.heartbeat:
             heed_hello(self._service.peers, said, request.peer_host, self._call_backs)
-        return replace(json_answer(), after=self._reprotector.wake)
+        return json_answer(self._reprotector.wake)
 
     def _bye(self, fields: Mapping[str, Any], request: Request) -> Answer:
         """A known peer's agent is about to leave, its disk intact."""
@@ -112,7 +111,7 @@ class RepairRoutes:
         del request
         is_new = self._service.policies.learn([Policy.from_json(entry) for entry in fields["policies"]])
         is_due = is_new or fields.get("is_committed")
-        return replace(json_answer(), after=self._reprotector.wake) if is_due else json_answer()
+        return json_answer(self._reprotector.wake if is_due else None)
 
     def _give_up(self, fields: Mapping[str, Any], request: Request) -> Answer:
         """The operator says that nodes never come back: a save that is in doubt for them alone is settled."""
@@ -121,7 +120,7 @@ class RepairRoutes:
             raise ConfigInvalid("give-up: a save and the nodes that are lost must be named.")
         with request.heartbeat:
             waits_for = give_up_lost(self._service, save_id, lost)
-        return replace(json_answer(waits_for=list(waits_for)), after=self._reprotector.wake)
+        return json_answer(self._reprotector.wake, waits_for=list(waits_for))
 
     def _remove(self, fields: Mapping[str, Any], request: Request) -> Answer:
         """The user has this node's copy of a save removed for good; why it stays, if it does. `is_asked`: it would be.
@@ -156,7 +155,7 @@ class RepairRoutes:
             with suppress(StoreError):  # the next look ends it
                 service.removals.finish(save_id)
         why = "a process of this node reads it; it goes when that has ended" if is_left else ""
-        return replace(json_answer(is_removed=is_removed, why=why), after=self._reprotector.wake)
+        return json_answer(self._reprotector.wake, is_removed=is_removed, why=why)
 
     def _refuse_renamed(self, checkpoint_id: str, save_id: str) -> None:
         """A directory that a user renamed, or copied under another name, is the user's alone."""
@@ -183,7 +182,7 @@ class RepairRoutes:
         """The user says that a node never comes back: it is taken out of the address book."""
         del request
         is_known = self._service.peers.forget(str(fields["node_id"]))
-        return replace(json_answer(is_known=is_known), after=self._reprotector.wake)
+        return json_answer(self._reprotector.wake, is_known=is_known)
 
     def _verify(self, fields: Mapping[str, Any], request: Request) -> Answer:
         """Reads everything here, or one checkpoint, and says what is wrong and what is intact.
@@ -202,7 +201,8 @@ class RepairRoutes:
                 self._inspector = None
         for holding in inspector.holdings:
             self._service.damage.note(holding)
-        answer = json_answer(
+        return json_answer(
+            self._reprotector.wake if findings else None,
             node_id=self._service.node_id,
             findings=findings,
             holdings=[holding.to_json() for holding in inspector.holdings],
@@ -212,7 +212,6 @@ class RepairRoutes:
             silent=[holding.to_json() for holding in self._reprotector.watch.silent_holdings()],
             bytes_read=inspector.bytes_read,
         )
-        return replace(answer, after=self._reprotector.wake) if findings else answer
 
     def tell_how_far(self) -> Answer:
         """Answer to `GET /v1/verify`: how far the check is that is under way; zeros where none is."""
@@ -227,4 +226,4 @@ class RepairRoutes:
         with request.heartbeat:
             outcomes = self._reprotector.carry_out(part, may_replace=request.right >= Right.OWNER)
         results = [{"action": str(action), "error": error} for action, error in outcomes]
-        return replace(json_answer(results=results), after=self._reprotector.wake)
+        return json_answer(self._reprotector.wake, results=results)

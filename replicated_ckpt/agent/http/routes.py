@@ -1,13 +1,12 @@
 """The agent's verbs: which request does what. Every path part from outside is validated before it names a file."""
 
-import json
 import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
 from replicated_ckpt.agent.http.hand_over_routes import HandOverRoutes
-from replicated_ckpt.agent.http.metrics import format_metrics
+from replicated_ckpt.agent.http.metrics import METRICS_TYPE, format_metrics
 from replicated_ckpt.agent.http.object_routes import ObjectRoutes
 from replicated_ckpt.agent.http.relay import open_metadata, pull_metadata
 from replicated_ckpt.agent.http.repair_routes import RepairRoutes
@@ -82,7 +81,7 @@ class Routes:
                 status = self._status(is_brief=True)
                 return json_answer(**{name: status[name] for name in _WHO})
             case ("GET", "metrics"):
-                return Answer(format_metrics(self._status(is_brief=False)))
+                return Answer(format_metrics(self._status(is_brief=False)), METRICS_TYPE)
             case (_, "v1", "object", *rest):
                 return self._objects.answer(rest, request)
             case (_, "v1", "unmanaged", *rest):
@@ -115,7 +114,7 @@ class Routes:
             ):
                 return self._repair.answer(verb, request)
             case ("POST", "v1", "shutdown"):
-                return Answer(b"{}\n", after=self._stop)
+                return json_answer(self._stop)
         raise ObjectMissing("this agent", request.method, request.target[:200], "no such verb")
 
     def _save(  # noqa: PLR0911, C901 - one return a verb
@@ -141,7 +140,7 @@ class Routes:
             case ("POST", "commit"):
                 with request.heartbeat:
                     held = self._service.commit(save_id)
-                return Answer((json.dumps({"held": list(held)}) + "\n").encode(), after=self._wake_upkeep)
+                return json_answer(self._wake_upkeep, held=list(held))
             case ("POST", "written" | "finish" | "decision" as verb):
                 return self._handed.answer(request, save_id, verb)
             case ("POST", "adopt"):
@@ -251,10 +250,9 @@ class Routes:
             if BEHIND_HEADER in request.headers:  # what brings a shard has a connection, so a thread, for it alone
                 give_way(self._service.hand_overs.niceness)
             found = self._service.receive(save_id, name, request.body, durable=durable)
-        body = (json.dumps(asdict(found)) + "\n").encode()
         if durable:
-            return Answer(body)
-        return Answer(body, after=flush_later(self._service.store.path_of_staged(save_id, name)))
+            return json_answer(**asdict(found))
+        return json_answer(flush_later(self._service.store.path_of_staged(save_id, name)), **asdict(found))
 
     def _holdings(self, checkpoint_id: str | None, *, is_upkeep: bool) -> Answer:
         if checkpoint_id is not None and not is_checkpoint_id(checkpoint_id):
@@ -276,7 +274,7 @@ class Routes:
             peers = self._service.learn_peers(fields["peers"])
         with request.heartbeat:
             settle(self._service, self._service.leftovers(str(fields.get("session", ""))), peers)
-        return Answer(b"{}\n", after=self._reprotector.wake)
+        return json_answer(self._reprotector.wake)
 
     def _file(self, request: Request, checkpoint_id: str, save_id: str, name: str) -> FileAnswer:
         if not is_checkpoint_id(checkpoint_id) or not is_save_id(save_id):

@@ -238,8 +238,9 @@ class _Handler(BaseHTTPRequestHandler):
         if isinstance(answer, FileAnswer):
             self._send_file(answer)
         else:
-            self._send_bytes(answer.status, answer.body, answer.content_type)
-            answer.after()
+            self._send_bytes(HTTPStatus.OK, answer.body, answer.content_type)
+            if answer.after is not None:
+                answer.after()
 
     def _send_bytes(self, status: int, body: bytes, content_type: str) -> None:
         self.send_response(status)

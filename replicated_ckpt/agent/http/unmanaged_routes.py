@@ -66,8 +66,7 @@ class UnmanagedRoutes:
         with self._checks.in_turn(request, ITEMS_BYTES_MAX) as raw:
             ranges = _ranges(raw)
             findings = [finding.to_json() for finding in inspector.inspect(checkpoint_id, ranges)]
-        document = {"findings": findings, "bytes_read": inspector.bytes_read, "unchecked": inspector.unchecked}
-        return Answer((json.dumps(document) + "\n").encode())
+        return json_answer(findings=findings, bytes_read=inspector.bytes_read, unchecked=inspector.unchecked)
 
 
 def _ranges(raw: bytes) -> Mapping[str, tuple[ByteRange, ...]]:

@@ -122,16 +122,7 @@ def _meant_for(node: str, manifest: Manifest) -> Holding | None:
     sizes = {name: entry.size_bytes for name, entry in manifest.shards.items() if node in entry.holders}
     if not sizes and node not in {member.node_id for member in manifest.nodes}:
         return None
-    return Holding(
-        node,
-        manifest.checkpoint_id,
-        manifest.save_id,
-        manifest.sequence,
-        has_metadata=True,
-        sizes=sizes,
-        created_unix_s=manifest.created_unix_s,
-        lineage=manifest.lineage,
-    )
+    return Holding.of_save(manifest, node, manifest.checkpoint_id, has_metadata=True, sizes=sizes)
 
 
 def ask_holdings(address: AgentAddress) -> Held:

@@ -3,9 +3,8 @@
 import json
 import urllib.parse
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from email.message import Message
-from http import HTTPStatus
 from typing import Any
 
 from replicated_ckpt.agent.requests.body import Body
@@ -55,19 +54,14 @@ class Request:
         return document_in(self.body.read_all(DOCUMENT_BYTES_MAX) or b"{}", "The request came")
 
 
-def _nothing() -> None:
-    """What follows most answers."""
-
-
 @dataclass(frozen=True)
 class Answer:
     """A small answer. `after` runs once it was sent."""
 
     body: bytes
-    status: int = HTTPStatus.OK
     content_type: str = "application/json"
-    after: Callable[[], None] = field(default=_nothing)
+    after: Callable[[], object] | None = None
 
 
-def json_answer(**fields: Any) -> Answer:
-    return Answer((json.dumps(fields) + "\n").encode())
+def json_answer(after: Callable[[], object] | None = None, /, **fields: Any) -> Answer:
+    return Answer((json.dumps(fields) + "\n").encode(), after=after)

@@ -13,12 +13,11 @@ from replicated_ckpt import failpoints
 from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.agent.requests.body import Body
 from replicated_ckpt.agent.saves.adoption_locks import AdoptionLocks
-from replicated_ckpt.agent.saves.doubts import Doubts
+from replicated_ckpt.agent.saves.doubts import Doubts, Leftover
 from replicated_ckpt.agent.saves.fence import Fence
 from replicated_ckpt.agent.saves.finish import Finisher, Outline
 from replicated_ckpt.agent.saves.hand_overs import HandOvers
 from replicated_ckpt.agent.saves.intake import Intake, taking_metadata
-from replicated_ckpt.agent.saves.leftover import Leftover
 from replicated_ckpt.agent.saves.pins import Pins
 from replicated_ckpt.agent.saves.receive import Received, receive_file, receive_plain_file
 from replicated_ckpt.agent.saves.reserved import ReservedSequences

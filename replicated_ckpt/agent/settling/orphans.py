@@ -3,7 +3,7 @@
 import logging
 import time
 
-from replicated_ckpt.agent.saves.leftover import Leftover
+from replicated_ckpt.agent.saves.doubts import Leftover
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.settling.settle import settle
 from replicated_ckpt.errors import ReplicatedCkptError

@@ -1,6 +1,5 @@
 """Uploads ordered by hand, for checkpoints whose manifest asks for none; kept until they are done."""
 
-import logging
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -8,8 +7,6 @@ from typing import Any
 
 from replicated_ckpt.agent.state.note_file import NoteFile
 from replicated_ckpt.core.manifest import Manifest, UploadEntry
-
-log = logging.getLogger(__name__)
 
 _NAME = "orders.json"
 

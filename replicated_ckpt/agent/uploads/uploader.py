@@ -231,14 +231,11 @@ class Uploader:
             upload.wait(self._clock())
             return None
         except SaveAborted as exc:
-            upload.end("superseded", str(exc) if isinstance(exc, SaveSuperseded) else exc.message)
-            upload.state.is_denied = isinstance(exc, SaveSuperseded)
-            log.log(
-                logging.WARNING if upload.state.is_denied else logging.INFO,
-                "%s is not uploaded any more: %s",
-                manifest.checkpoint_id,
-                exc.message,
-            )
+            is_denied = isinstance(exc, SaveSuperseded)
+            upload.end("superseded", str(exc) if is_denied else exc.message)
+            upload.state.is_denied = is_denied
+            level = logging.WARNING if is_denied else logging.INFO
+            log.log(level, "%s is not uploaded any more: %s", manifest.checkpoint_id, exc.message)
         except ReplicatedCkptError as exc:
             upload.fail(exc, self._clock())
             log.warning("%s to %s: %s", manifest.checkpoint_id, upload.state.url, exc)

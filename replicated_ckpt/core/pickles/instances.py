@@ -20,7 +20,7 @@ _FIELD = rb"(" + _FETCH + rb")(" + rb"|".join((_SIZE, _FETCH, _SMALL, _LONG, _TE
 _INSTANCE = rb"\)\x81\x94\}\x94\(" + _FIELD + rb"(?:" + _FIELD + rb"(?:" + _FIELD + rb"(?:" + _FIELD + rb")?)?)?ub"
 _FETCHES = (ord("h"), ord("j"))
 _FETCH_BYTES_MAX = 5
-_EMPTY_TUPLE_OPCODE, _TEXT_OPCODE, _BYTE, _SHORT, _INT = ord(")"), 0x8C, ord("K"), ord("M"), ord("J")
+_TEXT_OPCODE, _BYTE, _SHORT, _INT = 0x8C, ord("K"), ord("M"), ord("J")
 _CONSTANTS = {ord("N"): None, 0x88: True, 0x89: False}
 _TEXT_FRAME_BYTES = 3
 """Of a text in the pattern: opcode, length and the opcode that follows."""

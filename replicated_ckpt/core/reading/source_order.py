@@ -7,27 +7,19 @@ from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import OBJECT_NODE
 
 
-@dataclass(frozen=True)
-class SourceOrder:
-    """Nodes to read one shard from, best first. Empty: the shard is lost."""
-
-    shard: str
-    nodes: tuple[str, ...]
-
-
 def source_orders(
     size_by_shard: Mapping[str, int],
     holders_by_shard: Mapping[str, Collection[str]],
     own_node: str,
     reader_key: str,
-) -> tuple[SourceOrder, ...]:
-    """Order of sources per shard: own store, then the peers, each with the least planned bytes first, then the bucket.
+) -> dict[str, tuple[str, ...]]:
+    """The nodes to read a shard from: own store, then the peers, each with the least planned bytes first, then the bucket.
 
     Ties between equally loaded peers are broken by a hash of `reader_key` (which differs between readers) and the
-    shard, so that many readers spread over the holders without talking to each other.
+    shard, so that many readers spread over the holders without talking to each other. A shard without any is lost.
     """
     planned_bytes: dict[str, int] = {}
-    orders = []
+    orders: dict[str, tuple[str, ...]] = {}
     for shard in sorted(size_by_shard, key=lambda name: (-size_by_shard[name], name)):
         peers = sorted(
             (node for node in holders_by_shard.get(shard, ()) if node != own_node),
@@ -40,8 +32,8 @@ def source_orders(
         own = [own_node] if own_node in holders_by_shard.get(shard, ()) else []
         if peers and not own:
             planned_bytes[peers[0]] = planned_bytes.get(peers[0], 0) + size_by_shard[shard]
-        orders.append(SourceOrder(shard, (*own, *peers)))
-    return tuple(orders)
+        orders[shard] = (*own, *peers)
+    return orders
 
 
 @dataclass(frozen=True)

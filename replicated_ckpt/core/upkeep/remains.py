@@ -53,17 +53,8 @@ class Remains:
         """What they are as a holding of this save; a shard that may be a damaged one of it counts as one."""
         matching, foreign = self.matching(manifest), self.foreign(manifest)
         sizes = {name: size for name, size in self.sizes.items() if name in manifest.shards and name not in foreign}
-        return Holding(
-            self.node_id,
-            self.checkpoint_id,
-            manifest.save_id,
-            manifest.sequence,
-            METADATA_NAME in matching,
-            sizes,
-            tuple(sorted(set(sizes) - matching)),
-            manifest.created_unix_s,
-            manifest.lineage,
-        )
+        found = Holding.of_save(manifest, self.node_id, self.checkpoint_id, METADATA_NAME in matching, sizes)
+        return replace(found, damaged=tuple(sorted(set(sizes) - matching)))
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -115,14 +115,15 @@ def agree_on_first(group: Any, look: Callable[[], T]) -> T:
     """
     if group is None:
         return look()
+    watched = watch_group(group)
     outcome: list[Any] = [None, None]
     if dist.get_rank(group) == 0:
         try:
             outcome[0] = look()
         except BaseException as exc:
-            watch_group(group).broadcast_object([None, _tellable(exc, 0)])
+            watched.broadcast_object([None, _tellable(exc, 0)])
             raise
-    outcome = watch_group(group).broadcast_object(outcome)
+    outcome = watched.broadcast_object(outcome)
     if outcome[1] is not None:
         raise outcome[1]
     found: T = outcome[0]
@@ -136,24 +137,20 @@ def agree_on_all(group: Any, act: Callable[[], T]) -> list[T]:
     """
     if group is None:
         return [act()]
+    watched = watch_group(group)
     found, failure = None, None
     try:
         found = act()
     except ReplicatedCkptError as exc:
         failure = exc
     except BaseException as exc:
-        _tell_all(group, (None, _tellable(exc, dist.get_rank(group))))
+        watched.all_gather_object((None, _tellable(exc, dist.get_rank(group))))
         raise
-    told = _tell_all(group, (found, failure))
+    told = watched.all_gather_object((found, failure))
     for _, error in told:
         if error is not None:
             raise error
     return [each for each, _ in told]
-
-
-def _tell_all(group: Any, outcome: tuple[Any, ReplicatedCkptError | None]) -> list[Any]:
-    """What each rank has to tell: what it found, or its error."""
-    return watch_group(group).all_gather_object(outcome)
 
 
 def _tellable(error: BaseException, rank: int) -> ReplicatedCkptError:

@@ -1,14 +1,11 @@
 """The survey of checkpoints that stock torch has scattered over the nodes, where nothing of ours answers to an id."""
 
-import logging
 from collections.abc import Collection, Sequence
 
 from replicated_ckpt.agent.unmanaged.look import UnmanagedLook
 from replicated_ckpt.core.layout import LATEST
 from replicated_ckpt.core.unmanaged.survey import UnmanagedCheckpoint, UnmanagedSave
 from replicated_ckpt.errors import CheckpointNotCommitted, CheckpointNotFound, ReplicatedCkptError, ShardLost
-
-log = logging.getLogger(__name__)
 
 _HINT = (
     "Bring back nodes that are not reached: .metadata lies on rank 0's alone. If all are there, the save never ended."

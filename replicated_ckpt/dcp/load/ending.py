@@ -34,7 +34,8 @@ def tell_end(collectives: Collectives, own: object, report: LoadReport | None) -
     outcomes = [failures.get(each) for each in range(collectives.get_world_size())]
     left = [each for each in others if each != rank]
     if left:
-        outcomes[left[0]] = RankFailed(_describe_others(left)), StackSummary()
+        what = f"{plural(len(left), 'more rank')} failed, too: {', '.join(_intervals(left))}."
+        outcomes[left[0]] = RankFailed(what), StackSummary()
     outcomes[rank] = own
     reports = [] if told is None or failures else [LoadReport.from_dict(one) for one in told if one is not None]
     return outcomes, reports
@@ -72,10 +73,6 @@ def _as_sent(own: object) -> object:
         return RankFailed(f"The load failed with {type(own[0]).__name__}: {own[0]}"), own[1]
     copied: object = pickle.loads(pickle.dumps(own))  # noqa: S301 - of this very process
     return copied
-
-
-def _describe_others(ranks: Sequence[int]) -> str:
-    return f"{plural(len(ranks), 'more rank')} failed, too: {', '.join(_intervals(ranks))}."
 
 
 def _intervals(ranks: Iterable[int]) -> list[str]:

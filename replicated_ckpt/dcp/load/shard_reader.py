@@ -152,7 +152,7 @@ class ShardReader:
         sizes = {shard: self._manifest.shards[shard].size_bytes for shard in shards}
         holders = {shard: self._survey.found.holders_of(shard, sizes[shard]) for shard in shards}
         orders = source_orders(sizes, holders, self._own_node, reader_key)
-        return {order.shard: (*order.nodes, *self._with_other_sizes(order.shard, order.nodes)) for order in orders}
+        return {shard: (*nodes, *self._with_other_sizes(shard, nodes)) for shard, nodes in orders.items()}
 
     def _with_other_sizes(self, shard: str, others: Sequence[str]) -> list[str]:
         """Nodes whose file of the shard is too short or too long, as the last resort: it may be the only one."""

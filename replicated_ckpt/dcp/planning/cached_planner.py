@@ -1,17 +1,21 @@
 """A save planner whose plans travel once: what has not changed since the save before is neither sent nor planned again."""
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeGuard
 
+import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 
-from replicated_ckpt.dcp.planning.basis import Basis, basis_of, is_plain_tensor
 from replicated_ckpt.dcp.planning.kept_plan import ItemsKept, KeptPlan, Place, PlansUnknown
+from replicated_ckpt.dcp.runtime.torch_private import DTensor, local_part
+
+Basis = tuple[bool, tuple[str, ...], tuple[Any, ...]]
+"""Names in their order, and of each value all that DCP's `create_default_local_save_plan` (torch 2.7 to 2.15) looks at."""
 
 
 @dataclass(frozen=True)
@@ -174,3 +178,35 @@ def _to_give_out(metadata: Metadata) -> Metadata:
 
 def _are_same(one: SavePlan, other: SavePlan) -> bool:
     return one.items == other.items and one.planner_data == other.planner_data
+
+
+def basis_of(state_dict: Mapping[str, Any], *, is_coordinator: bool) -> Basis | None:
+    """Of a state dict that is flat. Two that are equal give equal plans; None: there is a value that may plan itself."""
+    values = tuple(_basis_of_value(value) for value in state_dict.values())
+    return None if None in values else (is_coordinator, tuple(state_dict), values)
+
+
+def is_plain_tensor(value: object) -> TypeGuard[torch.Tensor]:
+    """Whether it is a tensor of torch's own, without attributes by which it could say what DCP is to make of it."""
+    return type(value) in (torch.Tensor, torch.nn.Parameter) and not vars(value)
+
+
+def _basis_of_value(value: object) -> tuple[Any, ...] | None:
+    kind = type(value)
+    if is_plain_tensor(value):
+        return _basis_of_tensor(value)
+    if isinstance(value, DTensor) and kind is DTensor:
+        part = local_part(value)
+        if not is_plain_tensor(part):
+            return None
+        layout = value.device_mesh, value.placements, value.shape, value.stride(), value.requires_grad
+        return *layout, *_basis_of_tensor(part)
+    if isinstance(value, torch.Tensor) or hasattr(value, "__create_write_items__"):
+        return None
+    return (kind,)
+
+
+def _basis_of_tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
+    if tensor.layout is not torch.strided:
+        return tensor.shape, tensor.dtype, tensor.layout, tensor.requires_grad, tensor.device
+    return tensor.shape, tensor.dtype, tensor.stride(), tensor.requires_grad, tensor.device, tensor.is_pinned()

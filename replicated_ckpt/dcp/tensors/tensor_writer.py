@@ -54,7 +54,8 @@ class TensorWriter:
         head, tail = surrounding
         stream.write(head)
         if tensor.device.type == "cpu":
-            stream.refer(memory_of(tensor if tensor.is_contiguous() else _as_it_lies(tensor)))
+            as_it_lies = tensor if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
+            stream.refer(memory_of(as_it_lies))
         else:
             for piece in copy_to_host(tensor):
                 stream.write(memory_of(piece))
@@ -70,11 +71,6 @@ class TensorWriter:
             if len(self._surroundings) < _TEMPLATES_MAX:
                 self._surroundings[key] = found
             return found
-
-
-def _as_it_lies(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of a dense tensor in the order in which they lie in memory."""
-    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def _alone_in_its_storage(tensor: torch.Tensor) -> torch.Tensor:

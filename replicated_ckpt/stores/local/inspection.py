@@ -3,6 +3,7 @@
 import contextlib
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 
 from replicated_ckpt.core.integrity.checksum import crc32c
@@ -119,21 +120,9 @@ class Inspector:
         place = self._store.catalog.directory_of(directory.checkpoint_id, manifest.save_id)
         sizes = {} if place is None else self._store.catalog.shard_sizes(place)
         bad = tuple(name for name in damaged if name in sizes)
-        self.holdings.append(
-            Holding(
-                self._node_id,
-                directory.checkpoint_id,
-                manifest.save_id,
-                manifest.sequence,
-                problem is None,
-                sizes,
-                bad,
-                manifest.created_unix_s,
-                manifest.lineage,
-                is_replaced=place != directory.checkpoint_id,
-                footless=tuple(footless),
-            )
-        )
+        held = Holding.of_save(manifest, self._node_id, directory.checkpoint_id, problem is None, sizes)
+        is_replaced = place != directory.checkpoint_id
+        self.holdings.append(replace(held, damaged=bad, is_replaced=is_replaced, footless=tuple(footless)))
 
     def _of_remains(self, directory: Committed, why: ManifestInvalid | ObjectMissing) -> Iterator[Finding]:
         """A directory without a manifest that is believed; of stock torch's, which has none, nothing is said."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from replicated_ckpt.agent.saves.leftover import Leftover
+from replicated_ckpt.agent.saves.doubts import Leftover
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.settling import settle as settling
 from replicated_ckpt.agent.settling.settle import settle

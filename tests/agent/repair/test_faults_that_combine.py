@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 
 from replicated_ckpt.agent.peers.manifests import ManifestBook
-from replicated_ckpt.agent.saves.leftover import Leftover
+from replicated_ckpt.agent.saves.doubts import Leftover
 from replicated_ckpt.agent.saves.pins import PIN_S, Pins
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.settling import settle as settling

@@ -6,8 +6,6 @@ record of their own beside the pickle. Source: torch.serialization.save (torch 2
 
 import io
 import pickle
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from warnings import catch_warnings, simplefilter
@@ -76,7 +74,8 @@ class StatePickler(pickle.Pickler):
 
 def _rebuilding(like: torch.Tensor, key: str, shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[Any, ...]:
     """How torch itself pickles such a tensor, with another storage, shape and stride."""
-    with _quiet():
+    with catch_warnings():
+        simplefilter("ignore", UserWarning)  # typed storages are on their way out: torch.save still writes them
         rebuild, arguments = like.__reduce_ex__(PROTOCOL)[:2]  # type: ignore[no-untyped-call]
         storage, _, _, _, *more = arguments
         count = torch.Size(shape).numel()
@@ -93,11 +92,3 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
         strides.append(expected)
         expected *= max(size, 1)
     return tuple(reversed(strides))
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the warning that typed storages are on their way out: torch.save still writes them."""
-    with catch_warnings():
-        simplefilter("ignore", UserWarning)
-        yield

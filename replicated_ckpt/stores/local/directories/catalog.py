@@ -4,6 +4,7 @@ import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from stat import S_ISREG
 
@@ -24,9 +25,8 @@ from replicated_ckpt.core.lineage import History, histories_of
 from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX, Manifest, decode_manifest
 from replicated_ckpt.core.upkeep.policy import scope_of
 from replicated_ckpt.errors import ManifestInvalid, ManifestVersionUnknown, ObjectMissing, StoreError
-from replicated_ckpt.stores.files.containment import leads_out
 from replicated_ckpt.stores.files.durable import translate_errors
-from replicated_ckpt.stores.files.existence import is_there
+from replicated_ckpt.stores.files.existence import is_there, leads_out
 from replicated_ckpt.stores.files.plain import open_plain_file, read_plain
 from replicated_ckpt.stores.files.shortage import find_unreadable, is_unreadable
 
@@ -161,17 +161,9 @@ class Catalog:
         return (*published, *replaced)
 
     def _holding(self, node_id: str, checkpoint_id: str, directory: str, manifest: Manifest) -> Holding:
-        return Holding(
-            node_id,
-            checkpoint_id,
-            manifest.save_id,
-            manifest.sequence,
-            self.size_of(directory, METADATA_NAME) == manifest.metadata_bytes,
-            self.shard_sizes(directory),
-            created_unix_s=manifest.created_unix_s,
-            lineage=manifest.lineage,
-            is_replaced=directory != checkpoint_id,
-        )
+        has_metadata = self.size_of(directory, METADATA_NAME) == manifest.metadata_bytes
+        found = Holding.of_save(manifest, node_id, checkpoint_id, has_metadata, self.shard_sizes(directory))
+        return found if directory == checkpoint_id else replace(found, is_replaced=True)
 
     def _one(self, checkpoint_id: str) -> Iterator[tuple[str, Manifest]]:
         try:

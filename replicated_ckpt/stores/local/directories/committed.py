@@ -8,7 +8,7 @@ import contextlib
 import json
 import os
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -26,9 +26,8 @@ from replicated_ckpt.core.layout import (
 )
 from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX, Manifest, decode_manifest
 from replicated_ckpt.errors import ConfigInvalid, ManifestInvalid, ObjectCorrupt, ObjectMissing, StoreError
-from replicated_ckpt.stores.files.containment import leads_out
 from replicated_ckpt.stores.files.durable import fsync_directory, make_directories, translate_errors, write_file
-from replicated_ckpt.stores.files.existence import is_directory, list_prefixed
+from replicated_ckpt.stores.files.existence import is_directory, leads_out, list_prefixed
 from replicated_ckpt.stores.files.plain import closing_fd, open_plain
 from replicated_ckpt.stores.local.directories.catalog import manifest_readable
 
@@ -111,15 +110,11 @@ class Committed:
             return True
         return False
 
-    def set_aside(self, name: str, why: str) -> Path | None:
-        """Moves a file to the quarantine, with a note of why; returns where it is now, None if it was not there."""
-        return self._quarantine(name, why, self._move)
+    def set_aside(self, name: str, why: str, *, stays: bool = False) -> Path | None:
+        """Moves a file to the quarantine, with a note of why; returns where it is now, None if it was not there.
 
-    def keep_aside(self, name: str, why: str) -> Path | None:
-        """As `set_aside`, and the file stays where it is, too."""
-        return self._quarantine(name, why, self._link)
-
-    def _quarantine(self, name: str, why: str, into: Callable[[str, Path], None]) -> Path | None:
+        `stays`: it stays where it is, too.
+        """
         if not self.has(name):  # no manifest is read and no folder made for nothing
             return None
         with self._translate("set aside", name):
@@ -128,7 +123,7 @@ class Committed:
             make_directories(folder, self._root)
             target = folder / f"{name}.{uuid.uuid4().hex[:8]}"
             note = {"checkpoint_id": self.checkpoint_id, "save_id": save, "name": name, "why": why}
-            into(name, target)
+            (self._link if stays else self._move)(name, target)
             write_file(target.with_name(f"{target.name}.json"), json.dumps(note).encode())
         return target
 
@@ -155,7 +150,7 @@ class Committed:
 
     def place(self, incoming: Path, name: str) -> None:
         """Gives a file that is complete and durable its name in the checkpoint, durably. What was there is set aside."""
-        self._quarantine(name, "a verified copy replaces it", self._link)
+        self.set_aside(name, "a verified copy replaces it", stays=True)
         with self._translate("place", name):
             os.rename(incoming, name, dst_dir_fd=self._fd)
             os.fsync(self._fd)

@@ -39,7 +39,7 @@ def carry_over(root: Path, manifest: Manifest, staging: Path) -> None:
         elif not is_there(staging / entry.name):
             why = "the checkpoint was adopted, and this file is none of the shards that were taken over"
             with open_directory(root, manifest.checkpoint_id) as directory:
-                directory.keep_aside(entry.name, why)
+                directory.set_aside(entry.name, why, stays=True)
         elif originals.get(entry.name) != signature(entry.stat(follow_symlinks=False)):
             raise _changed_error(entry.path)
     failpoints.reach("adopt.carried")

@@ -5,9 +5,8 @@ from pathlib import Path
 
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, PARTS_MAX, is_checkpoint_file
 from replicated_ckpt.errors import CheckpointExists, ConfigInvalid
-from replicated_ckpt.stores.files.containment import leads_out
 from replicated_ckpt.stores.files.durable import translate_errors
-from replicated_ckpt.stores.files.existence import is_directory, is_link, is_there
+from replicated_ckpt.stores.files.existence import is_directory, is_link, is_there, leads_out
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.versions.others import others_in
 

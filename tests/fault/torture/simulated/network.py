@@ -154,7 +154,7 @@ def _served(
     except OSError as exc:
         raise ConnectionResetError("the agent closed the connection") from exc
     raw = _file_bytes(answer) if isinstance(answer, FileAnswer) else answer.body
-    status = 206 if isinstance(answer, FileAnswer) and answer.is_partial else int(answer.status)
+    status = 206 if isinstance(answer, FileAnswer) and answer.is_partial else 200
     _run_after(answer)
     return Response(status, raw)
 
@@ -168,7 +168,8 @@ def _file_bytes(answer: FileAnswer) -> bytes:
 
 def _run_after(answer: Answer) -> None:
     with contextlib.suppress(OSError):  # the answer is sent, and a log has the error
-        answer.after()
+        if answer.after is not None:
+            answer.after()
 
 
 class Response:
