@@ -263,9 +263,9 @@ class Mender:
     def _check_room(self, action: CopyShard, entry: ShardEntry) -> None:
         """Nothing is pulled that does not fit: each round would fill the disk, and the network, for nothing."""
         root = self._store.root
-        room = measure_room(root)
-        if room.size_bytes and room.free_bytes < entry.size_bytes:
-            detail = f"it has {entry.size_bytes} bytes, and {room.free_bytes} are free"
+        writable_bytes = measure_room(root).writable_bytes
+        if writable_bytes is not None and writable_bytes < entry.size_bytes:
+            detail = f"it has {entry.size_bytes} bytes, and {writable_bytes} are free"
             raise StoreFull(str(root), "copy", f"{action.checkpoint_id}/{action.shard}", detail)
 
     def _sources(self, action: CopyShard, entry: ShardEntry) -> list[Source]:

@@ -41,7 +41,7 @@ def settle(service: NodeService, leftovers: Sequence[Leftover], peers: Sequence[
     for leftover in leftovers:
         try:
             with service.completing:
-                _settle_one(service, leftover, peers, silent=silent)
+                _settle_one(service, leftover, peers, silent)
         except ReplicatedCkptError as exc:
             is_news = service.doubts.note_failure(leftover.intent, str(exc))
             if not _is_gone(service, leftover.intent.save_id) and is_news:
@@ -64,7 +64,7 @@ def give_up_lost(service: NodeService, save_id: str, lost: Collection[str]) -> S
         raise ConfigInvalid(f"Save {save_id} is not given up: ranks of this node still work on it.", _END_JOB)
     leftover = Leftover(intent, f"node {', '.join(sorted(lost))} never comes back, as the operator says")
     with service.completing:
-        _settle_one(service, leftover, service.peers.read_all(), frozenset(lost))
+        _settle_one(service, leftover, service.peers.read_all(), set(), frozenset(lost))
     waits_for = next((doubt.waits_for for doubt in service.doubts.read_all() if doubt.intent.save_id == save_id), ())
     if not waits_for and service.store.is_staged(save_id):
         raise ConfigInvalid(
@@ -78,8 +78,8 @@ def _settle_one(
     service: NodeService,
     leftover: Leftover,
     peers: Sequence[AgentAddress],
+    silent: set[str],
     lost: frozenset[str] = frozenset(),
-    silent: set[str] | None = None,
 ) -> None:
     """`silent`: nodes that did not answer a moment ago; they are not asked again, and those that do not now are added."""
     intent = leftover.intent
@@ -100,15 +100,15 @@ def _settle_one(
     if answer is Answer.DECIDED:  # it waits for no node: it goes once the newer save is seen whole
         service.doubts.note(intent, ())
         return
-    _settle_by_others(service, leftover, peers, lost, set() if silent is None else silent)
+    _settle_by_others(service, leftover, peers, silent, lost)
 
 
 def _settle_by_others(
     service: NodeService,
     leftover: Leftover,
     peers: Sequence[AgentAddress],
-    lost: frozenset[str],
     silent: set[str],
+    lost: frozenset[str],
 ) -> None:
     """By what other nodes say: `peers`, and before it is dropped by their word all that this node knows.
 

@@ -97,7 +97,7 @@ def safetensors_files(path: Path) -> SafetensorsFiles:
     """A file, or the directory that its index describes, or without one, all `.safetensors` in it.
 
     Raises:
-        ConfigInvalid: there is none, or several indexes, or a file or tensor that the index names is not there.
+        ConfigInvalid: no such file lies there, or several indexes do, or what the index names is missing: a file, a tensor.
     """
     if is_plain_file(path):
         return SafetensorsFiles([path])
