@@ -13,6 +13,8 @@ from replicated_ckpt.stores.thread_start import start_thread
 log = logging.getLogger(__name__)
 
 AUTOGROUP = Path("/proc/self/autogroup")
+_OF_A_THREAD, _LOWEST = 5, 19
+"""Where threads compete one by one, an agent's take a third of two busy processors at 10 (docs/measurements-async.md)."""
 _TRIES, _TRY_AGAIN_S = 100, 0.11
 """From processes without rights, all together, the kernel takes one every tenth of a second."""
 
@@ -31,13 +33,15 @@ def start_worker(work: Callable[..., object], *arguments: Any, name: str) -> thr
 def give_way(niceness: int) -> None:
     """Lets others have the processor first, for the rest of this thread and for the threads that it starts.
 
-    `niceness`: 1 to 19; 0 does nothing, nor does what an agent that was started with `nice` has already. For threads that
-    end with their work: without rights there is no way back, and asking for one is an error. On Linux `setpriority` is of
-    a thread (setpriority(2), "C library/kernel differences").
+    `niceness`: 1 to 19, of the agent; a thread gets 5 more, as each counts by itself where sessions do not. 0 does nothing,
+    nor does what an agent that was started with `nice` has already. For threads that end with their work: without rights
+    there is no way back, and asking for one is an error. On Linux `setpriority` is of a thread (setpriority(2), "C
+    library/kernel differences").
     """
     thread = threading.get_native_id()
-    if niceness > max(0, os.getpriority(os.PRIO_PROCESS, thread)):
-        os.setpriority(os.PRIO_PROCESS, thread, niceness)
+    wanted = min(niceness + _OF_A_THREAD, _LOWEST)
+    if niceness and wanted > os.getpriority(os.PRIO_PROCESS, thread):
+        os.setpriority(os.PRIO_PROCESS, thread, wanted)
 
 
 def give_way_as_session(niceness: int) -> None:
