@@ -8,13 +8,15 @@ there the same must work, what the extra is for must work, and torch must be the
 """
 
 import argparse
+import contextlib
+import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
 import venv
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -27,6 +29,7 @@ EXTRAS = ("drill", "s3", "test", "dev", "referee")
 INTEGRATIONS = ("accelerate", "lightning", "ray", "torchtitan", "transformers")
 RUN_TIMEOUT_S = 600
 INSTALL_TIMEOUT_S = 3600
+AGENT_IDLE_S, AGENT_LEAVES_WITHIN_S = 2, 60
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 SITE_CODE = "import site; print(site.getsitepackages()[0])"
 TORCH_CODE = "import torch; print(torch.__version__, torch.__file__)"
@@ -119,8 +122,8 @@ def check_main_job(python: Path) -> None:
 
     Raises: AloneError with the command and the end of its output.
     """
-    with tempfile.TemporaryDirectory(prefix="wheel-alone-") as folder:
-        root = Path(folder) / "root"
+    with _folder() as folder:
+        root = folder / "root"
         run([python, HERE / "tools" / "ten_lines.py", HERE / "README.md"], cwd=folder)
         program = HERE / "examples" / "getting_started.py"
         said = [run([python, *TORCHRUN, program, action, "--root", root], cwd=folder) for action in ("save", "load")]
@@ -171,7 +174,7 @@ def check_bucket(python: Path, *, server: Path) -> None:
     """A save to S3 and a load from there alone; `server` is an interpreter with moto."""
     command = [str(server), "-m", "replicated_ckpt.drill.moto_server", "bucket"]
     with (
-        tempfile.TemporaryDirectory(prefix="wheel-alone-") as folder,
+        _folder() as folder,
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=folder) as process,
     ):
         assert process.stdin is not None
@@ -180,16 +183,32 @@ def check_bucket(python: Path, *, server: Path) -> None:
         if not urlsplit(url).port:
             raise AloneError("moto did not start")
         try:
-            run([python, "-c", BUCKET_CODE, Path(folder) / "root", url], cwd=folder)
+            run([python, "-c", BUCKET_CODE, folder / "root", url], cwd=folder)
         finally:
             process.stdin.close()  # its end
+
+
+@contextlib.contextmanager
+def _folder() -> Iterator[Path]:
+    """A folder that is removed once the agents of the roots in it have left: they write there to their end."""
+    with tempfile.TemporaryDirectory(prefix="wheel-alone-") as name:
+        yield Path(name)
+        deadline = time.monotonic() + AGENT_LEAVES_WITHIN_S
+        for endpoint in Path(name).glob("**/.agent/endpoint.json"):
+            pid = 0
+            with contextlib.suppress(FileNotFoundError):  # it is leaving
+                pid = json.loads(endpoint.read_text())["pid"]
+            while pid and Path(f"/proc/{pid}").exists():
+                if time.monotonic() > deadline:
+                    raise AloneError(f"the agent {pid} of {endpoint.parents[1]} does not leave")
+                time.sleep(0.1)
 
 
 def run(command: Sequence[object], *, cwd: str | Path | None = None, timeout_s: float = RUN_TIMEOUT_S) -> str:
     """What a command printed; this process's own packages are kept from it."""
     words = [str(word) for word in command]
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    environment |= {"OMP_NUM_THREADS": "1", "REPLICATED_CKPT_AGENT_IDLE_S": "2", "PYTHONSAFEPATH": "1"}
+    environment |= {"OMP_NUM_THREADS": "1", "REPLICATED_CKPT_AGENT_IDLE_S": str(AGENT_IDLE_S), "PYTHONSAFEPATH": "1"}
     done = subprocess.run(
         words, capture_output=True, text=True, timeout=timeout_s, check=False, cwd=cwd, env=environment
     )
