@@ -1,5 +1,7 @@
 """Inventory and sources: what is there, what is newest, and who serves it."""
 
+from dataclasses import replace
+
 import pytest
 
 from replicated_ckpt.core.inventory import Holding, saves_found
@@ -29,6 +31,15 @@ def test_a_copy_of_another_size_is_no_copy() -> None:
     (save,) = saves_found([holding("a", "x", 1, r0=5), holding("b", "x", 1, r0=4)])
     assert save.holders_of("__0_0.distcp", 5) == ("a",)
     assert save.lacking({"__0_0.distcp": 5, "__1_0.distcp": 5}) == ("__1_0.distcp",)
+
+
+def test_ranks_everywhere_read_the_metadata_of_a_save() -> None:
+    """What lies behind an agent that hangs alone is for that node's own ranks."""
+    (save,) = saves_found([holding("a", "x", 1), replace(holding("b", "x", 1), has_metadata=False)])
+    assert save.is_described_to({"a", "b"}, hung=())
+    assert save.is_described_to({"a", "b"}, hung={"b"})
+    assert save.is_described_to({"a"}, hung={"a"})
+    assert not save.is_described_to({"a", "b"}, hung={"a"})
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from replicated_ckpt.agent.http.server import status_of
+from replicated_ckpt.agent.requests.asker import require_asker
 from replicated_ckpt.agent.requests.heartbeat import INTERVAL_S
 from replicated_ckpt.agent.requests.local_messages import check_same_user, listen, receive_message, send_message
 from replicated_ckpt.agent.requests.worker_thread import start_worker
@@ -86,7 +87,7 @@ class LocalDoor:
         try:
             check_same_user(connection)
             fields, descriptors = receive_message(connection)
-            future = self._begin(fields, descriptors)
+            future = self._begin(connection, fields, descriptors)
         except ReplicatedCkptError as exc:
             send_message(connection, _refusal(exc))
             return
@@ -104,8 +105,12 @@ class LocalDoor:
             while connection.recv(1):
                 pass
 
-    def _begin(self, fields: dict[str, Any], descriptors: list[int]) -> "Future[WrittenCopies]":
+    def _begin(
+        self, connection: socket.socket, fields: dict[str, Any], descriptors: list[int]
+    ) -> "Future[WrittenCopies]":
+        """Raises ConnectionAbortedError: the rank has waited in vain, as this agent hung, and writes the shard itself."""
         try:
+            require_asker(connection)
             with parsing("No shard is handed over"):
                 shard = HandedShard.from_json(fields, len(descriptors))
             self._service.check_open(shard.copies.save_id)

@@ -173,7 +173,7 @@ class _Handler(BaseHTTPRequestHandler):
             check_release(self.headers, self.path, str(self.client_address[0]))
             heartbeat = Heartbeat(self.wfile, body)
             host = str(self.client_address[0])
-            request = Request(self.command, self.path, body, self.headers, heartbeat, right, host)
+            request = Request(self.command, self.path, body, self.headers, heartbeat, right, host, self.connection)
             answer = self.server.routes.answer(request)
         except ReplicatedCkptError as exc:
             self._refuse(exc, body)

@@ -1,6 +1,7 @@
 """One request to the agent and its answer, as values between the HTTP front door and the routes."""
 
 import json
+import socket
 import urllib.parse
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ _HINT_BY_RIGHT = {
 
 @dataclass(frozen=True)
 class Request:
-    """One authenticated request. `right`: what its token shows; `peer_host`: the address that it came from."""
+    """One authenticated request. `right`: what its token shows; `peer_host`: where it came from, over `connection`."""
 
     method: str
     target: str
@@ -33,6 +34,7 @@ class Request:
     heartbeat: Heartbeat
     right: Right
     peer_host: str = ""
+    connection: socket.socket | None = None
 
     def require(self, right: Right) -> None:
         """Goes on only for those who may ask for this.

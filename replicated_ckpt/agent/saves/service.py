@@ -118,8 +118,9 @@ class NodeService:
             CheckpointExists, StoreError. StoreUnavailable: this agent was told to stop.
         """
         self.pins.end(intent.session.partition(WRITER)[0])
-        self._complete_decided(self.leftovers(intent.session, intent))
-        leftovers = self.leftovers(intent.session, intent)
+        found = self.leftovers(intent.session, intent)  # not again once that is done: a later save may be open by then
+        completed = self._complete_decided(found)
+        leftovers = tuple(leftover for leftover in found if leftover.intent.save_id not in completed)
         with self._lock:  # first: what looks at the disk meanwhile must not take it for one that no rank works on
             if self._is_leaving:
                 raise _leaving(intent)

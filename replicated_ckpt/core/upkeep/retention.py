@@ -51,7 +51,8 @@ def judge(candidates: Sequence[Candidate], retention: Retention) -> tuple[Verdic
 
     The newest `keep_last` whole checkpoints stay, and everything of a sequence that is not smaller than theirs; so do,
     however old, multiples of `keep_every`, the best by `keep_best`, the newest with all its copies, and what is held back.
-    While there are fewer whole checkpoints than `keep_last`, everything stays.
+    While there are fewer whole checkpoints than `keep_last`, everything stays. A whole one stays, too, as long as an older
+    version of it does, which would have the name again.
     """
     newest_whole: dict[str, int] = {}
     for candidate in candidates:
@@ -63,7 +64,18 @@ def judge(candidates: Sequence[Candidate], retention: Retention) -> tuple[Verdic
     protected = max((candidate.sequence for candidate in candidates if candidate.is_protected), default=None)
     ordered = sorted(candidates, key=lambda candidate: (-candidate.sequence, candidate.save_id))
     best = find_best(candidates, retention)
-    return tuple(_judge_one(candidate, retention, oldest, protected, best) for candidate in ordered)
+    named: set[str] = set()
+    verdicts = []
+    for candidate in reversed(ordered):
+        verdict = _judge_one(candidate, retention, oldest, protected, best)
+        if candidate.is_whole and not verdict.is_kept and candidate.checkpoint_id in named:
+            verdict = replace(
+                verdict, is_kept=True, rule="an older version of it stays, which would have its name again"
+            )
+        if verdict.is_kept:
+            named.add(candidate.checkpoint_id)
+        verdicts.append(verdict)
+    return tuple(reversed(verdicts))
 
 
 def find_best(candidates: Iterable[Candidate], retention: Retention) -> Candidate | None:

@@ -116,9 +116,9 @@ class Surveyor:
         """`silent`: the peers that gave no answer a moment ago, and how; they are not asked."""
         self._silent = silent
         self._seen = {node: store for node, store in seen.items() if node != own_node}
-        self._lineage = lineage
+        self._hung, self._ranks_on = seen.keys(), {*expected}
+        self._lineage, self._sequence_max = lineage, 0
         self._lineages: tuple[LineageFound, ...] = ()
-        self._sequence_max = 0
         self._expected = {*expected, OBJECT_NODE}  # whom to miss if they do not answer: unlike old acquaintances
         self.unreached: list[str] = []
         self.listed: set[tuple[str, str]] = set()
@@ -141,8 +141,8 @@ class Surveyor:
         """The newest save that `checkpoint_id` (or "latest") means.
 
         A save with a copy of every shard goes before a newer one without, or whose only copy of a shard is known to be
-        damaged; if none is whole, an explicit id still gives its newest save, as a load may need only what is left. What
-        stock torch has scattered over the nodes is older than anything else.
+        damaged, or whose metadata some ranks cannot read. If none is whole, an explicit id still gives its newest save: a
+        load may need only what is left. What stock torch has scattered over the nodes is older than anything else.
 
         Raises:
             CheckpointNotFound, CheckpointNotCommitted: no such save. ManifestVersionUnknown: only a newer version reads it.
@@ -193,7 +193,7 @@ class Surveyor:
             manifest = decode_manifest(raw.encode(), "a holder")
             bad = save.damaged_copies
             save = with_remains(save, manifest, self._remains)  # noqa: PLW2901
-            if save.is_whole(manifest.shard_sizes, bad):
+            if save.is_whole(manifest.shard_sizes, bad) and save.is_described_to(self._ranks_on, self._hung):
                 return self._survey(save.holdings, raw, save.save_id)
             lost.append((save, raw, manifest))
         if not lost:

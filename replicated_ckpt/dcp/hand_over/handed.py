@@ -93,6 +93,8 @@ def _keep_while_read(connection: socket.socket, memory: memoryview | None) -> No
         return  # given up before
     kept = socket.socket(fileno=fd)
     close_in_forks(kept)
+    with contextlib.suppress(OSError):
+        kept.shutdown(socket.SHUT_WR)  # for the agent this rank has left: it begins nothing for it
     try:
         start_worker(_wait_for_end, kept, memory, name="rckpt-kept")
     except StoreUnavailable as exc:
@@ -103,7 +105,6 @@ def _keep_while_read(connection: socket.socket, memory: memoryview | None) -> No
 def _wait_for_end(connection: socket.socket, memory: memoryview | None) -> None:
     with connection, contextlib.suppress(OSError):
         connection.settimeout(None)
-        connection.shutdown(socket.SHUT_WR)  # for the agent this rank has left
         while connection.recv(1 << 16):
             pass
     del memory

@@ -303,6 +303,17 @@ def test_the_newest_with_all_its_copies_waits_for_the_copies_of_a_newer_one() ->
     assert plan.retired == {save_id(1), save_id(2), save_id(3)}
 
 
+def test_a_version_stays_as_long_as_the_one_that_it_has_replaced() -> None:
+    """That has more copies, and a load reads it still: were the newer version to go first, the id would load the older."""
+    versions = [manifest(1, checkpoint_id="step"), manifest(2, checkpoint_id="step"), manifest(3)]
+    a, b = view("a", versions), view("b", versions[:1])
+    plan = plan_retention(by_save(versions), [a, b], [policy(Retention(keep_last=1))])
+    assert plan.retired == frozenset()
+    plan = plan_retention(by_save(versions), [a, view("b", versions)], [policy(Retention(keep_last=1))])
+    assert plan.retired == {save_id(1), save_id(2)}
+    assert plan.of_node("a")[0].save_id == save_id(1), "and the older one goes first"
+
+
 def test_one_that_is_not_uploaded_stays() -> None:
     """Whoever says so; one node that knows that it is over is enough, but not against an order by hand."""
     one, two = save_id(1), save_id(2)

@@ -1,6 +1,7 @@
 """The agent of one node hangs: it costs that node one time-out, however many ranks it has, and says what to do."""
 
 import os
+import shutil
 import signal
 from typing import Any
 
@@ -45,6 +46,23 @@ def test_a_stopped_agent_costs_its_node_one_timeout(cluster_of: ClusterOf, ranks
     assert not any("could not be started" in text for text in results.all_warnings)
     loaded = cluster.launch([call("state.load", kinds=KINDS, checkpoint_id="step-2")], nodes=[0, 1], ranks=counts)
     assert loaded.digests(0) == [found["value"] for found in results.of(1)]
+
+
+def test_a_save_that_ranks_elsewhere_cannot_read_is_not_chosen(cluster_of: ClusterOf) -> None:
+    """A node has published one, and its agent hangs before the others have it: all load the checkpoint before."""
+    cluster = cluster_of(2)
+    calls = [call("state.save", kinds=KINDS, checkpoint_id=f"step-{seed}", seed=seed) for seed in (1, 2)]
+    saved = cluster.launch(calls, nodes=[0, 1])
+    pid = cluster.nodes[0].agent_pid()
+    assert pid is not None
+    stop_process(pid)
+    try:
+        shutil.rmtree(cluster.nodes[1].disk / "step-2")
+        results = cluster.launch([timed("state.load", checkpoint_id="latest")], nodes=[0, 1])
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert [found["value"]["digests"] for found in results.of(0)] == saved.of(0)
+    assert max(found["seconds"] for found in results.of(0)) < LOAD_S
 
 
 @pytest.mark.long
