@@ -19,6 +19,7 @@ from replicated_ckpt.errors import (
     ObjectMissing,
     ReplicatedCkptError,
     SaveAborted,
+    StoreDenied,
 )
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.bucket.bucket_save import BucketSave
@@ -28,6 +29,9 @@ log = logging.getLogger(__name__)
 
 TOLD_MAX = 16
 """So many uploads that are over a node tells of although it has nothing of those saves any more."""
+
+_REFUSED_MAX = 16
+"""Of the checkpoints that may not be deleted so many are tried after each save."""
 
 
 def standing_of(service: NodeService, orders: OrderBook, states: Mapping[str, UploadState]) -> Standing:
@@ -96,14 +100,24 @@ def _check_not_removed(service: NodeService, manifest: Manifest) -> None:
 
 
 def retire_in_bucket(service: NodeService, bucket: Bucket, manifest: Manifest) -> None:
-    """Removes what the bucket keeps no longer, now that this save is there. What cannot be removed is logged and stays."""
+    """Removes what the bucket keeps no longer, now that this save is there. What cannot be removed is logged and stays.
+
+    Newest first: what has just been replaced goes, however many older ones may not be deleted, as a legal hold is on them.
+    """
     retention = _retention(service.policies, bucket, manifest)
     if retention is None:
         return
+    refusals: list[StoreDenied] = []
     try:
-        for verdict in reversed(judge(_there(bucket, manifest, retention), retention)):
-            if not verdict.is_kept:
+        for verdict in judge(_there(bucket, manifest, retention), retention):
+            if verdict.is_kept or len(refusals) == _REFUSED_MAX:
+                continue
+            try:
                 _remove(bucket, verdict)
+            except StoreDenied as exc:
+                refusals.append(exc)
+        if refusals:
+            raise refusals[0]
     except ReplicatedCkptError as exc:
         log.warning("%s keeps more than it should: %s", bucket.client.target.url, exc)
 
