@@ -23,7 +23,7 @@ from replicated_ckpt.errors import (
 )
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.bucket.bucket_save import BucketSave
-from replicated_ckpt.stores.bucket.removal import remove_save
+from replicated_ckpt.stores.bucket.removal import remove_outlived, remove_save
 
 log = logging.getLogger(__name__)
 
@@ -120,6 +120,14 @@ def retire_in_bucket(service: NodeService, bucket: Bucket, manifest: Manifest) -
             raise refusals[0]
     except ReplicatedCkptError as exc:
         log.warning("%s keeps more than it should: %s", bucket.client.target.url, exc)
+
+
+def tidy_after(bucket: Bucket, manifest: Manifest, there: BucketSave) -> None:
+    """Removes what an agent has left that did not come to the end of its commit. What cannot be is logged and stays."""
+    try:
+        remove_outlived(bucket, manifest, there)
+    except ReplicatedCkptError as exc:
+        log.warning("some objects of %s may stay: %s", manifest.checkpoint_id, exc)
 
 
 def _retention(policies: PolicyBook, bucket: Bucket, manifest: Manifest) -> Retention | None:
