@@ -223,7 +223,7 @@ class S3Client:
         return ended
 
     def close(self) -> None:
-        self.s3.close()
+        self._s3.close()
 
     # Uploads of shards -------------------------------------------------------------------------------------------
 
