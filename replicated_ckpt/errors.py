@@ -279,7 +279,7 @@ class ObjectMissing(StoreError):
 class ObjectCorrupt(StoreError):
     """The bytes differ from the checksum taken when they were saved; they reached no tensor."""
 
-    default_hint = "Another copy is used if there is one; check that node's disk and memory."
+    default_hint = "Another copy is used if there is one; check the disk and memory of that node, or that object store."
 
 
 class StoreDenied(StoreError):

@@ -31,14 +31,16 @@ def checkpointed(
     size_bytes: int = 700_000,
     on: Sequence[int] | None = None,
     url: str = "",
+    has_own_prefix: bool = False,
     lineage: str = "",
 ) -> Manifest:
     """A committed checkpoint: each shard in the stores of these indices, the owner's first, on all stores or on `on`.
 
-    With a `url` it is to be uploaded there.
+    With a `url` it is to be uploaded there, under a prefix of its own or not.
     """
     save_id = f"{number:032x}"
     nodes = [store.node_id() for store in stores]
+    described = METADATA * (1 + has_own_prefix)  # the bucket's follows the nodes' there
     contents = {name: os.urandom(size_bytes) for name in holders_by_shard}
     tables = {name: table_of([data]) for name, data in contents.items()}
     manifest = Manifest(
@@ -48,8 +50,8 @@ def checkpointed(
         created_unix_s=0.0,
         world_size=len(stores),
         copies=copies,
-        metadata_bytes=len(METADATA),
-        metadata_crc32c=crc32c(METADATA),
+        metadata_bytes=len(described),
+        metadata_crc32c=crc32c(described),
         nodes=tuple(NodeEntry(node, f"host{rank}", None, (rank,)) for rank, node in enumerate(nodes)),
         shards={
             name: ShardEntry(
@@ -57,7 +59,7 @@ def checkpointed(
             )
             for name, held in holders_by_shard.items()
         },
-        upload=UploadEntry(url, False, len(METADATA), crc32c(METADATA)) if url else None,
+        upload=UploadEntry(url, has_own_prefix, len(METADATA), crc32c(METADATA)) if url else None,
         lineage=lineage,
     )
     for index in range(len(stores)) if on is None else on:
@@ -67,7 +69,7 @@ def checkpointed(
             sink = FileSink(store.path_of_staged(save_id, name))
             sink.write(memoryview(contents[name] + tables[name].encode()))
             sink.finish(tables[name])
-        store.put_small(save_id, ".metadata", METADATA)
+        store.put_small(save_id, ".metadata", described)
         store.put_small(save_id, ".manifest.json", manifest.encode())
         store.commit(save_id)
     return manifest

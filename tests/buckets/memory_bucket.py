@@ -93,7 +93,8 @@ def _texts(body: bytes, name: str) -> list[str]:
 class MemoryBucket:
     """What is kept, and the answers to what is asked of it; one at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, refuses_checksums: bool = False) -> None:
+        self._refuses_checksums = refuses_checksums
         self.objects_by_bucket: dict[str, dict[str, Object]] = {}
         self.upload_by_id: dict[str, Upload] = {}
         self._lock = threading.Lock()
@@ -102,7 +103,10 @@ class MemoryBucket:
         place = "key" if ask.key else "bucket" if ask.bucket else "service"
         mark = next((mark for mark in ("uploadId", "uploads", "delete", "list-type") if mark in ask.query), "")
         handler = self.HANDLERS.get((ask.method, place, mark))
-        if handler is None or "aws-chunked" in ask.head.value("Content-Encoding"):
+        is_checked = "x-amz-checksum-" in str(ask.head.lines).lower() and ask.method in ("PUT", "POST")
+        if handler is None or (is_checked and self._refuses_checksums):
+            return _Denied(501, "NotImplemented").answer
+        if "aws-chunked" in ask.head.value("Content-Encoding"):
             return _Denied(501, "NotImplemented").answer
         try:
             with self._lock:

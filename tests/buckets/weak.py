@@ -48,9 +48,9 @@ class _Listener(ThreadingTCPServer):
 
 
 @contextmanager
-def weak_server() -> Iterator[WeakStore]:
-    """The store in threads of this process, empty."""
-    objects = MemoryBucket()
+def weak_server(*, refuses_checksums: bool = False) -> Iterator[WeakStore]:
+    """The store in threads of this process, empty; one that refuses checksums takes nothing that is sent with one."""
+    objects = MemoryBucket(refuses_checksums=refuses_checksums)
 
     class Connection(BaseRequestHandler):
         def handle(self) -> None:

@@ -217,6 +217,52 @@ def test_nothing_is_left_of_an_upload_whose_checkpoint_was_overwritten(
     assert uploader.status()["pending"] == {}
 
 
+def test_a_shard_that_was_deleted_there_is_brought_again(tmp_path: Path) -> None:
+    """By an order, as the runbook says: the mark is there, and the save was called committed without its shard."""
+    url = f"file://{tmp_path}/bucket/run"
+    uploader, service, targets = uploading(tmp_path / "node", url)
+    shards = {shard(0): (0,), shard(1): (0,)}
+    manifest = checkpointed([service.store], 1, shards, copies=1, size_bytes=3000, url=url)
+    uploader.round()
+    (tmp_path / "bucket/run/step-1" / shard(1)).unlink()
+    uploader.order(manifest.save_id, url)
+    uploader.round()
+    assert targets.bucket(url).find_arrived(manifest) == set(shards)
+    assert all(targets.bucket(url).is_intact(manifest, name) for name in shards)
+    state = uploader.state_of(manifest.save_id)
+    assert state is not None
+    assert state.state == "committed"
+
+
+def test_what_was_replaced_there_goes_after_a_lost_answer(tmp_path: Path) -> None:
+    """The agent that wrote the mark did not hear of it, or ended: of what it replaced, nothing told any more."""
+    url = f"file://{tmp_path}/bucket/run"
+    uploader, service, targets = uploading(tmp_path / "node", url)
+
+    def lose(_: str) -> None:
+        raise StoreUnavailable(url, "commit", "step-1", "the answer is lost")
+
+    for number in (1, 2, 3):
+        newest = checkpointed(
+            [service.store], number, {shard(0): (0,)}, copies=1, size_bytes=3000, url=url, has_own_prefix=number > 1
+        )
+        with failpoints.arm("upload.marked", lose):
+            uploader.round()
+        unfinished = tmp_path / "bucket/run/step-1" / f"{number + 7:032x}" / shard(0)
+        unfinished.parent.mkdir()
+        unfinished.touch()
+        uploader.try_now()
+        uploader.round()
+        assert not uploader.is_busy
+    there = targets.bucket(url).save_of("step-1")
+    assert there is not None
+    assert there.save_id == newest.save_id
+    assert targets.bucket(url).is_intact(newest, shard(0))
+    left = {path.parent.name for path in (tmp_path / "bucket").rglob("*") if path.is_file()}
+    assert left == {"step-1", newest.save_id, *(f"{number + 7:032x}" for number in (1, 2, 3))}
+    assert [path.name for path in (tmp_path / "bucket/run/step-1").iterdir() if path.is_file()] == [".metadata"]
+
+
 def test_a_replaced_version_goes_there_if_the_newer_one_stays_broken(tmp_path: Path) -> None:
     """Not at once: the newer one may get whole, and it would have been brought in vain."""
     url, now = f"file://{tmp_path}/bucket/run", [1000.0]

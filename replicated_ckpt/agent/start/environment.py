@@ -12,8 +12,12 @@ _PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")
 _NAMES = {
     "PATH", "HOME", "TMPDIR", "LANG", "TZ",
     "LD_LIBRARY_PATH",  # without it the rank's own Python may not start
-    # The way to an object store. Its credentials come with its name, from the rank that names it.
+    # The way to an object store. Its credentials come with its name, from the rank that names it;
     "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", *_PROXIES, *(name.lower() for name in _PROXIES),
+    # or lie in files, or come with the role of a pod, which no option of a client names.
+    "AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE", "AWS_CA_BUNDLE", "AWS_EC2_METADATA_DISABLED",
+    "AWS_ROLE_ARN", "AWS_ROLE_SESSION_NAME", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+    "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE",
 }  # fmt: skip
 _DEPENDENCIES = ("fastcrc", "cryptography", "fsspec", "s3fs")
 

@@ -19,15 +19,19 @@ from replicated_ckpt.errors import (
     ObjectMissing,
     ReplicatedCkptError,
     SaveAborted,
+    StoreDenied,
 )
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.bucket.bucket_save import BucketSave
-from replicated_ckpt.stores.bucket.removal import remove_save
+from replicated_ckpt.stores.bucket.removal import remove_outlived, remove_save
 
 log = logging.getLogger(__name__)
 
 TOLD_MAX = 16
 """So many uploads that are over a node tells of although it has nothing of those saves any more."""
+
+_REFUSED_MAX = 16
+"""Of the checkpoints that may not be deleted so many are tried after each save."""
 
 
 def standing_of(service: NodeService, orders: OrderBook, states: Mapping[str, UploadState]) -> Standing:
@@ -96,16 +100,34 @@ def _check_not_removed(service: NodeService, manifest: Manifest) -> None:
 
 
 def retire_in_bucket(service: NodeService, bucket: Bucket, manifest: Manifest) -> None:
-    """Removes what the bucket keeps no longer, now that this save is there. What cannot be removed is logged and stays."""
+    """Removes what the bucket keeps no longer, now that this save is there. What cannot be removed is logged and stays.
+
+    Newest first: what has just been replaced goes, however many older ones may not be deleted, as a legal hold is on them.
+    """
     retention = _retention(service.policies, bucket, manifest)
     if retention is None:
         return
+    refusals: list[StoreDenied] = []
     try:
-        for verdict in reversed(judge(_there(bucket, manifest, retention), retention)):
-            if not verdict.is_kept:
+        for verdict in judge(_there(bucket, manifest, retention), retention):
+            if verdict.is_kept or len(refusals) == _REFUSED_MAX:
+                continue
+            try:
                 _remove(bucket, verdict)
+            except StoreDenied as exc:
+                refusals.append(exc)
+        if refusals:
+            raise refusals[0]
     except ReplicatedCkptError as exc:
         log.warning("%s keeps more than it should: %s", bucket.client.target.url, exc)
+
+
+def tidy_after(bucket: Bucket, manifest: Manifest, there: BucketSave) -> None:
+    """Removes what an agent has left that did not come to the end of its commit. What cannot be is logged and stays."""
+    try:
+        remove_outlived(bucket, manifest, there)
+    except ReplicatedCkptError as exc:
+        log.warning("some objects of %s may stay: %s", manifest.checkpoint_id, exc)
 
 
 def _retention(policies: PolicyBook, bucket: Bucket, manifest: Manifest) -> Retention | None:

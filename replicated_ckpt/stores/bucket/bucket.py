@@ -7,7 +7,8 @@
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 from replicated_ckpt import failpoints
 from replicated_ckpt.core.bucket.commit_mark import MARK_BYTES, CommitMark, decode_mark, own_prefix
@@ -246,13 +247,18 @@ class Bucket:
 
     def _tidy(self, manifest: Manifest, before: BucketSave | None) -> None:
         """Removes what the new save has replaced and what interrupted uploads left; what cannot be is logged."""
-        try:
-            self.client.end_unfinished(f"{manifest.checkpoint_id}/{prefix_of(manifest)}__", 0)
-            self.client.end_unfinished("", _ORPHAN_S)
-            if before is not None and before.mark is not None:
-                self.client.delete(list(self._keys(before)))
-        except ReplicatedCkptError as exc:
-            log.warning("some objects of %s stay: %s", manifest.checkpoint_id, exc)
+        own = f"{manifest.checkpoint_id}/{prefix_of(manifest)}__"
+        steps: list[Callable[[], object]] = [
+            partial(self.client.end_unfinished, own, 0),
+            partial(self.client.end_unfinished, "", _ORPHAN_S),
+        ]
+        if before is not None and before.mark is not None:
+            steps.append(partial(self._remove_files, before))
+        for step in steps:  # each for itself: credentials that may write are often not allowed to list uploads
+            try:
+                step()
+            except ReplicatedCkptError as exc:
+                log.warning("some objects of %s may stay: %s", manifest.checkpoint_id, exc)
 
     def _keys(self, save: BucketSave) -> Iterator[str]:
         """Everything of a save but its mark."""
@@ -263,7 +269,11 @@ class Bucket:
     def remove(self, save: BucketSave) -> None:
         """Deletes a checkpoint, its mark first: interrupted at any point, what is left is no checkpoint."""
         self.client.delete([f"{save.checkpoint_id}/{METADATA_NAME}"])
-        RetryingClient(self.client).delete(list(self._keys(save)))  # nothing tells of them from now on
+        self._remove_files(save)
+
+    def _remove_files(self, save: BucketSave) -> None:
+        """Deletes all but the mark, which is gone: nothing tells of them from now on."""
+        RetryingClient(self.client).delete(list(self._keys(save)))
 
 
 def is_superseded(manifest: Manifest, there: BucketSave | None) -> bool:

@@ -1,10 +1,16 @@
 """A save goes from a bucket: committed there or not, with what an upload that goes on has brought of it."""
 
-from replicated_ckpt.core.layout import MANIFEST_NAME
-from replicated_ckpt.core.manifest import Manifest
-from replicated_ckpt.errors import ObjectCorrupt, ObjectMissing
-from replicated_ckpt.stores.bucket.bucket import Bucket, key_of, prefix_of
+import logging
+
+from replicated_ckpt.core.bucket.commit_mark import own_prefix
+from replicated_ckpt.core.layout import MANIFEST_NAME, is_save_id
+from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX, Manifest, decode_manifest
+from replicated_ckpt.errors import ManifestInvalid, ManifestVersionUnknown, ObjectCorrupt, ObjectMissing
+from replicated_ckpt.stores.bucket.bucket import Bucket, is_superseded, key_of, prefix_of
 from replicated_ckpt.stores.bucket.bucket_save import BucketSave
+from replicated_ckpt.stores.bucket_client.retry import RetryingClient
+
+log = logging.getLogger(__name__)
 
 
 def remove_save(bucket: Bucket, checkpoint_id: str, save_id: str, manifest: Manifest | None) -> bool:
@@ -23,6 +29,35 @@ def remove_save(bucket: Bucket, checkpoint_id: str, save_id: str, manifest: Mani
     if manifest is not None and _is_its_own_place(manifest, there):
         bucket.client.delete(_list_arrived(bucket, manifest))
     return False
+
+
+def remove_outlived(bucket: Bucket, manifest: Manifest, there: BucketSave) -> None:
+    """Deletes what is left of the saves that a committed one, of this manifest, has replaced.
+
+    An agent that ends in its commit, or does not get the answer, has not come to that. The manifest of such a save goes
+    last: until then it is found again. What has none was not committed, and may still come: it stays.
+
+    Raises:
+        StoreError: some of it is still there.
+    """
+    listing = bucket.client.list_keys(f"{manifest.checkpoint_id}/")
+    places = [own_prefix(name) for name in listing.directories if is_save_id(name)]
+    for place in (*places, *([""] if MANIFEST_NAME in listing.sizes else [])):
+        left = None if place == prefix_of(manifest) else _read_manifest(bucket, f"{manifest.checkpoint_id}/{place}")
+        if left is None or (left.checkpoint_id, prefix_of(left)) != (manifest.checkpoint_id, place):
+            continue
+        if left.save_id in manifest.replaces or is_superseded(left, there):
+            RetryingClient(bucket.client).delete([key_of(left, name) for name in (*left.shards, MANIFEST_NAME)])
+            log.info("removed what was left of save %s of %s", left.save_id, left.checkpoint_id)
+
+
+def _read_manifest(bucket: Bucket, directory: str) -> Manifest | None:
+    key = f"{directory}{MANIFEST_NAME}"
+    try:
+        raw = bucket.small(key, min(bucket.client.size_bytes(key), MANIFEST_BYTES_MAX))
+        return decode_manifest(raw, bucket.client.target.url)
+    except (ObjectMissing, ObjectCorrupt, ManifestInvalid, ManifestVersionUnknown):
+        return None
 
 
 def _is_its_own_place(manifest: Manifest, there: BucketSave | None) -> bool:

@@ -25,10 +25,14 @@ _PARTS_MAX = 9_000  # S3 takes 10,000
 class MultipartClient(Protocol):
     """What an upload needs of its client."""
 
-    s3: Any
     target: ObjectTarget
     bucket: str
     prefix: str
+    has_checksums: bool
+
+    @property
+    def s3(self) -> Any:
+        """botocore's client."""
 
     def begin(self, key: str) -> str:
         """Begins an upload; returns its id."""
@@ -122,7 +126,7 @@ class MultipartUpload:
     def _create(self) -> None:
         self._upload_id: str = self._client.begin(self._key)
         note = {"key": self._where["Key"], "upload_id": self._upload_id, "part_bytes": self._part_bytes}
-        note["file"] = [self._source.size_bytes, self._source.crc32c]
+        note |= {"file": [self._source.size_bytes, self._source.crc32c], "has_checksums": self._client.has_checksums}
         with translate_errors(str(self._source.resume_path.parent), "write", self._source.resume_path.name):
             write_file(self._source.resume_path, json.dumps(note).encode(), 0o600)
 
@@ -133,6 +137,7 @@ class MultipartUpload:
             same = note["key"] == self._where["Key"] and note["part_bytes"] == self._part_bytes
             if not same or note["file"] != [self._source.size_bytes, self._source.crc32c]:
                 return False
+            self._client.has_checksums = bool(note["has_checksums"])  # its parts are as it was begun
             self._upload_id = str(note["upload_id"])
         except (OSError, ValueError, KeyError, TypeError):
             return False

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
-from replicated_ckpt.errors import ObjectCorrupt, StoreUnavailable
+from replicated_ckpt.errors import ObjectCorrupt, StoreDenied, StoreUnavailable
 from replicated_ckpt.stores.bucket_client.client import Listing, ObjectClient, Paced
 from replicated_ckpt.stores.bucket_client.upload_source import UploadSource
 
@@ -67,8 +67,15 @@ class RetryingClient:
         self._client.put_shard(key, source, paced)
 
     def delete(self, keys: Sequence[str]) -> None:
+        """As the client's. One that may not be deleted, as a legal hold is on it, keeps none of the others."""
+        denied: list[StoreDenied] = []
         for key in keys:
-            self._try(partial(self._client.delete, [key]), self._within_s)
+            try:
+                self._try(partial(self._client.delete, [key]), self._within_s)
+            except StoreDenied as exc:
+                denied.append(exc)
+        if denied:
+            raise denied[0]
 
     def end_unfinished(self, prefix: str, older_than_s: float) -> int:
         return self._client.end_unfinished(prefix, older_than_s)

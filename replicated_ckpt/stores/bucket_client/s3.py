@@ -56,6 +56,15 @@ _DENIED = {
     "RequestTimeTooSkewed", "SignatureDoesNotMatch", "TokenRefreshRequired", "AllAccessDisabled", "Forbidden", "301", "401",
     "403",
 }  # fmt: skip
+_NEVER_ASKED = (
+    botocore.exceptions.NoCredentialsError,
+    botocore.exceptions.PartialCredentialsError,
+    botocore.exceptions.SSOError,
+    botocore.exceptions.TokenRetrievalError,
+    botocore.exceptions.ParamValidationError,
+    botocore.exceptions.EndpointProviderError,
+)
+"""What botocore raises instead of asking, and would again: for a login that is over, or no name of a bucket."""
 _CONDITION_FAILED = ("PreconditionFailed", "ConditionalRequestConflict", "412")
 _CONDITION_UNKNOWN = ("NotImplemented", "501")
 _CHECKSUM_UNKNOWN = ("NotImplemented:", "InvalidArgument:", "InvalidRequest:")
@@ -90,10 +99,22 @@ class S3Client:
         self.bucket, _, prefix = target.url.partition("://")[2].partition("/")
         self.prefix = f"{prefix}/" if prefix else ""
         self.has_checksums = True
+        self._is_refused = False
+        self._s3 = self._open()
+
+    @property
+    def s3(self) -> Any:
+        """botocore's client, opened anew after a refusal: a file may have other credentials by now than it had then."""
+        if self._is_refused:
+            self._s3 = self._open()
+            self._is_refused = False
+        return self._s3
+
+    def _open(self) -> Any:
         try:
-            self.s3 = _botocore_client(target)
+            return _botocore_client(self.target)
         except (botocore.exceptions.BotoCoreError, ValueError, TypeError) as exc:
-            problem = f"{target.url}: {target.scrub(str(exc)).rstrip('.')}."
+            problem = f"{self.target.url}: {self.target.scrub(str(exc)).rstrip('.')}."
             raise ConfigInvalid(problem, "Correct storage_options, or the AWS_* variables.") from None
 
     def list_keys(self, directory: str) -> Listing:
@@ -194,14 +215,15 @@ class S3Client:
                 for upload in page.get("Uploads", ()):
                     is_ours = upload["Key"].endswith(SHARD_SUFFIX)  # without a prefix others may have theirs there
                     if is_ours and time.time() - upload["Initiated"].timestamp() >= older_than_s:
-                        self.s3.abort_multipart_upload(
-                            Bucket=self.bucket, Key=upload["Key"], UploadId=upload["UploadId"]
-                        )
+                        with contextlib.suppress(self.s3.exceptions.NoSuchUpload):  # another agent was as quick
+                            self.s3.abort_multipart_upload(
+                                Bucket=self.bucket, Key=upload["Key"], UploadId=upload["UploadId"]
+                            )
                         ended += 1
         return ended
 
     def close(self) -> None:
-        self.s3.close()
+        self._s3.close()
 
     # Uploads of shards -------------------------------------------------------------------------------------------
 
@@ -252,8 +274,8 @@ class S3Client:
             yield
         except botocore.exceptions.ClientError as exc:
             raise self._error_of(exc, op, key) from None
-        except (botocore.exceptions.NoCredentialsError, botocore.exceptions.PartialCredentialsError) as exc:
-            raise StoreDenied(self.target.url, op, key, self.target.scrub(str(exc)), _DENIED_HINT) from None
+        except _NEVER_ASKED as exc:
+            raise self._refused(op, key, self.target.scrub(" ".join(str(exc).split())), _DENIED_HINT) from None
         except (botocore.exceptions.BotoCoreError, urllib3.exceptions.HTTPError, OSError) as exc:
             detail = self.target.scrub(f"{type(exc).__name__}: {exc}")
             raise StoreUnavailable(self.target.url, op, key, detail, AWAY_HINT) from None
@@ -269,19 +291,29 @@ class S3Client:
         if code in _MISSING:
             return ObjectMissing(store, op, key, detail)
         if code in _DENIED or status in (401, 403):
-            return StoreDenied(store, op, key, detail, _ARCHIVED_HINT if code == ARCHIVED else _DENIED_HINT)
+            return self._refused(op, key, detail, _ARCHIVED_HINT if code == ARCHIVED else _DENIED_HINT)
         if code in _BUSY or status in (408, 429) or status >= 500:
             return StoreUnavailable(store, op, key, detail, AWAY_HINT)
         if code in ("BadDigest", "XAmzContentChecksumMismatch", "InvalidRange"):  # it ends before the range
             return ObjectCorrupt(store, op, key, detail)
         return StoreError(store, op, key, detail)
 
+    def _refused(self, op: str, key: str, detail: str, hint: str) -> StoreDenied:
+        self._is_refused = hint == _DENIED_HINT and not self.target.options.get("key")
+        return StoreDenied(self.target.url, op, key, detail, hint)
 
-_DENIED_HINT = "Check the bucket's name, the credentials and their permissions; local and peer copies are not affected."
+
+_DENIED_HINT = (
+    "Check the bucket's name and region, the credentials and their permissions, and this node's clock; local and peer "
+    "copies are not affected."
+)
 _ARCHIVED_HINT = (
     "A life-cycle rule of the bucket has archived it: restore it there, or load a checkpoint that is not archived."
 )
 _OWN_PREFIX_HINT = "Give the checkpoints a prefix of their own: s3://bucket/prefix."
+
+
+_CREDENTIALS = {"key": "aws_access_key_id", "secret": "aws_secret_access_key", "token": "aws_session_token"}
 
 
 @functools.cache
@@ -294,8 +326,10 @@ def _botocore_client(target: ObjectTarget) -> Any:
     options = dict(target.options)
     session = botocore.session.Session(profile=options.get("profile"))
     session.register_component("data_loader", _data_files(session.get_config_variable("data_path")))
-    if options.get("key"):
-        session.set_credentials(options["key"], options.get("secret"), options.get("token"))
+    keys = {name: options.get(option) or None for option, name in _CREDENTIALS.items()}
+    for name, value in keys.items():
+        if value and value != value.strip():
+            raise ValueError(f"{name} begins or ends with a space or a line break")
     usual = {"endpoint_url": options.get("endpoint_url"), "use_ssl": options.get("use_ssl", True)}
     extra = usual | dict(options.get("client_kwargs") or {})
     settings = botocore.config.Config(
@@ -311,7 +345,7 @@ def _botocore_client(target: ObjectTarget) -> Any:
         settings = settings.merge(botocore.config.Config(signature_version=botocore.UNSIGNED))
     if options.get("config_kwargs"):
         settings = settings.merge(botocore.config.Config(**options["config_kwargs"]))
-    client = session.create_client("s3", config=settings, **extra)
+    client = session.create_client("s3", config=settings, **keys, **extra)
     client.meta.events.register_last("before-call.s3", without_expect)
     endpoint = client._endpoint  # noqa: SLF001 - no option of botocore's bounds what it reads
     endpoint.http_session = BoundedSession(endpoint.http_session, target.url)

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import urllib.parse
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,14 +51,15 @@ class ObjectTarget:
     def _plain(cls, url: str, options: Mapping[str, Any] | None) -> "ObjectTarget":
         if not isinstance(url, str) or not url.partition("://")[2].strip("/"):
             raise ConfigInvalid(f"object_store must be a URL such as s3://bucket/prefix, not {url!r}.")
-        scheme = url.partition("://")[0]
+        scheme, _, place = url.partition("://")
         if scheme not in SCHEMES:
             raise ConfigInvalid(f"object_store cannot be {scheme[:80]!r}: it is one of {', '.join(SCHEMES)}.")
-        parts = urllib.parse.urlsplit(url)
-        if "@" in parts.netloc and parts.scheme in ("s3", "s3a", "http", "https", "gs", "memory"):
+        if "@" in place.partition("/")[0] and scheme in ("s3", "s3a", "gs", "memory"):
             raise ConfigInvalid("object_store must not carry credentials.", "Pass them as storage_options.")
-        if parts.query or parts.fragment:
+        if "?" in url or "#" in url:
             raise ConfigInvalid("object_store must be a plain URL, without ? or #.", "Pass options as storage_options.")
+        if not url.isprintable() or url != url.strip():
+            raise ConfigInvalid(f"object_store has a space at an end, or a line break or the like in it: {url!r}.")
         return cls(url.rstrip("/"), dict(options or {}))
 
     @property
@@ -125,7 +125,7 @@ class ObjectTarget:
 def _texts(value: Any) -> "list[str]":
     """Every text in nested options."""
     if isinstance(value, str):
-        return [value]
+        return [value.strip()]  # an error that quotes it shows a line break at its end as two characters
     if isinstance(value, Mapping):
         return [text for item in value.values() for text in _texts(item)]
     if isinstance(value, list | tuple):

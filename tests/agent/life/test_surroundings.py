@@ -58,8 +58,11 @@ def planted(tmp_path: Path) -> Path:
 
 
 def test_an_agent_gets_exactly_the_variables_that_it_needs(tmp_path: Path) -> None:
-    """Paths, libraries to preload, credentials and the job's secret stay with the rank."""
-    kept = {"LANG": "C.UTF-8", "LC_ALL": "C.UTF-8", "TMPDIR": "/tmp", "REPLICATED_CKPT_AGENT_LOST_AFTER_S": "7"}
+    """Where credentials of a bucket lie goes along; they, paths, libraries and the job's secret stay with the rank."""
+    kept = {
+        "LANG": "C.UTF-8", "LC_ALL": "C.UTF-8", "TMPDIR": "/tmp", "REPLICATED_CKPT_AGENT_LOST_AFTER_S": "7",
+        "AWS_SHARED_CREDENTIALS_FILE": "/x", "AWS_ROLE_ARN": "x", "AWS_WEB_IDENTITY_TOKEN_FILE": "/x",
+    }  # fmt: skip
     left = {
         "PYTHONPATH": str(HOME), "PYTHONSTARTUP": "/x", "PYTHONHASHSEED": "0", "LD_AUDIT": "", "AWS_PROFILE": "x",
         "AWS_SECRET_ACCESS_KEY": "x" * 20, "MASTER_ADDR": "x", "RANK": "0", "SSH_AUTH_SOCK": "/x",

@@ -1,5 +1,6 @@
 """What a bucket of checkpoints promises, over every client there is; their own contract is in test_contracts.py."""
 
+import contextlib
 import os
 import random
 import time
@@ -43,6 +44,7 @@ from tests.agent.checkpoints import METADATA, checkpointed, shard
 from tests.buckets.faults import Fault, Kind
 from tests.buckets.faulty_bucket import faulty_bucket
 from tests.buckets.servers import Server
+from tests.buckets.weak import weak_server
 from tests.stopwatch import Stopwatch
 
 MakeClient = Callable[[ObjectTarget], ObjectClient]
@@ -244,6 +246,17 @@ def test_a_store_that_knows_no_checksums_gets_none(
         assert Bucket(client).is_intact(large[1], shard(0))
 
 
+def test_an_upload_begun_without_checksums_goes_on_without(large: tuple[LocalStore, Manifest], tmp_path: Path) -> None:
+    """Also by another process, as after a restart: each of its parts was refused, for ever."""
+    with weak_server(refuses_checksums=True) as store, faulty_bucket(store) as proxy:
+        target = s3_target(proxy.server)
+        proxy.add(Fault("reset", method="PUT", key=shard(0), skip=1, times=1))
+        for _ in range(2):
+            with contextlib.suppress(StoreUnavailable):
+                brought(Bucket(S3Client(target)), large, tmp_path)
+        assert Bucket(S3Client(target)).is_intact(large[1], shard(0))
+
+
 @pytest.mark.parametrize("kind", ["reset", "lost_answer"])
 def test_what_the_server_holds_is_what_was_sent(
     moto: Server, large: tuple[LocalStore, Manifest], tmp_path: Path, kind: Kind
@@ -286,7 +299,10 @@ def test_a_target_tells_no_secret() -> None:
     assert target.scrub("cannot sign with very-secret of AKIA1234") == "cannot sign with *** of ***"
 
 
-@pytest.mark.parametrize("url", ["", "bucket", "s3://", "s3://key:secret@bucket/x", "s3://bucket/x?token=1", 7])
+@pytest.mark.parametrize(
+    "url",
+    ["", "bucket", "s3://", "s3://key:secret@bucket/x", "s3://bucket/x?token=1", "s3://bucket/x\n", " s3://bucket", 7],
+)
 def test_what_is_no_url_of_a_bucket_is_refused(url: Any) -> None:
     """With a typed error that names what was given."""
     with pytest.raises(ConfigInvalid):

@@ -7,11 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from replicated_ckpt.core.layout import METADATA_NAME
-from replicated_ckpt.core.manifest import Manifest
+from replicated_ckpt.agent.saves.service import NodeService
+from replicated_ckpt.agent.uploads.bucket_retention import retire_in_bucket
+from replicated_ckpt.config import Retention
+from replicated_ckpt.core.integrity.checksum import crc32c
+from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
+from replicated_ckpt.core.manifest import Manifest, UploadEntry
 from replicated_ckpt.core.upkeep.finding import Problem
+from replicated_ckpt.core.upkeep.policy import Policy
 from replicated_ckpt.errors import StoreDenied, StoreError, StoreUnavailable
-from replicated_ckpt.stores.bucket.bucket import Bucket
+from replicated_ckpt.stores.bucket.bucket import Bucket, key_of
 from replicated_ckpt.stores.bucket.inspection import BucketInspector
 from replicated_ckpt.stores.bucket_client import fsspec as fsspec_client
 from replicated_ckpt.stores.bucket_client.client import ARCHIVED, PART_BYTES, Listing
@@ -141,6 +146,48 @@ def test_a_removal_goes_on_where_the_store_was_busy(client: S3Client, proxy: Fau
     proxy.add(Fault("status", method="DELETE", key=shard(0), times=1))
     Bucket(client).remove(there)
     assert Bucket(client).is_empty("step-1")
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    [
+        Fault("status", method="GET", query="uploads", status=403, code="AccessDenied"),
+        Fault("status", method="DELETE", query="uploadId", status=404, code="NoSuchUpload", times=1),
+        Fault("status", method="DELETE", key=MANIFEST_NAME, times=1),
+    ],
+    ids=["no right to list uploads", "another agent aborts as well", "busy"],
+)
+def test_what_is_replaced_goes_whatever_else_cannot_be_tidied(
+    client: S3Client, proxy: FaultyBucket, tmp_path: Path, trouble: Fault
+) -> None:
+    """Nothing tells of it from then on: it would stay for ever, a whole checkpoint for each overwrite."""
+    bucket = Bucket(client)
+    for sequence in (1, 2):
+        store = LocalStore(tmp_path / f"node-{sequence}")
+        manifest = checkpointed([store], sequence, {shard(0): (0,)}, checkpoint_id="step-1", copies=1)
+        upload = UploadEntry("s3://y", sequence == 2, len(METADATA), crc32c(METADATA))
+        manifest = replace(manifest, upload=upload)
+        brought(bucket, (store, manifest), tmp_path)
+        if sequence == 2:
+            client.begin(key_of(manifest, shard(0)))
+            proxy.add(trouble)
+        bucket.commit(manifest, manifest.encode(), METADATA)
+    assert set(client.list_keys("step-1/").sizes) == {METADATA_NAME}
+    assert [save.save_id for save in bucket.saves()] == [manifest.save_id]
+
+
+def test_what_may_not_be_deleted_keeps_no_other(client: S3Client, proxy: FaultyBucket, tmp_path: Path) -> None:
+    """One checkpoint has a legal hold: retention removes the others, and of another's shards those that are free."""
+    for sequence in range(1, 6):
+        newest = committed(client, tmp_path, sequence)
+    client.put(f"step-4/{shard(9)}", b"a shard")
+    for key in (f"step-2/{METADATA_NAME}", f"step-4/{shard(0)}"):
+        proxy.add(Fault("status", method="DELETE", key=key, status=403, code="AccessDenied"))
+    service = NodeService(LocalStore(tmp_path / "node"))
+    service.policies.learn([Policy("", client.target.url, 1, Retention(keep_last=1))])
+    retire_in_bucket(service, Bucket(client), newest)
+    assert {save.checkpoint_id for save in Bucket(client).saves()} == {"step-2", "step-5"}
+    assert set(client.list_keys("step-4/").sizes) == {shard(0)}
 
 
 @pytest.mark.parametrize("scope", ["run", ""])

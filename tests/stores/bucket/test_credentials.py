@@ -1,0 +1,74 @@
+"""Keys of a bucket that are half given, have a line break, are over, or are renewed in their file: no error says else."""
+
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+
+from replicated_ckpt.errors import ConfigInvalid, StoreDenied
+from replicated_ckpt.stores.bucket_client.s3 import S3Client
+from replicated_ckpt.stores.bucket_client.url import ObjectTarget
+from tests.buckets.faults import Fault
+from tests.buckets.faulty_bucket import faulty_bucket
+from tests.buckets.servers import Server
+
+KEYS = {"key": "AKIA-KEY", "secret": "very-secret", "token": "long-token"}
+
+
+def without_keys(server: Server) -> dict[str, Any]:
+    return {"client_kwargs": server.storage_options()["client_kwargs"]}
+
+
+@pytest.mark.parametrize("code", ["ExpiredToken", "AccessDenied"])
+def test_keys_that_are_renewed_in_their_file_are_used(
+    moto: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str
+) -> None:
+    """By the next request after a refusal: an agent that had read them once was refused until it was started again."""
+    file = tmp_path / "credentials"
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+
+    def write(key: str) -> None:
+        file.write_text(f"[default]\naws_access_key_id = {key}\naws_secret_access_key = very-secret\n")
+
+    with faulty_bucket(moto) as proxy:
+        url = f"s3://{moto.make_bucket(f'b-{uuid4().hex[:12]}')}/x"
+        write("OLD")
+        client = S3Client(ObjectTarget.check(url, without_keys(proxy.server)))
+        used: list[str] = []
+        client.put("a", b"abc")
+        proxy.add(Fault("status", status=403, code=code, times=1))
+        with pytest.raises(StoreDenied, match=code):
+            client.list_keys("")
+        write("NEW")
+        client.s3.meta.events.register("before-send.s3", lambda request, **_: used.append(str(request.headers)))
+        assert client.list_keys("").sizes == {"a": 3}
+    assert len(used) == 1
+    assert "Credential=NEW/" in used[0]
+
+
+@pytest.mark.parametrize(("name", "missing"), [("key", "secret"), ("secret", "key")])
+def test_half_of_the_keys_is_refused(name: str, missing: str) -> None:
+    """Not signed with "None", nor left for what a file says: the error names what is missing."""
+    with pytest.raises(ConfigInvalid, match=f"Partial credentials.*missing: aws_.*{missing}"):
+        S3Client(ObjectTarget.check("s3://bucket/x", {name: KEYS[name]}))
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_a_key_with_a_line_break_is_refused_and_not_shown(name: str) -> None:
+    """As a secret of Kubernetes often ends with one: HTTP's own error shows the header, and calls the bucket away."""
+    target = ObjectTarget.check("s3://bucket/x", {**KEYS, name: f"{KEYS[name]}\n"})
+    with pytest.raises(ConfigInvalid, match="ends with a space or a line break") as raised:
+        S3Client(target)
+    assert KEYS[name] not in str(raised.value)
+    assert KEYS[name] not in target.scrub(f"Invalid header value {target.options[name].encode()!r}")
+
+
+@pytest.mark.parametrize("url", ["s3://my bucket/x", "s3://[bucket/x"])
+def test_no_name_of_a_bucket_is_denied(moto: Server, url: str) -> None:
+    """At once, as no such bucket is, and in one line: it was called away, and tried for ever."""
+    with pytest.raises(StoreDenied, match=r"Invalid bucket name.*Check the bucket's name") as raised:
+        S3Client(ObjectTarget.check(url, moto.storage_options())).list_keys("")
+    assert "\n" not in str(raised.value)
