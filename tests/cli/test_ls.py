@@ -8,8 +8,9 @@ import pytest
 
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.checkpoints import LOST, WHOLE, CheckpointSeen, advise
-from replicated_ckpt.cli.look.nodes import NodesSeen
+from replicated_ckpt.cli.look.nodes import NodesSeen, advise_on_silence
 from replicated_ckpt.core.layout import MANIFEST_NAME
+from replicated_ckpt.errors import ConfigInvalid
 from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.agents import stop_agent
 from tests.agent.checkpoints import checkpointed, introduced, shard
@@ -92,6 +93,13 @@ def test_a_node_that_is_not_reached_is_named(tmp_path: Path) -> None:
     last = done.stdout.splitlines()[-1]
     assert last.endswith("all that was read is as it was saved; 1 node did not answer"), last
     assert code == ExitCode.OK
+
+
+def test_a_node_of_another_release_is_no_hung_one() -> None:
+    """What it refused with says the next step: nothing there is stopped, and no firewall is in between."""
+    refused = ConfigInvalid("This agent runs 0.2.0 (protocol 2).", "Install the newer release where the older one is.")
+    first, *_ = advise_on_silence(NodesSeen("n", {}, {}, {"gone": refused}, {}), "/r")
+    assert first == f"next step for gone: {refused.hint}"
 
 
 def test_nodes_of_which_there_is_no_address_are_named(tmp_path: Path) -> None:

@@ -15,6 +15,14 @@ _STABLE = ("/v1/status", "/v1/hello", "/v1/shutdown", "/metrics")
 """They mean the same in every protocol: an agent of any release can be looked at, and replaced."""
 
 
+def describe_release(said: object) -> str:
+    """In words, the release that a process says it is of, if that is of another protocol than this one; else empty."""
+    protocol, _, version = one_line(str(said or ""), _VERSION_CHARS).partition(" ")
+    if protocol == str(PROTOCOL):
+        return ""
+    return f"{version or 'an unknown release'} (protocol {protocol or 'unknown'})"
+
+
 def check_release(headers: Message, path: str, peer_host: str) -> None:
     """Goes on only with a release of this one's protocol. A request that names none, by curl say, may do as it likes.
 
@@ -24,10 +32,24 @@ def check_release(headers: Message, path: str, peer_host: str) -> None:
     said = headers.get(RELEASE_HEADER)
     if said is None or path.partition("?")[0] in _STABLE:
         return
-    protocol, _, version = one_line(said, _VERSION_CHARS).partition(" ")
-    if protocol != str(PROTOCOL):
+    other = describe_release(said)
+    if other:
         raise ConfigInvalid(
             f"This agent runs replicated_ckpt {__version__} (protocol {PROTOCOL}), and the process at {peer_host} that "
-            f"asks it runs {version or 'an unknown release'} (protocol {protocol}).",
+            f"asks it runs {other}.",
+            RELEASES_HINT,
+        )
+
+
+def check_rank(said: object, rank: int, own_rank: int) -> None:
+    """The same for what a rank of a job posts to another one, which all releases can read so far.
+
+    Raises:
+        ConfigInvalid: it is of another protocol.
+    """
+    other = describe_release(said)
+    if other:
+        raise ConfigInvalid(
+            f"Rank {rank} runs replicated_ckpt {other}, and rank {own_rank} runs {__version__} (protocol {PROTOCOL}).",
             RELEASES_HINT,
         )

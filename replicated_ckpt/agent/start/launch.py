@@ -4,15 +4,14 @@ import contextlib
 import json
 import logging
 import os
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from replicated_ckpt.agent.requests.releases import RELEASES_HINT
 from replicated_ckpt.agent.start.environment import agent_environment, isolated_python
+from replicated_ckpt.agent.start.giving_way import check_release, gives_way
 from replicated_ckpt.agent.start.leaving import held_hint, note_leaving, wait_until_gone
 from replicated_ckpt.agent.state.endpoint import (
     ALREADY_SERVED,
@@ -23,8 +22,7 @@ from replicated_ckpt.agent.state.endpoint import (
     listening_endpoint,
 )
 from replicated_ckpt.agent.state.log_file import LOG_NAME, open_log
-from replicated_ckpt.environment import TLS_CERT_ENV
-from replicated_ckpt.errors import AgentUnavailable, ConfigInvalid, ReplicatedCkptError, StoreUnavailable
+from replicated_ckpt.errors import AgentUnavailable, ReplicatedCkptError, StoreUnavailable
 from replicated_ckpt.stores.files.durable import translate_errors
 from replicated_ckpt.stores.files.existence import is_there
 from replicated_ckpt.stores.files.locks import FileLock, holder_of, is_stopped
@@ -32,8 +30,6 @@ from replicated_ckpt.stores.files.ownership import is_of_another
 from replicated_ckpt.stores.files.plain import closing_fd
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import PROGRESS_TIMEOUT_S, AgentClient
-from replicated_ckpt.stores.peer.tls import is_loopback, is_plain_allowed
-from replicated_ckpt.version import PROTOCOL, __version__
 
 log = logging.getLogger(__name__)
 
@@ -58,12 +54,12 @@ def ensure_agent(store: LocalStore, bind_host: str | None = None, *, is_opening:
     `bind_host` is where an agent that is started listens; None: where the nodes that it has met reach it, and one that
     runs may listen anywhere. Else one that listens on loopback only is replaced if other hosts must reach it, and one that
     speaks plain HTTP if a certificate is set or other hosts must not be talked to so. One of an older version is replaced
-    by this one. Each first finishes what it is asked at that moment, and the new one has its address.
-    Safe to call from several processes and threads: all of them ask at once, and one starts it.
+    by this one, if it was not started to stay. Each first finishes what it is asked at that moment, and the new one has its
+    address. Safe to call from several processes and threads: all of them ask at once, and one starts it.
 
     Raises:
-        AgentUnavailable: it could not be started, or it runs and does not answer. ConfigInvalid: it is of a newer release
-            that this one cannot talk to.
+        AgentUnavailable: it could not be started, or it runs and does not answer. ConfigInvalid: it is of a release that
+            this one cannot talk to.
     """
     directory = store.agent_directory()
     _stay_client(store.root, directory)
@@ -91,7 +87,9 @@ def running_agent(store: LocalStore) -> Endpoint | None:
     Raises:
         AgentUnavailable: it runs and does not answer.
     """
-    return _ask(store.root_agent_directory())
+    directory = store.root_agent_directory()
+    endpoint = listening_endpoint(directory)
+    return endpoint if endpoint is not None and _answers(directory, endpoint) else None
 
 
 def can_hold_agent(store: LocalStore) -> bool:
@@ -154,30 +152,26 @@ def _raise_failure_since(began: float, path: Path) -> None:
         raise AgentUnavailable(found["why"], found.get("hint"))
 
 
-def _ask(directory: Path, *, is_opening: bool = False) -> Endpoint | None:
-    """The agent if it runs and answers.
+def _answers(directory: Path, endpoint: Endpoint, *, is_opening: bool = False) -> bool:
+    """Whether the agent runs and answers.
 
     Raises:
         AgentUnavailable: it runs and does not answer. The next question of this process to it waits less.
     """
-    endpoint = listening_endpoint(directory)
-    if endpoint is None:
-        return None
     timeout_s = PROGRESS_TIMEOUT_S if _silent_by_directory.get(directory) != endpoint.pid else SILENT_TIMEOUT_S
     try:
         with AgentClient(endpoint.local_address(), timeout_s) as client:
             told = client.call("GET", f"/v1/status?brief=1{'&opening=1' if is_opening else ''}")
     except StoreUnavailable as exc:
         if not isinstance(exc.__cause__, TimeoutError) or is_free(directory):
-            return None
+            return False
         _silent_by_directory[directory] = endpoint.pid
         raise _silence(directory, endpoint) from exc
     except ReplicatedCkptError:
-        return None
+        return False
     _silent_by_directory.pop(directory, None)
     note_leaving(directory, endpoint, is_leaving=told.get("is_leaving") is True)
-    is_next = told.get("pid") != endpoint.pid  # the next one, with the same token, has not written its own yet
-    return None if is_next else endpoint
+    return told.get("pid") == endpoint.pid  # the next one has the same token, and may not have written its own yet
 
 
 def _silence(directory: Path, endpoint: Endpoint) -> AgentUnavailable:
@@ -192,22 +186,16 @@ def _answering(directory: Path, bind_host: str | None, *, is_opening: bool) -> E
     """The agent if it runs, answers, and listens where it must, wherever that is if `bind_host` is None.
 
     Raises:
-        AgentUnavailable: it runs and does not answer. ConfigInvalid: it is of a newer release that this one cannot talk to.
+        AgentUnavailable: it runs and does not answer. ConfigInvalid: it is of a release that this one cannot talk to.
     """
-    endpoint = _ask(directory, is_opening=is_opening)
+    endpoint = listening_endpoint(directory)
     if endpoint is None:
         return None
-    if endpoint.protocol > PROTOCOL:
-        raise ConfigInvalid(
-            f"The agent of node {endpoint.node_id} on {socket.gethostname()} runs replicated_ckpt {endpoint.version} "
-            f"(protocol {endpoint.protocol}), and this rank there runs {__version__} (protocol {PROTOCOL}).",
-            RELEASES_HINT,
-        )
-    must_hear = bind_host or "localhost"
-    is_deaf = is_loopback(endpoint.host) and must_hear not in (endpoint.host, "localhost")
-    is_plain = not endpoint.tls_sha256 and (bool(os.environ.get(TLS_CERT_ENV)) or not is_plain_allowed(must_hear))
-    is_older = endpoint.protocol < PROTOCOL or _is_older(endpoint.version, __version__)
-    if not (is_deaf or is_plain or is_older):
+    is_replaced = gives_way(directory, endpoint, bind_host)
+    if not _answers(directory, endpoint, is_opening=is_opening and not is_replaced):  # else it would stay for that save
+        return None
+    check_release(directory, endpoint)
+    if not is_replaced:
         return endpoint
     try:
         with AgentClient(endpoint.local_address()) as client:
@@ -216,14 +204,6 @@ def _answering(directory: Path, bind_host: str | None, *, is_opening: bool) -> E
     except ReplicatedCkptError as exc:
         log.warning("the agent of %s is replaced: %s", directory.parent, exc)
     return None
-
-
-def _is_older(version: str, than: str) -> bool:
-    """Whether a released version comes before another; anything else is let be."""
-    try:
-        return [int(part) for part in version.split(".")] < [int(part) for part in than.split(".")]
-    except ValueError:
-        return False
 
 
 def spawn_agent(arguments: Sequence[str], log: int) -> "subprocess.Popen[bytes]":

@@ -23,7 +23,7 @@ from replicated_ckpt.core.upkeep.policy import Standing
 from replicated_ckpt.core.upkeep.remains import Remains
 from replicated_ckpt.core.upkeep.retention import find_retired
 from replicated_ckpt.environment import PLAIN_ENV
-from replicated_ckpt.errors import ReplicatedCkptError, StoreDenied
+from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptError, StoreDenied
 from replicated_ckpt.stores.local.remains import RemainsReader
 from replicated_ckpt.stores.local.store import NO_NODE, LocalStore
 from replicated_ckpt.stores.local.versions.recycled import measure_room
@@ -173,7 +173,7 @@ def _ask(address: AgentAddress) -> Held:
 def advise_on_silence(seen: NodesSeen, root: object) -> list[str]:
     """What to do about nodes that did not answer; nothing where all did."""
     down = {node for node, error in seen.unreached.items() if runs_no_agent(error)}
-    others = {node: error for node, error in seen.unreached.items() if isinstance(error, StoreDenied)}
+    others = {node: error for node, error in seen.unreached.items() if isinstance(error, StoreDenied | ConfigInvalid)}
     mixed = {node for node, error in seen.unreached.items() if isinstance(error.__cause__, ssl.SSLError)}
     silent = seen.unreached.keys() - down - others.keys() - mixed
     start = (

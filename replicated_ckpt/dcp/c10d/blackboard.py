@@ -17,12 +17,14 @@ from typing import Any
 
 import torch.distributed as dist
 
+from replicated_ckpt.agent.requests.releases import check_rank
 from replicated_ckpt.dcp.c10d.job_secret import Seal, split
 from replicated_ckpt.dcp.c10d.kept_decisions import KeptDecisions
 from replicated_ckpt.dcp.c10d.once_per_node import read_once_per_node
 from replicated_ckpt.dcp.c10d.posted_error import pack_error, unpack_error
 from replicated_ckpt.dcp.c10d.waiting import ENDED_HINT, LINGER_S, POLL_S, AnsweringStore, Wait, reaching_store
 from replicated_ckpt.errors import MeetingFailed, PeerProtocolError, RankFailed, ReplicatedCkptError
+from replicated_ckpt.version import RELEASE
 
 COORDINATOR = 0
 _LEFT = "left"
@@ -86,7 +88,8 @@ class Blackboard:
 
     def repost(self, topic: str, fields: Mapping[str, Any], nonce: str) -> None:
         """Replaces this rank's post, if it has not been answered."""
-        key, raw = f"{topic}/{self._rank}", encode({**fields, **self._kept.describe_known(topic), "nonce": nonce})
+        said = {**self._kept.describe_known(topic), "nonce": nonce, "release": RELEASE}
+        key, raw = f"{topic}/{self._rank}", encode({**fields, **said})
         self._posted[topic] = self._seal.mark(key, raw) + raw
         self._write(key, self._posted[topic])
 
@@ -148,19 +151,22 @@ class Blackboard:
         keys = [f"{topic}/{rank}" for rank in ranks]
         with reaching_store():
             if self._store.check(keys):
-                yield from zip(ranks, map(self._open, keys, self._all_of(keys)), strict=True)
+                for rank, sealed in zip(ranks, self._all_of(keys), strict=True):
+                    yield rank, self._open(topic, rank, sealed)
             elif one_by_one:
                 for rank, key in zip(ranks, keys, strict=True):
                     if self._store.check([key]):
-                        yield rank, self._open(key, self._store.get(key))
+                        yield rank, self._open(topic, rank, self._store.get(key))
 
-    def _open(self, key: str, sealed: bytes) -> dict[str, Any]:
+    def _open(self, topic: str, rank: int, sealed: bytes) -> dict[str, Any]:
+        key = f"{topic}/{rank}"
         mark, raw = split(sealed)
         try:
             self._seal.check(key, raw, mark)
             fields = _decode(key, raw)
             if not isinstance(fields.get("nonce"), str):
                 raise PeerProtocolError(f"{key!r} on the c10d store is no post.", _FOREIGN)
+            check_rank(fields.get("release"), rank, self._rank)
         except ReplicatedCkptError as exc:
             return {"nonce": _claimed_nonce(raw), "error": pack_error(exc)}
         return fields

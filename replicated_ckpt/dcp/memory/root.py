@@ -4,10 +4,13 @@ import contextlib
 import hashlib
 import os
 from pathlib import Path
+from shlex import quote
 
 from replicated_ckpt.dcp.staging.available import available_bytes
 from replicated_ckpt.errors import ConfigInvalid
 from replicated_ckpt.stores.files.existence import is_there
+from replicated_ckpt.stores.local.memory_tier import find_other_disk
+from replicated_ckpt.stores.local.store import LocalStore
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - each user has a directory of its own there, which is checked
 _OF_MEMORY = ("tmpfs", "ramfs", "hugetlbfs")
@@ -22,7 +25,8 @@ def find_memory_root(root: str | os.PathLike[str], memory: object) -> Path:
     """The root of a store's memory tier: the directory that `memory` names; for True, one that the store's path names.
 
     Raises:
-        ConfigInvalid: `memory` is no such argument, or the directory does not lie in memory.
+        ConfigInvalid: `memory` is no such argument; the directory does not lie in memory, or is another store's tier.
+        StoreDenied: another user can have written what the tier notes.
     """
     if memory is True:
         digest = hashlib.sha256(os.path.abspath(root).encode()).hexdigest()  # noqa: PTH100 - as the store's own root
@@ -34,7 +38,7 @@ def find_memory_root(root: str | os.PathLike[str], memory: object) -> Path:
     if found == Path(os.path.abspath(root)):  # noqa: PTH100
         raise ConfigInvalid(f"memory and root are one directory: {found}.", "Give the memory tier one of its own.")
     try:
-        kind = _find_file_system(found)
+        kind, other = _find_file_system(found), find_other_disk(LocalStore(found), LocalStore(root))
     except OSError as exc:
         raise ConfigInvalid(
             f"memory={str(found)!r} cannot be looked at: {exc.strerror} ({exc.filename}).",
@@ -44,6 +48,13 @@ def find_memory_root(root: str | os.PathLike[str], memory: object) -> Path:
         raise ConfigInvalid(
             f"memory={str(found)!r} lies on a file system of type {kind or 'unknown'}, which is not memory.",
             f"Name a directory in a tmpfs, {SHARED_MEMORY} say, which memory=True takes.",
+        )
+    if other is not None:
+        raise ConfigInvalid(
+            f"memory={str(found)!r} is the memory tier of another store, at {other}: each would load and remove what the "
+            "other one has saved.",
+            "Give each root a directory of its own; or, if that run is over, remove this one first: "
+            f"`rm -r {quote(str(found))}`.",
         )
     return found
 

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,8 +16,9 @@ from replicated_ckpt.errors import ConfigInvalid
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentClient
 from replicated_ckpt.version import PROTOCOL, __version__
-from tests.agent.agents import HOME, stop_agent, wait_for
+from tests.agent.agents import HOME, wait_for
 from tests.harness.cluster import Cluster, call
+from tests.harness.processes import end
 
 NEWER, OLDER = (PROTOCOL + 1, "9.0.0"), (PROTOCOL - 1, "0.0.1")
 WHAT_TO_DO = "Install the newer release where the older one is"
@@ -52,14 +54,34 @@ def test_an_agent_refuses_another_protocol(tmp_path: Path, release: tuple[int, s
 
 
 def test_an_older_agent_gives_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank replaces the agent of its node by one of its own release, whatever the older one speaks."""
+    """A rank replaces the agent of its node by one of its own release, whatever the older one speaks.
+
+    It does not say before that a save opens, for which the older one would wait.
+    """
     monkeypatch.setenv("REPLICATED_CKPT_AGENT_IDLE_S", "30")
-    with agent_of(tmp_path / "a", OLDER) as older:
-        try:
-            new = ensure_agent(LocalStore(tmp_path / "a"), "127.0.0.1")
-            assert (new.version, new.protocol, new.node_id) == (__version__, PROTOCOL, older.node_id)
-        finally:
-            stop_agent(tmp_path / "a")
+    asked: list[str] = []
+
+    def call(client: AgentClient, method: str, path: str, document: Any = None) -> dict[str, Any]:
+        asked.append(path)
+        return client.put(method, path, document)
+
+    monkeypatch.setattr(AgentClient, "call", call)
+    with agent_of(tmp_path / "a", OLDER, "--idle-exit-s", "60") as older:
+        new = ensure_agent(LocalStore(tmp_path / "a"), "127.0.0.1", is_opening=True)
+        end([new.pid])  # it waits for that save
+        assert "opening" not in "".join(asked[: asked.index("/v1/shutdown")])
+        assert (new.version, new.protocol, new.node_id) == (__version__, PROTOCOL, older.node_id)
+
+
+def test_an_older_agent_that_is_to_stay_is_used_or_named(tmp_path: Path) -> None:
+    """What has started it would start it again, and again: ranks of its protocol use it, others say what runs where."""
+    store = LocalStore(tmp_path / "a")
+    with agent_of(store.root, (PROTOCOL, OLDER[1])) as older:
+        assert ensure_agent(store, "127.0.0.1", is_opening=True).pid == older.pid
+    with agent_of(store.root, OLDER) as older:
+        with pytest.raises(ConfigInvalid, match=rf"runs replicated_ckpt {OLDER[1]} \(protocol {OLDER[0]}\)") as caught:
+            ensure_agent(store, "127.0.0.1")
+        assert WHAT_TO_DO in caught.value.hint
 
 
 @pytest.mark.multiprocess

@@ -489,6 +489,21 @@ def test_the_root_itself_is_no_tier(tmp_path: Path) -> None:
         find_memory_root(tmp_path, tmp_path)
 
 
+def test_the_tier_of_another_root_is_refused(tmp_path: Path, memory: Path) -> None:
+    """Two jobs with one directory would load what the other one has saved. It is free once the other root is gone."""
+    with opened(tmp_path / "a", memory) as manager:
+        manager.save(1, state(1.0))
+    with pytest.raises(ConfigInvalid, match=f"is the memory tier of another store, at {tmp_path / 'a'}: ") as caught:
+        opened(tmp_path / "b", memory)
+    assert f"rm -r {memory}" in caught.value.hint
+    assert not (tmp_path / "b").exists()
+    with opened(tmp_path / "a", memory) as manager:
+        assert manager.restore(state(0.0)) == 1
+    shutil.move(tmp_path / "a", tmp_path / "c")
+    with opened(tmp_path / "c", memory) as manager:
+        assert manager.restore(state(0.0)) == 1
+
+
 def test_each_store_and_user_has_a_tier_of_its_own(tmp_path: Path) -> None:
     """The same one each time; another root has another."""
     one, again, other = (find_memory_root(root, True) for root in (tmp_path, tmp_path, tmp_path / "other"))

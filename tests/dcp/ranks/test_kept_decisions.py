@@ -88,7 +88,7 @@ def test_topics_do_not_mix() -> None:
     boards = ranks.boards()
     nonces = [board.post("load", {}) for board in boards]
     found = boards[0].posts("load", 5.0)
-    assert [post.keys() for post in found] == [{"nonce"}] * RANKS
+    assert [post.keys() for post in found] == [{"nonce", "release"}] * RANKS
     boards[0].decide("load", found, {"nodes": LARGE, "id": "b"})
     assert boards[1].decision("load", nonces[1], 5.0) == {"nodes": LARGE, "id": "b"}
     assert ranks.call({"nodes": LARGE, "id": "c"}) < 100

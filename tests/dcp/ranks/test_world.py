@@ -20,8 +20,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from replicated_ckpt import ReplicatedWriter
 from replicated_ckpt.dcp.c10d import blackboard, waiting
-from replicated_ckpt.dcp.c10d.blackboard import Blackboard
+from replicated_ckpt.dcp.c10d.blackboard import Blackboard, all_present
 from replicated_ckpt.dcp.c10d.lent_group import LentGroup
+from replicated_ckpt.dcp.c10d.posted_error import pack_error, unpack_error
 from replicated_ckpt.dcp.c10d.presence import Presence
 from replicated_ckpt.dcp.c10d.waiting import AnsweringStore, reaching_store
 from replicated_ckpt.dcp.c10d.world import World, watch_group
@@ -83,6 +84,23 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def boards(store: Any, size: int, find_lost: Callable[[], Sequence[int]] = tuple) -> list[Blackboard]:
     return [Blackboard(store, rank, size, find_lost=find_lost) for rank in range(size)]
+
+
+@pytest.mark.parametrize("release", ["0 0.0.1", "2 9.0.0", None])
+def test_ranks_of_another_protocol_are_refused(release: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what they post, before anything in it is understood: a load went on without what lies on their nodes."""
+    here = boards(dist.HashStore(), 2)
+    nonces = [here[0].post("load", {})]
+    monkeypatch.setattr(blackboard, "RELEASE", release)
+    nonces.append(here[1].post("load", {}))
+    posts, problem = here[0].collect("load", TIMEOUT_S)
+    what = "an unknown release" if release is None else release.split()[1]
+    with pytest.raises(ConfigInvalid, match=rf"Rank 1 runs replicated_ckpt {what} \(.*, and rank 0 runs ") as caught:
+        all_present(posts, problem)
+    assert "start the job again" in caught.value.hint
+    here[0].decide("load", posts, {"error": pack_error(caught.value)})
+    for board, nonce in zip(here, nonces, strict=True):
+        assert str(unpack_error(board.decision("load", nonce, TIMEOUT_S)["error"])) == str(caught.value)
 
 
 @pytest.mark.usefixtures("quick")
