@@ -172,3 +172,17 @@ def test_what_may_not_be_looked_at_is_not_missing(
         assert left >= set(names)
         store.commit(STAGED)
     assert [name for name, _ in store.catalog.committed()] == ["step-1"]
+
+
+def test_a_name_without_links_is_looked_at_part_by_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not from the top of the file system on: with thousands of checkpoints that was most of what an agent did."""
+    deep = tmp_path / "a" / "b" / "c"
+    (deep / "run" / "step-1").mkdir(parents=True)
+    asked: list[object] = []
+    for name in ("stat", "lstat"):
+        original = getattr(os, name)
+        noted = lambda path, *args, original=original, **named: asked.append(path) or original(path, *args, **named)  # noqa: E731
+        monkeypatch.setattr(os, name, noted)
+    assert not existence.leads_out(deep, "run/step-1")
+    assert len(asked) == 2
+    assert existence.leads_out(deep, "run/../../step-1")
