@@ -28,6 +28,7 @@ _HINT_BY_ERRNO = {
     errno.ESTALE: "The shared file system has lost it: mount it again. A root belongs on the node's own disk.",
     errno.EMFILE: "This process has too many open files: raise `ulimit -n`.",
     errno.ENFILE: "This host has too many open files: see `sysctl fs.file-max`.",
+    errno.EFBIG: "A file may not be so large there: raise `ulimit -f`, or pass a root on a file system that takes it.",
     errno.ENAMETOOLONG: "Use a shorter checkpoint id, or a shorter root.",
     errno.ENOTDIR: "A file lies where a directory must be: pass another root, or move the file away.",
 }
