@@ -1,8 +1,8 @@
 """What a crash left in the trash of a node goes when its agent starts, what an error left a while later; no load waits."""
 
 import logging
-import threading
 
+from replicated_ckpt.agent.requests.worker_thread import start_worker
 from replicated_ckpt.core.layout import TRASH_DIR
 from replicated_ckpt.errors import StoreError
 from replicated_ckpt.stores.files.existence import list_prefixed
@@ -20,7 +20,7 @@ def empty_trash(store: LocalStore) -> None:
     if lacks_room_to_start(store.root):
         _empty(store)
     else:
-        threading.Thread(target=_empty, args=(store,), name="rckpt-trash", daemon=True).start()
+        start_worker(_empty, store, name="rckpt-trash")
 
 
 def empty_what_is_left(store: LocalStore) -> None:
