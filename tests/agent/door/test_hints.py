@@ -230,6 +230,7 @@ def test_each_kind_of_bucket_has_its_own_package() -> None:
         (errno.EIO, StoreError, "dmesg"),
         (errno.EMFILE, StoreError, "ulimit -n"),
         (errno.EFBIG, StoreError, "ulimit -f"),
+        (errno.EXDEV, StoreError, "volume"),
         (errno.ENOSPC, StoreFull, "Free space"),
     ],
 )
