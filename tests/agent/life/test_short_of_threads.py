@@ -205,12 +205,13 @@ def test_an_agent_that_gets_no_thread_does_not_begin(tmp_path: Path, capfd: pyte
 def test_a_connection_that_gets_no_thread_is_closed(caplog: pytest.LogCaptureFixture) -> None:
     """The agent's log says why, keeps nothing of it, and the next one is served. It was called one without a token."""
     with AgentServer(("127.0.0.1", 0), Tokens("peer", "owner"), cast(Routes, None)) as server:
-        with without_threads(), socket.create_connection(server.server_address[:2]) as client:
+        where = ("127.0.0.1", server.server_port)
+        with without_threads(), socket.create_connection(where) as client:
             server.handle_request()
             assert client.recv(1) == b""
         assert "gets no thread" in caplog.text
         assert "no valid token" not in caplog.text
-        with socket.create_connection(server.server_address[:2]) as client:
+        with socket.create_connection(where) as client:
             client.sendall(b"GET /v1/status HTTP/1.0\r\n\r\n")
             server.handle_request()
             assert client.recv(1 << 16).startswith(b"HTTP/1.1 401")

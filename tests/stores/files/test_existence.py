@@ -178,11 +178,17 @@ def test_a_name_without_links_is_looked_at_part_by_part(tmp_path: Path, monkeypa
     """Not from the top of the file system on: with thousands of checkpoints that was most of what an agent did."""
     deep = tmp_path / "a" / "b" / "c"
     (deep / "run" / "step-1").mkdir(parents=True)
-    asked: list[object] = []
+    asked: list[str] = []
+
+    def noting(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(path: Any, *args: Any, **named: Any) -> Any:
+            asked.append(str(path))
+            return original(path, *args, **named)
+
+        return call
+
     for name in ("stat", "lstat"):
-        original = getattr(os, name)
-        noted = lambda path, *args, original=original, **named: asked.append(path) or original(path, *args, **named)  # noqa: E731
-        monkeypatch.setattr(os, name, noted)
+        monkeypatch.setattr(os, name, noting(getattr(os, name)))
     assert not existence.leads_out(deep, "run/step-1")
     assert len(asked) == 2
     assert existence.leads_out(deep, "run/../../step-1")
