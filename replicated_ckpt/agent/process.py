@@ -22,6 +22,7 @@ from replicated_ckpt.agent.peers.greeting import Greeter
 from replicated_ckpt.agent.peers.watch import Patience
 from replicated_ckpt.agent.repair.reprotect import Reprotector
 from replicated_ckpt.agent.repair.scrub import Scrubber
+from replicated_ckpt.agent.requests.worker_thread import start_worker
 from replicated_ckpt.agent.saves.drain import Draining
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.signals import hear
@@ -96,8 +97,7 @@ class Agent:
         self._endpoint = self._open_endpoint(server, identity)  # before the first request is answered
         self._greeter = Greeter(self._service.peers, self._endpoint)
         hear((signal.SIGTERM, signal.SIGINT), self._on_signal)
-        thread = threading.Thread(target=server.serve_forever, args=(0.2,), name="rckpt-accept", daemon=True)
-        thread.start()
+        thread = start_worker(server.serve_forever, 0.2, name="rckpt-accept")
         door = open_local_door(directory, self._service)
         try:
             with translate_errors(str(store.root), "start", "agent"):

@@ -21,6 +21,7 @@ from replicated_ckpt.agent.requests.file_answer import FileAnswer
 from replicated_ckpt.agent.requests.heartbeat import Heartbeat
 from replicated_ckpt.agent.requests.releases import check_release
 from replicated_ckpt.agent.requests.request import Answer, Request
+from replicated_ckpt.agent.requests.worker_thread import start_worker
 from replicated_ckpt.agent.state.rights import Right, Tokens
 from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.errors import (
@@ -93,9 +94,14 @@ class AgentServer(ThreadingHTTPServer):
         super().__init__(bind, _Handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if self.connections.admit(client_address, request):
-            super().process_request(request, client_address)
-        else:
+        if not self.connections.admit(client_address, request):
+            self.shutdown_request(request)
+            return
+        try:
+            start_worker(self.process_request_thread, request, client_address, name="rckpt-request")
+        except StoreUnavailable as exc:
+            log.warning("a connection from %s is sent away: %s", client_address[0], exc)
+            self.connections.end(client_address)
             self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:

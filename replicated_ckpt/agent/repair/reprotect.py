@@ -38,6 +38,7 @@ from replicated_ckpt.core.upkeep.retention import without_retired
 from replicated_ckpt.errors import ReplicatedCkptError, StoreUnavailable
 from replicated_ckpt.stores.local.versions.recycled import try_room
 from replicated_ckpt.stores.node_cache.cache import sweep
+from replicated_ckpt.stores.thread_start import start_thread
 from replicated_ckpt.stores.throttle import Pace, Stopped
 
 log = logging.getLogger(__name__)
@@ -91,7 +92,7 @@ class Reprotector:
         self._thread = threading.Thread(target=self._run, name="rckpt-reprotect", daemon=True)
 
     def start(self) -> None:
-        self._thread.start()
+        start_thread(self._thread)
 
     def wake(self) -> None:
         """Has the next round begin now."""

@@ -12,6 +12,7 @@ from replicated_ckpt.errors import ReplicatedCkptError, StoreError
 from replicated_ckpt.stores.files.durable import is_refusal
 from replicated_ckpt.stores.local.inspection import Inspector
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.thread_start import start_thread
 from replicated_ckpt.stores.throttle import Pace, Stopped
 
 log = logging.getLogger(__name__)
@@ -62,7 +63,7 @@ class Scrubber:
         self._thread = threading.Thread(target=self._run, name="rckpt-scrub", daemon=True)
 
     def start(self) -> None:
-        self._thread.start()
+        start_thread(self._thread)
 
     def join(self) -> None:
         """Waits a moment for the thread, after `stopping` was set: a read that is long or hangs ends with the process."""

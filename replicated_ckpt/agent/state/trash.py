@@ -8,6 +8,7 @@ from replicated_ckpt.errors import StoreError
 from replicated_ckpt.stores.files.existence import list_prefixed
 from replicated_ckpt.stores.local.room_to_start import lacks_room_to_start
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.thread_start import start_thread
 
 log = logging.getLogger(__name__)
 
@@ -20,7 +21,7 @@ def empty_trash(store: LocalStore) -> None:
     if lacks_room_to_start(store.root):
         _empty(store)
     else:
-        threading.Thread(target=_empty, args=(store,), name="rckpt-trash", daemon=True).start()
+        start_thread(threading.Thread(target=_empty, args=(store,), name="rckpt-trash", daemon=True))
 
 
 def empty_what_is_left(store: LocalStore) -> None:

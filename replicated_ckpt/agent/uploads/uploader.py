@@ -33,6 +33,7 @@ from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.bucket_client.upload_source import UploadSource
 from replicated_ckpt.stores.files.existence import list_prefixed
 from replicated_ckpt.stores.local.directories.committed import descriptions, open_committed_save
+from replicated_ckpt.stores.thread_start import start_thread
 from replicated_ckpt.stores.throttle import Pace, Stopped
 from replicated_ckpt.stores.verified import Expected
 
@@ -81,7 +82,7 @@ class Uploader:
         self.bytes_sent = 0
 
     def start(self) -> None:
-        self._thread.start()
+        start_thread(self._thread)
 
     def wake(self) -> None:
         """Has the next look happen now."""

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from replicated_ckpt.cli.look.checkpoints import LOST, SHORT, WHOLE, CheckpointSeen
 from replicated_ckpt.cli.look.nodes import NodesSeen
 from replicated_ckpt.cli.look.table import format_moment
-from replicated_ckpt.core.inventory import LineageFound, SaveFound, lineages_found, saves_found
+from replicated_ckpt.core.inventory import Holding, LineageFound, SaveFound, lineages_found, saves_found
 from replicated_ckpt.core.upkeep.policy import scope_of
 from replicated_ckpt.wording import plural
 
@@ -14,8 +14,11 @@ def describe_rivals(rows: Sequence[CheckpointSeen], seen: NodesSeen) -> list[str
     """A few lines for each checkpoint of which several saves lie on the nodes, and each directory of several runs."""
     row_of = {(row.checkpoint_id, row.save_id): row for row in rows}
     lines: list[str] = []
-    for checkpoint_id in sorted({holding.checkpoint_id for holding in seen.holdings}):
-        saves = saves_found(holding for holding in seen.holdings if holding.checkpoint_id == checkpoint_id)
+    by_name: dict[str, list[Holding]] = {}
+    for holding in seen.holdings:
+        by_name.setdefault(holding.checkpoint_id, []).append(holding)
+    for checkpoint_id, holdings in sorted(by_name.items()):
+        saves = saves_found(holdings)
         if len(saves) > 1:
             lines += _describe_versions([(save, row_of[checkpoint_id, save.save_id]) for save in saves], seen)
     return [*lines, *_describe_runs(seen)]

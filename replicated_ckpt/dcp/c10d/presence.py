@@ -19,6 +19,7 @@ from replicated_ckpt.dcp.c10d.job_secret import Seal, split
 from replicated_ckpt.dcp.c10d.waiting import AnsweringStore
 from replicated_ckpt.dcp.runtime.torch_private import default_store
 from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptError
+from replicated_ckpt.stores.files.locks import state_and_start
 
 log = logging.getLogger(__name__)
 
@@ -38,18 +39,12 @@ class Process:
     def lives(self) -> bool:
         """Whether it runs, or could: a killed one whose parent has not waited for it does not. True if unknown."""
         try:
-            state, started = _state_and_start(self.pid)
+            state, started = state_and_start(self.pid)
         except (FileNotFoundError, ProcessLookupError):
             return False
         except OSError:
             return True
         return started == self.started and state not in "ZX"
-
-
-def _state_and_start(pid: int) -> tuple[str, str]:
-    """Fields 3 and 22 of /proc/PID/stat. Source: proc(5); the second field is a name and may hold blanks and brackets."""
-    fields = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
-    return fields[0], fields[19]
 
 
 class Presence:
@@ -75,7 +70,7 @@ class Presence:
         """
         try:
             host = f"{_BOOT_ID.read_text().strip()}/{(_PROC / 'self/ns/pid').readlink()}"
-            this = Process(self._rank, os.getpid(), _state_and_start(os.getpid())[1])
+            this = Process(self._rank, os.getpid(), state_and_start(os.getpid())[1])
         except OSError as exc:
             log.warning("no other rank sees whether this one lives: %s", exc)
             return

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.bucket.bucket_save import BucketSave
+from replicated_ckpt.stores.thread_start import start_thread
 
 LOOK_WITHIN_S = 5.0
 
@@ -39,7 +40,7 @@ class BucketLook:
         self._found: Sequence[BucketSave] = ()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._look, name="rckpt-look", daemon=True)
-        self._thread.start()
+        start_thread(self._thread)
 
     def _look(self) -> None:
         try:

@@ -43,7 +43,8 @@ def choose_lineage(checkpoint_id: str, saves: Sequence[SaveFound], wanted: str) 
     if wanted == REFUSE_LINEAGES and len(lineages) > 1:
         raise LineagesMet(checkpoint_id, tuple(map(describe_lineage, lineages)), "the reader was told to refuse")
     ours = [save for save in saves if save.version.lineage == chosen.lineage]
-    unmanaged = [save for save in saves if save not in ours and not save.version.lineage and not save.sequence]
+    others = (save for save in saves if save.version.lineage != chosen.lineage)
+    unmanaged = [save for save in others if not save.version.lineage and not save.sequence]
     return LineageChoice((*ours, *unmanaged), lineages, max(save.sequence for save in ours))
 
 

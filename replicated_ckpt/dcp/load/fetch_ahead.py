@@ -8,6 +8,7 @@ from replicated_ckpt.core.reading.windows import CELL_BYTES, Window
 from replicated_ckpt.dcp.load.shard_reader import ShardReader
 from replicated_ckpt.errors import ReplicatedCkptError
 from replicated_ckpt.stores.node_cache.exchange import Exchange
+from replicated_ckpt.stores.thread_start import start_thread
 
 THREADS = 3
 BUFFERS = 5
@@ -42,7 +43,7 @@ class FetchAhead:
         try:
             for _ in range(min(THREADS, len(windows))):
                 thread = threading.Thread(target=self._work, name="replicated_ckpt-fetch", daemon=True)
-                thread.start()
+                start_thread(thread)
                 self._threads.append(thread)
         except BaseException:
             self.stop()

@@ -29,7 +29,7 @@ def find_memory_root(root: str | os.PathLike[str], memory: object) -> Path:
         StoreDenied: another user can have written what the tier notes.
     """
     if memory is True:
-        digest = hashlib.sha256(os.path.abspath(root).encode()).hexdigest()  # noqa: PTH100 - as the store's own root
+        digest = hashlib.sha256(os.fsencode(os.path.abspath(root))).hexdigest()  # noqa: PTH100 - as the store's own root
         found = _own_directory() / digest[:_DIGITS]
     elif isinstance(memory, str | os.PathLike) and Path(memory).is_absolute():
         found = Path(os.path.abspath(memory))  # noqa: PTH100 - a symbolic link stays what the user called it
@@ -99,9 +99,9 @@ def _find_file_system(path: Path) -> str:
     while not is_there(place):
         place = place.parent
     device = place.stat().st_dev
-    number = f"{os.major(device)}:{os.minor(device)}"
-    for line in _MOUNTS.read_text(encoding="utf-8").splitlines():
-        mount, _, described = line.partition(" - ")
-        if mount.split()[2] == number:
-            return described.split()[0]
+    number = f"{os.major(device)}:{os.minor(device)}".encode()
+    for line in _MOUNTS.read_bytes().split(b"\n"):  # the places are of any bytes but blanks and line feeds
+        mount, _, described = line.partition(b" - ")
+        if number in mount.split(b" ")[2:3]:
+            return described.split()[0].decode()
     return ""

@@ -43,7 +43,7 @@ def _machine_bytes(proc: Path) -> int:
 def _left_by_cgroups(proc: Path, cgroups: Path) -> Iterator[int]:
     """Of each cgroup that has a limit, from this process's own up. A container may see the topmost one only."""
     try:
-        lines = (proc / "self" / "cgroup").read_text(encoding="utf-8").splitlines()
+        lines = os.fsdecode((proc / "self" / "cgroup").read_bytes()).rstrip("\n").split("\n")
     except FileNotFoundError:  # a kernel without cgroups
         return
     for line in lines:

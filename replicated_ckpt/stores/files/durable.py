@@ -1,7 +1,6 @@
 """Durable file operations: what is done here survives a power loss once the call returns."""
 
 import contextlib
-import ctypes
 import errno
 import os
 import shutil
@@ -12,10 +11,10 @@ from pathlib import Path
 from replicated_ckpt import failpoints
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.errors import ReplicatedCkptError, StoreDenied, StoreError, StoreFull
-from replicated_ckpt.stores.files.existence import is_directory, is_name_taken, is_there
+from replicated_ckpt.stores.files import renames
+from replicated_ckpt.stores.files.existence import is_directory, is_there
 from replicated_ckpt.stores.files.plain import closing_fd, open_plain_file
 
-_AT_FDCWD, _RENAME_NOREPLACE, _RENAME_EXCHANGE = -100, 1, 2
 _IS_SHARED = stat.S_ISGID | stat.S_IRGRP | stat.S_IXGRP
 SHARED_MODE = 0o2750
 """Of a directory that a group may read; what is made in it is of that group, too."""
@@ -28,13 +27,15 @@ _HINT_BY_ERRNO = {
     errno.ESTALE: "The shared file system has lost it: mount it again. A root belongs on the node's own disk.",
     errno.EMFILE: "This process has too many open files: raise `ulimit -n`.",
     errno.ENFILE: "This host has too many open files: see `sysctl fs.file-max`.",
+    errno.EFBIG: "A file may not be so large there: raise `ulimit -f`, or pass a root on a file system that takes it.",
+    errno.EXDEV: "A directory of an overlay's lower layer, as in a container's image, cannot be moved: put a copy of it in "
+    "its place (`cp -a`), or pass a root on a volume.",
     errno.ENAMETOOLONG: "Use a shorter checkpoint id, or a shorter root.",
     errno.ENOTDIR: "A file lies where a directory must be: pass another root, or move the file away.",
 }
 SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 """What the system says that opens no file at all now, for want of descriptors or memory."""
 _REFUSALS = (errno.EACCES, errno.EPERM, errno.ESTALE, *SHORTAGES)
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 @contextlib.contextmanager
@@ -233,7 +234,7 @@ def publish_directory(
     failpoints.reach("commit.staging-fsynced")
     if not is_there(final):
         staged.rename(final)
-    elif _exchange(staged, final):
+    elif renames.exchange(staged, final):
         failpoints.reach("commit.replaced")
         if not is_version:
             carry(staged, final)
@@ -250,37 +251,6 @@ def publish_directory(
         fsync_directory(before.parent)
     fsync_directory(final.parent)
     fsync_directory(staged.parent)
-
-
-def _exchange(first: Path, second: Path) -> bool:
-    """Swaps two names atomically; False where kernel or file system cannot."""
-    return _renameat2(first, second, _RENAME_EXCHANGE)
-
-
-def rename_if_free(path: Path, target: Path) -> bool:
-    """Renames `path` unless `target` is there: False, and nothing changed, if it is."""
-    try:
-        if _renameat2(path, target, _RENAME_NOREPLACE):
-            return True
-    except FileExistsError:
-        return False
-    if is_name_taken(target):
-        return False
-    path.rename(target)
-    return True
-
-
-def _renameat2(first: Path, second: Path, flags: int) -> bool:
-    """False where kernel or file system cannot. Source: Linux renameat2(2)."""
-    renameat2 = getattr(_libc, "renameat2", None)
-    if renameat2 is None:
-        return False
-    if renameat2(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), flags) == 0:
-        return True
-    code = ctypes.get_errno()
-    if code in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
-        return False
-    raise OSError(code, os.strerror(code), str(first), None, str(second))
 
 
 def remove_moved(path: Path, *origins: Path) -> None:

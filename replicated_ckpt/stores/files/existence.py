@@ -67,6 +67,8 @@ def leads_out(root: Path, checkpoint_id: str) -> bool:
 
     Nothing outside a root is read or written for another user, whatever symbolic links lie inside it.
     """
+    if _is_straight(root, checkpoint_id):  # as nearly all are: the rest costs ten times as much
+        return False
     inside, real = os.path.realpath(root), os.path.realpath(root / checkpoint_id)
     if os.path.commonpath((inside, real)) != inside:
         return True
@@ -76,3 +78,13 @@ def leads_out(root: Path, checkpoint_id: str) -> bool:
             return True
         at = at.parent
     return False
+
+
+def _is_straight(root: Path, checkpoint_id: str) -> bool:
+    """Whether each part of a checkpoint's name is seen to be no link, or nothing that is there."""
+    at = str(root)
+    for part in checkpoint_id.split("/"):
+        at = f"{at}/{part}"
+        if part in ("", ".", "..") or is_link(at):
+            return False
+    return True

@@ -197,13 +197,22 @@ def holder_of(path: Path) -> int | None:
     return None
 
 
+def state_and_start(pid: int) -> tuple[str, str]:
+    """Fields 3 and 22 of /proc/PID/stat. Source: proc(5); the second field is a name, of any bytes, cut after the 15th.
+
+    Raises:
+        OSError: no such process runs, or it cannot be seen.
+    """
+    fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].decode().split()
+    return fields[0], fields[19]
+
+
 def is_stopped(pid: int) -> bool:
-    """Whether a process is seen to be stopped, by a signal or a debugger. Source: proc(5), /proc/PID/stat."""
+    """Whether a process is seen to be stopped, by a signal or a debugger."""
     try:
-        after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]
+        return state_and_start(pid)[0] in ("T", "t")
     except OSError:
         return False
-    return after_name.split()[0] in ("T", "t")
 
 
 def _held_for_too_long(path: Path, waited_s: float) -> StoreUnavailable:

@@ -47,4 +47,4 @@ def open_plain_file(path: str | Path) -> FileIO:
 def read_plain(path: str | Path, size_max: int = MANIFEST_BYTES_MAX + 1) -> bytes:
     """The bytes of a file, `size_max` at most: of one that is too large, more than are believed. Else as `open_plain`."""
     with BufferedReader(open_plain_file(path)) as file:
-        return file.read(size_max)
+        return file.read(min(size_max, os.fstat(file.fileno()).st_size + 1))  # all that is asked for is allocated

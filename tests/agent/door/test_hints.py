@@ -229,6 +229,8 @@ def test_each_kind_of_bucket_has_its_own_package() -> None:
         (errno.EROFS, StoreDenied, "read-only"),
         (errno.EIO, StoreError, "dmesg"),
         (errno.EMFILE, StoreError, "ulimit -n"),
+        (errno.EFBIG, StoreError, "ulimit -f"),
+        (errno.EXDEV, StoreError, "volume"),
         (errno.ENOSPC, StoreFull, "Free space"),
     ],
 )

@@ -1,6 +1,7 @@
 """Where the system gives an agent no more threads: hand-overs are refused at once, and what needs no answer goes on."""
 
 import os
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -8,10 +9,13 @@ from contextlib import AbstractContextManager, contextmanager
 from email.message import Message
 from io import BytesIO
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from replicated_ckpt.agent.http.local_door import LocalDoor
+from replicated_ckpt.agent.http.routes import Routes
+from replicated_ckpt.agent.http.server import AgentServer
 from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.agent.peers.greeting import Greeter
 from replicated_ckpt.agent.requests.body import Body
@@ -21,8 +25,11 @@ from replicated_ckpt.agent.saves.hand_overs import HandedShard
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.saves.shard_copies import WantedCopies, write_copies
 from replicated_ckpt.agent.state.endpoint import Endpoint
+from replicated_ckpt.agent.state.rights import Tokens
 from replicated_ckpt.agent.state.targets import TargetBook
 from replicated_ckpt.agent.uploads.probe import Prober
+from replicated_ckpt.cli.exit_codes import ExitCode
+from replicated_ckpt.cli.main import main
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import METADATA_NAME, ShardName
 from replicated_ckpt.core.manifest import Manifest, NodeEntry
@@ -183,3 +190,28 @@ def test_a_wait_that_gets_no_thread_is_an_error_that_is_handled(waits: AbstractC
     """A copy goes to another node then, and a peer is told why. It was a RuntimeError, which ended a save."""
     with without_threads(), pytest.raises(StoreUnavailable, match="gets no thread"), waits:
         pass
+
+
+def test_an_agent_that_gets_no_thread_does_not_begin(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """It says what to do. It was told to report a defect, and ranks were shown the end of a traceback."""
+    pid = os.fork()
+    if pid == 0:
+        with without_threads():
+            os._exit(main(["agent", "--root", str(tmp_path / "root")]))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == ExitCode.UNREACHABLE
+    assert "ulimit -u" in capfd.readouterr().err
+
+
+def test_a_connection_that_gets_no_thread_is_closed(caplog: pytest.LogCaptureFixture) -> None:
+    """The agent's log says why, keeps nothing of it, and the next one is served. It was called one without a token."""
+    with AgentServer(("127.0.0.1", 0), Tokens("peer", "owner"), cast(Routes, None)) as server:
+        where = ("127.0.0.1", server.server_port)
+        with without_threads(), socket.create_connection(where) as client:
+            server.handle_request()
+            assert client.recv(1) == b""
+        assert "gets no thread" in caplog.text
+        assert "no valid token" not in caplog.text
+        with socket.create_connection(where) as client:
+            client.sendall(b"GET /v1/status HTTP/1.0\r\n\r\n")
+            server.handle_request()
+            assert client.recv(1 << 16).startswith(b"HTTP/1.1 401")

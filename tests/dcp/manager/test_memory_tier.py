@@ -511,6 +511,14 @@ def test_each_store_and_user_has_a_tier_of_its_own(tmp_path: Path) -> None:
     assert one.parent == SHARED_MEMORY / f"replicated_ckpt-{os.geteuid()}"
 
 
+def test_names_on_this_host_may_be_of_any_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The root's, and those of all mounts, which were read as UTF-8: one in Latin-1 made the tier end in its error."""
+    mounts = b"1 1 0:99 / /m\xfcnchen rw - ext4 /dev/sda rw\n2 1 0:98 / /a\xe2\x80\xa8b rw - ext4 /dev/sdb rw\n"
+    (tmp_path / "mounts").write_bytes(mounts + Path("/proc/self/mountinfo").read_bytes())
+    monkeypatch.setattr(place, "_MOUNTS", tmp_path / "mounts")
+    assert find_memory_root(tmp_path / os.fsdecode(b"m\xfcnchen"), True).parent.parent == SHARED_MEMORY
+
+
 def test_the_usual_place_is_believed_whatever_the_umask(
     root: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

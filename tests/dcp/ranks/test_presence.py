@@ -1,5 +1,6 @@
 """Whether the processes of other ranks live: real processes, told apart by the kernel alone."""
 
+import ctypes
 import os
 import signal
 import time
@@ -13,10 +14,12 @@ import torch.distributed as dist
 from replicated_ckpt import CheckpointManager, ReplicatedReader, ReplicatedWriter
 from replicated_ckpt.dcp.c10d.presence import Presence, Process, announce
 from replicated_ckpt.errors import ConfigInvalid
+from replicated_ckpt.stores.files.locks import is_stopped
 from tests.gloo import end_group
 from tests.harness.processes import stop_process
 
 RANKS = 3
+_PR_SET_NAME = 15
 
 
 def presence(path: Path, rank: int) -> Presence:
@@ -26,12 +29,13 @@ def presence(path: Path, rank: int) -> Presence:
 
 
 @contextmanager
-def announced_child(path: Path, rank: int) -> Iterator[int]:
-    """A process that has announced itself; killed at the end, and waited for only then."""
+def announced_child(path: Path, rank: int, name: bytes = b"rank") -> Iterator[int]:
+    """A process of this name that has announced itself; killed at the end, and waited for only then."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
+            ctypes.CDLL(None).prctl(_PR_SET_NAME, name, 0, 0, 0)
             presence(path, rank)
             os.write(writing, b"!")
             time.sleep(60)
@@ -61,6 +65,18 @@ def test_a_killed_process_is_missed_and_a_stopped_one_is_not(tmp_path: Path) -> 
             time.sleep(0.01)
         assert set(here.find_lost()) == {1}
         assert set(elsewhere.find_lost()) == {1}
+
+
+def test_a_process_may_have_any_name(tmp_path: Path) -> None:
+    """The kernel cuts it after 15 bytes, in the middle of a letter: no writer could be made, nor a lock be waited for."""
+    here = presence(tmp_path / "store", 0)
+    with announced_child(tmp_path / "store", 1, "обучение".encode()) as pid:
+        assert b"\xd0)" in Path(f"/proc/{pid}/stat").read_bytes()
+        assert here.find_lost() == {}
+        assert not is_stopped(pid)
+        os.kill(pid, signal.SIGSTOP)
+        os.waitpid(pid, os.WUNTRACED)
+        assert is_stopped(pid)
 
 
 def test_another_process_with_its_number_is_not_taken_for_it() -> None:

@@ -1,5 +1,6 @@
 """How much memory a rank may take: the least of what machine and cgroups leave, shared among the ranks of a node."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -97,3 +98,12 @@ def test_a_kernel_without_cgroups(tmp_path: Path) -> None:
 def test_this_machine_can_be_read() -> None:
     """The real files have the form that is expected of them."""
     assert 0 < available_bytes() < 1 << 50
+
+
+def test_a_cgroup_may_have_any_name(tmp_path: Path) -> None:
+    """The kernel gives its bytes as they are, in no encoding; only a line feed is none of them."""
+    name = b"job\xff\xe2\x80\xa8x"  # what ends a line for Python alone is in it
+    where = machine(tmp_path, "")
+    (where[0] / "self" / "cgroup").write_bytes(b"0::/" + name + b"\n")
+    limit(where[1] / os.fsdecode(name), str(64 * MIB), 4)
+    assert available_bytes(*where) == 60 * MIB

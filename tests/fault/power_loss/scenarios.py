@@ -22,7 +22,7 @@ from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import MANIFEST_NAME
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
 from replicated_ckpt.stores.any_source import AnySource, Source
-from replicated_ckpt.stores.files import durable
+from replicated_ckpt.stores.files import renames
 from replicated_ckpt.stores.files.direct import PAGE_BYTES
 from replicated_ckpt.stores.local.directories.committed import incoming_file, open_committed_save
 from replicated_ckpt.stores.local.directories.intent import Intent
@@ -332,8 +332,8 @@ SCENARIOS: Mapping[str, Scenario] = {
 def recorded(scenario: Scenario, base: Path) -> Recorder:
     """Runs a scenario below `base`, an empty directory, and returns what was recorded."""
     store = LocalStore(base / STORE)
-    exchange = durable._exchange if scenario.can_exchange else _cannot_exchange
-    with mock.patch.object(durable, "_exchange", exchange):
+    exchange = renames.exchange if scenario.can_exchange else _cannot_exchange
+    with mock.patch.object(renames, "exchange", exchange):
         scenario.prepare(store)
         with Recorder(base) as recorder:
             scenario.run(LocalStore(base / STORE), recorder.mark)

@@ -172,3 +172,23 @@ def test_what_may_not_be_looked_at_is_not_missing(
         assert left >= set(names)
         store.commit(STAGED)
     assert [name for name, _ in store.catalog.committed()] == ["step-1"]
+
+
+def test_a_name_without_links_is_looked_at_part_by_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not from the top of the file system on: with thousands of checkpoints that was most of what an agent did."""
+    deep = tmp_path / "a" / "b" / "c"
+    (deep / "run" / "step-1").mkdir(parents=True)
+    asked: list[str] = []
+
+    def noting(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(path: Any, *args: Any, **named: Any) -> Any:
+            asked.append(str(path))
+            return original(path, *args, **named)
+
+        return call
+
+    for name in ("stat", "lstat"):
+        monkeypatch.setattr(os, name, noting(getattr(os, name)))
+    assert not existence.leads_out(deep, "run/step-1")
+    assert len(asked) == 2
+    assert existence.leads_out(deep, "run/../../step-1")

@@ -1,6 +1,7 @@
 """What lies in a file's place is closed again, whatever it is."""
 
 import contextlib
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -31,3 +32,16 @@ def test_a_directory_in_a_files_place_leaves_nothing_open(tmp_path: Path, way: C
     with contextlib.suppress(IsADirectoryError):
         way(tmp_path)
     assert open_below(tmp_path) == []
+
+
+def test_a_small_file_takes_little_memory(tmp_path: Path) -> None:
+    """64 MiB were asked for, as a manifest may have them: under `ulimit -v` a store of small ones could not be read."""
+    (tmp_path / "small").write_bytes(b"{}")
+    tracemalloc.start()
+    try:
+        assert read_plain(tmp_path / "small") == b"{}"
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+    (tmp_path / "large").write_bytes(bytes(100))
+    assert len(read_plain(tmp_path / "large", 10)) == 10

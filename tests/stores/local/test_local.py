@@ -30,7 +30,7 @@ from replicated_ckpt.errors import (
     StoreError,
     StoreFull,
 )
-from replicated_ckpt.stores.files import durable
+from replicated_ckpt.stores.files import renames
 from replicated_ckpt.stores.files.durable import store_error_of
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.shard_file import FileSink, ShardFile
@@ -130,7 +130,7 @@ def test_an_overwrite_replaces_the_whole_checkpoint(
 ) -> None:
     """The old checkpoint stays until the new one has its name, where names can be exchanged and where not."""
     if not can_exchange:
-        monkeypatch.setattr(durable, "_exchange", lambda *_: False)
+        monkeypatch.setattr(renames, "exchange", lambda *_: False)
     store = LocalStore(tmp_path)
     store.commit(staged(store, 1, b"old"))
     name = staged(store, 2, b"new", overwrite=True)
@@ -146,7 +146,7 @@ def test_a_crash_right_after_the_exchange_of_names_is_cleaned_up(tmp_path: Path)
     store = LocalStore(tmp_path)
     store.commit(staged(store, 1, b"old"))
     name = staged(store, 2, b"new", overwrite=True)
-    assert durable._exchange(store.staging(name), store.final("step-1"))
+    assert renames.exchange(store.staging(name), store.final("step-1"))
     assert not store.is_decided(name), "what lies there now is of another save"
     assert content(store) == b"new"
     service = NodeService(store)
@@ -158,7 +158,7 @@ def test_a_crash_right_after_the_exchange_of_names_is_cleaned_up(tmp_path: Path)
 
 def test_a_crash_between_two_renames_is_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where names cannot be exchanged, the instant without a checkpoint ends with the next start of the agent."""
-    monkeypatch.setattr(durable, "_exchange", lambda *_: False)
+    monkeypatch.setattr(renames, "exchange", lambda *_: False)
     store = LocalStore(tmp_path)
     store.commit(staged(store, 1, b"old"))
     name = staged(store, 2, b"new", overwrite=True)
@@ -187,7 +187,7 @@ def test_two_threads_that_publish_one_save_do_not_undo_it(
 ) -> None:
     """A peer's question and a load's settling may complete a replacement at once: the new one is there, and no litter."""
     if not can_exchange:
-        monkeypatch.setattr(durable, "_exchange", lambda *_: False)
+        monkeypatch.setattr(renames, "exchange", lambda *_: False)
     store = LocalStore(tmp_path)
     store.commit(staged(store, 1, b"old"))
     name = staged(store, 2, b"new", overwrite=True)

@@ -9,7 +9,7 @@ import pytest
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.settling.settle import settle
 from replicated_ckpt.errors import ConfigInvalid
-from replicated_ckpt.stores.files import durable
+from replicated_ckpt.stores.files import renames
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.versions import others as versions_others
@@ -54,7 +54,7 @@ def overwritten(store: LocalStore, number: int, data: bytes) -> str:
 
 
 def cannot_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(durable, "_exchange", lambda *_: False)
+    monkeypatch.setattr(renames, "exchange", lambda *_: False)
 
 
 def started(store: LocalStore) -> LocalStore:

@@ -26,10 +26,10 @@ from replicated_ckpt.stores.files.durable import (
     make_directories,
     remove_moved,
     remove_tree,
-    rename_if_free,
     write_file,
 )
 from replicated_ckpt.stores.files.existence import is_directory, is_name_taken
+from replicated_ckpt.stores.files.renames import rename_if_free
 from replicated_ckpt.stores.local.directories.catalog import read_believed
 
 log = logging.getLogger(__name__)
