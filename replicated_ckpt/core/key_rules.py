@@ -45,7 +45,7 @@ class KeyRules:
         names = {key: self.add_prefix + name for key, name in names.items()}
         key_by_name: dict[str, str] = {}
         for key, name in names.items():
-            if not name:
+            if key and not name:
                 raise ConfigInvalid(
                     f"{key!r} would have no name left.", "Strip a shorter prefix, or rename it otherwise."
                 )

@@ -5,7 +5,7 @@ import pytest
 from replicated_ckpt.core.key_rules import KeyRules, Path, nest, rename_path
 from replicated_ckpt.errors import ConfigInvalid
 
-KEYS = ["model.h.0.w", "model.h.1.w", "model.norm", "optim.h.0.w", "step"]
+KEYS = ["model.h.0.w", "model.h.1.w", "model.norm", "optim.h.0.w", "step", ""]
 
 
 @pytest.mark.parametrize(
@@ -25,6 +25,7 @@ KEYS = ["model.h.0.w", "model.h.1.w", "model.norm", "optim.h.0.w", "step"]
             {"model.h.0.w": "layers.0.weight", "model.h.1.w": "layers.1.weight"},
         ),
         (KeyRules(include=["step"], add_prefix="train."), {"step": "train.step"}),
+        (KeyRules(include=[""]), {"": ""}),
     ],
 )
 def test_rules_choose_and_rename(rules: KeyRules, wanted: dict[str, str]) -> None:

@@ -95,7 +95,7 @@ def _save(writer: ReplicatedWriter, checkpoint_id: str, planner: SourcePlanner) 
 
 def _read_back(reader: ReplicatedReader, checkpoint_id: str) -> None:
     source = checkpoint_source(reader, checkpoint_id)
-    for entry in source.contents.objects:
-        source.read_objects([entry])
-    for group in windows([part for entry in source.contents.tensors for part in parts_of(entry)]):
-        source.read(group)
+    for objects in windows(source.contents.objects):
+        source.read_objects(objects)
+    for parts in windows([part for entry in source.contents.tensors for part in parts_of(entry)]):
+        source.read(parts)

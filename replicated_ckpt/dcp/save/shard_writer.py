@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -134,18 +134,22 @@ class ShardWriter:
     def _lay_out(
         self, plan: SavePlan, planner: SavePlanner, name: str, results: list[WriteResult], stream: Stream
     ) -> None:
-        for item in sorted(plan.items, key=_is_large):
+        for item in in_shard_order(plan.items):
             offset, length = self._items.write(stream, item, planner)
             failpoints.reach("rank.writing")
             info = StorageInfo(name, offset, length)
             results.append(WriteResult(index=item.index, size_in_bytes=length, storage_data=info))
 
 
-def _is_large(item: WriteItem) -> bool:
+def in_shard_order(items: Sequence[WriteItem]) -> list[WriteItem]:
     """Small items come first, and so lie side by side: scalars and objects, which all ranks read, and whole blocks at that.
 
     An optimizer's step counts, one for each parameter, would else bring as many blocks of their neighbours along.
     """
+    return sorted(items, key=_is_large)
+
+
+def _is_large(item: WriteItem) -> bool:
     if item.tensor_data is None:
         return False
     elements = math.prod(item.tensor_data.chunk.sizes)

@@ -15,12 +15,14 @@ from replicated_ckpt.core.chunk import Chunk
 from replicated_ckpt.dcp.convert.entries.source import (
     WINDOW_BYTES,
     Contents,
+    ObjectEntry,
     Part,
     Source,
     TensorEntry,
     check_covered,
     windows,
 )
+from replicated_ckpt.dcp.save.shard_writer import in_shard_order
 
 _Place = tuple[str, tuple[int, ...]]
 
@@ -28,28 +30,27 @@ _Place = tuple[str, tuple[int, ...]]
 class SourcePlanner(SavePlanner):
     """Saves what is in a source, chunk by chunk as it lies there; chunks of more than a window are cut.
 
-    Parts are read ahead, up to a window, in the order of the plan. `progress` is told how many bytes more were read.
+    The plan has the order in which items are written. Up to a window of them is read ahead in that order. `progress` is
+    told how many bytes more were read.
     """
 
     def __init__(self, source: Source, contents: Contents, progress: Callable[[int], None]) -> None:
         self._source = source
         self._contents = contents
         self._progress = progress
-        self._part_by_place = {
-            (p.entry.name, p.chunk.offsets): p for entry in contents.tensors for p in parts_of(entry)
-        }
-        self._object_by_name = {entry.name: entry for entry in contents.objects}
-        self._ahead = deque(windows(list(self._part_by_place.values())))
-        self._read: dict[_Place, torch.Tensor] = {}
+        self._unit_by_place: dict[_Place, Part | ObjectEntry] = {(e.name, ()): e for e in contents.objects}
+        for part in (part for entry in contents.tensors for part in parts_of(entry)):
+            self._unit_by_place[part.entry.name, part.chunk.offsets] = part
+        self._items = in_shard_order([_write_item(unit) for unit in self._unit_by_place.values()])
+        self._ahead = deque(windows(self._unit_by_place[_place_of(item)] for item in self._items))
+        self._read: dict[_Place, torch.Tensor | io.BytesIO] = {}
 
     def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
         """The state dict that DCP was given says nothing; the source does."""
 
     def create_local_plan(self) -> SavePlan:
-        items = [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in self._object_by_name]
-        items += [_write_item(part) for part in self._part_by_place.values()]
         paths = {entry.name: entry.path for entry in self._contents.entries}
-        return SavePlan(items, planner_data=paths)
+        return SavePlan(self._items, planner_data=paths)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         plans, metadata = create_default_global_save_plan(all_plans)
@@ -59,26 +60,27 @@ class SourcePlanner(SavePlanner):
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        name = write_item.index.fqn
-        if write_item.type == WriteItemType.BYTE_IO:
-            entry = self._object_by_name[name]
-            raw = self._source.read_objects([entry])[entry.key]
-            self._progress(entry.size_bytes)
-            return io.BytesIO(raw)
-        place = (name, tuple(write_item.index.offset or ()))
+        place = _place_of(write_item)
         if place not in self._read:
             self._look_ahead(place)
         return self._read.pop(place)
 
     def _look_ahead(self, place: _Place) -> None:
-        """Reads the next parts of the plan. Parts that were read and not asked for, against the order, are let go."""
-        part = self._part_by_place[place]
-        group = self._ahead.popleft() if self._ahead and part in self._ahead[0] else [part]
-        self._read = {
-            (read.entry.name, read.chunk.offsets): tensor
-            for read, tensor in zip(group, self._source.read(group), strict=True)
-        }
-        self._progress(sum(read.size_bytes for read in group))
+        """Reads the next units of the plan. Units that were read and not asked for, against the order, are let go."""
+        unit = self._unit_by_place[place]
+        group = self._ahead.popleft() if self._ahead and unit in self._ahead[0] else [unit]
+        parts = [unit for unit in group if isinstance(unit, Part)]
+        objects = [unit for unit in group if isinstance(unit, ObjectEntry)]
+        self._read = {}  # before the next window is read
+        raw_by_key = self._source.read_objects(objects)
+        self._read |= {(entry.name, ()): io.BytesIO(raw_by_key[entry.key]) for entry in objects}
+        for part, tensor in zip(parts, self._source.read(parts), strict=True):
+            self._read[part.entry.name, part.chunk.offsets] = tensor
+        self._progress(sum(unit.size_bytes for unit in group))
+
+
+def _place_of(item: WriteItem) -> _Place:
+    return item.index.fqn, tuple(item.index.offset or ())
 
 
 def parts_of(entry: TensorEntry) -> list[Part]:
@@ -90,8 +92,10 @@ def parts_of(entry: TensorEntry) -> list[Part]:
     return found or [Part(entry, Chunk.whole(entry.shape))]  # one without elements is an item all the same
 
 
-def _write_item(part: Part) -> WriteItem:
-    entry, chunk = part.entry, part.chunk
+def _write_item(unit: Part | ObjectEntry) -> WriteItem:
+    if isinstance(unit, ObjectEntry):
+        return WriteItem(MetadataIndex(unit.name), WriteItemType.BYTE_IO)
+    entry, chunk = unit.entry, unit.chunk
     data = TensorWriteData(
         ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)),
         TensorProperties(dtype=entry.dtype),

@@ -1,8 +1,8 @@
 """What a conversion reads: a state dict that lies somewhere else, entry by entry and part by part."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -94,6 +94,9 @@ class Part:
         return self.chunk.elements * self.entry.dtype.itemsize
 
 
+Unit = TypeVar("Unit", bound=Part | ObjectEntry)
+
+
 class Source(Protocol):
     """A state dict that can be read in parts, by one thread."""
 
@@ -124,16 +127,17 @@ class Source(Protocol):
         """Gives back what is open."""
 
 
-def windows(parts: Sequence[Part]) -> Iterator[list[Part]]:
-    """The parts in groups of WINDOW_BYTES at most, or of one part."""
-    group: list[Part] = []
+def windows(units: Iterable[Unit]) -> Iterator[list[Unit]]:
+    """Parts and objects in groups of WINDOW_BYTES at most, or of one. An object of unknown size is by itself."""
+    group: list[Unit] = []
     size_bytes = 0
-    for part in parts:
-        if group and size_bytes + part.size_bytes > WINDOW_BYTES:
+    for unit in units:
+        weight = unit.size_bytes or (WINDOW_BYTES if isinstance(unit, ObjectEntry) else 0)
+        if group and size_bytes + weight > WINDOW_BYTES:
             yield group
             group, size_bytes = [], 0
-        group.append(part)
-        size_bytes += part.size_bytes
+        group.append(unit)
+        size_bytes += weight
     if group:
         yield group
 
