@@ -139,7 +139,7 @@ def test_two_saves_of_the_same_checkpoint_at_once(cluster: Cluster) -> None:
 def test_an_older_agent_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank of a newer version has its own agent serve; it has the address and the token of the old one."""
     monkeypatch.setenv("REPLICATED_CKPT_AGENT_IDLE_S", "1")
-    with running_agent(tmp_path / "a") as old:
+    with running_agent(tmp_path / "a", "--idle-exit-s", "60") as old:  # as ranks start one
         path = old.root / ".agent" / "endpoint.json"
         path.write_text(json.dumps({**json.loads(path.read_text()), "version": "0.0.9"}))
         new = ensure_agent(LocalStore(old.root), "127.0.0.1")
