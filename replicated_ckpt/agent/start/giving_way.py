@@ -23,7 +23,7 @@ def gives_way(directory: Path, endpoint: Endpoint, bind_host: str | None) -> boo
     return is_deaf or is_plain or (_is_older(endpoint) and not has_one_to_stay(directory))
 
 
-def check_release(directory: Path, endpoint: Endpoint) -> None:
+def check_running(directory: Path, endpoint: Endpoint) -> None:
     """Raises ConfigInvalid: this process cannot talk to the agent, which is newer, or older and was started to stay."""
     if endpoint.protocol > PROTOCOL or (endpoint.protocol < PROTOCOL and has_one_to_stay(directory)):
         raise ConfigInvalid(

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from replicated_ckpt.agent.start.environment import agent_environment, isolated_python
-from replicated_ckpt.agent.start.giving_way import check_release, gives_way
+from replicated_ckpt.agent.start.giving_way import check_running, gives_way
 from replicated_ckpt.agent.start.leaving import held_hint, note_leaving, wait_until_gone
 from replicated_ckpt.agent.state.endpoint import (
     ALREADY_SERVED,
@@ -194,7 +194,7 @@ def _answering(directory: Path, bind_host: str | None, *, is_opening: bool) -> E
     is_replaced = gives_way(directory, endpoint, bind_host)
     if not _answers(directory, endpoint, is_opening=is_opening and not is_replaced):  # else it would stay for that save
         return None
-    check_release(directory, endpoint)
+    check_running(directory, endpoint)
     if not is_replaced:
         return endpoint
     try:

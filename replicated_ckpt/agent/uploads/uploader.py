@@ -267,8 +267,7 @@ class Uploader:
         """Uploads what is this node's to upload now; whether the save is committed in the bucket afterwards."""
         bucket, save_id = self._targets.bucket(upload.state.url), manifest.save_id
         there = bucket.save_of(manifest.checkpoint_id)
-        sizes = {name: entry.size_bytes for name, entry in manifest.shards.items()}
-        if there is not None and there.save_id == save_id and sizes.items() <= there.sizes.items():
+        if there is not None and there.save_id == save_id and manifest.shard_sizes.items() <= there.sizes.items():
             tidy_after(bucket, manifest, there)
             return True
         bucket.check_place(manifest, there)  # also of a save that lacks a shard, and will never be whole

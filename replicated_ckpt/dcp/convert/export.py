@@ -80,8 +80,8 @@ def export_checkpoint(
         sink = _sink(format, name, contents, size_of(shard_size_limit), trust_pickles=trust_pickles)
         output = _place(to, sink, contents, to_options, overwrite=overwrite)
         _write(sink, source, contents, output, Reporter(contents.size_bytes, progress))
-    left_out = set(chosen.order).difference(contents.order)
-    skipped = tuple(key for key in chosen.order if key in left_out)
+    kept = set(contents.order)
+    skipped = tuple(key for key in chosen.order if key not in kept)
     return Converted.of(contents, reader.checkpoint_id, os.fspath(to), time.monotonic() - started_at, skipped)
 
 

@@ -41,9 +41,11 @@ def remove_outlived(bucket: Bucket, manifest: Manifest, there: BucketSave) -> No
         StoreError: some of it is still there.
     """
     listing = bucket.client.list_keys(f"{manifest.checkpoint_id}/")
-    places = [own_prefix(name) for name in listing.directories if is_save_id(name)]
-    for place in (*places, *([""] if MANIFEST_NAME in listing.sizes else [])):
-        left = None if place == prefix_of(manifest) else _read_manifest(bucket, f"{manifest.checkpoint_id}/{place}")
+    places = {own_prefix(name) for name in listing.directories if is_save_id(name)}
+    if MANIFEST_NAME in listing.sizes:
+        places.add("")
+    for place in places - {prefix_of(manifest)}:
+        left = _read_manifest(bucket, f"{manifest.checkpoint_id}/{place}")
         if left is None or (left.checkpoint_id, prefix_of(left)) != (manifest.checkpoint_id, place):
             continue
         if left.save_id in manifest.replaces or is_superseded(left, there):
