@@ -11,9 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from replicated_ckpt.dcp.tensors import torch_save
 from replicated_ckpt.dcp.tensors.container import TEMPLATE_BYTES_MAX, TensorReader, data_range
 from replicated_ckpt.dcp.tensors.memory import empty_tensor
 from replicated_ckpt.dcp.tensors.tensor_writer import TensorWriter
+from replicated_ckpt.dcp.tensors.torch_save import learn_envelope
 from replicated_ckpt.errors import StoreFull
 
 DTYPES = [
@@ -182,6 +184,22 @@ def test_a_container_is_learned_without_its_memory() -> None:
         torch.set_deterministic_debug_mode("default")
     assert resident_bytes() - before < elements
     assert model.shape == (elements,)
+
+
+def test_what_surrounds_the_data_is_learned_the_same_in_any_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even where the memory begins as a record of a container ends: torch mixes such data into its serialization ID."""
+
+    def model_in_used_memory(shape: tuple[int, ...], dtype: torch.dtype, stride: tuple[int, ...]) -> torch.Tensor:
+        model = empty_tensor(shape, dtype, stride)
+        model.copy_(torch.frombuffer(bytearray(b"PK\x07\x08" * model.numel()), dtype=dtype).view(shape))
+        return model
+
+    for elements in (600, TEMPLATE_BYTES_MAX):
+        kind = (torch.float32, (elements,), (1,))
+        learned = learn_envelope(*kind)
+        monkeypatch.setattr(torch_save, "empty_tensor", model_in_used_memory)
+        assert learned == learn_envelope(*kind)
+        monkeypatch.undo()
 
 
 def test_a_tensor_with_gaps_is_written_without_them() -> None:
