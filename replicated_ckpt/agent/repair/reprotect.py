@@ -192,10 +192,14 @@ class Reprotector:
             own = replace(own, holdings=self._service.holdings(), remains=self._service.remains.find())
         views = (own, *others)
         plan = plan_repair(manifests, views, self._service.node_id, going=going)
-        drop_outlived(
-            self._service, without_retired(manifests, going), views, is_done=plan.is_complete and not in_doubt
-        )
         self._stale = (plan, self._stale[1] + 1 if plan == self._stale[0] else 0)
+        drop_outlived(
+            self._service,
+            without_retired(manifests, going),
+            views,
+            is_done=plan.is_complete and not in_doubt,
+            is_stuck=self._stale[1] >= STALE_ROUNDS_MAX and not in_doubt,
+        )
         found = Protection(
             is_complete=plan.is_complete and not in_doubt,
             planned=len(plan.actions),

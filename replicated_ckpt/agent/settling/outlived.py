@@ -13,7 +13,7 @@ from replicated_ckpt.core.lineage import Version
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.protocol.settlement import is_without_a_name, may_be_dropped
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
-from replicated_ckpt.core.upkeep.retention import whole_versions
+from replicated_ckpt.core.upkeep.whole_versions import whole_versions
 from replicated_ckpt.errors import ManifestInvalid, ManifestVersionUnknown, ObjectCorrupt, ObjectMissing, StoreError
 from replicated_ckpt.stores.files.durable import translate_errors
 from replicated_ckpt.stores.local.directories.intent import Intent
@@ -26,12 +26,18 @@ _WholeById = Mapping[str, Sequence[Version]]
 
 
 def drop_outlived(
-    service: NodeService, manifests: Mapping[str, Manifest], views: Sequence[NodeView], *, is_done: bool = False
+    service: NodeService,
+    manifests: Mapping[str, Manifest],
+    views: Sequence[NodeView],
+    *,
+    is_done: bool = False,
+    is_stuck: bool = False,
 ) -> None:
     """Removes from this node the versions that it kept until the newer ones were seen whole.
 
     `is_done`: every checkpoint of these views has its copies, and no silent node is waited for. Then a replaced version
-    goes, too, of which no manifest tells what it is: what took its place is among them.
+    goes, too, of which no manifest tells what it is: what took its place is among them. `is_stuck`: no copy that is short
+    can be made now; it may be that what is kept here takes the room.
 
     Raises:
         StoreError: the node's own store cannot be read.
@@ -41,7 +47,7 @@ def drop_outlived(
     doubts = [doubt.intent for doubt in service.doubts.read_all()]
     if not names and not doubts:
         return
-    whole = whole_versions(manifests, views)
+    whole = whole_versions(manifests, views, may_be_short=is_stuck)
     _drop_replaced(service, names, whole, is_done=is_done)
     places = service.store.places.read_all()
     for intent in doubts:

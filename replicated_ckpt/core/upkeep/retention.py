@@ -5,11 +5,9 @@ from dataclasses import dataclass, field, replace
 from math import isfinite
 
 from replicated_ckpt.config import Retention
-from replicated_ckpt.core.inventory import Holding, saves_found
-from replicated_ckpt.core.lineage import Version
+from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.notes import metrics_of
-from replicated_ckpt.core.protocol.seen_save import see_save
 from replicated_ckpt.core.upkeep.policy import NODES, Policy, agree, pending, scope_of
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
 from replicated_ckpt.wording import plural
@@ -274,18 +272,3 @@ def _copies(manifest: Manifest, holdings: Sequence[Holding]) -> int:
 def without_retired(manifest_by_save: Mapping[str, Manifest], retired: Collection[str]) -> dict[str, Manifest]:
     """The manifests of the saves that stay."""
     return {save_id: manifest for save_id, manifest in manifest_by_save.items() if save_id not in retired}
-
-
-def whole_versions(
-    manifest_by_save: Mapping[str, Manifest], nodes: Sequence[NodeView]
-) -> Mapping[str, tuple[Version, ...]]:
-    """Of each checkpoint the versions of which every shard was seen intact, and the metadata, at nodes that answer."""
-    up = {node.node_id: node for node in nodes if node.presence is Presence.UP}
-    whole: dict[str, list[Version]] = {}
-    for save in saves_found(holding for node in up.values() for holding in node.holdings or ()):
-        manifest = manifest_by_save.get(save.save_id)
-        if manifest is None or manifest.checkpoint_id != save.checkpoint_id:
-            continue
-        if see_save(save, manifest, up, unsure=(), remains=()).is_whole:
-            whole.setdefault(manifest.checkpoint_id, []).append(manifest.version)
-    return {checkpoint_id: tuple(versions) for checkpoint_id, versions in whole.items()}

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -143,8 +144,12 @@ def test_a_decided_save_whose_name_another_run_has_taken_goes(
     decide(service.store, mine)
     settle(service, service.find_abandoned(0.0), [])
     assert is_staged(service, NEW)
-    other = () if kept_by != "another node has it" else (Holding(OTHER, "step-10", NEW, mine.sequence, True),)
-    views = (*look(service), NodeView(OTHER, Presence.UP, other, None))
+    own = look(service)
+    copies = tuple(replace(holding, node_id=OTHER) for holding in own[0].holdings or () if holding.save_id == OLD)
+    other = (
+        copies if kept_by != "another node has it" else (Holding(OTHER, "step-10", NEW, mine.sequence, True), *copies)
+    )
+    views = (*own, NodeView(OTHER, Presence.UP, other, None))
     with contextlib.ExitStack() as stack:
         if kept_by == "a rank works on it":
             stack.callback(service.store.lock_save(NEW).release)

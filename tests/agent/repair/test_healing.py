@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from replicated_ckpt.agent.repair import replaced
+from replicated_ckpt.agent.repair.reprotect import STALE_ROUNDS_MAX
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.main import main
@@ -300,6 +301,21 @@ def test_a_replaced_version_without_its_manifest_gives_the_last_shards(
         wait_for(lambda: held(nodes[1]) == {shard(0), shard(1)}, 30, "the shard")
     assert of_save(nodes[1]) == 1
     assert [finding.save_id for finding in findings(nodes[1])] == []
+
+
+def test_the_last_copy_of_a_newer_save_is_read_before_the_older_one_goes(tmp_path: Path) -> None:
+    """A third node's disk is lost: one has the newer save alone, with a bad block, the other the older one."""
+    nodes = stores(tmp_path, 3)
+    old = checkpointed(nodes, 1, {shard(0): (0, 1), shard(1): (0, 2)})
+    checkpointed(nodes, 2, {shard(0): (1, 2), shard(1): (2, 1)})
+    flip(nodes[1].root / "step-1" / shard(0), 100)
+    with agents(nodes[:2], *QUICK) as running:
+        wait_for(lambda: status(running[0])["protection"]["failed"], 30, "a copy that cannot be made")
+        rounds(running[0], STALE_ROUNDS_MAX + 1)
+    assert held(nodes[1]) == {shard(1)}
+    kept = nodes[0].root / (nodes[0].catalog.directory_of("step-1", old.save_id) or "nowhere")
+    kept.rename(nodes[0].root / "older")
+    assert held(nodes[0], "older") == {shard(0), shard(1)}
 
 
 def test_what_a_save_has_replaced_does_not_become_that_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,8 +22,8 @@ from replicated_ckpt.core.upkeep.retention import (
     RetentionPlan,
     judge,
     plan_retention,
-    whole_versions,
 )
+from replicated_ckpt.core.upkeep.whole_versions import whole_versions
 from replicated_ckpt.errors import ConfigInvalid
 
 UP, ASSUMED, GONE = Presence.UP, Presence.ASSUMED, Presence.GONE
@@ -274,7 +274,7 @@ def test_a_copy_is_seen_intact_by_its_size_until_a_read_finds_damage() -> None:
 
     def is_whole(*holdings: Holding) -> bool:
         views = [NodeView(held.node_id, UP, (held,)) for held in holdings]
-        return bool(whole_versions(by_save([new]), views))
+        return bool(whole_versions(by_save([new]), views, may_be_short=True))
 
     first, second = holding("a", new), holding("b", new)
     noted = replace(first, damaged=NAMES[:1])
@@ -283,6 +283,23 @@ def test_a_copy_is_seen_intact_by_its_size_until_a_read_finds_damage() -> None:
     assert is_whole(noted, second)
     assert not is_whole(noted)
     assert not is_whole(noted, shorter)
+
+
+def test_the_newest_version_has_all_copies_that_it_can_have_before_others_give_way_to_it() -> None:
+    """Others of its lineage count with one: were it and the newest both bad, two would be, which takes two faults."""
+    older, newest = versions = [replace(one, checkpoint_id="last") for one in FOUR[:2]]
+
+    def whole(*held: Manifest, nodes: Sequence[str] = "ab", **options: bool) -> list[str]:
+        first = NodeView("a", UP, tuple(holding("a", one) for one in versions))
+        views = [first, *(NodeView(node, UP, tuple(holding(node, one) for one in held)) for node in nodes[1:])]
+        found = whole_versions(by_save(versions), views, **options)
+        return [version.save_id for version in found.get("last", ())]
+
+    assert whole() == [older.save_id]
+    assert whole(older) == [older.save_id]
+    assert whole(newest) == [older.save_id, newest.save_id]
+    assert whole(nodes="a") == [older.save_id, newest.save_id], "no other node could have one"
+    assert whole(may_be_short=True) == [older.save_id, newest.save_id]
 
 
 def test_copies_on_nodes_that_do_not_answer_do_not_count() -> None:

@@ -7,7 +7,8 @@ from replicated_ckpt import Retention
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.upkeep.policy import NODES, Policy
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
-from replicated_ckpt.core.upkeep.retention import RetentionPlan, plan_retention, whole_versions, without_retired
+from replicated_ckpt.core.upkeep.retention import RetentionPlan, plan_retention, without_retired
+from replicated_ckpt.core.upkeep.whole_versions import whole_versions
 from tests.core.upkeep.test_retention import NAMES, by_save, holding, manifest, save_id
 
 OURS, OTHER = "a" * 16, "b" * 16

@@ -84,7 +84,10 @@ def an_assumption_makes_others_give_way() -> Iterator[None]:
     """D2: a version counts as whole if silent nodes are assumed to hold what they were meant to."""
 
     def assumed_whole(
-        manifests: Mapping[str, Manifest], nodes: Sequence[NodeView]
+        manifests: Mapping[str, Manifest],
+        nodes: Sequence[NodeView],
+        *,
+        may_be_short: bool,
     ) -> Mapping[str, tuple[Version, ...]]:
         there = [node for node in nodes if node.presence is not Presence.GONE]
         up = {node.node_id for node in there if node.presence is Presence.UP}
