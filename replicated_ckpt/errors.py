@@ -291,7 +291,7 @@ class StoreDenied(StoreError):
 class StoreFull(StoreError):
     """No space is left on the store; nothing was committed there, and the previous checkpoint is intact."""
 
-    default_hint = "Free space there (on a node: `replicated-ckpt prune --root ROOT --keep-last N`), then save again."
+    default_hint = "Free space or inodes (`df -i`): `replicated-ckpt prune --root ROOT --keep-last N`. Then save again."
 
 
 class StoreUnavailable(StoreError):

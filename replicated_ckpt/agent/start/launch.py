@@ -206,9 +206,16 @@ def _answering(directory: Path, bind_host: str | None, *, is_opening: bool) -> E
     return None
 
 
+class _Outliving(subprocess.Popen[bytes]):
+    """A process that runs on when this one ends: nothing to warn of, which is an error under `python -W error`."""
+
+    def __del__(self) -> None:
+        super().__del__(_warn=lambda *_, **__: None)  # type: ignore[call-arg]  # CPython's own, as of 3.11 to 3.14
+
+
 def spawn_agent(arguments: Sequence[str], log: int) -> "subprocess.Popen[bytes]":
     """Starts the process of an agent, in a session of its own, as it outlives this process. `log`: where it writes."""
-    return subprocess.Popen(
+    return _Outliving(
         [*isolated_python(), *arguments],
         stdin=subprocess.DEVNULL,
         stdout=log,

@@ -2,11 +2,14 @@
 survive that leaves them waiting.
 """
 
+import copyreg
 import functools
+import io
 import pickle
 import socket
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import CodeType, NoneType
 from typing import Any, TypeVar
 
 from replicated_ckpt.errors import AgentUnavailable, RankFailed, StoreError
@@ -61,3 +64,16 @@ def can_be_sent(error: BaseException) -> bool:
     except Exception:  # noqa: BLE001 - its own code runs in both directions
         return False
     return True
+
+
+def dump(value: object) -> bytes:
+    """As `pickle.dumps`, with None in the place of code.
+
+    From Python 3.14 on, code is in the summary of a traceback that DCP sends with an error, and pickle refuses it. DCP
+    itself takes it out on torch 2.13 and newer, and not on 2.11.
+    """
+    stream = io.BytesIO()
+    pickler = pickle.Pickler(stream)
+    pickler.dispatch_table = {**copyreg.dispatch_table, CodeType: lambda _: (NoneType, ())}
+    pickler.dump(value)
+    return stream.getvalue()

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from replicated_ckpt.dcp.c10d.tellable import dump
 from replicated_ckpt.dcp.c10d.waiting import LOOK_AFTER_S, LOOK_EVERY_S, Wait
 from replicated_ckpt.dcp.runtime.raised_by_load import as_checkpoint_exception
 from replicated_ckpt.dcp.tensors.memory import memory_of
@@ -238,7 +239,7 @@ def _as_number(value: int) -> torch.Tensor:
 
 
 def _as_bytes(value: Any) -> torch.Tensor:
-    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).clone()
+    return torch.frombuffer(bytearray(dump(value)), dtype=torch.uint8).clone()
 
 
 def _as_object(raw: torch.Tensor, size: int) -> Any:

@@ -34,13 +34,17 @@ print(json.dumps([endpoint.version, [entry.partition("=")[0] for entry in enviro
 
 
 def started(root: Path, environment: Mapping[str, str], python: str = sys.executable) -> tuple[str, list[str]]:
-    """Version of the agent that a rank with this environment starts, and the names of its variables."""
+    """Version of the agent that a rank with this environment starts, and the names of its variables.
+
+    The rank, in which each warning is an error, has none to show.
+    """
     usual = {"PATH": os.environ["PATH"], "HOME": str(root.parent), "REPLICATED_CKPT_AGENT_IDLE_S": "5"}
+    usual["PYTHONWARNINGS"] = "error"
     done = subprocess.run(
         [python, "-c", RANK, str(root)],
         env={**usual, **environment}, cwd="/", capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    assert (done.returncode, done.stderr) == (0, "")
     found: list[Any] = json.loads(done.stdout)
     stop_agent(root)
     return found[0], found[1]
@@ -52,7 +56,7 @@ def planted(tmp_path: Path) -> Path:
     folder = tmp_path / "planted"
     folder.mkdir()
     for name in ("sitecustomize", "usercustomize", "cryptography"):
-        code = f"import pathlib; pathlib.Path({str(tmp_path / 'ran')!r}).open('a').write('{name} ')"
+        code = f"with open({str(tmp_path / 'ran')!r}, 'a') as ran:\n    ran.write('{name} ')\n"
         (folder / f"{name}.py").write_text(code)
     return folder
 

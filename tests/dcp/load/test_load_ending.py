@@ -3,14 +3,18 @@
 import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from traceback import StackSummary, extract_tb
+from traceback import FrameSummary, StackSummary, extract_tb
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
 from replicated_ckpt import LoadReport
+from replicated_ckpt.dcp.c10d.watched_group import WatchedGroup
 from replicated_ckpt.dcp.load.ending import FAILURES_MAX, tell_end
 from replicated_ckpt.errors import RankFailed, ShardLost
+from tests.gloo import group_of_one
 
 REPORT = LoadReport(
     "step-1", "a" * 32, 1 << 30, 0, 0, 100, 1.5, (), 0, 0, "gpu-0123.cluster", {"plan": 0.5, "read": 1.0}
@@ -59,9 +63,19 @@ class _Rank:
         return pickle.loads(self._ranks.told)
 
 
+class _Frame(FrameSummary):
+    """As Python 3.14 has it: with its code, which pickle refuses."""
+
+    __slots__ = ("_code",)
+
+    def __init__(self, frame: FrameSummary) -> None:
+        super().__init__(frame.filename, frame.lineno, frame.name)
+        self._code = _raised.__code__
+
+
 def failed(error: BaseException) -> tuple[BaseException, StackSummary]:
-    """As DCP keeps it."""
-    return error, extract_tb(_raised(error).__traceback__)
+    """As DCP keeps it on torch 2.11."""
+    return error, StackSummary.from_list(list(map(_Frame, extract_tb(_raised(error).__traceback__))))
 
 
 def _raised(error: BaseException) -> BaseException:
@@ -100,6 +114,13 @@ def test_an_error_that_cannot_be_sent_is_told_in_words() -> None:
     for outcomes, _ in Ranks(2).end([None, failed(error)]):
         assert isinstance(outcomes[1][0], RankFailed)
         assert "Local: the plan" in str(outcomes[1][0])
+
+
+def test_the_group_of_a_save_sends_a_failure_too() -> None:
+    """A rank that could not send it would leave the collective, and the group would be broken for all."""
+    with group_of_one():
+        (told,) = WatchedGroup(dist.group.WORLD, mock.Mock()).all_gather_object(failed(ValueError("the plan")))
+    assert (str(told[0]), [frame.name for frame in told[1]]) == ("the plan", ["_raised"])
 
 
 def test_of_many_failures_each_class_and_the_own_one_are_told() -> None:
