@@ -294,10 +294,20 @@ class Reprotector:
         return ""
 
     def _carry_out(self, part: RepairPlan) -> tuple[int, list[str]]:
+        """How much of a part was done, and what failed. Once it takes long the rest is planned anew: a newer save may want
+        copies by now, which come first.
+        """
         self._just_removed.look(self._service.holdings())
-        outcomes = [(action, self._try(action)) for action in self._just_removed.actions_to_do(part)]
-        failed = [f"{action}: {error}" for action, error in outcomes if error]
-        return len(outcomes) - len(failed), failed
+        done, failed, until = 0, list[str](), self._look_again_at
+        for action in self._just_removed.actions_to_do(part):
+            if error := self._try(action):
+                failed.append(f"{action}: {error}")
+                continue
+            done += 1
+            if self._clock() >= until:
+                self.wake()
+                break
+        return done, failed
 
     def _say(self, found: Protection, plan: RepairPlan) -> None:
         is_real = bool(found.done or found.failed or self._stale[1])  # else others may be publishing that save just now

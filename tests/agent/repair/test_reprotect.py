@@ -223,6 +223,30 @@ def test_what_is_over_goes_while_a_copy_takes_long(tmp_path: Path) -> None:
     assert max(kept for _, kept in here) <= 3, here
 
 
+def test_the_newest_save_does_not_wait_for_all_copies_of_older_ones(tmp_path: Path) -> None:
+    """One that is saved while a lost node's copies are made up for gets its own after the next of those."""
+    nodes, now, stopping = stores(tmp_path, 2), [0.0], threading.Event()
+
+    class WhileOneIsSaved(Pace):
+        def take(self, size_bytes: int) -> None:
+            if not now[0]:
+                checkpointed(nodes, 9, {shard(0): (1, 0)}, checkpoint_id="step-9", on=[1])
+            now[0] += size_bytes and IDLE_PAUSE_S
+
+    service = NodeService(nodes[0])
+    reprotector = Reprotector(service, Patience(), WhileOneIsSaved(1, stopping), stopping, clock=lambda: now[0])
+    for number in (1, 2, 3):
+        checkpointed(nodes, number, {shard(0): (1, 0)}, checkpoint_id=f"step-{number}", on=[1])
+    with running_agent(nodes[1].root) as other:
+        introduced(nodes[0], [other.endpoint.address()])
+        for _ in range(2):
+            reprotector.round()
+        assert [len(held(nodes[0], f"step-{number}")) for number in (3, 9, 2, 1)] == [1, 1, 0, 0]
+        assert reprotector.is_busy
+        wait_for(lambda: reprotector.round().is_complete, 20, "all copies")
+    assert [findings(store) for store in nodes] == [[], []]
+
+
 def test_what_is_long_gone_is_forgotten(tmp_path: Path) -> None:
     """An agent that sees a save retired every minute for a year keeps nothing of each."""
     (store,), now, stopping = stores(tmp_path, 1), [0.0], threading.Event()
