@@ -2,7 +2,7 @@
 
 import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, Protocol
 
 from replicated_ckpt.agent.http.hand_over_routes import HandOverRoutes
@@ -268,7 +268,8 @@ class Routes:
         if checkpoint_id is not None:
             return json_answer(**answer, standing={})
         room = try_room(self._service.store.root).to_json()
-        return json_answer(**answer, standing=self._objects.standing().to_json(), room=room)
+        standing = replace(self._objects.standing(), is_busy=self._reprotector.is_busy)
+        return json_answer(**answer, standing=standing.to_json(), room=room)
 
     def _meet(self, request: Request) -> Answer:
         """A load begins: learn the nodes that take part, and settle what earlier saves left behind."""

@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from replicated_ckpt import failpoints
@@ -54,13 +54,15 @@ _SESSION = "repair"
 class Mender:
     """Examines, takes over and copies, on this node. One action at a time, from one thread.
 
-    Each action looks at the disk again before it changes it, so a plan that is out of date does no harm.
+    Each action looks at the disk again before it changes it, so a plan that is out of date does no harm. `meanwhile` is
+    called before each piece of a shard that is copied or examined.
     """
 
-    def __init__(self, service: NodeService, pace: Pace) -> None:
+    def __init__(self, service: NodeService, pace: Pace, meanwhile: Callable[[], None] = lambda: None) -> None:
         self._service = service
         self._store = service.store
         self._pace = pace
+        self._meanwhile = meanwhile
         self.bytes_copied = 0
 
     def carry_out(self, action: Action) -> None:
@@ -99,8 +101,12 @@ class Mender:
                 found += [(*place, name) for name, size in sizes.items() if size != shards[name].size_bytes]
         return [key for key in found if not self._service.damage.is_known(*key)]
 
+    def _take(self, size_bytes: int) -> None:
+        self._meanwhile()
+        self._pace.take(size_bytes)
+
     def _examine(self, directory: Committed, manifest: Manifest, name: str) -> Finding | None:
-        inspector = Inspector(self._store, self._service.node_id, self._pace.take)
+        inspector = Inspector(self._store, self._service.node_id, self._take)
         is_footless = False
         if name == METADATA_NAME:
             finding = inspector.metadata_problem(directory, manifest)
@@ -254,7 +260,7 @@ class Mender:
                 with contextlib.closing(sources):
                     hint = _bring_back(manifest, entry, action.sources)
                     sink = FileSink(path, recycled=RecycledFiles(self._store.root))
-                    pull_shard(sources, action.shard, sink, self._pace.take, hint)
+                    pull_shard(sources, action.shard, sink, self._take, hint)
                 directory.place(path, action.shard)
         failpoints.reach("restore.copied")
         self.bytes_copied += entry.size_bytes

@@ -77,7 +77,7 @@ class Reprotector:
         self._retirer = Retirer(service, stopping)
         self._clock = clock
         self.watch = PeerWatch(service.peers, patience, clock)
-        self._mender = Mender(service, pace)
+        self._mender = Mender(service, pace, self._remove_meanwhile)
         self._stopping = stopping
         self._woken = threading.Event()
         self._busy = threading.Event()
@@ -87,6 +87,7 @@ class Reprotector:
         self._just_removed = JustRemoved(patience.lost_after_s, clock)
         self._stale: tuple[RepairPlan, int] = (RepairPlan(), 0)
         self._began_at: float | None = None
+        self._look_again_at = clock()
         self._rounds = 0
         self.last = Protection(is_complete=False)
         self._thread = threading.Thread(target=self._run, name="rckpt-reprotect", daemon=True)
@@ -198,7 +199,8 @@ class Reprotector:
             without_retired(manifests, going),
             views,
             is_done=plan.is_complete and not in_doubt,
-            is_stuck=self._stale[1] >= STALE_ROUNDS_MAX and not in_doubt,
+            is_stuck=self._stale[1] >= STALE_ROUNDS_MAX
+            and not (in_doubt or any(view.standing.is_busy for view in others)),
         )
         found = Protection(
             is_complete=plan.is_complete and not in_doubt,
@@ -213,6 +215,18 @@ class Reprotector:
         found = replace(found, done=done, failed=tuple(failed))
         self._say(found, plan)
         return found
+
+    def _remove_meanwhile(self) -> None:
+        """What is over goes during a long copy, too, as often as at rest: jobs save meanwhile, and the disk would fill."""
+        if self._clock() < self._look_again_at:
+            return
+        try:
+            policies = self._service.policies.read_all()
+            manifests, views = self._look()
+            going, _ = self._retirer.retire(manifests, views, policies, in_doubt=self.watch.has_doubt(views))
+            drop_outlived(self._service, without_retired(manifests, going), views)
+        except (ReplicatedCkptError, OSError) as exc:
+            log.warning("what is over stays for now: %s", exc)
 
     def _read_suspects(self) -> None:
         """Reads the files that were said to be bad, or have a wrong size; those that are bad count no more as copies."""
@@ -238,6 +252,7 @@ class Reprotector:
     def _look(self) -> tuple[Mapping[str, Manifest], tuple[NodeView, ...]]:
         """The manifests of the saves that nodes hold, and the views of all nodes, this one first."""
         others, service = self.watch.look(self._manifests.known), self._service
+        self._look_again_at = self._clock() + self._pauses.after(len(others), is_active=False)
         remains, standing = service.remains.find(), self.standing()
         own = Held(service.holdings(), remains, standing, try_room(service.store.root)).view_of(service.node_id)
         manifests = self._manifests.of((own, *others))
@@ -279,10 +294,20 @@ class Reprotector:
         return ""
 
     def _carry_out(self, part: RepairPlan) -> tuple[int, list[str]]:
+        """How much of a part was done, and what failed. Once it takes long the rest is planned anew: a newer save may want
+        copies by now, which come first.
+        """
         self._just_removed.look(self._service.holdings())
-        outcomes = [(action, self._try(action)) for action in self._just_removed.actions_to_do(part)]
-        failed = [f"{action}: {error}" for action, error in outcomes if error]
-        return len(outcomes) - len(failed), failed
+        done, failed, until = 0, list[str](), self._look_again_at
+        for action in self._just_removed.actions_to_do(part):
+            if error := self._try(action):
+                failed.append(f"{action}: {error}")
+                continue
+            done += 1
+            if self._clock() >= until:
+                self.wake()
+                break
+        return done, failed
 
     def _say(self, found: Protection, plan: RepairPlan) -> None:
         is_real = bool(found.done or found.failed or self._stale[1])  # else others may be publishing that save just now

@@ -1,7 +1,7 @@
 """Policies of retention as nodes know and tell them: which checkpoints they are for, and which of two is the later."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from operator import index
 from posixpath import dirname
 from typing import Any
@@ -98,7 +98,7 @@ class Standing:
     `uploading`: saves that it takes for not yet in the bucket. `uploaded`: those of which it knows that they are, or are
     not wanted there. `ordered`: those of `uploading` that a user has ordered by hand, whatever else is known of them.
     `removed`: saves that the node's own user has removed by hand. `unable`: those of `uploading` that it cannot bring
-    itself: no rank there has named the bucket, or its key is refused.
+    itself: no rank there has named the bucket, or its key is refused. `is_busy`: it may be making copies now.
     """
 
     policies: tuple[Policy, ...] = ()
@@ -107,6 +107,7 @@ class Standing:
     ordered: frozenset[str] = frozenset()
     removed: frozenset[str] = frozenset()
     unable: frozenset[str] = frozenset()
+    is_busy: bool = field(default=False, kw_only=True)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -116,6 +117,7 @@ class Standing:
             "ordered": sorted(self.ordered),
             "removed": sorted(self.removed),
             "unable": sorted(self.unable),
+            "is_busy": self.is_busy,
         }
 
     @classmethod
@@ -124,6 +126,7 @@ class Standing:
         return cls(
             tuple(Policy.from_json(entry) for entry in fields.get("policies", ())),
             *(_save_ids(fields.get(name, ())) for name in ("uploading", "uploaded", "ordered", "removed", "unable")),
+            is_busy=fields.get("is_busy") is True,
         )
 
 

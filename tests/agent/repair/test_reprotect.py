@@ -6,16 +6,18 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
 
 from replicated_ckpt import Retention
-from replicated_ckpt.agent.peers.watch import Patience
-from replicated_ckpt.agent.repair.reprotect import Reprotector
+from replicated_ckpt.agent.peers.watch import Patience, ask_holdings
+from replicated_ckpt.agent.repair.pauses import IDLE_PAUSE_S
+from replicated_ckpt.agent.repair.reprotect import STALE_ROUNDS_MAX, Reprotector
 from replicated_ckpt.agent.saves.service import NodeService
-from replicated_ckpt.core.upkeep.policy import NODES, Policy
+from replicated_ckpt.core.upkeep.policy import NODES, Policy, Standing
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
 from replicated_ckpt.core.upkeep.repair_plan import RepairPlan, RestoreManifest
 from replicated_ckpt.errors import StoreError
@@ -132,6 +134,7 @@ def test_an_agent_that_ranks_started_copies_to_the_end(tmp_path: Path) -> None:
     with running_agent(nodes[0].root, *QUICK) as there:
         introduced(nodes[1], [there.endpoint.address()])
         with running_agent(nodes[1].root, *QUICK, "--idle-exit-s", "2", "--copy-mib-per-s", "1") as idle:
+            wait_for(lambda: ask_holdings(idle.endpoint.address()).standing.is_busy, 10, "word that it is at work")
             assert idle.process.wait(60) == 0
     assert held(nodes[1]) == {shard(0)}
 
@@ -173,6 +176,74 @@ def test_a_name_that_retention_frees_is_another_runs_in_the_same_round(tmp_path:
         introduced(nodes[0], [other.endpoint.address()])
         wait_for(lambda: reprotector.round().is_complete, 20, "a round that says that all is done")
     assert dict(nodes[0].catalog.committed())["step-1"].save_id == theirs.save_id
+    assert [findings(store) for store in nodes] == [[], []]
+
+
+def test_an_older_version_stays_while_another_node_is_at_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long that copies the newer one, and finds its source bad in the end: a node that waits counts no rounds."""
+    nodes, stopping, halves = stores(tmp_path, 2), threading.Event(), {shard(0): (0,), shard(1): (1,)}
+    service, other = NodeService(nodes[0]), NodeService(nodes[1])
+    reprotector = Reprotector(service, Patience(), Pace(1e12, stopping), stopping)
+    view = NodeView(other.node_id, Presence.UP, (), standing=Standing(is_busy=True))
+    monkeypatch.setattr(reprotector.watch, "look", lambda _: (replace(view, holdings=other.holdings()),))
+    for number in (1, 2):
+        checkpointed(nodes, number, halves)
+    for _ in range(STALE_ROUNDS_MAX + 2):
+        assert reprotector.round().planned == 2
+    assert nodes[0].catalog.list_replaced()
+    view = replace(view, standing=Standing())
+    reprotector.round()
+    assert not nodes[0].catalog.list_replaced()
+
+
+def test_what_is_over_goes_while_a_copy_takes_long(tmp_path: Path) -> None:
+    """A job saves meanwhile, and its disk does not fill: what is replaced or retired does not wait for the copy's end."""
+    nodes, now, stopping = stores(tmp_path, 2), [0.0], threading.Event()
+    service, numbers = NodeService(nodes[0]), iter(range(2, 100))
+    here: list[tuple[int, int]] = []
+
+    class WhileOthersSave(Pace):
+        def take(self, size_bytes: int) -> None:
+            here.append((len(nodes[0].catalog.list_replaced()), len(list(nodes[0].root.glob("step-*")))))
+            for name in ("last", f"step-{len(here)}"):
+                halves = {shard(0): (0,), shard(1): (1,)}
+                checkpointed(nodes, next(numbers), halves, copies=1, checkpoint_id=name, size_bytes=1000)
+            now[0] += IDLE_PAUSE_S
+
+    reprotector = Reprotector(service, Patience(), WhileOthersSave(1, stopping), stopping, clock=lambda: now[0])
+    service.policies.learn([Policy("", NODES, 2, Retention(keep_last=2))])
+    checkpointed(nodes, 1, {shard(0): (1, 0)}, checkpoint_id="other/large", size_bytes=26_000_000, on=[1])
+    with running_agent(nodes[1].root) as other:
+        introduced(nodes[0], [other.endpoint.address()])
+        for _ in range(2):
+            reprotector.round()
+    assert held(nodes[0], "other/large") == {shard(0)}
+    assert len(here) == 7, "pieces"
+    assert max(here) <= (1, 3), here
+    assert max(kept for _, kept in here) <= 3, here
+
+
+def test_the_newest_save_does_not_wait_for_all_copies_of_older_ones(tmp_path: Path) -> None:
+    """One that is saved while a lost node's copies are made up for gets its own after the next of those."""
+    nodes, now, stopping = stores(tmp_path, 2), [0.0], threading.Event()
+
+    class WhileOneIsSaved(Pace):
+        def take(self, size_bytes: int) -> None:
+            if not now[0]:
+                checkpointed(nodes, 9, {shard(0): (1, 0)}, checkpoint_id="step-9", on=[1])
+            now[0] += size_bytes and IDLE_PAUSE_S
+
+    service = NodeService(nodes[0])
+    reprotector = Reprotector(service, Patience(), WhileOneIsSaved(1, stopping), stopping, clock=lambda: now[0])
+    for number in (1, 2, 3):
+        checkpointed(nodes, number, {shard(0): (1, 0)}, checkpoint_id=f"step-{number}", on=[1])
+    with running_agent(nodes[1].root) as other:
+        introduced(nodes[0], [other.endpoint.address()])
+        for _ in range(2):
+            reprotector.round()
+        assert [len(held(nodes[0], f"step-{number}")) for number in (3, 9, 2, 1)] == [1, 1, 0, 0]
+        assert reprotector.is_busy
+        wait_for(lambda: reprotector.round().is_complete, 20, "all copies")
     assert [findings(store) for store in nodes] == [[], []]
 
 
