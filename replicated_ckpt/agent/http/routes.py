@@ -60,7 +60,7 @@ class Routes:
         self._service = service
         self._reprotector = reprotector
         checks = Checks()
-        self._repair = RepairRoutes(service, reprotector, checks, objects.hold)
+        self._repair = RepairRoutes(service, reprotector, checks, objects.uploader.held.hold)
         self._objects = objects
         self._unmanaged = UnmanagedRoutes(service, checks)
         self._handed = HandOverRoutes(service)
@@ -155,7 +155,7 @@ class Routes:
 
     def _wake_upkeep(self) -> None:
         self._reprotector.wake()
-        self._objects.wake()
+        self._objects.uploader.wake()
 
     def _begin(self, request: Request, save_id: str) -> Answer:
         fields = request.document()
@@ -268,7 +268,7 @@ class Routes:
         if checkpoint_id is not None:
             return json_answer(**answer, standing={})
         room = try_room(self._service.store.root).to_json()
-        return json_answer(**answer, standing=self._objects.standing().to_json(), room=room)
+        return json_answer(**answer, standing=self._objects.uploader.standing().to_json(), room=room)
 
     def _meet(self, request: Request) -> Answer:
         """A load begins: learn the nodes that take part, and settle what earlier saves left behind."""
