@@ -20,7 +20,7 @@ from replicated_ckpt.agent.requests.worker_thread import give_way
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.settling.settle import settle
 from replicated_ckpt.agent.state.rights import Right, needed_right
-from replicated_ckpt.core.layout import ShardName, is_checkpoint_id, is_save_id
+from replicated_ckpt.core.layout import ShardName, check_checkpoint_id, is_checkpoint_id, is_save_id
 from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.core.protocol.announced import Announced
 from replicated_ckpt.errors import ConfigInvalid, ObjectMissing, PeerProtocolError
@@ -258,8 +258,8 @@ class Routes:
         return json_answer(flush_later(self._service.store.path_of_staged(save_id, name)), **asdict(found))
 
     def _holdings(self, checkpoint_id: str | None, *, is_upkeep: bool) -> Answer:
-        if checkpoint_id is not None and not is_checkpoint_id(checkpoint_id):
-            raise ConfigInvalid(f"{checkpoint_id[:200]!r} is no checkpoint id.")
+        if checkpoint_id is not None:
+            check_checkpoint_id(checkpoint_id)
         found = self._service.holdings(checkpoint_id)
         remains = [found.to_json() for found in self._service.remains.find(checkpoint_id)]
         holdings = [holding.to_json() for holding in found]

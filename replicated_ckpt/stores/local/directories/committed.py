@@ -20,8 +20,8 @@ from replicated_ckpt.core.layout import (
     QUARANTINE_DIR,
     REPLACED_DIR,
     ShardName,
+    check_checkpoint_id,
     is_checkpoint_file,
-    is_checkpoint_id,
     is_save_id,
 )
 from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX, Manifest, decode_manifest
@@ -176,8 +176,7 @@ def open_directory(root: Path, checkpoint_id: str) -> Iterator[Committed]:
     Raises:
         ObjectMissing: there is none.
     """
-    if not is_checkpoint_id(checkpoint_id):
-        raise ConfigInvalid(f"{checkpoint_id[:200]!r} is no checkpoint id.")
+    check_checkpoint_id(checkpoint_id)
     with translate_errors(str(root), "open", checkpoint_id):
         if leads_out(root, checkpoint_id):
             raise ObjectMissing(str(root), "open", checkpoint_id, "a symbolic link leads out of the root")
