@@ -80,7 +80,7 @@ def tell_metadata(
 def _read_metadata(store: LocalStore, checkpoint_id: str, save_id: str) -> Metadata:
     try:
         with open_committed_save(store.root, checkpoint_id, save_id) as (directory, manifest):
-            raw = directory.read_checked(METADATA_NAME, manifest.metadata_bytes, manifest.metadata_crc32c)
+            raw = directory.raw_metadata(manifest)
     except ObjectMissing as exc:
         raise CheckpointNotFound(
             f"What dcp.save returned for {checkpoint_id} cannot be read any more: this node has retired or replaced it.",
