@@ -19,17 +19,15 @@ Result = TypeVar("Result")
 class FanOut(Generic[Key, Result]):
     """Outcomes by key: `results` where the call returned, `errors` where it raised one of our errors."""
 
-    def __init__(self) -> None:
-        self.results: dict[Key, Result] = {}
-        self.errors: dict[Key, ReplicatedCkptError] = {}
-        self._bug: BaseException | None = None
-
-    def run(self, keys: Iterable[Key], call: Callable[[Key], Result]) -> "FanOut[Key, Result]":
+    def __init__(self, keys: Iterable[Key], call: Callable[[Key], Result]) -> None:
         """Calls `call(key)` for every key, on at most PARALLEL_MAX threads; returns when all have ended.
 
         Plain threads, as a thread pool refuses new work once the interpreter has begun to exit, where a save may still
         be under way.
         """
+        self.results: dict[Key, Result] = {}
+        self.errors: dict[Key, ReplicatedCkptError] = {}
+        self._bug: BaseException | None = None
         waiting: queue.SimpleQueue[Key] = queue.SimpleQueue()
         for key in keys:
             waiting.put(key)
@@ -40,7 +38,6 @@ class FanOut(Generic[Key, Result]):
             thread.join()
         if self._bug is not None:
             raise self._bug
-        return self
 
     def _start_threads(
         self, count: int, waiting: "queue.SimpleQueue[Key]", call: Callable[[Key], Result]
@@ -67,7 +64,7 @@ class FanOut(Generic[Key, Result]):
                 self.results[key] = call(key)
             except ReplicatedCkptError as exc:
                 self.errors[key] = exc
-            except BaseException as exc:  # noqa: BLE001 - handed to the caller of `run`
+            except BaseException as exc:  # noqa: BLE001 - handed to the caller
                 self._bug = exc
 
     def raise_first(self) -> Mapping[Key, Result]:

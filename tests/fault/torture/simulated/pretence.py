@@ -129,7 +129,7 @@ def pretences(cluster: "Cluster") -> Iterator[AbstractContextManager[Any]]:
         (reprotect, "time", clock),
         (finish, "time", clock),
         (uuid, "uuid4", cluster.draw_uuid),
-        (fanout.FanOut, "run", _run_inline),
+        (fanout.FanOut, "__init__", _run_inline),
         (tee._SinkThread, "start", lambda _: None),
         (tee._SinkThread, "join", tee._SinkThread.run),
         (tee, "BlockHasher", partial(BlockHasher, BLOCK_BYTES)),
@@ -225,10 +225,10 @@ def _no_deadline(*_: Any) -> Iterator[None]:
     yield
 
 
-def _run_inline(self: fanout.FanOut[Any, Any], keys: Any, call: Callable[[Any], Any]) -> fanout.FanOut[Any, Any]:
+def _run_inline(self: fanout.FanOut[Any, Any], keys: Any, call: Callable[[Any], Any]) -> None:
+    self.results, self.errors = {}, {}
     for key in keys:
         try:
             self.results[key] = call(key)
         except ReplicatedCkptError as exc:
             self.errors[key] = exc
-    return self
