@@ -10,7 +10,7 @@ import threading
 from collections.abc import Collection
 from dataclasses import replace
 
-from replicated_ckpt.agent.peers.address_book import PeerBook
+from replicated_ckpt.agent.peers.address_book import INTRODUCE_HINT, PeerBook
 from replicated_ckpt.agent.peers.call_backs import CallBacks
 from replicated_ckpt.agent.peers.who import Who, ask_who
 from replicated_ckpt.agent.state.endpoint import Endpoint
@@ -198,5 +198,4 @@ def _identify_named(book: PeerBook, said: AgentAddress) -> AgentAddress:
 
 
 def _denial(said: AgentAddress, why: str) -> StoreDenied:
-    hint = "A job that has ranks on both nodes introduces them, with its next save or load."
-    return StoreDenied("this agent", "hear", f"node {said.node_id}", why, hint)
+    return StoreDenied("this agent", "hear", f"node {said.node_id}", why, INTRODUCE_HINT)
