@@ -14,7 +14,6 @@ from typing import Any, Self
 
 from replicated_ckpt import failpoints
 from replicated_ckpt.agent.peers.address_book import PeerBook
-from replicated_ckpt.agent.requests.worker_thread import start_worker
 from replicated_ckpt.agent.saves.hand_overs import HandOvers
 from replicated_ckpt.agent.saves.shard_copies import WrittenCopies
 from replicated_ckpt.core.layout import MANIFEST_NAME
@@ -28,6 +27,7 @@ from replicated_ckpt.stores.local.versions.replaceable import check_decidable
 from replicated_ckpt.stores.peer.answer import parsing
 from replicated_ckpt.stores.peer.client import AgentClient
 from replicated_ckpt.stores.peer.fan_out import FanOut
+from replicated_ckpt.stores.thread_start import start_worker
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,6 @@ from operator import index
 from typing import Any, TypeVar
 
 from replicated_ckpt import failpoints
-from replicated_ckpt.agent.requests.worker_thread import start_worker
 from replicated_ckpt.agent.unmanaged.look import UnmanagedFound
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
 from replicated_ckpt.core.lineage import Histories, histories_from_json, merge_histories, newest_lineage
@@ -21,6 +20,7 @@ from replicated_ckpt.errors import CheckpointAmbiguous, ReplicatedCkptError, Sav
 from replicated_ckpt.stores.peer.answer import parsing
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.fan_out import FanOut
+from replicated_ckpt.stores.thread_start import start_worker
 
 log = logging.getLogger(__name__)
 
