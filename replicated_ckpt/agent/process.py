@@ -22,7 +22,6 @@ from replicated_ckpt.agent.peers.greeting import Greeter
 from replicated_ckpt.agent.peers.watch import Patience
 from replicated_ckpt.agent.repair.reprotect import Reprotector
 from replicated_ckpt.agent.repair.scrub import Scrubber
-from replicated_ckpt.agent.requests.worker_thread import start_worker
 from replicated_ckpt.agent.saves.drain import Draining
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.signals import hear
@@ -55,6 +54,7 @@ from replicated_ckpt.stores.local.room_to_start import keep_room_to_start, lacks
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.versions.recycled import try_room
 from replicated_ckpt.stores.node_cache.cache import is_any_cache_held
+from replicated_ckpt.stores.thread_start import start_worker
 from replicated_ckpt.stores.throttle import Pace, copy_pace, hand_over_pace
 from replicated_ckpt.version import __version__
 

@@ -7,7 +7,7 @@ import signal
 import socket
 from collections.abc import Callable, Sequence
 
-from replicated_ckpt.agent.requests.worker_thread import start_worker
+from replicated_ckpt.stores.thread_start import start_worker
 
 
 def hear(numbers: Sequence[int], call: Callable[[int], None]) -> None:

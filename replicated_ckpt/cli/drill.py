@@ -2,14 +2,12 @@
 
 import argparse
 import json
-import signal
 import sys
 import time
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn
 
 from replicated_ckpt.cli.exit_codes import ExitCode
+from replicated_ckpt.cli.sigterm import stop_on_sigterm
 from replicated_ckpt.drill.drill import Drill, DrillResult, drill_directory
 from replicated_ckpt.drill.object_store import has_moto, object_store
 from replicated_ckpt.drill.plan import WIDTH_BY_MODEL_SIZE, DrillOptions, DrillPlan, Scenario, plan_drill
@@ -58,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print the result as JSON instead of as a table")
 
 
+@stop_on_sigterm()
 def run(args: argparse.Namespace) -> int:
     """Carry out the drill. The exit code is OK only if every scenario held.
 
@@ -65,7 +64,6 @@ def run(args: argparse.Namespace) -> int:
     StoreError when the object store that is named cannot be used, and KeyboardInterrupt on SIGINT and SIGTERM; no
     process and, without --keep, no file is left in any case.
     """
-    signal.signal(signal.SIGTERM, _interrupt)
     started = time.monotonic()
 
     def progress(line: str) -> None:
@@ -107,7 +105,3 @@ def _options(args: argparse.Namespace) -> DrillOptions:
         model_size=args.model_size,
         object_store=args.object_store,
     )
-
-
-def _interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
-    raise KeyboardInterrupt

@@ -89,6 +89,13 @@ def is_checkpoint_id(text: str) -> bool:
     )
 
 
+def check_checkpoint_id(text: str) -> str:
+    """`text`, which another process gave; else ConfigInvalid."""
+    if not is_checkpoint_id(text):
+        raise ConfigInvalid(f"{text[:200]!r} is no checkpoint id.")
+    return text
+
+
 def _is_plain_part(part: str) -> bool:
     """Whether it names one directory and nothing else, wherever it is written: on disk, in a URL, a key or a command."""
     return (

@@ -5,7 +5,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,7 @@ from pathlib import Path
 from replicated_ckpt.drill.cluster import Cluster
 from replicated_ckpt.drill.errors import DrillError
 from replicated_ckpt.drill.evidence import Evidence, JobSpec
-from replicated_ckpt.drill.object_store import ObjectStore
+from replicated_ckpt.drill.object_store import ObjectStore, Progress
 from replicated_ckpt.drill.plan import (
     UPLOAD_LIMIT_S,
     WIDTH_BY_MODEL_SIZE,
@@ -32,8 +32,6 @@ END_LIMIT_S = 60.0
 JOB_LIMIT_S = 120.0
 STEP_LIMIT_S = 5.0
 AGENT_DIR = ".agent"
-
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)

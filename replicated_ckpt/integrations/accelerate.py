@@ -4,6 +4,7 @@ import os
 import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -130,7 +131,6 @@ class ReplicatedAccelerator(Accelerator):
         self._replicated_root = Path(replicated_root)
         self._writer_options = {"retention": retention, **(writer_options or {})}
         self._trust_pickles = trust_pickles
-        self._checkpoints: NamedCheckpoints | None = None
         self._loaders: list[PreparedLoader] = []
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
@@ -183,7 +183,7 @@ class ReplicatedAccelerator(Accelerator):
         own["registered"] = [each.state_dict() for each in self._custom_objects]
         saved = left if len(left) == len(weights) else weights
         state: dict[str, Any] = {_MODEL.format(index): each for index, each in enumerate(saved)}
-        self._open().save(name, {**state, **self._optimizer_states(), **entries_of(own)})
+        self._checkpoints.save(name, {**state, **self._optimizer_states(), **entries_of(own)})
         self.project_configuration.iteration += 1
         return name
 
@@ -195,12 +195,12 @@ class ReplicatedAccelerator(Accelerator):
         """
         del kwargs
         name = LATEST if input_dir is None else Path(input_dir).name
-        if name == LATEST and self._open().find(LATEST) is None:
+        if name == LATEST and self._checkpoints.find(LATEST) is None:
             return None
         models = list(self._models)
         state: dict[str, Any] = {_MODEL.format(i): get_model_state_dict(model) for i, model in enumerate(models)}
         state |= {**self._optimizer_states(), **wanted_entries()}
-        loaded = self._open().load(name, state)
+        loaded = self._checkpoints.load(name, state)
         for index, model in enumerate(models):
             set_model_state_dict(model, state[_MODEL.format(index)])
         for index, optimizer in enumerate(self._optimizers):
@@ -268,14 +268,13 @@ class ReplicatedAccelerator(Accelerator):
                 "Its random generators and data loaders stay as they are."
             )
 
-    def _open(self) -> NamedCheckpoints:
-        if self._checkpoints is None:
-            self._checkpoints = NamedCheckpoints(self._replicated_root, self._writer_options)
-        return self._checkpoints
+    @cached_property
+    def _checkpoints(self) -> NamedCheckpoints:
+        return NamedCheckpoints(self._replicated_root, self._writer_options)
 
     def end_training(self) -> None:
         """As Accelerator's; and ends what `save_state` and `load_state` have opened."""
-        if self._checkpoints is not None:
+        if "_checkpoints" in vars(self):
             self._checkpoints.close()
-            self._checkpoints = None
+            del self._checkpoints
         super().end_training()

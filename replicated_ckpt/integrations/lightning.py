@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -114,7 +114,6 @@ class ReplicatedStrategy:
         self._root = Path(root).resolve()
         self._writer_options = dict(writer_options or {})
         self._trust_pickles = trust_pickles
-        self._checkpoints: NamedCheckpoints | None = None
         self._random: dict[str, Any] | None = None
 
     # What Lightning asks a strategy for -----------------------------------------------------------------------------
@@ -172,7 +171,7 @@ class ReplicatedStrategy:
         for index, optimizer_state in enumerate(checkpoint.get("optimizer_states", [])):
             state[f"{_OPTIMIZER}{index}"] = optimizer_state
         name, mark = self._agree_on_first((self._name(filepath), self._mark_at(filepath)))
-        self._open().save(name, state)
+        self._checkpoints.save(name, state)
         if mark is not None and self.local_rank == 0 and not is_directory(mark):
             Path(mark).parent.mkdir(parents=True, exist_ok=True)
             Path(mark).write_text(f"This checkpoint is kept by replicated_ckpt as {name}.\n", encoding="utf-8")
@@ -189,7 +188,7 @@ class ReplicatedStrategy:
         for index, optimizer in optimizers.items():
             state[f"{_OPTIMIZER}{index}"] = self.optimizer_state(optimizer)
         planner = _Planner(allow_partial_load=not self.lightning_module.strict_loading)
-        self._open().load(self._name(checkpoint_path), state, planner)
+        self._checkpoints.load(self._name(checkpoint_path), state, planner)
         for index, optimizer in optimizers.items() if planner.has_optimizers else ():
             set_optimizer_state_dict(self.model, optimizer, state[f"{_OPTIMIZER}{index}"])
         own, first = values_in(state, trust_pickles=self._trust_pickles or weights_only is False)
@@ -205,7 +204,7 @@ class ReplicatedStrategy:
     def remove_checkpoint(self, filepath: Any) -> None:
         """Removes a checkpoint from every node and the bucket, for good."""
         name, mark = self._agree_on_first((self._name(filepath), self._mark_at(filepath)))
-        self._open().delete(name)
+        self._checkpoints.delete(name)
         if mark is not None and self.local_rank == 0 and not is_directory(mark):
             Path(mark).unlink(missing_ok=True)
 
@@ -231,9 +230,9 @@ class ReplicatedStrategy:
 
     def teardown(self) -> None:
         """Ends what `save_checkpoint` and `load_checkpoint` have opened."""
-        if self._checkpoints is not None:
+        if "_checkpoints" in vars(self):
             self._checkpoints.close()
-            self._checkpoints = None
+            del self._checkpoints
         super().teardown()  # type: ignore[misc]
 
     # Names ----------------------------------------------------------------------------------------------------------
@@ -272,7 +271,7 @@ class ReplicatedStrategy:
             dist.all_gather_object(given, own)
         found = min((each for each in given if each is not None), default=None)
         if found is None or found.name == LATEST:
-            has_any = found is not None and self._open().find(LATEST) is not None
+            has_any = found is not None and self._checkpoints.find(LATEST) is not None
             if found is not None and not has_any:
                 rank_zero_info(f"There is no checkpoint in {self._root} yet: training begins anew.")
             resume_start(LATEST if has_any else None, weights_only)
@@ -281,10 +280,9 @@ class ReplicatedStrategy:
         # Lightning removes nothing that lies at this path, and all ranks remove together: roots may differ.
         self.lightning_module.trainer._checkpoint_connector._ckpt_path = found.path  # noqa: SLF001 - no public way
 
-    def _open(self) -> NamedCheckpoints:
-        if self._checkpoints is None:
-            self._checkpoints = NamedCheckpoints(self._root, self._writer_options)
-        return self._checkpoints
+    @cached_property
+    def _checkpoints(self) -> NamedCheckpoints:
+        return NamedCheckpoints(self._root, self._writer_options)
 
 
 class ReplicatedModelParallelStrategy(ReplicatedStrategy, ModelParallelStrategy):

@@ -8,6 +8,7 @@ import io
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -73,7 +74,6 @@ class ReplicatedCheckpointManager(DefaultCheckpointManager):
         _refuse(checkpoint_config)
         super().__init__(checkpoint_config)
         self._directory = Path(checkpoint_config.save or checkpoint_config.load).resolve()
-        self._checkpoints: NamedCheckpoints | None = None
         if checkpoint_config.load is not None:
             self._put_small_files()
 
@@ -90,7 +90,7 @@ class ReplicatedCheckpointManager(DefaultCheckpointManager):
         ) -> None:
             del barrier  # a save has met all ranks when it returns
             state = checkpointing.preprocess_fsdp_dtensor_state_dict(cfg, state_dict, model)
-            self._open().save(Path(path).name, {**state, _FILES: files} if files else state)
+            self._checkpoints.save(Path(path).name, {**state, _FILES: files} if files else state)
             Path(path).mkdir(parents=True, exist_ok=True)
             _write(Path(path) / ".metadata", _MARKER)
 
@@ -108,36 +108,33 @@ class ReplicatedCheckpointManager(DefaultCheckpointManager):
         def make_reader(path: str, *args: Any, **kwargs: Any) -> Any:
             if Path(path).resolve().parent != self._directory:
                 return theirs(path, *args, **kwargs)
-            reader = self._open().reader
+            reader = self._checkpoints.reader
             reader.reset(Path(path).name)
             return reader
 
-        with self._open().use_group(), _in_place_of(checkpointing.save_fsdp_dtensor_checkpoint, make_reader):
+        with self._checkpoints.use_group(), _in_place_of(checkpointing.save_fsdp_dtensor_checkpoint, make_reader):
             step, operations = super().load(ctx)
         return step, operations
 
     def finalize_async_saves(self, state: Any, blocking: bool = False, terminate: bool = False) -> None:
         """Nothing is under way between saves. With `terminate`, ends what they have opened."""
         del state, blocking
-        if terminate and self._checkpoints is not None:
+        if terminate and "_checkpoints" in vars(self):
             self._checkpoints.close()
-            self._checkpoints = None
+            del self._checkpoints
 
-    def _open(self) -> NamedCheckpoints:
-        if self._checkpoints is None:
-            kept = self.checkpoint_config.most_recent_k
-            retention = Retention(keep_last=max(1, kept)) if kept > -1 else None
-            self._checkpoints = NamedCheckpoints(
-                self._directory / STORE, {"retention": retention, **self.writer_options}
-            )
-        return self._checkpoints
+    @cached_property
+    def _checkpoints(self) -> NamedCheckpoints:
+        kept = self.checkpoint_config.most_recent_k
+        retention = Retention(keep_last=max(1, kept)) if kept > -1 else None
+        return NamedCheckpoints(self._directory / STORE, {"retention": retention, **self.writer_options})
 
     def _put_small_files(self) -> None:
         """The newest whole checkpoint's small files, or those of `ckpt_step`, on this node as Bridge writes them on one."""
         latest = Path(get_checkpoint_train_state_filename(str(self._directory), prefix="latest"))
         step = self.checkpoint_config.ckpt_step
         name = LATEST if step is None else Path(get_checkpoint_name("", step)).name
-        if self._open().find(name) is None:
+        if self._checkpoints.find(name) is None:
             if step is not None:
                 raise CheckpointNotFound(f"There is no checkpoint {name} in {self._directory}.", "Unset ckpt_step.")
             if is_there(latest):
@@ -147,7 +144,7 @@ class ReplicatedCheckpointManager(DefaultCheckpointManager):
                 )
             return
         wanted: dict[str, Any] = {_FILES: {_TRAIN_STATE: b"", _RUN_CONFIG: b""}}
-        loaded = self._directory / self._open().load(name, wanted)
+        loaded = self._directory / self._checkpoints.load(name, wanted)
         loaded.mkdir(parents=True, exist_ok=True)
         train_state, run_config = wanted[_FILES][_TRAIN_STATE], wanted[_FILES][_RUN_CONFIG]
         _write(loaded / ".metadata", _MARKER)

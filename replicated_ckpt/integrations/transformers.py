@@ -6,6 +6,7 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,6 @@ class ReplicatedTrainerMixin:
         self._root = Path(self.args.output_dir) / "replicated" if replicated_root is None else Path(replicated_root)
         self._writer_options = {"retention": self._choose_retention(), **(writer_options or {})}
         self._trust_pickles = trust_pickles
-        self._checkpoints: NamedCheckpoints | None = None
         self._restored_from: tuple[str, str] | None = None
         self._best_path: str | None = None
         self._counters: dict[str, Any] | None = None
@@ -127,14 +127,16 @@ class ReplicatedTrainerMixin:
             state[_OPTIMIZER] = get_optimizer_state_dict(self.model_wrapped, self._plain_optimizer())
         state |= entries_of({"files": self._collect_files(), "counters": self._collect_counters()})
         metrics = {_BEST: 1} if self.state.best_global_step == self.state.global_step else None
-        self._open().save(f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}", state, notes=encode_notes(metrics, None))
+        self._checkpoints.save(
+            f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}", state, notes=encode_notes(metrics, None)
+        )
 
     def _name_best(self) -> None:
         """Says where the best checkpoint is, once it is saved or about to be."""
         if self.state.best_global_step:
             path = Path(self.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
             is_this = self.state.best_global_step == self.state.global_step
-            if str(path) != self.state.best_model_checkpoint and (is_this or self._open().find(path.name)):
+            if str(path) != self.state.best_model_checkpoint and (is_this or self._checkpoints.find(path.name)):
                 self.state.best_model_checkpoint = str(path)
 
     def _collect_files(self) -> dict[str, bytes]:
@@ -184,7 +186,9 @@ class ReplicatedTrainerMixin:
         try:
             if not resume_from_checkpoint:
                 return super().train(None, *args, **kwargs)  # type: ignore[misc]
-            found = self._open().find(LATEST if resume_from_checkpoint is True else Path(resume_from_checkpoint).name)
+            found = self._checkpoints.find(
+                LATEST if resume_from_checkpoint is True else Path(resume_from_checkpoint).name
+            )
             if found is None:
                 given = None if resume_from_checkpoint is True else resume_from_checkpoint
                 return super().train(given, *args, **kwargs)  # type: ignore[misc]
@@ -197,7 +201,7 @@ class ReplicatedTrainerMixin:
     def _restore_files(self, name: str, directory: Path) -> None:
         """Puts the files where Trainer reads them. Model and optimizer follow once they are sharded."""
         state = wanted_entries()
-        self._open().load(name, state)
+        self._checkpoints.load(name, state)
         own, first = values_in(state, trust_pickles=self._trust_pickles)
         files = dict((own or first)["files"])
         saved = json.loads(files[TRAINER_STATE_NAME])
@@ -231,7 +235,7 @@ class ReplicatedTrainerMixin:
         state: dict[str, Any] = {_MODEL: get_model_state_dict(self.model_wrapped)}
         if is_there(schedule):  # not with save_only_model
             state[_OPTIMIZER] = get_optimizer_state_dict(self.model_wrapped, self._plain_optimizer())
-        self._open().load(self._restored_from[0], state)
+        self._checkpoints.load(self._restored_from[0], state)
         set_model_state_dict(self.model_wrapped, state[_MODEL])
         if is_there(schedule):
             set_optimizer_state_dict(self.model_wrapped, self._plain_optimizer(), state[_OPTIMIZER])
@@ -264,18 +268,17 @@ class ReplicatedTrainerMixin:
         """The model of the best checkpoint."""
         name = Path(self.state.best_model_checkpoint).name
         state = {_MODEL: get_model_state_dict(self.model_wrapped)}
-        self._open().load(name, state)
+        self._checkpoints.load(name, state)
         set_model_state_dict(self.model_wrapped, state[_MODEL])
 
-    def _open(self) -> NamedCheckpoints:
-        if self._checkpoints is None:
-            self._checkpoints = NamedCheckpoints(self._root, self._writer_options)
-        return self._checkpoints
+    @cached_property
+    def _checkpoints(self) -> NamedCheckpoints:
+        return NamedCheckpoints(self._root, self._writer_options)
 
     def _close(self) -> None:
-        if self._checkpoints is not None:
+        if "_checkpoints" in vars(self):
             self._checkpoints.close()
-            self._checkpoints = None
+            del self._checkpoints
 
 
 class ReplicatedTrainer(ReplicatedTrainerMixin, Trainer):

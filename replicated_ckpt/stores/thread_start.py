@@ -1,7 +1,9 @@
-"""What is said where the system gives a process no more threads."""
+"""Starting threads, and what is said where the system gives a process no more of them."""
 
 import logging
 import threading
+from collections.abc import Callable
+from typing import Any
 
 from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.errors import StoreUnavailable
@@ -15,6 +17,17 @@ does. Source: github.com/python/cpython/issues/113964."""
 _SOONER = (
     "Python was about to exit: wait for the save before (`future.result()`, `writer.wait()`), or use Python 3.12.3."
 )
+
+
+def start_worker(work: Callable[..., object], *arguments: Any, name: str) -> threading.Thread:
+    """Runs `work` in a thread that does not keep the process alive; returns the thread.
+
+    Raises:
+        StoreUnavailable: the system gives no thread; nothing was begun.
+    """
+    thread = threading.Thread(target=work, args=arguments, name=name, daemon=True)
+    start_thread(thread)
+    return thread
 
 
 def start_thread(thread: threading.Thread) -> None:

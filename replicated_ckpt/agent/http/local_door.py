@@ -13,7 +13,6 @@ from replicated_ckpt.agent.http.server import status_of
 from replicated_ckpt.agent.requests.asker import require_asker
 from replicated_ckpt.agent.requests.heartbeat import INTERVAL_S
 from replicated_ckpt.agent.requests.local_messages import check_same_user, listen, receive_message, send_message
-from replicated_ckpt.agent.requests.worker_thread import start_worker
 from replicated_ckpt.agent.saves.hand_overs import HandedShard
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.saves.shard_copies import WrittenCopies
@@ -22,6 +21,7 @@ from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.errors import ReplicatedCkptError, StoreError, StoreUnavailable
 from replicated_ckpt.stores.peer.answer import parsing
 from replicated_ckpt.stores.peer.client import PROGRESS_TIMEOUT_S
+from replicated_ckpt.stores.thread_start import start_worker
 
 log = logging.getLogger(__name__)
 

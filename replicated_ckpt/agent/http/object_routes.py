@@ -1,7 +1,6 @@
 """The agent's verbs of the object tier: which bucket, how it is, how far an upload has come, and one by hand."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import asdict
 from typing import Any
 
@@ -12,7 +11,6 @@ from replicated_ckpt.agent.uploads.probe import Prober
 from replicated_ckpt.agent.uploads.uploader import Uploader
 from replicated_ckpt.core.layout import is_checkpoint_id, is_save_id
 from replicated_ckpt.core.manifest import Manifest
-from replicated_ckpt.core.upkeep.policy import Standing
 from replicated_ckpt.errors import ConfigInvalid, ObjectMissing
 from replicated_ckpt.stores.bucket.removal import remove_save
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
@@ -25,19 +23,8 @@ class ObjectRoutes:
     def __init__(self, service: NodeService, targets: TargetBook, uploader: Uploader) -> None:
         self._service = service
         self._targets = targets
-        self._uploader = uploader
+        self.uploader = uploader
         self._prober = Prober(targets)
-
-    def wake(self) -> None:
-        """A save was committed here: it may be one that goes to the bucket."""
-        self._uploader.wake()
-
-    def hold(self, save_id: str) -> AbstractContextManager[None]:
-        """Inside, the save is not uploaded: it is being removed."""
-        return self._uploader.held.hold(save_id)
-
-    def standing(self) -> Standing:
-        return self._uploader.standing()
 
     def answer(self, parts: Sequence[str], request: Request) -> Answer:
         """Answer to a request below `/v1/object`.
@@ -54,7 +41,7 @@ class ObjectRoutes:
 
     def _state(self, save_id: str) -> Answer:
         """How far the upload of a save has come, as this node knows: the fields of UploadState."""
-        found = self._uploader.state_of(save_id) if is_save_id(save_id) else None
+        found = self.uploader.state_of(save_id) if is_save_id(save_id) else None
         if found is None:
             raise ObjectMissing("this agent", "GET", save_id[:80], "no save that is to be uploaded")
         return json_answer(**asdict(found))
@@ -67,7 +54,7 @@ class ObjectRoutes:
                     target = ObjectTarget.from_json(fields)
                     target.check_is_apart(self._service.store.root)
                     is_new = self._targets.learn(target)
-                    return json_answer(self._uploader.try_now if is_new else self._uploader.wake)
+                    return json_answer(self.uploader.try_now if is_new else self.uploader.wake)
                 case "probe":
                     with request.heartbeat:
                         return json_answer(**self._probe(fields))
@@ -77,7 +64,7 @@ class ObjectRoutes:
                     with request.heartbeat:
                         return self._remove(fields)
                 case "again":
-                    self._uploader.try_now(str(fields["save_id"]))
+                    self.uploader.try_now(str(fields["save_id"]))
                     return json_answer()
         raise ObjectMissing("this agent", "POST", f"object/{verb}"[:80], "no such verb")
 
@@ -92,9 +79,9 @@ class ObjectRoutes:
         checkpoint_id, save_id = fields["checkpoint_id"], fields["save_id"]
         if not (is_checkpoint_id(checkpoint_id) and is_save_id(save_id)):
             raise ConfigInvalid("remove: no save of a checkpoint is named.")
-        self._uploader.orders.forget(save_id)
+        self.uploader.orders.forget(save_id)
         bucket = self._targets.bucket(str(fields["url"]))
-        with self.hold(save_id):
+        with self.uploader.held.hold(save_id):
             is_removed = remove_save(bucket, checkpoint_id, save_id, self._manifest_of(save_id))
         return json_answer(is_removed=is_removed)
 
@@ -112,5 +99,5 @@ class ObjectRoutes:
             )
         if self._service.store.catalog.checkpoint_of(save_id) is None:
             raise ObjectMissing("this agent", "upload", save_id, "no such save is committed here")
-        self._uploader.order(save_id, url)
+        self.uploader.order(save_id, url)
         return json_answer()

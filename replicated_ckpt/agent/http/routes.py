@@ -20,7 +20,7 @@ from replicated_ckpt.agent.requests.worker_thread import give_way
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.settling.settle import settle
 from replicated_ckpt.agent.state.rights import Right, needed_right
-from replicated_ckpt.core.layout import ShardName, is_checkpoint_id, is_save_id
+from replicated_ckpt.core.layout import ShardName, check_checkpoint_id, is_checkpoint_id, is_save_id
 from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.core.protocol.announced import Announced
 from replicated_ckpt.errors import ConfigInvalid, ObjectMissing, PeerProtocolError
@@ -60,7 +60,7 @@ class Routes:
         self._service = service
         self._reprotector = reprotector
         checks = Checks()
-        self._repair = RepairRoutes(service, reprotector, checks, objects.hold)
+        self._repair = RepairRoutes(service, reprotector, checks, objects.uploader.held.hold)
         self._objects = objects
         self._unmanaged = UnmanagedRoutes(service, checks)
         self._handed = HandOverRoutes(service)
@@ -155,7 +155,7 @@ class Routes:
 
     def _wake_upkeep(self) -> None:
         self._reprotector.wake()
-        self._objects.wake()
+        self._objects.uploader.wake()
 
     def _begin(self, request: Request, save_id: str) -> Answer:
         fields = request.document()
@@ -258,8 +258,8 @@ class Routes:
         return json_answer(flush_later(self._service.store.path_of_staged(save_id, name)), **asdict(found))
 
     def _holdings(self, checkpoint_id: str | None, *, is_upkeep: bool) -> Answer:
-        if checkpoint_id is not None and not is_checkpoint_id(checkpoint_id):
-            raise ConfigInvalid(f"{checkpoint_id[:200]!r} is no checkpoint id.")
+        if checkpoint_id is not None:
+            check_checkpoint_id(checkpoint_id)
         found = self._service.holdings(checkpoint_id)
         remains = [found.to_json() for found in self._service.remains.find(checkpoint_id)]
         holdings = [holding.to_json() for holding in found]
@@ -268,7 +268,7 @@ class Routes:
         if checkpoint_id is not None:
             return json_answer(**answer, standing={})
         room = try_room(self._service.store.root).to_json()
-        standing = replace(self._objects.standing(), is_busy=self._reprotector.is_busy)
+        standing = replace(self._objects.uploader.standing(), is_busy=self._reprotector.is_busy)
         return json_answer(**answer, standing=standing.to_json(), room=room)
 
     def _meet(self, request: Request) -> Answer:

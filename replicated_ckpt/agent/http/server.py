@@ -21,7 +21,6 @@ from replicated_ckpt.agent.requests.file_answer import FileAnswer
 from replicated_ckpt.agent.requests.heartbeat import Heartbeat
 from replicated_ckpt.agent.requests.releases import check_release
 from replicated_ckpt.agent.requests.request import Answer, Request
-from replicated_ckpt.agent.requests.worker_thread import start_worker
 from replicated_ckpt.agent.state.rights import Right, Tokens
 from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.errors import (
@@ -39,6 +38,7 @@ from replicated_ckpt.errors import (
 )
 from replicated_ckpt.stores.files.durable import read_exactly
 from replicated_ckpt.stores.peer.client import PROGRESS_TIMEOUT_S
+from replicated_ckpt.stores.thread_start import start_worker
 from replicated_ckpt.version import __version__
 
 log = logging.getLogger(__name__)

@@ -7,10 +7,10 @@ from replicated_ckpt.agent.requests.checks import Checks
 from replicated_ckpt.agent.requests.file_answer import FileAnswer, file_answer
 from replicated_ckpt.agent.requests.request import Answer, Request, json_answer
 from replicated_ckpt.agent.saves.service import NodeService
-from replicated_ckpt.core.layout import is_checkpoint_file, is_checkpoint_id
+from replicated_ckpt.core.layout import check_checkpoint_id, is_checkpoint_file, is_checkpoint_id
 from replicated_ckpt.core.reading.source_order import ByteRange
 from replicated_ckpt.core.unmanaged.metadata_places import ranges_from_json
-from replicated_ckpt.errors import ConfigInvalid, ObjectMissing
+from replicated_ckpt.errors import ObjectMissing
 from replicated_ckpt.stores.peer.answer import parsing
 from replicated_ckpt.stores.unmanaged.directory import UnmanagedDirectory
 from replicated_ckpt.stores.unmanaged.inspection import UnmanagedInspector
@@ -39,7 +39,7 @@ class UnmanagedRoutes:
             case ("GET" | "HEAD", name):
                 return self._file(request, name, query)
             case ("POST", "verify"):
-                return self._verify(request, _checkpoint_id(query))
+                return self._verify(request, check_checkpoint_id(query.get("checkpoint_id", "")))
         raise ObjectMissing("this agent", request.method, request.target[:200], "no such verb")
 
     def has(self, checkpoint_id: object) -> bool:
@@ -49,8 +49,8 @@ class UnmanagedRoutes:
         return any(self._unmanaged.holdings(self._service.node_id, checkpoint_id))
 
     def _listing(self, checkpoint_id: str | None) -> Answer:
-        if checkpoint_id is not None and not is_checkpoint_id(checkpoint_id):
-            raise ConfigInvalid(f"{checkpoint_id[:200]!r} is no checkpoint id.")
+        if checkpoint_id is not None:
+            check_checkpoint_id(checkpoint_id)
         found = self._unmanaged.holdings(self._service.node_id, checkpoint_id)
         return json_answer(node_id=self._service.node_id, unmanaged=[holding.to_json() for holding in found])
 
@@ -58,7 +58,8 @@ class UnmanagedRoutes:
         size = query.get("size_bytes", "")
         if not is_checkpoint_file(name) or not (size.isascii() and size.isdigit() and len(size) <= 18):
             raise ObjectMissing("this agent", request.method, request.target[:200], "no such file")
-        return file_answer(request, self._unmanaged.open(_checkpoint_id(query), name, int(size)))
+        checkpoint_id = check_checkpoint_id(query.get("checkpoint_id", ""))
+        return file_answer(request, self._unmanaged.open(checkpoint_id, name, int(size)))
 
     def _verify(self, request: Request, checkpoint_id: str) -> Answer:
         """Reads what lies here of one checkpoint; the body says where the items are: `.metadata` may lie elsewhere."""
@@ -72,10 +73,3 @@ class UnmanagedRoutes:
 def _ranges(raw: bytes) -> Mapping[str, tuple[ByteRange, ...]]:
     with parsing("Items cannot be checked"):
         return ranges_from_json(json.loads(raw)["items"])
-
-
-def _checkpoint_id(query: Mapping[str, str]) -> str:
-    checkpoint_id = query.get("checkpoint_id", "")
-    if not is_checkpoint_id(checkpoint_id):
-        raise ConfigInvalid(f"{checkpoint_id[:200]!r} is no checkpoint id.")
-    return checkpoint_id

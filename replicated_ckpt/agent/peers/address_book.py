@@ -19,7 +19,7 @@ from replicated_ckpt.stores.peer.tls import PLAIN_HINT, is_loopback, is_network_
 _PEERS_NAME = "peers.json"
 _PEERS_MAX = 8192
 _BOOK, _FROM = "the address book", ", which has it from "
-_HINT = "A job that has ranks on both nodes introduces them, with its next save or load."
+INTRODUCE_HINT = "A job that has ranks on both nodes introduces them, with its next save or load."
 
 
 def _is_downgrade(peer: AgentAddress, known: Mapping[str, AgentAddress]) -> bool:
@@ -90,7 +90,9 @@ class PeerBook:
         """
         found = self._read()[0].get(node_id)
         if found is None:
-            raise ObjectMissing("this agent's address book", "find", node_id[:80], "it was not introduced", _HINT)
+            raise ObjectMissing(
+                "this agent's address book", "find", node_id[:80], "it was not introduced", INTRODUCE_HINT
+            )
         return self._tell(found)
 
     def read_all(self) -> tuple[AgentAddress, ...]:

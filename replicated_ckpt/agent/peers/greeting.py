@@ -10,7 +10,7 @@ import threading
 from collections.abc import Collection
 from dataclasses import replace
 
-from replicated_ckpt.agent.peers.address_book import PeerBook
+from replicated_ckpt.agent.peers.address_book import INTRODUCE_HINT, PeerBook
 from replicated_ckpt.agent.peers.call_backs import CallBacks
 from replicated_ckpt.agent.peers.who import Who, ask_who
 from replicated_ckpt.agent.state.endpoint import Endpoint
@@ -71,7 +71,7 @@ class Greeter:
         if not missing:
             return
         peers = [peer for peer in self._peers.read_all() if peer.node_id in missing]
-        outcome = FanOut[AgentAddress, None]().run(peers, lambda address: self._tell(address, "hello"))
+        outcome = FanOut.run(peers, lambda address: self._tell(address, "hello"))
         with self._lock:  # of what has been announced since, they have heard nothing
             unheard.difference_update(address.node_id for address in outcome.results)
         for address in outcome.results:
@@ -101,7 +101,7 @@ class Greeter:
         The agent must answer meanwhile that it is about to leave: each peer asks it.
         """
         try:
-            FanOut[AgentAddress, None]().run(self._peers.read_all(), lambda address: self._tell(address, "bye"))
+            FanOut.run(self._peers.read_all(), lambda address: self._tell(address, "bye"))
         except StoreError as exc:  # of the address book
             log.warning("leaves without saying goodbye: %s", exc)
 
@@ -130,7 +130,7 @@ def heed_hello(book: PeerBook, said: AgentAddress, from_host: str, call_backs: C
     announced = replace(said, host=host, domain=known.domain, origin=origin)
     before = replace(known, incarnation=said.incarnation)
     with call_backs.take_turn(known.node_id, from_host):
-        asked = FanOut[AgentAddress, Who]().run({before, announced}, ask_who)
+        asked = FanOut.run({before, announced}, ask_who)
     expected = Who(known.node_id, said.incarnation, is_leaving=False, tls_sha256=said.tls_sha256)
     there, here = asked.results.get(before), asked.results.get(announced)
     if there is not None and here is not None and known.node_id == here.node_id and there.is_twin_of(here):
@@ -198,5 +198,4 @@ def _identify_named(book: PeerBook, said: AgentAddress) -> AgentAddress:
 
 
 def _denial(said: AgentAddress, why: str) -> StoreDenied:
-    hint = "A job that has ranks on both nodes introduces them, with its next save or load."
-    return StoreDenied("this agent", "hear", f"node {said.node_id}", why, hint)
+    return StoreDenied("this agent", "hear", f"node {said.node_id}", why, INTRODUCE_HINT)

@@ -73,7 +73,7 @@ class PeerWatch:
             self._silent_since.pop(node)
             self._held.pop(node, None)
             self._known_then.pop(node, None)
-        outcome = FanOut[str, Held]().run(addresses, lambda node: ask_holdings(addresses[node]))
+        outcome = FanOut.run(addresses, lambda node: ask_holdings(addresses[node]))
         self._known_then |= dict.fromkeys(outcome.results, frozenset(known))
         return tuple(self._view(addresses[node], outcome.results) for node in sorted(addresses))
 

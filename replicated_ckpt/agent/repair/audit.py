@@ -135,7 +135,7 @@ class Auditor:
                 return self._own_reading(checkpoint_id)
             return _ask_agent(addresses[node], checkpoint_id)
 
-        outcome = FanOut[str, NodeReading]().run([self._node_id, *addresses], read)
+        outcome = FanOut.run([self._node_id, *addresses], read)
         if self._node_id in outcome.errors:
             raise outcome.errors[self._node_id]
         readings = tuple(outcome.results[node] for node in sorted(outcome.results))
@@ -151,7 +151,7 @@ class Auditor:
         if endpoint is not None:
             addresses[endpoint.node_id] = endpoint.local_address()
         read = {} if self._inspector is None else {self._node_id: (self._inspector.bytes_read, self._own_bytes)}
-        return {**FanOut[str, tuple[int, int]]().run(addresses, lambda n: _ask_how_far(addresses[n])).results, **read}
+        return {**FanOut.run(addresses, lambda n: _ask_how_far(addresses[n])).results, **read}
 
     def _own_reading(self, checkpoint_id: str | None) -> NodeReading:
         endpoint = listening_endpoint(self._store.root_agent_directory())

@@ -8,7 +8,6 @@ from functools import partial
 from replicated_ckpt import failpoints
 from replicated_ckpt.agent.peers.fetch import fetch_manifest, fetch_metadata
 from replicated_ckpt.agent.saves.service import NodeService
-from replicated_ckpt.core.integrity.checksum import BlockTable
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, STAGING_DIR, ShardName
 from replicated_ckpt.core.manifest import Manifest, ShardEntry
 from replicated_ckpt.core.protocol.settlement import may_publish
@@ -74,7 +73,8 @@ class Mender:
         with translate_errors(str(self._store.root), "mend", action.checkpoint_id):
             match action:
                 case RestoreManifest():
-                    self._adopt(action)
+                    if not self._restore_in_place(action):
+                        self._take_over(action)
                 case CopyShard():
                     self._copy(action)
                 case SetAside():
@@ -133,10 +133,6 @@ class Mender:
                 f"{checkpoint_id!r} (save {manifest.save_id}) was removed by this node's user.",
                 "To have it again, put its directory back under the root.",
             )
-
-    def _adopt(self, action: RestoreManifest) -> None:
-        if not self._restore_in_place(action):
-            self._take_over(action)
 
     def _restore_in_place(self, action: RestoreManifest) -> bool:
         """Gives a directory of this save what it has lost; False if there is none, or one of another save.
@@ -349,24 +345,16 @@ def pull_shard(sources: AnySource, shard: str, sink: FileSink, paced: Paced, hin
         StoreUnavailable: no source could be opened. ObjectCorrupt: some bytes are intact nowhere. StoreFull, StoreError
     """
     with sink:
-        table = _table(sources, shard, hint)
+        opened = sources.any_opened()
+        if opened is None:
+            raise StoreUnavailable("the peers", "copy", shard, "none of them could give its checksums", hint)
+        table = opened.table
         for offset in range(0, table.data_bytes, PIECE_BYTES):
             length = min(PIECE_BYTES, table.data_bytes - offset)
             paced(length)
-            sink.write(_intact(sources, shard, offset, length, hint))
+            piece = sources.read(offset, length)
+            if piece is None:
+                raise ObjectCorrupt("the peers", "copy", shard, f"no intact bytes {offset} to {offset + length}", hint)
+            sink.write(piece)
         sink.write(memoryview(table.encode()))
         sink.finish(table)
-
-
-def _table(sources: AnySource, shard: str, hint: str | None) -> BlockTable:
-    opened = sources.any_opened()
-    if opened is None:
-        raise StoreUnavailable("the peers", "copy", shard, "none of them could give its checksums", hint)
-    return opened.table
-
-
-def _intact(sources: AnySource, shard: str, offset: int, length: int, hint: str | None) -> memoryview:
-    piece = sources.read(offset, length)
-    if piece is None:
-        raise ObjectCorrupt("the peers", "copy", shard, f"no intact bytes {offset} to {offset + length}", hint)
-    return piece

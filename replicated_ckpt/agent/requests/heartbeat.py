@@ -5,7 +5,7 @@ from io import BufferedIOBase
 from typing import Self
 
 from replicated_ckpt.agent.requests.body import Body
-from replicated_ckpt.agent.requests.worker_thread import start_worker
+from replicated_ckpt.stores.thread_start import start_worker
 
 INTERVAL_S = 1.0
 _INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"

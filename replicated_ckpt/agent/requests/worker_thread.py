@@ -1,14 +1,12 @@
-"""Threads that end with their work, and threads that give way."""
+"""Threads, and processes, that give way to others."""
 
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from replicated_ckpt.stores.thread_start import start_thread
+from replicated_ckpt.stores.thread_start import start_worker
 
 log = logging.getLogger(__name__)
 
@@ -17,17 +15,6 @@ _OF_A_THREAD, _LOWEST = 5, 19
 """Where threads compete one by one, an agent's take a third of two busy processors at 10 (docs/measurements-async.md)."""
 _TRIES, _TRY_AGAIN_S = 100, 0.11
 """From processes without rights, all together, the kernel takes one every tenth of a second."""
-
-
-def start_worker(work: Callable[..., object], *arguments: Any, name: str) -> threading.Thread:
-    """Runs `work` in a thread that does not keep the process alive; returns the thread.
-
-    Raises:
-        StoreUnavailable: the system gives no thread; nothing was begun.
-    """
-    thread = threading.Thread(target=work, args=arguments, name=name, daemon=True)
-    start_thread(thread)
-    return thread
 
 
 def give_way(niceness: int) -> None:

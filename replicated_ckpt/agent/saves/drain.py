@@ -50,7 +50,7 @@ class Draining:
         for save_id, nodes in self._service.finisher.read_published().items():
             owed |= {(save_id, node): f"node {node} has not published it" for node in nodes}
         others = [debt for debt in owed if debt[1] != self._own and debt not in self._settled]
-        asked = FanOut[Debt, bool]().run(others, self._is_settled)
+        asked = FanOut.run(others, self._is_settled)
         for debt in others:
             is_silent = isinstance(asked.errors.get(debt), StoreUnavailable)
             if asked.results.get(debt, self._waits_in_vain(debt) if is_silent else True):

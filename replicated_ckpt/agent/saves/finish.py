@@ -14,7 +14,6 @@ from typing import Any, Self
 
 from replicated_ckpt import failpoints
 from replicated_ckpt.agent.peers.address_book import PeerBook
-from replicated_ckpt.agent.requests.worker_thread import start_worker
 from replicated_ckpt.agent.saves.hand_overs import HandOvers
 from replicated_ckpt.agent.saves.shard_copies import WrittenCopies
 from replicated_ckpt.core.layout import MANIFEST_NAME
@@ -28,6 +27,7 @@ from replicated_ckpt.stores.local.versions.replaceable import check_decidable
 from replicated_ckpt.stores.peer.answer import parsing
 from replicated_ckpt.stores.peer.client import AgentClient
 from replicated_ckpt.stores.peer.fan_out import FanOut
+from replicated_ckpt.stores.thread_start import start_worker
 
 log = logging.getLogger(__name__)
 
@@ -204,9 +204,7 @@ class Finisher:
         names_by_node: dict[str, list[str]] = {}
         for name in outline.buddies_by_shard:
             names_by_node.setdefault(outline.manifest.shards[name].owner_node, []).append(name)
-        outcome = FanOut[str, Sequence[WrittenCopies]]().run(
-            names_by_node, lambda node: self._patiently(save_id, node, names_by_node[node])
-        )
+        outcome = FanOut.run(names_by_node, lambda node: self._patiently(save_id, node, names_by_node[node]))
         return {copies.name: copies for found in outcome.raise_first().values() for copies in found}
 
     def _patiently(self, save_id: str, node: str, names: Sequence[str]) -> Sequence[WrittenCopies]:

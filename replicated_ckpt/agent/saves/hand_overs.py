@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any, Self
 
 from replicated_ckpt import failpoints
-from replicated_ckpt.agent.requests.worker_thread import give_way, start_worker
+from replicated_ckpt.agent.requests.worker_thread import give_way
 from replicated_ckpt.agent.saves.shard_copies import WantedCopies, WrittenCopies, write_copies
 from replicated_ckpt.errors import ObjectCorrupt, ObjectMissing, StoreError, StoreUnavailable
 from replicated_ckpt.stores.files.durable import read_exactly, translate_errors
 from replicated_ckpt.stores.files.plain import read_plain
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.tee import Buffers, Tee
+from replicated_ckpt.stores.thread_start import start_worker
 from replicated_ckpt.stores.throttle import Pace, Stopped
 
 log = logging.getLogger(__name__)

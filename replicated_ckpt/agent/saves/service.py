@@ -5,7 +5,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -89,14 +89,14 @@ class NodeService:
         """
         staged = self.store.list_staged()
         self.adoption_locks.take_over(intent.save_id for intent in staged if intent.adopts)
-        completed = self._complete_decided([Leftover(intent, "") for intent in staged])
+        completed = self._complete_decided(staged)
         self.store.remove_incoming()
         return completed
 
-    def _complete_decided(self, leftovers: Sequence[Leftover]) -> tuple[str, ...]:
+    def _complete_decided(self, intents: Iterable[Intent]) -> tuple[str, ...]:
         """Commits the saves whose decision lies here: it is never taken back, and no node may take them for given up."""
         completed = []
-        for save_id in (leftover.intent.save_id for leftover in leftovers):
+        for save_id in (intent.save_id for intent in intents):
             try:
                 if self.store.is_decided(save_id):
                     self.store.commit(save_id)
@@ -119,7 +119,7 @@ class NodeService:
         """
         self.pins.end(intent.session.partition(WRITER)[0])
         found = self.leftovers(intent.session, intent)  # not again once that is done: a later save may be open by then
-        completed = self._complete_decided(found)
+        completed = self._complete_decided(leftover.intent for leftover in found)
         leftovers = tuple(leftover for leftover in found if leftover.intent.save_id not in completed)
         with self._lock:  # first: what looks at the disk meanwhile must not take it for one that no rank works on
             if self._is_leaving:

@@ -145,7 +145,7 @@ def _answers(intent: Intent, how: str, addresses: Sequence[AgentAddress], silent
     by_node = {address.node_id: address for address in addresses}
     settled = f"{intent.save_id}?{urllib.parse.urlencode({'settle': how, 'ticket': intent.ticket})}"
     asked = {node: settled if node in intent.nodes or not intent.nodes else intent.save_id for node in by_node}
-    outcome = FanOut[str, Answer]().run(by_node, lambda node: _ask(by_node[node], asked[node]))
+    outcome = FanOut.run(by_node, lambda node: _ask(by_node[node], asked[node]))
     for node, error in outcome.errors.items():
         log.info("asked %s about save %s: %s", by_node[node].label, intent.save_id, error)
         if isinstance(error, StoreUnavailable):

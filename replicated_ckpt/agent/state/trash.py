@@ -1,14 +1,13 @@
 """What a crash left in the trash of a node goes when its agent starts, what an error left a while later; no load waits."""
 
 import logging
-import threading
 
 from replicated_ckpt.core.layout import TRASH_DIR
 from replicated_ckpt.errors import StoreError
 from replicated_ckpt.stores.files.existence import list_prefixed
 from replicated_ckpt.stores.local.room_to_start import lacks_room_to_start
 from replicated_ckpt.stores.local.store import LocalStore
-from replicated_ckpt.stores.thread_start import start_thread
+from replicated_ckpt.stores.thread_start import start_worker
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +20,7 @@ def empty_trash(store: LocalStore) -> None:
     if lacks_room_to_start(store.root):
         _empty(store)
     else:
-        start_thread(threading.Thread(target=_empty, args=(store,), name="rckpt-trash", daemon=True))
+        start_worker(_empty, store, name="rckpt-trash")
 
 
 def empty_what_is_left(store: LocalStore) -> None:

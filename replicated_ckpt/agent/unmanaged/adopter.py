@@ -10,7 +10,6 @@ from operator import index
 from typing import Any, TypeVar
 
 from replicated_ckpt import failpoints
-from replicated_ckpt.agent.requests.worker_thread import start_worker
 from replicated_ckpt.agent.unmanaged.look import UnmanagedFound
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
 from replicated_ckpt.core.lineage import Histories, histories_from_json, merge_histories, newest_lineage
@@ -21,6 +20,7 @@ from replicated_ckpt.errors import CheckpointAmbiguous, ReplicatedCkptError, Sav
 from replicated_ckpt.stores.peer.answer import parsing
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.fan_out import FanOut
+from replicated_ckpt.stores.thread_start import start_worker
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class Adopter:
 
         def tell() -> None:
             while not is_over.wait(KEEP_EVERY_S):
-                for node, error in FanOut[str, None]().run(plan.shards_by_node, keep).errors.items():
+                for node, error in FanOut.run(plan.shards_by_node, keep).errors.items():
                     log.info("node %s may not know that the adoption goes on: %s", node, error.message)
 
         start_worker(tell, name="rckpt-keep")
@@ -90,7 +90,7 @@ class Adopter:
             with AgentClient(self._addresses[node], _ANSWER_S) as client:
                 return call(client, node)
 
-        return FanOut[str, _Result]().run(nodes, call_node).raise_first()
+        return FanOut.run(nodes, call_node).raise_first()
 
     def _open(self, client: AgentClient, plan: AdoptUnmanaged, found: UnmanagedFound, save_id: str) -> Histories:
         document = {
@@ -136,7 +136,7 @@ class Adopter:
                     client.put("PUT", f"/v1/saves/{save_id}/{MANIFEST_NAME}", raw)
                 client.call("POST", f"/v1/saves/{save_id}/commit")
 
-        outcome = FanOut[str, None]().run(plan.shards_by_node, publish)
+        outcome = FanOut.run(plan.shards_by_node, publish)
         if not outcome.results:
             raise next(iter(outcome.errors.values()))
         return outcome.errors
@@ -146,7 +146,7 @@ class Adopter:
             with AgentClient(self._addresses[node]) as client:
                 client.call("POST", f"/v1/saves/{save_id}/abort", {"why": why[:500]})
 
-        outcome = FanOut[str, None]().run(plan.shards_by_node, abort)
+        outcome = FanOut.run(plan.shards_by_node, abort)
         for node, error in outcome.errors.items():
             log.info("node %s gives the adoption up by itself: %s", node, error.message)
 

@@ -102,7 +102,7 @@ class UnmanagedAuditor:
             found = look.examine(checkpoint)
         except (CheckpointAmbiguous, MetadataUnsafe, StoreError, PeerProtocolError) as exc:
             return UnmanagedAudit(checkpoint.checkpoint_id, nodes, exc.message)
-        outcome = FanOut[str, _Reading]().run(nodes, lambda node: self._read(node, found))
+        outcome = FanOut.run(nodes, lambda node: self._read(node, found))
         failed = "; ".join(f"node {node}: {error.message}" for node, error in sorted(outcome.errors.items()))
         readings = [outcome.results[node] for node in sorted(outcome.results)]
         return UnmanagedAudit(

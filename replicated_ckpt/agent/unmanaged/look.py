@@ -59,7 +59,7 @@ class UnmanagedLook:
                 found = [UnmanagedHolding.from_json(fields) for fields in answer["unmanaged"]]
             return [holding for holding in found if holding.node_id == node]
 
-        outcome = FanOut[str, list[UnmanagedHolding]]().run(self._by_node, ask)
+        outcome = FanOut.run(self._by_node, ask)
         self.unreached = dict(outcome.errors)
         own = list(self._unmanaged.holdings(self._own_node, checkpoint_id))
         there = [holding for node in sorted(outcome.results) for holding in outcome.results[node]]

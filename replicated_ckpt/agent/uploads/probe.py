@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from replicated_ckpt.agent.requests.worker_thread import start_worker
 from replicated_ckpt.agent.state.targets import TargetBook
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.layout import SEQUENCE_FLOOR_MAX
@@ -14,6 +13,7 @@ from replicated_ckpt.core.upkeep.policy import scope_of
 from replicated_ckpt.errors import ReplicatedCkptError, StoreUnavailable
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.bucket_client.client import AWAY_HINT
+from replicated_ckpt.stores.thread_start import start_worker
 
 FIRST_WAIT_S, WAIT_S = 10.0, 2.0
 """How long a save waits for the first answer of a bucket, of which all checkpoints are listed then, and for later ones."""

@@ -177,7 +177,7 @@ def carry_out(
             answer = client.call("POST", "/v1/repair", {"plan": plan.of_node(node).to_json()})
         return list_failures(answer, client.address.label)
 
-    outcome = FanOut[str, dict[str, str]]().run(sorted({action.node_id for action in plan.actions}), told)
+    outcome = FanOut.run(sorted({action.node_id for action in plan.actions}), told)
     errors = {action: error for result in outcome.results.values() for action, error in result.items()}
     return errors | {label(node): error.message for node, error in outcome.errors.items()}
 

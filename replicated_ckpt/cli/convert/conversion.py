@@ -1,14 +1,10 @@
 """What `export` and `import` have in common: options about keys, and lines about how far it is."""
 
 import argparse
-import signal
 import sys
 import time
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import FrameType
-from typing import TYPE_CHECKING, NoReturn, Self
+from typing import TYPE_CHECKING, Self
 
 from replicated_ckpt.core.key_rules import KeyRules
 from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptWarning
@@ -99,17 +95,3 @@ class Printer:
 
     def note(self, line: str) -> None:
         print(f"{self._verb}: {line}", file=sys.stderr, flush=True)
-
-
-@contextmanager
-def stop_on_sigterm() -> Iterator[None]:
-    """SIGTERM ends the block as Ctrl-C does, so that what was half written is removed."""
-
-    def interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
-        raise KeyboardInterrupt
-
-    was = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, was)

@@ -2,9 +2,10 @@
 
 import argparse
 
-from replicated_ckpt.cli.convert.conversion import Printer, add_key_arguments, describe, key_rules, stop_on_sigterm
+from replicated_ckpt.cli.convert.conversion import Printer, add_key_arguments, describe, key_rules
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.root import open_store
+from replicated_ckpt.cli.sigterm import stop_on_sigterm
 from replicated_ckpt.errors import ConfigInvalid
 
 HELP = "Write one checkpoint as a torch file, as safetensors, or as a plain DCP directory."

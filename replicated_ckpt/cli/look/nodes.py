@@ -134,7 +134,7 @@ def look_at_nodes(store: LocalStore, *, asks_own: bool = True) -> NodesSeen:
     """
     own, peers = store.read_node_id(), PeerBook(store.root_agent_directory())
     addresses = {peer.node_id: peer for peer in peers.read_all() if peer.node_id != own}
-    outcome = FanOut[str, Held]().run(addresses, lambda node: _ask(addresses[node]))
+    outcome = FanOut.run(addresses, lambda node: _ask(addresses[node]))
     held = {own: _look_at_own(store, own, asks=asks_own), **outcome.results}
     manifests = ManifestBook(store, own, peers).of([found.view_of(node) for node, found in held.items()])
     return NodesSeen(own, held, addresses, dict(outcome.errors), manifests)

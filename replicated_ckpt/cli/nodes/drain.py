@@ -2,15 +2,14 @@
 
 import argparse
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from replicated_ckpt.agent.start.launch import running_agent
 from replicated_ckpt.cli.checkpoints.repair import carry_out
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.absent import describe_newer
 from replicated_ckpt.cli.look.doubts import list_staged_saves
-from replicated_ckpt.cli.look.nodes import NodesSeen, advise_on_silence, look_at_nodes
+from replicated_ckpt.cli.look.nodes import NodesSeen, advise_on_silence, ask_own_status, look_at_nodes
 from replicated_ckpt.cli.look.root import open_store
 from replicated_ckpt.cli.look.start import start_agent
 from replicated_ckpt.core.upkeep.removal import find_removed
@@ -18,7 +17,6 @@ from replicated_ckpt.core.upkeep.repair import plan_repair
 from replicated_ckpt.core.upkeep.repair_plan import RepairPlan
 from replicated_ckpt.core.upkeep.retention import find_retired
 from replicated_ckpt.stores.local.store import LocalStore
-from replicated_ckpt.stores.peer.client import AgentClient
 from replicated_ckpt.wording import describe_bytes, plural
 
 HELP = "Have the copies of this node made on other nodes, and say whether it may be taken down."
@@ -44,15 +42,16 @@ def run(arguments: argparse.Namespace) -> int:
     """
     store = open_store(arguments.root)
     start_agent(store)
-    drained = _Drained()
+    done = 0
+    failed: dict[str, str] = {}
     for _ in range(ROUNDS_MAX):
-        drained.seen = look_at_nodes(store)
-        drained.plan = _plan(drained.seen)
-        if arguments.dry_run or not drained.plan.actions or drained.failed:
+        seen = look_at_nodes(store)
+        plan = _plan(seen)
+        if arguments.dry_run or not plan.actions or failed:
             break
-        drained.done += len(drained.plan.actions)
-        drained.failed = carry_out(drained.plan, drained.seen.addresses, drained.seen.label)
-    drained.stays = [] if drained.seen is None else _list_what_stays(store, drained.seen)
+        done += len(plan.actions)
+        failed = carry_out(plan, seen.addresses, seen.label)
+    drained = _Drained(seen, plan, done, failed, _list_what_stays(store, seen))
     if arguments.json:
         print(json.dumps(drained.to_json(), indent=2))
     else:
@@ -60,15 +59,15 @@ def run(arguments: argparse.Namespace) -> int:
     return ExitCode.OK if drained.is_empty else ExitCode.FAILED
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Drained:
     """How far it has come. `plan`: what is still to be copied; `stays`: what only this node can bring elsewhere."""
 
-    seen: NodesSeen | None = None
-    plan: RepairPlan = field(default_factory=RepairPlan)
-    done: int = 0
-    failed: dict[str, str] = field(default_factory=dict)
-    stays: list[str] = field(default_factory=list)
+    seen: NodesSeen
+    plan: RepairPlan
+    done: int
+    failed: dict[str, str]
+    stays: list[str]
 
     @property
     def is_empty(self) -> bool:
@@ -81,24 +80,23 @@ class _Drained:
             "done": self.done,
             "failed": self.failed,
             "stays": self.stays,
-            "not_reached": [] if self.seen is None else sorted(self.seen.unreached),
+            "not_reached": sorted(self.seen.unreached),
         }
 
     @property
     def _has_others(self) -> bool:
-        return self.seen is not None and self.seen.nodes_known > 1
+        return self.seen.nodes_known > 1
 
-    def _name_shortage(self, seen: NodesSeen) -> str:
-        if seen.unreached:
+    def _name_shortage(self) -> str:
+        if self.seen.unreached:
             return "too few nodes answered to hold the copies"
         return "no room for enough copies elsewhere" if self._has_others else "no other node for a copy"
 
     def describe(self, store: LocalStore) -> list[str]:
-        assert self.seen is not None
         size = describe_bytes(sum(copy.size_bytes for copy in self.plan.copy))
         lines = [f"to do: {action}" for action in self.plan.actions]
         lines += [f"to do in all: {size} to copy"] if self.plan.copy else []
-        lines += [f"{self._name_shortage(self.seen)}: {short}" for short in self.plan.short]
+        lines += [f"{self._name_shortage()}: {short}" for short in self.plan.short]
         lines += [f"failed: {what}: {why}" for what, why in self.failed.items()]
         lines += [f"not drained: {what}" for what in self.stays]
         others = plural(len(self.seen.held) - 1, "other node")
@@ -139,10 +137,9 @@ def _list_what_stays(store: LocalStore, seen: NodesSeen) -> list[str]:
     ]
     stays += map(describe_newer, store.catalog.of_newer_format())
     stays += _list_removed_elsewhere(seen)
-    endpoint = running_agent(store)
-    if endpoint is not None:
-        with AgentClient(endpoint.local_address()) as client:
-            pending = client.call("GET", "/v1/status")["object_store"]["pending"].values()
+    own = ask_own_status(store)
+    if own is not None:
+        pending = own["object_store"]["pending"].values()
         stays += [f"{upload['checkpoint_id']} is on its way to {upload['url']}" for upload in pending]
     return stays
 

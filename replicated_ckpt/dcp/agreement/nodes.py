@@ -121,7 +121,7 @@ class AgentCluster:
         self._own_node = own_node
 
     def _run(self, call: Callable[[str], Result]) -> FanOut[str, Result]:
-        outcome = FanOut[str, Result]().run([node for node in self._by_node if node not in self._silent], call)
+        outcome = FanOut.run([node for node in self._by_node if node not in self._silent], call)
         outcome.errors.update(self._silent)
         return outcome
 

@@ -64,7 +64,7 @@ class Blackboard:
         `kept`: what this rank has of earlier decisions on this process group.
         """
         self._kept = kept or KeptDecisions()
-        self._find_lost = find_lost
+        self.find_lost = find_lost
         self._seal = seal or Seal()
         self._store: Any = store  # its stub lacks methods that are there since torch 2.7, and that values may be bytes
         self._rank = rank
@@ -135,7 +135,7 @@ class Blackboard:
             found |= {rank: post for rank, post in present if not stale or post["nonce"] != stale[rank]}
             absent = [rank for rank in missing if rank not in found]
             if is_look:
-                lost = self._find_lost()
+                lost = self.find_lost()
                 problem = describe_ended(lost) if lost else problem
                 absent = [rank for rank in absent if rank not in lost]
                 if problem is not None or any("error" in post for post in found.values()):
@@ -231,7 +231,7 @@ class Blackboard:
         check_own_at_s = 0.0
         while True:
             is_over, is_look = wait.is_over, wait.is_look_due()
-            lost = self._find_lost() if is_look else ()  # before the answer: one may decide and end
+            lost = self.find_lost() if is_look else ()  # before the answer: one may decide and end
             found = self._answer(topic, "decided", nonce)
             if found is None and wait.is_long:
                 found = self._answer(topic, "absent", str(before))
@@ -274,7 +274,7 @@ class Blackboard:
         with reaching_store():
             here = self._store.add(name, 1)
         while here < self._size and not wait.is_over:
-            lost = self._find_lost() if wait.is_look_due() else ()
+            lost = self.find_lost() if wait.is_look_due() else ()
             if lost:
                 return lost
             wait.pause()

@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from replicated_ckpt.dcp.c10d.blackboard import Blackboard, describe_ended
 from replicated_ckpt.dcp.c10d.tellable import dump
 from replicated_ckpt.dcp.c10d.waiting import LOOK_AFTER_S, LOOK_EVERY_S, Wait
 from replicated_ckpt.dcp.runtime.raised_by_load import as_checkpoint_exception
@@ -58,16 +59,6 @@ class Missed:
     rank: int
 
 
-class Watch(Protocol):
-    """What a rank learns of the others outside of the group's collectives."""
-
-    def find_missed(self) -> Missed | None:
-        """The rank that has ended or left, if any is known. Raises MeetingFailed."""
-
-    def tell_left(self, why: RankFailed) -> None:
-        """Tells the ranks that this one has left a collective. Raises MeetingFailed."""
-
-
 class WatchedGroup:
     """The object collectives that DCP uses, of one group. One thread at a time.
 
@@ -76,8 +67,8 @@ class WatchedGroup:
     group alive: gloo's threads end with `destroy_process_group` only if nothing does. Then it is ConfigInvalid, too.
     """
 
-    def __init__(self, group: Any, watch: Watch) -> None:
-        self._held, self._watch = weakref.ref(group), watch
+    def __init__(self, group: Any, board: Blackboard) -> None:
+        self._held, self._board = weakref.ref(group), board
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
         self._look_every_s = max(LOOK_EVERY_S, _LOOK_PER_RANK_S * self._size)
         self.coordinator = 0
@@ -190,9 +181,13 @@ class WatchedGroup:
 
     def _look(self) -> Missed | None:
         try:
-            return self._watch.find_missed()
+            lost = self._board.find_lost()
+            if lost:
+                return Missed(describe_ended(lost), lost[0])
+            left = self._board.find_left()
         except ReplicatedCkptError as exc:  # the c10d store does not answer
             return Missed(exc, self._rank)
+        return None if left is None else Missed(left[1], left[0])
 
     def _seek(self, failure: RuntimeError) -> Missed:
         """Of a collective that has failed at this rank: who has ended; else that it did, which the other ranks are told."""
@@ -211,7 +206,7 @@ class WatchedGroup:
 
     def _tell_left(self, why: RankFailed) -> None:
         with suppress(MeetingFailed):  # the c10d store does not answer: the others find that, too
-            self._watch.tell_left(why)
+            self._board.tell_left(why)
 
     def _break(self, missed: Missed) -> ReplicatedCkptError:
         _broken[self._group] = missed.error

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-from replicated_ckpt.dcp.c10d.blackboard import COORDINATOR, Blackboard, describe_ended
+from replicated_ckpt.dcp.c10d.blackboard import COORDINATOR, Blackboard
 from replicated_ckpt.dcp.c10d.job_secret import Seal
 from replicated_ckpt.dcp.c10d.kept_decisions import KeptDecisions
 from replicated_ckpt.dcp.c10d.presence import Presence, announce, check_is_rank
 from replicated_ckpt.dcp.c10d.waiting import AnsweringStore, reaching_store
-from replicated_ckpt.dcp.c10d.watched_group import Missed, WatchedGroup
+from replicated_ckpt.dcp.c10d.watched_group import WatchedGroup
 from replicated_ckpt.dcp.runtime.torch_private import calling, default_store, use_collectives
-from replicated_ckpt.errors import ConfigInvalid, RankFailed
+from replicated_ckpt.errors import ConfigInvalid
 from replicated_ckpt.stores.local.directories.intent import WRITER
 
 _PREFIX = "replicated_ckpt"
@@ -115,7 +115,7 @@ def _meeting_of(group: Any, name: str) -> tuple[Blackboard, WatchedGroup | None]
     kept = _kept_by_group.setdefault(name, KeptDecisions())
     store = AnsweringStore(f"{_PREFIX}/{name}", default_store())
     board = Blackboard(store, dist.get_rank(group), dist.get_world_size(group), find_lost, Seal.of_job(name), kept)
-    return board, WatchedGroup(group, _BoardWatch(board, find_lost)) if WatchedGroup.can_watch(group) else None
+    return board, WatchedGroup(group, board) if WatchedGroup.can_watch(group) else None
 
 
 def _find_lost(presence: Presence | None, members: Sequence[int]) -> list[int]:
@@ -123,21 +123,3 @@ def _find_lost(presence: Presence | None, members: Sequence[int]) -> list[int]:
     with reaching_store():
         lost = presence.find_lost() if presence is not None else {}
     return [rank for rank, member in enumerate(members) if member in lost]
-
-
-@dataclass(frozen=True)
-class _BoardWatch:
-    """What the blackboard and the processes of the hosts say of the ranks of one group."""
-
-    board: Blackboard
-    find_lost: Callable[[], Sequence[int]]
-
-    def find_missed(self) -> Missed | None:
-        lost = self.find_lost()
-        if lost:
-            return Missed(describe_ended(lost), lost[0])
-        left = self.board.find_left()
-        return None if left is None else Missed(left[1], left[0])
-
-    def tell_left(self, why: RankFailed) -> None:
-        self.board.tell_left(why)

@@ -1,12 +1,11 @@
 """A look into the bucket while the nodes are asked: a load that finds all on the nodes does not wait for a slow bucket."""
 
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.bucket.bucket_save import BucketSave
-from replicated_ckpt.stores.thread_start import start_thread
+from replicated_ckpt.stores.thread_start import start_worker
 
 LOOK_WITHIN_S = 5.0
 
@@ -39,8 +38,7 @@ class BucketLook:
         self._checkpoint_id = checkpoint_id
         self._found: Sequence[BucketSave] = ()
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._look, name="rckpt-look", daemon=True)
-        start_thread(self._thread)
+        self._thread = start_worker(self._look, name="rckpt-look")
 
     def _look(self) -> None:
         try:

@@ -68,5 +68,5 @@ def tell_load(addresses: Iterable[AgentAddress], survey: Survey, world: World) -
         with AgentClient(address) as client:
             return client.call("POST", "/v1/sequence", document).get("is_here") is not False
 
-    outcome = FanOut[AgentAddress, bool]().run(addresses, tell)
+    outcome = FanOut.run(addresses, tell)
     return {address.node_id for address, is_here in outcome.results.items() if not is_here}

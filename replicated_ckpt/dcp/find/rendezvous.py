@@ -283,5 +283,5 @@ def _introduce(
         with AgentClient(address) as client:
             client.put("POST", "/v1/peers", body)
 
-    errors = FanOut[AgentAddress, None]().run([*openers, *absent], introduce_to).errors
+    errors = FanOut.run([*openers, *absent], introduce_to).errors
     return {node.node_id: error for node, error in errors.items() if node.node_id in away or is_time_out(error)}

@@ -73,6 +73,6 @@ def _publishing(survey: Survey, own_node: str) -> list[str]:
         with AgentClient(by_node[node], _ASK_TIMEOUT_S) as client:
             return str(client.call("GET", f"/v1/saves/{survey.manifest.save_id}").get("state"))
 
-    outcome = FanOut[str, str]().run(by_node, ask)
+    outcome = FanOut.run(by_node, ask)
     staged = [by_node[node].label for node, state in outcome.results.items() if state not in _OVER]
     return [*staged, *(f"{by_node[node].label}: {error.message}" for node, error in outcome.errors.items())]

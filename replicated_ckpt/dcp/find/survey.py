@@ -219,7 +219,7 @@ class Surveyor:
                 answer = client.call("GET", path)
             return parse_held(answer, self._by_node[node])
 
-        outcome = FanOut[str, Held]().run([node for node in self._by_node if node not in self._silent], ask)
+        outcome = FanOut.run([node for node in self._by_node if node not in self._silent], ask)
         outcome.errors.update({node: self._silent[node] for node in self._by_node if node in self._silent})
         holdings += [holding for store in self._seen.values() for holding in store.holdings]
         self._remains += [remains for store in self._seen.values() for remains in store.remains]

@@ -7,9 +7,9 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 
-from replicated_ckpt.agent.requests.worker_thread import start_worker
 from replicated_ckpt.dcp.hand_over.finishing import AgentSilent
 from replicated_ckpt.dcp.runtime.failures import describe_failure
+from replicated_ckpt.stores.thread_start import start_worker
 
 log = logging.getLogger(__name__)
 

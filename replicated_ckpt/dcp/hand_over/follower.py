@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from replicated_ckpt.agent.requests.worker_thread import start_worker
 from replicated_ckpt.agent.saves.hand_overs import HandedShard
 from replicated_ckpt.agent.saves.shard_copies import WrittenCopies
 from replicated_ckpt.dcp.hand_over.handed import HandedOver, hand_over
@@ -14,6 +13,7 @@ from replicated_ckpt.dcp.hand_over.layout import ShardLayout
 from replicated_ckpt.dcp.staging.segment import descriptor_of
 from replicated_ckpt.errors import StoreUnavailable
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.thread_start import start_worker
 
 log = logging.getLogger(__name__)
 

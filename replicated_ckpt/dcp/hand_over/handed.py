@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from replicated_ckpt.agent.requests.local_messages import connect, receive_message, send_message
-from replicated_ckpt.agent.requests.worker_thread import start_worker
 from replicated_ckpt.agent.saves.hand_overs import HandedShard
 from replicated_ckpt.agent.saves.shard_copies import WrittenCopies
 from replicated_ckpt.dcp.hand_over.finishing import LOG_HINT
-from replicated_ckpt.errors import PeerProtocolError, ReplicatedCkptError, StoreUnavailable
+from replicated_ckpt.errors import PeerProtocolError, StoreUnavailable
 from replicated_ckpt.stores.files.locks import close_in_forks
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.answer import parsing, refusal
 from replicated_ckpt.stores.peer.client import PROGRESS_TIMEOUT_S
+from replicated_ckpt.stores.thread_start import start_worker
 
 log = logging.getLogger(__name__)
 
@@ -118,12 +118,9 @@ def _receive(connection: socket.socket) -> dict[str, Any]:
     if descriptors or "state" not in answer:
         raise PeerProtocolError(f"{_AGENT} says of a shard {answer!r}.")
     if answer["state"] == "refused":
-        raise _error_in(answer)
+        status = int(answer.get("status", 500))
+        raise refusal(status, json.dumps(answer).encode(), _AGENT, "hand over", "the shard")
     return answer
-
-
-def _error_in(answer: dict[str, Any]) -> ReplicatedCkptError:
-    return refusal(int(answer.get("status", 500)), json.dumps(answer).encode(), _AGENT, "hand over", "the shard")
 
 
 def _unavailable(exc: Exception) -> StoreUnavailable:

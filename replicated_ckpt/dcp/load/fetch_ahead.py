@@ -8,7 +8,7 @@ from replicated_ckpt.core.reading.windows import CELL_BYTES, Window
 from replicated_ckpt.dcp.load.shard_reader import ShardReader
 from replicated_ckpt.errors import ReplicatedCkptError
 from replicated_ckpt.stores.node_cache.exchange import Exchange
-from replicated_ckpt.stores.thread_start import start_thread
+from replicated_ckpt.stores.thread_start import start_worker
 
 THREADS = 3
 BUFFERS = 5
@@ -42,9 +42,7 @@ class FetchAhead:
         self._threads: list[threading.Thread] = []
         try:
             for _ in range(min(THREADS, len(windows))):
-                thread = threading.Thread(target=self._work, name="replicated_ckpt-fetch", daemon=True)
-                start_thread(thread)
-                self._threads.append(thread)
+                self._threads.append(start_worker(self._work, name="replicated_ckpt-fetch"))
         except BaseException:
             self.stop()
             raise

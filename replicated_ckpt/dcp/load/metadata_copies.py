@@ -56,22 +56,11 @@ def read_verified_metadata(
     Raises:
         ShardLost: no copy is. MetadataUnsafe: an intact one is not what DCP metadata consists of.
     """
-    return decode_metadata_file(*_intact(store, survey, bucket, reader_key, silent))
-
-
-def _intact(
-    store: LocalStore, survey: Survey, bucket: Bucket | None, reader_key: str, silent: set[str]
-) -> tuple[bytes, str]:
-    """The bytes of the first copy that is intact, and where it lies.
-
-    Raises:
-        ShardLost: no copy is.
-    """
     problems: list[str] = []
     for copy in _copies(store, survey, bucket, reader_key, problems, silent):
         if copy.expected_crc in (None, crc32c(copy.raw)):
             raw = copy.raw if copy.is_bucket else survey.manifest.local_metadata(copy.raw)
-            return raw, copy.source
+            return decode_metadata_file(raw, copy.source)
         found = f"{len(copy.raw)} bytes of CRC32C {crc32c(copy.raw):08x}, expected {copy.expected_crc:08x}"
         problems.append(f"{copy.source}: its {METADATA_NAME} is damaged: {found}")
         log.warning("%s", problems[-1])

@@ -27,11 +27,6 @@ class SavedMetadata(Metadata):
         vars(found).update(_save=(checkpoint_id, save_id), _store=store)
         return found
 
-    def found_in(self, store: LocalStore) -> "SavedMetadata":
-        """The same, as it lies in a node's store."""
-        checkpoint_id, save_id = vars(self)["_save"]
-        return SavedMetadata.of(checkpoint_id, save_id, store)
-
     def __getattribute__(self, name: str) -> Any:
         if name in _FIELDS and "_save" in vars(self):
             self._read()
@@ -71,7 +66,8 @@ def tell_metadata(
     is_readable = type(own) is Metadata and (own.planner_data is None or holds_paths_only(own.planner_data))
     told = broadcast(reference if reference is not None and is_readable else own)
     if isinstance(told, SavedMetadata):
-        return told.found_in(store)
+        checkpoint_id, save_id = vars(told)["_save"]
+        return SavedMetadata.of(checkpoint_id, save_id, store)
     if type(own) is Metadata:
         own.storage_data = {index: copy(info) for index, info in own.storage_data.items()}
     return told
@@ -80,7 +76,7 @@ def tell_metadata(
 def _read_metadata(store: LocalStore, checkpoint_id: str, save_id: str) -> Metadata:
     try:
         with open_committed_save(store.root, checkpoint_id, save_id) as (directory, manifest):
-            raw = directory.read_checked(METADATA_NAME, manifest.metadata_bytes, manifest.metadata_crc32c)
+            raw = directory.raw_metadata(manifest)
     except ObjectMissing as exc:
         raise CheckpointNotFound(
             f"What dcp.save returned for {checkpoint_id} cannot be read any more: this node has retired or replaced it.",

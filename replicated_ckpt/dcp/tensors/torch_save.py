@@ -3,10 +3,8 @@
 Source: torch.serialization (torch 2.7 to 2.15).
 """
 
-import contextlib
 import io
 import threading
-from collections.abc import Iterator
 from typing import Protocol
 
 import torch
@@ -70,8 +68,13 @@ def save_without_crc32(tensor: torch.Tensor, stream: Writable) -> None:
     Raises:
         ReplicatedCkptError: of the stream.
     """
-    with without_crc32():
-        save_tensor(tensor, stream)
+    with _crc32_lock:
+        was = torch.serialization.get_crc32_options()
+        torch.serialization.set_crc32_options(False)
+        try:
+            save_tensor(tensor, stream)
+        finally:
+            torch.serialization.set_crc32_options(was)
 
 
 class _WithoutData:
@@ -115,15 +118,3 @@ def learn_envelope(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int
     raw = memoryview(buffer.getvalue())
     start = data_range(raw)[0]
     return memoryview(bytes(raw[:start])), memoryview(bytes(raw[start + size_bytes :]))
-
-
-@contextlib.contextmanager
-def without_crc32() -> Iterator[None]:
-    """`torch.save` computes no CRC32 in the block, which should be short: it is so for every thread."""
-    with _crc32_lock:
-        was = torch.serialization.get_crc32_options()
-        torch.serialization.set_crc32_options(False)
-        try:
-            yield
-        finally:
-            torch.serialization.set_crc32_options(was)

@@ -71,7 +71,7 @@ class Bucket:
         found: list[BucketSave] = []
         level = [f"{scope}/" if scope else ""]
         for _ in range(PARTS_MAX + 1 if scope is None else 2):
-            looked = FanOut[str, tuple[list[BucketSave], list[str]]]().run(level, self._look).raise_first()
+            looked = FanOut.run(level, self._look).raise_first()
             found += [save for saves, _ in looked.values() for save in saves]
             level = [directory for _, directories in looked.values() for directory in directories]
             if not level:

@@ -191,16 +191,18 @@ def write_vector(fd: int, pieces: Sequence[memoryview]) -> None:
 
 def hash_file(path: Path, size_bytes: int) -> tuple[int, int]:
     """Size in bytes and CRC32C of a file. One that is not of `size_bytes` is not read, and its CRC32C is given as 0."""
-    piece = memoryview(bytearray(1 << 20))
-    size = crc = 0
     with open_plain_file(path) as file:
         found_bytes = os.fstat(file.fileno()).st_size
-        if found_bytes != size_bytes:
-            return found_bytes, 0
-        while count := file.readinto(piece):
-            crc = crc32c(piece[:count], crc)
-            size += count
-    return size, crc
+        return hash_open_file(file.fileno()) if found_bytes == size_bytes else (found_bytes, 0)
+
+
+def hash_open_file(fd: int) -> tuple[int, int]:
+    """Size in bytes and CRC32C of what can be read from it."""
+    piece, offset, crc = memoryview(bytearray(1 << 20)), 0, 0
+    while count := read_exactly(fd, piece, offset):
+        crc = crc32c(piece[:count], crc)
+        offset += count
+    return offset, crc
 
 
 def read_exactly(fd: int, target: memoryview, offset: int) -> int:

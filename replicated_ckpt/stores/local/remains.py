@@ -3,17 +3,16 @@
 import os
 from collections.abc import Callable, Iterable
 
-from replicated_ckpt.core.integrity.checksum import FOOTER_TAIL_BYTES, crc32c, decode_footer, footer_bytes_of
+from replicated_ckpt.core.integrity.checksum import FOOTER_TAIL_BYTES, decode_footer, footer_bytes_of
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, is_checkpoint_id
 from replicated_ckpt.core.upkeep.remains import Remains
 from replicated_ckpt.errors import ManifestVersionUnknown, ObjectMissing, StoreError
-from replicated_ckpt.stores.files.durable import read_exactly
+from replicated_ckpt.stores.files.durable import hash_open_file, read_exactly
 from replicated_ckpt.stores.files.shortage import is_unreadable
 from replicated_ckpt.stores.local.directories.committed import Committed, open_directory
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import FILE_BYTES_MAX
 
-_PIECE_BYTES = 1 << 20
 _KEPT_MAX = 4096
 Tell = Callable[[str, int], int | None]
 """The CRC32C that the file of this name, behind this descriptor, has by what it says itself; None: it does not tell."""
@@ -100,7 +99,7 @@ def tell_crc(name: str, fd: int) -> int | None:
     """
     if name != METADATA_NAME:
         return crc_of_footer(fd)
-    return _hash(fd) if os.fstat(fd).st_size <= FILE_BYTES_MAX else None
+    return hash_open_file(fd)[1] if os.fstat(fd).st_size <= FILE_BYTES_MAX else None
 
 
 def crc_of_footer(fd: int) -> int | None:
@@ -114,11 +113,3 @@ def crc_of_footer(fd: int) -> int | None:
 def _end(fd: int, size: int, count: int) -> memoryview:
     target = memoryview(bytearray(min(count, size)))
     return target[: read_exactly(fd, target, size - len(target))]
-
-
-def _hash(fd: int) -> int:
-    piece, offset, crc = memoryview(bytearray(_PIECE_BYTES)), 0, 0
-    while count := read_exactly(fd, piece, offset):
-        crc = crc32c(piece[:count], crc)
-        offset += count
-    return crc

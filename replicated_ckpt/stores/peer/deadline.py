@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from replicated_ckpt.errors import StoreUnavailable
-from replicated_ckpt.stores.thread_start import start_thread
+from replicated_ckpt.stores.thread_start import start_worker
 
 
 def is_time_out(error: BaseException | None) -> bool:
@@ -33,7 +33,7 @@ def give_up_after(connected: socket.socket | None, seconds: float) -> Iterator[N
             with suppress(OSError):  # closed meanwhile: there is nothing to break
                 socket.socket.shutdown(connected, socket.SHUT_RDWR)  # not TLS's own, which would go on in the clear
 
-    start_thread(threading.Thread(target=watch, name="rckpt-deadline", daemon=True))
+    start_worker(watch, name="rckpt-deadline")
     try:
         yield
     except (OSError, http.client.HTTPException) as exc:

@@ -24,23 +24,25 @@ class FanOut(Generic[Key, Result]):
         self.errors: dict[Key, ReplicatedCkptError] = {}
         self._bug: BaseException | None = None
 
-    def run(self, keys: Iterable[Key], call: Callable[[Key], Result]) -> "FanOut[Key, Result]":
+    @classmethod
+    def run(cls, keys: Iterable[Key], call: Callable[[Key], Result]) -> "FanOut[Key, Result]":
         """Calls `call(key)` for every key, on at most PARALLEL_MAX threads; returns when all have ended.
 
         Plain threads, as a thread pool refuses new work once the interpreter has begun to exit, where a save may still
         be under way.
         """
+        outcome = cls()
         waiting: queue.SimpleQueue[Key] = queue.SimpleQueue()
         for key in keys:
             waiting.put(key)
         count = min(PARALLEL_MAX, waiting.qsize())
-        threads = self._start_threads(count - 1, waiting, call)
-        self._work(waiting, call)
+        threads = outcome._start_threads(count - 1, waiting, call)
+        outcome._work(waiting, call)
         for thread in threads:
             thread.join()
-        if self._bug is not None:
-            raise self._bug
-        return self
+        if outcome._bug is not None:
+            raise outcome._bug
+        return outcome
 
     def _start_threads(
         self, count: int, waiting: "queue.SimpleQueue[Key]", call: Callable[[Key], Result]

@@ -170,7 +170,7 @@ def test_many_peers_are_asked_without_a_thread_for_each() -> None:
         return key * key
 
     with without_threads():
-        outcome = FanOut[int, int]().run(range(5), call)
+        outcome = FanOut.run(range(5), call)
     assert outcome.results == {0: 0, 1: 1, 3: 9, 4: 16}
     assert set(outcome.errors) == {2}
 

@@ -71,7 +71,7 @@ def test_the_coordinator_sends_to_few_of_a_thousand_nodes(broken: int) -> None:
     """All get it, nobody sends more than two at once, and a node that cannot send keeps nobody from getting it."""
     nodes = [f"node {at}" for at in range(999)]
     link = Link(Relay("coordinator"), frozenset(nodes[:broken]))
-    FanOut[str, None]().run(nodes, link.bring).raise_first()
+    FanOut.run(nodes, link.bring).raise_first()
     assert sorted(link.got) == sorted(nodes)
     assert link.at_once_max <= SENDS_AT_ONCE
     assert link.sent["coordinator"] <= PARALLEL_MAX + SENDS_AT_ONCE * broken

@@ -20,8 +20,8 @@ from replicated_ckpt.core.layout import (
     QUARANTINE_DIR,
     REPLACED_DIR,
     ShardName,
+    check_checkpoint_id,
     is_checkpoint_file,
-    is_checkpoint_id,
     is_save_id,
 )
 from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX, Manifest, decode_manifest
@@ -48,7 +48,7 @@ class Committed:
         """
         path = self._root / self.checkpoint_id / MANIFEST_NAME
         with manifest_readable(path):
-            return decode_manifest(self.read_small(MANIFEST_NAME), str(path))
+            return decode_manifest(self.raw_manifest(), str(path))
 
     def is_in_place(self) -> bool:
         """Whether the directory still has the checkpoint's name."""
@@ -82,22 +82,26 @@ class Committed:
             except FileNotFoundError as exc:
                 raise ObjectMissing(str(self._root), "open", f"{self.checkpoint_id}/{name}") from exc
 
-    def read_small(self, name: str) -> bytes:
-        with self._translate("read", name), os.fdopen(self.open(name), "rb") as file:
-            return file.read(MANIFEST_BYTES_MAX + 1)
+    def raw_manifest(self) -> bytes:
+        return self._read(MANIFEST_NAME, MANIFEST_BYTES_MAX)
 
-    def read_checked(self, name: str, size_bytes: int, crc: int) -> bytes:
-        """A file of exactly this size and CRC32C.
+    def raw_metadata(self, manifest: Manifest) -> bytes:
+        """The metadata, as this manifest describes it.
 
         Raises:
             ObjectCorrupt: it is another. ObjectMissing, StoreError
         """
-        with self._translate("read", name), os.fdopen(self.open(name), "rb") as file:
-            raw = file.read(size_bytes + 1)
+        size_bytes, crc = manifest.metadata_bytes, manifest.metadata_crc32c
+        raw = self._read(METADATA_NAME, size_bytes)
         if len(raw) != size_bytes or crc32c(raw) != crc:
             detail = f"expected {size_bytes} bytes of CRC32C {crc:08x}, found {len(raw)} of {crc32c(raw):08x}"
-            raise ObjectCorrupt(str(self._root), "read", f"{self.checkpoint_id}/{name}", detail)
+            raise ObjectCorrupt(str(self._root), "read", f"{self.checkpoint_id}/{METADATA_NAME}", detail)
         return raw
+
+    def _read(self, name: str, bytes_max: int) -> bytes:
+        """One byte more of it, if there is more."""
+        with self._translate("read", name), os.fdopen(self.open(name), "rb") as file:
+            return file.read(bytes_max + 1)
 
     def has(self, name: str) -> bool:
         """Whether anything has this name.
@@ -143,7 +147,7 @@ class Committed:
 
     def _save_id_or_unknown(self) -> str:
         try:
-            save_id = str(json.loads(self.read_small(MANIFEST_NAME))["manifest"]["save_id"])
+            save_id = str(json.loads(self.raw_manifest())["manifest"]["save_id"])
         except (StoreError, ValueError, KeyError, TypeError, RecursionError):
             return "unknown"
         return save_id if is_save_id(save_id) else "unknown"
@@ -176,8 +180,7 @@ def open_directory(root: Path, checkpoint_id: str) -> Iterator[Committed]:
     Raises:
         ObjectMissing: there is none.
     """
-    if not is_checkpoint_id(checkpoint_id):
-        raise ConfigInvalid(f"{checkpoint_id[:200]!r} is no checkpoint id.")
+    check_checkpoint_id(checkpoint_id)
     with translate_errors(str(root), "open", checkpoint_id):
         if leads_out(root, checkpoint_id):
             raise ObjectMissing(str(root), "open", checkpoint_id, "a symbolic link leads out of the root")
@@ -238,12 +241,12 @@ def descriptions(directory: Committed, manifest: Manifest) -> tuple[bytes, bytes
     Raises:
         ObjectMissing: it is another's by now. ObjectCorrupt: they are not what was saved.
     """
-    raw_manifest = directory.read_small(MANIFEST_NAME)
+    raw_manifest = directory.raw_manifest()
     if directory.manifest().save_id != manifest.save_id or manifest.upload is None:
         raise ManifestInvalid(
             f"{manifest.checkpoint_id} was replaced meanwhile.", "Nothing is to be done: the newer one loads."
         )
-    raw_metadata = directory.read_checked(METADATA_NAME, manifest.metadata_bytes, manifest.metadata_crc32c)
+    raw_metadata = directory.raw_metadata(manifest)
     return raw_manifest, manifest.bucket_metadata(raw_metadata)
 
 

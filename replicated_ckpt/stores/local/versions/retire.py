@@ -7,7 +7,7 @@ from pathlib import Path
 from shlex import quote
 
 from replicated_ckpt import failpoints
-from replicated_ckpt.core.layout import RECYCLED_DIR, STAGING_DIR, TRASH_DIR, is_checkpoint_id
+from replicated_ckpt.core.layout import RECYCLED_DIR, STAGING_DIR, TRASH_DIR, check_checkpoint_id
 from replicated_ckpt.errors import ConfigInvalid, ManifestInvalid, ObjectMissing
 from replicated_ckpt.stores.files.durable import (
     fsync_directory,
@@ -57,8 +57,7 @@ def _give_to_pool(root: Path, trash: Path, origin: Path) -> None:
 
 def _remove(root: Path, checkpoint_id: str, save_id: str, put: Callable[[Path, Path], None]) -> bool:
     """`put` is told where in the trash the checkpoint is, and which directory it has left."""
-    if not is_checkpoint_id(checkpoint_id):
-        raise ConfigInvalid(f"{checkpoint_id[:200]!r} is no checkpoint id.")
+    check_checkpoint_id(checkpoint_id)
     staging = root / STAGING_DIR
     with translate_errors(str(root), "retire", checkpoint_id):
         make_directories(staging, root)

@@ -225,10 +225,11 @@ def _no_deadline(*_: Any) -> Iterator[None]:
     yield
 
 
-def _run_inline(self: fanout.FanOut[Any, Any], keys: Any, call: Callable[[Any], Any]) -> fanout.FanOut[Any, Any]:
+def _run_inline(keys: Any, call: Callable[[Any], Any]) -> fanout.FanOut[Any, Any]:
+    outcome = fanout.FanOut[Any, Any]()
     for key in keys:
         try:
-            self.results[key] = call(key)
+            outcome.results[key] = call(key)
         except ReplicatedCkptError as exc:
-            self.errors[key] = exc
-    return self
+            outcome.errors[key] = exc
+    return outcome
