@@ -94,6 +94,16 @@ def test_a_root_without_a_name_is_refused(verb: str) -> None:
     assert "--root must name a directory, not ''" in done.stderr
 
 
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_root_that_the_system_does_not_list_is_no_defect(tmp_path: Path, verb: str) -> None:
+    """As where the disk has lost that directory: a traceback asked for a report."""
+    root = tmp_path / "store"
+    root.symlink_to(root)
+    done = command(verb, "--root", root)
+    assert (done.returncode, done.stdout) == (ExitCode.FAILED, "")
+    assert f"look at {root}: OSError" in done.stderr
+
+
 def test_a_checkpoint_of_no_store_above_stores_has_a_next_step(places: Path) -> None:
     """It would vanish from sight if the command only named the stores."""
     hint = command("ls", "--root", places / "mixed").stderr.partition("Hint:")[2]

@@ -15,7 +15,7 @@ from replicated_ckpt.core.layout import (
 )
 from replicated_ckpt.environment import TRUST_ROOT_ENV
 from replicated_ckpt.errors import CheckpointNotFound, ConfigInvalid, StoreDenied
-from replicated_ckpt.stores.files.durable import translate_errors
+from replicated_ckpt.stores.files.durable import store_error_of, translate_errors
 from replicated_ckpt.stores.files.existence import is_plain_file, is_there
 from replicated_ckpt.stores.files.ownership import find_other_owner
 from replicated_ckpt.stores.local.store import LocalStore
@@ -43,6 +43,8 @@ def open_store(root: str, *, of_any_user: bool = False) -> LocalStore:
         raise CheckpointNotFound(f"There is no directory {store.root}.", _NAME_IT) from exc
     except PermissionError as exc:
         raise _refuse_unreadable(store.root, exc) from exc
+    except OSError as exc:
+        raise store_error_of(exc, str(store.root), "look at", str(store.root)) from exc
     if owner is not None:
         raise _refuse(
             store.root, f"it is the store of {owner}", owner, f" {TRUST_ROOT_ENV}=1 believes all users of this host."
