@@ -67,8 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")
     given = sys.argv[1:] if argv is None else list(argv)
     first = given[:1]
-    arguments = parser(first if first and first[0] in VERBS else VERBS).parse_args(given)
     try:
+        arguments = parser(first if first and first[0] in VERBS else VERBS).parse_args(given)
         return int(arguments.run(arguments))
     except ReplicatedCkptError as exc:
         print(f"replicated-ckpt {arguments.verb}: {exc}", file=sys.stderr)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from replicated_ckpt.cli.exit_codes import ExitCode
+from replicated_ckpt.environment import TRUST_ROOT_ENV
 from replicated_ckpt.errors import ConfigInvalid
 from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.checkpoints import checkpointed, shard
@@ -94,6 +95,16 @@ def test_a_root_without_a_name_is_refused(verb: str) -> None:
     assert "--root must name a directory, not ''" in done.stderr
 
 
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_root_that_the_system_does_not_list_is_no_defect(tmp_path: Path, verb: str) -> None:
+    """As where the disk has lost that directory: a traceback asked for a report."""
+    root = tmp_path / "store"
+    root.symlink_to(root)
+    done = command(verb, "--root", root)
+    assert (done.returncode, done.stdout) == (ExitCode.FAILED, "")
+    assert f"look at {root}: OSError" in done.stderr
+
+
 def test_a_checkpoint_of_no_store_above_stores_has_a_next_step(places: Path) -> None:
     """It would vanish from sight if the command only named the stores."""
     hint = command("ls", "--root", places / "mixed").stderr.partition("Hint:")[2]
@@ -137,3 +148,18 @@ def test_another_users_store_is_said_to_be_that(open_place: Path, verb: str, mod
     assert "the store of user nobody" in done.stderr
     assert "sudo -u nobody" in done.stderr
     assert not (root / ".agent").exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root acts as another user")
+@pytest.mark.parametrize("verb", VERBS)
+def test_what_another_user_has_closed_is_not_called_absent(
+    open_place: Path, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    """Where all users are believed: with 0 and "no checkpoint to verify" all looked well."""
+    monkeypatch.setenv(TRUST_ROOT_ENV, "1")
+    root = open_place / "store"
+    checkpointed([LocalStore(root)], 1, {shard(0): (0,)}, copies=1, size_bytes=3000)
+    root.chmod(0o755)
+    done = command(verb, "--root", root, user=NOBODY)
+    assert (done.returncode, done.stdout) == (ExitCode.UNREACHABLE, "")
+    assert "this user may not read 'step-1' in it" in done.stderr

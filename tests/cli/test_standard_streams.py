@@ -5,10 +5,12 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from replicated_ckpt.agent.state.endpoint import read_endpoint
+from replicated_ckpt.cli import main
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.core.layout import AGENT_DIR
 from replicated_ckpt.stores.local.store import LocalStore
@@ -59,3 +61,9 @@ def test_what_the_output_cannot_encode_is_escaped(tmp_path: Path) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (ExitCode.OK, b"")
     assert b"l\\xe4uf" in done.stdout
+
+
+def test_an_interrupt_while_a_verb_is_imported_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most of the time of a short command goes to that: it ended with a traceback."""
+    monkeypatch.setattr(main, "import_module", mock.Mock(side_effect=KeyboardInterrupt))
+    assert main.main(["ls", "--root", "x"]) == ExitCode.INTERRUPTED

@@ -15,8 +15,8 @@ from replicated_ckpt.core.layout import (
 )
 from replicated_ckpt.environment import TRUST_ROOT_ENV
 from replicated_ckpt.errors import CheckpointNotFound, ConfigInvalid, StoreDenied
-from replicated_ckpt.stores.files.durable import translate_errors
-from replicated_ckpt.stores.files.existence import is_plain_file, is_there
+from replicated_ckpt.stores.files.durable import store_error_of, translate_errors
+from replicated_ckpt.stores.files.existence import is_directory, is_plain_file, is_there
 from replicated_ckpt.stores.files.ownership import find_other_owner
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.wording import plural
@@ -39,10 +39,14 @@ def open_store(root: str, *, of_any_user: bool = False) -> LocalStore:
     try:
         names = sorted(entry.name for entry in os.scandir(store.root) if entry.name != "lost+found")
         owner = None if of_any_user else find_other_owner(store.root)
+        if owner is None and not of_any_user:
+            _check_is_open(store.root, names)
     except (FileNotFoundError, NotADirectoryError) as exc:  # or one of the directories above is none
         raise CheckpointNotFound(f"There is no directory {store.root}.", _NAME_IT) from exc
     except PermissionError as exc:
         raise _refuse_unreadable(store.root, exc) from exc
+    except OSError as exc:
+        raise store_error_of(exc, str(store.root), "look at", str(store.root)) from exc
     if owner is not None:
         raise _refuse(
             store.root, f"it is the store of {owner}", owner, f" {TRUST_ROOT_ENV}=1 believes all users of this host."
@@ -51,6 +55,16 @@ def open_store(root: str, *, of_any_user: bool = False) -> LocalStore:
         with translate_errors(str(store.root), "look for", NODE_NAME):
             _check_content(store, names)
     return store
+
+
+def _check_is_open(root: Path, names: list[str]) -> None:
+    """Raises StoreDenied: its owner, another user, has closed a directory in it; checkpoints may lie there unseen."""
+    owner = root.stat().st_uid
+    for name in names if owner != os.geteuid() else ():
+        place = root / name
+        is_closed = not (name.startswith(".") or os.access(place, os.R_OK | os.X_OK))
+        if is_closed and is_directory(place) and place.stat().st_uid == owner:
+            raise _refuse(root, f"this user may not read {name!r} in it", None)
 
 
 def check_is_no_file(root: str | Path) -> None:

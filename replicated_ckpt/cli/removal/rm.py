@@ -10,7 +10,7 @@ from replicated_ckpt.cli.look.absent import describe_absent
 from replicated_ckpt.cli.look.checkpoints import IN_BUCKET, CheckpointSeen
 from replicated_ckpt.cli.look.root import open_store
 from replicated_ckpt.cli.removal.remover import Removed, Remover, add_removal_arguments
-from replicated_ckpt.errors import ConfigInvalid
+from replicated_ckpt.errors import ManifestInvalid
 from replicated_ckpt.stores.local.versions.retire import renamed_refusal
 
 HELP = "Remove one checkpoint from this node, and from the bucket once no other node has it. Run it on each node."
@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Exit code: OK if no node that is known has it any more; FAILED if it was refused, or others have it still.
 
     Raises:
-        CheckpointNotFound, ConfigInvalid, StoreError, AgentUnavailable
+        CheckpointNotFound, ConfigInvalid, ManifestInvalid, StoreError, AgentUnavailable
     """
     store = open_store(arguments.root)
     remover = Remover(store, arguments)
@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
     if listed and not chosen:
         path = quote(str(store.root / arguments.id))
         hint = f"`repair` restores the manifest where another node has it; if the files are not needed: `rm -r {path}`."
-        raise ConfigInvalid(f"{arguments.id!r} has no valid manifest, so nothing tells which save it is.", hint)
+        raise ManifestInvalid(f"{arguments.id!r} has no valid manifest, so nothing tells which save it is.", hint)
     if not chosen:
         where = "" if arguments.object_store else " Add --object-store URL if a bucket has it."
         raise describe_absent(store, remover.seen, arguments.id, where)

@@ -105,7 +105,7 @@ class ShortShard:
         advice = f"; {_KEEP_BOTH}" if self.taken_on else ""
         if self.is_in_doubt and not self.waits_for and not self.taken_on:
             advice = f"; {_SAVE_AGAIN}"
-        have = f"{self.have} of {self.wanted} copies"
+        have = f"{self.have} of {self.wanted} copies" if self.save_id else "on no node that answers"
         return f"{self.checkpoint_id}/{self.shard} (owner {self.owner}){doubt}: {have}{waits}{taken}{advice}"
 
 

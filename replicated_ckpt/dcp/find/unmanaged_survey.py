@@ -61,5 +61,6 @@ def unmanaged_warning(save: UnmanagedSave) -> str:
         "inside is checked, where it is there. "
         f"{'There are no copies' if save.copies < 2 else f'Each shard was found {save.copies} times'}. "
         + (f"Written later than .metadata, so perhaps by another save: {later}. " if later else "")
-        + "`replicated-ckpt repair` makes it a checkpoint with checksums and copies."
+        + "`replicated-ckpt repair` makes checksums and copies of what stock torch wrote; where the manifest is lost, save "
+        "it anew."
     )

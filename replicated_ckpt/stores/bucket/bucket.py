@@ -7,7 +7,7 @@
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
 
 from replicated_ckpt import failpoints
@@ -260,20 +260,24 @@ class Bucket:
             except ReplicatedCkptError as exc:
                 log.warning("some objects of %s may stay: %s", manifest.checkpoint_id, exc)
 
-    def _keys(self, save: BucketSave) -> Iterator[str]:
-        """Everything of a save but its mark."""
-        prefix = save.mark.prefix if save.mark else ""
-        for name in (*sorted(save.sizes), *([MANIFEST_NAME] if save.mark else ())):
-            yield f"{save.checkpoint_id}/{prefix}{name}"
-
     def remove(self, save: BucketSave) -> None:
         """Deletes a checkpoint, its mark first: interrupted at any point, what is left is no checkpoint."""
         self.client.delete([f"{save.checkpoint_id}/{METADATA_NAME}"])
         self._remove_files(save)
 
     def _remove_files(self, save: BucketSave) -> None:
-        """Deletes all but the mark, which is gone: nothing tells of them from now on."""
-        RetryingClient(self.client).delete(list(self._keys(save)))
+        """Deletes all but the mark, which is gone."""
+        self.remove_described(f"{save.checkpoint_id}/{save.mark.prefix if save.mark else ''}", save.sizes)
+
+    def remove_described(self, directory: str, shards: Iterable[str]) -> None:
+        """Deletes the shards of a save without a mark, then its manifest, by which alone what is left of it is found.
+
+        Raises:
+            StoreDenied: a shard may not be deleted, as a legal hold is on it; the others are gone. StoreError
+        """
+        client = RetryingClient(self.client)
+        client.delete([f"{directory}{name}" for name in sorted(shards)])
+        client.delete([f"{directory}{MANIFEST_NAME}"])
 
 
 def is_superseded(manifest: Manifest, there: BucketSave | None) -> bool:

@@ -8,7 +8,6 @@ from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX, Manifest, decode_m
 from replicated_ckpt.errors import ManifestInvalid, ManifestVersionUnknown, ObjectCorrupt, ObjectMissing
 from replicated_ckpt.stores.bucket.bucket import Bucket, is_superseded, key_of, prefix_of
 from replicated_ckpt.stores.bucket.bucket_save import BucketSave
-from replicated_ckpt.stores.bucket_client.retry import RetryingClient
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +48,7 @@ def remove_outlived(bucket: Bucket, manifest: Manifest, there: BucketSave) -> No
         if left is None or (left.checkpoint_id, prefix_of(left)) != (manifest.checkpoint_id, place):
             continue
         if left.save_id in manifest.replaces or is_superseded(left, there):
-            RetryingClient(bucket.client).delete([key_of(left, name) for name in (*left.shards, MANIFEST_NAME)])
+            bucket.remove_described(f"{left.checkpoint_id}/{place}", left.shards)
             log.info("removed what was left of save %s of %s", left.save_id, left.checkpoint_id)
 
 

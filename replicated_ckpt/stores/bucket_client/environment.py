@@ -33,7 +33,8 @@ _VARIABLES: Mapping[str, tuple[Mapping[str, str], Mapping[str, str]]] = {
 """Option by variable, for each scheme. No credential is taken where the user has given one, or `anon`; places are taken
 each for itself, and the later of two variables for one option holds.
 """
-_REGION, _REGION_OPTION = "AWS_DEFAULT_REGION", "region_name"
+_S3_CLIENT = {"AWS_DEFAULT_REGION": "region_name", "AWS_CA_BUNDLE": "verify"}
+"""The same of what s3fs takes in `client_kwargs`."""
 
 
 def with_environment(scheme: str, given: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
@@ -48,8 +49,10 @@ def with_environment(scheme: str, given: Mapping[str, Any], environment: Mapping
     if options.keys().isdisjoint({*credentials.values(), "anon", "credential"}):
         wanted |= credentials
     options |= {name: environment[variable] for variable, name in wanted.items() if environment.get(variable)}
-    if scheme in ("s3", "s3a") and environment.get(_REGION) and _REGION_OPTION not in inner:
-        options["client_kwargs"] = {**inner, _REGION_OPTION: environment[_REGION]}
+    if scheme in ("s3", "s3a"):
+        found = {name: environment[variable] for variable, name in _S3_CLIENT.items() if environment.get(variable)}
+        if found:
+            options["client_kwargs"] = {**found, **inner}
     return options
 
 

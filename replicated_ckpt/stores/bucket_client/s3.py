@@ -69,6 +69,8 @@ _CONDITION_FAILED = ("PreconditionFailed", "ConditionalRequestConflict", "412")
 _CONDITION_UNKNOWN = ("NotImplemented", "501")
 _CHECKSUM_UNKNOWN = ("NotImplemented:", "InvalidArgument:", "InvalidRequest:")
 _MISSING = {"NoSuchKey", "404", "NotFound"}
+_NOT_BELIEVED = ("CERTIFICATE_VERIFY_FAILED", "doesn't match", "subjectAltName", "No such file", "WRONG_VERSION_NUMBER")
+"""In an error of TLS that stays: of a private authority, another host, its file's path, or a server without TLS."""
 _BUSY = {
     "SlowDown",
     "ServiceUnavailable",
@@ -278,6 +280,8 @@ class S3Client:
             raise self._refused(op, key, self.target.scrub(" ".join(str(exc).split())), _DENIED_HINT) from None
         except (botocore.exceptions.BotoCoreError, urllib3.exceptions.HTTPError, OSError) as exc:
             detail = self.target.scrub(f"{type(exc).__name__}: {exc}")
+            if isinstance(exc, botocore.exceptions.SSLError) and any(words in detail for words in _NOT_BELIEVED):
+                raise self._refused(op, key, detail, _NOT_BELIEVED_HINT) from None
             raise StoreUnavailable(self.target.url, op, key, detail, AWAY_HINT) from None
         except (botocore.parsers.ResponseParserError, LookupError, TypeError, ValueError, AttributeError) as exc:
             detail = self.target.scrub(f"its answer makes no sense: {type(exc).__name__}: {exc}")[:400]
@@ -299,7 +303,7 @@ class S3Client:
         return StoreError(store, op, key, detail)
 
     def _refused(self, op: str, key: str, detail: str, hint: str) -> StoreDenied:
-        self._is_refused = hint == _DENIED_HINT and not self.target.options.get("key")
+        self._is_refused = hint != _ARCHIVED_HINT and not self.target.options.get("key")
         return StoreDenied(self.target.url, op, key, detail, hint)
 
 
@@ -309,6 +313,10 @@ _DENIED_HINT = (
 )
 _ARCHIVED_HINT = (
     "A life-cycle rule of the bucket has archived it: restore it there, or load a checkpoint that is not archived."
+)
+_NOT_BELIEVED_HINT = (
+    "Correct the endpoint_url; for a private authority name its file, which each node has, by AWS_CA_BUNDLE or by "
+    'client_kwargs={"verify": PATH} in storage_options; local and peer copies are not affected.'
 )
 _OWN_PREFIX_HINT = "Give the checkpoints a prefix of their own: s3://bucket/prefix."
 

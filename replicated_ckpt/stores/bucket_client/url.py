@@ -133,7 +133,9 @@ def _texts(value: Any) -> "list[str]":
     return []
 
 
-_PLAIN_OPTIONS = ("endpoint_url", "region_name", "profile", "protocol", "project", "account_name", "signature_version")
+_PLAIN_OPTIONS = (
+    "endpoint_url", "region_name", "verify", "profile", "protocol", "project", "account_name", "signature_version",
+)  # fmt: skip
 
 
 def _plain_values(options: Mapping[str, Any]) -> set[str]:

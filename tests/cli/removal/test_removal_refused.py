@@ -79,3 +79,15 @@ def test_files_without_a_manifest_are_not_said_to_be_gone(tmp_path: Path) -> Non
         wait_for(protected(running[0]), 30, "a round")
         assert "not on this node" in command("rm", "step-1", "--root", nodes[0].root).stdout
     assert [findings(store) for store in nodes] == [[], [], []]
+
+
+@pytest.mark.fault
+@pytest.mark.timeout(120)
+def test_what_no_node_has_a_manifest_of_is_refused(tmp_path: Path) -> None:
+    """By the code that says that it stays: the argument is right."""
+    store = LocalStore(tmp_path / "node")
+    checkpointed([store], 1, {shard(0): (0,)}, checkpoint_id="step-1", copies=1, size_bytes=3000)
+    (store.root / "step-1" / MANIFEST_NAME).write_bytes(b"damaged")
+    done = command("rm", "step-1", "--root", store.root)
+    assert (done.returncode, done.stdout) == (ExitCode.FAILED, "")
+    assert f"`rm -r {store.root / 'step-1'}`" in done.stderr

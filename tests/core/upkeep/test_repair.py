@@ -315,6 +315,7 @@ def test_files_of_a_save_that_nobody_knows_stay() -> None:
             (".manifest.json", "", ("d",))
         ]
         assert plan.lost == ()
+        assert str(plan.short[0]) == "step-1/.manifest.json (owner node c): on no node that answers; bring back node d"
     assert plan_repair({PAIR.save_id: PAIR}, [*there, foreign], "a").actions == (), "c may know nodes that a does not"
     assert adopted(plan_repair({PAIR.save_id: PAIR}, [*there, foreign], "c")) == [("c", PAIR.save_id)]
     (alone,) = plan_repair({}, [foreign]).lost

@@ -1,5 +1,8 @@
 """Keys of a bucket that are half given, have a line break, are over, or are renewed in their file: no error says else."""
 
+import contextlib
+import socket
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -9,6 +12,8 @@ import pytest
 from replicated_ckpt.errors import ConfigInvalid, StoreDenied
 from replicated_ckpt.stores.bucket_client.s3 import S3Client
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
+from replicated_ckpt.stores.peer.tls import server_context
+from tests.agent.door.test_tls import certificate, needs_openssl
 from tests.buckets.faults import Fault
 from tests.buckets.faulty_bucket import faulty_bucket
 from tests.buckets.servers import Server
@@ -72,3 +77,25 @@ def test_no_name_of_a_bucket_is_denied(moto: Server, url: str) -> None:
     with pytest.raises(StoreDenied, match=r"Invalid bucket name.*Check the bucket's name") as raised:
         S3Client(ObjectTarget.check(url, moto.storage_options())).list_keys("")
     assert "\n" not in str(raised.value)
+
+
+@needs_openssl
+@pytest.mark.parametrize("trouble", ["a private authority", "another host", "no such file"])
+def test_a_certificate_that_is_not_believed_is_a_refusal(tmp_path: Path, trouble: str) -> None:
+    """A load asked for a minute, `wait` two, and the hint was to check the network; it names the file to pass."""
+    pair = certificate(tmp_path, "another-host")
+    verify = {"another host": pair[0], "no such file": str(tmp_path / "none.pem")}.get(trouble)
+    context = server_context(*pair)
+    with socket.create_server(("127.0.0.1", 0)) as listening, ThreadPoolExecutor(1) as pool:
+
+        def greet() -> None:
+            with contextlib.suppress(OSError), listening.accept()[0] as connection:
+                context.wrap_socket(connection, server_side=True)
+
+        pool.submit(greet)
+        options = {"endpoint_url": f"https://127.0.0.1:{listening.getsockname()[1]}", "verify": verify}
+        client = S3Client(ObjectTarget.check("s3://bucket/x", {**KEYS, "client_kwargs": options}))
+        with pytest.raises(StoreDenied, match="AWS_CA_BUNDLE or by client_kwargs="):
+            client.list_keys("")
+        if trouble == "no such file":
+            socket.create_connection(listening.getsockname()).close()  # it had not even asked

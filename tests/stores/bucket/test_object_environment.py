@@ -15,7 +15,7 @@ from replicated_ckpt.stores.bucket_client.url import SCHEMES, ObjectTarget
 KEYS = {"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s", "AWS_SESSION_TOKEN": "t"}
 FOLDED = {"key": "k", "secret": "s", "token": "t"}
 REFUSED = (
-    "AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE", "AWS_CA_BUNDLE", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_ROLE_ARN",
+    "AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_ROLE_ARN",
     "AWS_EC2_METADATA_SERVICE_ENDPOINT", "AWS_CONTAINER_CREDENTIALS_FULL_URI", "AWS_ENDPOINT_URL_STS", "AWS_DATA_PATH",
     "BOTO_CONFIG", "GOOGLE_EXTERNAL_ACCOUNT_ALLOW_EXECUTABLES", "GCE_METADATA_HOST", "AZURE_AUTHORITY_HOST",
     "FSSPEC_CONFIG_DIR", "LD_PRELOAD", "HTTPS_PROXY",
@@ -43,9 +43,11 @@ AZURE = {"AZURE_STORAGE_ACCOUNT_NAME": "n", "AZURE_STORAGE_ACCOUNT_KEY": "k"}
         (
             "s3",
             {"client_kwargs": {"verify": False}},
-            {"AWS_DEFAULT_REGION": "x"},
+            {"AWS_DEFAULT_REGION": "x", "AWS_CA_BUNDLE": "/ca"},
             {"client_kwargs": {"verify": False, "region_name": "x"}},
         ),
+        ("s3", {}, {"AWS_CA_BUNDLE": "/ca"}, {"client_kwargs": {"verify": "/ca"}}),
+        ("gs", {}, {"AWS_CA_BUNDLE": "/ca"}, {}),
         ("s3", {}, {**KEYS, "FSSPEC_S3_KEY": "f", "FSSPEC_S3": '{"secret": "g"}'}, {"key": "f", "secret": "g"}),
         ("s3", {"key": "mine"}, {"FSSPEC_S3_KEY": "f"}, {"key": "mine"}),
         ("gs", {}, {**KEYS, **GOOGLE}, {"token": "/sa", "project": "p"}),
@@ -77,7 +79,7 @@ def test_what_is_no_bucket_is_refused(url: str) -> None:
 
 def test_an_agent_takes_no_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither from what it is told nor into its own environment; what it is told names options alone."""
-    for name, value in KEYS.items():
+    for name, value in {**KEYS, "AWS_CA_BUNDLE": ""}.items():
         monkeypatch.setenv(name, value)
     told = ObjectTarget.check("s3://b/x", None)
     assert told.options == FOLDED

@@ -18,6 +18,7 @@ from replicated_ckpt.core.upkeep.policy import Policy
 from replicated_ckpt.errors import StoreDenied, StoreError, StoreUnavailable
 from replicated_ckpt.stores.bucket.bucket import Bucket, key_of
 from replicated_ckpt.stores.bucket.inspection import BucketInspector
+from replicated_ckpt.stores.bucket.removal import remove_outlived
 from replicated_ckpt.stores.bucket_client import fsspec as fsspec_client
 from replicated_ckpt.stores.bucket_client.client import ARCHIVED, PART_BYTES, Listing
 from replicated_ckpt.stores.bucket_client.fsspec import FsspecClient
@@ -39,6 +40,25 @@ def proxy(moto: Server) -> Iterator[FaultyBucket]:
 @pytest.fixture
 def client(proxy: FaultyBucket) -> S3Client:
     return S3Client(s3_target(proxy.server))
+
+
+HOLD = Fault("status", method="DELETE", key=f"step-1/{shard(0)}", status=403, code="AccessDenied")
+
+
+def overwritten(client: S3Client, proxy: FaultyBucket, tmp_path: Path, trouble: Fault) -> Manifest:
+    """The save that is committed over another one, while there is `trouble`; a part of an upload is left of it, too."""
+    bucket = Bucket(client)
+    for sequence in (1, 2):
+        store = LocalStore(tmp_path / f"node-{sequence}")
+        manifest = checkpointed([store], sequence, {shard(0): (0,)}, checkpoint_id="step-1", copies=1)
+        upload = UploadEntry("s3://y", sequence == 2, len(METADATA), crc32c(METADATA))
+        manifest = replace(manifest, upload=upload)
+        brought(bucket, (store, manifest), tmp_path)
+        if sequence == 2:
+            client.begin(key_of(manifest, shard(0)))
+            proxy.add(trouble)
+        bucket.commit(manifest, manifest.encode(), METADATA)
+    return manifest
 
 
 def committed(client: S3Client, tmp_path: Path, sequence: int, checkpoint_id: str = "") -> Manifest:
@@ -161,19 +181,22 @@ def test_what_is_replaced_goes_whatever_else_cannot_be_tidied(
     client: S3Client, proxy: FaultyBucket, tmp_path: Path, trouble: Fault
 ) -> None:
     """Nothing tells of it from then on: it would stay for ever, a whole checkpoint for each overwrite."""
-    bucket = Bucket(client)
-    for sequence in (1, 2):
-        store = LocalStore(tmp_path / f"node-{sequence}")
-        manifest = checkpointed([store], sequence, {shard(0): (0,)}, checkpoint_id="step-1", copies=1)
-        upload = UploadEntry("s3://y", sequence == 2, len(METADATA), crc32c(METADATA))
-        manifest = replace(manifest, upload=upload)
-        brought(bucket, (store, manifest), tmp_path)
-        if sequence == 2:
-            client.begin(key_of(manifest, shard(0)))
-            proxy.add(trouble)
-        bucket.commit(manifest, manifest.encode(), METADATA)
+    manifest = overwritten(client, proxy, tmp_path, trouble)
     assert set(client.list_keys("step-1/").sizes) == {METADATA_NAME}
-    assert [save.save_id for save in bucket.saves()] == [manifest.save_id]
+    assert [save.save_id for save in Bucket(client).saves()] == [manifest.save_id]
+
+
+def test_what_may_not_be_deleted_is_found_again(client: S3Client, proxy: FaultyBucket, tmp_path: Path) -> None:
+    """A hold is on one shard of a replaced save: its manifest tells of it until the hold is over."""
+    bucket = Bucket(client)
+    manifest = overwritten(client, proxy, tmp_path, HOLD)
+    (there,) = bucket.saves()
+    with pytest.raises(StoreDenied):
+        remove_outlived(bucket, manifest, there)
+    assert set(client.list_keys("step-1/").sizes) == {METADATA_NAME, MANIFEST_NAME, shard(0)}
+    proxy.clear()
+    remove_outlived(bucket, manifest, there)
+    assert set(client.list_keys("step-1/").sizes) == {METADATA_NAME}
 
 
 def test_what_may_not_be_deleted_keeps_no_other(client: S3Client, proxy: FaultyBucket, tmp_path: Path) -> None:
@@ -187,7 +210,7 @@ def test_what_may_not_be_deleted_keeps_no_other(client: S3Client, proxy: FaultyB
     service.policies.learn([Policy("", client.target.url, 1, Retention(keep_last=1))])
     retire_in_bucket(service, Bucket(client), newest)
     assert {save.checkpoint_id for save in Bucket(client).saves()} == {"step-2", "step-5"}
-    assert set(client.list_keys("step-4/").sizes) == {shard(0)}
+    assert set(client.list_keys("step-4/").sizes) == {shard(0), MANIFEST_NAME}
 
 
 @pytest.mark.parametrize("scope", ["run", ""])
