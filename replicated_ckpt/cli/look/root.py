@@ -60,10 +60,13 @@ def open_store(root: str, *, of_any_user: bool = False) -> LocalStore:
 def _check_is_open(root: Path, names: list[str]) -> None:
     """Raises StoreDenied: its owner, another user, has closed a directory in it; checkpoints may lie there unseen."""
     owner = root.stat().st_uid
-    for name in names if owner != os.geteuid() else ():
+    if owner == os.geteuid():
+        return
+    for name in names:
         place = root / name
-        is_closed = not (name.startswith(".") or os.access(place, os.R_OK | os.X_OK))
-        if is_closed and is_directory(place) and place.stat().st_uid == owner:
+        if name.startswith(".") or os.access(place, os.R_OK | os.X_OK):
+            continue
+        if is_directory(place) and place.stat().st_uid == owner:
             raise _refuse(root, f"this user may not read {name!r} in it", None)
 
 

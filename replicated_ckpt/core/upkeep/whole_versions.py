@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from replicated_ckpt.core.inventory import saves_found
 from replicated_ckpt.core.lineage import Version
 from replicated_ckpt.core.manifest import Manifest
-from replicated_ckpt.core.protocol.seen_save import SeenSave, see_save
+from replicated_ckpt.core.protocol.seen_save import see_save
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
 
 
@@ -16,24 +16,20 @@ def whole_versions(
 
     Every shard was seen intact there, and the metadata. The newest of a lineage has as many copies of each, too, as those
     nodes can have, as a copy that is made is read: else a bit that flips in the only one is not known of. It needs only
-    one with `may_be_short`: no more can be made.
+    one with `may_be_short`: no more can be made. Of a lineage the oldest comes first.
     """
     up = {node.node_id: node for node in nodes if node.presence is Presence.UP}
-    whole: dict[str, dict[str, list[SeenSave]]] = {}
+    whole: dict[str, list[Version]] = {}
+    met: set[tuple[str, str]] = set()
     for save in saves_found(holding for node in up.values() for holding in node.holdings or ()):
         manifest = manifest_by_save.get(save.save_id)
         if manifest is None or manifest.checkpoint_id != save.checkpoint_id:
             continue
         seen = see_save(save, manifest, up, unsure=(), remains=())
-        if seen.is_whole:
-            whole.setdefault(manifest.checkpoint_id, {}).setdefault(manifest.lineage, []).append(seen)
-    for lineages in whole.values():
-        for saves in lineages.values():
-            saves.sort(key=lambda save: save.version.order)
-            if not may_be_short and saves[-1].copies < min(saves[-1].manifest.copies, len(up)):
-                saves.pop()
-    return {
-        checkpoint_id: tuple(save.manifest.version for saves in lineages.values() for save in saves)
-        for checkpoint_id, lineages in whole.items()
-        if any(lineages.values())
-    }
+        if not seen.is_whole:
+            continue
+        is_newest = (manifest.checkpoint_id, manifest.lineage) not in met
+        met.add((manifest.checkpoint_id, manifest.lineage))
+        if may_be_short or not is_newest or seen.copies >= min(manifest.copies, len(up)):
+            whole.setdefault(manifest.checkpoint_id, []).insert(0, manifest.version)
+    return {checkpoint_id: tuple(versions) for checkpoint_id, versions in whole.items()}
