@@ -39,11 +39,6 @@ class SeenSave:
         return bool(self.with_metadata) and all(self.intact[shard] for shard in self.manifest.shards)
 
     @property
-    def copies(self) -> int:
-        """How many intact copies each shard has at least."""
-        return min(map(len, self.intact.values()), default=len(self.holders))
-
-    @property
     def may_be_whole(self) -> bool:
         """Whether it is whole once it is mended, and the nodes that do not answer are back."""
         has_metadata = bool(self.with_metadata or self.assumed_metadata)

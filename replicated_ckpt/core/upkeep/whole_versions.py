@@ -1,11 +1,11 @@
 """Which versions of a checkpoint were seen whole, so that others may give way to them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
-from replicated_ckpt.core.inventory import saves_found
+from replicated_ckpt.core.inventory import Holding, saves_found
 from replicated_ckpt.core.lineage import Version
 from replicated_ckpt.core.manifest import Manifest
-from replicated_ckpt.core.protocol.seen_save import see_save
+from replicated_ckpt.core.protocol.seen_save import SeenSave, see_save
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
 
 
@@ -30,6 +30,20 @@ def whole_versions(
             continue
         is_newest = (manifest.checkpoint_id, manifest.lineage) not in met
         met.add((manifest.checkpoint_id, manifest.lineage))
-        if may_be_short or not is_newest or seen.copies >= min(manifest.copies, len(up)):
+        if may_be_short or not is_newest or _has_all_copies(seen, up.values()):
             whole.setdefault(manifest.checkpoint_id, []).insert(0, manifest.version)
     return {checkpoint_id: tuple(versions) for checkpoint_id, versions in whole.items()}
+
+
+def _has_all_copies(save: SeenSave, up: Collection[NodeView]) -> bool:
+    """Whether no node can have one more: one that is leaving takes none, nor one where another run's save has the name."""
+    leaving = {node.node_id for node in up if node.is_leaving}
+    places = {node.node_id for node in up if not any(_has_its_name(held, save) for held in node.holdings or ())}
+    wanted = min(save.manifest.copies, len(places - leaving))
+    return all(len(save.intact[shard] - leaving) >= wanted for shard in save.manifest.shards)
+
+
+def _has_its_name(held: Holding, save: SeenSave) -> bool:
+    """Of two runs' saves on one node one alone is published under the name; the other one would have to give way."""
+    is_rival = held.checkpoint_id == save.found.checkpoint_id and held.lineage != save.version.lineage
+    return is_rival and not held.is_replaced and not save.version.takes_place_of(held.version)
