@@ -223,9 +223,15 @@ class Schedule:
         has_name = any(store.catalog.save_id_of(attempt.checkpoint_id) == attempt.save_id for store in stores)
         if aside and not has_name and self.course.oracle.is_replaced(attempt):
             return all(map(is_read, aside))
-        places = [node.root / attempt.checkpoint_id for node in self.course.cluster.nodes]
-        found = [place for place in places if place.is_dir()]
-        return not self.course.oracle.is_kept(attempt.checkpoint_id) and all(is_read(place) for place in found)
+        named = [store for store in stores if (store.root / attempt.checkpoint_id).is_dir()]
+        return not self.course.oracle.is_kept(attempt.checkpoint_id) and all(
+            any(map(is_read, self._versions_in(store, attempt.checkpoint_id))) for store in named
+        )
+
+    def _versions_in(self, store: LocalStore, checkpoint_id: str) -> list[Path]:
+        """What has the name there, and what it has replaced: it stays, too, while a load reads that."""
+        replaced = [store.root / REPLACED_DIR / one.save_id for one in self.course.oracle.of_id(checkpoint_id)]
+        return [store.root / checkpoint_id, *(place for place in replaced if place.is_dir())]
 
     def _is_left(self, attempt: Attempt) -> bool:
         """Whether anything lies under its name, if only files whose manifest is bad on every node."""
