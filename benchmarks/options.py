@@ -20,6 +20,7 @@ class Options:
     items: int
     seconds: float
     disk: Path
+    device: str
     server: str
     is_quick: bool
     json: Path | None
@@ -39,6 +40,9 @@ def parsed(arguments: list[str] | None = None) -> Options:
     parser.add_argument("--minutes", type=float, default=15.0, help="about how long all may take (default: 15)")
     parser.add_argument(
         "--disk", type=Path, default=Path("/var/tmp"), help="a directory on the disk (default: /var/tmp)"
+    )
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="where the state of the stall suite is (default: cpu)"
     )
     parser.add_argument("--server", choices=("radosgw", "moto"), help="which S3 server (default: radosgw, moto if not)")
     parser.add_argument(
@@ -63,6 +67,7 @@ def parsed(arguments: list[str] | None = None) -> Options:
         items=taken.items or (1_000 if taken.quick else 10_000),
         seconds=taken.minutes * 60,
         disk=taken.disk,
+        device=taken.device,
         server=taken.server or ("moto" if taken.quick else "radosgw"),
         is_quick=taken.quick,
         json=taken.json,

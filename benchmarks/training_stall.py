@@ -30,13 +30,19 @@ CASES: tuple[Case, ...] = (
     {"name": "ours, 2 copies, async_save, ack=local", "way": "ours async", "options": {"copies": 2, "ack": "local"}},
     {"name": "ours, 2 copies, async_save, ack=staged", "way": "ours async", "options": {"copies": 2, "ack": "staged"}},
 )
-_SIZE_BYTES_MAX = 512 << 20
+ON_GPU: tuple[Case, ...] = (
+    {"name": "stock, the same in pinned memory", "way": "stock pinned", "options": {}},
+    {"name": "stock, the same, overlapped", "way": "stock overlapped", "options": {}},
+    {"name": "ours, 2 copies, async_save, overlapped", "way": "ours async", "options": {"copies": 2, "overlap": True}},
+)
+"""What a GPU can do besides."""
+_SIZE_BYTES_MAX = {"cpu": 512 << 20, "cuda": 4 << 30}
 _SAVES, _EVERY = 3, 20
 _GRACE_S = 600.0
 
 
 def stall_suite(options: Options) -> list[Row]:
-    size_bytes = min(options.size_bytes, _SIZE_BYTES_MAX)
+    size_bytes = min(options.size_bytes, _SIZE_BYTES_MAX[options.device])
     rows: list[Row] = []
     for medium in options.media:
         rows += _rows(options, Setup(medium, 2, 1), size_bytes, options.seconds * SHARE / len(options.media))
@@ -45,10 +51,13 @@ def stall_suite(options: Options) -> list[Row]:
 
 def _rows(options: Options, setup: Setup, size_bytes: int, seconds: float) -> list[Row]:
     saves, every = (1, 3) if options.is_quick else (_SAVES, _EVERY)
+    on_gpu = options.device == "cuda"
+    cases = [*CASES, *ON_GPU] if on_gpu else list(CASES)
     step = call(
         "benchmarks.rank.stalling.train",
+        kind="fsdp2 on cuda" if on_gpu else "fsdp2",
         size_bytes=size_bytes,
-        cases=list(CASES),
+        cases=cases,
         rounds=options.rounds,
         saves=saves,
         every=every,
@@ -60,17 +69,21 @@ def _rows(options: Options, setup: Setup, size_bytes: int, seconds: float) -> li
         )
     taken = results.values[0][0]
     copy_s = statistics.median(sample["seconds"] for sample in taken["copy"]["copy"])
+    names = [case["name"] for case in cases]
     return [
-        *_of(setup, "block", taken, STOCK, copy_s),
-        *_of(setup, "p50", taken, ALONE, None),
-        *_of(setup, "p99", taken, ALONE, None),
-        *_of(setup, "lap", taken, ALONE, None),
+        *_of(setup, "block", taken, names, STOCK, copy_s),
+        *_of(setup, "p50", taken, names, ALONE, None),
+        *_of(setup, "p99", taken, names, ALONE, None),
+        *_of(setup, "lap", taken, names, ALONE, None),
         Row("stall", setup.name, "probe", "copy", STOCK, taken["state_bytes"], taken["copy"]["copy"]),
     ]
 
 
-def _of(setup: Setup, work: Any, taken: dict[str, Any], base: str, limit_s: float | None) -> list[Row]:
-    names = [case["name"] for case in CASES if work != "block" or case["name"] != ALONE]
+def _of(
+    setup: Setup, work: Any, taken: dict[str, Any], names: list[str], base: str, limit_s: float | None
+) -> list[Row]:
     return [
-        Row("stall", setup.name, work, name, base, taken["state_bytes"], taken[work][name], limit_s) for name in names
+        Row("stall", setup.name, work, name, base, taken["state_bytes"], taken[work][name], limit_s)
+        for name in names
+        if work != "block" or name != ALONE
     ]

@@ -143,6 +143,7 @@ class WriterConfig:
     object_retention: Retention | None = None
     checkpoint_id_from: CheckpointIdFrom = "all"
     direct_io: DirectIO = "auto"
+    overlap: bool = False
 
     def __post_init__(self) -> None:
         copies, domain = self.copies, self.domain
@@ -156,13 +157,13 @@ class WriterConfig:
             if choice not in get_args(choices):
                 raise ConfigInvalid(f"{name} must be one of {get_args(choices)}, not {choice!r}.")
         _check_number("object_every", self.object_every)
-        if not isinstance(self.overwrite, bool):
-            raise ConfigInvalid(f"overwrite must be True or False, not {self.overwrite!r}.")
         if domain is not None and (not isinstance(domain, str) or not domain):
             raise ConfigInvalid(f"domain must be a name such as a rack's, not {domain!r}.")
-        for name, value in (("retention", self.retention), ("object_retention", self.object_retention)):
-            if value is not None and not isinstance(value, Retention):
-                raise ConfigInvalid(f"{name} must be a Retention, Retention(keep_last=3) say, not {value!r}.")
+        switch, retention = (bool, "True or False"), (Retention | None, "a Retention, Retention(keep_last=3) say")
+        typed = {"overwrite": switch, "overlap": switch, "retention": retention, "object_retention": retention}
+        for name, (kind, wanted) in typed.items():
+            if not isinstance(value := getattr(self, name), kind):
+                raise ConfigInvalid(f"{name} must be {wanted}, not {value!r}.")
         of_bucket = {'ack="object"': self.ack == "object", "object_every": self.object_every > 1}
         of_bucket["object_retention"] = self.object_retention is not None
         for name, is_given in of_bucket.items():

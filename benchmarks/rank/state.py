@@ -3,6 +3,7 @@
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,10 +43,16 @@ class State:
 
     def __init__(self, values: dict[str, Any], rank: int, world_size: int) -> None:
         self.values = values
-        random = torch.Generator().manual_seed(1)
-        self._pattern = torch.randint(-(2**31), 2**31 - 1, (_PATTERN_WORDS,), dtype=torch.int32, generator=random)
         self.parts = [_part(name, tensor, rank, world_size) for name, tensor in _tensors(values)]
+        random = torch.Generator().manual_seed(1)
+        pattern = torch.randint(-(2**31), 2**31 - 1, (_PATTERN_WORDS,), dtype=torch.int32, generator=random)
+        self._patterns = {part.words.device: pattern.to(part.words.device) for part in self.parts}
         self.fill()
+
+    @property
+    def device(self) -> torch.device:
+        """Of the largest tensor; an optimizer's counts are on the CPU, whatever it optimizes."""
+        return max((part.words for part in self.parts), key=torch.numel).device
 
     @property
     def size_bytes(self) -> int:
@@ -62,7 +69,7 @@ class State:
 
     def fill(self) -> None:
         for part in self.parts:
-            for piece, wanted in part.pieces(self._pattern):
+            for piece, wanted in part.pieces(self._patterns[part.words.device]):
                 piece.copy_(wanted)
 
     def spoil(self) -> None:
@@ -75,7 +82,7 @@ class State:
         return [
             part.name
             for part in self.parts
-            if not all(torch.equal(piece, wanted) for piece, wanted in part.pieces(self._pattern))
+            if not all(torch.equal(piece, wanted) for piece, wanted in part.pieces(self._patterns[part.words.device]))
         ]
 
 
@@ -98,17 +105,17 @@ def _part(name: str, tensor: torch.Tensor, rank: int, world_size: int) -> Part:
     return Part(name, tensor.detach().reshape(-1).view(torch.int32), start)
 
 
-def fsdp2(size_bytes: int, rank: int, world_size: int) -> State:
+def fsdp2(size_bytes: int, rank: int, world_size: int, device: str = "cpu") -> State:
     """A transformer's layers under `fully_shard`, and AdamW's moments of them: about `size_bytes` over all ranks."""
     blocks = _BLOCKS if size_bytes >= _LITTLE_BYTES else _BLOCKS_OF_LITTLE
     width = max(8, round((size_bytes / blocks / _BLOCK_BYTES_PER_WIDTH2) ** 0.5) // 8 * 8)
-    mesh = init_device_mesh("cpu", (world_size,))
+    mesh = init_device_mesh(device, (world_size,))
     with torch.device("meta"):
         model = nn.Sequential(*(_block(width) for _ in range(blocks)))
     for block in model:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    model.to_empty(device="cpu")
+    model.to_empty(device=device)
     optimizer = torch.optim.AdamW(model.parameters())
     model_state, optimizer_state = get_state_dict(model, optimizer)
     return State({"model": model_state, "optimizer": optimizer_state}, rank, world_size)
@@ -138,4 +145,9 @@ def plain(size_bytes: int, rank: int, world_size: int) -> State:
     return State({f"rank{rank}.tensor{index}": torch.empty(words) for index in range(16)}, rank, world_size)
 
 
-BUILDERS: dict[str, Callable[[int, int, int], State]] = {"fsdp2": fsdp2, "small": small, "plain": plain}
+BUILDERS: dict[str, Callable[[int, int, int], State]] = {
+    "fsdp2": fsdp2,
+    "fsdp2 on cuda": partial(fsdp2, device="cuda"),
+    "small": small,
+    "plain": plain,
+}

@@ -94,9 +94,9 @@ class CheckpointManager:
         writer_options: Mapping[str, Any] | None = None,
     ) -> None:
         self.config = ManagerConfig(every=every, preempt_on=preempt_on, spill_every=spill_every)
-        where: dict[str, Any] = {"object_store": object_store, "storage_options": storage_options}
-        how: dict[str, Any] = {"overwrite": True, "retention": retention, "object_every": object_every}
-        how |= {"on_save": on_save, "copies": copies, "ack": ack, "domain": domain, **(writer_options or {})}
+        how: dict[str, Any] = {"overwrite": True, "retention": retention, "copies": copies, "ack": ack}
+        how |= {"object_store": object_store, "storage_options": storage_options, "object_every": object_every}
+        how |= {"on_save": on_save, "domain": domain, **(writer_options or {})}
         how["on_save"] = self._save_callback = SaveCallback(how["on_save"])
         load: dict[str, Any] = {"trust_pickles": trust_pickles, "expect_partial": expect_partial, "on_load": on_load}
         self._checkpoints: NamedCheckpoints | TieredCheckpoints
@@ -105,17 +105,15 @@ class CheckpointManager:
         if not has_tier:
             if spill_every != _SPILL_EVERY:
                 raise ConfigInvalid("spill_every needs memory=True, or a directory in a tmpfs.")
-            self._checkpoints = NamedCheckpoints(root, {**where, **how}, load)
+            self._checkpoints = NamedCheckpoints(root, how, load)
         else:
-            tiers = {**where, **how}, load, lambda: self.preempted
-            self._checkpoints = TieredCheckpoints(root, memory, spill_every, *tiers)
+            self._checkpoints = TieredCheckpoints(root, memory, spill_every, how, load, lambda: self.preempted)
         try:
             self._preemption = Preemption(self.config.preempt_on)
         except ConfigInvalid:
             self._checkpoints.close()
             raise
-        self._announced = False
-        self._is_closed = False
+        self._announced, self._is_closed = False, False
         self._in_flight: tuple[str, Future[Any]] | None = None
         self._saved_by = os.getpid()
 
@@ -208,6 +206,10 @@ class CheckpointManager:
         self._in_flight = checkpoint_id, self._checkpoints.save_later(checkpoint_id, state, notes)
         self._saved_by = os.getpid()
 
+    def hold_until_copied(self) -> None:
+        """With writer_options={"overlap": True}: what GPUs' current streams are told from here on may change the state."""
+        self._checkpoints.writer.hold_until_copied()
+
     def _prepare(
         self, call: str, step: int, metrics: Mapping[str, Any] | None, metadata: Mapping[str, Any] | None
     ) -> tuple[str, Mapping[str, Any]]:
@@ -293,9 +295,7 @@ class CheckpointManager:
         id_of(step)
         found = self._list_steps().get(step)
         if found is None:
-            raise CheckpointNotFound(
-                f"There is no step {step} that could be restored.", "all_steps() lists those there are."
-            )
+            raise CheckpointNotFound(f"There is no step {step} to be restored.", "all_steps() lists those there are.")
         return notes_of(step, found)
 
     def best_step(self, metric: str, *, best_is: BestIs = "min") -> int | None:

@@ -82,7 +82,7 @@ class TieredCheckpoints:
             self.disk.close()
             raise
         self.memory.writer.limit_memory(GENERATIONS + 1)
-        self._stager = Stager()
+        self._stager = Stager(overlaps=self.writer.config.overlap)
         for tier in self._tiers:
             tier.writer.use_stager(self._stager)
         self._saver = ThreadPoolExecutor(max_workers=1)

@@ -8,7 +8,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 from replicated_ckpt.core.reading.source_order import ByteRange
 from replicated_ckpt.dcp.load.item_reader import ItemReader, target_of
 from replicated_ckpt.dcp.runtime.torch_private import StorageInfo
-from replicated_ckpt.dcp.tensors.destination import Destination, Memory, destination_for
+from replicated_ckpt.dcp.tensors.destination import Destination, destination_for
 from replicated_ckpt.dcp.tensors.stored_tensor import StoredTensor
 
 ReadWhole = Callable[[], memoryview]
@@ -61,13 +61,13 @@ class Feed:
                 self._destination.put(wanted)
 
     def memory_of(self, position: int, length: int) -> memoryview | None:
-        """Where `length` bytes of the item from `position` on, which come next, belong; None: it is no piece of memory."""
-        if self._stored is None or not isinstance(self._destination, Memory):
+        """Where `length` bytes of the item from `position` on, which come next, may be read to; None: anywhere."""
+        if self._stored is None or self._destination is None:
             return None
         start = position - len(self._stored.head) - self._rows.offset
         if start < 0 or start + length > self._rows.length:
             return None
-        return self._destination.memory[start : start + length]
+        return self._destination.place(start, length)
 
     def _begin(self, stored: StoredTensor) -> None:
         if self._head != stored.head:  # another torch wrote it, or another layout

@@ -85,6 +85,8 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
         on_save: called on every rank with its SaveReport once the save is committed, in the thread that saves. What it
             raises is logged. Where the hooks are called by something else than DCP, only the coordinator calls it. With
             ack="staged" a thread of its own calls it.
+        overlap: `dcp.async_save` returns while GPUs still copy the state, and does not wait for them. Before the state
+            changes, as in the optimizer's step, call `hold_until_copied`.
         memory, spill_every: refused, as a writer has one store: CheckpointManager has the memory tier.
 
     One writer serves many saves, one at a time. For `dcp.async_save` it is the stager, too: the state is copied once, into
@@ -93,6 +95,9 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
     Raises:
         ConfigInvalid: an argument cannot work.
     """
+
+    _next_id: str | os.PathLike[str] | None = None
+    _given_id: str | os.PathLike[str] | None = None
 
     def __init__(  # noqa: PLR0913 - each by its name
         self,
@@ -112,6 +117,7 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
         checkpoint_id_from: CheckpointIdFrom = "all",
         direct_io: DirectIO | None = None,
         on_save: Callable[[SaveReport], object] | None = None,
+        overlap: bool = False,
         memory: object = None,
         spill_every: object = None,
     ) -> None:
@@ -131,6 +137,7 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
             object_retention=object_retention,
             checkpoint_id_from=checkpoint_id_from,
             direct_io=check_direct_io(direct_io),
+            overlap=overlap,
         )
         self._target = ObjectTarget.check_given(object_store, storage_options)
         self.last_save: SaveReport | None = None
@@ -138,11 +145,9 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
         self._storage_options = storage_options
         self._on_save = on_save
         self._parts = self._make_parts()
-        self._next_id: str | os.PathLike[str] | None = None
-        self._given_id: str | os.PathLike[str] | None = None
         self._attempt: SaveAttempt | None = None
         self._next_notes: Mapping[str, Any] = {}
-        self._stager = Stager()
+        self._stager = Stager(overlaps=overlap)
         announce()
 
     def _make_parts(self) -> WriterParts:
@@ -215,6 +220,10 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
         """When this returns the tensors that were staged may change. It waits only for a state that was not copied."""
         self._stager.synchronize()
 
+    def hold_until_copied(self) -> None:
+        """With `overlap`: what GPUs' current streams are told from here on may change the state. It does not wait."""
+        self._stager.hold_until_copied()
+
     def close(self) -> None:
         """Waits for this writer's save, and frees the memory that copies of states have left in this process.
 
@@ -236,6 +245,8 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
         self._next_id = checkpoint_id
 
     def storage_meta(self) -> StorageMeta:
+        """Before the planner is given the state: what was staged is copied when this returns."""
+        self._stager.await_copy()
         return StorageMeta(checkpoint_id=self.checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:

@@ -5,13 +5,17 @@ process can map it, too.
 """
 
 import contextlib
+import logging
 import mmap
 import os
 import threading
 import weakref
 from collections.abc import Callable
 
+from replicated_ckpt.dcp.staging.pinned_pages import PinnedPages
 from replicated_ckpt.errors import ReplicatedCkptError
+
+log = logging.getLogger(__name__)
 
 _IDLE_MAX = 1
 """Idle segments that outlast the taking of another one: two writers that save by turns have one each."""
@@ -31,6 +35,8 @@ class Segment:
         weakref.finalize(self, os.close, self.descriptor)
         os.ftruncate(self.descriptor, size_bytes)
         self._memory = mmap.mmap(self.descriptor, size_bytes)  # with a descriptor of its own
+        self._pinned: PinnedPages | None = None
+        self._is_to_be_pinned = True
         self._ask_for_huge_pages()
 
     @property
@@ -39,6 +45,9 @@ class Segment:
 
     def grow(self, size_bytes: int) -> None:
         """Only while no lease of it lives. What was touched before is not fresh memory again."""
+        if self._pinned is not None:
+            self._pinned.free()
+        self._pinned, self._is_to_be_pinned = None, True
         self._memory.resize(size_bytes)
         self._ask_for_huge_pages()
 
@@ -48,6 +57,15 @@ class Segment:
         _leased[id(view)] = self
         weakref.finalize(view, _give_back, self, os.getpid(), id(view)).atexit = False
         return view
+
+    def pin(self) -> None:
+        """Has GPUs copy straight to it, from save to save. Where CUDA refuses that they do so through its own buffers."""
+        if self._is_to_be_pinned:
+            self._is_to_be_pinned = False
+            try:
+                self._pinned = PinnedPages(memoryview(self._memory))
+            except MemoryError as exc:
+                log.warning("%s. A GPU copies more slowly to what is not pinned.", exc)
 
     def _ask_for_huge_pages(self) -> None:
         with contextlib.suppress(OSError):  # not every kernel has them for shared memory
@@ -99,6 +117,11 @@ def _prepare(found: Segment | None, size_bytes: int) -> Segment:
 def descriptor_of(lease: memoryview) -> int:
     """The descriptor of the memory that is leased: another process that is given it reads the same bytes."""
     return _leased[id(lease)].descriptor
+
+
+def pin_lease(lease: memoryview) -> None:
+    """As `Segment.pin`, of the segment that is leased."""
+    _leased[id(lease)].pin()
 
 
 def drop_idle_segments() -> None:

@@ -16,8 +16,9 @@ import torch.distributed as dist
 from replicated_ckpt.dcp.runtime.failures import describe_failure
 from replicated_ckpt.dcp.runtime.torch_private import AsyncCall, async_calling, flattening_holds_tensors
 from replicated_ckpt.dcp.staging.available import share_of_rank
-from replicated_ckpt.dcp.staging.segment import StagingMemoryShort, drop_idle_segments, lease_segment
+from replicated_ckpt.dcp.staging.segment import StagingMemoryShort, drop_idle_segments, lease_segment, pin_lease
 from replicated_ckpt.dcp.staging.state_copy import StateCopy
+from replicated_ckpt.dcp.tensors.device_copy import DeviceCopies
 from replicated_ckpt.errors import RankFailed
 
 log = logging.getLogger(__name__)
@@ -80,9 +81,13 @@ class Stager:
     That is when the future of `dcp.async_save` is done. Where that is not known: when no tensor of its copy is left, or the
     thread that saved has ended; or if no thread has begun to save 30 s after the copy was made. A copy that something
     still holds on to is never written over: the next one gets memory of its own.
+
+    With `overlaps` GPUs still copy when `stage` returns: `hold_until_copied` before the state changes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, overlaps: bool = False) -> None:
+        self._overlaps = overlaps
+        self._copies = DeviceCopies(())
         self._staged_at = float("-inf")
         self._lease: weakref.ref[memoryview] | None = None
         self._behind: _SaveBehind | None = None
@@ -124,7 +129,9 @@ class Stager:
     ) -> dict[str, Any]:
         state_copy = StateCopy(state_dict)
         if call is not None and call.in_process:
-            return state_copy.make(None)  # DCP moves each of its storages into memory that both processes share
+            staged = state_copy.make(None)  # DCP moves each of its storages into memory that both processes share
+            state_copy.copies.wait()
+            return staged
         try:
             memory = _lease_memory(state_copy.size_bytes, await_written)
         except StagingMemoryShort as exc:
@@ -134,9 +141,22 @@ class Stager:
             self._is_uncopied = True
             await_device()
             return state_dict
+        if state_copy.is_on_gpu:
+            pin_lease(memory)
         staged = state_copy.make(memory)
+        self._copies = state_copy.copies
+        if not self._overlaps:
+            self.await_copy()
         self._lease, self._staged_at, self._is_staged = weakref.ref(memory), time.monotonic(), True
         return staged
+
+    def hold_until_copied(self) -> None:
+        """What GPUs' current streams are told from here on comes after the copy of what was staged. It does not wait."""
+        self._copies.hold_streams()
+
+    def await_copy(self) -> None:
+        """Returns once what was staged is copied. Raises RuntimeError, of CUDA."""
+        self._copies.wait()
 
     def wait(self, timeout_s: float) -> None:
         """Returns when the future of the last `dcp.async_save` is done; raises its error, or TimeoutError.
@@ -188,6 +208,7 @@ class Stager:
 
     def memory(self) -> memoryview | None:
         """The memory in which the copy lies that is being saved; None: what is saved is no copy of this stager's."""
+        self.await_copy()
         return self._lease() if self._is_staged and self._lease is not None else None
 
     def free_flattened(self) -> None:

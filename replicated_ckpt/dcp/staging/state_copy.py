@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 from replicated_ckpt.dcp.runtime.gc_pause import put_off
 from replicated_ckpt.dcp.runtime.torch_private import DTensor, ShardedTensor, local_part, with_local_part, with_shards
 from replicated_ckpt.dcp.tensors.container import is_freed, is_plain
+from replicated_ckpt.dcp.tensors.device_copy import DeviceCopies
 from replicated_ckpt.dcp.tensors.memory import empty_tensor
 
 ALIGNMENT_BYTES = 512
@@ -27,7 +28,7 @@ _Found = tuple[torch.Tensor, torch.Tensor, _Key]
 
 
 class StateCopy:
-    """Finds the storages of a state dict when made, and copies it once.
+    """Finds the storages of a state dict when made (`is_on_gpu`: whether a GPU has any), and copies it once.
 
     Every storage is copied whole and once, however many tensors share it, and those of the copy share it alike. Tensors
     come to lie on the CPU with shape, strides, dtype and `requires_grad` of the original. DTensors, ShardedTensors and
@@ -42,6 +43,8 @@ class StateCopy:
         self._places: dict[_Key, int] = {}
         self._memory: memoryview | None = None
         self._made: dict[_Key, torch.Tensor] = {}
+        self.is_on_gpu = False
+        self.copies = DeviceCopies(())
         self._due: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._copies: dict[int, tuple[Any, Any]] = {}  # the originals, too: no other value gets the id of one of them
         self._memo: dict[int, Any] = {}
@@ -52,12 +55,12 @@ class StateCopy:
         """The copy. Its storages lie in `memory`, which has at least `size_bytes`; None: each in memory of its own.
 
         Once. All that is to be made around the bytes is made before they are copied, which leaves nothing else in caches.
+        What GPUs still copy is in `copies` then.
         """
         self._memory = memory
         copied: dict[str, Any] = self._copy(self._state_dict)
         with torch.no_grad():
-            for there, source in self._due:
-                there.copy_(source)
+            self.copies = DeviceCopies(self._due)
         return copied
 
     def _find(self, value: Any, seen: dict[int, Any]) -> None:
@@ -79,6 +82,7 @@ class StateCopy:
             size_bytes = storage.nbytes()
             key = storage.device, storage.data_ptr(), size_bytes
             self._found[id(tensor)] = tensor, plain, key
+            self.is_on_gpu = self.is_on_gpu or plain.is_cuda
             if size_bytes and key not in self._places:
                 self._places[key] = self.size_bytes
                 self.size_bytes += size_bytes + -size_bytes % ALIGNMENT_BYTES

@@ -20,6 +20,9 @@ BATCH_BYTES = 4 << 20
 class Destination(Protocol):
     """Takes the bytes of a part of a tensor's data, in order and without gaps."""
 
+    def place(self, start: int, length: int) -> memoryview | None:
+        """Where the bytes from `start` on, which come next, may be read to before they are put; None: anywhere."""
+
     def put(self, piece: memoryview) -> None:
         """The next bytes; they are valid for the time of the call."""
 
@@ -31,8 +34,11 @@ class Memory:
     """The target's own memory, on the CPU. Bytes that are put may lie where they belong already."""
 
     def __init__(self, target: torch.Tensor) -> None:
-        self.memory = memory_of(target)
+        self._memory = memory_of(target)
         self._address = target.data_ptr()
+
+    def place(self, start: int, length: int) -> memoryview | None:
+        return self._memory[start : start + length]
 
     def put(self, piece: memoryview) -> None:
         address = address_of(piece)
@@ -57,6 +63,11 @@ class Rows:
         self._gathered = memoryview(bytearray(min(batch, self._row_bytes * self._target.shape[0])))
         self._filled = 0
         self._row = 0
+
+    def place(self, start: int, length: int) -> memoryview | None:
+        """They are gathered."""
+        del start, length
+        return None
 
     def put(self, piece: memoryview) -> None:
         while piece:

@@ -1,7 +1,6 @@
-"""Tensors on a device: copied in pieces, on a stream of their own, into two pinned buffers that are written in turn."""
+"""Tensors on a device come to the host on a stream of their own: in pieces through pinned buffers, or into given memory."""
 
-import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,11 +28,45 @@ def copy_to_host(tensor: torch.Tensor, piece_bytes: int = PIECE_BYTES) -> Iterat
         yield _wait_for_copy(*piece)
 
 
+class DeviceCopies:
+    """Copies of tensors to the host: those on the CPU are made with this, and GPUs go on with theirs by themselves.
+
+    A GPU begins once its current stream has done what it was told before. What it copies is kept until `wait`.
+    """
+
+    def __init__(self, targets_and_sources: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._sources = [source for _, source in targets_and_sources if source.is_cuda]
+        self._ends: dict[torch.device, torch.cuda.Event] = {}
+        for device in {source.device for source in self._sources}:
+            side = _side_stream(device)
+            with torch.cuda.stream(side):
+                for target, source in targets_and_sources:
+                    if source.device == device:
+                        target.copy_(source, non_blocking=True)
+            self._ends[device] = side.record_event()
+        for target, source in targets_and_sources:
+            if not source.is_cuda:
+                target.copy_(source)
+
+    def hold_streams(self) -> None:
+        """What the GPUs' current streams are told from here on comes after the copies. It does not wait."""
+        for device, end in self._ends.items():
+            torch.cuda.current_stream(device).wait_event(end)
+
+    def wait(self) -> None:
+        """Returns once everything is copied. Raises RuntimeError, of CUDA: then nothing is known of the bytes."""
+        for end in self._ends.values():
+            end.synchronize()
+        self._sources.clear()
+
+
 def _copying(part: torch.Tensor, place: torch.Tensor) -> "tuple[torch.Tensor, torch.cuda.Event | None]":
     """Begins to copy; the event, where there is one, says when it is done."""
-    with _side_stream(part):
-        place.copy_(part, non_blocking=True)
-        return place, torch.cuda.current_stream(part.device).record_event() if part.is_cuda else None
+    if not part.is_cuda:
+        return place.copy_(part), None
+    side = _side_stream(part.device)
+    with torch.cuda.stream(side):
+        return place.copy_(part, non_blocking=True), side.record_event()
 
 
 def _wait_for_copy(place: torch.Tensor, done: "torch.cuda.Event | None") -> torch.Tensor:
@@ -42,12 +75,10 @@ def _wait_for_copy(place: torch.Tensor, done: "torch.cuda.Event | None") -> torc
     return place
 
 
-def _side_stream(part: torch.Tensor) -> contextlib.AbstractContextManager[object]:
-    """A stream that begins with what was asked for before it, and does not wait for what comes after."""
-    if not part.is_cuda:
-        return contextlib.nullcontext()
-    side = _side_streams.get(part.device)
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """A stream that goes on after what the current one was told so far, and does not wait for what comes after."""
+    side = _side_streams.get(device)
     if side is None:
-        side = _side_streams[part.device] = torch.cuda.Stream(part.device)  # type: ignore[no-untyped-call]
-    side.wait_stream(torch.cuda.current_stream(part.device))
-    return torch.cuda.stream(side)
+        side = _side_streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream(device))
+    return side

@@ -1,6 +1,12 @@
 """Copies to a GPU through pinned memory: two small buffers, each filled while the other one is on its way."""
 
+import ctypes
+import threading
+
 import torch
+
+from replicated_ckpt.dcp.tensors.memory import memory_of
+from replicated_ckpt.stores.files.address import address_of
 
 BUFFER_BYTES = 4 << 20
 _BUFFERS = 2
@@ -10,30 +16,54 @@ class PinnedRing:
     """Pinned buffers of one GPU and the stream that empties them. One thread."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._buffers = [
             torch.empty(BUFFER_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True) for _ in range(_BUFFERS)
         ]
+        self._memory = [memory_of(buffer) for buffer in self._buffers]
         self._events = [torch.cuda.Event() for _ in range(_BUFFERS)]  # type: ignore[no-untyped-call]
         self._next = 0
+        self._target: torch.Tensor | None = None
+        self._start = self._filled = 0
 
-    def copy(self, piece: torch.Tensor, target: torch.Tensor) -> None:
-        """Has the bytes `piece` (on the CPU) copied to `target` on the GPU; they may change once this returns."""
-        done = 0
-        while done < piece.numel():
+    def room_for(self, target: torch.Tensor, position: int, length_min: int) -> memoryview:
+        """Memory for the bytes of `target` from `position` on: for `length_min` of them at least, or a whole buffer.
+
+        What was put so far goes on its way first, unless it lies right before them and there is room behind it.
+        """
+        is_next = target is self._target and position == self._start + self._filled
+        if not is_next or min(length_min, BUFFER_BYTES) > BUFFER_BYTES - self._filled:
+            self.flush()
+            self._events[self._next].synchronize()
+            self._target, self._start = target, position
+        return self._memory[self._next][self._filled :]
+
+    def note(self, count: int) -> None:
+        """So many bytes of that memory have their content."""
+        self._filled += count
+
+    def flush(self) -> None:
+        """What was put so far goes on its way."""
+        if self._target is not None and self._filled:
             buffer, event = self._buffers[self._next], self._events[self._next]
-            self._next = (self._next + 1) % _BUFFERS
-            event.synchronize()
-            count = min(BUFFER_BYTES, piece.numel() - done)
-            buffer[:count].copy_(piece[done : done + count])
             with torch.cuda.stream(self.stream):
-                target[done : done + count].copy_(buffer[:count], non_blocking=True)
+                target = self._target[self._start : self._start + self._filled]
+                target.copy_(buffer[: self._filled], non_blocking=True)
                 event.record(self.stream)
-            done += count
+            target.record_stream(self.stream)
+            self._next = (self._next + 1) % _BUFFERS
+        self._target, self._filled = None, 0
 
 
-_rings: dict[torch.device, PinnedRing] = {}
+_of_thread = threading.local()
+
+
+def _ring_of(device: torch.device) -> PinnedRing:
+    """Of this thread: two that load at once have buffers of their own."""
+    rings: dict[torch.device, PinnedRing] = _of_thread.__dict__.setdefault("rings", {})
+    if device not in rings:
+        rings[device] = PinnedRing(device)
+    return rings[device]
 
 
 class PinnedCopies:
@@ -41,17 +71,26 @@ class PinnedCopies:
 
     def __init__(self, target: torch.Tensor) -> None:
         self._bytes = target.reshape(-1).view(torch.uint8)
-        if target.device not in _rings:
-            _rings[target.device] = PinnedRing(target.device)
-        self._ring = _rings[target.device]
+        self._ring = _ring_of(target.device)
         self._ring.stream.wait_stream(torch.cuda.current_stream(target.device))
         self._position = 0
 
+    def place(self, start: int, length: int) -> memoryview | None:
+        """In the buffer that goes to the GPU next, if it has room for them."""
+        if start != self._position or length > BUFFER_BYTES:
+            return None
+        return self._ring.room_for(self._bytes, start, length)[:length]
+
     def put(self, piece: memoryview) -> None:
-        source = torch.frombuffer(piece, dtype=torch.uint8)
-        self._ring.copy(source, self._bytes[self._position : self._position + len(piece)])
-        self._position += len(piece)
+        while piece:
+            room = self._ring.room_for(self._bytes, self._position, min(len(piece), BUFFER_BYTES))
+            count = min(len(piece), len(room))
+            if address_of(piece) != address_of(room):
+                ctypes.memmove(address_of(room), address_of(piece), count)
+            self._ring.note(count)
+            self._position += count
+            piece = piece[count:]
 
     def close(self) -> None:
+        self._ring.flush()
         torch.cuda.current_stream(self._bytes.device).wait_stream(self._ring.stream)
-        self._bytes.record_stream(self._ring.stream)

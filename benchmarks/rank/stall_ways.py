@@ -1,0 +1,156 @@
+"""Ways to save in a training loop: stock torch's and ours, whose saves go on in the background."""
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
+
+from benchmarks.rank.state import State
+from benchmarks.rank.ways import Ours, Stock, shared_directory
+from replicated_ckpt import CachedSavePlanner, Retention
+from tests.steps.context import Context
+
+_STAGERS_LAST = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+"""Torch 2.11's DefaultStager is good for one save, and raises KeyError at the next; 2.13's for many."""
+
+
+class NoSaves:
+    """Training alone."""
+
+    def finish(self, name: str) -> None:
+        """Nothing is under way."""
+        del name
+
+    def allow_change(self) -> None:
+        """There is no copy that a change could reach."""
+
+    def begin(self, state: State, name: str) -> "Future[Any] | None":
+        del state, name
+        return None
+
+
+class StockSync(Stock):
+    """FileSystemWriter; training waits for all of it."""
+
+    def finish(self, name: str) -> None:
+        """A save is over with its future."""
+
+    def allow_change(self) -> None:
+        """The state is copied when `begin` returns."""
+
+    def begin(self, state: State, name: str) -> "Future[Any] | None":
+        self.save(state, name)
+        return None
+
+
+class StockAsync(StockSync):
+    """FileSystemWriter in `dcp.async_save`'s thread: it is its own stager, which makes new memory for each copy."""
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._folder = shared_directory(context)
+
+    def begin(self, state: State, name: str) -> "Future[Any] | None":
+        return future_of(dcp.async_save(state.values, storage_writer=dcp.FileSystemWriter(self._folder / name)))
+
+
+class StockStaged(StockAsync):
+    """In a thread with torch's DefaultStager, which keeps its copies from save to save, in shared memory if asked to."""
+
+    def __init__(self, context: Context, *, in_shared_memory: bool, is_pinned: bool = False) -> None:
+        super().__init__(context)
+        self._options = StagingOptions(is_pinned, in_shared_memory, False, is_pinned)
+        self._stager = DefaultStager(self._options)
+
+    def begin(self, state: State, name: str) -> "Future[Any] | None":
+        writer = dcp.FileSystemWriter(self._folder / name)
+        answer = dcp.async_save(state.values, storage_writer=writer, async_stager=self._stager)
+        if not _STAGERS_LAST:
+            self._stager = DefaultStager(self._options)
+        return future_of(answer)
+
+
+class StockOverlapped(StockAsync):
+    """With DefaultStager as it is: a thread of its own copies to pinned memory, and changes wait for it."""
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._stager = DefaultStager()
+        self._copied: Future[Any] = Future()
+
+    def begin(self, state: State, name: str) -> "Future[Any] | None":
+        writer = dcp.FileSystemWriter(self._folder / name)
+        answer = dcp.async_save(state.values, storage_writer=writer, async_stager=self._stager)
+        if not _STAGERS_LAST:
+            self._stager = DefaultStager()
+        assert isinstance(answer, AsyncSaveResponse)
+        self._copied = answer.staging_completion
+        return answer.upload_completion
+
+    def allow_change(self) -> None:
+        """Training waits where it would change the state."""
+        self._copied.result()
+
+
+class OursSync(Ours):
+    """ReplicatedWriter; training waits for all of it."""
+
+    def finish(self, name: str) -> None:
+        """Agents may have work left: with `ack="staged"` all of it, with "local" the copies."""
+        self._writer.wait(ack="local")
+        self.settle(name)
+
+    def allow_change(self) -> None:
+        """The GPU waits, if it has to."""
+        self._writer.hold_until_copied()
+
+    def begin(self, state: State, name: str) -> "Future[Any] | None":
+        self.save(state, name)
+        return None
+
+
+class OursAsync(OursSync):
+    """ReplicatedWriter in `dcp.async_save`'s thread, with no other argument."""
+
+    def begin(self, state: State, name: str) -> "Future[Any] | None":
+        return future_of(
+            dcp.async_save(state.values, checkpoint_id=name, storage_writer=self._writer, planner=self._planner)
+        )
+
+
+class OursAsManaged(OursAsync):
+    """As CheckpointManager saves with `keep_last=1`: plans are kept, and files recycled."""
+
+    def __init__(self, context: Context, options: Mapping[str, Any]) -> None:
+        super().__init__(context, {**options, "retention": Retention(keep_last=1)}, CachedSavePlanner())
+
+    def remove(self, name: str) -> None:
+        """A later save retires it."""
+
+
+Contender = NoSaves | StockSync | OursSync
+
+
+def future_of(answer: Any) -> "Future[Any]":
+    assert isinstance(answer, Future)
+    return answer
+
+
+_STOCK: Mapping[str, Callable[[Context], Contender]] = {
+    "none": lambda _: NoSaves(),
+    "stock sync": StockSync,
+    "stock async": StockAsync,
+    "stock staged": lambda context: StockStaged(context, in_shared_memory=False),
+    "stock shared": lambda context: StockStaged(context, in_shared_memory=True),
+    "stock pinned": lambda context: StockStaged(context, in_shared_memory=True, is_pinned=True),
+    "stock overlapped": StockOverlapped,
+}
+_OURS = {"ours sync": OursSync, "ours async": OursAsync, "ours as managed": OursAsManaged}
+
+
+def contender_of(context: Context, kind: str, options: Mapping[str, Any]) -> Contender:
+    return _OURS[kind](context, options) if kind in _OURS else _STOCK[kind](context)

@@ -1,0 +1,39 @@
+"""States on a GPU, and the same on the CPU: what is saved is what they were at the call, in every way to save."""
+
+import signal
+import time
+
+import pytest
+
+from tests.harness.cluster import call
+from tests.multiprocess.conftest import ClusterOf
+
+COMMITTED_WITHIN_S = 60.0
+WAYS = ["sync", "async", "overlapped", "overlapped"]
+on_devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+
+@on_devices
+def test_a_state_is_saved_as_it_was(cluster_of: ClusterOf, device: str) -> None:
+    """Although it changes as soon as it may, which is before a GPU has copied it in an overlapped save."""
+    loads = [call("on_device.load", seed=seed, device=device) for seed, _ in enumerate(WAYS)]
+    results = cluster_of(2).launch([call("on_device.save", ways=WAYS, device=device), *loads], nodes=[0, 1])
+    for rank, saved in enumerate(results.of(0)):
+        assert [results.of(1 + seed)[rank] for seed, _ in enumerate(WAYS)] == saved
+
+
+@pytest.mark.fault
+@on_devices
+def test_trainers_that_are_killed_lose_nothing_that_was_staged(cluster_of: ClusterOf, device: str) -> None:
+    """The agents have the memory that the GPU has copied to."""
+    cluster = cluster_of(2)
+    attempt = cluster.attempt([call("on_device.save_and_die", device=device)], nodes=[0, 1], grace_s=0.0)
+    assert -signal.SIGKILL in attempt.codes, attempt
+    deadline = time.monotonic() + COMMITTED_WITHIN_S
+    while not all("step-0" in node.checkpoints() for node in cluster.nodes):
+        assert time.monotonic() < deadline, [node.checkpoints() for node in cluster.nodes]
+        time.sleep(0.05)
+    results = cluster.launch(
+        [call("on_device.load", seed=0, device=device), call("on_device.wanted", seed=0, device=device)], nodes=[0, 1]
+    )
+    assert results.of(0) == results.of(1)
