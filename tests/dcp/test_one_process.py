@@ -488,6 +488,8 @@ def test_who_did_not_answer_may_hold_the_checkpoint(tmp_path: Path) -> None:
         {"object_every": 2},
         {"storage_options": {"key": "x"}},
         {"overwrite": "false"},
+        {"overlap": 1},
+        {"retention": 3},
         {"on_save": 3},
         {"memory": True},
         {"spill_every": 10},
