@@ -148,7 +148,7 @@ class Mender:
             with open_committed_save(self._store.root, action.checkpoint_id, action.save_id) as (directory, manifest):
                 if (problem := self._restore_metadata(directory, action, manifest)) is not None:
                     raise problem
-            return True
+            return is_directory(self._store.final(action.checkpoint_id))  # else the name is free for it
         if not is_directory(self._store.final(action.checkpoint_id)):
             return False
         with open_directory(self._store.root, action.checkpoint_id) as directory:

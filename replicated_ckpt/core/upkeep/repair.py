@@ -193,7 +193,7 @@ class _Planning:
                     takers |= self._find_overruled(checkpoint) if lineage == checkpoint.newest_lineage else set()
                 is_in_doubt = (loads is not None and save is not loads) or save.found.save_id in checkpoint.overtaken
                 known = len(self.short)
-                self._add_save(save, takers, is_in_doubt=is_in_doubt)
+                self._add_save(save, takers, blank, is_in_doubt=is_in_doubt)
                 taken = tuple(sorted(node for node, other in published.items() if other.lineage != lineage))
                 self.short[known:] = [replace(one, taken_on=taken if one.have else ()) for one in self.short[known:]]
                 if save is whole:
@@ -218,20 +218,21 @@ class _Planning:
             place = checkpoint.checkpoint_id, "", MANIFEST_NAME, f"node {node_id}"
             self.short.append(ShortShard(*place, wanted=1, have=int(bool(waits_for)), waits_for=waits_for))
 
-    def _add_save(self, save: SeenSave, takers: set[str], *, is_in_doubt: bool) -> None:
-        """`takers` are the nodes whose directory is of this save, or is to be."""
+    def _add_save(self, save: SeenSave, takers: set[str], blank: set[str], *, is_in_doubt: bool) -> None:
+        """`takers` have this save, or are to. A replaced version gets its name back on `blank` ones: retention freed it."""
         found, takers = save.found, takers - self._leaving
         for node_id in sorted(takers):
             lacks_metadata = node_id not in save.with_metadata and bool(save.with_metadata)
-            if node_id not in save.with_manifest or lacks_metadata:
-                sources = tuple(source for source in save.sources if source != node_id)
+            sources = tuple(source for source in save.sources if source != node_id)
+            lacks_name = node_id in blank and bool(sources)
+            if node_id not in save.with_manifest or lacks_metadata or lacks_name:
                 self.adopt.append(RestoreManifest(node_id, found.checkpoint_id, found.save_id, sources))
             for shard in save.strays(node_id):
                 self.set_aside.append(SetAside(node_id, found.checkpoint_id, found.save_id, shard))
         if not save.with_metadata:
             members = {node.node_id for node in save.manifest.nodes}
-            have = len(save.assumed_metadata)
-            self._add_short(save, METADATA_NAME, have, members | save.assumed_metadata, is_in_doubt=is_in_doubt)
+            assumed = save.assumed_metadata
+            self._add_short(save, METADATA_NAME, len(assumed), members | assumed, is_in_doubt=is_in_doubt)
         for shard in sorted(save.manifest.shards):
             self._add_copies(save, shard, takers, is_in_doubt=is_in_doubt)
 

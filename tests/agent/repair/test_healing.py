@@ -318,6 +318,20 @@ def test_the_last_copy_of_a_newer_save_is_read_before_the_older_one_goes(tmp_pat
     assert held(nodes[0], "older") == {shard(0), shard(1)}
 
 
+def test_a_replaced_version_gets_its_name_back_where_that_is_free(tmp_path: Path) -> None:
+    """Retention has removed what had replaced it there, and on another node it has the name: it is one of its copies."""
+    nodes = stores(tmp_path, 2)
+    made = checkpointed(nodes, 1, PAIR)
+    kept = nodes[1].root / ".replaced" / made.save_id
+    kept.parent.mkdir(exist_ok=True)
+    nodes[1].final("step-1").rename(kept)
+    with agents(nodes, *QUICK) as running:
+        wait_for(lambda: of_save(nodes[1]) == 1 and not kept.exists(), 30, "the name")
+        wait_for(protected(*running), 30, "being done")
+    assert held(nodes[1]) == {shard(0), shard(1)}
+    assert [findings(store) for store in nodes] == [[], []]
+
+
 def test_what_a_save_has_replaced_does_not_become_that_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its directory has the name of the newer save where it had no manifest, as stock torch's has none."""
     (store,) = stores(tmp_path, 1)

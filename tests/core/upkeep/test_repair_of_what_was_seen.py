@@ -62,6 +62,16 @@ def test_a_version_that_was_replaced_has_no_name() -> None:
         assert plan_repair({of.save_id: of for of in (PAIR, newer)}, views) == RepairPlan()
 
 
+def test_a_replaced_version_takes_a_free_name_if_another_node_can_give_it() -> None:
+    """Retention has removed what had replaced it. Else it is no checkpoint of that name there, though its copies count."""
+    aside = [NodeView(node, UP, (replace(holding(node, PAIR, *BOTH), is_replaced=True),)) for node in "ab"]
+    plan = plan_repair({PAIR.save_id: PAIR}, [FULL, aside[1]])
+    assert [(action.node_id, action.save_id, action.sources) for action in plan.adopt] == [("b", PAIR.save_id, ("a",))]
+    assert copies(plan) == []
+    alone = plan_repair({PAIR.save_id: replace(PAIR, copies=1)}, aside[:1])
+    assert alone == RepairPlan()
+
+
 def test_files_of_others_alone_are_no_checkpoint() -> None:
     """A directory of stock's without anything of ours under that name is for adoption, not for repair."""
     stock = Remains("b", "step-5", False, {shard(0): 100}, {})
