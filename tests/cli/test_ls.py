@@ -1,17 +1,23 @@
 """`ls` shows what is seen of what is wanted, whoever does not answer and whatever is damaged."""
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from replicated_ckpt.agent.peers.manifests import ManifestBook
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.checkpoints import LOST, WHOLE, CheckpointSeen, advise
 from replicated_ckpt.cli.look.nodes import NodesSeen, advise_on_silence
+from replicated_ckpt.cli.main import main
 from replicated_ckpt.core.layout import MANIFEST_NAME
+from replicated_ckpt.core.manifest import Manifest
+from replicated_ckpt.core.upkeep.repair import NodeView
 from replicated_ckpt.errors import ConfigInvalid
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.local.versions.retire import retire
 from tests.agent.agents import stop_agent
 from tests.agent.checkpoints import checkpointed, introduced, shard
 from tests.agent.door.test_tls import certificate
@@ -68,6 +74,25 @@ def test_what_only_a_newer_version_reads_is_named(tmp_path: Path) -> None:
     done = command("ls", "--root", store.root)
     assert (done.returncode, done.stderr) == (ExitCode.OK, "")
     assert "step-1: only a newer replicated_ckpt reads it" in done.stdout
+
+
+def test_what_retention_removes_meanwhile_is_not_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Between its listing and its manifest lies a time-out where a node is silent; the next step was to `rm -r` it."""
+    (node,) = stores(tmp_path, 1)
+    old, _ = (checkpointed([node], n, {shard(0): (0,)}, copies=1, checkpoint_id=f"step-{n}") for n in (1, 2))
+    look_up = ManifestBook.of
+
+    def retire_and_look_up(book: ManifestBook, views: Sequence[NodeView]) -> Mapping[str, Manifest]:
+        retire(node.root, "step-1", old.save_id)
+        return look_up(book, views)
+
+    monkeypatch.setattr(ManifestBook, "of", retire_and_look_up)
+    assert main(["ls", "--root", str(node.root)]) == ExitCode.OK
+    said = capsys.readouterr().out
+    assert "step-1" not in said
+    assert "1 checkpoint, " in said
 
 
 def test_a_node_that_is_not_reached_is_named(tmp_path: Path) -> None:
