@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from replicated_ckpt.agent.peers.manifests import ManifestBook
+from replicated_ckpt.agent.peers.watch import Held
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.checkpoints import LOST, WHOLE, CheckpointSeen, advise
-from replicated_ckpt.cli.look.nodes import NodesSeen, advise_on_silence
+from replicated_ckpt.cli.look.nodes import NodesSeen, advise_on_silence, advise_on_strangers
 from replicated_ckpt.cli.main import main
 from replicated_ckpt.core.layout import MANIFEST_NAME
 from replicated_ckpt.core.manifest import Manifest
@@ -18,6 +19,7 @@ from replicated_ckpt.core.upkeep.repair import NodeView
 from replicated_ckpt.errors import ConfigInvalid
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.versions.retire import retire
+from replicated_ckpt.stores.peer.client import AgentAddress
 from tests.agent.agents import stop_agent
 from tests.agent.checkpoints import checkpointed, introduced, shard
 from tests.agent.door.test_tls import certificate
@@ -136,6 +138,12 @@ def test_nodes_of_which_there_is_no_address_are_named(tmp_path: Path) -> None:
     assert "1 file not seen: host1, host2 not known to this node" in line_of(done.stdout, "step-1")
     assert "1 of 2, as there is 1 node: host1 not known to this node" in line_of(done.stdout, "step-2")
     assert "next step: this node has no address of host1, host2: a save or load with ranks" in done.stdout
+
+
+def test_a_node_that_is_given_up_is_no_stranger() -> None:
+    """`repair --lost NODE` said that it has no address of the node, and that a save or load there brings one."""
+    given_up = AgentAddress("b", "host1", 1, "token")
+    assert advise_on_strangers(["b"], NodesSeen("a", {"a": Held(())}, {"b": given_up}, {}, {})) == []
 
 
 @pytest.mark.parametrize("is_plain", [True, False], ids=["plain", "another certificate"])

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from replicated_ckpt.cli.exit_codes import ExitCode
+from replicated_ckpt.cli.exit_codes import ExitCode, exit_code_of
 from replicated_ckpt.cli.look import waiting
 from replicated_ckpt.cli.main import main
 from replicated_ckpt.core.layout import MANIFEST_NAME
+from replicated_ckpt.errors import ShardLost
 from replicated_ckpt.stores.bucket_client import s3
 from replicated_ckpt.stores.bucket_client.retry import RetryingClient
 from replicated_ckpt.stores.local.store import LocalStore
@@ -127,6 +128,14 @@ def test_what_is_of_a_newer_format_on_another_node_is_told_alike(
             assert main([*verb, "step-1", *root]) == ExitCode.FAILED, verb
             assert "Upgrade replicated_ckpt" in capsys.readouterr().err, verb
     stop_agent(here.root)
+
+
+@pytest.mark.parametrize(
+    ("said", "code"), [("", ExitCode.SHARD_LOST), (": not reached (no answer)", ExitCode.UNREACHABLE)]
+)
+def test_a_shard_of_a_node_that_is_not_reached_is_not_lost_for_good(said: str, code: ExitCode) -> None:
+    """`export` ended as where no node can have it."""
+    assert exit_code_of(ShardLost("step-1", {shard(0): "rank 0"}, [f"node b{said}"])) == code
 
 
 def test_a_verdict_on_stock_torch_s_alone_does_not_contradict_itself(

@@ -210,7 +210,7 @@ def advise_on_silence(seen: NodesSeen, root: object) -> list[str]:
 
 def advise_on_strangers(nodes: Iterable[str], seen: NodesSeen) -> list[str]:
     """What to do about nodes that a manifest names, and of which this node has no address."""
-    unknown = sorted(set(nodes) - seen.held.keys() - seen.unreached.keys())
+    unknown = sorted(set(nodes) - seen.held.keys() - seen.addresses.keys())
     if not unknown:
         return []
     names = seen.list_names(unknown)
