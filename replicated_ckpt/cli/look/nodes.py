@@ -139,13 +139,18 @@ def look_at_nodes(store: LocalStore, *, asks_own: bool = True) -> NodesSeen:
     """
     own, peers = store.read_node_id(), PeerBook(store.root_agent_directory())
     addresses = {peer.node_id: peer for peer in peers.read_all() if peer.node_id != own}
-    outcome = FanOut.run(addresses, lambda node: _ask(addresses[node]))
-    held, book = {own: _look_at_own(store, own, asks=asks_own), **outcome.results}, ManifestBook(store, own, peers)
+
+    def look(node: str) -> Held:
+        return _look_at_own(store, own, asks=asks_own) if node == own else _ask(addresses[node])
+
+    outcome = FanOut.run([own, *addresses], look)
+    if own in outcome.errors:
+        raise outcome.errors[own]
+    held, book = dict(outcome.results), ManifestBook(store, own, peers)
     manifests = book.of([found.view_of(node) for node, found in held.items()])
     if any(holding.save_id not in manifests for found in held.values() for holding in found.holdings):
         # retention may have removed it, while the look waited for a node that is silent
-        again = FanOut.run(outcome.results, lambda node: _ask(addresses[node]))
-        held |= {own: _look_at_own(store, own, asks=asks_own), **again.results}
+        held |= FanOut.run(outcome.results, look).results
         manifests = book.of([found.view_of(node) for node, found in held.items()])
     return NodesSeen(own, held, addresses, dict(outcome.errors), manifests)
 
