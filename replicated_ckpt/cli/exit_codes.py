@@ -11,6 +11,7 @@ from replicated_ckpt.errors import (
     StoreDenied,
     StoreUnavailable,
 )
+from replicated_ckpt.searched import NOT_REACHED
 
 
 class ExitCode(IntEnum):
@@ -40,6 +41,8 @@ MEANING = {
 
 def exit_code_of(error: ReplicatedCkptError) -> ExitCode:
     if isinstance(error, CheckpointNotFound) and error.unreached:
+        return ExitCode.UNREACHABLE
+    if isinstance(error, ShardLost) and any(NOT_REACHED in place for place in error.searched):
         return ExitCode.UNREACHABLE
     by_error = {
         ConfigInvalid: ExitCode.USAGE,

@@ -1,17 +1,25 @@
 """`ls` shows what is seen of what is wanted, whoever does not answer and whatever is damaged."""
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from replicated_ckpt.agent.peers.manifests import ManifestBook
+from replicated_ckpt.agent.peers.watch import Held
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.checkpoints import LOST, WHOLE, CheckpointSeen, advise
-from replicated_ckpt.cli.look.nodes import NodesSeen, advise_on_silence
+from replicated_ckpt.cli.look.nodes import NodesSeen, advise_on_silence, advise_on_strangers
+from replicated_ckpt.cli.main import main
 from replicated_ckpt.core.layout import MANIFEST_NAME
+from replicated_ckpt.core.manifest import Manifest
+from replicated_ckpt.core.upkeep.repair import NodeView
 from replicated_ckpt.errors import ConfigInvalid
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.local.versions.retire import retire
+from replicated_ckpt.stores.peer.client import AgentAddress
 from tests.agent.agents import stop_agent
 from tests.agent.checkpoints import checkpointed, introduced, shard
 from tests.agent.door.test_tls import certificate
@@ -70,6 +78,25 @@ def test_what_only_a_newer_version_reads_is_named(tmp_path: Path) -> None:
     assert "step-1: only a newer replicated_ckpt reads it" in done.stdout
 
 
+def test_what_retention_removes_meanwhile_is_not_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Between its listing and its manifest lies a time-out where a node is silent; the next step was to `rm -r` it."""
+    (node,) = stores(tmp_path, 1)
+    old, _ = (checkpointed([node], n, {shard(0): (0,)}, copies=1, checkpoint_id=f"step-{n}") for n in (1, 2))
+    look_up = ManifestBook.of
+
+    def retire_and_look_up(book: ManifestBook, views: Sequence[NodeView]) -> Mapping[str, Manifest]:
+        retire(node.root, "step-1", old.save_id)
+        return look_up(book, views)
+
+    monkeypatch.setattr(ManifestBook, "of", retire_and_look_up)
+    assert main(["ls", "--root", str(node.root)]) == ExitCode.OK
+    said = capsys.readouterr().out
+    assert "step-1" not in said
+    assert "1 checkpoint, " in said
+
+
 def test_a_node_that_is_not_reached_is_named(tmp_path: Path) -> None:
     """With its agent gone: 2 copies, 1 seen, which node, in one short line why, and what to do; `verify` says the same."""
     nodes = stores(tmp_path, 2)
@@ -111,6 +138,12 @@ def test_nodes_of_which_there_is_no_address_are_named(tmp_path: Path) -> None:
     assert "1 file not seen: host1, host2 not known to this node" in line_of(done.stdout, "step-1")
     assert "1 of 2, as there is 1 node: host1 not known to this node" in line_of(done.stdout, "step-2")
     assert "next step: this node has no address of host1, host2: a save or load with ranks" in done.stdout
+
+
+def test_a_node_that_is_given_up_is_no_stranger() -> None:
+    """`repair --lost NODE` said that it has no address of the node, and that a save or load there brings one."""
+    given_up = AgentAddress("b", "host1", 1, "token")
+    assert advise_on_strangers(["b"], NodesSeen("a", {"a": Held(())}, {"b": given_up}, {}, {})) == []
 
 
 @pytest.mark.parametrize("is_plain", [True, False], ids=["plain", "another certificate"])

@@ -49,6 +49,21 @@ def test_status_of_a_stopped_agent_of_its_own_waits_once(tmp_path: Path) -> None
     assert "--start-agents" not in done.stdout
 
 
+@pytest.mark.long
+def test_a_stopped_agent_of_its_own_and_another_cost_one_timeout(tmp_path: Path) -> None:
+    """They were asked one after the other."""
+    nodes = stores(tmp_path, 2)
+    checkpointed(nodes, 1, {shard(0): (0, 1)})
+    with running_agent(nodes[0].root) as own, running_agent(nodes[1].root) as other:
+        introduced(nodes[0], [other.endpoint.address()])
+        own.signal(signal.SIGSTOP)
+        other.signal(signal.SIGSTOP)
+        stopwatch = Stopwatch()
+        done = command("ls", "--root", nodes[0].root)
+        assert stopwatch.stop() < 2 * PROGRESS_TIMEOUT_S
+    assert "1 of 2 nodes answered" in done.stdout
+
+
 def test_repair_says_of_a_save_in_doubt_what_ls_says(tmp_path: Path) -> None:
     """Where all its nodes answer, none is to be given up for lost."""
     (node,) = stores(tmp_path, 1)

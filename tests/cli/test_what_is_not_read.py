@@ -7,15 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from replicated_ckpt.cli.exit_codes import ExitCode
+from replicated_ckpt.cli.exit_codes import ExitCode, exit_code_of
 from replicated_ckpt.cli.look import waiting
 from replicated_ckpt.cli.main import main
 from replicated_ckpt.core.layout import MANIFEST_NAME
+from replicated_ckpt.errors import ShardLost
 from replicated_ckpt.stores.bucket_client import s3
 from replicated_ckpt.stores.bucket_client.retry import RetryingClient
 from replicated_ckpt.stores.local.store import LocalStore
-from tests.agent.agents import stop_agent
-from tests.agent.checkpoints import checkpointed, shard
+from tests.agent.agents import running_agent, stop_agent
+from tests.agent.checkpoints import checkpointed, introduced, shard
 from tests.agent.scattered import scattered
 from tests.damage import make_newer
 
@@ -104,6 +105,37 @@ def test_a_node_with_a_newer_format_is_not_drained(store: LocalStore, capsys: py
     finally:
         stop_agent(store.root)
     assert f"not drained: {NEWER}" in capsys.readouterr().out
+
+
+def test_what_is_of_a_newer_format_on_another_node_is_told_alike(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """This node has nothing of it, and said nothing of it: all was intact, and by its id there was no such checkpoint."""
+    here, there = (LocalStore(tmp_path / name) for name in ("here", "there"))
+    checkpointed([there], 1, {shard(0): (0,)}, copies=1)
+    checkpointed([here], 2, {shard(0): (0,)}, copies=1, checkpoint_id="step-2")
+    make_newer(there.root / "step-1" / MANIFEST_NAME)
+    root = ["--root", str(here.root)]
+    with running_agent(there.root) as other:
+        introduced(here, [other.endpoint.address()])
+        assert main(["ls", *root]) == ExitCode.OK
+        assert NEWER in capsys.readouterr().out
+        for verb in (["status"], ["verify"], ["repair", "--dry-run"]):
+            code = main([*verb, *root])
+            assert NEWER in capsys.readouterr().out, verb
+            assert code == (ExitCode.UNREACHABLE if verb == ["status"] else ExitCode.FAILED), verb
+        for verb in (["show"], ["verify"], ["repair", "--dry-run"], ["rm"]):
+            assert main([*verb, "step-1", *root]) == ExitCode.FAILED, verb
+            assert "Upgrade replicated_ckpt" in capsys.readouterr().err, verb
+    stop_agent(here.root)
+
+
+@pytest.mark.parametrize(
+    ("said", "code"), [("", ExitCode.SHARD_LOST), (": not reached (no answer)", ExitCode.UNREACHABLE)]
+)
+def test_a_shard_of_a_node_that_is_not_reached_is_not_lost_for_good(said: str, code: ExitCode) -> None:
+    """`export` ended as where no node can have it."""
+    assert exit_code_of(ShardLost("step-1", {shard(0): "rank 0"}, [f"node b{said}"])) == code
 
 
 def test_a_verdict_on_stock_torch_s_alone_does_not_contradict_itself(

@@ -69,13 +69,17 @@ def test_each_tier_keeps_what_its_policy_says(root: Path, where: Mapping[str, An
 
 @pytest.mark.long
 def test_what_the_bucket_gave_up_is_not_brought_again(root: Path, where: Mapping[str, Any]) -> None:
-    """The node has it still, and its agent, started anew, knows nothing of having uploaded it."""
+    """The node has it still, and its agent, started anew, knows nothing of having uploaded it.
+
+    Nor does what an upload had brought of it stay there, that an outage had cut off.
+    """
     writer = ReplicatedWriter(root, retention=ALL, object_retention=ONE, **where)
     for number in (1, 2, 3):
         save(writer, f"step-{number}", number)
         writer.wait()
     wait_for(lambda: in_bucket(where) == {"step-3"}, 20, "one in the bucket")
     stop_agent(root)
+    bucket_of(where).client.put("step-1/__0_0.distcp", (root / "step-1" / "__0_0.distcp").read_bytes())
     save(writer, "step-4", 4)
     writer.wait()
 
@@ -85,6 +89,7 @@ def test_what_the_bucket_gave_up_is_not_brought_again(root: Path, where: Mapping
 
     wait_for(is_settled, 20, "all uploads settled")
     assert in_bucket(where) == {"step-4"}
+    assert bucket_of(where).client.list_keys("").directories == ("step-4",)
     assert "would not keep 'step-1'" in (root / ".agent" / "log").read_text()
     assert on_node(root) == {f"step-{number}" for number in (1, 2, 3, 4)}
     writer = ReplicatedWriter(root, retention=ONE, object_retention=ONE, **where)

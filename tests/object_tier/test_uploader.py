@@ -101,6 +101,31 @@ def test_what_is_removed_during_its_upload_leaves_nothing_there(tmp_path: Path, 
     assert not uploader.is_busy
 
 
+def test_an_agent_that_was_stopped_in_its_commit_takes_no_newer_mark_away(tmp_path: Path) -> None:
+    """Where a store has no conditional writes, its mark went over that of a newer save, and had no shards any more."""
+    url = f"file://{tmp_path}/bucket/run"
+    (old, *_), (new, *_) = sides = [uploading(tmp_path / name, url) for name in ("old", "new")]
+    for number, (_, service, _) in enumerate(sides, 1):
+        shards = {shard(0): (0,)}
+        checkpointed([service.store], number, shards, copies=1, size_bytes=3000, url=url, has_own_prefix=True)
+    overtakers = [new]
+
+    def overtake(_: str) -> None:
+        while overtakers:
+            overtakers.pop().round()
+
+    with failpoints.arm("upload.manifest-put", overtake):
+        old.round()
+    there = sides[0][2].bucket(url).save_of("step-1")
+    assert there is not None
+    assert (there.save_id, set(there.sizes)) == (f"{2:032x}", {shard(0)})
+    assert not old.is_busy
+    new.order(there.save_id, url)
+    new.round()
+    left = {path.parent.name for path in (tmp_path / "bucket").rglob("*") if path.is_file()}
+    assert left == {"step-1", there.save_id}, "what the old one has brought goes"
+
+
 def test_what_is_removed_during_its_upload_leaves_the_bucket_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,8 +2,10 @@
 
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -12,8 +14,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from replicated_ckpt import ReplicatedReader
 from replicated_ckpt.errors import ReplicatedCkptError, UploadFailed
+from replicated_ckpt.stores.bucket_client.retry import RetryingClient
 from tests.steps.context import Context
 from tests.steps.loss import kill_agent_of
+from tests.steps.network import ActingPlanner
 from tests.steps.peers import pieces
 from tests.steps.state import OTHER_SEED, build_all, digests_of, failure, report_of
 from tests.stopwatch import Stopwatch
@@ -73,6 +77,21 @@ def load_fails(context: Context, checkpoint_id: str, count: int, ranks: int, **o
     except (CheckpointException, ReplicatedCkptError) as exc:
         is_clean = all(torch.equal(found[name], wanted[name]) or not found[name].any() for name in wanted)
         return {"is_clean": is_clean, **failure(exc)}
+    raise AssertionError("the load should have failed")
+
+
+def load_fails_midway(
+    context: Context, checkpoint_id: str, count: int, ranks: int, folder: str, patience_s: float, **options: Any
+) -> dict[str, Any]:
+    """As `load_fails`; rank 0 pauses with its first item, and no read waits longer than that for the bucket."""
+    planner = ActingPlanner(int(context.rank == 0), partial(pause, context, folder))
+    found = {name: tensor for rank in range(ranks) for name, tensor in pieces(rank, count, 2).items()}
+    stopwatch = Stopwatch()
+    with mock.patch.dict(RetryingClient.__init__.__kwdefaults__ or {}, within_s=patience_s):
+        try:
+            dcp.load(found, checkpoint_id=checkpoint_id, storage_reader=reader_of(context, **options), planner=planner)
+        except CheckpointException as exc:
+            return {"seconds": stopwatch.stop(), **failure(exc)}
     raise AssertionError("the load should have failed")
 
 

@@ -209,6 +209,7 @@ class RepairRoutes:
             remains=[remains.to_json() for remains in inspector.remains],
             standing=self._reprotector.standing().to_json(),
             room=try_room(self._service.store.root).to_json(),
+            newer=list(self._service.store.catalog.of_newer_format(checkpoint_id)),
             silent=[holding.to_json() for holding in self._reprotector.watch.silent_holdings()],
             bytes_read=inspector.bytes_read,
         )

@@ -167,7 +167,8 @@ class Auditor:
         directory = self._store.root_agent_directory()
         standing = Standing(PolicyBook(directory).read_all(), removed=RemovalBook(directory).read_all())
         holdings, remains = tuple(inspector.holdings), tuple(inspector.remains)
-        held = Held(holdings, remains, standing, measure_room(self._store.root))
+        newer = tuple(self._store.catalog.of_newer_format(checkpoint_id))
+        held = Held(holdings, remains, standing, measure_room(self._store.root), newer)
         return NodeReading(self._node_id, findings, held, inspector.bytes_read)
 
     def _views(self, readings: Sequence[NodeReading], silent: Sequence[AgentAddress]) -> list[NodeView]:

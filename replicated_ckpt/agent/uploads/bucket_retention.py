@@ -60,6 +60,8 @@ def standing_of(service: NodeService, orders: OrderBook, states: Mapping[str, Up
 def check_wanted(service: NodeService, bucket: Bucket, manifest: Manifest) -> None:
     """Looks whether the bucket would keep a save that is not there: one that it gave up is not brought again.
 
+    What has arrived of that goes.
+
     Raises:
         SaveAborted: it would not, or this node's user has removed the save meanwhile. StoreError
     """
@@ -72,6 +74,7 @@ def check_wanted(service: NodeService, bucket: Bucket, manifest: Manifest) -> No
     own = Candidate(manifest.checkpoint_id, manifest.save_id, manifest.sequence, metrics=metrics_of(manifest.notes))
     for verdict in judge([own, *_there(bucket, manifest, retention)], retention):
         if verdict.save_id == manifest.save_id and not verdict.is_kept:
+            remove_save(bucket, manifest.checkpoint_id, manifest.save_id, manifest)
             raise SaveAborted(
                 f"{bucket.client.target.url} would not keep {manifest.checkpoint_id!r}: {verdict.rule}.",
                 "To have it in a bucket, upload it under another prefix: `replicated-ckpt upload ID --to URL`.",

@@ -89,7 +89,7 @@ def _print_json(store: LocalStore, seen: NodesSeen, rows: Sequence[CheckpointSee
     ]
     staged = [asdict(save) for save in list_staged_saves(store)]
     document = {"node_id": seen.own_node, "nodes": nodes, "staged": staged, "rivals": describe_rivals(rows, seen)}
-    document |= {"memory_tier": describe_memory_tier(store), "newer_format": list(store.catalog.of_newer_format())}
+    document |= {"memory_tier": describe_memory_tier(store), "newer_format": seen.newer}
     print(json.dumps({**document, "checkpoints": [row.to_json() for row in rows]}, indent=2))
 
 
@@ -97,7 +97,7 @@ def _print(store: LocalStore, seen: NodesSeen, rows: Sequence[CheckpointSeen]) -
     print(format_table(HEADER, [row.cells(seen) for row in rows]))
     for line in (describe_totals(rows, seen), *describe_memory_tier(store)):
         print(line)
-    for newer in store.catalog.of_newer_format():
+    for newer in seen.newer:
         print(describe_newer(newer))
     staged = list_staged_saves(store)
     for save in staged:

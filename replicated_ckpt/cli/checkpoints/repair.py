@@ -13,7 +13,7 @@ from replicated_ckpt.agent.unmanaged.audit import UnmanagedAuditor
 from replicated_ckpt.cli.checkpoints.lost import find_lost
 from replicated_ckpt.cli.checkpoints.verify import as_json, describe_short, see_audit
 from replicated_ckpt.cli.exit_codes import ExitCode
-from replicated_ckpt.cli.look.absent import describe_absent
+from replicated_ckpt.cli.look.absent import describe_absent, describe_newer
 from replicated_ckpt.cli.look.checkpoints import advise, list_checkpoints
 from replicated_ckpt.cli.look.doubts import (
     advise_on_doubt,
@@ -86,6 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.json:
         _print_doubts(store, audit, arguments.lost)
         _print_plan(store, audit, adoptions)
+    newer = [] if arguments.id else see_audit(store, audit).newer
     done = _Done(short=set(audit.plan.short))
     if not arguments.dry_run:
         done.errors |= _give_up_lost(store, arguments.lost)
@@ -97,11 +98,15 @@ def run(arguments: argparse.Namespace) -> int:
             "dry_run": arguments.dry_run,
             "failed": done.errors,
         }
-        doubts = {"in_doubt": [asdict(save) for save in in_doubt]}
-        print(json.dumps({**as_json(audit), **adoptions.to_json(), **outcome, **doubts}, indent=2))
-    elif not arguments.dry_run:
-        _print_outcome(done, audit)
-    return _exit_code(audit, adoptions, done, has_doubts=bool(in_doubt) and waits_for_any(store))
+        others = {"in_doubt": [asdict(save) for save in in_doubt], "newer_format": newer}
+        print(json.dumps({**as_json(audit), **adoptions.to_json(), **outcome, **others}, indent=2))
+    else:
+        for line in map(describe_newer, newer):
+            print(f"not checked: {line}")
+        if not arguments.dry_run:
+            _print_outcome(done, audit)
+    code = _exit_code(audit, adoptions, done, has_doubts=bool(in_doubt) and waits_for_any(store))
+    return ExitCode.FAILED if newer and code != ExitCode.SHARD_LOST else code
 
 
 @dataclass

@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     audit = _audit(store, arguments)
     seconds = time.monotonic() - began_at
     audits = UnmanagedAuditor(store, audit.silent_nodes).audit(arguments.id, audit.checkpoint_ids)
-    newer = [] if arguments.id else list(store.catalog.of_newer_format())
+    newer = [] if arguments.id else see_audit(store, audit).newer
     if (audit.checkpoint_ids or audits or not arguments.id) and not arguments.json:
         _print(store, audit, seconds, has_others=bool(audits or newer))
         print_audits(audits)

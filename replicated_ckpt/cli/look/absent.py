@@ -17,7 +17,7 @@ def describe_newer(checkpoint_id: str) -> str:
 
 def describe_absent(store: LocalStore, seen: NodesSeen, checkpoint_id: str, otherwise: str = "") -> ReplicatedCkptError:
     """What to raise for it; `otherwise` is a further next step."""
-    if is_checkpoint_id(checkpoint_id) and any(store.catalog.of_newer_format(checkpoint_id)):
+    if checkpoint_id in seen.newer:
         return ManifestVersionUnknown(f"{checkpoint_id!r} is of a format that only a newer replicated_ckpt reads.")
     look = UnmanagedLook(store, seen.own_node, seen.reached)
     if is_checkpoint_id(checkpoint_id) and look.checkpoints(checkpoint_id):

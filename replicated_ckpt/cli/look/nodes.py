@@ -77,6 +77,11 @@ class NodesSeen:
         """How many nodes there are to hold copies, those that do not answer included."""
         return len(self.held) + len(self.unreached)
 
+    @property
+    def newer(self) -> list[str]:
+        """The checkpoints, on any node that answered, that only a newer version of the package reads."""
+        return sorted({checkpoint_id for held in self.held.values() for checkpoint_id in held.newer})
+
     @cached_property
     def retired(self) -> frozenset[str]:
         """The saves that the policies of their runs keep no more: each node removes its part when it comes to it."""
@@ -134,9 +139,19 @@ def look_at_nodes(store: LocalStore, *, asks_own: bool = True) -> NodesSeen:
     """
     own, peers = store.read_node_id(), PeerBook(store.root_agent_directory())
     addresses = {peer.node_id: peer for peer in peers.read_all() if peer.node_id != own}
-    outcome = FanOut.run(addresses, lambda node: _ask(addresses[node]))
-    held = {own: _look_at_own(store, own, asks=asks_own), **outcome.results}
-    manifests = ManifestBook(store, own, peers).of([found.view_of(node) for node, found in held.items()])
+
+    def look(node: str) -> Held:
+        return _look_at_own(store, own, asks=asks_own) if node == own else _ask(addresses[node])
+
+    outcome = FanOut.run([own, *addresses], look)
+    if own in outcome.errors:
+        raise outcome.errors[own]
+    held, book = dict(outcome.results), ManifestBook(store, own, peers)
+    manifests = book.of([found.view_of(node) for node, found in held.items()])
+    if any(holding.save_id not in manifests for found in held.values() for holding in found.holdings):
+        # retention may have removed it, while the look waited for a node that is silent
+        held |= FanOut.run(outcome.results, look).results
+        manifests = book.of([found.view_of(node) for node, found in held.items()])
     return NodesSeen(own, held, addresses, dict(outcome.errors), manifests)
 
 
@@ -162,7 +177,8 @@ def _look_at_own(store: LocalStore, own: str, *, asks: bool) -> Held:
         except ReplicatedCkptError as exc:
             log.info("this process looks at the store itself: %s", exc)
     standing = Standing(removed=RemovalBook(store.root_agent_directory()).read_all())
-    return Held(store.catalog.holdings(own), RemainsReader(store, own).find(), standing, measure_room(store.root))
+    remains, newer = RemainsReader(store, own).find(), tuple(store.catalog.of_newer_format())
+    return Held(store.catalog.holdings(own), remains, standing, measure_room(store.root), newer)
 
 
 def _ask(address: AgentAddress) -> Held:
@@ -199,7 +215,7 @@ def advise_on_silence(seen: NodesSeen, root: object) -> list[str]:
 
 def advise_on_strangers(nodes: Iterable[str], seen: NodesSeen) -> list[str]:
     """What to do about nodes that a manifest names, and of which this node has no address."""
-    unknown = sorted(set(nodes) - seen.held.keys() - seen.unreached.keys())
+    unknown = sorted(set(nodes) - seen.held.keys() - seen.addresses.keys())
     if not unknown:
         return []
     names = seen.list_names(unknown)

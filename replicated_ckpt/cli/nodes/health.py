@@ -68,9 +68,8 @@ def judge_health(
     agent: Mapping[str, Any] | None,
     why_down: str,
     doubts: Sequence[WaitingSave],
-    newer: Sequence[str] = (),
 ) -> Health:
-    """`agent`: what this node's agent says of itself, None if nothing, as `why_down` says. `newer`: ids of such formats."""
+    """`agent`: what this node's agent says of itself, None if nothing, as `why_down` says."""
     rows = without_outlived(rows)
     lost = tuple(f"{row.checkpoint_id}: {row.describe_copies(seen)}" for row in rows if row.state == LOST)
     down = () if agent is not None else (f"this node's agent gives no answer: {why_down}",)
@@ -78,7 +77,7 @@ def judge_health(
         *(f"in doubt: save {one.save_id} of {one.checkpoint_id}: {describe_wait(one.nodes, seen)}" for one in doubts),
         *(() if agent is None else _failing(agent)),
     ]
-    short = (*_short(seen, rows), *map(describe_newer, newer))
+    short = (*_short(seen, rows), *map(describe_newer, seen.newer))
     return Health(lost, down, (*_unwritable(seen), *short, *seen.describe_unreached(), *_crowded(seen), *failing))
 
 

@@ -176,7 +176,7 @@ def _look(store: LocalStore) -> _State:
     seen = look_at_nodes(store, asks_own=not is_silent)
     rows = list_checkpoints(seen)
     doubts = list_waiting(store, None if agent is None else agent["in_doubt"])
-    health = judge_health(seen, rows, agent, why_down, doubts, list(store.catalog.of_newer_format()))
+    health = judge_health(seen, rows, agent, why_down, doubts)
     return _State(seen, rows, agent, is_silent, _read_last_errors(store), health, doubts, describe_memory_tier(store))
 
 

@@ -45,8 +45,8 @@ def run(arguments: argparse.Namespace) -> int:
     going = {(verdict.checkpoint_id, verdict.save_id) for verdict in verdicts if not verdict.is_kept}
     chosen = [row for row in remover.rows if (row.checkpoint_id, row.save_id) in going]
     if not arguments.json:
-        for verdict in verdicts:
-            print(verdict)
+        for line in (*map(str, verdicts), *remover.seen.describe_unreached()):
+            print(line)
     outcome = Removed() if arguments.dry_run else remover.carry_out(chosen)
     if arguments.json:
         plan = [

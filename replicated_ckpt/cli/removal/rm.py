@@ -62,7 +62,10 @@ def run(arguments: argparse.Namespace) -> int:
 def _find_refusal(remover: Remover, chosen: Sequence[CheckpointSeen], *, is_forced: bool) -> str:
     """Why it is not removed without --force, in words that go behind its name; "" if nothing speaks against it."""
     if remover.find_last_good(chosen):
-        return "is the last good checkpoint of its run"
+        if any(row.copies_seen or row.state == IN_BUCKET for row in chosen):
+            return "is the last good checkpoint of its run"
+        silent = remover.seen.list_names(remover.seen.unreached) or "a node that is not known here"
+        return f"may be the last good checkpoint of its run: none was seen whole, as {silent} did not answer"
     unknown = [row for row in chosen if row.save_id not in remover.seen.manifests and row.state != IN_BUCKET]
     if unknown and not is_forced:
         return "lies on other nodes only, and none could give its manifest: it may be the last good one of its run"

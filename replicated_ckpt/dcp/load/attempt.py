@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
 from replicated_ckpt.core.bucket.commit_mark import own_prefix
 from replicated_ckpt.core.inventory import SaveFound
-from replicated_ckpt.core.layout import LATEST
+from replicated_ckpt.core.layout import LATEST, OBJECT_NODE
 from replicated_ckpt.core.reading.source_order import ByteRange
 from replicated_ckpt.core.reading.windows import CELL_BYTES, Window
 from replicated_ckpt.dcp.c10d.world import World
@@ -248,6 +248,7 @@ class LoadAttempt:
             bucket = self._parts.bucket.open()
             reader = ShardReader(self._store, self._own_node, self._survey, sorted(wanted), key, bucket, self._places)
             reader.findings.note_silent(self._silent)
+            self._parts.bucket.share_patience(partial(reader.findings.is_silent, OBJECT_NODE))
             stack.callback(reader.tell_suspects)
             stack.callback(reader.close)
             exchange = self._join(plan.storage_data, cache, windows)

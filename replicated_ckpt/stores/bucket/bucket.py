@@ -216,13 +216,14 @@ class Bucket:
             manifest.lineage,
         )
         key, replaced = f"{manifest.checkpoint_id}/{METADATA_NAME}", None
-        for number in range(_COMMIT_TRIES):
+        if not prefix_of(manifest):
+            self.check_place(manifest, self.save_of(manifest.checkpoint_id))
+        self.client.put(key_of(manifest, MANIFEST_NAME), raw_manifest)
+        failpoints.reach("upload.manifest-put")
+        for _ in range(_COMMIT_TRIES):
             version = self.client.version(key)
-            there = self.save_of(manifest.checkpoint_id)
+            there = self.save_of(manifest.checkpoint_id)  # last: not each store writes on a condition
             self.check_place(manifest, there)
-            if number == 0:
-                self.client.put(key_of(manifest, MANIFEST_NAME), raw_manifest)
-                failpoints.reach("upload.manifest-put")
             if there is not None and there.mark == mark:
                 self._tidy(manifest, replaced)
                 return

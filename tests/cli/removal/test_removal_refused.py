@@ -13,6 +13,7 @@ from replicated_ckpt.cli.main import main
 from replicated_ckpt.cli.removal import remover
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.layout import MANIFEST_NAME
+from replicated_ckpt.errors import StoreUnavailable
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress
 from tests.agent.agents import wait_for
@@ -43,6 +44,25 @@ def test_a_save_without_a_manifest_is_refused(
     assert "nothing was changed" in said
     assert main(["rm", "step-1", "--root", str(store.root), "--force"]) == ExitCode.FAILED
     assert "kept: step-1: POST '/v1/remove' at node b" in capsys.readouterr().out
+
+
+def test_what_may_be_the_last_good_one_is_not_said_to_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Half of it lies on a node that does not answer: of each checkpoint `rm` said that it is the last good one."""
+    here, there = (LocalStore(tmp_path / name) for name in ("here", "there"))
+    halves: dict[str, list[int]] = {shard(0): [0], shard(1): [1]}
+    made = {one.save_id: one for one in (checkpointed([here, there], n, halves, copies=1) for n in (1, 2))}
+    own, other = here.node_id(), there.node_id()
+    away = StoreUnavailable("host1", "ask", "", "it is away")
+    held = {own: Held(here.catalog.holdings(own))}
+    see(monkeypatch, NodesSeen(own, held, {other: NOWHERE}, {other: away}, made))
+    root = ["--root", str(here.root)]
+    assert main(["rm", "step-1", *root]) == ExitCode.FAILED
+    said = capsys.readouterr().out
+    assert "refused: step-1 may be the last good checkpoint of its run: none was seen whole, as host1 did not" in said
+    assert main(["prune", "--keep-last", "1", *root]) == ExitCode.OK
+    assert f"host1 (node {other}): not reached: it is away" in capsys.readouterr().out, "it tells why nothing goes"
 
 
 def test_json_is_json_where_it_is_refused_or_only_tried(

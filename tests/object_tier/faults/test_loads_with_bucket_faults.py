@@ -1,9 +1,12 @@
 """Loads from a bucket that refuses, breaks, bends or hangs: the bytes that were saved, or an error that says why not."""
 
+import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.agent.agents import wait_for
 from tests.buckets.faults import Fault, Kind
 from tests.buckets.servers import Server
 from tests.harness.cluster import call
@@ -88,3 +91,27 @@ def test_a_bucket_that_is_away_and_needed_is_named(moto: Server, site_of: SiteOf
     assert [asked["type"] for asked in results.of(1)] == ["StoreUnavailable"] * 2
     site.faulty.back()
     assert all(value["same"] for value in site.cluster.launch([site.load("latest", COUNT, 2)], nodes=[0, 1]).of(0))
+
+
+@pytest.mark.long
+def test_a_bucket_that_goes_away_in_the_middle_is_waited_for_once(
+    moto: Server, site_of: SiteOf, tmp_path: Path
+) -> None:
+    """A rank does not wait once more for what another one of its node has waited for in vain: it took twice as long."""
+    site, patience_s, large = site_of(moto, 2), 8.0, 16
+    site.cluster.launch([site.save("step-1", large), site.wait()], nodes=[0, 1], ranks=2)
+    site.lose_all()
+    site.faulty.add(Fault("throttle", method="GET", key="distcp", bytes_per_s=8e6))
+
+    def leave() -> None:
+        wait_for((tmp_path / "reached").exists, 60, "the first item")
+        site.faulty.away()
+        (tmp_path / "go").touch()
+
+    threading.Thread(target=leave, daemon=True).start()
+    shape = {"checkpoint_id": "step-1", "count": large, "ranks": 4, "where": site.where}
+    load = call("objects.load_fails_midway", **shape, folder=str(tmp_path), patience_s=patience_s)
+    for failure in site.cluster.launch([load], nodes=[0, 1], ranks=2).of(0):
+        assert failure["types"] == ["ShardLost"]
+        assert failure["hint"].startswith("See that the object store answers")
+        assert patience_s / 2 < failure["seconds"] < 2 * patience_s
