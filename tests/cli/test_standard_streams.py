@@ -40,6 +40,36 @@ def test_the_exit_code_is_that_of_what_was_found(store: LocalStore, streams: str
     assert done.returncode == ExitCode.OK
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_output_that_cannot_be_written_is_named(store: LocalStore, unbuffered: str) -> None:
+    """A full disk below the output is no defect of ours, nor is it Python's exit code 120; the error says what it is."""
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    words = closed(">/dev/full", "ls", "--root", store.root)
+    done = subprocess.run(words, env=environment, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert done.returncode == ExitCode.FAILED
+    assert done.stderr.startswith("replicated-ckpt: standard output cannot be written: No space left on device. Hint:")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_errors_that_cannot_be_written_leave_the_exit_code(tmp_path: Path) -> None:
+    """Where standard error is on a full disk, the code still says that there is no such checkpoint."""
+    done = subprocess.run(closed("2>/dev/full", "ls", "--root", tmp_path / "none"), timeout=60, check=False)
+    assert done.returncode == ExitCode.NOT_FOUND
+
+
+def test_output_that_is_read_in_part_needs_no_word(store: LocalStore) -> None:
+    """`ls | head` ends quietly, though Python buffers what nothing reads any more."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    environment = {**os.environ, "PYTHONUNBUFFERED": ""}
+    words = closed("", "ls", "--root", store.root)
+    with os.fdopen(writing, "wb") as output:
+        done = subprocess.run(
+            words, env=environment, stdout=output, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+        )
+    assert (done.returncode, done.stderr) == (ExitCode.FAILED, "")
+
+
 def test_an_agent_serves(store: LocalStore) -> None:
     """It starts without standard streams, and ends as it is told."""
     running = subprocess.Popen(closed("<&- >&- 2>&-", "agent", "--root", store.root))
