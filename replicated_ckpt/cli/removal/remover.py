@@ -110,7 +110,7 @@ class Remover:
 
     def find_last_good(self, chosen: Sequence[CheckpointSeen]) -> tuple[str, ...]:
         """Those that are refused without --force."""
-        return () if self._force else find_last_good(self.removables(), {row.save_id for row in chosen})
+        return find_last_good(self.removables(), {row.save_id for row in chosen})
 
     def carry_out(self, chosen: Sequence[CheckpointSeen]) -> Removed:
         """Removes each, the oldest first; what stands in the way of one keeps none of the others."""
