@@ -5,6 +5,8 @@ import re
 import signal
 import sys
 from dataclasses import dataclass
+from math import isnan
+from numbers import Real
 from typing import Literal, get_args
 
 from replicated_ckpt.environment import DIRECT_IO_ENV, PORT_ENV, TLS_CERT_ENV, TLS_KEY_ENV, check_switches
@@ -60,6 +62,13 @@ def check_callable(name: str, value: object) -> None:
     """Raises ConfigInvalid: a hook that is given and cannot be called."""
     if value is not None and not callable(value):
         raise ConfigInvalid(f"{name} must be a function, not {value!r}.")
+
+
+def check_timeout(timeout_s: object) -> float:
+    """So many seconds, at most what a thread can wait. Raises ConfigInvalid: they are no number."""
+    if not isinstance(timeout_s, Real) or isnan(timeout_s):
+        raise ConfigInvalid(f"timeout_s must be a number of seconds, not {timeout_s!r}.")
+    return min(float(timeout_s), _PAUSE_S_MAX)
 
 
 def _check_number(name: str, value: object) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Self
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import LoadPlanner
 
-from replicated_ckpt.config import Ack, BestIs, ManagerConfig, Retention
+from replicated_ckpt.config import Ack, BestIs, ManagerConfig, Retention, check_timeout
 from replicated_ckpt.core.layout import LATEST
 from replicated_ckpt.core.notes import encode_notes
 from replicated_ckpt.core.upkeep.retention import Candidate, find_best
@@ -342,7 +342,7 @@ class CheckpointManager:
         """
         self._check_open("wait")
         self._settle()
-        return self._checkpoints.wait(timeout_s)
+        return self._checkpoints.wait(check_timeout(timeout_s))
 
     def close(self) -> None:
         """Waits for the save in flight, and gives the signals back. Uploads go on in the agents; `wait` waits for them.

@@ -25,6 +25,7 @@ from replicated_ckpt.config import (
     check_callable,
     check_direct_io,
     check_root,
+    check_timeout,
 )
 from replicated_ckpt.core.lineage import Version
 from replicated_ckpt.dcp.c10d.presence import announce
@@ -318,9 +319,11 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
 
         Raises:
             UploadFailed: one is not, and trying longer does not help, or the time is over. Its copies on the nodes stand.
-            StoreUnavailable: the time is over, and the save goes on. ConfigInvalid: no save of this writer gets that far.
+            StoreUnavailable: the time is over, and the save goes on. ConfigInvalid: no save of this writer gets so far, or
+            `timeout_s` is no number; it may be infinite.
             CheckpointException, ReplicatedCkptError: the last save has failed.
         """
+        timeout_s = check_timeout(timeout_s)
         deadline = time.monotonic() + timeout_s
         if ack is not None:
             self.config.check_awaitable(ack)
