@@ -5,11 +5,16 @@ import re
 import signal
 import sys
 from dataclasses import dataclass
-from math import isnan
-from numbers import Real
 from typing import Literal, get_args
 
-from replicated_ckpt.environment import DIRECT_IO_ENV, PORT_ENV, TLS_CERT_ENV, TLS_KEY_ENV, check_switches
+from replicated_ckpt.environment import (
+    DIRECT_IO_ENV,
+    PORT_ENV,
+    TLS_CERT_ENV,
+    TLS_KEY_ENV,
+    check_switches,
+    make_absolute,
+)
 from replicated_ckpt.errors import ConfigInvalid
 
 Ack = Literal["staged", "local", "peer-memory", "peer", "object"]
@@ -43,7 +48,7 @@ def check_root(root: object) -> str:
     if text.split("/")[0] == "~":
         raise ConfigInvalid(f"root {text!r} would be a folder named ~.", f"Pass os.path.expanduser({text!r}).")
     check_encodable("root", text)
-    return os.path.abspath(text)  # noqa: PTH100 - a symbolic link stays what the user called it
+    return make_absolute(text)
 
 
 def check_encodable(name: str, text: str) -> None:
@@ -62,13 +67,6 @@ def check_callable(name: str, value: object) -> None:
     """Raises ConfigInvalid: a hook that is given and cannot be called."""
     if value is not None and not callable(value):
         raise ConfigInvalid(f"{name} must be a function, not {value!r}.")
-
-
-def check_timeout(timeout_s: object) -> float:
-    """So many seconds, at most what a thread can wait. Raises ConfigInvalid: they are no number."""
-    if not isinstance(timeout_s, Real) or isnan(timeout_s):
-        raise ConfigInvalid(f"timeout_s must be a number of seconds, not {timeout_s!r}.")
-    return min(float(timeout_s), _PAUSE_S_MAX)
 
 
 def _check_number(name: str, value: object) -> None:

@@ -1,4 +1,4 @@
-"""The environment variables that more than one room reads, and what a switch among them may say."""
+"""What more than one room reads of its environment: variables, what a switch may say, and the working directory."""
 
 import os
 
@@ -36,3 +36,18 @@ def check_switches() -> None:
     """
     for variable in (PLAIN_ENV, TRUST_ROOT_ENV):
         is_switched_on(variable)
+
+
+def make_absolute(path: str | os.PathLike[str]) -> str:
+    """The path from /; a symbolic link stays what the user called it.
+
+    Raises:
+        ConfigInvalid: it is relative, and the directory in which this process works was removed.
+    """
+    try:
+        return os.path.abspath(path)  # noqa: PTH100 - it follows links
+    except FileNotFoundError as exc:
+        raise ConfigInvalid(
+            f"{os.fspath(path)!r} is relative, and the working directory of this process is gone.",
+            "Name it from / on, or start in a directory that is there.",
+        ) from exc

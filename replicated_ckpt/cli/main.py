@@ -65,7 +65,8 @@ def _open_closed_streams() -> None:
 def _write(stream: TextIO, text: str) -> bool:
     """Whether it could be written. Else the stream leads nowhere from now on: Python would fail on it again at its end."""
     try:
-        print(text, file=stream, flush=True)
+        stream.write(text)
+        stream.flush()
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         return False
@@ -86,14 +87,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             sys.stdout.flush()
     except ReplicatedCkptError as exc:
-        _write(sys.stderr, f"replicated-ckpt {arguments.verb}: {exc}")
+        _write(sys.stderr, f"replicated-ckpt {arguments.verb}: {exc}\n")
         return exit_code_of(exc)
     except KeyboardInterrupt:
         return ExitCode.INTERRUPTED
     except Exception as exc:  # noqa: BLE001 - top of the process
-        if isinstance(exc, OSError) and not _write(sys.stdout, ""):
+        if isinstance(exc, OSError) and not (_write(sys.stdout, "\n") and _write(sys.stderr, "\n")):
             if not isinstance(exc, BrokenPipeError):
-                _write(sys.stderr, f"replicated-ckpt: standard output cannot be written: {exc.strerror}. {_RERUN}")
+                _write(sys.stderr, f"replicated-ckpt: standard output cannot be written: {exc.strerror}. {_RERUN}\n")
             return ExitCode.FAILED
         _write(sys.stderr, traceback.format_exc())
         return ExitCode.INTERNAL
+    finally:
+        _write(sys.stderr, "")

@@ -10,7 +10,7 @@ from typing import Any, Self
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import LoadPlanner
 
-from replicated_ckpt.config import Ack, BestIs, ManagerConfig, Retention, check_timeout
+from replicated_ckpt.config import Ack, BestIs, ManagerConfig, Retention
 from replicated_ckpt.core.layout import LATEST
 from replicated_ckpt.core.notes import encode_notes
 from replicated_ckpt.core.upkeep.retention import Candidate, find_best
@@ -21,7 +21,7 @@ from replicated_ckpt.dcp.named_checkpoints import NamedCheckpoints
 from replicated_ckpt.dcp.preemption import Preemption
 from replicated_ckpt.dcp.runtime.caller import is_interrupting
 from replicated_ckpt.dcp.runtime.failures import describe_failure
-from replicated_ckpt.dcp.save.bucket import WAIT_TIMEOUT_S
+from replicated_ckpt.dcp.save.bucket import WAIT_TIMEOUT_S, check_timeout
 from replicated_ckpt.dcp.save.report import SaveReport
 from replicated_ckpt.dcp.save_callback import SaveCallback
 from replicated_ckpt.dcp.steps import StepNotes, find_step, id_of, notes_of, step_of

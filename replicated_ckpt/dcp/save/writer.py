@@ -25,7 +25,6 @@ from replicated_ckpt.config import (
     check_callable,
     check_direct_io,
     check_root,
-    check_timeout,
 )
 from replicated_ckpt.core.lineage import Version
 from replicated_ckpt.dcp.c10d.presence import announce
@@ -38,7 +37,7 @@ from replicated_ckpt.dcp.planning.cached_planner import CachedSavePlanner
 from replicated_ckpt.dcp.planning.kept_layouts import KeptLayouts
 from replicated_ckpt.dcp.runtime.caller import find_line
 from replicated_ckpt.dcp.save.attempt import SaveAttempt
-from replicated_ckpt.dcp.save.bucket import WAIT_TIMEOUT_S, ObjectTier
+from replicated_ckpt.dcp.save.bucket import WAIT_TIMEOUT_S, ObjectTier, check_timeout
 from replicated_ckpt.dcp.save.report import SaveReport
 from replicated_ckpt.dcp.save.retention import Retaining
 from replicated_ckpt.dcp.save.shard_writer import ShardWriter
