@@ -1,6 +1,7 @@
-"""What more than one room reads of its environment: variables, what a switch may say, and the working directory."""
+"""What more than one room reads of its environment: variables, what a switch may say, locale and working directory."""
 
 import os
+import sys
 
 from replicated_ckpt.errors import ConfigInvalid
 
@@ -36,6 +37,18 @@ def check_switches() -> None:
     """
     for variable in (PLAIN_ENV, TRUST_ROOT_ENV):
         is_switched_on(variable)
+
+
+def check_encodable(name: str, text: str) -> None:
+    """Raises ConfigInvalid: no file of this process can be called so, as its locale has no such letters."""
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError as exc:
+        raise ConfigInvalid(
+            f"{name} {text!r} cannot be the name of a file in this process, which encodes names as "
+            f"{sys.getfilesystemencoding()}.",
+            "Start Python with PYTHONUTF8=1 or in a locale of UTF-8 (LC_ALL=C.UTF-8, say), on all nodes alike.",
+        ) from exc
 
 
 def make_absolute(path: str | os.PathLike[str]) -> str:
