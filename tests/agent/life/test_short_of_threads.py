@@ -228,3 +228,15 @@ def test_an_agent_that_gets_no_process_names_the_limit(tmp_path: Path, monkeypat
     with pytest.raises(AgentUnavailable, match="gets no process") as raised:
         ensure_agent(LocalStore(tmp_path / "root"))
     assert "pids.max" in raised.value.hint
+
+
+@pytest.mark.parametrize("option", ["--progress", "--object-store"])
+def test_a_command_that_gets_no_thread_names_the_limit(
+    tmp_path: Path, option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One that says how far it is, or that it waits for a bucket, does so in a thread; it told of a defect of ours."""
+    options = [option] if option == "--progress" else [option, f"file://{tmp_path}/bucket"]
+    LocalStore(tmp_path / "root").node_id()
+    with without_threads():
+        assert main(["verify", "--root", str(tmp_path / "root"), *options]) == ExitCode.UNREACHABLE
+    assert "pids.max" in capsys.readouterr().err
