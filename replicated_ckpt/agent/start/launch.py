@@ -251,7 +251,8 @@ def _start(store: LocalStore, directory: Path, bind_host: str | None, *, is_open
         time.sleep(_POLL_S)
     if process.poll() is not None:
         raise AgentUnavailable(
-            f"Another agent of {store.root} has been starting for {waited_s:.0f} s; it may be stopped.",
+            f"Another agent of {store.root} has given no answer for {waited_s:.0f} s; it may be stopped. "
+            f"{_quote_log(directory, log_begins)}.",
             held_hint(directory, LOCK_NAME),
         )
     process.kill()
@@ -277,11 +278,14 @@ def _is_holder_stopped(directory: Path) -> bool:
 
 
 def _unavailable(directory: Path, why: str, log_begins: int) -> AgentUnavailable:
-    lines = (directory / LOG_NAME).read_bytes()[log_begins:].decode(errors="replace").splitlines()
-    tail = "\n".join(lines[-_TAIL_LINES:])[-_TAIL_CHARS:]
-    said = f"End of its log: {tail!r}" if tail else "It has logged nothing"
     return AgentUnavailable(
         f"The agent of {directory.parent} could not be started with this process's Python, {sys.executable!r}: {why}. "
-        f"{said}.",
+        f"{_quote_log(directory, log_begins)}.",
         f"Mend that, or start one: ranks use what `replicated-ckpt agent --root {directory.parent}` runs.",
     )
+
+
+def _quote_log(directory: Path, log_begins: int) -> str:
+    lines = (directory / LOG_NAME).read_bytes()[log_begins:].decode(errors="replace").splitlines()
+    tail = "\n".join(lines[-_TAIL_LINES:])[-_TAIL_CHARS:]
+    return f"End of its log: {tail!r}" if tail else "It has logged nothing"
