@@ -3,11 +3,18 @@
 import os
 import re
 import signal
-import sys
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from replicated_ckpt.environment import DIRECT_IO_ENV, PORT_ENV, TLS_CERT_ENV, TLS_KEY_ENV, check_switches
+from replicated_ckpt.environment import (
+    DIRECT_IO_ENV,
+    PORT_ENV,
+    TLS_CERT_ENV,
+    TLS_KEY_ENV,
+    check_encodable,
+    check_switches,
+    make_absolute,
+)
 from replicated_ckpt.errors import ConfigInvalid
 
 Ack = Literal["staged", "local", "peer-memory", "peer", "object"]
@@ -41,19 +48,7 @@ def check_root(root: object) -> str:
     if text.split("/")[0] == "~":
         raise ConfigInvalid(f"root {text!r} would be a folder named ~.", f"Pass os.path.expanduser({text!r}).")
     check_encodable("root", text)
-    return os.path.abspath(text)  # noqa: PTH100 - a symbolic link stays what the user called it
-
-
-def check_encodable(name: str, text: str) -> None:
-    """Raises ConfigInvalid: no file of this process can be called so, as its locale has no such letters."""
-    try:
-        os.fsencode(text)
-    except UnicodeEncodeError as exc:
-        raise ConfigInvalid(
-            f"{name} {text!r} cannot be the name of a file in this process, which encodes names as "
-            f"{sys.getfilesystemencoding()}.",
-            "Start Python with PYTHONUTF8=1 or in a locale of UTF-8 (LC_ALL=C.UTF-8, say), on all nodes alike.",
-        ) from exc
+    return make_absolute(text)
 
 
 def check_callable(name: str, value: object) -> None:

@@ -1,6 +1,7 @@
-"""The environment variables that more than one room reads, and what a switch among them may say."""
+"""What more than one room reads of its environment: variables, what a switch may say, locale and working directory."""
 
 import os
+import sys
 
 from replicated_ckpt.errors import ConfigInvalid
 
@@ -36,3 +37,30 @@ def check_switches() -> None:
     """
     for variable in (PLAIN_ENV, TRUST_ROOT_ENV):
         is_switched_on(variable)
+
+
+def check_encodable(name: str, text: str) -> None:
+    """Raises ConfigInvalid: no file of this process can be called so, as its locale has no such letters."""
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError as exc:
+        raise ConfigInvalid(
+            f"{name} {text!r} cannot be the name of a file in this process, which encodes names as "
+            f"{sys.getfilesystemencoding()}.",
+            "Start Python with PYTHONUTF8=1 or in a locale of UTF-8 (LC_ALL=C.UTF-8, say), on all nodes alike.",
+        ) from exc
+
+
+def make_absolute(path: str | os.PathLike[str]) -> str:
+    """The path from /; a symbolic link stays what the user called it.
+
+    Raises:
+        ConfigInvalid: it is relative, and the directory in which this process works was removed.
+    """
+    try:
+        return os.path.abspath(path)  # noqa: PTH100 - it follows links
+    except FileNotFoundError as exc:
+        raise ConfigInvalid(
+            f"{os.fspath(path)!r} is relative, and the working directory of this process is gone.",
+            "Name it from / on, or start in a directory that is there.",
+        ) from exc

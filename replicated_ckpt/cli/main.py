@@ -7,6 +7,7 @@ import sys
 import traceback
 from collections.abc import Iterable, Sequence
 from importlib import import_module
+from typing import TextIO
 
 from replicated_ckpt.cli.exit_codes import MEANING, ExitCode, exit_code_of
 from replicated_ckpt.errors import ReplicatedCkptError
@@ -32,6 +33,7 @@ VERBS = {
 _BEGIN = (
     "Begin with `replicated-ckpt ls --root ROOT`, on a node. `replicated-ckpt VERB --help` has the options of a verb."
 )
+_RERUN = "Hint: Send it elsewhere, and run the command again: what it has done stands."
 
 
 def parser(wanted: Iterable[str] = tuple(VERBS)) -> argparse.ArgumentParser:
@@ -60,6 +62,17 @@ def _open_closed_streams() -> None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115, PTH123 - until the process ends
 
 
+def _write(stream: TextIO, text: str) -> bool:
+    """Whether it could be written. Else the stream leads nowhere from now on: Python would fail on it again at its end."""
+    try:
+        stream.write(text)
+        stream.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        return False
+    return True
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
     _open_closed_streams()
@@ -68,15 +81,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if argv is None else list(argv)
     first = given[:1]
     try:
-        arguments = parser(first if first and first[0] in VERBS else VERBS).parse_args(given)
-        return int(arguments.run(arguments))
+        try:
+            arguments = parser(first if first and first[0] in VERBS else VERBS).parse_args(given)
+            return int(arguments.run(arguments))
+        finally:
+            sys.stdout.flush()
     except ReplicatedCkptError as exc:
-        print(f"replicated-ckpt {arguments.verb}: {exc}", file=sys.stderr)
+        _write(sys.stderr, f"replicated-ckpt {arguments.verb}: {exc}\n")
         return exit_code_of(exc)
     except KeyboardInterrupt:
         return ExitCode.INTERRUPTED
-    except BrokenPipeError:
-        return ExitCode.FAILED
-    except Exception:  # noqa: BLE001 - top of the process
-        traceback.print_exc()
+    except Exception as exc:  # noqa: BLE001 - top of the process
+        if isinstance(exc, OSError) and not (_write(sys.stdout, "\n") and _write(sys.stderr, "\n")):
+            if not isinstance(exc, BrokenPipeError):
+                _write(sys.stderr, f"replicated-ckpt: standard output cannot be written: {exc.strerror}. {_RERUN}\n")
+            return ExitCode.FAILED
+        _write(sys.stderr, traceback.format_exc())
         return ExitCode.INTERNAL
+    finally:
+        _write(sys.stderr, "")

@@ -22,7 +22,7 @@ from replicated_ckpt.dcp.c10d.lent_group import agree_on_all, agree_on_first
 from replicated_ckpt.dcp.find.listing import Listed
 from replicated_ckpt.dcp.load.report import LoadReport
 from replicated_ckpt.dcp.memory.left_tier import join_left_tier
-from replicated_ckpt.dcp.memory.root import find_memory_root
+from replicated_ckpt.dcp.memory.root import claim_memory_root, find_memory_root
 from replicated_ckpt.dcp.memory.spills import SpillCount
 from replicated_ckpt.dcp.memory.tiers import (
     GENERATIONS,
@@ -41,7 +41,6 @@ from replicated_ckpt.dcp.save.writer import ReplicatedWriter
 from replicated_ckpt.dcp.staging.segment import StagingMemoryShort
 from replicated_ckpt.dcp.staging.stager import Stager, await_device
 from replicated_ckpt.errors import ReplicatedCkptError, ShardLost, StoreUnavailable
-from replicated_ckpt.stores.local.memory_tier import note_memory_tier
 
 log = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
@@ -165,10 +164,6 @@ class TieredCheckpoints:
             self._is_joined = True
         if not self._is_counted:
             self._count_spills(checkpoint_id)
-            try:
-                note_memory_tier(self.disk.writer.store, self.memory.writer.store.root)
-            except ReplicatedCkptError as exc:
-                log.warning("`ls` of the disk will not tell of the memory tier: %s", one_line(exc))
         return self._must_spill()
 
     def _join_held(self, checkpoint_id: str) -> bool:
@@ -188,6 +183,7 @@ class TieredCheckpoints:
         in_memory, on_disk = self.memory.writer.store, self.disk.writer.store
         with self.disk.use_group() as group:
             held = join_left_tier(group, [on_disk, in_memory], checkpoint_id, in_use=in_memory.root)
+            agree_on_all(group, lambda: claim_memory_root(in_memory, on_disk))
             self._spills.learn(held[0])
         self._is_counted = True
 

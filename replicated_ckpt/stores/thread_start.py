@@ -10,7 +10,7 @@ from replicated_ckpt.errors import StoreUnavailable
 
 log = logging.getLogger(__name__)
 
-_FEWER = "Raise the limit of processes and threads (`ulimit -u`, pids.max of the container), or end what has too many."
+FEWER = "Raise the limit of processes and threads (`ulimit -u`, pids.max of the container), or end what has too many."
 _ENDING = "interpreter shutdown"
 """In the error of an interpreter that ends. Up to Python 3.12.2 one gives no thread although others are waited for; 3.12.3
 does. Source: github.com/python/cpython/issues/113964."""
@@ -40,7 +40,7 @@ def start_thread(thread: threading.Thread) -> None:
         thread.start()
     except (RuntimeError, MemoryError) as exc:
         is_ending = _ENDING in str(exc)
-        hint = _SOONER if is_ending else _FEWER
+        hint = _SOONER if is_ending else FEWER
         error = StoreUnavailable("this process", "start", thread.name, f"it gets no thread: {exc}", hint)
         if is_ending:
             log.warning("a save or load that the end of Python interrupts has failed: %s", one_line(error))

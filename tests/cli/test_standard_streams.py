@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from unittest import mock
 
@@ -14,7 +15,7 @@ from replicated_ckpt.cli import main
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.core.layout import AGENT_DIR
 from replicated_ckpt.stores.local.store import LocalStore
-from tests.agent.agents import wait_for
+from tests.agent.agents import HOME, wait_for
 from tests.agent.checkpoints import checkpointed, shard
 from tests.cli.commands import MAIN
 
@@ -38,6 +39,38 @@ def test_the_exit_code_is_that_of_what_was_found(store: LocalStore, streams: str
     """A job of cron that looks at the exit code alone learns that all is intact."""
     done = subprocess.run(closed(streams, "verify", "--root", store.root), timeout=60, check=False)
     assert done.returncode == ExitCode.OK
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_output_that_cannot_be_written_is_named(store: LocalStore, unbuffered: str) -> None:
+    """A full disk below the output is no defect of ours, nor is it Python's exit code 120; the error says what it is."""
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    words = closed(">/dev/full", "ls", "--root", store.root)
+    done = subprocess.run(words, env=environment, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert done.returncode == ExitCode.FAILED
+    assert done.stderr.startswith("replicated-ckpt: standard output cannot be written: No space left on device. Hint:")
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(("words", "code"), [(("ls", "--root", "none"), ExitCode.NOT_FOUND), (("ls",), ExitCode.USAGE)])
+def test_errors_that_cannot_be_written_leave_the_exit_code(tmp_path: Path, words: Sequence[str], code: int) -> None:
+    """Where standard error is on a full disk, the code still says that there is no such checkpoint, or what is wrong."""
+    environment = {**os.environ, "PYTHONUNBUFFERED": "", "PYTHONPATH": str(HOME)}
+    done = subprocess.run(closed("2>/dev/full", *words), cwd=tmp_path, env=environment, timeout=60, check=False)
+    assert done.returncode == code
+
+
+def test_output_that_is_read_in_part_needs_no_word(store: LocalStore) -> None:
+    """`ls | head` ends quietly, though Python buffers what nothing reads any more."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    environment = {**os.environ, "PYTHONUNBUFFERED": ""}
+    words = closed("", "ls", "--root", store.root)
+    with os.fdopen(writing, "wb") as output:
+        done = subprocess.run(
+            words, env=environment, stdout=output, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+        )
+    assert (done.returncode, done.stderr) == (ExitCode.FAILED, "")
 
 
 def test_an_agent_serves(store: LocalStore) -> None:
@@ -67,3 +100,14 @@ def test_an_interrupt_while_a_verb_is_imported_is_one(monkeypatch: pytest.Monkey
     """Most of the time of a short command goes to that: it ended with a traceback."""
     monkeypatch.setattr(main, "import_module", mock.Mock(side_effect=KeyboardInterrupt))
     assert main.main(["ls", "--root", "x"]) == ExitCode.INTERRUPTED
+
+
+def test_a_relative_root_needs_a_working_directory(tmp_path: Path) -> None:
+    """In one that was removed it is an argument that cannot work, and no defect."""
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    words = ["sh", "-c", 'rmdir "$PWD" && exec "$@"', "sh", sys.executable, "-c", MAIN, "ls", "--root", "x"]
+    environment = {**os.environ, "PYTHONPATH": str(HOME)}
+    done = subprocess.run(words, cwd=gone, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == ExitCode.USAGE
+    assert "'x' is relative, and the working directory of this process is gone" in done.stderr

@@ -160,3 +160,28 @@ def test_a_bucket_that_cannot_be_reached_keeps_it_on_the_node(
     assert main(["rm", "step-1", "--root", str(root)]) == ExitCode.OK
     assert not (root / "step-1").exists()
     assert in_bucket(where) == ["step-2"]
+
+
+def test_another_runs_checkpoint_of_that_id_stays_in_the_bucket(
+    root: Path, tmp_path: Path, where: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two clusters share a prefix, and one removes what is its own; a node that has nothing of any run may clean up."""
+    other, options = tmp_path / "other", where["storage_options"]
+    writer = ReplicatedWriter(other, **where)
+    for number in (1, 2):
+        save(writer, f"step-{number}", number)
+        save(ReplicatedWriter(root), f"step-{number}", number)
+    writer.wait()
+    stop_agent(other)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", options["key"])
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", options["secret"])
+    monkeypatch.setenv("AWS_ENDPOINT_URL", options["client_kwargs"]["endpoint_url"])
+    words = ["rm", "step-1", "--root", str(root), "--object-store", where["object_store"]]
+    assert main(words) == ExitCode.FAILED
+    assert (root / "step-1").exists()
+    assert main([*words, "--keep-in-bucket"]) == ExitCode.OK
+    assert not (root / "step-1").exists()
+    assert main(words) == ExitCode.FAILED, "step-2 on the node is of the other run"
+    assert_loads(ReplicatedReader(**where), "step-1", 1)
+    assert main([*words, "--force"]) == ExitCode.OK
+    assert in_bucket(where) == ["step-2"]

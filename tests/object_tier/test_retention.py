@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -11,13 +12,20 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
 from replicated_ckpt import ReplicatedReader, ReplicatedWriter, Retention
+from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.state.endpoint import read_endpoint
+from replicated_ckpt.agent.uploads.bucket_retention import retire_in_bucket
+from replicated_ckpt.core.manifest import UploadEntry
+from replicated_ckpt.core.upkeep.policy import Policy
 from replicated_ckpt.errors import ConfigInvalid
 from replicated_ckpt.stores.bucket.bucket import Bucket
+from replicated_ckpt.stores.bucket.bucket_save import BucketSave
 from replicated_ckpt.stores.bucket_client.opening import open_client
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
+from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentClient
 from tests.agent.agents import stop_agent, wait_for
+from tests.agent.checkpoints import METADATA, checkpointed
 from tests.object_tier.test_one_node import assert_loads, contents, save
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -144,6 +152,31 @@ def test_a_removal_cut_short_leaves_no_checkpoint(root: Path, where: Mapping[str
     save(writer, "step-1", 3)
     writer.wait()
     assert_loads(ReplicatedReader(**where), "latest", 3)
+
+
+def test_a_save_that_comes_while_the_one_before_is_judged_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its mark went with the one that was looked at, though `wait` had said that it is there."""
+    (tmp_path / "bucket").mkdir()
+    bucket, store = bucket_of({"object_store": f"file://{tmp_path}/bucket", "storage_options": None}), tmp_path / "node"
+    first = checkpointed([LocalStore(store)], 1, {}, copies=1)
+    newest = replace(first, checkpoint_id="step-2", save_id="2" * 32, sequence=2)
+    late = replace(first, save_id="3" * 32, sequence=3, upload=UploadEntry("x://y", True, len(METADATA), 0))
+    for manifest in (first, newest):
+        bucket.commit(manifest, manifest.encode(), METADATA)
+    service = NodeService(LocalStore(store))
+    service.policies.learn([Policy("", bucket.client.target.url, 1, ONE)])
+    look = bucket.manifest_raw
+
+    def look_slowly(save: BucketSave) -> bytes:
+        raw = look(save)
+        bucket.commit(late, late.encode(), METADATA)
+        return raw
+
+    monkeypatch.setattr(bucket, "manifest_raw", look_slowly)
+    retire_in_bucket(service, bucket, newest)
+    assert {save.save_id for save in bucket.saves()} == {newest.save_id, late.save_id}
 
 
 @pytest.mark.long

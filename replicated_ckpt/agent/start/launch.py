@@ -30,6 +30,7 @@ from replicated_ckpt.stores.files.ownership import is_of_another
 from replicated_ckpt.stores.files.plain import closing_fd
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import PROGRESS_TIMEOUT_S, AgentClient
+from replicated_ckpt.stores.thread_start import FEWER
 
 log = logging.getLogger(__name__)
 
@@ -240,7 +241,7 @@ def _start(store: LocalStore, directory: Path, bind_host: str | None, *, is_open
             continue
         if endpoint is not None:
             return endpoint
-        if process.poll() is not None and process.returncode != 0:
+        if process.poll() is not None:
             if is_free(directory) and process.returncode == ALREADY_SERVED:  # by one that has died since
                 process, log_begins = _spawn(directory, arguments)
             elif is_free(directory):
@@ -248,9 +249,10 @@ def _start(store: LocalStore, directory: Path, bind_host: str | None, *, is_open
             elif waited_s > STOPPED_TIMEOUT_S and _is_holder_stopped(directory):
                 break
         time.sleep(_POLL_S)
-    if process.poll() is not None and process.returncode != 0:
+    if process.poll() is not None:
         raise AgentUnavailable(
-            f"Another agent of {store.root} has been starting for {waited_s:.0f} s; it may be stopped.",
+            f"Another agent of {store.root} has given no answer for {waited_s:.0f} s; it may be stopped. "
+            f"{_quote_log(directory, log_begins)}.",
             held_hint(directory, LOCK_NAME),
         )
     process.kill()
@@ -263,12 +265,10 @@ def _spawn(directory: Path, arguments: Sequence[str]) -> "tuple[subprocess.Popen
         log_begins = os.fstat(log).st_size  # before that it is of others, and misleads
         try:
             return spawn_agent(arguments, log), log_begins
+        except BlockingIOError as exc:
+            raise AgentUnavailable(f"The agent of {directory.parent} gets no process: {exc.strerror}.", FEWER) from exc
         except OSError as exc:
-            raise AgentUnavailable(
-                f"The agent of {directory.parent} could not be started with this process's Python, {sys.executable!r}: "
-                f"{type(exc).__name__}: {exc.strerror}.",
-                f"Mend that, or start one: ranks use what `replicated-ckpt agent --root {directory.parent}` runs.",
-            ) from exc
+            raise _unavailable(directory, f"{type(exc).__name__}: {exc.strerror}", log_begins) from exc
 
 
 def _is_holder_stopped(directory: Path) -> bool:
@@ -278,10 +278,14 @@ def _is_holder_stopped(directory: Path) -> bool:
 
 
 def _unavailable(directory: Path, why: str, log_begins: int) -> AgentUnavailable:
+    return AgentUnavailable(
+        f"The agent of {directory.parent} could not be started with this process's Python, {sys.executable!r}: {why}. "
+        f"{_quote_log(directory, log_begins)}.",
+        f"Mend that, or start one: ranks use what `replicated-ckpt agent --root {directory.parent}` runs.",
+    )
+
+
+def _quote_log(directory: Path, log_begins: int) -> str:
     lines = (directory / LOG_NAME).read_bytes()[log_begins:].decode(errors="replace").splitlines()
     tail = "\n".join(lines[-_TAIL_LINES:])[-_TAIL_CHARS:]
-    said = f"End of its log: {tail!r}" if tail else "It has logged nothing"
-    return AgentUnavailable(
-        f"The agent of {directory.parent} could not be started: {why}. {said}.",
-        f"Mend what the log says; `replicated-ckpt agent --root {directory.parent}` runs one in the foreground.",
-    )
+    return f"End of its log: {tail!r}" if tail else "It has logged nothing"

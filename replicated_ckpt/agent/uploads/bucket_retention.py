@@ -170,5 +170,7 @@ def _remove(bucket: Bucket, verdict: Verdict) -> None:
         except ManifestVersionUnknown as exc:
             log.warning("%s stays in %s: %s", verdict.checkpoint_id, url, exc)
             return
+    if bucket.save_of(verdict.checkpoint_id) != there:  # what is deleted is what has the name then
+        return
     bucket.remove(there)
     log.info("removed %s (save %s) from %s: %s", verdict.checkpoint_id, verdict.save_id, url, verdict.rule)

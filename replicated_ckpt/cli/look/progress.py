@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Self
 
 from replicated_ckpt.cli.look.table import format_duration
+from replicated_ckpt.stores.thread_start import start_thread
 from replicated_ckpt.wording import describe_bytes
 
 _FIRST_S, _EVERY_S = 0.2, 1.0
@@ -27,7 +28,7 @@ class ReadingProgress:
         self._thread = threading.Thread(target=self._run, name="rckpt-progress", daemon=True)
 
     def __enter__(self) -> Self:
-        self._thread.start()
+        start_thread(self._thread)
         return self
 
     def __exit__(self, *exc_info: object) -> None:

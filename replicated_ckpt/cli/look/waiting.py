@@ -5,6 +5,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from replicated_ckpt.stores.thread_start import start_thread
+
 SAID_AFTER_S = 3.0
 
 
@@ -13,7 +15,7 @@ def say_if_slow(url: str) -> Iterator[None]:
     """Says after a moment that the command waits for `url`, if the block is not over by then."""
     timer = threading.Timer(SAID_AFTER_S, _say, [url])
     timer.daemon = True
-    timer.start()
+    start_thread(timer)
     try:
         yield
     finally:

@@ -41,7 +41,8 @@ def run(arguments: argparse.Namespace) -> int:
         CheckpointNotFound, ConfigInvalid, StoreError, AgentUnavailable
     """
     store = open_store(arguments.root)
-    start_agent(store)
+    if not arguments.dry_run:
+        start_agent(store)
     done = 0
     failed: dict[str, str] = {}
     for _ in range(ROUNDS_MAX):
@@ -141,6 +142,8 @@ def _list_what_stays(store: LocalStore, seen: NodesSeen) -> list[str]:
     if own is not None:
         pending = own["object_store"]["pending"].values()
         stays += [f"{upload['checkpoint_id']} is on its way to {upload['url']}" for upload in pending]
+    elif any(manifest.upload for _, manifest in store.catalog.committed()):
+        stays.append("no agent runs here to say which uploads are over; without --dry-run one is started")
     return stays
 
 

@@ -6,6 +6,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from shlex import quote
 
+from replicated_ckpt.agent.state.policies import PolicyBook
 from replicated_ckpt.cli.checkpoints.ls import list_bucket, name_bucket
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.checkpoints import IN_BUCKET, LOST, CheckpointSeen, list_checkpoints
@@ -65,13 +66,14 @@ class Removed:
 
 
 class Remover:
-    """Looks at the nodes, with this node's agent, which is started; then removes what its caller chooses."""
+    """Looks at the nodes, then removes what its caller chooses, by this node's agent. A dry run starts none."""
 
     def __init__(self, store: LocalStore, arguments: argparse.Namespace) -> None:
-        self._root, self._force = store.root, arguments.force
+        self._root, self._force, self._directory = store.root, arguments.force, store.root_agent_directory()
         self._keeps_bucket = arguments.keep_in_bucket
         self._target = None if arguments.object_store is None else name_bucket(arguments.object_store, store)
-        self._own: AgentAddress = start_agent(store)
+        if not arguments.dry_run:
+            self._own: AgentAddress = start_agent(store)
         self.seen: NodesSeen = look_at_nodes(store)
         self.rows: list[CheckpointSeen] = list_checkpoints(
             self.seen, None if self._target is None else list_bucket(self._target)
@@ -96,18 +98,19 @@ class Remover:
             row.sequence,
             is_whole=not row.removed_on and (row.state == IN_BUCKET or bool(row.copies_seen)),
             is_protected=row.state == IN_BUCKET or (row.copies_seen or 0) >= max(1, wanted),
-            held_back=NOT_UPLOADED if row.save_id in waiting else "",
+            held_back=NOT_UPLOADED if row.save_id in waiting or row.bucket == "unknown" else "",
             metrics={} if manifest is None else metrics_of(manifest.notes),
         )
 
     def wanted_by(self, run: tuple[str, str]) -> Retention | None:
         """What the ranks of this node want kept of a run here, by its scope and lineage; None: they have not said."""
-        policies = self.seen.held[self.seen.own_node].standing.policies
+        said = self.seen.held[self.seen.own_node].standing.policies
+        policies = said or PolicyBook(self._directory).read_all()  # no agent runs
         return next((one.retention for one in policies if one.tier == NODES and (one.scope, one.lineage) == run), None)
 
     def find_last_good(self, chosen: Sequence[CheckpointSeen]) -> tuple[str, ...]:
         """Those that are refused without --force."""
-        return () if self._force else find_last_good(self.removables(), {row.save_id for row in chosen})
+        return find_last_good(self.removables(), {row.save_id for row in chosen})
 
     def carry_out(self, chosen: Sequence[CheckpointSeen]) -> Removed:
         """Removes each, the oldest first; what stands in the way of one keeps none of the others."""

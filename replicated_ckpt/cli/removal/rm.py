@@ -10,6 +10,7 @@ from replicated_ckpt.cli.look.absent import describe_absent
 from replicated_ckpt.cli.look.checkpoints import IN_BUCKET, CheckpointSeen
 from replicated_ckpt.cli.look.root import open_store
 from replicated_ckpt.cli.removal.remover import Removed, Remover, add_removal_arguments
+from replicated_ckpt.core.upkeep.policy import scope_of
 from replicated_ckpt.errors import ManifestInvalid
 from replicated_ckpt.stores.local.versions.retire import renamed_refusal
 
@@ -41,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     for row in chosen:
         if (saved_as := remover.seen.renamed_from(row.checkpoint_id, row.save_id)) is not None:
             raise renamed_refusal(row.checkpoint_id, saved_as, store.root)
-    why = _find_refusal(remover, chosen, is_forced=arguments.force)
+    why = "" if arguments.force else _find_refusal(remover, chosen, keeps_bucket=arguments.keep_in_bucket)
     outcome = Removed(kept={arguments.id: why} if why else {})
     if not (why or arguments.dry_run):
         outcome = remover.carry_out(chosen)
@@ -59,14 +60,17 @@ def run(arguments: argparse.Namespace) -> int:
     return outcome.code
 
 
-def _find_refusal(remover: Remover, chosen: Sequence[CheckpointSeen], *, is_forced: bool) -> str:
+def _find_refusal(remover: Remover, chosen: Sequence[CheckpointSeen], *, keeps_bucket: bool) -> str:
     """Why it is not removed without --force, in words that go behind its name; "" if nothing speaks against it."""
+    rows, scope = remover.rows, scope_of(chosen[0].checkpoint_id)
+    runs = {one.lineage for one in rows if one.state != IN_BUCKET and scope_of(one.checkpoint_id) == scope} - {""}
+    if not keeps_bucket and runs and any(row.state == IN_BUCKET and row.lineage not in runs for row in chosen):
+        return "in the bucket is of a run that no node here has; --keep-in-bucket leaves that"
     if remover.find_last_good(chosen):
         if any(row.copies_seen or row.state == IN_BUCKET for row in chosen):
             return "is the last good checkpoint of its run"
         silent = remover.seen.list_names(remover.seen.unreached) or "a node that is not known here"
         return f"may be the last good checkpoint of its run: none was seen whole, as {silent} did not answer"
-    unknown = [row for row in chosen if row.save_id not in remover.seen.manifests and row.state != IN_BUCKET]
-    if unknown and not is_forced:
+    if any(row.save_id not in remover.seen.manifests and row.state != IN_BUCKET for row in chosen):
         return "lies on other nodes only, and none could give its manifest: it may be the last good one of its run"
     return ""

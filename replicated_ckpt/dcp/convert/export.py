@@ -15,6 +15,7 @@ from replicated_ckpt.dcp.convert.entries.progress import Converted, CountBytes, 
 from replicated_ckpt.dcp.convert.entries.source import Contents, Source
 from replicated_ckpt.dcp.convert.safetensors.sink import SafetensorsSink
 from replicated_ckpt.dcp.convert.torch_file.sink import TorchSink
+from replicated_ckpt.environment import make_absolute
 from replicated_ckpt.errors import ConfigInvalid
 from replicated_ckpt.stores.output.local import LocalOutput
 from replicated_ckpt.stores.output.output import Output
@@ -102,7 +103,7 @@ def _place(
         from replicated_ckpt.stores.output.url import UrlOutput
 
         return UrlOutput(text, options, is_directory=sink.is_directory, may_replace=may_replace)
-    path = Path(os.path.abspath(text))  # noqa: PTH100 - a symbolic link stays what the user called it
+    path = Path(make_absolute(text))
     size_bytes = contents.size_bytes
     return LocalOutput(path, is_directory=sink.is_directory, size_bytes=size_bytes, may_replace=may_replace)
 

@@ -2,15 +2,20 @@
 
 import contextlib
 import hashlib
+import logging
 import os
 from pathlib import Path
 from shlex import quote
 
+from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.dcp.staging.available import available_bytes
-from replicated_ckpt.errors import ConfigInvalid
+from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptError
+from replicated_ckpt.stores.files.durable import translate_errors
 from replicated_ckpt.stores.files.existence import is_there
-from replicated_ckpt.stores.local.memory_tier import find_other_disk
+from replicated_ckpt.stores.local.memory_tier import find_other_disk, note_memory_tier
 from replicated_ckpt.stores.local.store import LocalStore
+
+log = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - each user has a directory of its own there, which is checked
 _OF_MEMORY = ("tmpfs", "ramfs", "hugetlbfs")
@@ -38,7 +43,8 @@ def find_memory_root(root: str | os.PathLike[str], memory: object) -> Path:
     if found == Path(os.path.abspath(root)):  # noqa: PTH100
         raise ConfigInvalid(f"memory and root are one directory: {found}.", "Give the memory tier one of its own.")
     try:
-        kind, other = _find_file_system(found), find_other_disk(LocalStore(found), LocalStore(root))
+        kind = _find_file_system(found)
+        _check_is_free(LocalStore(found), LocalStore(root))
     except OSError as exc:
         raise ConfigInvalid(
             f"memory={str(found)!r} cannot be looked at: {exc.strerror} ({exc.filename}).",
@@ -49,14 +55,32 @@ def find_memory_root(root: str | os.PathLike[str], memory: object) -> Path:
             f"memory={str(found)!r} lies on a file system of type {kind or 'unknown'}, which is not memory.",
             f"Name a directory in a tmpfs, {SHARED_MEMORY} say, which memory=True takes.",
         )
+    return found
+
+
+def claim_memory_root(tier: LocalStore, disk: LocalStore) -> None:
+    """Notes in both stores that the one is the memory tier of the other.
+
+    Raises:
+        ConfigInvalid: it is another store's since. StoreError: it cannot be looked at.
+    """
+    with translate_errors(str(tier.root), "look at", "memory tier"):
+        _check_is_free(tier, disk)
+    try:
+        note_memory_tier(disk, tier.root)
+    except ReplicatedCkptError as exc:
+        log.warning("`ls` of the disk will not tell of the memory tier: %s", one_line(exc))
+
+
+def _check_is_free(tier: LocalStore, disk: LocalStore) -> None:
+    other = find_other_disk(tier, disk)
     if other is not None:
         raise ConfigInvalid(
-            f"memory={str(found)!r} is the memory tier of another store, at {other}: each would load and remove what the "
-            "other one has saved.",
+            f"memory={str(tier.root)!r} is the memory tier of another store, at {other}: each would load and remove what "
+            "the other one has saved.",
             "Give each root a directory of its own; or, if that run is over, remove this one first: "
-            f"`rm -r {quote(str(found))}`.",
+            f"`rm -r {quote(str(tier.root))}`.",
         )
-    return found
 
 
 def _own_directory() -> Path:

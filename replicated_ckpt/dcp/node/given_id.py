@@ -2,8 +2,8 @@
 
 import os
 
-from replicated_ckpt.config import check_encodable
 from replicated_ckpt.core.layout import checkpoint_id_under
+from replicated_ckpt.environment import check_encodable
 
 
 def id_under(root: str, given: str | os.PathLike[str]) -> str:

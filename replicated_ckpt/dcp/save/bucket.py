@@ -4,6 +4,8 @@ import logging
 import threading
 import time
 from dataclasses import dataclass, field
+from math import isnan
+from numbers import Real
 
 from replicated_ckpt.agent.peers.watch import Patience
 from replicated_ckpt.agent.saves.service import NodeService
@@ -32,6 +34,13 @@ PROBE_S = 15.0
 GIVE_UP_S = 120.0
 """`wait` does not wait longer for a bucket of which every try has failed for that long."""
 _POLL_FIRST_S, _POLL_MAX_S = 0.05, 1.0
+
+
+def check_timeout(timeout_s: object) -> float:
+    """So many seconds, at most what a lock can wait. Raises ConfigInvalid: they are no number."""
+    if not isinstance(timeout_s, Real) or isnan(timeout_s):
+        raise ConfigInvalid(f"timeout_s must be a number of seconds, not {timeout_s!r}.")
+    return min(float(timeout_s), threading.TIMEOUT_MAX)
 
 
 @dataclass(frozen=True)

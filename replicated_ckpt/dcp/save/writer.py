@@ -37,7 +37,7 @@ from replicated_ckpt.dcp.planning.cached_planner import CachedSavePlanner
 from replicated_ckpt.dcp.planning.kept_layouts import KeptLayouts
 from replicated_ckpt.dcp.runtime.caller import find_line
 from replicated_ckpt.dcp.save.attempt import SaveAttempt
-from replicated_ckpt.dcp.save.bucket import WAIT_TIMEOUT_S, ObjectTier
+from replicated_ckpt.dcp.save.bucket import WAIT_TIMEOUT_S, ObjectTier, check_timeout
 from replicated_ckpt.dcp.save.report import SaveReport
 from replicated_ckpt.dcp.save.retention import Retaining
 from replicated_ckpt.dcp.save.shard_writer import ShardWriter
@@ -329,10 +329,11 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
 
         Raises:
             UploadFailed: one is not, and trying longer does not help, or the time is over. Its copies on the nodes stand.
-            StoreUnavailable: the time is over, and the save goes on. ConfigInvalid: no save of this writer gets that far.
+            StoreUnavailable: the time is over, and the save goes on. ConfigInvalid: no save of this writer gets so far, or
+            `timeout_s` is no number; it may be infinite.
             CheckpointException, ReplicatedCkptError: the last save has failed.
         """
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + (timeout_s := check_timeout(timeout_s))
         if ack is not None:
             self.config.check_awaitable(ack)
         try:

@@ -18,6 +18,7 @@ from replicated_ckpt.core.layout import (
     is_save_id,
 )
 from replicated_ckpt.core.manifest import Manifest
+from replicated_ckpt.environment import make_absolute
 from replicated_ckpt.errors import (
     ConfigInvalid,
     ManifestInvalid,
@@ -68,7 +69,7 @@ class LocalStore:
     """
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
-        self.root = Path(os.path.abspath(root))  # noqa: PTH100 - a symbolic link stays what the user called it
+        self.root = Path(make_absolute(root))
         self.catalog = Catalog(self.root)
         self.places = PlaceNotes(self.root)
         self._private: os.stat_result | None = None

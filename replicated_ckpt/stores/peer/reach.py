@@ -67,4 +67,4 @@ def _explain(at: Address, error: BaseException) -> str:
         return f"The host is down, the agent is stopped, a firewall drops port {at.port}, or the address is wrong."
     if isinstance(error, OSError) and error.errno in _NO_ROUTE:
         return f"No route leads from this host to {at.host}."
-    return "The connection broke off: the agent or its host has gone."
+    return "The connection broke off: the agent or its host has gone, or its log says that it gets no thread."

@@ -1,5 +1,6 @@
 """Where the system gives an agent no more threads: hand-overs are refused at once, and what needs no answer goes on."""
 
+import errno
 import os
 import socket
 import threading
@@ -10,6 +11,7 @@ from email.message import Message
 from io import BytesIO
 from pathlib import Path
 from typing import cast
+from unittest import mock
 
 import pytest
 
@@ -24,6 +26,8 @@ from replicated_ckpt.agent.saves.finish import Outline
 from replicated_ckpt.agent.saves.hand_overs import HandedShard
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.saves.shard_copies import WantedCopies, write_copies
+from replicated_ckpt.agent.start import launch
+from replicated_ckpt.agent.start.launch import ensure_agent
 from replicated_ckpt.agent.state.endpoint import Endpoint
 from replicated_ckpt.agent.state.rights import Tokens
 from replicated_ckpt.agent.state.targets import TargetBook
@@ -34,7 +38,7 @@ from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import METADATA_NAME, ShardName
 from replicated_ckpt.core.manifest import Manifest, NodeEntry
 from replicated_ckpt.dcp.hand_over.handed import hand_over
-from replicated_ckpt.errors import StoreUnavailable
+from replicated_ckpt.errors import AgentUnavailable, StoreUnavailable
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
@@ -215,3 +219,24 @@ def test_a_connection_that_gets_no_thread_is_closed(caplog: pytest.LogCaptureFix
             client.sendall(b"GET /v1/status HTTP/1.0\r\n\r\n")
             server.handle_request()
             assert client.recv(1 << 16).startswith(b"HTTP/1.1 401")
+
+
+def test_an_agent_that_gets_no_process_names_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the limit of processes it is no fault of the Python that would run it."""
+    refused = BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))  # as fork fails at pids.max
+    monkeypatch.setattr(launch, "spawn_agent", mock.Mock(side_effect=refused))
+    with pytest.raises(AgentUnavailable, match="gets no process") as raised:
+        ensure_agent(LocalStore(tmp_path / "root"))
+    assert "pids.max" in raised.value.hint
+
+
+@pytest.mark.parametrize("option", ["--progress", "--object-store"])
+def test_a_command_that_gets_no_thread_names_the_limit(
+    tmp_path: Path, option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One that says how far it is, or that it waits for a bucket, does so in a thread; it told of a defect of ours."""
+    options = [option] if option == "--progress" else [option, f"file://{tmp_path}/bucket"]
+    LocalStore(tmp_path / "root").node_id()
+    with without_threads():
+        assert main(["verify", "--root", str(tmp_path / "root"), *options]) == ExitCode.UNREACHABLE
+    assert "pids.max" in capsys.readouterr().err

@@ -75,6 +75,7 @@ def test_one_that_is_stopped_meanwhile_is_named(tmp_path: Path) -> None:
         with pytest.raises(AgentUnavailable, match="may be stopped") as raised:
             ensure_agent(store, "127.0.0.1")
         assert f"`kill -CONT {process.pid}`" in str(raised.value.hint)
+        assert "End of its log: " in raised.value.message
         process.send_signal(signal.SIGCONT)
         assert ensure_agent(store, "127.0.0.1").pid == process.pid
 

@@ -15,8 +15,10 @@ from replicated_ckpt import Retention
 from replicated_ckpt.agent.repair.retire import Retirer
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.state import removals
+from replicated_ckpt.agent.state.policies import PolicyBook
 from replicated_ckpt.agent.state.removals import RemovalBook
 from replicated_ckpt.cli.exit_codes import ExitCode
+from replicated_ckpt.core.upkeep.policy import NODES, Policy
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.versions.replaced import lock_version
 from replicated_ckpt.stores.local.versions.retire import retire
@@ -312,6 +314,30 @@ def test_one_nodes_removal_hides_no_lost_file(tmp_path: Path) -> None:
         assert command("rm", "step-1", "--root", nodes[1].root).returncode == ExitCode.FAILED
         assert command("rm", "step-1", "--root", nodes[2].root).returncode == ExitCode.OK
         assert command("verify", "--root", nodes[1].root).returncode == ExitCode.OK
+
+
+@pytest.mark.parametrize("verb", [("drain",), ("rm", "step-1"), ("prune", "--keep-last", "1")])
+def test_a_dry_run_starts_no_agent_and_changes_nothing(tmp_path: Path, verb: tuple[str, ...]) -> None:
+    """Nor does it plan what a run would not do: the own ranks' policy, and uploads that may not be over, count."""
+    store = LocalStore(tmp_path / "node")
+    saved_alone(store)
+    for number, url in ((3, "file:///nowhere/bucket"), (4, "")):
+        checkpointed(
+            [store], number, {shard(0): (0,)}, checkpoint_id=f"step-{number}", copies=1, size_bytes=SMALL, url=url
+        )
+    PolicyBook(store.agent_directory()).learn([Policy("", NODES, 1, Retention(keep_last=1, keep_every=2))])
+    before = sorted(store.root.rglob("*"))
+    done = command(*verb, "--dry-run", "--root", store.root)
+    assert sorted(store.root.rglob("*")) == before
+    said = {
+        "drain": "not drained: no agent runs here to say which uploads are over",
+        "rm": "would remove step-1 (save ",
+        "prune": " goes: ",
+    }
+    assert said[verb[0]] in done.stdout, done.stderr
+    if verb[0] == "prune":
+        assert [line.split()[0] for line in done.stdout.splitlines() if " goes: " in line] == ["step-1"]
+        assert findings(store) == []
 
 
 def test_prune_keeps_what_the_runs_own_policy_keeps(tmp_path: Path) -> None:

@@ -504,6 +504,18 @@ def test_the_tier_of_another_root_is_refused(tmp_path: Path, memory: Path) -> No
         assert manager.restore(state(0.0)) == 1
 
 
+def test_a_tier_that_another_root_has_taken_since_is_refused_at_the_first_save(tmp_path: Path, memory: Path) -> None:
+    """Both jobs began before either saved: the one loaded what the other had saved, and removed what the one had."""
+    with opened(tmp_path / "a", memory) as first, opened(tmp_path / "b", memory) as second:
+        first.save(1, state(1.0))
+        with pytest.raises(ConfigInvalid, match=f"is the memory tier of another store, at {tmp_path / 'a'}: "):
+            second.save(1, state(2.0))
+        found = state(0.0)
+        assert first.restore(found) == 1
+    assert torch.equal(found["w"], state(1.0)["w"])
+    assert main(["verify", "--root", str(memory)]) == ExitCode.OK
+
+
 def test_each_store_and_user_has_a_tier_of_its_own(tmp_path: Path) -> None:
     """The same one each time; another root has another."""
     one, again, other = (find_memory_root(root, True) for root in (tmp_path, tmp_path, tmp_path / "other"))

@@ -1,5 +1,6 @@
 """Saves never mix, of one writer or of several: whatever their states are made of, and whichever call of DCP makes them."""
 
+import math
 import queue
 import resource
 import threading
@@ -134,6 +135,19 @@ def test_waiting_is_for_the_last_save(tmp_path: Path) -> None:
     del failed
     writer.wait(ack="peer")
     verified(tmp_path, "step-2")
+
+
+def test_a_wait_may_have_no_end_and_is_for_a_number_of_seconds(tmp_path: Path) -> None:
+    """Infinity overflowed in a lock of Python's; None, text and NaN are named before anything is waited for."""
+    writer, planner = ReplicatedWriter(tmp_path), Gated()
+    saving = start({"t": torch.ones(10)}, writer, "step-1", planner)
+    for wrong in (None, "9", math.nan):
+        with pytest.raises(ConfigInvalid, match=f"a number of seconds, not {wrong!r}"):
+            writer.wait(wrong, ack="peer")  # type: ignore[arg-type]
+    threading.Timer(0.1, planner.gate.set).start()
+    writer.wait(math.inf, ack="peer")
+    assert saving.done()
+    verified(tmp_path, "step-1")
 
 
 def test_what_is_noted_late_is_of_the_save_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
