@@ -10,10 +10,10 @@ from tests.multiprocess.conftest import ClusterOf
 
 COMMITTED_WITHIN_S = 60.0
 WAYS = ["sync", "async", "overlapped", "overlapped"]
-on_devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+ON_GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 
 
-@on_devices
+@pytest.mark.parametrize("device", ["cpu", ON_GPU])
 def test_a_state_is_saved_as_it_was(cluster_of: ClusterOf, device: str) -> None:
     """Although it changes as soon as it may, which is before a GPU has copied it in an overlapped save."""
     loads = [call("on_device.load", seed=seed, device=device) for seed, _ in enumerate(WAYS)]
@@ -23,7 +23,7 @@ def test_a_state_is_saved_as_it_was(cluster_of: ClusterOf, device: str) -> None:
 
 
 @pytest.mark.fault
-@on_devices
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.long), ON_GPU])
 def test_trainers_that_are_killed_lose_nothing_that_was_staged(cluster_of: ClusterOf, device: str) -> None:
     """The agents have the memory that the GPU has copied to."""
     cluster = cluster_of(2)
