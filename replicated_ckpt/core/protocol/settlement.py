@@ -85,11 +85,12 @@ def is_without_a_name(
 
     `is_seen_nowhere`: all of its nodes answer, and none has published it. `published` has the name on its coordinator's
     node, and `whole` are as in `may_be_dropped`. As these two have no order, the clock tells which is newer, as in a load.
+    Of one moment, the one that has the name stays.
     """
     if published is None or published.lineage == decided.lineage or may_publish(decided, published, replaces):
         return False
     is_whole = any(version.save_id == published.save_id for version in whole)
-    return is_seen_nowhere and is_whole and published.created_unix_s > decided.created_unix_s
+    return is_seen_nowhere and is_whole and published.created_unix_s >= decided.created_unix_s
 
 
 def may_be_dropped(old: Version, *, whole: Iterable[Version], published: Version | None) -> bool:

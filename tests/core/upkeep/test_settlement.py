@@ -100,6 +100,6 @@ def test_a_decided_save_goes_only_for_a_newer_one_of_another_run() -> None:
     assert not goes(None, whole=[other])
     own = version(10, created=2.0)
     assert not goes(own, whole=[own]), "of one run the sequence decides, and what is replaced goes elsewhere"
-    for created in (1.0, 0.5):
-        older = version(2, lineage="other", created=created)
-        assert not goes(older, whole=[older])
+    at_once, older = (version(2, lineage="other", created=created) for created in (ours.created_unix_s, 0.5))
+    assert goes(at_once, whole=[at_once]), "nothing tells which is newer, and that one has the name"
+    assert not goes(older, whole=[older])
