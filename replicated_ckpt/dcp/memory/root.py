@@ -9,6 +9,7 @@ from shlex import quote
 
 from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.dcp.staging.available import available_bytes
+from replicated_ckpt.environment import make_absolute
 from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptError
 from replicated_ckpt.stores.files.durable import translate_errors
 from replicated_ckpt.stores.files.existence import is_there
@@ -34,13 +35,13 @@ def find_memory_root(root: str | os.PathLike[str], memory: object) -> Path:
         StoreDenied: another user can have written what the tier notes.
     """
     if memory is True:
-        digest = hashlib.sha256(os.fsencode(os.path.abspath(root))).hexdigest()  # noqa: PTH100 - as the store's own root
+        digest = hashlib.sha256(os.fsencode(make_absolute(root))).hexdigest()
         found = _own_directory() / digest[:_DIGITS]
     elif isinstance(memory, str | os.PathLike) and Path(memory).is_absolute():
-        found = Path(os.path.abspath(memory))  # noqa: PTH100 - a symbolic link stays what the user called it
+        found = Path(make_absolute(memory))
     else:
         raise ConfigInvalid(f"memory must be True, or the absolute path of a directory in memory, not {memory!r}.")
-    if found == Path(os.path.abspath(root)):  # noqa: PTH100
+    if found == Path(make_absolute(root)):
         raise ConfigInvalid(f"memory and root are one directory: {found}.", "Give the memory tier one of its own.")
     try:
         kind = _find_file_system(found)

@@ -575,3 +575,15 @@ def test_what_the_tier_has_already_is_room_for_it(memory: Path) -> None:
     os.link(memory / "file", memory / "link")  # as of a recycled file: it takes its memory once
     assert size <= place.measure_used(memory) < 2 * size
     assert measure_memory(memory) >= size
+
+
+def test_a_relative_root_in_a_working_directory_that_is_gone_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it is without a memory tier, whose path follows from the root's."""
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(ConfigInvalid, match="the working directory of this process is gone"):
+        find_memory_root("ckpt", memory=True)
