@@ -59,41 +59,28 @@ class StockAsync(StockSync):
 
 
 class StockStaged(StockAsync):
-    """In a thread with torch's DefaultStager, which keeps its copies from save to save, in shared memory if asked to."""
+    """In a thread with torch's DefaultStager, which keeps its copies from save to save. Changes wait for its own thread."""
 
-    def __init__(self, context: Context, *, in_shared_memory: bool, is_pinned: bool = False) -> None:
+    def __init__(self, context: Context, options: StagingOptions) -> None:
         super().__init__(context)
-        self._options = StagingOptions(is_pinned, in_shared_memory, False, is_pinned)
-        self._stager = DefaultStager(self._options)
+        self._options = options
+        self._stager = DefaultStager(options)
+        self._copied: Future[Any] | None = None
 
     def begin(self, state: State, name: str) -> "Future[Any] | None":
         writer = dcp.FileSystemWriter(self._folder / name)
         answer = dcp.async_save(state.values, storage_writer=writer, async_stager=self._stager)
         if not _STAGERS_LAST:
             self._stager = DefaultStager(self._options)
-        return future_of(answer)
-
-
-class StockOverlapped(StockAsync):
-    """With DefaultStager as it is: a thread of its own copies to pinned memory, and changes wait for it."""
-
-    def __init__(self, context: Context) -> None:
-        super().__init__(context)
-        self._stager = DefaultStager()
-        self._copied: Future[Any] = Future()
-
-    def begin(self, state: State, name: str) -> "Future[Any] | None":
-        writer = dcp.FileSystemWriter(self._folder / name)
-        answer = dcp.async_save(state.values, storage_writer=writer, async_stager=self._stager)
-        if not _STAGERS_LAST:
-            self._stager = DefaultStager()
-        assert isinstance(answer, AsyncSaveResponse)
+        if not isinstance(answer, AsyncSaveResponse):
+            return answer
         self._copied = answer.staging_completion
         return answer.upload_completion
 
     def allow_change(self) -> None:
         """Training waits where it would change the state."""
-        self._copied.result()
+        if self._copied is not None:
+            self._copied.result()
 
 
 class OursSync(Ours):
@@ -144,10 +131,10 @@ _STOCK: Mapping[str, Callable[[Context], Contender]] = {
     "none": lambda _: NoSaves(),
     "stock sync": StockSync,
     "stock async": StockAsync,
-    "stock staged": lambda context: StockStaged(context, in_shared_memory=False),
-    "stock shared": lambda context: StockStaged(context, in_shared_memory=True),
-    "stock pinned": lambda context: StockStaged(context, in_shared_memory=True, is_pinned=True),
-    "stock overlapped": StockOverlapped,
+    "stock staged": lambda context: StockStaged(context, StagingOptions(False, False, False, False)),
+    "stock shared": lambda context: StockStaged(context, StagingOptions(False, True, False, False)),
+    "stock pinned": lambda context: StockStaged(context, StagingOptions(True, True, False, True)),
+    "stock overlapped": lambda context: StockStaged(context, StagingOptions()),
 }
 _OURS = {"ours sync": OursSync, "ours async": OursAsync, "ours as managed": OursAsManaged}
 

@@ -21,7 +21,7 @@ from replicated_ckpt.dcp.named_checkpoints import NamedCheckpoints
 from replicated_ckpt.dcp.preemption import Preemption
 from replicated_ckpt.dcp.runtime.caller import is_interrupting
 from replicated_ckpt.dcp.runtime.failures import describe_failure
-from replicated_ckpt.dcp.save.bucket import WAIT_TIMEOUT_S, check_timeout
+from replicated_ckpt.dcp.save.bucket import WAIT_TIMEOUT_S
 from replicated_ckpt.dcp.save.report import SaveReport
 from replicated_ckpt.dcp.save_callback import SaveCallback
 from replicated_ckpt.dcp.steps import StepNotes, find_step, id_of, notes_of, step_of
@@ -342,7 +342,7 @@ class CheckpointManager:
         """
         self._check_open("wait")
         self._settle()
-        return self._checkpoints.wait(check_timeout(timeout_s))
+        return self._checkpoints.wait(timeout_s)
 
     def close(self) -> None:
         """Waits for the save in flight, and gives the signals back. Uploads go on in the agents; `wait` waits for them.

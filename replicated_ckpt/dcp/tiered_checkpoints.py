@@ -35,7 +35,7 @@ from replicated_ckpt.dcp.memory.tiers import (
 from replicated_ckpt.dcp.named_checkpoints import NamedCheckpoints
 from replicated_ckpt.dcp.node.seen_lineage import join_lineages, remember
 from replicated_ckpt.dcp.runtime.failures import describe_failure
-from replicated_ckpt.dcp.save.bucket import WAIT_TIMEOUT_S
+from replicated_ckpt.dcp.save.bucket import WAIT_TIMEOUT_S, check_timeout
 from replicated_ckpt.dcp.save.report import SaveReport
 from replicated_ckpt.dcp.save.writer import ReplicatedWriter
 from replicated_ckpt.dcp.staging.segment import StagingMemoryShort
@@ -375,7 +375,7 @@ class TieredCheckpoints:
 
     def wait(self, timeout_s: float = WAIT_TIMEOUT_S) -> tuple[str, ...]:
         """As ReplicatedWriter.wait, of both tiers together."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + check_timeout(timeout_s)
         in_memory = self.memory.wait(timeout_s)
         return (*in_memory, *self.disk.wait(max(0.0, deadline - time.monotonic())))
 

@@ -69,7 +69,7 @@ class Remover:
     """Looks at the nodes, then removes what its caller chooses, by this node's agent. A dry run starts none."""
 
     def __init__(self, store: LocalStore, arguments: argparse.Namespace) -> None:
-        self._root, self._force, self._directory = store.root, arguments.force, store.root_agent_directory()
+        self._store, self._force = store, arguments.force
         self._keeps_bucket = arguments.keep_in_bucket
         self._target = None if arguments.object_store is None else name_bucket(arguments.object_store, store)
         if not arguments.dry_run:
@@ -105,7 +105,7 @@ class Remover:
     def wanted_by(self, run: tuple[str, str]) -> Retention | None:
         """What the ranks of this node want kept of a run here, by its scope and lineage; None: they have not said."""
         said = self.seen.held[self.seen.own_node].standing.policies
-        policies = said or PolicyBook(self._directory).read_all()  # no agent runs
+        policies = said or PolicyBook(self._store.root_agent_directory()).read_all()  # no agent runs
         return next((one.retention for one in policies if one.tier == NODES and (one.scope, one.lineage) == run), None)
 
     def find_last_good(self, chosen: Sequence[CheckpointSeen]) -> tuple[str, ...]:
@@ -145,7 +145,7 @@ class Remover:
             return
         here = self.seen.held[self.seen.own_node]
         if any(one.checkpoint_id == row.checkpoint_id for one in here.remains):
-            path = quote(str(self._root / row.checkpoint_id))
+            path = quote(str(self._store.root / row.checkpoint_id))
             outcome.kept[row.checkpoint_id] = (
                 "its manifest on this node is damaged or gone, so that nothing tells which save its files are of; none of "
                 f"it is brought here any more, and `rm -r {path}` removes them"

@@ -83,7 +83,7 @@ class PinnedCopies:
 
     def put(self, piece: memoryview) -> None:
         while piece:
-            room = self._ring.room_for(self._bytes, self._position, min(len(piece), BUFFER_BYTES))
+            room = self._ring.room_for(self._bytes, self._position, len(piece))
             count = min(len(piece), len(room))
             if address_of(piece) != address_of(room):
                 ctypes.memmove(address_of(room), address_of(piece), count)

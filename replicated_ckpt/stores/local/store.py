@@ -13,6 +13,7 @@ from replicated_ckpt.core.layout import (
     REPLACED_DIR,
     STAGING_DIR,
     TRASH_DIR,
+    check_checkpoint_id,
     is_checkpoint_file,
     is_checkpoint_id,
     is_save_id,
@@ -116,9 +117,7 @@ class LocalStore:
             return is_directory(self.staging(save_id))
 
     def final(self, checkpoint_id: str) -> Path:
-        if not is_checkpoint_id(checkpoint_id):
-            raise ConfigInvalid(f"{checkpoint_id!r} is no checkpoint id.")
-        return self.root / checkpoint_id
+        return self.root / check_checkpoint_id(checkpoint_id)
 
     def path_of_staged(self, save_id: str, name: str) -> Path:
         """Path of a file of a staged save. Nothing outside the staging directory can be named."""

@@ -1,10 +1,10 @@
 """States on a GPU, and the same on the CPU: what is saved is what they were at the call, in every way to save."""
 
 import signal
-import time
 
 import pytest
 
+from tests.fault.killed.test_hand_over import await_all
 from tests.harness.cluster import call
 from tests.multiprocess.conftest import ClusterOf
 
@@ -29,10 +29,7 @@ def test_trainers_that_are_killed_lose_nothing_that_was_staged(cluster_of: Clust
     cluster = cluster_of(2)
     attempt = cluster.attempt([call("on_device.save_and_die", device=device)], nodes=[0, 1], grace_s=0.0)
     assert -signal.SIGKILL in attempt.codes, attempt
-    deadline = time.monotonic() + COMMITTED_WITHIN_S
-    while not all("step-0" in node.checkpoints() for node in cluster.nodes):
-        assert time.monotonic() < deadline, [node.checkpoints() for node in cluster.nodes]
-        time.sleep(0.05)
+    await_all(cluster, lambda node: "step-0" in node.checkpoints(), COMMITTED_WITHIN_S)
     results = cluster.launch(
         [call("on_device.load", seed=0, device=device), call("on_device.wanted", seed=0, device=device)], nodes=[0, 1]
     )
