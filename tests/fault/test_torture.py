@@ -9,6 +9,7 @@ import pytest
 from tests.fault.torture.mutants import MUTANTS, Mutant
 from tests.fault.torture.runs import Outcome, outcome_of, real_outcome, run_seed
 from tests.fault.torture.scripts import lose_trainers_often, meet_errors_often
+from tests.fault.torture.simulated.people import remove_and_drain_often
 from tests.marks import long
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(300)]
@@ -16,6 +17,7 @@ SEEDS, MORE_SEEDS = range(2), range(2, 60)
 REAL_SEEDS, REAL_STEPS = (4,), 3
 MUTATION_SEEDS = range(1000, 1040)
 OFF_WHILE_STARTING = 24973
+PEOPLE_SEED = 124
 QUICK = ("checksums are not compared",)
 """Mutants that `make test` looks for."""
 
@@ -66,6 +68,15 @@ def test_the_system_may_refuse_anything_at_any_step() -> None:
     lines, problem, counts = outcome_of(1001, script=meet_errors_often)
     assert not problem, "\n".join([*lines, problem])
     assert 0 < counts["acknowledged"] < counts["saves"]
+
+
+def test_people_remove_checkpoints_and_take_nodes_down_between_faults() -> None:
+    """What was removed from a node is not there again, also where an older version lay aside, and a drained node had no
+    last copy."""
+    for seed in (PEOPLE_SEED, PEOPLE_SEED + 20):
+        lines, problem, counts = outcome_of(seed, script=remove_and_drain_often)
+        assert not problem, "\n".join([*lines, problem])
+        assert counts["acknowledged"] > 0
 
 
 def test_a_node_that_is_switched_off_while_its_agent_starts_is_off() -> None:

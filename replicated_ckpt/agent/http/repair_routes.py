@@ -148,13 +148,17 @@ class RepairRoutes:
             with self._hold_upload(save_id):
                 # The note comes first: after a crash the agent goes on with it, and no node brings it back.
                 service.removals.take(save_id)
+            is_staged = service.store.is_staged(save_id)  # before the look: it may be published meanwhile
             is_removed = retire(root, checkpoint_id, save_id)
             keep_room_to_start(root)
-        is_left = not is_removed and self._find_place(checkpoint_id, save_id) is not None
-        if not is_left:
+        why = ""
+        if not is_removed and self._find_place(checkpoint_id, save_id) is not None:
+            why = "a process of this node reads it; it goes when that has ended"
+        elif is_staged and not is_removed:
+            why = "its save has not ended on this node; it goes when that has"
+        else:
             with suppress(StoreError):  # the next look ends it
                 service.removals.finish(save_id)
-        why = "a process of this node reads it; it goes when that has ended" if is_left else ""
         return json_answer(self._reprotector.wake, is_removed=is_removed, why=why)
 
     def _refuse_renamed(self, checkpoint_id: str, save_id: str) -> None:

@@ -65,13 +65,16 @@ class Retirer:
     def _finish_removals(self) -> None:
         """Removes what this node's own user has removed and a crash, or a load that was reading it, has kept here.
 
-        A removal ends once nothing of it lies here. What lies here again after that was put back by the user, and is
-        protected from then on.
+        A removal ends once nothing of it lies here, staged or not. What lies here again after that was put back by the
+        user, and is protected from then on.
         """
         book = self._service.removals
         pending, done = book.read_pending_and_done()  # before the look: what is removed meanwhile is not put back
+        staged = {
+            save_id for save_id in pending if self._service.store.is_staged(save_id)
+        }  # the same: it may be published
         here = self._find_here() if done | pending else {}
-        for save_id in sorted(pending):
+        for save_id in sorted(pending - (staged - here.keys())):
             if self._stopping.is_set():
                 return
             place = here.get(save_id)

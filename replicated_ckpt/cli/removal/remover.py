@@ -113,9 +113,14 @@ class Remover:
         return find_last_good(self.removables(), {row.save_id for row in chosen})
 
     def carry_out(self, chosen: Sequence[CheckpointSeen]) -> Removed:
-        """Removes each, the oldest first; what stands in the way of one keeps none of the others."""
+        """Removes each, the oldest first; what stands in the way of one keeps no other checkpoint.
+
+        A version stays with an older one of its checkpoint: that would have the name again.
+        """
         outcome = Removed()
         for row in reversed(chosen):
+            if row.checkpoint_id in outcome.kept:
+                continue
             try:
                 self._remove(row, outcome)
             except ReplicatedCkptError as exc:

@@ -12,10 +12,20 @@ from replicated_ckpt.core.upkeep.retention import Candidate, Verdict, judge
 def find_removed(nodes: Iterable[NodeView]) -> frozenset[str]:
     """The saves that the user of a node that answers has removed there: no node looks after them any more.
 
-    Each node removes its own copies by its own user's word alone.
+    Nor after an older version of such a checkpoint, as long as a node has the one that took its place. Each node removes
+    its own copies by its own user's word alone.
     """
-    said = (node.standing.removed for node in nodes if node.presence is Presence.UP)
-    return frozenset[str]().union(*said)
+    nodes = tuple(nodes)
+    said = frozenset[str]().union(*(node.standing.removed for node in nodes if node.presence is Presence.UP))
+    held = [holding for node in nodes for holding in node.holdings or ()]
+    removed = {(one.checkpoint_id, one.version) for one in held if one.save_id in said}
+    older = (
+        one.save_id
+        for one in held
+        for name, newer in removed
+        if name == one.checkpoint_id and newer.takes_place_of(one.version)
+    )
+    return said.union(older)
 
 
 @dataclass(frozen=True)

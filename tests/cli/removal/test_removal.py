@@ -27,6 +27,7 @@ from tests.agent.checkpoints import checkpointed, findings, held, shard
 from tests.agent.repair.test_reprotect import PAIR, agents, stores
 from tests.agent.repair.test_retention import meet, stays, tell, there
 from tests.cli.commands import as_json, command
+from tests.stores.local.test_order_of_commits import open_save
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(240)]
 SMALL, MANY = 3000, 20
@@ -49,6 +50,10 @@ def saved_alone(store: LocalStore) -> list[str]:
         ).save_id
         for number in (1, 2)
     ]
+
+
+def names_in(store: LocalStore) -> list[str]:
+    return sorted(path.name for path in store.root.glob("step-*"))
 
 
 def test_each_nodes_user_removes_there_and_nothing_comes_back(tmp_path: Path) -> None:
@@ -279,6 +284,50 @@ def test_what_a_process_of_this_node_reads_is_refused_before_anything_goes(tmp_p
         finally:
             lock.release()
         wait_for(lambda: there(store) == [2], 20, "the removal")
+
+
+def test_a_version_stays_with_an_older_one_that_a_process_reads(tmp_path: Path) -> None:
+    """Without it the older one would have the checkpoint's name again. What else was to go is removed."""
+    store = LocalStore(tmp_path / "node0")
+    old = open_save(store, 1, checkpoint_id="step-1")
+    store.commit(old.save_id)
+    newer = open_save(store, 2, checkpoint_id="step-1", is_whole=False)  # so the old one waits, aside
+    store.commit(newer.save_id)
+    store.commit(open_save(store, 3, checkpoint_id="step-2").save_id)
+    with running_agent(store.root, *QUICK):
+        lock = lock_version(store.catalog, "step-1", old.save_id)
+        assert lock is not None
+        try:
+            for force in ([], ["--force"]):
+                code, found = as_json("rm", "step-1", "--root", store.root, *force)
+                assert (code, found["removed"]) == (ExitCode.FAILED, [])
+                assert found["kept"].keys() == {"step-1"}
+                assert store.catalog.save_id_of("step-1") == newer.save_id
+        finally:
+            lock.release()
+        code, found = as_json("rm", "step-1", "--root", store.root)
+        assert (code, found["kept"]) == (ExitCode.OK, {})
+        assert names_in(store) == ["step-2"]
+    assert findings(store) == []
+
+
+def test_a_save_that_has_not_ended_here_goes_once_it_has(tmp_path: Path) -> None:
+    """Other nodes may have published it before. What is published here then was not put back by the user."""
+    store = LocalStore(tmp_path / "node0")
+    with running_agent(store.root) as agent, agent.client() as client:
+        staged = open_save(store, 1, checkpoint_id="step-1")
+        lock = store.lock_save(staged.save_id)  # a rank works on it
+        answer = client.call("POST", "/v1/remove", {"checkpoint_id": "step-1", "save_id": staged.save_id})
+        assert answer["why"] == "its save has not ended on this node; it goes when that has"
+    service = NodeService(store)
+    Retirer(service, threading.Event())._finish_removals()
+    store.commit(staged.save_id)
+    lock.release()
+    assert names_in(store) == ["step-1"]
+    Retirer(service, threading.Event())._finish_removals()
+    assert names_in(store) == []
+    assert service.removals.read_pending_and_done() == (frozenset(), frozenset({staged.save_id}))
+    assert findings(store) == []
 
 
 def test_what_is_not_here_is_not_said_to_be_removed(tmp_path: Path) -> None:

@@ -3,8 +3,9 @@
 from replicated_ckpt.config import Retention
 from replicated_ckpt.core.upkeep.policy import Standing
 from replicated_ckpt.core.upkeep.removal import Removable, find_last_good, find_removed, plan_prune
-from replicated_ckpt.core.upkeep.repair import NodeView, Presence
+from replicated_ckpt.core.upkeep.repair import NodeView, Presence, plan_repair
 from replicated_ckpt.core.upkeep.retention import Candidate
+from tests.core.upkeep.test_repair import holding, manifest, shard
 
 
 def save(number: int, *, lineage: str = "a", scope: str = "run/", whole: bool = True, lost: bool = False) -> Removable:
@@ -51,3 +52,16 @@ def test_only_nodes_that_answer_say_what_was_removed() -> None:
     assert find_removed(views) == frozenset(ids[:1])
     said = Standing(removed=frozenset(ids))
     assert Standing.from_json(said.to_json()) == said
+
+
+def test_an_older_version_does_not_spread_while_a_node_has_the_removed_one() -> None:
+    """One node removed what replaced it, one has that still, one has the old one alone: none is copied."""
+    old, new = (manifest(number, {shard(0): ("a", "b", "c")}) for number in (1, 2))
+    views = [
+        NodeView("a", Presence.UP, (), standing=Standing(removed=frozenset({new.save_id}))),
+        NodeView("b", Presence.UP, (holding("b", new, shard(0)),)),
+        NodeView("c", Presence.UP, (holding("c", old, shard(0)),)),
+    ]
+    assert find_removed(views) == {old.save_id, new.save_id}
+    assert plan_repair({one.save_id: one for one in (old, new)}, views, going=find_removed(views)).actions == ()
+    assert find_removed([views[0], views[2]]) == {new.save_id}, "nothing tells that the old one was replaced"

@@ -9,6 +9,7 @@ from collections import Counter
 from tests.fault.torture.mutants import MUTANTS
 from tests.fault.torture.runs import outcomes, real_outcome, run_seed
 from tests.fault.torture.scripts import lose_trainers_often, meet_errors_often
+from tests.fault.torture.simulated.people import remove_and_drain_often
 
 NAMES = ("steps", "saves", "acknowledged", "kills", "orphans", "orphans completed", "loads")
 _SAY_EVERY = 100
@@ -28,18 +29,24 @@ def main() -> int:
     parser.add_argument(
         "--errors", action="store_true", help="the system refuses a process something, and not much else"
     )
+    parser.add_argument(
+        "--people",
+        action="store_true",
+        help="people remove checkpoints and take nodes down, between faults of all kinds",
+    )
     parser.add_argument("--mutants", action="store_true", help="show that each known defect is found, at its seed")
     parser.add_argument("-v", "--verbose", action="store_true", help="tell every schedule step by step, with the logs")
     arguments = parser.parse_args()
-    if arguments.errors and arguments.processes:
-        parser.error("--errors is for simulated processes")
+    if (arguments.errors or arguments.people) and arguments.processes:
+        parser.error("--errors and --people are for simulated processes")
     logging.basicConfig(level=logging.INFO if arguments.verbose else logging.CRITICAL)
     if arguments.mutants:
         return find_mutants()
     seeds = range(arguments.first, arguments.first + arguments.seeds) if arguments.seed is None else [arguments.seed]
     counts: Counter[str] = Counter()
     failed, started = [], time.monotonic()
-    script = lose_trainers_often if arguments.trainers else meet_errors_often if arguments.errors else None
+    scripts = {"trainers": lose_trainers_often, "errors": meet_errors_often, "people": remove_and_drain_often}
+    script = next((scripts[name] for name in scripts if getattr(arguments, name)), None)
     real = (real_outcome(seed, script=script) for seed in seeds)
     found = real if arguments.processes else outcomes(seeds, script)
     for done, (seed, outcome) in enumerate(zip(seeds, found, strict=True), start=1):
@@ -51,7 +58,7 @@ def main() -> int:
             print("\n".join(lines), problem, sep="\n", flush=True)
         if problem:
             failed.append(seed)
-            chosen = [name for name in ("processes", "trainers", "errors") if getattr(arguments, name)]
+            chosen = [name for name in ("processes", *scripts) if getattr(arguments, name)]
             option = "".join(f" --{name}" for name in chosen)
             print(f"FAILED: seed {seed}; replay: python -m tests.fault.torture --seed {seed}{option}", flush=True)
     how = "with real processes" if arguments.processes else "simulated"

@@ -11,6 +11,7 @@ class Attempt:
     `nodes_by_part`: where the part was seen and not destroyed since; `published_by_part`: under its checkpoint's name.
     `readable_on`: nodes that have a directory of it with the manifest that was written. `saw`: the attempts at the same
     checkpoint that lay on its nodes when it began, and those that they saw. `is_blind`: no manifest of its run lay there.
+    `removed_on`: nodes whose users have removed it by hand; `was_removed`: one has, of whose disk it may be gone with.
     `is_spoilt`: a file of stock torch's was damaged before it was adopted, and has no checksum that tells.
     """
 
@@ -35,6 +36,8 @@ class Attempt:
     is_spoilt: bool = False
     is_in_bucket: bool = False
     copies: int = 1
+    removed_on: set[int] = field(default_factory=set)
+    was_removed: bool = False
 
     def has_all_parts(self, nodes: Collection[int] | None = None) -> bool:
         """Whether each part was seen on a disk and not destroyed since; on `nodes`: published there, and readable now."""

@@ -15,6 +15,8 @@ from unittest import mock
 from replicated_ckpt.agent.repair.mender import Mender
 from replicated_ckpt.agent.saves.finish import Finisher
 from replicated_ckpt.agent.settling import orphans, outlived, settle
+from replicated_ckpt.agent.state.removals import RemovalBook
+from replicated_ckpt.cli.nodes import drain
 from replicated_ckpt.core.inventory import saves_found
 from replicated_ckpt.core.lineage import Version
 from replicated_ckpt.core.manifest import Manifest
@@ -36,6 +38,7 @@ from tests.fault.torture.scripts import (
     manifest_here_and_metadata_there,
     one_pair_comes_back_first,
 )
+from tests.fault.torture.simulated.people import remove_and_drain_often
 
 
 @contextmanager
@@ -172,6 +175,20 @@ def memory_is_handed_over_once() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def a_removal_by_hand_is_not_noted() -> Iterator[None]:
+    """An agent removes what its user names, and tells no other node of it."""
+    with mock.patch.object(RemovalBook, "take"):
+        yield
+
+
+@contextmanager
+def a_drained_node_counts_on() -> Iterator[None]:
+    """`drain` takes the copies of the node that is to be taken down for copies that stay."""
+    with mock.patch.object(drain, "replace", lambda view, **_: view):
+        yield
+
+
 @dataclass(frozen=True)
 class Mutant:
     """One defect, and the seed that finds it, with random steps or with those of a script.
@@ -202,4 +219,6 @@ MUTANTS = [
     Mutant(retention_counts_other_runs, 1010, "D3"),
     Mutant(files_without_manifest_heal_nothing, SEED, "D5", manifest_here_and_metadata_there),
     Mutant(a_surplus_damaged_copy_is_left, SEED, "D12", a_surplus_copy_is_damaged),
+    Mutant(a_removal_by_hand_is_not_noted, 1000, script=remove_and_drain_often),
+    Mutant(a_drained_node_counts_on, 2063, script=remove_and_drain_often),
 ]

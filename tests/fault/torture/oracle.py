@@ -64,9 +64,23 @@ class Oracle:
     def lost_disk(self, node: int) -> None:
         """A node's disk is gone."""
         for attempt in self.attempts:
-            attempt.readable_on.discard(node)
-            for nodes in (*attempt.nodes_by_part.values(), *attempt.published_by_part.values()):
-                nodes.discard(node)
+            attempt.removed_on.discard(node)
+            self._forget_on(attempt, node)
+
+    def _forget_on(self, attempt: Attempt, node: int) -> None:
+        attempt.readable_on.discard(node)
+        for nodes in (*attempt.nodes_by_part.values(), *attempt.published_by_part.values()):
+            nodes.discard(node)
+
+    def removed(self, save_ids: Collection[str], node: int, *, is_done: bool = True) -> None:
+        """A person has removed these saves from a node, or has them removed there later: no promise says that they load."""
+        for attempt in self.attempts:
+            if attempt.save_id not in save_ids:
+                continue
+            attempt.was_removed = True
+            if is_done:
+                attempt.removed_on.add(node)
+                self._forget_on(attempt, node)
 
     def damaged(self, lying: Lying, attempt: Attempt | None, names: Collection[str], *, is_data_intact: bool) -> None:
         """These files are bad now. `is_data_intact`: only what the package put behind the data of a shard is bad."""
@@ -233,7 +247,7 @@ class Oracle:
             return False
         rivals = self._find_rivals(checkpoint_id, {attempt.lineage for attempt in standing})
         found = (*standing, *rivals)
-        if any(attempt.is_spoilt for attempt in found):
+        if any(attempt.is_spoilt or attempt.was_removed for attempt in found):
             return False
         return all(attempt.has_all_parts(nodes) or (with_bucket and attempt.is_in_bucket) for attempt in found)
 
@@ -281,6 +295,13 @@ class Oracle:
                 f"{attempt.checkpoint_id}: attempt {attempt.number} goes on with no run that its nodes knew"
             )
 
+    def check_stays_removed(self) -> None:
+        """Raises Violation: what a person removed from a node lies there again."""
+        for lying in self._disks.lying():
+            attempt = self.attempt_of(lying)
+            if attempt is not None and lying.node in attempt.removed_on:
+                raise Violation(f"attempt {attempt.number} was removed from node {lying.node}, and is in {lying.place}")
+
     def check_files(self, kept_for_loads: Collection[int]) -> None:
         """Raises Violation: a file of a checkpoint is not as it was saved, where all were said to be mended.
 
@@ -289,7 +310,12 @@ class Oracle:
         """
         for lying in self._disks.lying():
             attempt = self.attempt_of(lying) if lying.is_named else None
-            if attempt is None or attempt.number in kept_for_loads or (attempt.is_stock and not attempt.save_id):
+            if (
+                attempt is None
+                or attempt.number in kept_for_loads
+                or attempt.was_removed
+                or (attempt.is_stock and not attempt.save_id)
+            ):
                 continue
             parts = attempt.parts
             bad = [name for name, content in lying.files.items() if content != (parts.get(name) or content)]

@@ -181,17 +181,20 @@ class Schedule:
         ]
         gone = {ExitCode.UNREACHABLE} if course.wiped else set()  # what had been the disk of that node never answers
         is_mended = all(attempt.has_all_parts() for attempt in (*published, *unread))
+        if any(found.was_removed and not found.has_all_parts() for found in course.oracle.attempts):
+            gone.add(ExitCode.SHARD_LOST)  # what a person removed from some nodes, and the others did not have whole
         if is_done and not set(codes.values()) <= {ExitCode.OK} | gone:
             found = {str(finding) for audit in audits.values() for finding in (*audit.findings, *audit.plan.short)}
             raise Violation(f"re-protection says that all is done, and verify says {codes}: {sorted(found)}")
         for attempt in published if is_done else ():
             if attempt.is_stock and course.policy.keep_last is not None:
                 continue  # retired: on a node whose ranks have named no policy a part of it stays
-            if self._is_kept_for_loads(attempt):
+            if self._is_kept_for_loads(attempt) or attempt.was_removed:
                 continue
             course.oracle.check_copies(attempt, len(course.cluster.nodes))
         if is_done:
             course.oracle.check_files({each.number for each in course.oracle.attempts if self._is_kept_for_loads(each)})
+        course.oracle.check_stays_removed()
         if not is_done and is_mended:
             self._check_rivals(audits)
         self._check_nothing_left(current, is_done=is_done, is_mended=is_mended)
@@ -202,6 +205,7 @@ class Schedule:
         unnamed = {found.save_id for found in oracle.attempts if found.readable_on and not self._is_left(found)}
         named = [] if is_done else [found for found in oracle.attempts if found.readable_on and oracle.has_rival(found)]
         lost_ids = {found.checkpoint_id for found in (*current, *named) if found.parts and not found.has_all_parts()}
+        lost_ids |= {found.checkpoint_id for found in oracle.attempts if found.was_removed}  # it is made whole no more
         lost = {found.save_id for found in oracle.attempts if found.checkpoint_id in lost_ids}
         rivals = [] if is_done else [found for found in current if oracle.has_rival(found)]
         untold = set() if is_done else oracle.untold_places()
@@ -251,6 +255,7 @@ class Schedule:
         They are of two runs, or nobody can know any more of which run and time the older one is.
         """
         rivals = self.course.oracle.rival_ids() | self.course.oracle.forgotten_ids()
+        rivals |= self._find_removed()
         short = {short.checkpoint_id for audit in audits.values() for short in audit.plan.short}
         is_busy = any(audit.plan.actions for audit in audits.values())
         if is_busy or not short or not short <= rivals:
@@ -258,6 +263,13 @@ class Schedule:
                 f"nothing is damaged beyond repair, and re-protection is not done: {sorted(short - rivals)}"
             )
         self.course.counts["rivals"] += 1
+
+    def _find_removed(self) -> set[str]:
+        """Checkpoints that no node mends: a person has removed them, or what retention was giving them up for."""
+        oracle = self.course.oracle
+        removed = {found.checkpoint_id for found in oracle.attempts if found.was_removed}
+        given_up = {found.checkpoint_id for found in oracle.attempts if not oracle.is_kept(found.checkpoint_id)}
+        return removed | given_up if removed else removed
 
 
 def _left_in(

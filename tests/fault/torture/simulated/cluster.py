@@ -139,7 +139,13 @@ class Node:
             "incarnation": self.endpoint.incarnation,
             "start_id": str(id(self.agent)),
         }
-        return {**who, "is_leaving": self.is_leaving, "tls_sha256": self.endpoint.tls_sha256, "greeted": True}
+        return {
+            **who,
+            "is_leaving": self.is_leaving,
+            "tls_sha256": self.endpoint.tls_sha256,
+            "greeted": True,
+            "object_store": self.uploader.status(),
+        }
 
     def _carry_out(self, part: RepairPlan, *, may_replace: bool) -> list[Outcome]:
         order: Future[list[Outcome]] = Future()

@@ -17,7 +17,7 @@ from replicated_ckpt.agent.state import targets
 from replicated_ckpt.agent.state.endpoint import Endpoint
 from replicated_ckpt.agent.uploads import upload
 from replicated_ckpt.cli.checkpoints import repair
-from replicated_ckpt.cli.look import start
+from replicated_ckpt.cli.look import nodes, start
 from replicated_ckpt.core.integrity.checksum import FOOTER_TAIL_BYTES, BlockHasher, tables_of_size
 from replicated_ckpt.core.manifest import Manifest, decode_manifest
 from replicated_ckpt.core.reading.windows import Window
@@ -160,6 +160,7 @@ def pretences(cluster: "Cluster") -> Iterator[AbstractContextManager[Any]]:
         (own_agent, "ensure_agent", partial(_endpoint_of, cluster)),
         (repair, "ensure_agent", partial(_endpoint_of, cluster)),
         (start, "ensure_agent", partial(_endpoint_of, cluster)),
+        (nodes, "running_agent", partial(_running_endpoint_of, cluster)),
         (launch, "_start", _start_no_process),
     )
     for target, name, stand_in in (*replaced, *cluster.threads.pretences()):
@@ -204,6 +205,12 @@ def _endpoint_of(cluster: "Cluster", store: LocalStore, *_: Any) -> Endpoint:
     node = next(node for node in cluster.nodes if node.root == store.root)
     node.boot()
     return node.endpoint
+
+
+def _running_endpoint_of(cluster: "Cluster", store: LocalStore) -> Endpoint | None:
+    """Stands in for `running_agent`: the node's agent, if it runs."""
+    node = next(node for node in cluster.nodes if node.root == store.root)
+    return node.endpoint if node.is_up else None
 
 
 def _start_no_process(store: LocalStore, *_: Any) -> Endpoint:
