@@ -10,14 +10,14 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from replicated_ckpt.agent.peers.address_book import PeerBook
-from replicated_ckpt.agent.repair.audit import Audit, Auditor
+from replicated_ckpt.agent.repair.audit import Audit
 from replicated_ckpt.agent.unmanaged.audit import UnmanagedAuditor
 from replicated_ckpt.cli.checkpoints.ls import name_bucket
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.absent import describe_absent, describe_newer
 from replicated_ckpt.cli.look.checkpoints import advise, list_checkpoints
 from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
-from replicated_ckpt.cli.look.progress import ReadingProgress
+from replicated_ckpt.cli.look.progress import read_all
 from replicated_ckpt.cli.look.start import add_start_argument, open_store_of
 from replicated_ckpt.cli.look.table import format_duration
 from replicated_ckpt.cli.look.unmanaged import print_audits, worst_code
@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise describe_absent(store, look_at_nodes(store), LATEST)
     target = None if arguments.object_store is None else name_bucket(arguments.object_store, store)
     began_at = time.monotonic()
-    audit = _audit(store, arguments)
+    audit = read_all(store, arguments.id, shows_progress=arguments.progress)
     seconds = time.monotonic() - began_at
     audits = UnmanagedAuditor(store, audit.silent_nodes).audit(arguments.id, audit.checkpoint_ids)
     newer = [] if arguments.id else see_audit(store, audit).newer
@@ -89,14 +89,6 @@ def run(arguments: argparse.Namespace) -> int:
         ExitCode.FAILED if there.findings or there.newer or newer else ExitCode.OK,
     )
     return next((code for code in _WORST_FIRST if code in codes), ExitCode.OK)
-
-
-def _audit(store: LocalStore, arguments: argparse.Namespace) -> Audit:
-    auditor = Auditor(store)
-    if not (arguments.progress or sys.stderr.isatty()):
-        return auditor.audit(arguments.id)
-    with ReadingProgress(auditor.look_how_far):
-        return auditor.audit(arguments.id)
 
 
 @dataclass(frozen=True)

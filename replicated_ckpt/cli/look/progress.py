@@ -1,4 +1,4 @@
-"""How far `verify` is, on standard error: one line that is written over on a terminal, else a line each time."""
+"""Reads all that the nodes hold, and says how far that is: a line that is written over on a terminal, else more of them."""
 
 import sys
 import threading
@@ -6,7 +6,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Self
 
+from replicated_ckpt.agent.repair.audit import Audit, Auditor
 from replicated_ckpt.cli.look.table import format_duration
+from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.thread_start import start_thread
 from replicated_ckpt.wording import describe_bytes
 
@@ -14,6 +16,19 @@ _FIRST_S, _EVERY_S = 0.2, 1.0
 _CLEAR = "\r\x1b[K"
 Look = Callable[[], Mapping[str, tuple[int, int]]]
 """By node, how many bytes it has read, and of how many; it stands there only while it reads."""
+
+
+def read_all(store: LocalStore, checkpoint_id: str | None = None, *, shows_progress: bool = False) -> Audit:
+    """Has every node that answers check every byte, of one checkpoint or of all. On a terminal the progress is shown.
+
+    Raises:
+        StoreError: the node's own store cannot be read.
+    """
+    auditor = Auditor(store)
+    if not (shows_progress or sys.stderr.isatty()):
+        return auditor.audit(checkpoint_id)
+    with ReadingProgress(auditor.look_how_far):
+        return auditor.audit(checkpoint_id)
 
 
 class ReadingProgress:

@@ -10,6 +10,7 @@ from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.absent import describe_newer
 from replicated_ckpt.cli.look.doubts import list_staged_saves
 from replicated_ckpt.cli.look.nodes import NodesSeen, advise_on_silence, ask_own_status, look_at_nodes
+from replicated_ckpt.cli.look.progress import read_all
 from replicated_ckpt.cli.look.root import open_store
 from replicated_ckpt.cli.look.start import start_agent
 from replicated_ckpt.core.upkeep.removal import find_removed
@@ -37,12 +38,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Exit code: OK if every checkpoint has its copies on the nodes that stay; else FAILED, and the output says why not.
 
+    Every byte was read then, as by `verify`: a copy that is bad counts for nothing, and is made anew.
+
     Raises:
         CheckpointNotFound, ConfigInvalid, StoreError, AgentUnavailable
     """
     store = open_store(arguments.root)
     if not arguments.dry_run:
         start_agent(store)
+        read_all(store)  # a copy that is bad unseen is none
     done = 0
     failed: dict[str, str] = {}
     for _ in range(ROUNDS_MAX):

@@ -38,6 +38,22 @@ def test_a_drained_node_can_vanish(tmp_path: Path) -> None:
         assert command("verify", "--root", nodes[0].root).returncode == ExitCode.OK
 
 
+def test_a_copy_that_is_bad_unseen_does_not_count(tmp_path: Path) -> None:
+    """A bit of the only other copy is flipped, and nothing has read it yet: it is made anew before the node may go."""
+    nodes = stores(tmp_path, 2)
+    checkpointed(nodes, 1, {shard(0): (0, 1)})
+    copy = nodes[1].root / "step-1" / shard(0)
+    copy.write_bytes(flipped(copy.read_bytes()))
+    with agents(nodes, *PATIENT):
+        done = command("drain", "--root", nodes[0].root)
+        assert (done.returncode, done.stderr) == (ExitCode.OK, ""), done.stdout
+        assert held(nodes[1]) == {shard(0)}
+
+
+def flipped(data: bytes) -> bytes:
+    return bytes([data[0] ^ 1]) + data[1:]
+
+
 def test_without_room_elsewhere_it_must_stay(tmp_path: Path) -> None:
     """The only other node does not answer: nothing counts as elsewhere, and the next step names that node."""
     nodes = stores(tmp_path, 2)

@@ -28,7 +28,7 @@ class Oracle:
     def __init__(self, disks: Disks, keep_last: int | None, bucket: Path) -> None:
         self._disks = disks
         self._bucket = bucket
-        self._keep_last = keep_last
+        self._keep_last, self._has_new_policy = keep_last, False
         self._time = 0
         self.attempts: list[Attempt] = []
 
@@ -90,6 +90,11 @@ class Oracle:
                 known.published_by_part[name].discard(lying.node)
                 if not is_data_intact:
                     known.nodes_by_part[name].discard(lying.node)
+
+    def change_policy(self, keep_last: int | None) -> None:
+        """The run goes on with another policy: what any of them gives up may be gone."""
+        said = [number for number in (self._keep_last, keep_last) if number is not None]
+        self._keep_last, self._has_new_policy = min(said, default=None), True
 
     # What the disks tell -----------------------------------------------------------------------------------------
 
@@ -240,6 +245,14 @@ class Oracle:
         later = {one.checkpoint_id for one in counted if not is_before(one, last) or one.is_ahead_of(last)}
         return len(later - {checkpoint_id}) < self._keep_last and not last.is_stock
 
+    def find_left_by_people(self) -> set[str]:
+        """Checkpoints that no node makes whole any more: a person has removed them, or what retention gave them up for, or
+        has changed the policy, which nodes without ranks have not heard from their own."""
+        removed = {found.checkpoint_id for found in self.attempts if found.was_removed}
+        if not (removed or self._has_new_policy):
+            return set()
+        return removed | {one.checkpoint_id for one in self.attempts if not self.is_kept(one.checkpoint_id)}
+
     def must_load(self, checkpoint_id: str, nodes: Collection[int] | None = None, *, with_bucket: bool = False) -> bool:
         """Whether a load by these nodes must find it now. None: in the end, when every disk is back and all had time."""
         standing = self.standing(checkpoint_id)
@@ -308,14 +321,10 @@ class Oracle:
         What goes once the loads are over that were told to read it is not mended any more. Stock torch's files have no
         checksum until they are adopted: what is bad in them no one can know.
         """
+        left = self.find_left_by_people()
         for lying in self._disks.lying():
-            attempt = self.attempt_of(lying) if lying.is_named else None
-            if (
-                attempt is None
-                or attempt.number in kept_for_loads
-                or attempt.was_removed
-                or (attempt.is_stock and not attempt.save_id)
-            ):
+            attempt = self.attempt_of(lying) if lying.is_named and lying.checkpoint_id not in left else None
+            if attempt is None or attempt.number in kept_for_loads or (attempt.is_stock and not attempt.save_id):
                 continue
             parts = attempt.parts
             bad = [name for name, content in lying.files.items() if content != (parts.get(name) or content)]

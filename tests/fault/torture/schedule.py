@@ -205,7 +205,7 @@ class Schedule:
         unnamed = {found.save_id for found in oracle.attempts if found.readable_on and not self._is_left(found)}
         named = [] if is_done else [found for found in oracle.attempts if found.readable_on and oracle.has_rival(found)]
         lost_ids = {found.checkpoint_id for found in (*current, *named) if found.parts and not found.has_all_parts()}
-        lost_ids |= {found.checkpoint_id for found in oracle.attempts if found.was_removed}  # it is made whole no more
+        lost_ids |= oracle.find_left_by_people()
         lost = {found.save_id for found in oracle.attempts if found.checkpoint_id in lost_ids}
         rivals = [] if is_done else [found for found in current if oracle.has_rival(found)]
         untold = set() if is_done else oracle.untold_places()
@@ -255,7 +255,7 @@ class Schedule:
         They are of two runs, or nobody can know any more of which run and time the older one is.
         """
         rivals = self.course.oracle.rival_ids() | self.course.oracle.forgotten_ids()
-        rivals |= self._find_removed()
+        rivals |= self.course.oracle.find_left_by_people()
         short = {short.checkpoint_id for audit in audits.values() for short in audit.plan.short}
         is_busy = any(audit.plan.actions for audit in audits.values())
         if is_busy or not short or not short <= rivals:
@@ -263,13 +263,6 @@ class Schedule:
                 f"nothing is damaged beyond repair, and re-protection is not done: {sorted(short - rivals)}"
             )
         self.course.counts["rivals"] += 1
-
-    def _find_removed(self) -> set[str]:
-        """Checkpoints that no node mends: a person has removed them, or what retention was giving them up for."""
-        oracle = self.course.oracle
-        removed = {found.checkpoint_id for found in oracle.attempts if found.was_removed}
-        given_up = {found.checkpoint_id for found in oracle.attempts if not oracle.is_kept(found.checkpoint_id)}
-        return removed | given_up if removed else removed
 
 
 def _left_in(

@@ -145,6 +145,7 @@ class Node:
             "tls_sha256": self.endpoint.tls_sha256,
             "greeted": True,
             "object_store": self.uploader.status(),
+            "in_doubt": [doubt.to_json() for doubt in self.service.doubts.read_all()],
         }
 
     def _carry_out(self, part: RepairPlan, *, may_replace: bool) -> list[Outcome]:

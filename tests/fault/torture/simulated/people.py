@@ -1,15 +1,16 @@
-"""What people do with the command line: they remove checkpoints from nodes, and take nodes down for good."""
+"""What people do: they remove checkpoints from nodes, take nodes down for good, and start jobs with other arguments."""
 
 import argparse
 import contextlib
 import io
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
-from replicated_ckpt.cli.nodes import drain
-from replicated_ckpt.cli.removal import rm
+from replicated_ckpt.cli.nodes import drain, forget
+from replicated_ckpt.cli.removal import prune, rm
 from replicated_ckpt.errors import ReplicatedCkptError
 from tests.fault.torture.course import Course
 from tests.fault.torture.oracle import Violation
@@ -65,19 +66,40 @@ def remove(course: Course) -> None:
         course.oracle.look()
         arguments = {"object_store": None, "keep_in_bucket": False, "force": force, "dry_run": False}
         code, said = _run(course, node, rm, id=checkpoint_id, **arguments)
-        told = {name: said[name] for name in ("removed", "not_here", "kept") if said.get(name)}
-        course.say(f"rm {checkpoint_id}{' --force' if force else ''} on node {node}: {code}: {told or ''}")
+        course.say(f"rm {checkpoint_id}{' --force' if force else ''} on node {node}: {code}: {_tell(said)}")
         if said:
             _tell_oracle(course, said, node)
 
 
+def prune_some(course: Course) -> None:
+    """A person runs `replicated-ckpt prune --keep-last N` on some nodes, or on all that are up."""
+    up = course.up()
+    if not up:
+        return
+    keep_last = course.random.choice([1, 2])
+    nodes = course.random.sample(up, course.random.choice([len(up), course.random.randint(1, len(up))]))
+    course.disturbances += 1
+    for node in nodes:
+        course.oracle.look()
+        arguments = {"object_store": None, "keep_in_bucket": False, "force": False, "dry_run": False}
+        code, said = _run(course, node, prune, keep_last=keep_last, keep_every=None, **arguments)
+        course.say(f"prune --keep-last {keep_last} on node {node}: {code}: {_tell(said)}")
+        if said:
+            _tell_oracle(course, said, node)
+
+
+def _tell(said: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: said[name] for name in ("removed", "not_here", "kept") if said.get(name)}
+
+
 def _tell_oracle(course: Course, said: Mapping[str, Any], node: int) -> None:
-    """The oldest version goes first; with one that is kept the newer ones are. One that a process reads goes later."""
-    oldest_first = [row["save_id"] for row in reversed(said["plan"])]
-    gone = len(said["removed"]) + len(said["not_here"])
-    course.oracle.removed(oldest_first[:gone], node)
-    if any("it goes when" in why for why in said["kept"].values()):
-        course.oracle.removed(oldest_first[gone : gone + 1], node, is_done=False)
+    """What was removed there. Where one version of several is kept, the output does not say which."""
+    went = {*said["removed"], *said["not_here"]}
+    for checkpoint_id in {row["checkpoint_id"] for row in said["plan"]}:
+        rows = [row for row in said["plan"] if row["checkpoint_id"] == checkpoint_id and not row.get("is_kept")]
+        why = said["kept"].get(checkpoint_id, "")
+        if checkpoint_id in went or "it goes when" in why:
+            course.oracle.removed([row["save_id"] for row in rows], node, is_done=not why)
 
 
 def drain_and_lose(course: Course) -> None:
@@ -109,6 +131,25 @@ def drain_and_lose(course: Course) -> None:
     course.say(f"node {node} is taken down, and its disk is gone")
 
 
+def forget_lost(course: Course) -> None:
+    """A person runs `replicated-ckpt forget NODE` on a node, for one whose disk is gone."""
+    up = course.up()
+    if not up or not course.wiped:
+        return
+    node, lost = course.random.choice(up), course.random.choice(sorted(course.wiped))
+    code, said = _run(course, node, forget, node=lost, force=course.random.random() < 0.3)
+    course.say(f"forget {lost} on node {node}: {code}: {said.get('losses', '')}")
+
+
+def change_policy(course: Course) -> None:
+    """The run goes on with other arguments."""
+    course.end_job()
+    copies, keep_last = course.random.choice([2, 2, 3]), course.random.choice([None, 1, 2, 3])
+    course.policy = replace(course.policy, copies=copies, keep_last=keep_last)
+    course.oracle.change_policy(keep_last)
+    course.say(f"from now on {copies} copies, keep_last {keep_last}")
+
+
 def _find_only_there(course: Course, node: int) -> list[str]:
     """Checkpoints that must load, and of each version of which a part was seen on no other disk."""
     oracle = course.oracle
@@ -120,11 +161,11 @@ def _find_only_there(course: Course, node: int) -> list[str]:
     ]
 
 
-def _run(course: Course, node: int, verb: ModuleType, **arguments: Any) -> tuple[str, dict[str, Any]]:
+def _run(course: Course, where: int, verb: ModuleType, **arguments: Any) -> tuple[str, dict[str, Any]]:
     """A verb's exit code, or the error that it raised, and what it printed."""
-    root = str(course.cluster.nodes[node].root)
+    root = str(course.cluster.nodes[where].root)
     printed = io.StringIO()
-    with course.cluster.network.acting(Actor(node, is_agent=False)), contextlib.redirect_stdout(printed):
+    with course.cluster.network.acting(Actor(where, is_agent=False)), contextlib.redirect_stdout(printed):
         try:
             code = int(verb.run(argparse.Namespace(root=root, json=True, **arguments)))
         except ReplicatedCkptError as exc:
@@ -135,7 +176,10 @@ def _run(course: Course, node: int, verb: ModuleType, **arguments: Any) -> tuple
 _STEPS: Mapping[Callable[[Course], None], int] = {
     save: 6,
     remove: 7,
+    prune_some: 2,
     drain_and_lose: 3,
+    forget_lost: 2,
+    change_policy: 1,
     save_with_a_kill: 2,
     overwrite_with_an_outage: 2,
     begin_slowly: 2,
