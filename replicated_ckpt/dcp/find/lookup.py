@@ -31,14 +31,8 @@ def look_up(
     try:
         look = replace(world, is_load=False)
         return meet(store, look, checkpoint_id, opened_bucket, lineage=lineage).found
-    except AgreedError as exc:
-        _check_is_not_there(exc.error, checkpoint_id)
-    except CheckpointNotFound as exc:
-        _check_is_not_there(exc, checkpoint_id)
-    return None
-
-
-def _check_is_not_there(error: BaseException, checkpoint_id: str) -> None:
+    except (AgreedError, CheckpointNotFound) as exc:
+        error = exc.error if isinstance(exc, AgreedError) else exc
     if not isinstance(error, CheckpointNotFound):
         raise error
     if error.unreached:
@@ -48,3 +42,4 @@ def _check_is_not_there(error: BaseException, checkpoint_id: str) -> None:
             "are right."
         )
         raise StoreUnavailable("; ".join(error.unreached), "look for", key, "no other store has it", hint)
+    return None
