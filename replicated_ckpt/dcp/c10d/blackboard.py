@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from replicated_ckpt.agent.requests.releases import check_rank
 from replicated_ckpt.dcp.c10d.job_secret import Seal, split
-from replicated_ckpt.dcp.c10d.kept_decisions import KeptDecisions
+from replicated_ckpt.dcp.c10d.kept_decisions import STAYS, KeptDecisions
 from replicated_ckpt.dcp.c10d.once_per_node import read_once_per_node
 from replicated_ckpt.dcp.c10d.posted_error import pack_error, unpack_error
 from replicated_ckpt.dcp.c10d.waiting import ENDED_HINT, LINGER_S, POLL_S, AnsweringStore, Wait, reaching_store
@@ -214,7 +214,7 @@ class Blackboard:
         raw = encode(fields)
         if not stays or len(raw) < PACKED_FROM_BYTES:
             return raw
-        raw = encode(self._kept.mark(fields, stays))
+        raw = encode({**fields, STAYS: list(stays)})
         self._kept.keep(topic, raw, fields, stays)
         return raw
 
