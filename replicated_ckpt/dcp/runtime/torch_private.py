@@ -26,33 +26,7 @@ from torch.distributed.checkpoint.filesystem import _StoragePrefix as StoragePre
 from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.distributed.tensor import DTensor
 
-__all__ = [
-    "AsyncCall",
-    "Collectives",
-    "DTensor",
-    "DcpCall",
-    "MemoryFormat",
-    "OldMemoryFormat",
-    "OldTensorProperties",
-    "ShardedTensor",
-    "StorageInfo",
-    "StoragePrefix",
-    "async_calling",
-    "calling",
-    "default_store",
-    "flatten",
-    "flattening_holds_tensors",
-    "follow_step",
-    "layout_of",
-    "local_part",
-    "make_typed_storage",
-    "metadata_version",
-    "narrow",
-    "use_collectives",
-    "weights_only_names",
-    "with_local_part",
-    "with_shards",
-]
+__all__ = ["DTensor", "OldTensorProperties", "ShardedTensor", "StorageInfo", "StoragePrefix"]  # of those of torch's
 
 MemoryFormat, OldMemoryFormat = dcp_metadata._MEM_FORMAT_ENCODING, old_metadata.MEM_FORMAT_ENCODING  # noqa: SLF001
 layout_of = torch.serialization._get_layout  # noqa: SLF001
