@@ -195,8 +195,8 @@ class Blackboard:
         notes: dict[str, str] = {}
         for rank, post in enumerate(posts):
             kind, nonce = ("absent", str(before[rank])) if post is None else ("decided", str(post["nonce"]))
-            key = f"{topic}/{kind}/{rank}"
-            notes[key] = self._note(key, nonce + digest)
+            key, signed = f"{topic}/{kind}/{rank}", nonce + digest
+            notes[key] = signed + self._seal.mark(key, signed.encode()).decode()
         with reaching_store():
             if self._store.has_extended_api():
                 self._store.multi_set(list(notes), list(notes.values()))
@@ -310,10 +310,6 @@ class Blackboard:
         if not note.startswith(signed):
             raise MeetingFailed(f"This rank was too late to read what was decided about this {topic}.", _LATE_RANK)
         return self._kept.complete(topic, raw, _decode(f"{topic}/decision", raw))
-
-    def _note(self, key: str, signed: str) -> str:
-        """`signed`: the nonce of the post that is answered, and the digest of the decision."""
-        return signed + self._seal.mark(key, signed.encode()).decode()
 
     def _write(self, key: str, raw: bytes) -> None:
         with reaching_store():
