@@ -26,10 +26,7 @@ _OF_READER_TOO = ("object_store", "storage_options")
 
 
 class NamedCheckpoints:
-    """One store of a job. Every method is called by all ranks, in the same order, once there is a process group if any.
-
-    Saves and loads run over a gloo group of their own, so that one in the background does not meet other collectives.
-    It works without a process group, too.
+    """One store of a job. Called by all ranks, in the same order, and over a group of its own, as CheckpointManager.
 
     Args:
         root: this node's store.

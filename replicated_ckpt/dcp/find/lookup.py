@@ -24,9 +24,7 @@ def look_up(
 
     One that is found and not whole counts as found: a job that began anew next to it would take a loss for a first start.
 
-    Raises:
-        StoreUnavailable: nothing was found, and a node that takes part or the bucket did not answer. ShardLost: "latest",
-        and there are checkpoints, none of them whole. ConfigInvalid, CheckpointIdMismatch: the ranks ask wrongly.
+    Raises as ReplicatedReader.exists and latest; ConfigInvalid, CheckpointIdMismatch: the ranks ask wrongly.
     """
     try:
         look = replace(world, is_load=False)
