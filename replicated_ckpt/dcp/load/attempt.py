@@ -234,7 +234,7 @@ class LoadAttempt:
             self._keep_here(self._survey.found)
             bucket = self._parts.bucket.open()
             reader = ShardReader(self._store, self._own_node, self._survey, sorted(wanted), key, bucket, self._places)
-            reader.findings.note_silent(self._silent)
+            reader.findings.silent |= self._silent
             self._parts.bucket.share_patience(partial(reader.findings.is_silent, OBJECT_NODE))
             stack.callback(reader.tell_suspects)
             stack.callback(reader.close)
