@@ -277,7 +277,7 @@ class Routes:
         with parsing("Peers cannot be learned"):
             peers = self._service.learn_peers(fields["peers"])
         with request.heartbeat:
-            settle(self._service, self._service.leftovers(str(fields.get("session", ""))), peers)
+            settle(self._service, self._service.leftovers(), peers)
         return json_answer(self._reprotector.wake)
 
     def _file(self, request: Request, checkpoint_id: str, save_id: str, name: str) -> FileAnswer:
