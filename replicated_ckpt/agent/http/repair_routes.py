@@ -18,7 +18,7 @@ from replicated_ckpt.core.layout import SEQUENCE_FLOOR_MAX, is_checkpoint_file, 
 from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.core.upkeep.policy import Policy
 from replicated_ckpt.core.upkeep.repair_plan import RepairPlan
-from replicated_ckpt.errors import ConfigInvalid, ManifestInvalid, ObjectMissing, StoreError
+from replicated_ckpt.errors import ConfigInvalid, ManifestInvalid, StoreError
 from replicated_ckpt.stores.local.inspection import Inspector
 from replicated_ckpt.stores.local.room_to_start import keep_room_to_start, make_room_to_start
 from replicated_ckpt.stores.local.versions.recycled import try_room
@@ -159,11 +159,8 @@ class RepairRoutes:
 
     def _refuse_renamed(self, checkpoint_id: str, save_id: str) -> None:
         """A directory that a user renamed, or copied under another name, is the user's alone."""
-        try:
-            manifest = self._service.store.catalog.manifest(checkpoint_id)
-        except (ObjectMissing, ManifestInvalid):
-            return
-        if manifest.save_id == save_id and manifest.checkpoint_id != checkpoint_id:
+        manifest = self._service.store.catalog.find_manifest(checkpoint_id)
+        if manifest is not None and manifest.save_id == save_id and manifest.checkpoint_id != checkpoint_id:
             raise renamed_refusal(checkpoint_id, manifest.checkpoint_id, self._service.store.root)
 
     def _is_read_here(self, checkpoint_id: str, save_id: str) -> bool:

@@ -180,7 +180,7 @@ class Routes:
             require_asker(request.connection)
         replaces = holds_checkpoint(self._service.store.final(intent.checkpoint_id))
         histories, leftovers = self._service.begin(intent)
-        before = self._service.store.read_published(intent.checkpoint_id)
+        before = self._service.store.catalog.find_manifest(intent.checkpoint_id)
         if leftovers:
             with request.heartbeat:
                 settle(self._service, leftovers, peers)

@@ -201,7 +201,7 @@ class Mender:
         sources = self._sources_known(action.sources)
         manifest, raw_manifest = fetch_manifest(action.checkpoint_id, action.save_id, sources)
         metadata = fetch_metadata(action.checkpoint_id, manifest, sources)
-        own = self._store.read_published(action.checkpoint_id)
+        own = self._store.catalog.find_manifest(action.checkpoint_id)
         if not may_publish(manifest.version, None if own is None else own.version, replaces=""):
             return
         with self._service.completing:

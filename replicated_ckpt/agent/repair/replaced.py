@@ -29,7 +29,7 @@ def restore_replaced(service: NodeService, manifests: Mapping[str, Manifest], ot
         manifest = manifests.get(save_id)
         if manifest is None or catalog.is_replaced(save_id) or is_of_newer_format(service.store, save_id):
             continue
-        published = service.store.read_published(manifest.checkpoint_id)
+        published = service.store.catalog.find_manifest(manifest.checkpoint_id)
         if published is not None and published.save_id == save_id:
             continue  # what this save has replaced lies there
         try:

@@ -82,7 +82,7 @@ def _is_without_a_name(
         return False
     up = {view.node_id: view.holdings or () for view in views if view.presence is Presence.UP}
     is_published = any(holding.save_id == intent.save_id for holdings in up.values() for holding in holdings)
-    published = service.store.read_published(intent.checkpoint_id)
+    published = service.store.catalog.find_manifest(intent.checkpoint_id)
     return is_without_a_name(
         decided,
         published=None if published is None else published.version,
@@ -132,6 +132,6 @@ def is_of_newer_format(store: LocalStore, name: str) -> bool:
 
 
 def _is_outlived(service: NodeService, checkpoint_id: str, old: Version, whole: _WholeById) -> bool:
-    published = service.store.read_published(checkpoint_id)
+    published = service.store.catalog.find_manifest(checkpoint_id)
     version = None if published is None else published.version
     return may_be_dropped(old, whole=whole.get(checkpoint_id, ()), published=version)

@@ -18,7 +18,6 @@ from replicated_ckpt.core.layout import (
     is_checkpoint_id,
     is_save_id,
 )
-from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.environment import make_absolute
 from replicated_ckpt.errors import (
     ConfigInvalid,
@@ -139,7 +138,7 @@ class LocalStore:
         with translate_errors(str(self.root), "begin", intent.checkpoint_id):
             check_replaceable(self.root, intent.checkpoint_id, intent)
             make_directories(staging.parent, self.root)
-            replaces = self.read_published(intent.checkpoint_id)
+            replaces = self.catalog.find_manifest(intent.checkpoint_id)
             asked = "" if replaces is None or not replaces_others else replaces.save_id
             intent = replace(intent, replaces=asked)
             if not self._is_intent_kept(intent):
@@ -203,7 +202,7 @@ class LocalStore:
             manifest, intent = read_decision(staging, save_id), self.intent_of(save_id)
             name = intent.checkpoint_id or manifest.checkpoint_id  # of a directory that a user renamed, the new one
             final = self.final(name)
-            before = self.read_published(name)
+            before = self.catalog.find_manifest(name)
             replaced.check_order(manifest, before, intent)
             check_replaceable(self.root, name, intent, gives_way=before is not None)
             failpoints.reach("commit.checked")
@@ -234,7 +233,7 @@ class LocalStore:
         checkpoint_id = self.intent_of(save_id).checkpoint_id
         if not checkpoint_id:  # who committed it forgot it while another thread opened it again
             return self.catalog.checkpoint_of(save_id) is not None
-        published = self.read_published(checkpoint_id)
+        published = self.catalog.find_manifest(checkpoint_id)
         return published is not None and published.save_id == save_id
 
     def path_of(self, checkpoint_id: str, save_id: str, name: str) -> Path:
@@ -254,13 +253,6 @@ class LocalStore:
         except ManifestInvalid:
             return checkpoint_id
         return directory or (None if self.catalog.save_id_of(checkpoint_id) else checkpoint_id)
-
-    def read_published(self, checkpoint_id: str) -> Manifest | None:
-        """The manifest under that name; None where none lies, or none that is believed."""
-        try:
-            return self.catalog.manifest(checkpoint_id)
-        except (ObjectMissing, ManifestInvalid):
-            return None
 
     def drop_replaced(self, name: str) -> bool:
         """Removes a version that a newer save has replaced; False: it is read. The caller has seen the newer one whole."""
