@@ -225,6 +225,10 @@ class Catalog:
             except (ObjectMissing, ManifestInvalid):
                 continue
 
+    def is_newer_replaced(self, name: str) -> bool:
+        """Whether a replaced version has a manifest that only a newer version of the package can read."""
+        return any(self.of_newer_format(f"{REPLACED_DIR}/{name}"))
+
     def without_manifest(self) -> Iterator[str]:
         """Directories that hold DCP's metadata or shards and no manifest, whatever wrote them."""
         for checkpoint_id in self._checkpoint_ids(_holds_a_checkpoint):
