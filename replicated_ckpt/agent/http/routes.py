@@ -99,20 +99,7 @@ class Routes:
                 return self._file(request, query.get("checkpoint_id", ""), save_id, name)
             case (_, "v1", "saves", save_id, *rest) if is_save_id(save_id):
                 return self._save(request, save_id, rest, query.get("settle", ""), query.get("ticket", ""))
-            case (
-                "POST",
-                "v1",
-                "hello"
-                | "bye"
-                | "sequence"
-                | "suspects"
-                | "verify"
-                | "repair"
-                | "retention"
-                | "give-up"
-                | "remove"
-                | "forget" as verb,
-            ):
+            case ("POST", "v1", verb) if verb in self._repair.by_verb:
                 return self._repair.answer(verb, request)
             case ("POST", "v1", "shutdown"):
                 return json_answer(self._stop)
