@@ -66,11 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit code: OK if everything that was planned is done and no shard is lost; see ExitCode for the rest.
-
-    Raises:
-        CheckpointNotFound, ConfigInvalid, StoreError, AgentUnavailable
-    """
+    """Exit code: OK if everything that was planned is done and no shard is lost; see ExitCode for the rest."""
     store = open_store(arguments.root)
     if arguments.id == LATEST:
         raise describe_absent(store, look_at_nodes(store), LATEST)

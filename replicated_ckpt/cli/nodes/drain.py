@@ -35,11 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit code: OK if every checkpoint has its copies on the nodes that stay; else FAILED, and the output says why not.
-
-    Raises:
-        CheckpointNotFound, ConfigInvalid, StoreError, AgentUnavailable
-    """
+    """Exit code: OK if every checkpoint has its copies on the nodes that stay; else FAILED, and the output says why not."""
     store = open_store(arguments.root)
     if not arguments.dry_run:
         start_agent(store)

@@ -47,11 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit code: OK (good), FAILED (degraded), SHARD_LOST (files that no node can hold), UNREACHABLE (no agent here).
-
-    Raises:
-        CheckpointNotFound, ConfigInvalid, StoreError, AgentUnavailable
-    """
+    """Exit code: OK (good), FAILED (degraded), SHARD_LOST (files that no node can hold), UNREACHABLE (no agent here)."""
     store = open_store_of(arguments)
     while True:
         state: _State | _OwnAgent = _ask_own_agent(store) if arguments.own_agent else _look(store)
