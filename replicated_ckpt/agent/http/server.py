@@ -205,11 +205,7 @@ class _Handler(BaseHTTPRequestHandler):
         return f"{self.command[:_LOGGED_CHARS]!r} {self.path[:_LOGGED_CHARS]!r}"
 
     def _find_right(self) -> Right:
-        """What the token of the request shows.
-
-        Raises:
-            TokenInvalid: nothing.
-        """
+        """What the token of the request shows."""
         scheme, _, given = self.headers.get("Authorization", "").partition(" ")
         right = self.server.tokens.right_of(given) if scheme == "Bearer" else None
         if right is None:

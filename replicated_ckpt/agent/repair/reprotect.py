@@ -279,11 +279,7 @@ class Reprotector:
         return refuse_unplanned(others, plan_repair(*self._look(), self._service.node_id).adopt)
 
     def _try(self, action: Action) -> str:
-        """Does one action; why it could not be done, or "".
-
-        Raises:
-            Stopped: the agent is leaving.
-        """
+        """Does one action; why it could not be done, or ""."""
         if self._stopping.is_set():
             raise Stopped
         try:

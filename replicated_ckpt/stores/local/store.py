@@ -241,11 +241,7 @@ class LocalStore:
         return self.root / (self._directory_with(checkpoint_id, save_id) or checkpoint_id) / name
 
     def _directory_with(self, checkpoint_id: str, save_id: str) -> str | None:
-        """Where files of a save lie or, where the manifest under its name is damaged or gone, may lie; None: nowhere.
-
-        Raises:
-            ManifestVersionUnknown
-        """
+        """Where files of a save lie or, where the manifest under its name is damaged or gone, may lie; None: nowhere."""
         try:
             directory = self.catalog.directory_of(checkpoint_id, save_id)
         except ManifestVersionUnknown:

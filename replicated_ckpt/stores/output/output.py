@@ -75,11 +75,7 @@ class Output(abc.ABC):
 
     @contextlib.contextmanager
     def create(self, name: str) -> Iterator[Stream]:
-        """Writes one file.
-
-        Raises:
-            StoreError
-        """
+        """Writes one file."""
         stream = self._open(name)
         try:
             yield stream
