@@ -20,7 +20,6 @@ HELP = "Serve one node's store to its peers until stopped (ranks start one by th
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the agent's arguments to a command line."""
     parser.add_argument("--root", required=True, help="the node's store, a directory on its own disk")
     parser.add_argument(
         "--host",

@@ -71,7 +71,6 @@ _STATUS_BY_ERROR: Mapping[type[ReplicatedCkptError], HTTPStatus] = {
 
 
 def status_of(error: ReplicatedCkptError) -> int:
-    """HTTP status that a refusal is answered with."""
     found = next((code for kind, code in _STATUS_BY_ERROR.items() if isinstance(error, kind)), None)
     return int(found or HTTPStatus.INTERNAL_SERVER_ERROR)
 

@@ -96,7 +96,6 @@ class Reprotector:
         start_thread(self._thread)
 
     def wake(self) -> None:
-        """Has the next round begin now."""
         self._busy.set()
         self._woken.set()
 

@@ -117,7 +117,6 @@ def _failing(agent: Mapping[str, Any]) -> Iterator[str]:
 
 
 def describe_uploads(agent: Mapping[str, Any]) -> str:
-    """How uploads are, in a line."""
     uploads = agent["object_store"]
     failing = sum(1 for upload in uploads["pending"].values() if upload["error"])
     said = f"{len(uploads['pending'])} on their way, {uploads['done']} done since the agent started"
@@ -125,7 +124,6 @@ def describe_uploads(agent: Mapping[str, Any]) -> str:
 
 
 def describe_protection(agent: Mapping[str, Any]) -> str:
-    """How re-protection is, in a line."""
     found = agent["protection"]
     if not found["rounds"]:
         return "it has not looked yet"

@@ -109,7 +109,6 @@ class Remover:
         return next((one.retention for one in policies if one.tier == NODES and (one.scope, one.lineage) == run), None)
 
     def find_last_good(self, chosen: Sequence[CheckpointSeen]) -> tuple[str, ...]:
-        """Those that are refused without --force."""
         return find_last_good(self.removables(), {row.save_id for row in chosen})
 
     def carry_out(self, chosen: Sequence[CheckpointSeen]) -> Removed:

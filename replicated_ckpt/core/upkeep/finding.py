@@ -9,8 +9,6 @@ from replicated_ckpt.core.one_line import one_line
 
 
 class Problem(Enum):
-    """What is wrong with a file."""
-
     CORRUPT = "corrupt"
     """Its bytes differ from the checksum taken when they were saved."""
     MISSING = "missing"

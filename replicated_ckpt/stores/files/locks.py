@@ -112,7 +112,6 @@ class HeldLock:
             self.close()
 
     def close(self) -> None:
-        """Closes the descriptor of this process."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)

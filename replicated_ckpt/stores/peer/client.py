@@ -73,7 +73,6 @@ class AgentAddress:
         return asdict(self)
 
     def without_token(self) -> dict[str, Any]:
-        """The same without the token."""
         return {name: value for name, value in asdict(self).items() if name != "token"}
 
     @classmethod
