@@ -237,11 +237,12 @@ class NodeService:
         intent = self.store.intent_of(save_id)
         if name == MANIFEST_NAME:
             raw = body.read_all(MANIFEST_BYTES_MAX)
-            if decode_manifest(raw, "what was brought").checkpoint_id != intent.checkpoint_id:
+            manifest = decode_manifest(raw, "what was brought")
+            if manifest.checkpoint_id != intent.checkpoint_id:
                 raise ManifestInvalid(
                     f"Save {save_id} was opened for {intent.checkpoint_id!r}; its manifest names another one."
                 )
-            check_adopted(self.store.root, intent, raw)
+            check_adopted(self.store.root, intent, manifest)
             self.store.put_small(save_id, name, raw)
             failpoints.reach("agent.decision-staged")
             return Received.of(raw)
