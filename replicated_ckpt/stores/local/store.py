@@ -174,7 +174,7 @@ class LocalStore:
         except FileNotFoundError:
             return False
         with HeldLock(fd) as lock:
-            return not lock.take()
+            return not lock.try_take()
 
     def put_small(self, save_id: str, name: str, data: bytes) -> None:
         """Writes a small file into a staged save, durably, and never into one that has just been published."""

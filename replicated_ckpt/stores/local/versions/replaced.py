@@ -116,7 +116,7 @@ def unread(directory: Path) -> Iterator[bool]:
         yield True
         return
     with HeldLock(fd) as lock:
-        yield lock.take()
+        yield lock.try_take()
 
 
 def is_read(directory: Path) -> bool:
