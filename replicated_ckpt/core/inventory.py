@@ -97,11 +97,6 @@ class SaveFound:
         lineage = next((holding.lineage for holding in self.holdings), "")
         return Version(lineage, self.sequence, created, self.save_id)
 
-    @property
-    def order(self) -> tuple[int, float, str]:
-        """Compares saves of one lineage: the larger is the newer."""
-        return self.version.order
-
     def holders_of(self, shard: str, size_bytes: int) -> tuple[str, ...]:
         """Nodes whose copy of `shard` has the right size. A copy of another size is as good as none."""
         return tuple(node for node, size in self._copies_by_shard.get(shard, ()) if size == size_bytes)
@@ -187,7 +182,7 @@ def saves_found(holdings: Iterable[Holding]) -> tuple[SaveFound, ...]:
         newest[lineage] = max(newest.get(lineage, 0.0), created)
 
     def place(save: SaveFound) -> tuple[float, str, tuple[int, float, str]]:
-        lineage = save.version.lineage
-        return newest[lineage], lineage, save.order
+        version = save.version
+        return newest[version.lineage], version.lineage, version.order
 
     return tuple(sorted(saves, key=place, reverse=True))

@@ -138,7 +138,8 @@ class RepairRoutes:
         service.pins.drop(save_id)
         root = service.store.root
         if fields.get("is_asked"):
-            is_kept = not fields.get("force") and self._is_read_here(checkpoint_id, save_id)
+            place = None if fields.get("force") else self._find_place(checkpoint_id, save_id)
+            is_kept = place is not None and is_read(place)
             return json_answer(is_removed=False, why="a process of this node reads it" if is_kept else "")
         with request.heartbeat:
             make_room_to_start(root)
@@ -159,10 +160,6 @@ class RepairRoutes:
         manifest = self._service.store.catalog.find_manifest(checkpoint_id)
         if manifest is not None and manifest.save_id == save_id and manifest.checkpoint_id != checkpoint_id:
             raise renamed_refusal(checkpoint_id, manifest.checkpoint_id, self._service.store.root)
-
-    def _is_read_here(self, checkpoint_id: str, save_id: str) -> bool:
-        place = self._find_place(checkpoint_id, save_id)
-        return place is not None and is_read(place)
 
     def _find_place(self, checkpoint_id: str, save_id: str) -> Path | None:
         """Where the save lies here under this name; a user's copy of it under another one is not meant."""

@@ -112,13 +112,9 @@ def _drop_replaced(service: NodeService, names: Sequence[str], whole: _WholeById
         if manifest is None:  # not believed: named after the save that replaced it, or damaged since, and after itself
             is_over = name in whole_saves or (is_done and not service.store.catalog.is_newer_replaced(name))
         else:
-            is_over = _is_outlived(service, manifest.checkpoint_id, manifest.version, whole)
+            published = service.store.catalog.find_manifest(manifest.checkpoint_id)
+            version, versions = None if published is None else published.version, whole.get(manifest.checkpoint_id, ())
+            is_over = may_be_dropped(manifest.version, whole=versions, published=version)
         with _keeping(f"what a newer save has replaced, save {name},"):
             if is_over and service.store.drop_replaced(name):
                 log.info("removed what a newer save has replaced: save %s", name)
-
-
-def _is_outlived(service: NodeService, checkpoint_id: str, old: Version, whole: _WholeById) -> bool:
-    published = service.store.catalog.find_manifest(checkpoint_id)
-    version = None if published is None else published.version
-    return may_be_dropped(old, whole=whole.get(checkpoint_id, ()), published=version)

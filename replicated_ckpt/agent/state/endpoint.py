@@ -120,14 +120,10 @@ def listening_endpoint(directory: Path) -> Endpoint | None:
         StoreDenied: another user can have written it.
     """
     endpoint = read_endpoint(directory)
-    if endpoint is None or endpoint.tls_sha256 or _is_own_listener(endpoint.port):
+    if endpoint is None or endpoint.tls_sha256:
         return endpoint
-    return None
-
-
-def _is_own_listener(port: int) -> bool:
-    """Whether only processes of this user listen there."""
-    return {listener.uid for listener in listeners_on(port)} == {os.geteuid()}
+    users = {listener.uid for listener in listeners_on(endpoint.port)}
+    return endpoint if users == {os.geteuid()} else None
 
 
 def next_identity(directory: Path) -> Identity:
