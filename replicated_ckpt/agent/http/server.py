@@ -75,6 +75,11 @@ def status_of(error: ReplicatedCkptError) -> int:
     return int(found or HTTPStatus.INTERNAL_SERVER_ERROR)
 
 
+def describe_refusal(error: ReplicatedCkptError) -> dict[str, str]:
+    """As `refusal` of the client reads it."""
+    return {"error": error.message, "kind": type(error).__name__, "hint": error.hint}
+
+
 class AgentServer(ThreadingHTTPServer):
     """Listens for one agent. At most CONNECTIONS_MAX connections are open; for one more, one that waits is closed."""
 
@@ -220,8 +225,7 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self.server.log_problem(self.client_address, what)
         self.close_connection = True
-        document = {"error": exc.message, "kind": type(exc).__name__, "hint": exc.hint}
-        self._send_bytes(code, json.dumps(document).encode(), "application/json")
+        self._send_bytes(code, json.dumps(describe_refusal(exc)).encode(), "application/json")
         self._drain(body)
 
     def _drain(self, body: Body | None) -> None:
