@@ -114,18 +114,16 @@ def is_only_read(store: LocalStore) -> bool:
 
 
 def _stay_client(root: Path, directory: Path) -> None:
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while (held := _client_lock_by_root.get(root)) is None or not held.is_held:  # a fork's is not
-        lock = client_lock(directory)
-        if lock is not None:
-            _client_lock_by_root[root] = lock
-        elif time.monotonic() > deadline:
-            raise AgentUnavailable(
-                f"The client lock in {directory} is held by a process that does not let go.",
-                held_hint(directory, "clients"),
-            )
-        else:
-            time.sleep(_POLL_S)
+    held = _client_lock_by_root.get(root)
+    if held is not None and held.is_held:  # a fork's is not
+        return
+    lock = client_lock(directory, START_TIMEOUT_S)
+    if lock is None:
+        raise AgentUnavailable(
+            f"The client lock in {directory} is held by a process that does not let go.",
+            held_hint(directory, "clients"),
+        )
+    _client_lock_by_root[root] = lock
 
 
 def _take_start(directory: Path) -> FileLock:

@@ -180,9 +180,9 @@ def is_free(directory: Path) -> bool:
     return not FileLock.is_taken(directory / LOCK_NAME)
 
 
-def client_lock(directory: Path) -> FileLock | None:
-    """Held by each process that uses the agent. None only while an agent is looking for clients."""
-    return FileLock.take(directory / _CLIENTS_NAME, shared=True)
+def client_lock(directory: Path, within_s: float) -> FileLock | None:
+    """Held by each process that uses the agent. None: one that looks for clients, or leaves, has not ended in this time."""
+    return FileLock.take_within(directory / _CLIENTS_NAME, within_s, shared=True)
 
 
 def shut_out_clients(directory: Path) -> bool:

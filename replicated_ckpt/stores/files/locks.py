@@ -143,10 +143,10 @@ class FileLock(HeldLock):
         return lock
 
     @classmethod
-    def take_within(cls, path: Path, timeout_s: float) -> "FileLock | None":
+    def take_within(cls, path: Path, timeout_s: float, *, shared: bool = False) -> "FileLock | None":
         """As `take`, once the process that holds the lock releases it; None: it has not done so in this time."""
         deadline = time.monotonic() + timeout_s
-        while (lock := cls.take(path)) is None and time.monotonic() < deadline:
+        while (lock := cls.take(path, shared=shared)) is None and time.monotonic() < deadline:
             time.sleep(_POLL_S)
         return lock
 
