@@ -36,11 +36,12 @@ from replicated_ckpt.stores.files.durable import (
 )
 from replicated_ckpt.stores.files.existence import is_directory, is_there, list_prefixed
 from replicated_ckpt.stores.files.locks import HeldLock, exclusive
+from replicated_ckpt.stores.files.ownership import make_private
 from replicated_ckpt.stores.files.plain import open_plain
 from replicated_ckpt.stores.local.directories.catalog import Catalog
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.directories.place import PlaceNotes
-from replicated_ckpt.stores.local.identity import ensure_identity, find_identity, make_agent_directory
+from replicated_ckpt.stores.local.identity import check_place, ensure_identity, find_identity
 from replicated_ckpt.stores.local.versions import others, replaced
 from replicated_ckpt.stores.local.versions.carry_over import carry_over
 from replicated_ckpt.stores.local.versions.recycled import write_with_room
@@ -91,14 +92,16 @@ class LocalStore:
         return find_identity(self.root) or NO_NODE
 
     def agent_directory(self) -> Path:
-        """The agent's directory, private to this user; created if need be.
+        """The agent's directory, private to this user; created if need be, where the root may become a store.
 
         Raises:
             StoreDenied: another user of the host can have put it there, or something in it. ConfigInvalid, StoreError
         """
         path = self.root_agent_directory()
         with translate_errors(str(self.root), "create", AGENT_DIR):
-            self._private = make_agent_directory(self.root, path, self._private)
+            if self._private is None:
+                check_place(self.root)
+            self._private = make_private(self.root, path, self._private)
         return path
 
     def root_agent_directory(self) -> Path:
