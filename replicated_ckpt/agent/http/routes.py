@@ -12,10 +12,9 @@ from replicated_ckpt.agent.http.relay import open_metadata, pull_metadata
 from replicated_ckpt.agent.http.repair_routes import RepairRoutes
 from replicated_ckpt.agent.http.unmanaged_routes import UnmanagedRoutes
 from replicated_ckpt.agent.repair.reprotect import Reprotector
-from replicated_ckpt.agent.requests.asker import require_asker
 from replicated_ckpt.agent.requests.checks import Checks
 from replicated_ckpt.agent.requests.file_answer import FileAnswer, file_answer
-from replicated_ckpt.agent.requests.request import Answer, Request, json_answer
+from replicated_ckpt.agent.requests.request import Answer, Request, json_answer, require_asker
 from replicated_ckpt.agent.requests.worker_thread import give_way
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.settling.settle import settle

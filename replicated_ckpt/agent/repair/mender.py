@@ -39,8 +39,7 @@ from replicated_ckpt.stores.local.inspection import Inspector, Paced
 from replicated_ckpt.stores.local.shard_file import FileSink, ShardFile
 from replicated_ckpt.stores.local.versions.recycled import RecycledFiles, measure_room
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
-from replicated_ckpt.stores.peer.copy import PeerShard
-from replicated_ckpt.stores.peer.suspects import tell_suspect
+from replicated_ckpt.stores.peer.copy import PeerShard, tell_suspect
 from replicated_ckpt.stores.throttle import Pace
 from replicated_ckpt.stores.verified import Expected, VerifiedShard
 
