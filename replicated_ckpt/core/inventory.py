@@ -52,11 +52,7 @@ class Holding:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "Holding":
-        """Holding described by `fields`, validated.
-
-        Raises:
-            ValueError, KeyError, TypeError: it is not one; the caller names the peer that said so.
-        """
+        """Raises ValueError, KeyError, TypeError: the fields are no holding; the caller names the peer that said so."""
         sizes = {str(name): index(size) for name, size in dict(fields["sizes"]).items()}
         holding = cls(
             one_line(fields["node_id"]),

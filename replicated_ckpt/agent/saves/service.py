@@ -256,11 +256,7 @@ class NodeService:
             return receive_file(path, body, take, durable=durable, direct_io=self._direct_io, recycled=pool)
 
     def commit(self, save_id: str) -> tuple[str, ...]:
-        """Publishes a save; returns the shards held here. Idempotent.
-
-        Raises:
-            SaveAborted, ManifestInvalid, ObjectCorrupt, StoreError: nothing changed.
-        """
+        """As `LocalStore.commit`. Raises SaveAborted also of a save that was given up here."""
         self._fence.check(save_id, self.node_id)
         held = self.store.commit(save_id)
         self.adoption_locks.close(save_id)

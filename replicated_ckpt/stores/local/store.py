@@ -296,11 +296,7 @@ class LocalStore:
             return has_decision(self.staging(save_id), save_id)
 
     def is_decision_damaged(self, save_id: str) -> bool:
-        """Whether a staged save was decided here, and manifest or metadata cannot be believed any more.
-
-        Raises:
-            StoreError: as `is_decided`.
-        """
+        """Whether a staged save was decided here, and manifest or metadata cannot be believed any more."""
         with translate_errors(str(self.root), "read the decision of", save_id):
             return has_damaged_decision(self.staging(save_id), save_id)
 
