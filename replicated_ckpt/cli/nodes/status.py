@@ -122,7 +122,7 @@ class _State:
             "unix_s": round(time.time(), 3),
             "state": self.health.word,
             "exit_code": int(self.health.code),
-            "reasons": list(self.health.reasons),
+            "reasons": self.health.reasons,
             "node_id": self.seen.own_node,
             "nodes": nodes,
             "checkpoints": [row.to_json() for row in self.rows],
