@@ -46,7 +46,7 @@ from replicated_ckpt.stores.local.versions import others, replaced
 from replicated_ckpt.stores.local.versions.carry_over import carry_over
 from replicated_ckpt.stores.local.versions.recycled import write_with_room
 from replicated_ckpt.stores.local.versions.replaceable import check_replaceable
-from replicated_ckpt.stores.local.versions.retire import empty_trash
+from replicated_ckpt.stores.local.versions.retire import empty_trash, remove_unread
 from replicated_ckpt.stores.local.versions.staged_decision import has_damaged_decision, has_decision, read_decision
 
 PART_SUFFIX = ".part"
@@ -259,15 +259,7 @@ class LocalStore:
             raise ConfigInvalid(f"{name!r} is no save id.")
         with translate_errors(str(self.root), "remove", f"{REPLACED_DIR}/{name}"), exclusive(self.root / STAGING_DIR):
             path = self.root / REPLACED_DIR / name
-            if is_directory(path):
-                trash = self._trash(name)
-                others.remove_trash(self.root, trash)
-                with replaced.unread(path) as is_unread:
-                    if not is_unread:
-                        return False
-                    path.rename(trash)
-                others.remove_trash(self.root, trash, path.parent)
-            return not is_directory(path)
+            return not is_directory(path) or remove_unread(self.root, path, name)
 
     def _trash(self, save_id: str) -> Path:
         """Where a save, or what it replaced, goes on its way out. If a power loss takes this name, nothing is missed."""
