@@ -17,7 +17,7 @@ from replicated_ckpt.config import Retention
 from replicated_ckpt.core.notes import metrics_of
 from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.core.upkeep.policy import NODES, pending
-from replicated_ckpt.core.upkeep.removal import Removable, find_last_good
+from replicated_ckpt.core.upkeep.removal import Removable
 from replicated_ckpt.core.upkeep.retention import NOT_UPLOADED, Candidate
 from replicated_ckpt.errors import ReplicatedCkptError
 from replicated_ckpt.stores.bucket.bucket import Bucket
@@ -105,9 +105,6 @@ class Remover:
         said = self.seen.held[self.seen.own_node].standing.policies
         policies = said or PolicyBook(self._store.root_agent_directory()).read_all()  # no agent runs
         return next((one.retention for one in policies if one.tier == NODES and (one.scope, one.lineage) == run), None)
-
-    def find_last_good(self, chosen: Sequence[CheckpointSeen]) -> tuple[str, ...]:
-        return find_last_good(self.removables(), {row.save_id for row in chosen})
 
     def carry_out(self, chosen: Sequence[CheckpointSeen]) -> Removed:
         """Removes each, the oldest first; what stands in the way of one keeps none of the others."""

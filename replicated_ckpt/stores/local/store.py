@@ -144,16 +144,12 @@ class LocalStore:
             replaces = self.catalog.find_manifest(intent.checkpoint_id)
             asked = "" if replaces is None or not replaces_others else replaces.save_id
             intent = replace(intent, replaces=asked)
-            if not self._is_intent_kept(intent):
+            if intent.nodes or not self.intent_of(intent.save_id).nodes:  # else it is staged, and that knows its nodes
                 write_with_room(self.root, self.intent_path(intent.save_id), intent.encode())
             failpoints.reach("store.intent-written")
             make_directory(staging)
             fsync_directory(staging.parent)
         failpoints.reach("store.opened")
-
-    def _is_intent_kept(self, intent: Intent) -> bool:
-        """Whether the save is staged here already, and its intent names nodes that the new one does not know."""
-        return bool(self.intent_of(intent.save_id).nodes) and not intent.nodes
 
     def lock_save(self, save_id: str) -> HeldLock:
         """Marks an open save as being worked on, until the lock is released, or this process has ended.
