@@ -137,19 +137,23 @@ class VerifiedShard(ABC):
 
     def _read_table(self, expected: Expected) -> BlockTable:
         """The table in the footer. A damaged one is read a second time before it counts."""
-        try:
-            return self._read_footer(expected)
-        except ObjectCorrupt:
-            return self._read_footer(expected)
+        size, raw = expected.size_bytes, bytearray(FOOTER_TAIL_BYTES)
+        if size < len(raw):
+            raise self._corrupt("its footer of block checksums is damaged")
+        for is_last in (False, True):
+            try:
+                self._fill(memoryview(raw), size - len(raw))
+                footer = bytearray(footer_bytes_of(raw, size) or 0)
+                if footer:
+                    self._fill(memoryview(footer), size - len(footer))
+                return self._check_footer(footer, expected)
+            except ObjectCorrupt:
+                if is_last:
+                    raise
+        raise AssertionError("the second attempt returns or raises")
 
-    def _read_footer(self, expected: Expected) -> BlockTable:
-        size, tail, footer = expected.size_bytes, bytearray(FOOTER_TAIL_BYTES), bytearray()
-        if size >= len(tail):
-            self._fill(memoryview(tail), size - len(tail))
-            footer = bytearray(footer_bytes_of(tail, size) or 0)
-        if footer:
-            self._fill(memoryview(footer), size - len(footer))
-        table = decode_footer(footer, size)
+    def _check_footer(self, footer: bytearray, expected: Expected) -> BlockTable:
+        table = decode_footer(footer, expected.size_bytes)
         if table is None:
             raise self._corrupt("its footer of block checksums is damaged")
         found = table.file_crc()
