@@ -3,6 +3,7 @@
 import argparse
 import logging
 import os
+from dataclasses import fields
 from functools import partial
 from typing import get_args
 
@@ -15,21 +16,10 @@ from replicated_ckpt.environment import DIRECT_IO_ENV, PLAIN_ENV, PORT_ENV, TLS_
 from replicated_ckpt.stores.files.ownership import GROUP_ENV
 from replicated_ckpt.stores.local.store import LocalStore
 
-_BACKGROUND = (
-    "lost_after_s",
-    "away_after_s",
-    "copy_mib_per_s",
-    "scrub_mib_per_s",
-    "scrub_every_s",
-    "upload_mib_per_s",
-    "round_every_s",
-    "drain_s",
-)
 HELP = "Serve one node's store to its peers until stopped (ranks start one by themselves if none runs)."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the agent's arguments to a command line."""
     parser.add_argument("--root", required=True, help="the node's store, a directory on its own disk")
     parser.add_argument(
         "--host",
@@ -100,9 +90,8 @@ def run(arguments: argparse.Namespace) -> int:
     level = logging.DEBUG if arguments.verbose else logging.INFO
     directory = LocalStore(arguments.root).root_agent_directory()
     logging.basicConfig(level=level, handlers=[BoundedLog(directory)])
-    options = {name: getattr(arguments, name) for name in (*_BACKGROUND, "tls_cert", "tls_key", "direct_io", "nice")}
-    host = arguments.host or listening_host(directory)
-    config = AgentConfig(arguments.root, host, arguments.port, arguments.idle_exit_s, **options)
+    options = {field.name: getattr(arguments, field.name) for field in fields(AgentConfig)}
+    config = AgentConfig(**{**options, "host": arguments.host or listening_host(directory)})
     give_way_as_session(config.nice)
     Agent(config).run()
     return 0

@@ -17,7 +17,6 @@ HELP = "Kill simulated nodes with their disks on this machine, resume from what 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `drill`."""
     defaults = DrillOptions()
     add = parser.add_argument
     add(

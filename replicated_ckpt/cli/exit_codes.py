@@ -15,8 +15,6 @@ from replicated_ckpt.searched import NOT_REACHED
 
 
 class ExitCode(IntEnum):
-    """What the exit code of a command means."""
-
     OK = 0
     FAILED = 1
     USAGE = 2

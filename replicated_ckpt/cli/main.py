@@ -74,7 +74,7 @@ def _write(stream: TextIO, text: str) -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns its exit code."""
+    """Runs one command; returns its exit code, also for each of our errors that its verb raises."""
     _open_closed_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):  # letters that it cannot encode, in a name or a table, are escaped
         sys.stdout.reconfigure(errors="backslashreplace")

@@ -52,11 +52,7 @@ class Holding:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "Holding":
-        """Holding described by `fields`, validated.
-
-        Raises:
-            ValueError, KeyError, TypeError: it is not one; the caller names the peer that said so.
-        """
+        """Raises ValueError, KeyError, TypeError: the fields are no holding; the caller names the peer that said so."""
         sizes = {str(name): index(size) for name, size in dict(fields["sizes"]).items()}
         holding = cls(
             one_line(fields["node_id"]),
@@ -96,11 +92,6 @@ class SaveFound:
         created = max((holding.version.order[1] for holding in self.holdings), default=0.0)
         lineage = next((holding.lineage for holding in self.holdings), "")
         return Version(lineage, self.sequence, created, self.save_id)
-
-    @property
-    def order(self) -> tuple[int, float, str]:
-        """Compares saves of one lineage: the larger is the newer."""
-        return self.version.order
 
     def holders_of(self, shard: str, size_bytes: int) -> tuple[str, ...]:
         """Nodes whose copy of `shard` has the right size. A copy of another size is as good as none."""
@@ -187,7 +178,7 @@ def saves_found(holdings: Iterable[Holding]) -> tuple[SaveFound, ...]:
         newest[lineage] = max(newest.get(lineage, 0.0), created)
 
     def place(save: SaveFound) -> tuple[float, str, tuple[int, float, str]]:
-        lineage = save.version.lineage
-        return newest[lineage], lineage, save.order
+        version = save.version
+        return newest[version.lineage], version.lineage, version.order
 
     return tuple(sorted(saves, key=place, reverse=True))

@@ -52,11 +52,7 @@ class Named:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "Named":
-        """As a node tells it, validated.
-
-        Raises:
-            ValueError, KeyError, TypeError, AttributeError: it names no save; the caller names the node.
-        """
+        """Raises ValueError, KeyError, TypeError, AttributeError: they name no save; the caller names the node."""
         named = cls(str(fields["save_id"]), str(fields["lineage"]), check_replaces(fields["replaces"]))
         if not is_save_id(named.save_id) or not is_lineage(named.lineage):
             raise ValueError(f"no valid save: {named!r}"[:500])

@@ -19,14 +19,11 @@ def encode_notes(metrics: Mapping[str, Any] | None, metadata: Mapping[str, Any] 
     """
     try:
         numbers = {str(name): float(value) for name, value in (metrics or {}).items()}
-        notes = {
-            **(
-                {"metrics": {name: value if isfinite(value) else None for name, value in numbers.items()}}
-                if numbers
-                else {}
-            ),
-            **({"metadata": json.loads(json.dumps(dict(metadata), allow_nan=False))} if metadata else {}),
-        }
+        notes: dict[str, Any] = {}
+        if numbers:
+            notes["metrics"] = {name: value if isfinite(value) else None for name, value in numbers.items()}
+        if metadata:
+            notes["metadata"] = json.loads(json.dumps(dict(metadata), allow_nan=False))
         return check_notes(notes)
     except (AttributeError, TypeError, ValueError, RuntimeError) as exc:  # the last of a tensor of several elements
         raise ConfigInvalid(

@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 
 from replicated_ckpt.core.integrity.checksum import BlockTable
 from replicated_ckpt.errors import ObjectCorrupt, ReplicatedCkptError
-from replicated_ckpt.stores.too_slow import TooSlow
-from replicated_ckpt.stores.verified import Expected, VerifiedShard
+from replicated_ckpt.stores.verified import Expected, TooSlow, VerifiedShard
 
 OnBad = Callable[[str, ReplicatedCkptError], None]
 Tables = MutableMapping[Expected, BlockTable]

@@ -40,6 +40,10 @@ class Expected:
         return self.table is None and not self.is_footless
 
 
+class TooSlow(TimeoutError):
+    """A source sends, and so slowly that others are asked before it."""
+
+
 class VerifiedShard(ABC):
     """One shard at one source: made, opened, read, closed.
 

@@ -360,7 +360,7 @@ def test_it_leaves_when_nobody_needs_it(tmp_path: Path) -> None:
     """Without a client it leaves after the idle time; with one it stays."""
     with running_agent(tmp_path / "a", "--idle-exit-s", "0.5") as agent:
         assert agent.process.wait(10) == 0
-    lock = client_lock(LocalStore(tmp_path / "b").agent_directory())
+    lock = client_lock(LocalStore(tmp_path / "b").agent_directory(), 0.0)
     assert lock is not None
     with running_agent(tmp_path / "b", "--idle-exit-s", "0.5") as agent:
         time.sleep(2)

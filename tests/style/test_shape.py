@@ -39,7 +39,6 @@ BROAD_EXCEPTS_ALLOWED = {
     "replicated_ckpt/dcp/staging/state_copy.py": 1,  # an object's own code raises anything when it is copied
     "replicated_ckpt/dcp/objects/values.py": 1,  # a class that a user has allowed may raise anything
     "replicated_ckpt/stores/bucket_client/fsspec.py": 1,  # its back ends raise their SDKs' own errors; all is translated
-    "replicated_ckpt/stores/bucket_client/parts.py": 1,  # top of a thread; the upload's owner gets the error
     "replicated_ckpt/stores/peer/fan_out.py": 1,  # top of a worker thread; the caller gets the error
     "replicated_ckpt/stores/tee.py": 1,  # top of a sink thread; its owner gets the error
 }

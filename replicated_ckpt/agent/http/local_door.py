@@ -9,10 +9,10 @@ from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
-from replicated_ckpt.agent.http.server import status_of
-from replicated_ckpt.agent.requests.asker import require_asker
+from replicated_ckpt.agent.http.server import describe_refusal, status_of
 from replicated_ckpt.agent.requests.heartbeat import INTERVAL_S
 from replicated_ckpt.agent.requests.local_messages import check_same_user, listen, receive_message, send_message
+from replicated_ckpt.agent.requests.request import require_asker
 from replicated_ckpt.agent.saves.hand_overs import HandedShard
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.saves.shard_copies import WrittenCopies
@@ -146,10 +146,4 @@ def open_local_door(directory: Path, service: NodeService) -> LocalDoor | None:
 
 
 def _refusal(exc: ReplicatedCkptError) -> dict[str, Any]:
-    return {
-        "state": "refused",
-        "status": status_of(exc),
-        "error": exc.message,
-        "kind": type(exc).__name__,
-        "hint": exc.hint,
-    }
+    return {"state": "refused", "status": status_of(exc), **describe_refusal(exc)}

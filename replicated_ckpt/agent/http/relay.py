@@ -86,11 +86,7 @@ def _copy(label: str, read: Read, wanted: Received, sink: FileSink) -> None:
 
 
 def open_metadata(service: NodeService, save_id: str) -> int:
-    """A file descriptor of `.metadata` of a save that is open or committed here; the caller closes it.
-
-    Raises:
-        ObjectMissing, StoreError
-    """
+    """A file descriptor of `.metadata` of a save that is open or committed here; the caller closes it."""
     store = service.store
     with translate_errors(str(store.root), "open", METADATA_NAME), contextlib.suppress(FileNotFoundError):
         return open_plain(store.path_of_staged(save_id, METADATA_NAME), os.O_NOFOLLOW)

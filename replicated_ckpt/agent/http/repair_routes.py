@@ -18,7 +18,7 @@ from replicated_ckpt.core.layout import SEQUENCE_FLOOR_MAX, is_checkpoint_file, 
 from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.core.upkeep.policy import Policy
 from replicated_ckpt.core.upkeep.repair_plan import RepairPlan
-from replicated_ckpt.errors import ConfigInvalid, ManifestInvalid, ObjectMissing, StoreError
+from replicated_ckpt.errors import ConfigInvalid, ManifestInvalid, StoreError
 from replicated_ckpt.stores.local.inspection import Inspector
 from replicated_ckpt.stores.local.room_to_start import keep_room_to_start, make_room_to_start
 from replicated_ckpt.stores.local.versions.recycled import try_room
@@ -48,14 +48,7 @@ class RepairRoutes:
         self._call_backs = CallBacks()
         self._inspector: Inspector | None = None
         self._bytes_to_read = 0
-
-    def answer(self, verb: str, request: Request) -> Answer:
-        """Answer to `POST /v1/{verb}`.
-
-        Raises:
-            PeerProtocolError, ConfigInvalid: the request is not understood; nothing was changed. StoreError
-        """
-        by_verb: Mapping[str, Callable[[Mapping[str, Any], Request], Answer]] = {
+        self.by_verb: Mapping[str, Callable[[Mapping[str, Any], Request], Answer]] = {
             "hello": self._hello,
             "bye": self._bye,
             "sequence": self._sequence,
@@ -67,9 +60,16 @@ class RepairRoutes:
             "remove": self._remove,
             "forget": self._forget,
         }
+
+    def answer(self, verb: str, request: Request) -> Answer:
+        """Answer to `POST /v1/{verb}`.
+
+        Raises:
+            PeerProtocolError, ConfigInvalid: the request is not understood; nothing was changed. StoreError
+        """
         fields = request.document()
         with parsing(f"{verb} cannot be done"):
-            return by_verb[verb](fields, request)
+            return self.by_verb[verb](fields, request)
 
     def _hello(self, fields: Mapping[str, Any], request: Request) -> Answer:
         """A known peer's agent has started, and may listen elsewhere."""
@@ -85,9 +85,8 @@ class RepairRoutes:
             heed_goodbye(self._service.peers, said, request.peer_host, self._call_backs)
         return json_answer()
 
-    def _sequence(self, fields: Mapping[str, Any], request: Request) -> Answer:
+    def _sequence(self, fields: Mapping[str, Any], _: Request) -> Answer:
         """A load begins: which checkpoint it reads, and the largest sequence that it has seen of the lineage."""
-        del request
         lineage, save_id, reader = (str(fields[name]) for name in ("lineage", "save_id", "reader"))
         if not is_lineage(lineage) or not is_save_id(save_id) or len(reader) > _READER_CHARS_MAX:
             raise ConfigInvalid("sequence: no save of a lineage is named.")
@@ -97,18 +96,16 @@ class RepairRoutes:
         self._service.pin(save_id, reader)
         return json_answer(is_here=self._service.store.catalog.checkpoint_of(save_id) is not None)
 
-    def _suspect(self, fields: Mapping[str, Any], request: Request) -> Answer:
+    def _suspect(self, fields: Mapping[str, Any], _: Request) -> Answer:
         """A load or the scrub read bad bytes here: they are read again, and set aside if they are bad."""
-        del request
         checkpoint_id, save_id, name = (fields[key] for key in ("checkpoint_id", "save_id", "name"))
         if not (is_checkpoint_id(checkpoint_id) and is_save_id(save_id) and is_checkpoint_file(name)):
             raise ConfigInvalid("suspects: no file of a checkpoint is named.")
         self._reprotector.suspect(checkpoint_id, save_id, name, one_line(fields.get("why", ""), _WHY_CHARS_MAX))
         return json_answer()
 
-    def _retain(self, fields: Mapping[str, Any], request: Request) -> Answer:
+    def _retain(self, fields: Mapping[str, Any], _: Request) -> Answer:
         """A rank names the policies of its run, with the sequence of the save that it is about to make, or has made."""
-        del request
         is_new = self._service.policies.learn([Policy.from_json(entry) for entry in fields["policies"]])
         is_due = is_new or fields.get("is_committed")
         return json_answer(self._reprotector.wake if is_due else None)
@@ -141,7 +138,8 @@ class RepairRoutes:
         service.pins.drop(save_id)
         root = service.store.root
         if fields.get("is_asked"):
-            is_kept = not fields.get("force") and self._is_read_here(checkpoint_id, save_id)
+            place = None if fields.get("force") else self._find_place(checkpoint_id, save_id)
+            is_kept = place is not None and is_read(place)
             return json_answer(is_removed=False, why="a process of this node reads it" if is_kept else "")
         with request.heartbeat:
             make_room_to_start(root)
@@ -163,16 +161,9 @@ class RepairRoutes:
 
     def _refuse_renamed(self, checkpoint_id: str, save_id: str) -> None:
         """A directory that a user renamed, or copied under another name, is the user's alone."""
-        try:
-            manifest = self._service.store.catalog.manifest(checkpoint_id)
-        except (ObjectMissing, ManifestInvalid):
-            return
-        if manifest.save_id == save_id and manifest.checkpoint_id != checkpoint_id:
+        manifest = self._service.store.catalog.find_manifest(checkpoint_id)
+        if manifest is not None and manifest.save_id == save_id and manifest.checkpoint_id != checkpoint_id:
             raise renamed_refusal(checkpoint_id, manifest.checkpoint_id, self._service.store.root)
-
-    def _is_read_here(self, checkpoint_id: str, save_id: str) -> bool:
-        place = self._find_place(checkpoint_id, save_id)
-        return place is not None and is_read(place)
 
     def _find_place(self, checkpoint_id: str, save_id: str) -> Path | None:
         """Where the save lies here under this name; a user's copy of it under another one is not meant."""
@@ -182,9 +173,8 @@ class RepairRoutes:
             return None
         return None if directory is None else self._service.store.root / directory
 
-    def _forget(self, fields: Mapping[str, Any], request: Request) -> Answer:
+    def _forget(self, fields: Mapping[str, Any], _: Request) -> Answer:
         """The user says that a node never comes back: it is taken out of the address book."""
-        del request
         is_known = self._service.peers.forget(str(fields["node_id"]))
         return json_answer(self._reprotector.wake, is_known=is_known)
 

@@ -12,10 +12,9 @@ from replicated_ckpt.agent.http.relay import open_metadata, pull_metadata
 from replicated_ckpt.agent.http.repair_routes import RepairRoutes
 from replicated_ckpt.agent.http.unmanaged_routes import UnmanagedRoutes
 from replicated_ckpt.agent.repair.reprotect import Reprotector
-from replicated_ckpt.agent.requests.asker import require_asker
 from replicated_ckpt.agent.requests.checks import Checks
 from replicated_ckpt.agent.requests.file_answer import FileAnswer, file_answer
-from replicated_ckpt.agent.requests.request import Answer, Request, json_answer
+from replicated_ckpt.agent.requests.request import Answer, Request, json_answer, require_asker
 from replicated_ckpt.agent.requests.worker_thread import give_way
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.settling.settle import settle
@@ -99,20 +98,7 @@ class Routes:
                 return self._file(request, query.get("checkpoint_id", ""), save_id, name)
             case (_, "v1", "saves", save_id, *rest) if is_save_id(save_id):
                 return self._save(request, save_id, rest, query.get("settle", ""), query.get("ticket", ""))
-            case (
-                "POST",
-                "v1",
-                "hello"
-                | "bye"
-                | "sequence"
-                | "suspects"
-                | "verify"
-                | "repair"
-                | "retention"
-                | "give-up"
-                | "remove"
-                | "forget" as verb,
-            ):
+            case ("POST", "v1", verb) if verb in self._repair.by_verb:
                 return self._repair.answer(verb, request)
             case ("POST", "v1", "shutdown"):
                 return json_answer(self._stop)
@@ -180,7 +166,7 @@ class Routes:
             require_asker(request.connection)
         replaces = holds_checkpoint(self._service.store.final(intent.checkpoint_id))
         histories, leftovers = self._service.begin(intent)
-        before = self._service.store.read_published(intent.checkpoint_id)
+        before = self._service.store.catalog.find_manifest(intent.checkpoint_id)
         if leftovers:
             with request.heartbeat:
                 settle(self._service, leftovers, peers)
@@ -277,7 +263,7 @@ class Routes:
         with parsing("Peers cannot be learned"):
             peers = self._service.learn_peers(fields["peers"])
         with request.heartbeat:
-            settle(self._service, self._service.leftovers(str(fields.get("session", ""))), peers)
+            settle(self._service, self._service.leftovers(), peers)
         return json_answer(self._reprotector.wake)
 
     def _file(self, request: Request, checkpoint_id: str, save_id: str, name: str) -> FileAnswer:

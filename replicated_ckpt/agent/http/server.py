@@ -71,9 +71,13 @@ _STATUS_BY_ERROR: Mapping[type[ReplicatedCkptError], HTTPStatus] = {
 
 
 def status_of(error: ReplicatedCkptError) -> int:
-    """HTTP status that a refusal is answered with."""
     found = next((code for kind, code in _STATUS_BY_ERROR.items() if isinstance(error, kind)), None)
     return int(found or HTTPStatus.INTERNAL_SERVER_ERROR)
+
+
+def describe_refusal(error: ReplicatedCkptError) -> dict[str, str]:
+    """As `refusal` of the client reads it."""
+    return {"error": error.message, "kind": type(error).__name__, "hint": error.hint}
 
 
 class AgentServer(ThreadingHTTPServer):
@@ -205,11 +209,7 @@ class _Handler(BaseHTTPRequestHandler):
         return f"{self.command[:_LOGGED_CHARS]!r} {self.path[:_LOGGED_CHARS]!r}"
 
     def _find_right(self) -> Right:
-        """What the token of the request shows.
-
-        Raises:
-            TokenInvalid: nothing.
-        """
+        """What the token of the request shows."""
         scheme, _, given = self.headers.get("Authorization", "").partition(" ")
         right = self.server.tokens.right_of(given) if scheme == "Bearer" else None
         if right is None:
@@ -225,8 +225,7 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self.server.log_problem(self.client_address, what)
         self.close_connection = True
-        document = {"error": exc.message, "kind": type(exc).__name__, "hint": exc.hint}
-        self._send_bytes(code, json.dumps(document).encode(), "application/json")
+        self._send_bytes(code, json.dumps(describe_refusal(exc)).encode(), "application/json")
         self._drain(body)
 
     def _drain(self, body: Body | None) -> None:

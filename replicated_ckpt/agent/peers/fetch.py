@@ -29,11 +29,7 @@ def fetch_manifest(checkpoint_id: str, save_id: str, sources: Sequence[AgentAddr
 
 
 def fetch_metadata(checkpoint_id: str, manifest: Manifest, sources: Sequence[AgentAddress]) -> bytes:
-    """The metadata of the manifest's save, under `checkpoint_id`, from the first source that has it intact.
-
-    Raises:
-        ReplicatedCkptError: none has; what the last one answered.
-    """
+    """The same of the metadata of the manifest's save, under `checkpoint_id`."""
 
     def fetch(client: AgentClient) -> bytes:
         path = file_path(checkpoint_id, manifest.save_id, METADATA_NAME)

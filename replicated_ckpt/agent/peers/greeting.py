@@ -186,11 +186,7 @@ def heed_goodbye(book: PeerBook, said: AgentAddress, from_host: str, call_backs:
 
 
 def _identify_named(book: PeerBook, said: AgentAddress) -> AgentAddress:
-    """The node in whose name a greeting comes, as it was introduced here.
-
-    Raises:
-        StoreDenied: it was not, or the greeting does not have its token.
-    """
+    """The node in whose name a greeting comes, as it was introduced here."""
     known = next((peer for peer in book.read_all() if peer.node_id == said.node_id), None)
     if known is None or not hmac.compare_digest(known.token.encode(), said.token.encode()):
         raise _denial(said, "no such node was introduced here" if known is None else "the token is not that node's")

@@ -61,8 +61,6 @@ class ManifestBook:
         if node_id == self._node_id:
             directory = self._store.catalog.directory_of(checkpoint_id, save_id)  # a replaced version has no name
             return self._store.catalog.manifest(directory or checkpoint_id)
-        address = next((peer for peer in self._peers.read_all() if peer.node_id == node_id), None)
-        if address is None:
-            raise ObjectMissing(f"node {node_id}", "find", checkpoint_id, "its address is not known")
-        with AgentClient(address) as client, client.within(HOLDINGS_DEADLINE_S):
-            return decode_manifest(client.fetch("GET", file_path(checkpoint_id, save_id, MANIFEST_NAME)), address.label)
+        with AgentClient(self._peers.address_of(node_id)) as client, client.within(HOLDINGS_DEADLINE_S):
+            raw = client.fetch("GET", file_path(checkpoint_id, save_id, MANIFEST_NAME))
+            return decode_manifest(raw, client.address.label)

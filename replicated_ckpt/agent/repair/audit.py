@@ -51,11 +51,7 @@ class NodeReading:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any], address: AgentAddress) -> "NodeReading":
-        """What the agent there answered.
-
-        Raises:
-            PeerProtocolError: it is no such answer.
-        """
+        """Raises PeerProtocolError: it is no such answer."""
         held = parse_held(fields, address)
         with parsing(f"{address.label} answered verify wrongly", ConfigInvalid):
             findings = tuple(Finding.from_json(finding) for finding in fields["findings"])

@@ -39,8 +39,7 @@ from replicated_ckpt.stores.local.inspection import Inspector, Paced
 from replicated_ckpt.stores.local.shard_file import FileSink, ShardFile
 from replicated_ckpt.stores.local.versions.recycled import RecycledFiles, measure_room
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
-from replicated_ckpt.stores.peer.copy import PeerShard
-from replicated_ckpt.stores.peer.suspects import tell_suspect
+from replicated_ckpt.stores.peer.copy import PeerShard, tell_suspect
 from replicated_ckpt.stores.throttle import Pace
 from replicated_ckpt.stores.verified import Expected, VerifiedShard
 
@@ -201,7 +200,7 @@ class Mender:
         sources = self._sources_known(action.sources)
         manifest, raw_manifest = fetch_manifest(action.checkpoint_id, action.save_id, sources)
         metadata = fetch_metadata(action.checkpoint_id, manifest, sources)
-        own = self._store.read_published(action.checkpoint_id)
+        own = self._store.catalog.find_manifest(action.checkpoint_id)
         if not may_publish(manifest.version, None if own is None else own.version, replaces=""):
             return
         with self._service.completing:

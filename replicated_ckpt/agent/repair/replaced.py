@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 
 from replicated_ckpt.agent.peers.fetch import fetch_manifest
 from replicated_ckpt.agent.saves.service import NodeService
-from replicated_ckpt.agent.settling.outlived import is_of_newer_format
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
@@ -27,9 +26,9 @@ def restore_replaced(service: NodeService, manifests: Mapping[str, Manifest], ot
     catalog, is_any = service.store.catalog, False
     for save_id in catalog.list_replaced():
         manifest = manifests.get(save_id)
-        if manifest is None or catalog.is_replaced(save_id) or is_of_newer_format(service.store, save_id):
+        if manifest is None or catalog.is_replaced(save_id) or catalog.is_newer_replaced(save_id):
             continue
-        published = service.store.read_published(manifest.checkpoint_id)
+        published = service.store.catalog.find_manifest(manifest.checkpoint_id)
         if published is not None and published.save_id == save_id:
             continue  # what this save has replaced lies there
         try:

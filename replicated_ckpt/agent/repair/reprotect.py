@@ -96,7 +96,6 @@ class Reprotector:
         start_thread(self._thread)
 
     def wake(self) -> None:
-        """Has the next round begin now."""
         self._busy.set()
         self._woken.set()
 
@@ -279,11 +278,7 @@ class Reprotector:
         return refuse_unplanned(others, plan_repair(*self._look(), self._service.node_id).adopt)
 
     def _try(self, action: Action) -> str:
-        """Does one action; why it could not be done, or "".
-
-        Raises:
-            Stopped: the agent is leaving.
-        """
+        """Does one action; why it could not be done, or ""."""
         if self._stopping.is_set():
             raise Stopped
         try:

@@ -86,11 +86,7 @@ class Scrubber:
                 log.exception("a defect: the scrub broke off, and goes on in %.0f s", pause_s)
 
     def scrub(self) -> Scrubbed:
-        """One pass over all checkpoints, from where the last one broke off; returns what was done so far.
-
-        Raises:
-            StoreError, Stopped
-        """
+        """One pass over all checkpoints, from where the last one broke off; returns what was done so far."""
         self.done = replace(self.done, is_running=True)
         try:
             self._scrub_all()

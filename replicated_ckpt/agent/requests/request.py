@@ -1,6 +1,7 @@
 """One request to the agent and its answer, as values between the HTTP front door and the routes."""
 
 import json
+import select
 import socket
 import urllib.parse
 from collections.abc import Callable, Mapping
@@ -67,3 +68,15 @@ class Answer:
 
 def json_answer(after: Callable[[], object] | None = None, /, **fields: Any) -> Answer:
     return Answer((json.dumps(fields) + "\n").encode(), after=after)
+
+
+def require_asker(connection: socket.socket) -> None:
+    """Goes on only while the answer is waited for: an agent that hung finds questions that were given up.
+
+    Raises:
+        ConnectionAbortedError: the other end has closed the connection, or its own direction, whatever it has sent before.
+    """
+    poll = select.poll()
+    poll.register(connection, select.POLLRDHUP)
+    if poll.poll(0):
+        raise ConnectionAbortedError("who asked this waits for no answer any more")

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -172,25 +173,20 @@ class HandOvers:
             future.set_result(found)
 
     def _write_and_close(self, shard: HandedShard, descriptors: Sequence[int]) -> WrittenCopies:
-        """The rank's memory is closed before anyone is told of the shard, and so is free by then."""
+        """The rank's memory is closed before anyone is told of the shard, and so is free by then.
+
+        Training goes on meanwhile, on the buddies' nodes, too.
+        """
+        fill = partial(_fill, shard=shard, descriptors=descriptors, pace=self.pace)
         try:
             with self._slots:
                 failpoints.reach("agent.handed-over")
-                found = _write_behind(self._store, shard, descriptors, self.pace)
+                found = write_copies(self._store, shard.copies, Buffers(), fill, is_behind=True)
                 with translate_errors("this agent", "note", shard.copies.name):
                     self._note(shard.copies.save_id, found)
                 return found
         finally:
             _close_all(descriptors)
-
-
-def _write_behind(
-    store: LocalStore, shard: HandedShard, descriptors: Sequence[int], pace: Pace | None
-) -> WrittenCopies:
-    """Training goes on meanwhile, on the buddies' nodes, too."""
-    return write_copies(
-        store, shard.copies, Buffers(), lambda tee: _fill(tee, shard, descriptors, pace), is_behind=True
-    )
 
 
 def _close_all(descriptors: Sequence[int]) -> None:

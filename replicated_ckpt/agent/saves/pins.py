@@ -68,7 +68,6 @@ class Pins:
             return bool(self._readers_of(save_id))
 
     def has_any(self) -> bool:
-        """Whether any save is kept for a reader."""
         with self._lock:
             now = self._clock()
             return any(until > now for _, until in self._by_reader.values())

@@ -118,7 +118,7 @@ class NodeService:
             CheckpointExists, StoreError. StoreUnavailable: this agent was told to stop.
         """
         self.pins.end(intent.session.partition(WRITER)[0])
-        found = self.leftovers(intent.session, intent)  # not again once that is done: a later save may be open by then
+        found = self.leftovers(intent)  # not again once that is done: a later save may be open by then
         completed = self._complete_decided(leftover.intent for leftover in found)
         leftovers = tuple(leftover for leftover in found if leftover.intent.save_id not in completed)
         with self._lock:  # first: what looks at the disk meanwhile must not take it for one that no rank works on
@@ -169,7 +169,7 @@ class NodeService:
         """The step of `begin` after which the save is seen on disk."""
         self.store.begin(intent)
 
-    def leftovers(self, session: str, by: Intent | None = None) -> tuple[Leftover, ...]:
+    def leftovers(self, by: Intent | None = None) -> tuple[Leftover, ...]:
         """Staged saves that are over, and those of which only a decision can tell that they are.
 
         They are of a session that has gone on to the save `by`, they are overtaken by the save `by` of the same checkpoint,
@@ -178,37 +178,30 @@ class NodeService:
         written.
         """
         with self.looking():
-            return tuple(self._leftovers(session, by))
+            return tuple(self._leftovers(by, OPEN_GRACE_S))
 
     def looking(self) -> contextlib.AbstractContextManager[None]:
         """No process opens a save by itself meanwhile: it would be seen before its process holds it."""
         return exclusive(self.store.agent_directory())
 
-    def _leftovers(self, session: str, by: Intent | None) -> Iterator[Leftover]:
+    def _leftovers(self, by: Intent | None, grace_s: float) -> Iterator[Leftover]:
         for intent in self.store.list_staged():
+            is_left = by is not None and intent.session == by.session
             if by is not None and intent.save_id == by.save_id:
                 continue
             if by is not None and intent.checkpoint_id == by.checkpoint_id and (intent.adopts or not by.adopts):
-                yield Leftover(
-                    intent,
-                    f"save {by.save_id} of {by.checkpoint_id!r} overtook it",
-                    is_over=True,
-                    is_left=intent.session == session,
-                )
-            elif by is not None and intent.session == session:
+                why = f"save {by.save_id} of {by.checkpoint_id!r} overtook it"
+                yield Leftover(intent, why, is_over=True, is_left=is_left)
+            elif is_left:
                 yield Leftover(intent, "its process group has gone on without it", is_over=True, is_left=True)
             else:
-                may_live = self.is_held(intent.save_id) or self.was_opened_within(OPEN_GRACE_S, intent)
+                may_live = self.was_opened_within(grace_s, intent) or self.is_held(intent.save_id)
                 yield Leftover(intent, "the processes that made it are gone", may_live)
 
     def find_abandoned(self, grace_s: float) -> tuple[Leftover, ...]:
         """Staged saves whose processes are gone, none of them opened, or found by this agent, less than `grace_s` ago."""
         with self.looking():
-            return tuple(
-                Leftover(intent, "the processes that made it are gone")
-                for intent in self.store.list_staged()
-                if not self.was_opened_within(grace_s, intent) and not self.is_held(intent.save_id)
-            )
+            return tuple(leftover for leftover in self._leftovers(None, grace_s) if not leftover.may_live)
 
     def was_opened_within(self, grace_s: float, intent: Intent) -> bool:
         """Whether the save is so young that its ranks may not have come to hold it."""
@@ -244,11 +237,12 @@ class NodeService:
         intent = self.store.intent_of(save_id)
         if name == MANIFEST_NAME:
             raw = body.read_all(MANIFEST_BYTES_MAX)
-            if decode_manifest(raw, "what was brought").checkpoint_id != intent.checkpoint_id:
+            manifest = decode_manifest(raw, "what was brought")
+            if manifest.checkpoint_id != intent.checkpoint_id:
                 raise ManifestInvalid(
                     f"Save {save_id} was opened for {intent.checkpoint_id!r}; its manifest names another one."
                 )
-            check_adopted(self.store.root, intent, raw)
+            check_adopted(self.store.root, intent, manifest)
             self.store.put_small(save_id, name, raw)
             failpoints.reach("agent.decision-staged")
             return Received.of(raw)
@@ -262,11 +256,7 @@ class NodeService:
             return receive_file(path, body, take, durable=durable, direct_io=self._direct_io, recycled=pool)
 
     def commit(self, save_id: str) -> tuple[str, ...]:
-        """Publishes a save; returns the shards held here. Idempotent.
-
-        Raises:
-            SaveAborted, ManifestInvalid, ObjectCorrupt, StoreError: nothing changed.
-        """
+        """As `LocalStore.commit`. Raises SaveAborted also of a save that was given up here."""
         self._fence.check(save_id, self.node_id)
         held = self.store.commit(save_id)
         self.adoption_locks.close(save_id)

@@ -136,7 +136,8 @@ def _make_up(
     missed, spares = [], list(wanted.spares)
     silent = {buddy.node_id for buddy, error in failed if is_time_out(error)}
     for buddy, error in failed:
-        _raise_if_aborted_or_bug(error)
+        if isinstance(error, SaveAborted) or not isinstance(error, ReplicatedCkptError):  # a defect
+            raise error
         log.warning("copy of %s to node %s failed: %s", wanted.name, buddy.node_id, error)
         for candidate in (other for other in (buddy, *spares) if other.node_id not in silent):
             again = _copy(store, wanted, table, candidate)
@@ -175,8 +176,3 @@ def _copy(
 
 def _sink_at(address: AgentAddress, wanted: WantedCopies, *, is_behind: bool = False) -> PeerSink:
     return PeerSink(address, wanted.save_id, wanted.name, durable=wanted.durable, is_behind=is_behind)
-
-
-def _raise_if_aborted_or_bug(error: BaseException | None) -> None:
-    if error is not None and (isinstance(error, SaveAborted) or not isinstance(error, ReplicatedCkptError)):
-        raise error

@@ -8,16 +8,14 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 
 from replicated_ckpt.agent.saves.service import NodeService
-from replicated_ckpt.core.layout import REPLACED_DIR
 from replicated_ckpt.core.lineage import Version
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.protocol.settlement import is_without_a_name, may_be_dropped
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
 from replicated_ckpt.core.upkeep.whole_versions import whole_versions
-from replicated_ckpt.errors import ManifestInvalid, ManifestVersionUnknown, ObjectCorrupt, ObjectMissing, StoreError
+from replicated_ckpt.errors import ManifestInvalid, ObjectCorrupt, StoreError
 from replicated_ckpt.stores.files.durable import translate_errors
 from replicated_ckpt.stores.local.directories.intent import Intent
-from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.versions.staged_decision import read_decision
 
 log = logging.getLogger(__name__)
@@ -82,7 +80,7 @@ def _is_without_a_name(
         return False
     up = {view.node_id: view.holdings or () for view in views if view.presence is Presence.UP}
     is_published = any(holding.save_id == intent.save_id for holdings in up.values() for holding in holdings)
-    published = service.store.read_published(intent.checkpoint_id)
+    published = service.store.catalog.find_manifest(intent.checkpoint_id)
     return is_without_a_name(
         decided,
         published=None if published is None else published.version,
@@ -112,26 +110,11 @@ def _drop_replaced(service: NodeService, names: Sequence[str], whole: _WholeById
     for name in names:
         manifest = replaced.get(name)
         if manifest is None:  # not believed: named after the save that replaced it, or damaged since, and after itself
-            is_over = name in whole_saves or (is_done and not is_of_newer_format(service.store, name))
+            is_over = name in whole_saves or (is_done and not service.store.catalog.is_newer_replaced(name))
         else:
-            is_over = _is_outlived(service, manifest.checkpoint_id, manifest.version, whole)
+            published = service.store.catalog.find_manifest(manifest.checkpoint_id)
+            version, versions = None if published is None else published.version, whole.get(manifest.checkpoint_id, ())
+            is_over = may_be_dropped(manifest.version, whole=versions, published=version)
         with _keeping(f"what a newer save has replaced, save {name},"):
             if is_over and service.store.drop_replaced(name):
                 log.info("removed what a newer save has replaced: save %s", name)
-
-
-def is_of_newer_format(store: LocalStore, name: str) -> bool:
-    """Whether a replaced version has a manifest that only a newer version of the package can read."""
-    try:
-        store.catalog.manifest(f"{REPLACED_DIR}/{name}")
-    except ManifestVersionUnknown:
-        return True
-    except (ObjectMissing, ManifestInvalid):
-        return False
-    return False
-
-
-def _is_outlived(service: NodeService, checkpoint_id: str, old: Version, whole: _WholeById) -> bool:
-    published = service.store.read_published(checkpoint_id)
-    version = None if published is None else published.version
-    return may_be_dropped(old, whole=whole.get(checkpoint_id, ()), published=version)

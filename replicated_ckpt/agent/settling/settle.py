@@ -95,7 +95,6 @@ def _settle_one(
         answer is Answer.ABSENT and not leftover.may_live
     ):  # a crash left its description alone: nothing can be completed
         service.abort(intent.save_id, leftover.why, unless_decided=True)
-        service.doubts.settle(intent.save_id)
         return
     if answer is Answer.DECIDED:  # it waits for no node: it goes once the newer save is seen whole
         service.doubts.note(intent, ())

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from replicated_ckpt.agent.start.environment import agent_environment, isolated_python
@@ -68,7 +68,7 @@ def ensure_agent(store: LocalStore, bind_host: str | None = None, *, is_opening:
     if endpoint is not None:
         return endpoint
     began = time.time()
-    with _starting(directory) as lock:
+    with _take_start(directory) as lock:
         endpoint = _answering(directory, bind_host, is_opening=is_opening)
         if endpoint is not None:
             return endpoint
@@ -114,22 +114,19 @@ def is_only_read(store: LocalStore) -> bool:
 
 
 def _stay_client(root: Path, directory: Path) -> None:
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while (held := _client_lock_by_root.get(root)) is None or not held.is_held:  # a fork's is not
-        lock = client_lock(directory)
-        if lock is not None:
-            _client_lock_by_root[root] = lock
-        elif time.monotonic() > deadline:
-            raise AgentUnavailable(
-                f"The client lock in {directory} is held by a process that does not let go.",
-                held_hint(directory, "clients"),
-            )
-        else:
-            time.sleep(_POLL_S)
+    held = _client_lock_by_root.get(root)
+    if held is not None and held.is_held:  # a fork's is not
+        return
+    lock = client_lock(directory, START_TIMEOUT_S)
+    if lock is None:
+        raise AgentUnavailable(
+            f"The client lock in {directory} is held by a process that does not let go.",
+            held_hint(directory, "clients"),
+        )
+    _client_lock_by_root[root] = lock
 
 
-@contextlib.contextmanager
-def _starting(directory: Path) -> Iterator[FileLock]:
+def _take_start(directory: Path) -> FileLock:
     """Held by the one process that starts the agent; the others wait until it has."""
     lock = FileLock.take_within(directory / "start", 2 * START_TIMEOUT_S)
     if lock is None:
@@ -137,10 +134,7 @@ def _starting(directory: Path) -> Iterator[FileLock]:
             f"Another process has been starting the agent of {directory.parent} for too long.",
             held_hint(directory, "start"),
         )
-    try:
-        yield lock
-    finally:
-        lock.release()
+    return lock
 
 
 def _raise_failure_since(began: float, path: Path) -> None:

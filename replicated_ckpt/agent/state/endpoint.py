@@ -120,14 +120,10 @@ def listening_endpoint(directory: Path) -> Endpoint | None:
         StoreDenied: another user can have written it.
     """
     endpoint = read_endpoint(directory)
-    if endpoint is None or endpoint.tls_sha256 or _is_own_listener(endpoint.port):
+    if endpoint is None or endpoint.tls_sha256:
         return endpoint
-    return None
-
-
-def _is_own_listener(port: int) -> bool:
-    """Whether only processes of this user listen there."""
-    return {listener.uid for listener in listeners_on(port)} == {os.geteuid()}
+    users = {listener.uid for listener in listeners_on(endpoint.port)}
+    return endpoint if users == {os.geteuid()} else None
 
 
 def next_identity(directory: Path) -> Identity:
@@ -184,9 +180,9 @@ def is_free(directory: Path) -> bool:
     return not FileLock.is_taken(directory / LOCK_NAME)
 
 
-def client_lock(directory: Path) -> FileLock | None:
-    """Held by each process that uses the agent. None only while an agent is looking for clients."""
-    return FileLock.take(directory / _CLIENTS_NAME, shared=True)
+def client_lock(directory: Path, within_s: float) -> FileLock | None:
+    """Held by each process that uses the agent. None: one that looks for clients, or leaves, has not ended in this time."""
+    return FileLock.take_within(directory / _CLIENTS_NAME, within_s, shared=True)
 
 
 def shut_out_clients(directory: Path) -> bool:

@@ -41,11 +41,7 @@ class NoteFile:
         return found
 
     def write(self, document: Any) -> None:
-        """Durably, unless it is there already. After a failure the same document is written by the next call.
-
-        Raises:
-            StoreError
-        """
+        """Durably, unless it is there already. After a failure the same document is written by the next call."""
         raw = json.dumps(document).encode()
         if raw == self._written:
             return

@@ -46,7 +46,6 @@ class OrderBook:
             self._url_by_save = found
 
     def forget(self, save_id: str) -> None:
-        """Forgets an order, if there is one."""
         with self._lock:
             if self._url_by_save.pop(save_id, None) is not None:
                 self._file.write(self._url_by_save)

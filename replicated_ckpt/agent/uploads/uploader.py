@@ -85,7 +85,6 @@ class Uploader:
         start_thread(self._thread)
 
     def wake(self) -> None:
-        """Has the next look happen now."""
         self._woken.set()
 
     def join(self) -> None:

@@ -73,7 +73,6 @@ def name_bucket(url: str, store: LocalStore) -> ObjectTarget:
 
 
 def list_bucket(target: ObjectTarget) -> Sequence[BucketSave]:
-    """What is committed in the bucket."""
     with closing(open_client(target)) as client, say_if_slow(target.url):
         return Bucket(client).saves()
 

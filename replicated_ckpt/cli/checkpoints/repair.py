@@ -66,11 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit code: OK if everything that was planned is done and no shard is lost; see ExitCode for the rest.
-
-    Raises:
-        CheckpointNotFound, ConfigInvalid, StoreError, AgentUnavailable
-    """
+    """Exit code: OK if everything that was planned is done and no shard is lost; see ExitCode for the rest."""
     store = open_store(arguments.root)
     if arguments.id == LATEST:
         raise describe_absent(store, look_at_nodes(store), LATEST)
@@ -199,11 +195,7 @@ def list_failures(answer: Mapping[str, Any], label: str) -> dict[str, str]:
 
 
 def _check_is_there(store: LocalStore, audit: Audit, checkpoint_id: str) -> None:
-    """A save of this id that is in doubt counts.
-
-    Raises:
-        CheckpointNotFound
-    """
+    """Raises CheckpointNotFound: nothing of it was seen, nor a save of this id that is in doubt."""
     staged = (save.checkpoint_id for save in list_staged_saves(store))
     if checkpoint_id not in {*audit.checkpoint_ids, *staged}:
         raise describe_absent(store, look_at_nodes(store), checkpoint_id)

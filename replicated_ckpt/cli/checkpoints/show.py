@@ -34,11 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit code: OK if every file of its newest save was seen; SHARD_LOST, UNREACHABLE or FAILED if not.
-
-    Raises:
-        CheckpointNotFound, ConfigInvalid, StoreError, AgentUnavailable
-    """
+    """Exit code: OK if every file of its newest save was seen; SHARD_LOST, UNREACHABLE or FAILED if not."""
     store = open_store_of(arguments)
     seen = look_at_nodes(store)
     rows = [row for row in list_checkpoints(seen) if row.checkpoint_id == arguments.id]

@@ -56,9 +56,6 @@ def run(arguments: argparse.Namespace) -> int:
 
     Credentials come from the environment or a profile, as for s3fs. Every node's agent that is reached gets the order,
     and brings its own shards.
-
-    Raises:
-        CheckpointNotFound, CheckpointExists, ConfigInvalid, UploadFailed, StoreError
     """
     store = open_store(arguments.root)
     manifest = _manifest(store, arguments.id)

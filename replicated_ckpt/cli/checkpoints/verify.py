@@ -211,7 +211,6 @@ def _verdict(audit: Audit, *, has_others: bool) -> str:
 
 
 def see_audit(store: LocalStore, audit: Audit) -> NodesSeen:
-    """The nodes as the audit has found them."""
     held = {found.node_id: found.held for found in audit.readings}
     addresses = {peer.node_id: peer for peer in PeerBook(store.root_agent_directory()).read_all()}
     unreached = {address.node_id: error for address, error in audit.silent.items()}

@@ -59,7 +59,6 @@ def key_rules(arguments: argparse.Namespace) -> KeyRules:
 
 
 def describe(done: "Converted") -> str:
-    """What was converted, in words."""
     objects = f" and {plural(done.objects, 'other entry')}" if done.objects else ""
     return f"{plural(done.tensors, 'tensor')}{objects}, {plural(done.size_bytes, 'byte')} in {done.seconds:.1f} s,"
 

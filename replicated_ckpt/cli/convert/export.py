@@ -37,11 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit code: OK if the output is at its place, read back; otherwise nothing is there. See ExitCode.
-
-    Raises:
-        ConfigInvalid, CheckpointNotFound, ShardLost, StoreError
-    """
+    """Exit code: OK if the output is at its place, read back; otherwise nothing is there. See ExitCode."""
     if arguments.root is None and arguments.object_store is None:
         raise ConfigInvalid(
             "Where is the checkpoint?", "Name a node's store with --root, a bucket with --object-store."

@@ -36,11 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit code: OK if the checkpoint is committed and read back, with --object-store also there. See ExitCode.
-
-    Raises:
-        ConfigInvalid, CheckpointExists, UploadFailed, StoreError
-    """
+    """Exit code: OK if the checkpoint is committed and read back, with --object-store also there. See ExitCode."""
     from replicated_ckpt.dcp.convert.importing import import_checkpoint
 
     try:

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from shlex import quote
@@ -163,13 +163,10 @@ def _count_copies(row: CheckpointSeen, save: SeenSave, seen: NodesSeen) -> Check
     missing += [] if save.with_metadata else [METADATA_NAME]
     least = 0 if missing else min(counts.values(), default=len(save.with_metadata))
     wanted = save.manifest.copies
-    short = [shard for shard, number in counts.items() if number < wanted]
-    silent = {node for shard in short for node in save.assumed[shard]} | (
-        set(save.assumed_metadata) if METADATA_NAME in missing else set()
-    )
-    may_be_there = all(save.assumed[shard] for shard in missing if shard != METADATA_NAME) and (
-        METADATA_NAME not in missing or bool(save.assumed_metadata)
-    )
+    short = {*missing, *(shard for shard, number in counts.items() if number < wanted)}
+    assumed: dict[str, Collection[str]] = {**save.assumed, METADATA_NAME: save.assumed_metadata}
+    silent = {node for name in short for node in assumed[name]}
+    may_be_there = all(assumed[name] for name in missing)
     state = WHOLE if least >= min(wanted, seen.nodes_known) else SHORT if least else NOT_SEEN if may_be_there else LOST
     nodes = tuple(sorted(node for node in save.holders if node in seen.held))
     removed_on = seen.removed_on(row.checkpoint_id, row.save_id)

@@ -110,7 +110,6 @@ class NodesSeen:
         return name if node in name or node == NO_NODE else f"{name} (node {node})"
 
     def describe_unreached(self) -> list[str]:
-        """A short line for each node that did not answer."""
         return [
             f"{self.label(node)}: not reached: {describe_silence(self.unreached[node])}{self._place(node)}"
             for node in sorted(self.unreached)

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from replicated_ckpt.cli.look.checkpoints import LOST, SHORT, WHOLE, CheckpointSeen
 from replicated_ckpt.cli.look.nodes import NodesSeen
 from replicated_ckpt.cli.look.table import format_moment
-from replicated_ckpt.core.inventory import Holding, LineageFound, SaveFound, lineages_found, saves_found
+from replicated_ckpt.core.inventory import Holding, SaveFound, lineages_found, saves_found
 from replicated_ckpt.core.upkeep.policy import scope_of
 from replicated_ckpt.wording import plural
 
@@ -70,13 +70,10 @@ def _describe_runs(seen: NodesSeen) -> Iterator[str]:
             continue
         where = f"directory {scope}" if scope else "the root"
         yield f"{plural(len(runs), 'run')} in {where}, of which a load takes the one that was saved last, named first:"
-        yield from (f"  {_describe_run(run, seen)}" for run in runs)
+        for run in runs:
+            made = format_moment(run.created_unix_s)
+            yield f"  lineage {run.lineage!r}: newest {run.newest_id}, saved at {made}, on {seen.list_names(run.nodes)}"
         yield (
             f"next step for {where}: to load another run: `ReplicatedReader(lineage={runs[1].lineage!r})`; then give each "
             f"run a directory of its own: on {seen.list_names(runs[1].nodes)} move the checkpoints of the other one"
         )
-
-
-def _describe_run(run: LineageFound, seen: NodesSeen) -> str:
-    made = format_moment(run.created_unix_s)
-    return f"lineage {run.lineage!r}: newest {run.newest_id}, saved at {made}, on {seen.list_names(run.nodes)}"

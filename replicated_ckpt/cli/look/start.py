@@ -35,11 +35,7 @@ def open_store_of(arguments: argparse.Namespace) -> LocalStore:
 
 
 def start_agent(store: LocalStore) -> AgentAddress:
-    """This node's agent, which is started if none runs, and has told the peers that answer where it is.
-
-    Raises:
-        AgentUnavailable
-    """
+    """This node's agent, which is started if none runs, and has told the peers that answer where it is."""
     own = ensure_agent(store, listening_host(store.root_agent_directory())).local_address()
     deadline = time.monotonic() + _GREETING_WAIT_S
     with AgentClient(own) as client:

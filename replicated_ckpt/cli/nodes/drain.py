@@ -39,9 +39,6 @@ def run(arguments: argparse.Namespace) -> int:
     """Exit code: OK if every checkpoint has its copies on the nodes that stay; else FAILED, and the output says why not.
 
     Every byte was read then, as by `verify`: a copy that is bad counts for nothing, and is made anew.
-
-    Raises:
-        CheckpointNotFound, ConfigInvalid, StoreError, AgentUnavailable
     """
     store = open_store(arguments.root)
     if not arguments.dry_run:

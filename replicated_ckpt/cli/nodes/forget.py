@@ -42,7 +42,8 @@ def run(arguments: argparse.Namespace) -> int:
     doubts = [str(save) for save in list_staged_saves(store) if node in save.nodes]
     is_done = not losses or arguments.force
     if is_done:
-        _forget(store, node)
+        with AgentClient(start_agent(store)) as client:
+            client.call("POST", "/v1/forget", {"node_id": node})
     if arguments.json:
         print(json.dumps({"node_id": node, "is_forgotten": is_done, "losses": losses, "in_doubt": doubts}, indent=2))
     else:
@@ -76,11 +77,6 @@ def _list_losses(store: LocalStore, seen: NodesSeen, node: str) -> dict[str, lis
     losses |= {row.checkpoint_id: [MANIFEST_NAME] for row in rows if row.state == DAMAGED}
     stock = unmanaged.list_rows(store, seen, {row.checkpoint_id for row in rows})
     return losses | {row.checkpoint_id: list(row.missing) for row in stock if row.missing}
-
-
-def _forget(store: LocalStore, node: str) -> None:
-    with AgentClient(start_agent(store)) as client:
-        client.call("POST", "/v1/forget", {"node_id": node})
 
 
 def _print(

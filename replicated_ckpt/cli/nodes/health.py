@@ -21,37 +21,26 @@ ROOM_SHARE_MIN = 0.05
 class Health:
     """What is not as it should be, in words, by how bad it is."""
 
-    lost: tuple[str, ...] = ()
-    down: tuple[str, ...] = ()
-    degraded: tuple[str, ...] = ()
+    found: tuple[tuple[ExitCode, str], ...]
+    """The worst first."""
 
     @property
     def code(self) -> ExitCode:
         """0 (good), 1 (degraded), 4 (lost) or 5 (down)."""
-        if self.lost:
-            return ExitCode.SHARD_LOST
-        if self.down:
-            return ExitCode.UNREACHABLE
-        return ExitCode.FAILED if self.degraded else ExitCode.OK
+        return self.found[0][0] if self.found else ExitCode.OK
 
     @property
     def word(self) -> str:
         return _WORDS[self.code]
 
     @property
-    def reasons(self) -> tuple[str, ...]:
-        """The worst first."""
-        return (*self.lost, *self.down, *self.degraded)
+    def reasons(self) -> list[str]:
+        return [why for _, why in self.found]
 
     @property
     def lines(self) -> list[str]:
         """Each reason behind its word; the word alone if all is well."""
-        by_code = {
-            ExitCode.SHARD_LOST: self.lost,
-            ExitCode.UNREACHABLE: self.down,
-            ExitCode.FAILED: self.degraded,
-        }
-        return [f"{_WORDS[code]}: {why}" for code, reasons in by_code.items() for why in reasons] or [self.word]
+        return [f"{_WORDS[code]}: {why}" for code, why in self.found] or [self.word]
 
 
 _WORDS = {
@@ -71,20 +60,20 @@ def judge_health(
 ) -> Health:
     """`agent`: what this node's agent says of itself, None if nothing, as `why_down` says."""
     rows = without_outlived(rows)
-    lost = tuple(f"{row.checkpoint_id}: {row.describe_copies(seen)}" for row in rows if row.state == LOST)
-    down = () if agent is not None else (f"this node's agent gives no answer: {why_down}",)
-    failing = [
+    bad = [(row.state, f"{row.checkpoint_id}: {row.describe_copies(seen)}") for row in rows if not row.is_good]
+    found = [(ExitCode.SHARD_LOST, why) for state, why in bad if state == LOST]
+    if agent is None:
+        found.append((ExitCode.UNREACHABLE, f"this node's agent gives no answer: {why_down}"))
+    degraded = [
+        *_unwritable(seen),
+        *(why for state, why in bad if state != LOST),
+        *map(describe_newer, seen.newer),
+        *seen.describe_unreached(),
+        *_crowded(seen),
         *(f"in doubt: save {one.save_id} of {one.checkpoint_id}: {describe_wait(one.nodes, seen)}" for one in doubts),
         *(() if agent is None else _failing(agent)),
     ]
-    short = (*_short(seen, rows), *map(describe_newer, seen.newer))
-    return Health(lost, down, (*_unwritable(seen), *short, *seen.describe_unreached(), *_crowded(seen), *failing))
-
-
-def _short(seen: NodesSeen, rows: Sequence[CheckpointSeen]) -> Iterator[str]:
-    for row in rows:
-        if not row.is_good and row.state != LOST:
-            yield f"{row.checkpoint_id}: {row.describe_copies(seen)}"
+    return Health((*found, *((ExitCode.FAILED, why) for why in degraded)))
 
 
 def _unwritable(seen: NodesSeen) -> Iterator[str]:
@@ -117,7 +106,6 @@ def _failing(agent: Mapping[str, Any]) -> Iterator[str]:
 
 
 def describe_uploads(agent: Mapping[str, Any]) -> str:
-    """How uploads are, in a line."""
     uploads = agent["object_store"]
     failing = sum(1 for upload in uploads["pending"].values() if upload["error"])
     said = f"{len(uploads['pending'])} on their way, {uploads['done']} done since the agent started"
@@ -125,7 +113,6 @@ def describe_uploads(agent: Mapping[str, Any]) -> str:
 
 
 def describe_protection(agent: Mapping[str, Any]) -> str:
-    """How re-protection is, in a line."""
     found = agent["protection"]
     if not found["rounds"]:
         return "it has not looked yet"

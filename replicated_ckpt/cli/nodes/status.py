@@ -47,11 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit code: OK (good), FAILED (degraded), SHARD_LOST (files that no node can hold), UNREACHABLE (no agent here).
-
-    Raises:
-        CheckpointNotFound, ConfigInvalid, StoreError, AgentUnavailable
-    """
+    """Exit code: OK (good), FAILED (degraded), SHARD_LOST (files that no node can hold), UNREACHABLE (no agent here)."""
     store = open_store_of(arguments)
     while True:
         state: _State | _OwnAgent = _ask_own_agent(store) if arguments.own_agent else _look(store)
@@ -126,7 +122,7 @@ class _State:
             "unix_s": round(time.time(), 3),
             "state": self.health.word,
             "exit_code": int(self.health.code),
-            "reasons": list(self.health.reasons),
+            "reasons": self.health.reasons,
             "node_id": self.seen.own_node,
             "nodes": nodes,
             "checkpoints": [row.to_json() for row in self.rows],

@@ -2,14 +2,13 @@
 
 import argparse
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.root import open_store
 from replicated_ckpt.cli.removal.remover import Removed, Remover, add_removal_arguments
 from replicated_ckpt.config import Retention
-from replicated_ckpt.core.upkeep.removal import Removable, plan_prune
-from replicated_ckpt.core.upkeep.retention import Verdict
+from replicated_ckpt.core.upkeep.removal import plan_prune
 
 HELP = "Remove all but the newest checkpoints of each run from this node, and from the bucket as `rm` does."
 
@@ -34,14 +33,10 @@ def _number(text: str) -> int:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit code: OK if all that is to go is gone everywhere; FAILED if something was refused, or other nodes have it.
-
-    Raises:
-        CheckpointNotFound, ConfigInvalid, StoreError, AgentUnavailable
-    """
+    """Exit code: OK if all that is to go is gone everywhere; FAILED if something was refused, or other nodes have it."""
     retention = Retention(keep_last=arguments.keep_last, keep_every=arguments.keep_every)
     remover = Remover(open_store(arguments.root), arguments)
-    verdicts = _judge(remover, retention)
+    verdicts = plan_prune(remover.removables(), retention, remover.wanted_by)
     going = {(verdict.checkpoint_id, verdict.save_id) for verdict in verdicts if not verdict.is_kept}
     chosen = [row for row in remover.rows if (row.checkpoint_id, row.save_id) in going]
     if not arguments.json:
@@ -59,17 +54,3 @@ def run(arguments: argparse.Namespace) -> int:
     elif not arguments.dry_run:
         print("\n".join(remover.describe(outcome)))
     return ExitCode.OK if arguments.dry_run else outcome.code
-
-
-def _judge(remover: Remover, retention: Retention) -> list[Verdict]:
-    """What becomes of each save: what this node's ranks want kept of their run besides the newest stays, too."""
-    by_run: dict[tuple[str, str], list[Removable]] = {}
-    for save in remover.removables():
-        by_run.setdefault(save.run, []).append(save)
-    verdicts: list[Verdict] = []
-    for run, saves in sorted(by_run.items()):
-        wanted = remover.wanted_by(run) or retention
-        besides = plan_prune(saves, replace(wanted, keep_last=retention.keep_last))
-        asked = plan_prune(saves, retention)
-        verdicts += [mine if mine.is_kept else also for mine, also in zip(asked, besides, strict=True)]
-    return verdicts

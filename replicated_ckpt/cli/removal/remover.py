@@ -14,17 +14,15 @@ from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
 from replicated_ckpt.cli.look.start import start_agent
 from replicated_ckpt.cli.look.waiting import say_if_slow
 from replicated_ckpt.config import Retention
-from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.notes import metrics_of
 from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.core.upkeep.policy import NODES, pending
-from replicated_ckpt.core.upkeep.removal import Removable, find_last_good
+from replicated_ckpt.core.upkeep.removal import Removable
 from replicated_ckpt.core.upkeep.retention import NOT_UPLOADED, Candidate
 from replicated_ckpt.errors import ReplicatedCkptError
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.bucket.removal import remove_save
 from replicated_ckpt.stores.bucket_client.opening import open_client
-from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.wording import describe_bytes, list_some
@@ -108,10 +106,6 @@ class Remover:
         policies = said or PolicyBook(self._store.root_agent_directory()).read_all()  # no agent runs
         return next((one.retention for one in policies if one.tier == NODES and (one.scope, one.lineage) == run), None)
 
-    def find_last_good(self, chosen: Sequence[CheckpointSeen]) -> tuple[str, ...]:
-        """Those that are refused without --force."""
-        return find_last_good(self.removables(), {row.save_id for row in chosen})
-
     def carry_out(self, chosen: Sequence[CheckpointSeen]) -> Removed:
         """Removes each, the oldest first; what stands in the way of one keeps no other checkpoint.
 
@@ -184,8 +178,8 @@ class Remover:
 
     def _remove_from(self, url: str, row: CheckpointSeen) -> None:
         if self._target is not None and url == self._target.url:
-            with say_if_slow(url):
-                _remove_there(self._target, row, self.seen.manifests.get(row.save_id))
+            with say_if_slow(url), closing(open_client(self._target)) as there:  # with credentials of the environment
+                remove_save(Bucket(there), row.checkpoint_id, row.save_id, self.seen.manifests.get(row.save_id))
             return
         named = {"checkpoint_id": row.checkpoint_id, "save_id": row.save_id, "url": url}
         with AgentClient(self._own) as client, say_if_slow(url):
@@ -214,12 +208,6 @@ class Remover:
             why = "" if self._keeps_bucket else "; the last node that removes it removes it there, too"
             lines.append(f"not removed from {url}: {_shorten(ids)}{why}")
         return lines
-
-
-def _remove_there(target: ObjectTarget, row: CheckpointSeen, manifest: Manifest | None) -> None:
-    """By this process, with credentials from the environment."""
-    with closing(open_client(target)) as client:
-        remove_save(Bucket(client), row.checkpoint_id, row.save_id, manifest)
 
 
 _SHOWN_MAX = 5

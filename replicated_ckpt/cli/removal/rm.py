@@ -11,6 +11,7 @@ from replicated_ckpt.cli.look.checkpoints import IN_BUCKET, CheckpointSeen
 from replicated_ckpt.cli.look.root import open_store
 from replicated_ckpt.cli.removal.remover import Removed, Remover, add_removal_arguments
 from replicated_ckpt.core.upkeep.policy import scope_of
+from replicated_ckpt.core.upkeep.removal import find_last_good
 from replicated_ckpt.errors import ManifestInvalid
 from replicated_ckpt.stores.local.versions.retire import renamed_refusal
 
@@ -23,11 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit code: OK if no node that is known has it any more; FAILED if it was refused, or others have it still.
-
-    Raises:
-        CheckpointNotFound, ConfigInvalid, ManifestInvalid, StoreError, AgentUnavailable
-    """
+    """Exit code: OK if no node that is known has it any more; FAILED if it was refused, or others have it still."""
     store = open_store(arguments.root)
     remover = Remover(store, arguments)
     listed = [row for row in remover.rows if row.checkpoint_id == arguments.id]
@@ -66,7 +63,7 @@ def _find_refusal(remover: Remover, chosen: Sequence[CheckpointSeen], *, keeps_b
     runs = {one.lineage for one in rows if one.state != IN_BUCKET and scope_of(one.checkpoint_id) == scope} - {""}
     if not keeps_bucket and runs and any(row.state == IN_BUCKET and row.lineage not in runs for row in chosen):
         return "in the bucket is of a run that no node here has; --keep-in-bucket leaves that"
-    if remover.find_last_good(chosen):
+    if find_last_good(remover.removables(), {row.save_id for row in chosen}):
         if any(row.copies_seen or row.state == IN_BUCKET for row in chosen):
             return "is the last good checkpoint of its run"
         silent = remover.seen.list_names(remover.seen.unreached) or "a node that is not known here"

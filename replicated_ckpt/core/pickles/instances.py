@@ -89,11 +89,7 @@ class Instances:
         return _number(value)
 
     def _call(self, value: bytes, added: list[Any]) -> Made:
-        """What a call with one tuple of numbers gives: a size.
-
-        Raises:
-            LookupError: it is not a name that is called.
-        """
+        """What a call with one tuple of numbers gives: a size."""
         found = self._calls.get(value)
         if found is None:
             fetch = value[:2] if value[0] == _FETCHES[0] else value[:5]

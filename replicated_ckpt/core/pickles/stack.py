@@ -14,11 +14,7 @@ class Stack:
         self._shared = shared
 
     def only_item(self) -> Any:
-        """What is left at the end.
-
-        Raises:
-            PickleUnsafe: it is not one value.
-        """
+        """What is left at the end."""
         if self._below_marks or len(self.items) != 1:
             raise PickleUnsafe("does not end with one value")
         return self.items[0]

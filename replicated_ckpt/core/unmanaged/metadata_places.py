@@ -27,7 +27,6 @@ def item_ranges(raw: bytes) -> Mapping[str, tuple[ByteRange, ...]]:
 
 
 def needed_bytes(ranges: Mapping[str, tuple[ByteRange, ...]]) -> Mapping[str, int]:
-    """How long each shard must be at least."""
     return {shard: max(item.end for item in items) for shard, items in ranges.items()}
 
 

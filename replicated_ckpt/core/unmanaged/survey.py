@@ -63,11 +63,7 @@ class UnmanagedHolding:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "UnmanagedHolding":
-        """Holding described by `fields`, validated.
-
-        Raises:
-            ValueError, KeyError, TypeError: the fields are not such a holding; the caller names the peer.
-        """
+        """Raises ValueError, KeyError, TypeError: the fields are no such holding; the caller names the peer."""
         metadata = fields["metadata"]
         shards = {str(name): UnmanagedFile.from_json(file) for name, file in dict(fields["shards"]).items()}
         checkpoint_id = str(fields["checkpoint_id"])

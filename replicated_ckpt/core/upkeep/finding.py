@@ -9,8 +9,6 @@ from replicated_ckpt.core.one_line import one_line
 
 
 class Problem(Enum):
-    """What is wrong with a file."""
-
     CORRUPT = "corrupt"
     """Its bytes differ from the checksum taken when they were saved."""
     MISSING = "missing"
@@ -40,11 +38,7 @@ class Finding:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "Finding":
-        """The finding in `fields`.
-
-        Raises:
-            ValueError, KeyError, TypeError: the fields are not a finding; the caller names the peer.
-        """
+        """Raises ValueError, KeyError, TypeError: the fields are no finding; the caller names the peer."""
         names = ("node_id", "checkpoint_id", "save_id", "name", "path", "expected", "found")
         text = {name: one_line(fields[name]) for name in names}
         return cls(**text, problem=Problem(fields["problem"]))

@@ -37,11 +37,7 @@ class Policy:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "Policy":
-        """The policy in `fields`, validated.
-
-        Raises:
-            ValueError, KeyError, TypeError, ConfigInvalid: the fields are not a policy; the caller names the source.
-        """
+        """Raises ValueError, KeyError, TypeError, ConfigInvalid: the fields are no policy; the caller names the source."""
         kept = fields["retention"]
         retention = None if kept is None else _retention_from_json(kept)
         lineage = str(fields.get("lineage", ""))

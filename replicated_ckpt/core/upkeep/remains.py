@@ -61,11 +61,7 @@ class Remains:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "Remains":
-        """The remains that `fields` describe, validated.
-
-        Raises:
-            ValueError, KeyError, TypeError: it is no description of remains; the caller names the peer that sent it.
-        """
+        """Raises ValueError, KeyError, TypeError: the fields are no remains; the caller names the peer that sent them."""
         sizes = {str(name): index(size) for name, size in dict(fields["sizes"]).items()}
         crcs = {str(name): index(crc) for name, crc in dict(fields["crcs"]).items() if name in sizes}
         remains = cls(one_line(fields["node_id"]), str(fields["checkpoint_id"]), bool(fields["is_ours"]), sizes, crcs)

@@ -1,7 +1,7 @@
 """Removal by hand: whether a user may have saves removed, and which ones `prune` would; what others hold is for them."""
 
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from replicated_ckpt.config import Retention
 from replicated_ckpt.core.upkeep.policy import scope_of
@@ -52,9 +52,21 @@ def find_last_good(saves: Sequence[Removable], chosen: Collection[str]) -> tuple
     return tuple(sorted({s.candidate.checkpoint_id for s in going if s.run not in kept and not s.is_lost}))
 
 
-def plan_prune(saves: Sequence[Removable], retention: Retention) -> tuple[Verdict, ...]:
-    """What becomes of each save of each run, as a policy of retention would have it, newest first."""
+def plan_prune(
+    saves: Sequence[Removable],
+    retention: Retention,
+    wanted_by: Callable[[tuple[str, str]], Retention | None] = lambda _: None,
+) -> tuple[Verdict, ...]:
+    """What becomes of each save of each run, as a policy of retention would have it, newest first.
+
+    `wanted_by`: what the ranks of a run want kept of it; all of that but the newest ones stays, too.
+    """
     by_run: dict[tuple[str, str], list[Candidate]] = {}
     for save in saves:
         by_run.setdefault(save.run, []).append(save.candidate)
-    return tuple(verdict for run in sorted(by_run) for verdict in judge(by_run[run], retention))
+    verdicts: list[Verdict] = []
+    for run, candidates in sorted(by_run.items()):
+        besides = replace(wanted_by(run) or retention, keep_last=retention.keep_last)
+        both = zip(judge(candidates, retention), judge(candidates, besides), strict=True)
+        verdicts += [asked if asked.is_kept else also for asked, also in both]
+    return tuple(verdicts)

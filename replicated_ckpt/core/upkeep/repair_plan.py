@@ -140,7 +140,6 @@ class RepairPlan:
         return any((entry.checkpoint_id, entry.shard) == (checkpoint_id, name) for entry in entries)
 
     def of_node(self, node_id: str) -> "RepairPlan":
-        """The part that one node has to do."""
         return RepairPlan(
             tuple(action for action in self.adopt if action.node_id == node_id),
             tuple(action for action in self.copy if action.node_id == node_id),

@@ -270,5 +270,4 @@ def _copies(manifest: Manifest, holdings: Sequence[Holding]) -> int:
 
 
 def without_retired(manifest_by_save: Mapping[str, Manifest], retired: Collection[str]) -> dict[str, Manifest]:
-    """The manifests of the saves that stay."""
     return {save_id: manifest for save_id, manifest in manifest_by_save.items() if save_id not in retired}

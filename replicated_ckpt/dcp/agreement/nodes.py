@@ -234,7 +234,7 @@ class LoneNode:
     def begin(self, intent: Intent, on_own_open: OnOpen = lambda: None) -> Opened:
         replaces = holds_checkpoint(self._service.store.final(intent.checkpoint_id))
         histories, leftovers = self._service.begin(intent)
-        before = self._service.store.read_published(intent.checkpoint_id)
+        before = self._service.store.catalog.find_manifest(intent.checkpoint_id)
         on_own_open()
         settle(self._service, leftovers, ())
         named = () if before is None or not intent.overwrite else (before.named,)

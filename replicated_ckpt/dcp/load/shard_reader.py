@@ -27,12 +27,10 @@ from replicated_ckpt.stores.local.shard_file import ShardFile
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.node_cache.exchange import Exchange
 from replicated_ckpt.stores.peer.client import AgentClient
-from replicated_ckpt.stores.peer.copy import PeerShard
-from replicated_ckpt.stores.peer.suspects import tell_suspect
-from replicated_ckpt.stores.too_slow import TooSlow
+from replicated_ckpt.stores.peer.copy import PeerShard, tell_suspect
 from replicated_ckpt.stores.unmanaged.directory import UnmanagedDirectory
 from replicated_ckpt.stores.unmanaged.shard import UncheckedItems, UnmanagedFileShard, UnmanagedPeerShard
-from replicated_ckpt.stores.verified import Expected, VerifiedShard
+from replicated_ckpt.stores.verified import Expected, TooSlow, VerifiedShard
 
 log = logging.getLogger(__name__)
 

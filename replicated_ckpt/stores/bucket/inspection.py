@@ -32,7 +32,6 @@ class BucketInspector:
         self.newer: list[str] = []
 
     def inspect(self, checkpoint_id: str | None = None) -> Iterator[Finding]:
-        """What is wrong."""
         for save in self.find(checkpoint_id):
             yield from self.inspect_save(save)
 
@@ -44,7 +43,6 @@ class BucketInspector:
         return () if found is None else (found,)
 
     def inspect_save(self, save: BucketSave) -> Iterator[Finding]:
-        """What is wrong with one of them."""
         if save.problem == OF_NEWER_FORMAT:
             self.newer.append(save.checkpoint_id)
             return

@@ -156,11 +156,9 @@ class FsspecClient:
     def put_shard(self, key: str, source: UploadSource, paced: Paced) -> None:
         source.check_all()
         with self.translate_errors("write", key):
-            if self.target.scheme in ("s3", "s3a"):
-                extra = {"chunksize": PART_BYTES, "max_concurrency": PARTS_PARALLEL}
-                self._fs.put_file(source.path, self._path(key), callback=_PacedCallback(paced), **extra)
-            else:
-                self._fs.put_file(source.path, self._path(key), callback=_PacedCallback(paced))
+            is_s3 = self.target.scheme in ("s3", "s3a")
+            extra = {"chunksize": PART_BYTES, "max_concurrency": PARTS_PARALLEL} if is_s3 else {}
+            self._fs.put_file(source.path, self._path(key), callback=_PacedCallback(paced), **extra)
         found = self.size_bytes(key)
         if found != source.size_bytes:
             detail = f"expected {source.size_bytes} bytes, the store holds {found}"

@@ -1,7 +1,6 @@
 """One shard to S3 in parallel parts, in bounded memory; it goes on after a restart with the parts that are there."""
 
 import base64
-import contextlib
 import json
 import queue
 import struct
@@ -18,6 +17,7 @@ from replicated_ckpt.stores.bucket_client.client import PART_BYTES, PARTS_PARALL
 from replicated_ckpt.stores.bucket_client.upload_source import UploadSource
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.files.durable import translate_errors, write_file
+from replicated_ckpt.stores.peer.fan_out import FanOut
 
 _PARTS_MAX = 9_000  # S3 takes 10,000
 
@@ -83,29 +83,20 @@ class MultipartUpload:
         return encode_crc(crc32c(b"".join(struct.pack(">I", self._crcs[number]) for number in range(1, count + 1))))
 
     def _send_all(self, waiting: "queue.SimpleQueue[int]") -> None:
-        errors: list[BaseException] = []
+        is_broken = threading.Event()
 
-        def work() -> None:
+        def work(_: int) -> None:
             memory = bytearray(min(self._part_bytes, self._source.size_bytes))
-            while not errors:
+            while not (is_broken.is_set() or waiting.empty()):
                 try:
                     self._send(waiting.get_nowait(), memory)
                 except queue.Empty:
                     return
-                except BaseException as exc:  # noqa: BLE001 - top of a thread; raised by its owner below
-                    errors.append(exc)
+                except BaseException:
+                    is_broken.set()
+                    raise
 
-        threads: list[threading.Thread] = []
-        with contextlib.suppress(RuntimeError, MemoryError):  # as many as the system gives; this one sends what is left
-            for _ in range(PARTS_PARALLEL - 1):
-                thread = threading.Thread(target=work, name="rckpt-part", daemon=True)
-                thread.start()
-                threads.append(thread)
-        work()
-        for thread in threads:
-            thread.join()
-        if errors:
-            raise errors[0]
+        FanOut.run(range(PARTS_PARALLEL), work).raise_first()
 
     def _send(self, number: int, memory: bytearray) -> None:
         offset = (number - 1) * self._part_bytes

@@ -262,7 +262,6 @@ class S3Client:
             raise self._corrupt(key, f"expected CRC32C {expected}, the store says {stored}")
 
     def checksum_of(self, crc: int) -> dict[str, str]:
-        """Parameters by which the server verifies what it receives."""
         if not self.has_checksums:
             return {}
         return {"ChecksumAlgorithm": "CRC32C", "ChecksumCRC32C": encode_crc(crc)}

@@ -79,11 +79,7 @@ class UploadSource:
         return combine_crcs(total, crc32c(rest), len(rest)), ""
 
     def check_all(self) -> None:
-        """Reads all of it once.
-
-        Raises:
-            ObjectCorrupt, StoreError
-        """
+        """Reads all of it once."""
         step = max(1, _PIECE_BYTES // self._table.block_bytes) * self._table.block_bytes
         memory = memoryview(bytearray(min(step, self.size_bytes)))
         for offset in range(0, self.size_bytes, step):

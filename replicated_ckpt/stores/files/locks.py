@@ -55,17 +55,13 @@ class HeldLock:
 
     def __init__(self, fd: int) -> None:
         """Takes over `fd`, which may be locked later."""
-        self._fd = fd
+        self.fd = fd
+        """-1: it was released, or this is a fork."""
         close_in_forks(self)
 
     @property
-    def fd(self) -> int:
-        """-1: it was released, or this is a fork."""
-        return self._fd
-
-    @property
     def is_held(self) -> bool:
-        return self._fd >= 0
+        return self.fd >= 0
 
     def wait(self, path: Path, *, shared: bool = False) -> None:
         """Takes the lock of the file at `path`, once no other process keeps it from that. Where this raises it is closed.
@@ -82,7 +78,7 @@ class HeldLock:
     def _await(self, path: Path, *, shared: bool) -> None:
         began = moving_at = time.monotonic()
         pause_s = _POLL_FIRST_S
-        while not self.take(shared=shared):
+        while not self.try_take(shared=shared):
             time.sleep(pause_s)
             pause_s = min(1.5 * pause_s, _POLL_MAX_S)
             now = time.monotonic()
@@ -91,10 +87,10 @@ class HeldLock:
             if now - moving_at > LOCK_STOPPED_S or now - began > LOCK_TIMEOUT_S:
                 raise _held_for_too_long(path, now - began)
 
-    def take(self, *, shared: bool = False) -> bool:
+    def try_take(self, *, shared: bool = False) -> bool:
         """Takes the lock, or returns False if another process holds it now."""
         try:
-            fcntl.flock(self._fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            fcntl.flock(self.fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
         return True
@@ -108,22 +104,21 @@ class HeldLock:
     def release(self) -> None:
         """Ends the lock, also where a fork has the descriptor still. Nothing, where this is a fork, or it was released."""
         if self.is_held:
-            fcntl.flock(self._fd, fcntl.LOCK_UN)
+            fcntl.flock(self.fd, fcntl.LOCK_UN)
             self.close()
 
     def close(self) -> None:
-        """Closes the descriptor of this process."""
-        fd, self._fd = self._fd, -1
+        fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
 
 
-class FileLock:
+class FileLock(HeldLock):
     """A flock on a file held until `release`, or the end of the process."""
 
-    def __init__(self, path: Path, lock: HeldLock) -> None:
+    def __init__(self, path: Path, fd: int) -> None:
+        super().__init__(fd)
         self.path = path
-        self._lock = lock
 
     @classmethod
     def take(cls, path: Path, *, shared: bool = False) -> "FileLock | None":
@@ -140,18 +135,18 @@ class FileLock:
                     raise
                 fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
             with contextlib.ExitStack() as not_taken:
-                lock = HeldLock(fd)
+                lock = cls(path, fd)
                 not_taken.callback(lock.close)
-                if not lock.take(shared=shared):
+                if not lock.try_take(shared=shared):
                     return None
                 not_taken.pop_all()
-        return cls(path, lock)
+        return lock
 
     @classmethod
-    def take_within(cls, path: Path, timeout_s: float) -> "FileLock | None":
+    def take_within(cls, path: Path, timeout_s: float, *, shared: bool = False) -> "FileLock | None":
         """As `take`, once the process that holds the lock releases it; None: it has not done so in this time."""
         deadline = time.monotonic() + timeout_s
-        while (lock := cls.take(path)) is None and time.monotonic() < deadline:
+        while (lock := cls.take(path, shared=shared)) is None and time.monotonic() < deadline:
             time.sleep(_POLL_S)
         return lock
 
@@ -163,21 +158,13 @@ class FileLock:
             lock.release()
         return lock is None
 
-    def release(self) -> None:
-        self._lock.release()
-
-    @property
-    def is_held(self) -> bool:
-        """False in a fork of its owner, too."""
-        return self._lock.is_held
-
     def is_in_place(self) -> bool:
         """Whether the locked file still has its name: False once its directory was removed, made again, or mounted over.
 
         On another disk, as a snapshot or one that was just formatted, the file may have the same number.
         """
         try:
-            return os.path.samestat(self.path.stat(), os.fstat(self._lock.fd))
+            return os.path.samestat(self.path.stat(), os.fstat(self.fd))
         except FileNotFoundError:
             return False
 

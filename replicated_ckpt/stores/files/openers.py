@@ -31,7 +31,6 @@ def is_open_elsewhere(fd: int) -> bool:
 
 
 def _is_leased(fd: int) -> bool:
-    """Whether a lease is granted."""
     try:
         fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)

@@ -9,7 +9,7 @@ from replicated_ckpt.core.layout import MANIFEST_NAME, NODE_NAME
 from replicated_ckpt.errors import ConfigInvalid
 from replicated_ckpt.stores.files.durable import fsync_directory, make_root, translate_errors, write_file
 from replicated_ckpt.stores.files.existence import is_there, list_prefixed
-from replicated_ckpt.stores.files.ownership import claim_root, make_private
+from replicated_ckpt.stores.files.ownership import claim_root
 from replicated_ckpt.stores.local.room_to_start import keep_room_to_start
 from replicated_ckpt.wording import plural
 
@@ -25,7 +25,7 @@ def ensure_identity(root: Path) -> str:
     path = root / NODE_NAME
     with translate_errors(str(root), "identify", NODE_NAME):
         if not is_there(path):
-            _check_place(root)
+            check_place(root)
             _make_directory(root)
             claim_root(root)
             fresh = path.with_name(f".{NODE_NAME}.{uuid.uuid4().hex}")
@@ -41,18 +41,7 @@ def ensure_identity(root: Path) -> str:
     return read_identity(root)
 
 
-def make_agent_directory(root: Path, directory: Path, checked: os.stat_result | None) -> os.stat_result:
-    """As `make_private`; the first time in a process the root is also one that may become a store.
-
-    Raises:
-        ConfigInvalid: it is not. And as `make_private`.
-    """
-    if checked is None:
-        _check_place(root)
-    return make_private(root, directory, checked)
-
-
-def _check_place(root: Path) -> None:
+def check_place(root: Path) -> None:
     """Where no store was made yet, the root is neither a checkpoint nor the directory above stores.
 
     The store would take the checkpoints of those for its own.

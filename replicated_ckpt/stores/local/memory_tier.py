@@ -12,11 +12,7 @@ _NAME, _DISK_NAME = "memory-tier", "disk"
 
 
 def note_memory_tier(store: LocalStore, tier: Path) -> None:
-    """`find_memory_tier` of this store gives this directory from now on, and `find_other_disk` of that this store.
-
-    Raises:
-        StoreDenied, StoreError
-    """
+    """`find_memory_tier` of this store gives this directory from now on, and `find_other_disk` of that this store."""
     for noting, name, root in ((store, _NAME, tier), (LocalStore(tier), _DISK_NAME, store.root)):
         path, raw = noting.agent_directory() / name, os.fsencode(root)
         with translate_errors(str(noting.root), "note", name):

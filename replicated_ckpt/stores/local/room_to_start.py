@@ -25,9 +25,6 @@ def make_room_to_start(root: Path) -> None:
     """Has recycled files go, and what was kept for it, if they leave no room for what an agent writes when it starts.
 
     The note of a removal, too: what is to make room needs some.
-
-    Raises:
-        StoreError
     """
     if lacks_room_to_start(root):
         with translate_errors(str(root), "make room in", RECYCLED_DIR):

@@ -18,7 +18,6 @@ from replicated_ckpt.core.layout import (
     is_checkpoint_id,
     is_save_id,
 )
-from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.environment import make_absolute
 from replicated_ckpt.errors import (
     ConfigInvalid,
@@ -37,16 +36,17 @@ from replicated_ckpt.stores.files.durable import (
 )
 from replicated_ckpt.stores.files.existence import is_directory, is_there, list_prefixed
 from replicated_ckpt.stores.files.locks import HeldLock, exclusive
+from replicated_ckpt.stores.files.ownership import make_private
 from replicated_ckpt.stores.files.plain import open_plain
 from replicated_ckpt.stores.local.directories.catalog import Catalog
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.directories.place import PlaceNotes
-from replicated_ckpt.stores.local.identity import ensure_identity, find_identity, make_agent_directory
+from replicated_ckpt.stores.local.identity import check_place, ensure_identity, find_identity
 from replicated_ckpt.stores.local.versions import others, replaced
 from replicated_ckpt.stores.local.versions.carry_over import carry_over
 from replicated_ckpt.stores.local.versions.recycled import write_with_room
 from replicated_ckpt.stores.local.versions.replaceable import check_replaceable
-from replicated_ckpt.stores.local.versions.retire import empty_trash
+from replicated_ckpt.stores.local.versions.retire import empty_trash, remove_unread
 from replicated_ckpt.stores.local.versions.staged_decision import has_damaged_decision, has_decision, read_decision
 
 PART_SUFFIX = ".part"
@@ -92,14 +92,16 @@ class LocalStore:
         return find_identity(self.root) or NO_NODE
 
     def agent_directory(self) -> Path:
-        """The agent's directory, private to this user; created if need be.
+        """The agent's directory, private to this user; created if need be, where the root may become a store.
 
         Raises:
             StoreDenied: another user of the host can have put it there, or something in it. ConfigInvalid, StoreError
         """
         path = self.root_agent_directory()
         with translate_errors(str(self.root), "create", AGENT_DIR):
-            self._private = make_agent_directory(self.root, path, self._private)
+            if self._private is None:
+                check_place(self.root)
+            self._private = make_private(self.root, path, self._private)
         return path
 
     def root_agent_directory(self) -> Path:
@@ -139,19 +141,15 @@ class LocalStore:
         with translate_errors(str(self.root), "begin", intent.checkpoint_id):
             check_replaceable(self.root, intent.checkpoint_id, intent)
             make_directories(staging.parent, self.root)
-            replaces = self.read_published(intent.checkpoint_id)
+            replaces = self.catalog.find_manifest(intent.checkpoint_id)
             asked = "" if replaces is None or not replaces_others else replaces.save_id
             intent = replace(intent, replaces=asked)
-            if not self._is_intent_kept(intent):
+            if intent.nodes or not self.intent_of(intent.save_id).nodes:  # else it is staged, and that knows its nodes
                 write_with_room(self.root, self.intent_path(intent.save_id), intent.encode())
             failpoints.reach("store.intent-written")
             make_directory(staging)
             fsync_directory(staging.parent)
         failpoints.reach("store.opened")
-
-    def _is_intent_kept(self, intent: Intent) -> bool:
-        """Whether the save is staged here already, and its intent names nodes that the new one does not know."""
-        return bool(self.intent_of(intent.save_id).nodes) and not intent.nodes
 
     def lock_save(self, save_id: str) -> HeldLock:
         """Marks an open save as being worked on, until the lock is released, or this process has ended.
@@ -175,7 +173,7 @@ class LocalStore:
         except FileNotFoundError:
             return False
         with HeldLock(fd) as lock:
-            return not lock.take()
+            return not lock.try_take()
 
     def put_small(self, save_id: str, name: str, data: bytes) -> None:
         """Writes a small file into a staged save, durably, and never into one that has just been published."""
@@ -203,7 +201,7 @@ class LocalStore:
             manifest, intent = read_decision(staging, save_id), self.intent_of(save_id)
             name = intent.checkpoint_id or manifest.checkpoint_id  # of a directory that a user renamed, the new one
             final = self.final(name)
-            before = self.read_published(name)
+            before = self.catalog.find_manifest(name)
             replaced.check_order(manifest, before, intent)
             check_replaceable(self.root, name, intent, gives_way=before is not None)
             failpoints.reach("commit.checked")
@@ -234,7 +232,7 @@ class LocalStore:
         checkpoint_id = self.intent_of(save_id).checkpoint_id
         if not checkpoint_id:  # who committed it forgot it while another thread opened it again
             return self.catalog.checkpoint_of(save_id) is not None
-        published = self.read_published(checkpoint_id)
+        published = self.catalog.find_manifest(checkpoint_id)
         return published is not None and published.save_id == save_id
 
     def path_of(self, checkpoint_id: str, save_id: str, name: str) -> Path:
@@ -242,11 +240,7 @@ class LocalStore:
         return self.root / (self._directory_with(checkpoint_id, save_id) or checkpoint_id) / name
 
     def _directory_with(self, checkpoint_id: str, save_id: str) -> str | None:
-        """Where files of a save lie or, where the manifest under its name is damaged or gone, may lie; None: nowhere.
-
-        Raises:
-            ManifestVersionUnknown
-        """
+        """Where files of a save lie or, where the manifest under its name is damaged or gone, may lie; None: nowhere."""
         try:
             directory = self.catalog.directory_of(checkpoint_id, save_id)
         except ManifestVersionUnknown:
@@ -255,28 +249,13 @@ class LocalStore:
             return checkpoint_id
         return directory or (None if self.catalog.save_id_of(checkpoint_id) else checkpoint_id)
 
-    def read_published(self, checkpoint_id: str) -> Manifest | None:
-        """The manifest under that name; None where none lies, or none that is believed."""
-        try:
-            return self.catalog.manifest(checkpoint_id)
-        except (ObjectMissing, ManifestInvalid):
-            return None
-
     def drop_replaced(self, name: str) -> bool:
         """Removes a version that a newer save has replaced; False: it is read. The caller has seen the newer one whole."""
         if not is_save_id(name):
             raise ConfigInvalid(f"{name!r} is no save id.")
         with translate_errors(str(self.root), "remove", f"{REPLACED_DIR}/{name}"), exclusive(self.root / STAGING_DIR):
             path = self.root / REPLACED_DIR / name
-            if is_directory(path):
-                trash = self._trash(name)
-                others.remove_trash(self.root, trash)
-                with replaced.unread(path) as is_unread:
-                    if not is_unread:
-                        return False
-                    path.rename(trash)
-                others.remove_trash(self.root, trash, path.parent)
-            return not is_directory(path)
+            return not is_directory(path) or remove_unread(self.root, path, name)
 
     def _trash(self, save_id: str) -> Path:
         """Where a save, or what it replaced, goes on its way out. If a power loss takes this name, nothing is missed."""
@@ -305,11 +284,7 @@ class LocalStore:
             return has_decision(self.staging(save_id), save_id)
 
     def is_decision_damaged(self, save_id: str) -> bool:
-        """Whether a staged save was decided here, and manifest or metadata cannot be believed any more.
-
-        Raises:
-            StoreError: as `is_decided`.
-        """
+        """Whether a staged save was decided here, and manifest or metadata cannot be believed any more."""
         with translate_errors(str(self.root), "read the decision of", save_id):
             return has_damaged_decision(self.staging(save_id), save_id)
 

@@ -220,7 +220,7 @@ def is_any_cache_held(directory: Path) -> bool:
 
 def _is_held(path: Path) -> bool:
     with contextlib.suppress(OSError), _open(path) as lock:
-        return not lock.take(shared=True)
+        return not lock.try_take(shared=True)
     return False
 
 
@@ -244,7 +244,7 @@ def _create_locked_file(directory: Path) -> tuple[Path, HeldLock]:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         lock, is_ours = HeldLock(fd), False
         try:
-            is_ours = lock.take() and os.fstat(fd).st_nlink > 0
+            is_ours = lock.try_take() and os.fstat(fd).st_nlink > 0
         finally:
             if not is_ours:
                 lock.release()
@@ -265,7 +265,7 @@ def sweep(directory: Path) -> None:
     """Removes the caches of processes that were killed: no process holds their lock."""
     for path in directory.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError), _open(path) as lock:
-            if lock.take():
+            if lock.try_take():
                 path.unlink(missing_ok=True)
 
 

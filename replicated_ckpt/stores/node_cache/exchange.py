@@ -167,7 +167,6 @@ class Exchange:
             log.warning("rank %d of this node is not waited for any more: it gives no sign of life", rank)
 
     def tell_silent(self, node: str) -> None:
-        """Tells the other ranks that a node let a time-out pass."""
         self._cache.board.tell_silent(node)
 
     def is_silent(self, node: str) -> bool:

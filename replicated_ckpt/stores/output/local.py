@@ -104,7 +104,7 @@ class LocalOutput(Output):
         try:
             self._part.mkdir(exist_ok=True)
             self._lock = HeldLock(os.open(self._part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC))
-            is_ours = self._lock.take() and os.path.samestat(self._part.stat(), os.fstat(self._lock.fd))
+            is_ours = self._lock.try_take() and os.path.samestat(self._part.stat(), os.fstat(self._lock.fd))
         except FileNotFoundError:
             is_ours = False
         if not is_ours:

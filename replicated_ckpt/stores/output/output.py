@@ -22,7 +22,6 @@ class Stream(abc.ABC):
         self.crc = 0
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
-        """Appends bytes; returns how many."""
         view = memoryview(data).cast("B")
         self._append(view)
         self.crc = crc32c(view, self.crc)
@@ -47,8 +46,6 @@ class Stream(abc.ABC):
 
 @dataclass(frozen=True)
 class Written:
-    """What was written to a file."""
-
     size_bytes: int
     crc32c: int
 
@@ -75,11 +72,7 @@ class Output(abc.ABC):
 
     @contextlib.contextmanager
     def create(self, name: str) -> Iterator[Stream]:
-        """Writes one file.
-
-        Raises:
-            StoreError
-        """
+        """Writes one file."""
         stream = self._open(name)
         try:
             yield stream

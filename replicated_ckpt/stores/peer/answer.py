@@ -26,20 +26,18 @@ from replicated_ckpt.errors import (
 
 _MESSAGE_CHARS = 10_000
 _HINT_CHARS = 1_000
-_STORE_ERROR_BY_STATUS: dict[int, type[StoreError]] = {
-    401: StoreDenied,
-    403: StoreDenied,
-    404: ObjectMissing,
-    422: ObjectCorrupt,
-    503: StoreUnavailable,
-    507: StoreFull,
-}
 _PROBLEMS = (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
 _KINDS_BY_STATUS: dict[int, tuple[type[ReplicatedCkptError], ...]] = {
     400: (PeerProtocolError, ConfigInvalid),
+    401: (StoreDenied,),
+    403: (StoreDenied,),
+    404: (ObjectMissing,),
     409: (CheckpointExists,),
     410: (SaveAborted, SaveSuperseded),
+    422: (ObjectCorrupt,),
     500: (PeerProtocolError, StoreError, AgentUnavailable, MetadataUnsafe),
+    503: (StoreUnavailable,),
+    507: (StoreFull,),
 }
 """What a status may mean where the agent says which of them it is; the first one if it says none of them."""
 
@@ -87,8 +85,6 @@ def refusal(
     hint = one_line(hint, _HINT_CHARS) if isinstance(hint, str) else None
     if status == HTTPStatus.UNAUTHORIZED:
         hint = stranger_hint or hint
-    if status in _STORE_ERROR_BY_STATUS:
-        return _STORE_ERROR_BY_STATUS[status](peer, method, path, message, hint)
     kinds = _KINDS_BY_STATUS.get(status, (PeerProtocolError,))
     kind = next((kind for kind in kinds if kind.__name__ == named), kinds[0])
     if issubclass(kind, StoreError):

@@ -73,16 +73,11 @@ class AgentAddress:
         return asdict(self)
 
     def without_token(self) -> dict[str, Any]:
-        """The same without the token."""
         return {name: value for name, value in asdict(self).items() if name != "token"}
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "AgentAddress":
-        """The address in `fields`, validated: one that cannot be talked to would be met again and again.
-
-        Raises:
-            ValueError, KeyError, TypeError: the fields are not an address; the caller names the source.
-        """
+        """Raises ValueError, KeyError, TypeError: one that cannot be talked to would be met again and again."""
         fields = dict(fields)
         domain = fields.get("domain")
         address = cls(

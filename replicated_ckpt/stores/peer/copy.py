@@ -1,14 +1,17 @@
-"""A peer's store, through its agent: a sink for copies, and a source of verified ranges."""
+"""A peer's store, through its agent: a sink for copies, a source of verified ranges, and what seems bad of these."""
 
+import logging
 import time
 from collections.abc import Callable
 
 from replicated_ckpt.core.integrity.checksum import BlockTable
-from replicated_ckpt.errors import ObjectCorrupt, PeerProtocolError, StoreUnavailable
+from replicated_ckpt.errors import ObjectCorrupt, PeerProtocolError, ReplicatedCkptError, StoreUnavailable
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient, Upload
 from replicated_ckpt.stores.peer.paths import file_path
 from replicated_ckpt.stores.peer.reach import SLOW
 from replicated_ckpt.stores.verified import Expected, VerifiedShard
+
+log = logging.getLogger(__name__)
 
 BEHIND_HEADER = "X-Rckpt-Behind"
 """Of a shard for which no training waits."""
@@ -105,3 +108,13 @@ class PeerShard(VerifiedShard):
 
     def close(self) -> None:
         self._client.close()
+
+
+def tell_suspect(address: AgentAddress, checkpoint_id: str, save_id: str, name: str, why: str) -> None:
+    """Tells a node that one of its files was found bad; its agent reads it again and mends it. Failing to is logged."""
+    document = {"checkpoint_id": checkpoint_id, "save_id": save_id, "name": name, "why": why[:500]}
+    try:
+        with AgentClient(address) as client:
+            client.call("POST", "/v1/suspects", document)
+    except ReplicatedCkptError as exc:
+        log.warning("could not tell %s that its %s/%s seems bad: %s", address.label, checkpoint_id, name, exc)

@@ -4,7 +4,6 @@ import urllib.parse
 
 
 def file_path(checkpoint_id: str, save_id: str, name: str) -> str:
-    """URL path of one file of one committed save."""
     return f"/v1/files/{save_id}/{name}?{urllib.parse.urlencode({'checkpoint_id': checkpoint_id})}"
 
 

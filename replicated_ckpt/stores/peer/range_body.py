@@ -4,7 +4,7 @@ import errno
 import http.client
 import time
 
-from replicated_ckpt.stores.too_slow import TooSlow
+from replicated_ckpt.stores.verified import TooSlow
 
 
 def fill(target: memoryview, response: http.client.HTTPResponse, until_s: float, within_s: float) -> None:

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from replicated_ckpt.environment import HOST_ENV
 from replicated_ckpt.stores.peer.tls import is_loopback
-from replicated_ckpt.stores.too_slow import TooSlow
+from replicated_ckpt.stores.verified import TooSlow
 
 SLOW = "It answers, and its disk, its host or the link to it is slow."
 _LOOPBACK = "Under {} each host reaches itself, which is right only if all nodes are on one host."

@@ -16,7 +16,7 @@ from replicated_ckpt.core.integrity.checksum import BlockHasher, BlockTable
 from replicated_ckpt.core.integrity.footer_without_manifest import check_blocks, find_footer
 from replicated_ckpt.core.integrity.zip_crc import ItemDamaged, check_item
 from replicated_ckpt.core.layout import METADATA_NAME, STAGING_DIR
-from replicated_ckpt.core.manifest import decode_manifest
+from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.reading.source_order import ByteRange, end_of
 from replicated_ckpt.core.unmanaged.metadata_places import item_ranges
 from replicated_ckpt.errors import ConfigInvalid, ManifestInvalid, ObjectCorrupt
@@ -50,7 +50,7 @@ def check_announced(intent: Intent) -> None:
         )
 
 
-def check_adopted(root: Path, intent: Intent, raw_manifest: bytes) -> None:
+def check_adopted(root: Path, intent: Intent, manifest: Manifest) -> None:
     """Holds the manifest of a save against what it was opened for: an adoption is as old as the files that it adopts.
 
     So it comes before all that was saved since, in its lineage by the sequence and among lineages by the time: it takes no
@@ -61,7 +61,6 @@ def check_adopted(root: Path, intent: Intent, raw_manifest: bytes) -> None:
     """
     if not intent.adopts:
         return
-    manifest = decode_manifest(raw_manifest, "what was brought")
     with translate_errors(str(root), "look at", intent.checkpoint_id):
         newest_s = max((entry.stat().st_mtime for entry in os.scandir(root / intent.checkpoint_id)), default=0.0)
     latest_s = min(newest_s, time.time()) + CLOCKS_DIFFER_S

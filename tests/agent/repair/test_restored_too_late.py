@@ -43,7 +43,7 @@ def test_an_adoption_that_is_published_meanwhile_lies_in_one_place(
 
     def fetch(*_: Any) -> tuple[Manifest, bytes]:
         with HeldLock(os.open(store.root / ID, os.O_RDONLY)) as reader:  # so what is replaced is kept
-            assert reader.take(shared=True)
+            assert reader.try_take(shared=True)
             service.commit(save_id)
         return decision, decision.encode()
 

@@ -21,7 +21,7 @@ def test_a_decision_that_another_node_has_brought_first_is_acknowledged(nodes: N
     save.hold()
     nodes.meet()
     nodes.meet()
-    assert nodes.store(1).read_published("last") is not None
+    assert nodes.store(1).catalog.find_manifest("last") is not None
     openers = [nodes.up[index].endpoint.local_address() for index in (0, 1)]
     cluster = AgentCluster(openers, nodes.store(0).node_id())
     committed = cluster.commit(save.save_id, METADATA, save.manifest.encode())

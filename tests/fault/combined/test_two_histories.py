@@ -205,7 +205,7 @@ class Save:
 def is_whole_everywhere(nodes: Nodes, save: Save) -> bool:
     """Whether every node that is up has published the save, nothing else is left of the checkpoint, and all is intact."""
     stores = [nodes.store(index) for index in nodes.up]
-    named = [store.read_published(save.checkpoint_id) for store in stores]
+    named = [store.catalog.find_manifest(save.checkpoint_id) for store in stores]
     return (
         all(manifest is not None and manifest.save_id == save.save_id for manifest in named)
         and all(store.list_staged() == () and store.catalog.list_replaced() == [] for store in stores)
@@ -350,7 +350,7 @@ def test_an_adoption_that_is_slow_does_not_replace_a_newer_save(nodes: Nodes) ->
     store.put_small(old.save_id, ".metadata", METADATA)
     store.put_small(old.save_id, ".manifest.json", old.manifest.encode())
     assert nodes.call(1, "GET", old.path)["state"] == "decided"
-    named = store.read_published("last")
+    named = store.catalog.find_manifest("last")
     assert named is not None
     assert named.save_id == new.save_id
 

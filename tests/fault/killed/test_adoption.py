@@ -118,7 +118,7 @@ def test_killed_at_any_step(store: LocalStore, adopt: Adopt, point: str) -> None
     assert is_adopted(store) == (point not in STAGING)
     assert loads(store)
     if point in STAGING:
-        settle(service, service.leftovers(""), ())
+        settle(service, service.leftovers(), ())
         assert files(store.root / ID) == before
         assert not store.list_staged()
         assert adopt(store) == 0
@@ -259,7 +259,7 @@ def test_an_agent_does_not_stay_for_a_command_that_was_killed(
     assert ("leaves undone" in caplog.text) == is_kept
     assert service.is_held(save_id) == is_kept
     now[0] = 2 * HELD_S
-    settle(service, service.leftovers(""), ())
+    settle(service, service.leftovers(), ())
     assert not store.list_staged()
     assert files(store.root / ID) == before
     assert loads(store)
@@ -311,7 +311,7 @@ def test_a_shard_that_was_damaged_meanwhile_is_completed_from_what_is_staged(tmp
     damaged = next((nodes[1].root / ID).glob("*.distcp"))
     damaged.write_bytes(b"damaged")
     service = NodeService(nodes[1])
-    settle(service, service.leftovers(""), ())
+    settle(service, service.leftovers(), ())
     assert is_adopted(nodes[1])
     assert nodes[1].list_staged() == ()
     kept = list((nodes[1].root / ".quarantine").rglob(f"{damaged.name}.*"))

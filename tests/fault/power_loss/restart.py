@@ -29,7 +29,7 @@ def restart(store: LocalStore) -> NodeService:
         service = NodeService(store)
         service.recover()
         store.empty_trash()
-        settle(service, service.leftovers(""), ())
+        settle(service, service.leftovers(), ())
     return service
 
 

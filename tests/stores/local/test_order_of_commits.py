@@ -70,7 +70,7 @@ def open_save(
 
 
 def published(store: LocalStore) -> str:
-    found = store.read_published("last")
+    found = store.catalog.find_manifest("last")
     assert found is not None
     return found.save_id
 

@@ -62,7 +62,7 @@ def started(store: LocalStore) -> LocalStore:
     service = NodeService(store)
     service.recover()
     store.empty_trash()
-    settle(service, service.leftovers(""), ())
+    settle(service, service.leftovers(), ())
     assert store.list_staged() == ()
     assert not any((store.root / ".trash").glob("*"))
     return store

@@ -68,6 +68,13 @@ class Catalog:
                 raise ObjectMissing(str(self.root), "read", key) from exc
         return known[1]
 
+    def find_manifest(self, checkpoint_id: str) -> Manifest | None:
+        """The manifest under that name; None where none lies, or none that is believed."""
+        try:
+            return self.manifest(checkpoint_id)
+        except (ObjectMissing, ManifestInvalid):
+            return None
+
     def save_id_of(self, checkpoint_id: str) -> str:
         """The save that a checkpoint is of; empty where its manifest is damaged or gone.
 
@@ -93,8 +100,7 @@ class Catalog:
             if path not in there:  # the checkpoint was retired
                 self._parsed.pop(path, None)
         for checkpoint_id in found:
-            with suppress(ObjectMissing, ManifestInvalid):
-                yield checkpoint_id, self.manifest(checkpoint_id)
+            yield from self._one(checkpoint_id)
 
     def read_replaced(self) -> Iterator[Manifest]:
         """Manifests of the versions that newer saves have replaced here and that are kept until those are seen whole."""
@@ -116,11 +122,8 @@ class Catalog:
         return self._read_replaced(save_id) is not None
 
     def _read_replaced(self, save_id: str) -> Manifest | None:
-        try:
-            manifest = self.manifest(f"{REPLACED_DIR}/{save_id}")
-        except (ObjectMissing, ManifestInvalid):
-            return None
-        return manifest if manifest.save_id == save_id else None
+        manifest = self.find_manifest(f"{REPLACED_DIR}/{save_id}")
+        return manifest if manifest is not None and manifest.save_id == save_id else None
 
     def directory_of(self, checkpoint_id: str, save_id: str) -> str | None:
         """Where under the root a save lies that was committed here under this id: published, or replaced. None: nowhere.
@@ -166,10 +169,9 @@ class Catalog:
         return found if directory == checkpoint_id else replace(found, is_replaced=True)
 
     def _one(self, checkpoint_id: str) -> Iterator[tuple[str, Manifest]]:
-        try:
-            yield checkpoint_id, self.manifest(checkpoint_id)
-        except (ObjectMissing, ManifestInvalid):
-            return
+        manifest = self.find_manifest(checkpoint_id)
+        if manifest is not None:
+            yield checkpoint_id, manifest
 
     def histories(self, scope: str) -> dict[str, History]:
         """The lineages of which checkpoints of this directory of ids are committed here, or kept as replaced."""
@@ -222,6 +224,10 @@ class Catalog:
                 yield name
             except (ObjectMissing, ManifestInvalid):
                 continue
+
+    def is_newer_replaced(self, name: str) -> bool:
+        """Whether a replaced version has a manifest that only a newer version of the package can read."""
+        return any(self.of_newer_format(f"{REPLACED_DIR}/{name}"))
 
     def without_manifest(self) -> Iterator[str]:
         """Directories that hold DCP's metadata or shards and no manifest, whatever wrote them."""

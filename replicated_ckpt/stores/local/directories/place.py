@@ -25,9 +25,6 @@ class PlaceNotes:
         """Keeps the place of an open save, so that saves which are opened meanwhile are newer.
 
         It need not survive a power loss: then the coordinators' clocks decide.
-
-        Raises:
-            StoreError
         """
         path = self._root / STAGING_DIR / f"{save_id}{_SUFFIX}"
         with translate_errors(str(self._root), "write", save_id), contextlib.suppress(FileNotFoundError):

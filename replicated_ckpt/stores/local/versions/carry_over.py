@@ -49,9 +49,6 @@ def set_changed_aside(root: Path, checkpoint_id: str, save_id: str) -> None:
     """Shards that were changed since they were staged go to the quarantine. For an adoption that is decided, and over.
 
     Other nodes may have published it, and what is staged may be the only copy: `carry_over` would refuse it for ever.
-
-    Raises:
-        StoreError
     """
     final = root / checkpoint_id
     with translate_errors(str(root), "set aside", checkpoint_id):

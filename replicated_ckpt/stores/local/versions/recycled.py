@@ -137,11 +137,7 @@ def write_with_room(root: Path, path: Path, data: bytes) -> None:
 
 
 def measure_room(root: Path) -> Room:
-    """Of the file system that a store lies on. What its recycled files take is free for the store.
-
-    Raises:
-        StoreError
-    """
+    """Of the file system that a store lies on. What its recycled files take is free for the store."""
     with translate_errors(str(root), "measure", ""):
         found, recycled = os.statvfs(root), RecycledFiles(root).size_bytes()
     size = found.f_blocks * found.f_frsize
@@ -149,11 +145,7 @@ def measure_room(root: Path) -> Room:
 
 
 def try_room(root: Path) -> Room:
-    """As `measure_room`, and whether a file can be written there now. For the store's own user.
-
-    Raises:
-        StoreError
-    """
+    """As `measure_room`, and whether a file can be written there now. For the store's own user."""
     room, error = measure_room(root), find_write_error(root)
     if error is None or (is_full(error) and RecycledFiles(root).size_bytes()):
         return room

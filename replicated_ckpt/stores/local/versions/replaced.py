@@ -66,9 +66,6 @@ def lock_version(catalog: Catalog, checkpoint_id: str, save_id: str) -> HeldLock
     """Keeps a version from being removed, wherever it is moved, until the lock is released, or this process has ended.
 
     None: it is not here; or its files may be read, and its directory cannot, or a process was stopped that replaces it.
-
-    Raises:
-        StoreError
     """
     with translate_errors(str(catalog.root), "lock", checkpoint_id):
         for _ in range(_MOVES_MAX):
@@ -119,7 +116,7 @@ def unread(directory: Path) -> Iterator[bool]:
         yield True
         return
     with HeldLock(fd) as lock:
-        yield lock.take()
+        yield lock.try_take()
 
 
 def is_read(directory: Path) -> bool:

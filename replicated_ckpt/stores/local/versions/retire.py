@@ -1,8 +1,7 @@
 """Retiring a committed checkpoint: it goes in one step, durably, and only then its files; a crash leaves all or nothing."""
 
 import logging
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from shlex import quote
 
@@ -37,7 +36,7 @@ def retire(root: Path, checkpoint_id: str, save_id: str) -> bool:
     Raises:
         ConfigInvalid: no checkpoint id. StoreError
     """
-    is_removed = _remove(root, checkpoint_id, save_id, lambda *_: None)
+    is_removed = _remove(root, checkpoint_id, save_id)
     with translate_errors(str(root), "remove", RECYCLED_DIR):
         RecycledFiles(root).drop()
     return is_removed
@@ -45,36 +44,34 @@ def retire(root: Path, checkpoint_id: str, save_id: str) -> bool:
 
 def recycle(root: Path, checkpoint_id: str, save_id: str) -> bool:
     """As `retire`, and the next save writes its shards over the checkpoint's files, which wait for that in the pool."""
-    return _remove(root, checkpoint_id, save_id, partial(_give_to_pool, root))
+    return _remove(root, checkpoint_id, save_id, recycles=True)
 
 
-def _give_to_pool(root: Path, trash: Path, origin: Path) -> None:
-    """Once the move to the trash is durable: else a power loss could give the checkpoint its name back, written over."""
-    for directory in (origin, trash.parent):
-        fsync_directory(directory)
-    RecycledFiles(root).put(trash)
-
-
-def _remove(root: Path, checkpoint_id: str, save_id: str, put: Callable[[Path, Path], None]) -> bool:
-    """`put` is told where in the trash the checkpoint is, and which directory it has left."""
+def _remove(root: Path, checkpoint_id: str, save_id: str, *, recycles: bool = False) -> bool:
     check_checkpoint_id(checkpoint_id)
     staging = root / STAGING_DIR
     with translate_errors(str(root), "retire", checkpoint_id):
         make_directories(staging, root)
         with exclusive(staging):
             place = _place_of(root, checkpoint_id, save_id)
-            if place is None:
-                return False
-            trash = root / TRASH_DIR / save_id
-            make_directory(trash.parent)
-            remove_trash(root, trash, place.parent, staging)
-            with unread(place) as is_unread:
-                if not is_unread:
-                    return False
-                place.rename(trash)
-            failpoints.reach("retire.trashed")
-            put(trash, place.parent)
-            remove_trash(root, trash, place.parent)
+            return place is not None and remove_unread(root, place, save_id, recycles=recycles)
+
+
+def remove_unread(root: Path, place: Path, save_id: str, *, recycles: bool = False) -> bool:
+    """Removes the directory of a version by way of the trash; False: it is read. Within `exclusive`."""
+    trash = root / TRASH_DIR / save_id
+    make_directory(trash.parent)
+    remove_trash(root, trash, place.parent, root / STAGING_DIR)
+    with unread(place) as is_unread:
+        if not is_unread:
+            return False
+        place.rename(trash)
+    failpoints.reach("retire.trashed")
+    if recycles:  # once the move is durable: else a power loss could give the checkpoint its name back, written over
+        for directory in (place.parent, trash.parent):
+            fsync_directory(directory)
+        RecycledFiles(root).put(trash)
+    remove_trash(root, trash, place.parent)
     return True
 
 

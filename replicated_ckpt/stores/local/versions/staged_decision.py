@@ -35,11 +35,7 @@ def read_decision(staging: Path, save_id: str) -> Manifest:
 
 
 def has_decision(staging: Path, save_id: str) -> bool:
-    """Whether there is one to believe, if only a newer version of the package can carry it out.
-
-    Raises:
-        OSError: it cannot be read now.
-    """
+    """Whether there is one to believe, if only a newer version of the package can carry it out."""
     try:
         read_decision(staging, save_id)
     except ManifestVersionUnknown:
@@ -53,9 +49,6 @@ def has_damaged_decision(staging: Path, save_id: str) -> bool:
     """Whether there was one, and its manifest or metadata cannot be believed any more.
 
     What a crash has left there of the version that the save replaced is none.
-
-    Raises:
-        OSError: it cannot be read now.
     """
     try:
         read_decision(staging, save_id)

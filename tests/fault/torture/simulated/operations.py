@@ -141,7 +141,7 @@ class Operations:
         """Stands in for `HeldLock.wait`."""
 
         def wait(lock: HeldLock, _: Path, *, shared: bool = False) -> None:
-            self.wait_until(lambda: lock.take(shared=shared), "the lock of a file")
+            self.wait_until(lambda: lock.try_take(shared=shared), "the lock of a file")
 
         return wait
 
