@@ -38,7 +38,7 @@ from replicated_ckpt.dcp.runtime.failures import describe_failure
 from replicated_ckpt.dcp.save.bucket import WAIT_TIMEOUT_S, check_timeout
 from replicated_ckpt.dcp.save.report import SaveReport
 from replicated_ckpt.dcp.save.writer import ReplicatedWriter
-from replicated_ckpt.dcp.staging.segment import StagingMemoryShort
+from replicated_ckpt.dcp.staging.segment import StagingRefused
 from replicated_ckpt.dcp.staging.stager import Stager, await_device
 from replicated_ckpt.errors import ReplicatedCkptError, ShardLost, StoreUnavailable
 
@@ -137,7 +137,7 @@ class TieredCheckpoints:
         given = {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state.items()}
         try:
             staged = self._stager.stage(given, self.await_end)
-        except StagingMemoryShort as exc:
+        except StagingRefused as exc:
             log.warning("%s Training waits in async_save until the state is saved.", exc.message)
             await_device()
             future = self._begin(checkpoint_id, given, notes, must_spill)

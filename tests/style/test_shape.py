@@ -37,6 +37,7 @@ BROAD_EXCEPTS_ALLOWED = {
     "replicated_ckpt/dcp/c10d/tellable.py": 1,  # an error's own code raises anything when it is pickled
     "replicated_ckpt/dcp/runtime/callback.py": 1,  # the user's own function; its error is logged, and fails no save
     "replicated_ckpt/dcp/staging/state_copy.py": 1,  # an object's own code raises anything when it is copied
+    "replicated_ckpt/dcp/staging/stager.py": 1,  # the state is saved without a copy then, where DCP tells all ranks
     "replicated_ckpt/dcp/objects/values.py": 1,  # a class that a user has allowed may raise anything
     "replicated_ckpt/stores/bucket_client/fsspec.py": 1,  # its back ends raise their SDKs' own errors; all is translated
     "replicated_ckpt/stores/peer/fan_out.py": 1,  # top of a worker thread; the caller gets the error

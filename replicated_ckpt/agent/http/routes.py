@@ -207,6 +207,8 @@ class Routes:
         Once one node has published a save all peers know its id, and what lies here may lie nowhere else.
         """
         fields = request.document()
+        if request.right < Right.JOB and not self._service.store.has_intent(save_id):
+            return json_answer()  # each rank of a save that fails says so to each node: another one did before
         if self._service.store.is_decided(save_id) or not self._admits(save_id, str(fields.get("ticket", ""))):
             request.require(Right.JOB)
         why = one_line(fields.get("why", "no reason given"), 500)

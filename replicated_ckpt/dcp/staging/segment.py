@@ -21,8 +21,8 @@ _IDLE_MAX = 1
 """Idle segments that outlast the taking of another one: two writers that save by turns have one each."""
 
 
-class StagingMemoryShort(ReplicatedCkptError):
-    """A copy of the state takes more memory than this rank may take; none was taken, and nothing was copied."""
+class StagingRefused(ReplicatedCkptError):
+    """The state cannot be copied, or its copy takes more memory than this rank may take. None is held."""
 
     default_hint = "Save with dcp.save, which needs no copy; or raise the memory limit of the container."
 
@@ -83,7 +83,7 @@ def lease_segment(size_bytes: int, available_bytes: Callable[[], int]) -> memory
     Memory is taken only if `available_bytes`, asked when more is needed than lies idle, allows it.
 
     Raises:
-        StagingMemoryShort: it does not, or the system refuses it. Nothing was taken.
+        StagingRefused: it does not, or the system refuses it. Nothing was taken.
     """
     size_bytes = -(-max(1, size_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
     with _taking:
@@ -92,7 +92,7 @@ def lease_segment(size_bytes: int, available_bytes: Callable[[], int]) -> memory
         missing = size_bytes - (0 if found is None else found.size_bytes)
         try:
             if missing > 0 and missing > (available := available_bytes()):
-                raise StagingMemoryShort(
+                raise StagingRefused(
                     f"A copy of the state takes {missing:,} more bytes of memory, and this rank may take {available:,}."
                 )
             if found is not None:
@@ -101,7 +101,7 @@ def lease_segment(size_bytes: int, available_bytes: Callable[[], int]) -> memory
                     _idle.remove(taken)
             return _prepare(found, size_bytes).lease()
         except (OSError, MemoryError) as exc:  # an error of this rank alone would leave the others waiting for it
-            raise StagingMemoryShort(
+            raise StagingRefused(
                 f"A copy of the state takes {missing:,} more bytes of memory, and the system gives none: {exc}."
             ) from exc
 

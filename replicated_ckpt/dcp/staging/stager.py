@@ -16,7 +16,7 @@ import torch.distributed as dist
 from replicated_ckpt.dcp.runtime.failures import describe_failure
 from replicated_ckpt.dcp.runtime.torch_private import AsyncCall, async_calling, flattening_holds_tensors
 from replicated_ckpt.dcp.staging.available import share_of_rank
-from replicated_ckpt.dcp.staging.segment import StagingMemoryShort, drop_idle_segments, lease_segment, pin_lease
+from replicated_ckpt.dcp.staging.segment import StagingRefused, drop_idle_segments, lease_segment, pin_lease
 from replicated_ckpt.dcp.staging.state_copy import StateCopy
 from replicated_ckpt.dcp.tensors.device_copy import DeviceCopies
 from replicated_ckpt.errors import RankFailed
@@ -100,12 +100,12 @@ class Stager:
         self._returns.set()
 
     def stage(self, state_dict: dict[str, Any], await_written: Callable[[], object] = lambda: None) -> dict[str, Any]:
-        """A copy of the state; or the state itself, if its copy does not fit: then `synchronize` waits for the write.
+        """A copy of the state; or the state itself, if that does not fit or fails: then `synchronize` waits for the write.
 
         `await_written` returns once agents read no earlier copy; it is called where memory is short.
 
         Raises:
-            StagingMemoryShort: it does not fit, and it is not `dcp.async_save` that calls.
+            StagingRefused: it does not fit or cannot be copied, and it is not `dcp.async_save` that calls.
         """
         self.wait_for_last()
         self._asked_by, self._thread, self._lease, self._behind = None, None, None, None
@@ -127,26 +127,35 @@ class Stager:
     def _copy(
         self, state_dict: dict[str, Any], call: AsyncCall | None, await_written: Callable[[], object]
     ) -> dict[str, Any]:
-        state_copy = StateCopy(state_dict)
         if call is not None and call.in_process:
+            state_copy = StateCopy(state_dict)
             staged = state_copy.make(None)  # DCP moves each of its storages into memory that both processes share
             state_copy.copies.wait()
             return staged
         try:
-            memory = _lease_memory(state_copy.size_bytes, await_written)
-        except StagingMemoryShort as exc:
+            return self._copy_to_segment(state_dict, await_written)
+        except StagingRefused as exc:
             if call is None:
                 raise
             log.warning("%s Training waits in async_save until this rank has written its shard.", exc.message)
             self._is_uncopied = True
             await_device()
             return state_dict
-        if state_copy.is_on_gpu:
-            pin_lease(memory)
-        staged = state_copy.make(memory)
-        self._copies = state_copy.copies
-        if not self._overlaps:
-            self.await_copy()
+
+    def _copy_to_segment(self, state_dict: dict[str, Any], await_written: Callable[[], object]) -> dict[str, Any]:
+        try:
+            state_copy = StateCopy(state_dict)
+            memory = _lease_memory(state_copy.size_bytes, await_written)
+            if state_copy.is_on_gpu:
+                pin_lease(memory)
+            staged = state_copy.make(memory)
+            self._copies = state_copy.copies
+            if not self._overlaps:
+                self.await_copy()
+        except StagingRefused:
+            raise
+        except Exception as exc:  # torch's, a class's own: of this rank alone, it would leave the others waiting for it
+            raise StagingRefused(f"The state cannot be copied: {describe_failure(exc).rstrip('.')}.") from exc
         self._lease, self._staged_at, self._is_staged = weakref.ref(memory), time.monotonic(), True
         return staged
 
@@ -254,7 +263,7 @@ def _find_group(call: AsyncCall | None) -> str | None:
 def _lease_memory(size_bytes: int, await_written: Callable[[], object]) -> memoryview:
     try:
         return lease_segment(size_bytes, share_of_rank)
-    except StagingMemoryShort:
+    except StagingRefused:
         await_written()
         return lease_segment(size_bytes, share_of_rank)
 

@@ -31,8 +31,11 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def is_freed(tensor: torch.Tensor) -> bool:
-    """Whether a tensor of elements alone has none of them any more: `resize_(0)` of its storage has freed them."""
-    return is_plain(tensor) and tensor.numel() > 0 and not tensor.is_meta and tensor.untyped_storage().nbytes() == 0
+    """Whether a tensor of elements alone has no memory: `resize_(0)` of its storage has freed it, or it never had any.
+
+    Tensors of zeros that autograd has made and those of a trace never have: to read their elements is a segmentation fault.
+    """
+    return is_plain(tensor) and tensor.numel() > 0 and not tensor.is_meta and tensor.data_ptr() == 0
 
 
 def data_range(raw: memoryview) -> tuple[int, int]:

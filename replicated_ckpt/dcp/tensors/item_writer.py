@@ -15,7 +15,8 @@ _PADDING = memoryview(bytes(ALIGNMENT_BYTES))
 _PLANNER_HINT = "Correct resolve_data of the planner that is passed to dcp.save."
 _META_HINT = "Give its module memory (`to_empty`) and values before it is saved, or leave it out of the state."
 _FREED_HINT = (
-    "Save it while it has its values: FSDP, say, frees whole parameters as long as they are not computed with."
+    "Save it while it has its values: FSDP, say, frees whole parameters as long as they are not computed with. Of zeros "
+    "that autograd has made, which never have memory, save a clone."
 )
 
 
@@ -58,7 +59,7 @@ class ItemWriter:
             tensor = data.detach()  # of a parameter that is a plain one
             if is_freed(tensor):
                 raise ConfigInvalid(
-                    f"The memory of {item.index.fqn!r} was freed: its storage has no bytes.", _FREED_HINT
+                    f"{item.index.fqn!r} has no memory: its storage was freed, or never held its values.", _FREED_HINT
                 )
             if tensor.is_meta and tensor.numel():
                 raise ConfigInvalid(f"{item.index.fqn!r} is on the meta device: it has no values.", _META_HINT)

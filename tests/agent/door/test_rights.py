@@ -21,7 +21,7 @@ FILLED = {"{save_id}": SAVE, "{name}": "__0_0.distcp"}
 OPENING = {"checkpoint_id": "step-1", "session": "s", "overwrite": False, "peers": []}
 WRITTEN = "POST /v1/saves/{save_id}/written"
 TICKETED = ("GET /v1/saves/{save_id}", "POST /v1/saves/{save_id}/abort")
-ENDINGS = ("POST /v1/saves/{save_id}/commit", "POST /v1/saves/{save_id}/pull")
+ENDINGS = tuple(f"POST /v1/saves/{{save_id}}/{how}" for how in ("commit", "pull", "abort"))
 
 
 def rights_in_the_design() -> dict[str, str]:

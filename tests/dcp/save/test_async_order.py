@@ -4,7 +4,7 @@ import math
 import queue
 import resource
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from replicated_ckpt import CheckpointManager, ReplicatedWriter
 from replicated_ckpt.dcp.c10d.world import watch_group
 from replicated_ckpt.dcp.runtime.failures import describe_failure
 from replicated_ckpt.dcp.staging import segment, stager
-from replicated_ckpt.dcp.staging.segment import StagingMemoryShort, lease_segment
+from replicated_ckpt.dcp.staging.segment import StagingRefused, lease_segment
 from replicated_ckpt.dcp.staging.state_copy import StateCopy
 from replicated_ckpt.errors import ConfigInvalid
 from tests.dcp.save.test_async_staging import TIMEOUT_S, Gated, loaded, start, verified
@@ -217,11 +217,11 @@ def test_memory_that_the_system_refuses_counts_as_short() -> None:
     for _ in range(2):
         resource.setrlimit(resource.RLIMIT_FSIZE, (8192, before[1]))
         try:
-            with pytest.raises(StagingMemoryShort, match="the system gives none"):
+            with pytest.raises(StagingRefused, match="the system gives none"):
                 lease_segment(1 << 20, lambda: 1 << 30)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    with pytest.raises(StagingMemoryShort, match="the system gives none"):
+    with pytest.raises(StagingRefused, match="the system gives none"):
         lease_segment(1 << 20, lambda: Path("/proc/no such file").stat().st_size)
     assert len(lease_segment(1 << 20, lambda: 1 << 30)) == 1 << 20
 
@@ -268,12 +268,26 @@ def test_what_a_collective_still_writes_is_waited_for() -> None:
         assert copied.sum().item() == 1000
 
 
-@pytest.mark.parametrize("is_asynchronous", [False, True], ids=["dcp.save", "dcp.async_save"])
-def test_a_tensor_whose_memory_was_freed_is_refused(tmp_path: Path, is_asynchronous: bool) -> None:
+def freed() -> torch.Tensor:
     """As FSDP frees whole parameters: what its place in memory holds now is not what the state was."""
-    freed, writer = torch.ones(5000), ReplicatedWriter(tmp_path)
-    freed.untyped_storage().resize_(0)
-    state = {"w": freed, "empty": torch.ones(0)}
+    tensor = torch.ones(5000)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def zeros_of_autograd() -> torch.Tensor:
+    """They say that they have bytes, at address 0."""
+    return torch._efficientzerotensor(5000)
+
+
+@pytest.mark.parametrize("made", [freed, zeros_of_autograd])
+@pytest.mark.parametrize("is_asynchronous", [False, True], ids=["dcp.save", "dcp.async_save"])
+def test_a_tensor_without_memory_is_refused(
+    tmp_path: Path, is_asynchronous: bool, made: Callable[[], torch.Tensor]
+) -> None:
+    """With its name; else its bytes would be others', or reading them would end the process."""
+    writer = ReplicatedWriter(tmp_path)
+    state = {"w": made(), "empty": torch.ones(0)}
 
     def save() -> None:
         if is_asynchronous:
@@ -281,7 +295,7 @@ def test_a_tensor_whose_memory_was_freed_is_refused(tmp_path: Path, is_asynchron
         else:
             dcp.save(state, checkpoint_id="step-1", storage_writer=writer)
 
-    with pytest.raises(CheckpointException, match="The memory of 'w' was freed"):
+    with pytest.raises(CheckpointException, match="'w' has no memory"):
         save()
     start({"empty": torch.ones(0)}, writer, "step-2").result(TIMEOUT_S)
     verified(tmp_path, "step-2")

@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+import sys
 import threading
 import time
 from collections import OrderedDict
@@ -28,7 +29,7 @@ from replicated_ckpt import CheckpointManager, ReplicatedReader, ReplicatedWrite
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.main import main
 from replicated_ckpt.dcp.staging import segment, stager
-from replicated_ckpt.dcp.staging.segment import StagingMemoryShort
+from replicated_ckpt.dcp.staging.segment import StagingRefused
 from replicated_ckpt.dcp.staging.state_copy import StateCopy
 from tests.gloo import group_of_one
 from tests.harness.processes import open_files
@@ -334,7 +335,7 @@ def test_what_does_not_fit_is_saved_without_a_copy(
     assert torch.equal(loaded(tmp_path, "a", wanted), wanted)
     assert made == []
     verified(tmp_path, "a")
-    with pytest.raises(StagingMemoryShort):
+    with pytest.raises(StagingRefused):
         writer.stage(state)
 
 
@@ -348,6 +349,21 @@ def test_a_save_without_a_copy_that_fails_is_not_waited_for(tmp_path: Path, monk
 def test_what_cannot_be_copied_fails_in_the_background(tmp_path: Path) -> None:
     """As in a synchronous save, where all ranks learn of it; the call itself returns."""
     failed = start({"lock": threading.Lock(), "t": torch.ones(3)}, ReplicatedWriter(tmp_path), "a")
+    assert isinstance(failed.exception(TIMEOUT_S), CheckpointException)
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("kind", ["nested tensor", "deep list"])
+def test_a_state_whose_copying_fails_fails_in_the_background(tmp_path: Path, kind: str) -> None:
+    """An error in `dcp.async_save` itself would be this rank's alone, and the others would wait in the save for it."""
+    if kind == "nested tensor":
+        odd: Any = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    else:
+        odd = []
+        for _ in range(2 * sys.getrecursionlimit()):
+            odd = [odd]
+    failed = start({"odd": odd, "t": torch.ones(3)}, ReplicatedWriter(tmp_path), "a")
     assert isinstance(failed.exception(TIMEOUT_S), CheckpointException)
     assert not (tmp_path / "a").exists()
 

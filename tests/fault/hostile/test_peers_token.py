@@ -432,7 +432,8 @@ def test_a_peer_gives_up_no_save_that_is_decided(tmp_path: Path) -> None:
                     f"/v1/saves/{number:032x}",
                     {**OPENING, **TICKET, "session": str(number), "checkpoint_id": f"step-{number}"},
                 )
-            peer.call("POST", f"/v1/saves/{8:032x}/abort", {"why": "a rank has failed", **TICKET})
+            for rank in ("a rank", "another rank"):  # each tells each node, and none is told that it may not
+                peer.call("POST", f"/v1/saves/{8:032x}/abort", {"why": f"{rank} has failed", **TICKET})
             owner.put("PUT", f"/v1/saves/{SAVE}/.metadata", raw)
             owner.put("PUT", f"/v1/saves/{SAVE}/.manifest.json", manifest.encode())
             with pytest.raises(StoreDenied, match="JOB"):
