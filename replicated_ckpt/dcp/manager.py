@@ -255,7 +255,7 @@ class CheckpointManager:
         """
         self._check_open("restore")
         checkpoint_id = None if step is None else id_of(step)
-        self._await_end()
+        self._settle()
         if checkpoint_id is not None:
             return step_of(self._checkpoints.load(checkpoint_id, state, planner))
         loaded = self._checkpoints.load_newest(state, step_of, planner)
@@ -272,7 +272,7 @@ class CheckpointManager:
             ShardLost, StoreUnavailable: as `restore`. ConfigInvalid: the newest checkpoint is no manager's.
         """
         self._check_open("latest_step")
-        self._await_end()
+        self._settle()
         found = self._checkpoints.find(LATEST)
         return None if found is None else step_of(found)
 
@@ -323,12 +323,12 @@ class CheckpointManager:
         """
         self._check_open("delete")
         checkpoint_id = id_of(step)
-        self._await_end()
+        self._settle()
         return self._checkpoints.delete(checkpoint_id)
 
     def _list_steps(self) -> dict[int, Listed]:
         """The manager's whole checkpoints of this run, newest first, by step: what rank 0 sees, once all have met."""
-        self._await_end()
+        self._settle()
         whole = {find_step(each.checkpoint_id): each for each in reversed(self._checkpoints.list_whole())}
         return {step: whole[step] for step in reversed(whole) if step is not None}
 
@@ -394,7 +394,3 @@ class CheckpointManager:
         finally:
             if future.done():  # else who waited was interrupted, and the next call waits
                 self._in_flight = None
-
-    def _await_end(self) -> None:
-        self._settle()
-        self._checkpoints.await_end()  # what fails after "staged" is for `wait` and `close`: ranks may differ in it

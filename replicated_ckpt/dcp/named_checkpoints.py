@@ -26,10 +26,7 @@ _OF_READER_TOO = ("object_store", "storage_options")
 
 
 class NamedCheckpoints:
-    """One store of a job. Every method is called by all ranks, in the same order, once there is a process group if any.
-
-    Saves and loads run over a gloo group of their own, so that one in the background does not meet other collectives.
-    It works without a process group, too.
+    """One store of a job. Called by all ranks, in the same order, and over a group of its own, as CheckpointManager.
 
     Args:
         root: this node's store.
@@ -128,7 +125,8 @@ class NamedCheckpoints:
     def find(self, name: str) -> str | None:
         """The checkpoint of this name, or the newest whole one for "latest"; None: there is none.
 
-        A save that was acknowledged as staged is over first. The future of one that is not is the caller's to wait for.
+        A save that was acknowledged as staged is over first; that it failed is for `raise_failure`, as ranks may differ in
+        it. The future of one that is not is the caller's to wait for.
         """
         self.writer.await_end()
         found = self.reader.latest() if name == LATEST else name if self.reader.exists(name) else None
@@ -148,7 +146,7 @@ class NamedCheckpoints:
         Raises:
             ShardLost: there are checkpoints, and none is whole. StoreUnavailable: nothing was found, but not all answered.
         """
-        self.await_end()
+        self.writer.await_end()
         if self.reader.latest() is None:
             return ()
         with self.use_group() as group:
@@ -174,10 +172,6 @@ class NamedCheckpoints:
     def wait(self, timeout_s: float = WAIT_TIMEOUT_S) -> tuple[str, ...]:
         """As ReplicatedWriter.wait."""
         return self.writer.wait(timeout_s)
-
-    def await_end(self) -> None:
-        """Returns once what was acknowledged as staged is over."""
-        self.writer.await_end()
 
     def raise_failure(self) -> None:
         """Raises what the last save has failed with after it was acknowledged as staged."""

@@ -353,7 +353,6 @@ class TieredCheckpoints:
         Raises:
             ShardLost, StoreUnavailable: nothing was found in either, and one may have something.
         """
-        self.await_end()
         answered, _ = self._ask_each(NamedCheckpoints.list_whole)
         listed: dict[str, Listed] = {}
         for each in (each for _, whole in answered for each in whole):
@@ -382,7 +381,7 @@ class TieredCheckpoints:
     def await_end(self) -> None:
         """Returns once what was acknowledged as staged is over, in both tiers."""
         for tier in self._tiers:
-            tier.await_end()
+            tier.writer.await_end()
 
     def raise_failure(self) -> None:
         """Raises what the last save has failed with after it was acknowledged as staged."""

@@ -9,11 +9,12 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from replicated_ckpt.drill import processes
-from replicated_ckpt.drill.errors import DrillError, JobFailed, WaitTimedOut
+from replicated_ckpt.drill.errors import DrillError
 from replicated_ckpt.drill.evidence import Evidence, JobSpec, count_reports
 from replicated_ckpt.errors import HINT_MARK
 
@@ -45,7 +46,7 @@ class Job:
     def wait_until_reported(self, limit_s: float) -> Evidence:
         """Block until every rank has written its report.
 
-        Raises: JobFailed if a node ended with an error before, WaitTimedOut after `limit_s`.
+        Raises: DrillError if a node ended with an error before, or after `limit_s`, with the stacks of all ranks.
         """
         self._wait(lambda: count_reports(self.results) == self.ranks, "all ranks to report", limit_s, may_fail=False)
         return Evidence.read(self.results)
@@ -53,7 +54,7 @@ class Job:
     def wait_until_ended(self, limit_s: float, *, except_on: Sequence[Path] = ()) -> None:
         """Block until the torchruns of all nodes, `except_on` these stores, have ended, in whatever way.
 
-        Raises: WaitTimedOut after `limit_s`.
+        Raises: DrillError after `limit_s`.
         """
         nodes = [node for node in self.nodes if node.store not in except_on]
         self._wait(lambda: all(node.process.poll() is not None for node in nodes), "its end", limit_s, may_fail=True)
@@ -65,9 +66,9 @@ class Job:
         while not is_done():
             ended = [node for node in self.nodes if node.process.poll() is not None]
             if not may_fail and any(node.process.returncode for node in ended) and not is_done():
-                raise JobFailed(f"Job {self.name} ended too early.\n{self._write('error') or self._log_tails(ended)}")
+                raise DrillError(f"Job {self.name} ended too early.\n{self._write('error') or self._log_tails(ended)}")
             if time.monotonic() > deadline:
-                raise WaitTimedOut(f"Job {self.name}: waited {limit_s:.0f} s for {what}.\n{self._stacks()}")
+                raise DrillError(f"Job {self.name}: waited {limit_s:.0f} s for {what}.\n{self._stacks()}")
             time.sleep(processes.POLL_S)
 
     def _stacks(self) -> str:
@@ -120,7 +121,7 @@ class Cluster:
     def run_alone(self, name: str, command: Sequence[str], limit_s: float) -> None:
         """Run one command to its end.
 
-        Raises: JobFailed with the end of its output if it fails, WaitTimedOut after `limit_s`.
+        Raises: DrillError with the end of its output if it fails, or after `limit_s`.
         """
         node = self._start_node(name, self.workdir / name, command)
         job = Job(name, (node,), 0, self.workdir / name)
@@ -128,7 +129,7 @@ class Cluster:
         if node.process.returncode != 0:
             said = node.log.read_text(errors="replace").strip() or f"{name} failed without a word."
             message, _, hint = said.partition(HINT_MARK)  # an error of ours brings its own
-            raise JobFailed(message, hint or None)
+            raise DrillError(message, hint or None)
 
     def kill_nodes(self, stores: Sequence[Path]) -> None:
         """The nodes are gone: SIGKILL to their torchruns, ranks and agents, then their stores with all that is in them.
@@ -199,10 +200,8 @@ def _torchrun(node: int, nodes: int, ranks_per_node: int, port: int, spec_path: 
 
 
 def _signal_session(node: NodeProcess, number: signal.Signals) -> None:
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(node.process.pid, number)
-    except ProcessLookupError:
-        return
 
 
 def _free_port() -> int:

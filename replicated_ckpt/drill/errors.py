@@ -9,14 +9,6 @@ class DrillError(ReplicatedCkptError):
     default_hint = "Run it again with --keep and read the logs in the work directory."
 
 
-class JobFailed(DrillError):
-    """A job ended by itself before all of its ranks had reported."""
-
-
-class WaitTimedOut(DrillError):
-    """Something did not happen before its deadline; the stacks of all ranks were dumped first."""
-
-
 class MotoFailed(DrillError):
     """The embedded object store did not start."""
 

@@ -5,7 +5,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
@@ -82,10 +82,8 @@ def stop(prefix: str, limit_s: float) -> bool:
 
 def send(pid: int, number: signal.Signals) -> None:
     """Signal one process; one that has left already is no error."""
-    try:
+    with suppress(ProcessLookupError):
         os.kill(pid, number)
-    except ProcessLookupError:
-        return
 
 
 def _has_mark(pid: int, needle: bytes) -> bool:

@@ -1,7 +1,6 @@
 """torchtitan: its checkpoint manager, for `Trainer.Config.checkpoint`, with checkpoints that survive the loss of a node."""
 
 import os
-import re
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +15,10 @@ from replicated_ckpt.core.layout import LATEST
 from replicated_ckpt.dcp.named_checkpoints import NamedCheckpoints
 from replicated_ckpt.dcp.rank_state.by_rank import entries_of, values_in, wanted_entries
 from replicated_ckpt.dcp.rank_state.random_state import capture_random, restore_random
+from replicated_ckpt.dcp.steps import find_step
 from replicated_ckpt.errors import CheckpointNotFound, ConfigInvalid
 
 _RANDOM = "replicated_ckpt.random"
-_STEP = re.compile(r"step-(\d+)")
 
 
 class ReplicatedCheckpointManager(CheckpointManager):
@@ -150,13 +149,13 @@ class ReplicatedCheckpointManager(CheckpointManager):
         newest = self._checkpoints.find(LATEST)
         if newest is None:
             return -1
-        step = _STEP.fullmatch(newest)
+        step = find_step(newest)
         if step is None:
             raise ConfigInvalid(
                 f"The newest checkpoint in {self._root} is {newest!r}, which torchtitan has not named.",
                 "Give this job a root of its own.",
             )
-        return int(step[1])
+        return step
 
     def _purge_stale_checkpoints(self) -> None:
         """Nothing: the agents remove what `keep_latest_k` does not keep, on every node."""

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from replicated_ckpt.agent.requests.releases import check_rank
 from replicated_ckpt.dcp.c10d.job_secret import Seal, split
-from replicated_ckpt.dcp.c10d.kept_decisions import KeptDecisions
+from replicated_ckpt.dcp.c10d.kept_decisions import STAYS, KeptDecisions
 from replicated_ckpt.dcp.c10d.once_per_node import read_once_per_node
 from replicated_ckpt.dcp.c10d.posted_error import pack_error, unpack_error
 from replicated_ckpt.dcp.c10d.waiting import ENDED_HINT, LINGER_S, POLL_S, AnsweringStore, Wait, reaching_store
@@ -195,8 +195,8 @@ class Blackboard:
         notes: dict[str, str] = {}
         for rank, post in enumerate(posts):
             kind, nonce = ("absent", str(before[rank])) if post is None else ("decided", str(post["nonce"]))
-            key = f"{topic}/{kind}/{rank}"
-            notes[key] = self._note(key, nonce + digest)
+            key, signed = f"{topic}/{kind}/{rank}", nonce + digest
+            notes[key] = signed + self._seal.mark(key, signed.encode()).decode()
         with reaching_store():
             if self._store.has_extended_api():
                 self._store.multi_set(list(notes), list(notes.values()))
@@ -214,7 +214,7 @@ class Blackboard:
         raw = encode(fields)
         if not stays or len(raw) < PACKED_FROM_BYTES:
             return raw
-        raw = encode(self._kept.mark(fields, stays))
+        raw = encode({**fields, STAYS: list(stays)})
         self._kept.keep(topic, raw, fields, stays)
         return raw
 
@@ -310,10 +310,6 @@ class Blackboard:
         if not note.startswith(signed):
             raise MeetingFailed(f"This rank was too late to read what was decided about this {topic}.", _LATE_RANK)
         return self._kept.complete(topic, raw, _decode(f"{topic}/decision", raw))
-
-    def _note(self, key: str, signed: str) -> str:
-        """`signed`: the nonce of the post that is answered, and the digest of the decision."""
-        return signed + self._seal.mark(key, signed.encode()).decode()
 
     def _write(self, key: str, raw: bytes) -> None:
         with reaching_store():

@@ -6,7 +6,9 @@ from typing import Any
 
 from replicated_ckpt.errors import PeerProtocolError
 
-_KNOWS, _STAYS, _AS = "knows", "stays", "as"
+_KNOWS, _AS = "knows", "as"
+STAYS = "stays"
+"""The entry of a whole decision that names the fields of it that ranks are to keep."""
 _LOST = "Save again: ranks then say that they have nothing of an earlier decision, and are told all of it."
 
 
@@ -34,11 +36,6 @@ class KeptDecisions:
             return None
         return {**{name: value for name, value in fields.items() if name not in stays}, _AS: digest}
 
-    @staticmethod
-    def mark(fields: Mapping[str, Any], stays: Collection[str]) -> Mapping[str, Any]:
-        """Coordinator: the whole decision, for ranks to keep these fields of it."""
-        return {**fields, _STAYS: list(stays)}
-
     def keep(self, topic: str, raw: bytes, fields: Mapping[str, Any], stays: Collection[str]) -> None:
         """This is what was told of them, in the message `raw`."""
         self._kept[topic] = hashlib.sha256(raw).hexdigest()[:32], {name: fields[name] for name in stays}
@@ -49,7 +46,7 @@ class KeptDecisions:
         Raises:
             PeerProtocolError: it refers to what this rank does not have, or names fields that it has not.
         """
-        stays, digest = fields.pop(_STAYS, None), fields.pop(_AS, None)
+        stays, digest = fields.pop(STAYS, None), fields.pop(_AS, None)
         if stays is not None:
             if not isinstance(stays, list) or not all(isinstance(name, str) and name in fields for name in stays):
                 raise PeerProtocolError(

@@ -9,7 +9,6 @@ import pickle
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -51,12 +50,8 @@ def is_broken(group: Any) -> bool:
     return group in _broken
 
 
-@dataclass(frozen=True)
-class Missed:
-    """Why a collective does not end: the error that the ranks are told, and the rank that it is about."""
-
-    error: ReplicatedCkptError
-    rank: int
+Missed = tuple[int, ReplicatedCkptError]
+"""Why a collective does not end: the rank that it is about, and the error that the ranks are told."""
 
 
 class WatchedGroup:
@@ -173,21 +168,18 @@ class WatchedGroup:
                 if _is_over(work, patience_s):
                     return
             except RuntimeError as exc:
-                raise self._break(self._seek(exc)) from exc
+                raise self._break(*self._seek(exc)) from exc
             patience_s = self._look_every_s
             missed = self._look()
             if missed is not None:
-                raise self._break(missed)
+                raise self._break(*missed)
 
     def _look(self) -> Missed | None:
         try:
             lost = self._board.find_lost()
-            if lost:
-                return Missed(describe_ended(lost), lost[0])
-            left = self._board.find_left()
+            return (lost[0], describe_ended(lost)) if lost else self._board.find_left()
         except ReplicatedCkptError as exc:  # the c10d store does not answer
-            return Missed(exc, self._rank)
-        return None if left is None else Missed(left[1], left[0])
+            return self._rank, exc
 
     def _seek(self, failure: RuntimeError) -> Missed:
         """Of a collective that has failed at this rank: who has ended; else that it did, which the other ranks are told."""
@@ -202,15 +194,15 @@ class WatchedGroup:
             f"A collective failed at rank {self._rank}, and no rank is known to have ended: {said}", _UNKNOWN
         )
         self._tell_left(why)
-        return Missed(why, self._rank)
+        return self._rank, why
 
     def _tell_left(self, why: RankFailed) -> None:
         with suppress(MeetingFailed):  # the c10d store does not answer: the others find that, too
             self._board.tell_left(why)
 
-    def _break(self, missed: Missed) -> ReplicatedCkptError:
-        _broken[self._group] = missed.error
-        return as_checkpoint_exception(missed.error, missed.rank)
+    def _break(self, rank: int, error: ReplicatedCkptError) -> ReplicatedCkptError:
+        _broken[self._group] = error
+        return as_checkpoint_exception(error, rank)
 
 
 def _is_over(work: Any, within_s: float) -> bool:

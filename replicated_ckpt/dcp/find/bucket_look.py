@@ -1,6 +1,7 @@
 """A look into the bucket while the nodes are asked: a load that finds all on the nodes does not wait for a slow bucket."""
 
 from collections.abc import Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
 from replicated_ckpt.stores.bucket.bucket import Bucket
@@ -36,32 +37,24 @@ class BucketLook:
         self.url = bucket.client.target.url
         self._bucket = bucket
         self._checkpoint_id = checkpoint_id
-        self._found: Sequence[BucketSave] = ()
-        self._error: BaseException | None = None
-        self._thread = start_worker(self._look, name="rckpt-look")
+        self._found: Future[Sequence[BucketSave]] = Future()
+        start_worker(self._look, name="rckpt-look")
 
     def _look(self) -> None:
         try:
             self._bucket.client.target.check_is_apart(None)  # here, as a share that hangs is looked at
             if self._checkpoint_id is None:
-                self._found = self._bucket.saves()
+                self._found.set_result(self._bucket.saves())
             else:
                 save = self._bucket.save_of(self._checkpoint_id)
-                self._found = () if save is None else (save,)
+                self._found.set_result(() if save is None else (save,))
         except BaseException as exc:  # noqa: BLE001 - top of a thread; the caller that asks gets it
-            self._error = exc
+            self._found.set_exception(exc)
 
-    def is_over_within(self, seconds: float | None) -> bool:
-        """Waits, so long at most or (None) as long as it takes; whether the bucket has answered."""
-        self._thread.join(seconds)
-        return not self._thread.is_alive()
+    def is_over_within(self, seconds: float) -> bool:
+        """Waits, so long at most; whether the bucket has answered."""
+        return bool(wait([self._found], seconds).done)
 
     def result(self) -> Sequence[BucketSave]:
-        """The saves that the bucket has committed, once the look is over.
-
-        Raises:
-            ReplicatedCkptError: the bucket cannot be read.
-        """
-        if self._error is not None:
-            raise self._error
-        return self._found
+        """The saves that the bucket has committed. It is waited for. Raises ReplicatedCkptError: it cannot be read."""
+        return self._found.result()

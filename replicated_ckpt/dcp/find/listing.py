@@ -46,9 +46,7 @@ class _Lister(Surveyor):
     def _look(self, checkpoint_id: str | None) -> Sequence[Holding]:
         holdings = self._holdings(checkpoint_id)
         if self._bucket is not None:
-            look = BucketLook(self._bucket, checkpoint_id)
-            look.is_over_within(None)
-            holdings += self._holdings_in_bucket(look)
+            holdings += self._holdings_in_bucket(BucketLook(self._bucket, checkpoint_id))
         return holdings
 
     def list(self) -> tuple[Listed, ...]:

@@ -24,21 +24,13 @@ def look_up(
 
     One that is found and not whole counts as found: a job that began anew next to it would take a loss for a first start.
 
-    Raises:
-        StoreUnavailable: nothing was found, and a node that takes part or the bucket did not answer. ShardLost: "latest",
-        and there are checkpoints, none of them whole. ConfigInvalid, CheckpointIdMismatch: the ranks ask wrongly.
+    Raises as ReplicatedReader.exists and latest; ConfigInvalid, CheckpointIdMismatch: the ranks ask wrongly.
     """
     try:
         look = replace(world, is_load=False)
         return meet(store, look, checkpoint_id, opened_bucket, lineage=lineage).found
-    except AgreedError as exc:
-        _check_is_not_there(exc.error, checkpoint_id)
-    except CheckpointNotFound as exc:
-        _check_is_not_there(exc, checkpoint_id)
-    return None
-
-
-def _check_is_not_there(error: BaseException, checkpoint_id: str) -> None:
+    except (AgreedError, CheckpointNotFound) as exc:
+        error = exc.error if isinstance(exc, AgreedError) else exc
     if not isinstance(error, CheckpointNotFound):
         raise error
     if error.unreached:
@@ -48,3 +40,4 @@ def _check_is_not_there(error: BaseException, checkpoint_id: str) -> None:
             "are right."
         )
         raise StoreUnavailable("; ".join(error.unreached), "look for", key, "no other store has it", hint)
+    return None

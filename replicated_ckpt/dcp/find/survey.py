@@ -175,7 +175,6 @@ class Surveyor:
                 survey = self._choose(checkpoint_id, holdings)
                 if survey.is_whole and survey.found.sequence >= self._sequence_max:
                     return survey  # else the bucket may have a newer one whole
-            look.is_over_within(None)
         return self._choose(checkpoint_id, [*holdings, *self._holdings_in_bucket(look)])
 
     def _choose(self, checkpoint_id: str, holdings: Sequence[Holding]) -> Survey:

@@ -13,10 +13,7 @@ _SAID_WITHIN_S = 1.0
 
 
 class HeldSave:
-    """What a writer holds of its save, until it is closed or the writer is gone.
-
-    Only the coordinator is told by DCP when a save has ended: the other ranks hold it until their next one.
-    """
+    """What a writer holds of its save, until it is closed or the writer is gone."""
 
     def __init__(self) -> None:
         self._open = contextlib.ExitStack()

@@ -40,17 +40,12 @@ class Patience:
         while is_staged():
             time.sleep(pause_s)
             pause_s = min(_LOOK_MAX_S, 1.3 * pause_s)
-            if time.monotonic() > held_until:
+            now = time.monotonic()
+            if now > held_until:
                 self._held.close()
-            if self._is_committed():
+            if self._is_told(now):
                 return True
-        return False
-
-    def _is_committed(self) -> bool:
-        now = time.monotonic()
-        if self._is_told(now):
-            return True
-        self._check_time(now)
+            self._check_time(now)
         return False
 
     def _check_time(self, now: float) -> None:

@@ -164,21 +164,14 @@ class LoadAttempt:
         self._stored.describe(None)
 
     def plan(self, plan: LoadPlan) -> LoadPlan:
-        """The plan with what this rank would fetch from other nodes. Every item lies in a shard that has a copy somewhere.
-
-        Raises:
-            ShardLost: naming the shards that have none. ManifestInvalid: metadata and manifest contradict each other.
-        """
+        """The plan with what this rank would fetch from other nodes; checked as by ReplicatedReader.prepare_local_plan."""
         placed = self._place(plan.items)
         self._check(placed)
         self._is_followed = follow_step(self._learn_outcome)
         return replace(plan, storage_data=self._remote_needs(placed))
 
     def share(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Coordinator: tells the ranks of each node which of them fetches what several need: each block once.
-
-        Warns of saved entries for which no rank asks, unless that is expected.
-        """
+        """Coordinator: as ReplicatedReader.prepare_global_plan."""
         if not self._parts.expect_partial:
             warning = describe_unasked(self._survey.found.checkpoint_id, self._saved, plans)
             if warning is not None:
@@ -228,13 +221,7 @@ class LoadAttempt:
             return None
 
     def read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
-        """Reads every item of the plan, verified, into the planner's tensors.
-
-        What lies here of the save is not removed meanwhile, however long it takes.
-
-        Raises:
-            ShardLost: no intact copy is left. And what the planner raises.
-        """
+        """As ReplicatedReader.read_data. What lies here of the save is not removed meanwhile, however long it takes."""
         began, key = time.monotonic(), f"rank {self._world.rank}"
         wanted = self._group_by_shard(self._place(plan.items))
         shards = sorted(self._survey.manifest.shards)
@@ -247,7 +234,7 @@ class LoadAttempt:
             self._keep_here(self._survey.found)
             bucket = self._parts.bucket.open()
             reader = ShardReader(self._store, self._own_node, self._survey, sorted(wanted), key, bucket, self._places)
-            reader.findings.note_silent(self._silent)
+            reader.findings.silent |= self._silent
             self._parts.bucket.share_patience(partial(reader.findings.is_silent, OBJECT_NODE))
             stack.callback(reader.tell_suspects)
             stack.callback(reader.close)

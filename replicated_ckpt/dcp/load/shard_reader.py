@@ -3,7 +3,7 @@
 import copy
 import logging
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -66,7 +66,8 @@ class Findings:
         self._lock = threading.Lock()
         self._failed: dict[str, dict[str, str]] = {}
         self._suspects: set[tuple[str, str]] = set()
-        self._silent: set[str] = set()
+        self.silent: set[str] = set()
+        """Nodes that let a time-out pass."""
         self.exchange: Exchange | None = None
 
     def count(self, node: str, own_node: str, size_bytes: int) -> None:
@@ -84,7 +85,7 @@ class Findings:
             if is_suspect:
                 self._suspects.add((node, shard))
             if isinstance(error, StoreUnavailable):
-                self._silent.add(node)
+                self.silent.add(node)
                 if self.exchange is not None:
                     self.exchange.tell_silent(node)
             failed = self._failed.setdefault(shard, {})
@@ -94,14 +95,9 @@ class Findings:
             self.traffic.bad_copies.append(f"{shard} on node {node}: {error.message}")
             return True
 
-    def note_silent(self, nodes: Collection[str]) -> None:
-        """These nodes let a time-out pass before their shards were read."""
-        with self._lock:
-            self._silent.update(nodes)
-
     def is_silent(self, node: str) -> bool:
         """Whether it would cost a time-out again to ask it, as this rank or another one of the node found out."""
-        return node in self._silent or (self.exchange is not None and self.exchange.is_silent(node))
+        return node in self.silent or (self.exchange is not None and self.exchange.is_silent(node))
 
     def failures(self, shard: str) -> tuple[str, ...]:
         with self._lock:

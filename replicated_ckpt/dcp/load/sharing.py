@@ -45,15 +45,10 @@ def plan_sharing(plans: Sequence[LoadPlan], shards: Sequence[str]) -> list[LoadP
     sharing_by_rank: dict[int, NodeSharing] = {}
     for needs_by_rank in ranks_by_node.values():
         units = plan_shared_units({rank: needs.windows for rank, needs in needs_by_rank.items()}, shards)
-        sharing_by_rank |= _sharing_of(units, needs_by_rank)
+        takers = sorted({taker for unit in units for taker in unit.takers})
+        sharing = NodeSharing({rank: str(needs_by_rank[rank].cache) for rank in takers}, tuple(units))
+        sharing_by_rank |= dict.fromkeys(takers, sharing)
     return [replace(plan, storage_data=sharing_by_rank.get(rank)) for rank, plan in enumerate(plans)]
-
-
-def _sharing_of(units: Sequence[Unit], needs_by_rank: Mapping[int, RemoteNeeds]) -> dict[int, NodeSharing]:
-    """By rank, for those that take part in some unit."""
-    ranks = sorted({taker for unit in units for taker in unit.takers})
-    sharing = NodeSharing({rank: str(needs_by_rank[rank].cache) for rank in ranks}, tuple(units))
-    return dict.fromkeys(ranks, sharing)
 
 
 def join_exchange(

@@ -8,7 +8,7 @@ from pathlib import Path
 from shlex import quote
 
 from replicated_ckpt.core.one_line import one_line
-from replicated_ckpt.dcp.staging.available import available_bytes
+from replicated_ckpt.dcp.staging.available import takeable_bytes
 from replicated_ckpt.environment import make_absolute
 from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptError
 from replicated_ckpt.stores.files.durable import translate_errors
@@ -21,8 +21,6 @@ log = logging.getLogger(__name__)
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - each user has a directory of its own there, which is checked
 _OF_MEMORY = ("tmpfs", "ramfs", "hugetlbfs")
 _MOUNTS = Path("/proc/self/mountinfo")
-_KEPT_FREE = 10
-"""One part in so many of the memory that is available is left to others."""
 _BLOCK_BYTES = 512
 _DIGITS = 16
 
@@ -98,9 +96,8 @@ def measure_memory(root: Path) -> int:
     Raises:
         OSError: it cannot be looked at.
     """
-    found, available = os.statvfs(root), available_bytes()
-    free = min(found.f_bavail * found.f_frsize, available - available // _KEPT_FREE)
-    return measure_used(root) + free
+    found = os.statvfs(root)
+    return measure_used(root) + min(found.f_bavail * found.f_frsize, takeable_bytes())
 
 
 def measure_used(root: Path) -> int:

@@ -3,7 +3,6 @@
 import copyreg
 import io
 import pickle
-import threading
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
@@ -17,7 +16,6 @@ from replicated_ckpt.dcp.runtime.gc_pause import put_off
 from replicated_ckpt.errors import MetadataUnsafe
 
 _registered: dict[Key, type] = {}
-_lock = threading.Lock()
 
 
 def register_safe_class(cls: type) -> None:
@@ -26,8 +24,7 @@ def register_safe_class(cls: type) -> None:
     A user who can write a checkpoint can then make its instances with any state: register only what is harmless. Holds for
     this process. Safe to call concurrently.
     """
-    with _lock:
-        _registered[cls.__module__, cls.__qualname__] = cls
+    _registered[cls.__module__, cls.__qualname__] = cls
 
 
 def encode_metadata(metadata: Metadata) -> bytes:

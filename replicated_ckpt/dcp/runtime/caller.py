@@ -3,7 +3,7 @@
 import sys
 import warnings
 from dataclasses import dataclass
-from types import FrameType
+from traceback import walk_stack
 
 from replicated_ckpt.errors import ReplicatedCkptWarning
 
@@ -22,12 +22,10 @@ class Line:
 
 def find_line() -> Line | None:
     """The innermost line on this thread's stack that is the user's; None in a thread that DCP has started."""
-    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - the documented CPython call for it
-    while frame is not None:
+    for frame, _ in walk_stack(sys._getframe(1)):  # noqa: SLF001 - the documented CPython call for it
         module = str(frame.f_globals.get("__name__", "<unknown>"))
         if module.partition(".")[0] not in _BETWEEN:
             return Line(frame.f_code.co_filename, frame.f_lineno, module)
-        frame = frame.f_back
     return None
 
 
@@ -51,14 +49,12 @@ def is_interrupting() -> bool:
 
     What it would wait for may be held by the code below it on the stack.
     """
-    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - the documented CPython call for it
     is_users = False
-    while frame is not None:
+    for frame, _ in walk_stack(sys._getframe(1)):  # noqa: SLF001 - the documented CPython call for it
         module = str(frame.f_globals.get("__name__", "<unknown>"))
         if is_users and module in _CALLS_BACK:
             return False
         if is_users and module.startswith("replicated_ckpt.dcp.") and module != _HANDS_ON:
             return True
         is_users = is_users or module.partition(".")[0] not in _BETWEEN
-        frame = frame.f_back
     return False

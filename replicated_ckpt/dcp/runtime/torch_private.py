@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cache
-from types import FrameType
+from traceback import walk_stack
 from typing import Any, Protocol
 
 import torch
@@ -26,33 +26,7 @@ from torch.distributed.checkpoint.filesystem import _StoragePrefix as StoragePre
 from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.distributed.tensor import DTensor
 
-__all__ = [
-    "AsyncCall",
-    "Collectives",
-    "DTensor",
-    "DcpCall",
-    "MemoryFormat",
-    "OldMemoryFormat",
-    "OldTensorProperties",
-    "ShardedTensor",
-    "StorageInfo",
-    "StoragePrefix",
-    "async_calling",
-    "calling",
-    "default_store",
-    "flatten",
-    "flattening_holds_tensors",
-    "follow_step",
-    "layout_of",
-    "local_part",
-    "make_typed_storage",
-    "metadata_version",
-    "narrow",
-    "use_collectives",
-    "weights_only_names",
-    "with_local_part",
-    "with_shards",
-]
+__all__ = ["DTensor", "OldTensorProperties", "ShardedTensor", "StorageInfo", "StoragePrefix"]  # of those of torch's
 
 MemoryFormat, OldMemoryFormat = dcp_metadata._MEM_FORMAT_ENCODING, old_metadata.MEM_FORMAT_ENCODING  # noqa: SLF001
 layout_of = torch.serialization._get_layout  # noqa: SLF001
@@ -81,12 +55,10 @@ def calling() -> DcpCall | None:
     Seen on torch 2.7 to 2.15: the entry points have the parameters `process_group` and `no_dist`, and none of them is
     passed on to the storage writer or reader, which must know them to meet the other ranks, or not to wait for any.
     """
-    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - the documented CPython call for it
-    while frame is not None:
+    for frame, _ in walk_stack(sys._getframe(1)):  # noqa: SLF001 - the documented CPython call for it
         if (frame.f_globals.get("__name__"), frame.f_code.co_name) in _ENTRY_POINTS:
             values = frame.f_locals
             return DcpCall(values.get("process_group"), bool(values.get("no_dist", False)))
-        frame = frame.f_back
     return None
 
 
@@ -104,15 +76,13 @@ def async_calling() -> AsyncCall | None:
     Seen on torch 2.15: it has the parameter `async_checkpointer_type`, calls the stager's `stage` before it has a future,
     and its `synchronize_staging` when it has one. The stager is told neither.
     """
-    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - the documented CPython call for it
-    while frame is not None:
+    for frame, _ in walk_stack(sys._getframe(1)):  # noqa: SLF001 - the documented CPython call for it
         if (frame.f_globals.get("__name__"), frame.f_code.co_name) == (_SAVER, "async_save"):
             values = frame.f_locals
             kind = getattr(values.get("async_checkpointer_type"), "value", None)
             futures = (value for value in values.values() if isinstance(value, Future))
             said = values.get("process_group"), bool(values.get("no_dist"))
             return AsyncCall(*said, kind == "process", next(futures, None))
-        frame = frame.f_back
     return None
 
 
@@ -186,12 +156,10 @@ def use_collectives(collectives: StepCollectives) -> bool:
 
 def _wrapper_of_step() -> tuple[_DistWrapper | None, str]:
     """DCP's wrapper of the process group of the call under way, and the method that does its step."""
-    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - the documented CPython call for it
-    while frame is not None:
+    for frame, _ in walk_stack(sys._getframe(1)):  # noqa: SLF001 - the documented CPython call for it
         wrapper = frame.f_locals.get("self") if frame.f_code.co_name in _OUTCOMES else None
         if isinstance(wrapper, _DistWrapper):
             return wrapper, frame.f_code.co_name
-        frame = frame.f_back
     return None, ""
 
 

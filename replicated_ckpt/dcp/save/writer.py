@@ -229,9 +229,7 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
 
         A later `async_save` takes new memory.
         """
-        self._stager.wait_for_last()
-        self.await_end()
-        self._stager.close()
+        self._stager.close(self.await_end)
 
     # What DCP calls, in order ------------------------------------------------------------------------------------
 

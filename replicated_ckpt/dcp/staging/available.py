@@ -17,10 +17,13 @@ _LOCAL_RANKS = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRAN
 
 def share_of_rank(environment: Mapping[str, str] | None = None) -> int:
     """Bytes that one rank may take: ranks of one node stage at the same time, so each takes its part only."""
+    return takeable_bytes() // _count_local_ranks(os.environ if environment is None else environment)
+
+
+def takeable_bytes() -> int:
+    """Of what is available all but the part that is left to others."""
     available = available_bytes()
-    return (available - available // _KEPT_FREE) // _count_local_ranks(
-        os.environ if environment is None else environment
-    )
+    return available - available // _KEPT_FREE
 
 
 def _count_local_ranks(environment: Mapping[str, str]) -> int:
@@ -32,12 +35,8 @@ def _count_local_ranks(environment: Mapping[str, str]) -> int:
 
 def available_bytes(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int:
     """The least of the machine's MemAvailable and of what each limit above this process leaves, page cache not counted."""
-    return min([_machine_bytes(proc), *(max(0, left) for left in _left_by_cgroups(proc, cgroups))])
-
-
-def _machine_bytes(proc: Path) -> int:
-    found = _numbers((proc / "meminfo").read_text(encoding="ascii"))
-    return found["MemAvailable:"] << 10
+    machine = _numbers((proc / "meminfo").read_text(encoding="ascii"))["MemAvailable:"] << 10
+    return min([machine, *(max(0, left) for left in _left_by_cgroups(proc, cgroups))])
 
 
 def _left_by_cgroups(proc: Path, cgroups: Path) -> Iterator[int]:

@@ -220,9 +220,10 @@ class Stager:
         """Nothing of what was staged is read any more, whether it was written or that failed."""
         self._written.set()
 
-    def close(self) -> None:
-        """Waits for the save before, and frees the memory that no copy lies in any more."""
+    def close(self, await_written: Callable[[], object]) -> None:
+        """Waits for the save before, and as `stage` for agents; then frees the memory that no copy lies in any more."""
         self.wait_for_last()
+        await_written()
         drop_idle_segments()
 
     def wait_for_last(self) -> None:

@@ -19,9 +19,10 @@ def copy_to_host(tensor: torch.Tensor, piece_bytes: int = PIECE_BYTES) -> Iterat
     parts = [data[start : start + piece_bytes] for start in range(0, len(data), piece_bytes)]
     kind: dict[str, Any] = {"dtype": torch.uint8, "device": "cpu", "pin_memory": data.is_cuda}
     places = [torch.empty(min(piece_bytes, len(data)), **kind) for _ in parts[:2]]
-    under_way: list[tuple[torch.Tensor, torch.cuda.Event | None]] = []
+    under_way: list[tuple[torch.Tensor, DeviceCopies]] = []
     for number, part in enumerate(parts):
-        under_way.append(_copying(part, places[number % 2][: len(part)]))
+        place = places[number % 2][: len(part)]
+        under_way.append((place, DeviceCopies([(place, part)])))
         if len(under_way) == 2:
             yield _wait_for_copy(*under_way.pop(0))
     for piece in under_way:
@@ -60,18 +61,8 @@ class DeviceCopies:
         self._sources.clear()
 
 
-def _copying(part: torch.Tensor, place: torch.Tensor) -> "tuple[torch.Tensor, torch.cuda.Event | None]":
-    """Begins to copy; the event, where there is one, says when it is done."""
-    if not part.is_cuda:
-        return place.copy_(part), None
-    side = _side_stream(part.device)
-    with torch.cuda.stream(side):
-        return place.copy_(part, non_blocking=True), side.record_event()
-
-
-def _wait_for_copy(place: torch.Tensor, done: "torch.cuda.Event | None") -> torch.Tensor:
-    if done is not None:
-        done.synchronize()
+def _wait_for_copy(place: torch.Tensor, copies: DeviceCopies) -> torch.Tensor:
+    copies.wait()
     return place
 
 

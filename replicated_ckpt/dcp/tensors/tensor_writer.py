@@ -1,8 +1,4 @@
-"""Writing tensors as the zip containers of `torch.save`: their data straight from memory, what surrounds it from templates.
-
-What surrounds the data is the same for all tensors of one dtype, shape and stride, so `torch.save` makes it once. The
-zip's own CRC32 stays out: our CRC32C covers these bytes. Source: torch.serialization (torch 2.7 to 2.15).
-"""
+"""Writing tensors as the zip containers of `torch.save`: data straight from memory, what surrounds it from templates."""
 
 from typing import Any, Protocol
 

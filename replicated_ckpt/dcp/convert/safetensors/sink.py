@@ -2,19 +2,18 @@
 
 import json
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 from replicated_ckpt.dcp.convert.entries.progress import CountBytes
 from replicated_ckpt.dcp.convert.entries.source import Contents, Source, TensorEntry, stream_tensors
+from replicated_ckpt.dcp.convert.safetensors.files import SafetensorsFiles
 from replicated_ckpt.dcp.convert.safetensors.format import (
     INDEX_NAME,
-    LENGTH,
     NAME_BY_DTYPE,
     SINGLE_NAME,
     Tensor,
-    decode_header,
     encode_header,
-    header_size,
 )
 from replicated_ckpt.dcp.tensors.memory import memory_of
 from replicated_ckpt.errors import ConfigInvalid, ObjectCorrupt
@@ -64,9 +63,10 @@ class SafetensorsSink:
         Raises:
             ObjectCorrupt: they do not describe the tensors that were to be written.
         """
-        found = {
-            tensor.name: (tensor.dtype, tensor.shape) for name in self._entries_by_file for tensor in _read(path / name)
-        }
+        found: dict[str, object] = {}
+        for name in self._entries_by_file:
+            with closing(SafetensorsFiles([path / name])) as file:
+                found |= {entry.name: (entry.dtype, entry.shape) for entry in file.contents.tensors}
         if found != {entry.name: (entry.dtype, entry.shape) for entry in contents.tensors}:
             raise ObjectCorrupt(
                 str(path), "read back", SINGLE_NAME, "the headers describe other tensors", READ_BACK_HINT
@@ -74,13 +74,6 @@ class SafetensorsSink:
 
     def may_replace(self, name: str) -> bool:
         return name == INDEX_NAME or (name.startswith("model") and name.endswith(".safetensors"))
-
-
-def _read(path: Path) -> list[Tensor]:
-    with path.open("rb") as file:
-        size_bytes = path.stat().st_size
-        header_bytes = header_size(file.read(LENGTH.size), size_bytes, str(path))
-        return decode_header(file.read(header_bytes), size_bytes - LENGTH.size - header_bytes, str(path))
 
 
 def _groups(entries: Sequence[TensorEntry], bytes_max: int) -> list[list[TensorEntry]]:

@@ -53,7 +53,8 @@ class StatePickler(pickle.Pickler):
             key = self._next_key()
             self.absent[key] = obj.entry
             like = empty_tensor((0,), obj.entry.dtype)
-            return _rebuilding(like, key, obj.entry.shape, _strides(obj.entry.shape))
+            stride = torch.empty(obj.entry.shape, device="meta").stride()  # of rows in order; no memory is taken
+            return _rebuilding(like, key, obj.entry.shape, stride)
         if type(obj) is torch.Tensor and obj.layout is torch.strided and not obj.is_quantized:
             key, tensor = self._next_key(), obj.detach().cpu().contiguous().resolve_conj().resolve_neg()
             self.present[key] = tensor
@@ -84,11 +85,3 @@ def _rebuilding(like: torch.Tensor, key: str, shape: tuple[int, ...], stride: tu
         else:
             stand_in = _Storage(key, STORAGE_BY_DTYPE[like.dtype], count)
     return rebuild, (stand_in, 0, shape, stride, *more)
-
-
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides, expected = [], 1
-    for size in reversed(shape):
-        strides.append(expected)
-        expected *= max(size, 1)
-    return tuple(reversed(strides))
