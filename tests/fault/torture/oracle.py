@@ -78,9 +78,9 @@ class Oracle:
             if attempt.save_id not in save_ids:
                 continue
             attempt.was_removed = True
+            self._forget_on(attempt, node)
             if is_done:
                 attempt.removed_on.add(node)
-                self._forget_on(attempt, node)
 
     def damaged(self, lying: Lying, attempt: Attempt | None, names: Collection[str], *, is_data_intact: bool) -> None:
         """These files are bad now. `is_data_intact`: only what the package put behind the data of a shard is bad."""

@@ -189,7 +189,7 @@ class Schedule:
         for attempt in published if is_done else ():
             if attempt.is_stock and course.policy.keep_last is not None:
                 continue  # retired: on a node whose ranks have named no policy a part of it stays
-            if self._is_kept_for_loads(attempt) or attempt.was_removed:
+            if self._is_kept_for_loads(attempt) or attempt.checkpoint_id in course.oracle.find_left_by_people():
                 continue
             course.oracle.check_copies(attempt, len(course.cluster.nodes))
         if is_done:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,11 +34,12 @@ SAVE_S = 1.0
 
 @dataclass(frozen=True)
 class Policy:
-    """How a job saves. `keep_last` None: nothing is ever removed."""
+    """How a job saves. `keep_last` None: nothing is ever removed. `ack`: that of saves that are not handed over."""
 
     copies: int = 2
     keep_last: int | None = None
     object_store: str | None = None
+    ack: Literal["local", "peer"] = "peer"
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ class Job:
         for it then, threads do.
         """
         if (overwrite, handed) not in self._writers:
-            kept = [self._writer(node, overwrite=overwrite, ack=handed or "peer") for node in self.nodes]
+            kept = [self._writer(node, overwrite=overwrite, ack=handed or self.policy.ack) for node in self.nodes]
             self._writers[overwrite, handed] = kept
         writers = self._last = self._writers[overwrite, handed]
         self.cluster.wait(SAVE_S)

@@ -145,9 +145,10 @@ def change_policy(course: Course) -> None:
     """The run goes on with other arguments."""
     course.end_job()
     copies, keep_last = course.random.choice([2, 2, 3]), course.random.choice([None, 1, 2, 3])
-    course.policy = replace(course.policy, copies=copies, keep_last=keep_last)
+    ack = course.random.choice(["local", "peer", "peer"])
+    course.policy = replace(course.policy, copies=copies, keep_last=keep_last, ack=ack)
     course.oracle.change_policy(keep_last)
-    course.say(f"from now on {copies} copies, keep_last {keep_last}")
+    course.say(f"from now on {copies} copies, ack {ack}, keep_last {keep_last}")
 
 
 def _find_only_there(course: Course, node: int) -> list[str]:
