@@ -4,10 +4,10 @@ import argparse
 import contextlib
 import io
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 from replicated_ckpt.cli.nodes import drain, forget
 from replicated_ckpt.cli.removal import prune, rm
@@ -145,7 +145,8 @@ def change_policy(course: Course) -> None:
     """The run goes on with other arguments."""
     course.end_job()
     copies, keep_last = course.random.choice([2, 2, 3]), course.random.choice([None, 1, 2, 3])
-    ack = course.random.choice(["local", "peer", "peer"])
+    acks: Sequence[Literal["local", "peer"]] = ["local", "peer", "peer"]
+    ack = course.random.choice(acks)
     course.policy = replace(course.policy, copies=copies, keep_last=keep_last, ack=ack)
     course.oracle.change_policy(keep_last)
     course.say(f"from now on {copies} copies, ack {ack}, keep_last {keep_last}")
