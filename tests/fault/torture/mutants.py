@@ -219,6 +219,6 @@ MUTANTS = [
     Mutant(retention_counts_other_runs, 1010, "D3"),
     Mutant(files_without_manifest_heal_nothing, SEED, "D5", manifest_here_and_metadata_there),
     Mutant(a_surplus_damaged_copy_is_left, SEED, "D12", a_surplus_copy_is_damaged),
-    Mutant(a_removal_by_hand_is_not_noted, 1000, script=remove_and_drain_often),
-    Mutant(a_drained_node_counts_on, 2063, script=remove_and_drain_often),
+    Mutant(a_removal_by_hand_is_not_noted, 1005, script=remove_and_drain_often),
+    Mutant(a_drained_node_counts_on, 1116, script=remove_and_drain_often),
 ]
