@@ -259,6 +259,10 @@ class Oracle:
         if not self.is_kept(checkpoint_id) or any(attempt.ended is None for attempt in self.of_id(checkpoint_id)):
             return False
         rivals = self._find_rivals(checkpoint_id, {attempt.lineage for attempt in standing})
+        if (
+            rivals and self.find_left_by_people()
+        ):  # all that a node knew of its run may have been removed: it began anew
+            return False
         found = (*standing, *rivals)
         if any(attempt.is_spoilt or attempt.was_removed for attempt in found):
             return False
