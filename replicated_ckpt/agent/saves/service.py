@@ -94,14 +94,21 @@ class NodeService:
         return completed
 
     def _complete_decided(self, intents: Iterable[Intent]) -> tuple[str, ...]:
-        """Commits the saves whose decision lies here: it is never taken back, and no node may take them for given up."""
+        """Commits the saves whose decision lies here: it is never taken back, and no node may take them for given up.
+
+        Where a crash came right after one was published, what it replaced still lies in its place: that is put aside.
+        """
         completed = []
         for save_id in (intent.save_id for intent in intents):
             try:
                 if self.store.is_decided(save_id):
                     self.store.commit(save_id)
-                    self.adoption_locks.close(save_id)
-                    completed.append(save_id)
+                elif self.store.catalog.checkpoint_of(save_id) is not None:
+                    self.store.abort(save_id)
+                else:
+                    continue
+                self.adoption_locks.close(save_id)
+                completed.append(save_id)
             except SaveSuperseded as exc:
                 log.info("save %s stays staged until the newer one is seen whole: %s", save_id, exc.message)
             except ReplicatedCkptError as exc:
