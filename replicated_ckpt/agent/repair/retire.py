@@ -70,9 +70,7 @@ class Retirer:
         """
         book = self._service.removals
         pending, done = book.read_pending_and_done()  # before the look: what is removed meanwhile is not put back
-        staged = {
-            save_id for save_id in pending if self._service.store.is_staged(save_id)
-        }  # the same: it may be published
+        staged = set(filter(self._service.store.is_staged, pending))  # before it, too: they may be published meanwhile
         here = self._find_here() if done | pending else {}
         for save_id in sorted(pending - (staged - here.keys())):
             if self._stopping.is_set():

@@ -101,14 +101,10 @@ class NodeService:
         completed = []
         for save_id in (intent.save_id for intent in intents):
             try:
-                if self.store.is_decided(save_id):
+                if self.store.is_decided(save_id) or self.store.is_published(save_id):
                     self.store.commit(save_id)
-                elif self.store.catalog.checkpoint_of(save_id) is not None:
-                    self.store.abort(save_id)
-                else:
-                    continue
-                self.adoption_locks.close(save_id)
-                completed.append(save_id)
+                    self.adoption_locks.close(save_id)
+                    completed.append(save_id)
             except SaveSuperseded as exc:
                 log.info("save %s stays staged until the newer one is seen whole: %s", save_id, exc.message)
             except ReplicatedCkptError as exc:

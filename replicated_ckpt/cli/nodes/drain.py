@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     store = open_store(arguments.root)
     if not arguments.dry_run:
         start_agent(store)
-        read_all(store)  # a copy that is bad unseen is none
+        read_all(store)  # the agents know of every bad copy then
     done = 0
     failed: dict[str, str] = {}
     for _ in range(ROUNDS_MAX):

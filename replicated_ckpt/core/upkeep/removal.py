@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from replicated_ckpt.config import Retention
+from replicated_ckpt.core.lineage import Version
 from replicated_ckpt.core.upkeep.policy import scope_of
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
 from replicated_ckpt.core.upkeep.retention import Candidate, Verdict, judge
@@ -18,14 +19,12 @@ def find_removed(nodes: Iterable[NodeView]) -> frozenset[str]:
     nodes = tuple(nodes)
     said = frozenset[str]().union(*(node.standing.removed for node in nodes if node.presence is Presence.UP))
     held = [holding for node in nodes for holding in node.holdings or ()]
-    removed = {(one.checkpoint_id, one.version) for one in held if one.save_id in said}
-    older = (
-        one.save_id
-        for one in held
-        for name, newer in removed
-        if name == one.checkpoint_id and newer.takes_place_of(one.version)
-    )
-    return said.union(older)
+    removed: dict[str, set[Version]] = {}
+    for one in held:
+        if one.save_id in said:
+            removed.setdefault(one.checkpoint_id, set()).add(one.version)
+    here = ((one, removed.get(one.checkpoint_id, ())) for one in held)
+    return said.union(one.save_id for one, newer in here if any(each.takes_place_of(one.version) for each in newer))
 
 
 @dataclass(frozen=True)

@@ -194,7 +194,7 @@ class LocalStore:
         """
         staging = self.staging(save_id)
         with translate_errors(str(self.root), "commit", save_id), exclusive(self.root / STAGING_DIR):
-            if not is_directory(staging) or self._is_published(save_id):
+            if not is_directory(staging) or self.is_published(save_id):
                 held = self._already_committed(save_id)
                 self._discard(save_id)  # after a crash, what it replaced may still be staged under its name
                 return held
@@ -228,7 +228,8 @@ class LocalStore:
         failpoints.reach("commit.done")
         return held
 
-    def _is_published(self, save_id: str) -> bool:
+    def is_published(self, save_id: str) -> bool:
+        """Whether a staged save has its checkpoint's name: what is still staged of it then is what it has replaced."""
         checkpoint_id = self.intent_of(save_id).checkpoint_id
         if not checkpoint_id:  # who committed it forgot it while another thread opened it again
             return self.catalog.checkpoint_of(save_id) is not None
@@ -304,7 +305,7 @@ class LocalStore:
         others.give_back_replaced(self.root, intent.replaces, intent.checkpoint_id)
         if is_directory(staging):
             others.give_back_others(self.root, staging, intent.checkpoint_id)
-            if not replaced.keep_replaced(self.root, staging, save_id, is_published=self._is_published(save_id)):
+            if not replaced.keep_replaced(self.root, staging, save_id, is_published=self.is_published(save_id)):
                 trash = self._trash(save_id)
                 others.remove_trash(self.root, trash, staging.parent)
                 staging.rename(trash)
