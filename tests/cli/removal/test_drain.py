@@ -10,6 +10,7 @@ from replicated_ckpt.stores.local.directories.intent import Intent
 from tests.agent.checkpoints import checkpointed, held, shard
 from tests.agent.repair.test_reprotect import RING, agents, stores
 from tests.cli.commands import as_json, command
+from tests.damage import flip
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(180)]
 PATIENT = ("--lost-after-s", "600")
@@ -42,16 +43,11 @@ def test_a_copy_that_is_bad_unseen_does_not_count(tmp_path: Path) -> None:
     """A bit of the only other copy is flipped, and nothing has read it yet: it is made anew before the node may go."""
     nodes = stores(tmp_path, 2)
     checkpointed(nodes, 1, {shard(0): (0, 1)})
-    copy = nodes[1].root / "step-1" / shard(0)
-    copy.write_bytes(flipped(copy.read_bytes()))
+    flip(nodes[1].root / "step-1" / shard(0))
     with agents(nodes, *PATIENT):
         done = command("drain", "--root", nodes[0].root)
         assert (done.returncode, done.stderr) == (ExitCode.OK, ""), done.stdout
         assert held(nodes[1]) == {shard(0)}
-
-
-def flipped(data: bytes) -> bytes:
-    return bytes([data[0] ^ 1]) + data[1:]
 
 
 def test_without_room_elsewhere_it_must_stay(tmp_path: Path) -> None:

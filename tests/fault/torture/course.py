@@ -342,6 +342,14 @@ class Course:
         for load in [load for load in self.slow_loads if load.operation.is_over]:
             self.read_on(load)
 
+    def finish_step(self) -> None:
+        """After each step: what has ended meanwhile is judged, and agents may do what they were woken for."""
+        self.collect_slow()
+        self.oracle.look()
+        self.learn()
+        if self.random.random() < 0.7:
+            self.cluster.background()
+
     def read_on(self, load: SlowLoad) -> None:
         """A load that has paused reads what it has found. What it was told to read is not removed under its hands."""
         self.slow_loads.remove(load)

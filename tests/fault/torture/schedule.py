@@ -66,11 +66,7 @@ class Schedule:
         (name,) = course.random.choices(self._names, self._weights)
         course.counts["steps"] += 1
         STEPS[name][1](course)
-        course.collect_slow()
-        course.oracle.look()
-        course.learn()
-        if course.random.random() < 0.7:
-            course.cluster.background()
+        course.finish_step()
 
     def _run_another(self) -> None:
         """One node has been used alone, by another run, before it comes to this cluster; its disk is as it was."""
@@ -186,10 +182,11 @@ class Schedule:
         if is_done and not set(codes.values()) <= {ExitCode.OK} | gone:
             found = {str(finding) for audit in audits.values() for finding in (*audit.findings, *audit.plan.short)}
             raise Violation(f"re-protection says that all is done, and verify says {codes}: {sorted(found)}")
+        left = course.oracle.find_left_by_people()
         for attempt in published if is_done else ():
             if attempt.is_stock and course.policy.keep_last is not None:
                 continue  # retired: on a node whose ranks have named no policy a part of it stays
-            if self._is_kept_for_loads(attempt) or attempt.checkpoint_id in course.oracle.find_left_by_people():
+            if self._is_kept_for_loads(attempt) or attempt.checkpoint_id in left:
                 continue
             course.oracle.check_copies(attempt, len(course.cluster.nodes))
         if is_done:

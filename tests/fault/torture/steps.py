@@ -283,16 +283,21 @@ def wipe(course: Course) -> None:
     if course.job is not None and node.index in course.job.nodes:
         course.end_job()
     course.oracle.look()
+    lose_disk(course, node)
+    node.is_off = False
+    if course.random.random() < 0.7:
+        node.boot()
+        course.introduce()
+
+
+def lose_disk(course: Course, node: Any) -> None:
+    """The node is off, and its disk is gone."""
     if (node.root / "node.json").exists():
         course.wiped.add(node.node_id())
     node.switch_off()
     node.wipe()
     course.oracle.lost_disk(node.index)
     course.knows[node.index] = 0
-    node.is_off = False
-    if course.random.random() < 0.7:
-        node.boot()
-        course.introduce()
 
 
 def lose_checkpoint(course: Course) -> None:

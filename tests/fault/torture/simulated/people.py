@@ -15,25 +15,7 @@ from replicated_ckpt.errors import ReplicatedCkptError
 from tests.fault.torture.course import Course
 from tests.fault.torture.oracle import Violation
 from tests.fault.torture.simulated.network import Actor
-from tests.fault.torture.steps import (
-    begin_slowly,
-    cut_or_heal,
-    damage_a_file,
-    end_job,
-    go_on,
-    kill_agent,
-    leave,
-    load,
-    overwrite_with_an_outage,
-    pass_time,
-    protect,
-    restart,
-    return_some,
-    save,
-    save_with_a_kill,
-    trade_places,
-    wipe,
-)
+from tests.fault.torture.steps import NEED_A_PAUSE, STEPS, lose_disk, save
 
 STEPS_COUNT = 14
 
@@ -41,15 +23,12 @@ STEPS_COUNT = 14
 def remove_and_drain_often(course: Course) -> None:
     """For any seed: checkpoints are removed and nodes drained, between saves, loads and faults."""
     save(course)
-    weights = {step: weight for step, weight in _STEPS.items() if not (course.hands_over and step in _PAUSING)}
+    names = [name for name in _WEIGHTS if not (course.hands_over and name in NEED_A_PAUSE)]
     for _ in range(STEPS_COUNT):
-        (step,) = course.random.choices(list(weights), list(weights.values()))
+        (name,) = course.random.choices(names, [_WEIGHTS[name] for name in names])
+        step = _OWN_STEPS[name] if name in _OWN_STEPS else STEPS[name][1]
         step(course)
-        course.collect_slow()
-        course.oracle.look()
-        course.learn()
-        if course.random.random() < 0.7:
-            course.cluster.background()
+        course.finish_step()
 
 
 def remove(course: Course) -> None:
@@ -59,16 +38,10 @@ def remove(course: Course) -> None:
     if not up or not ids:
         return
     checkpoint_id = course.random.choice(ids)
-    nodes = course.random.sample(up, course.random.choice([len(up), course.random.randint(1, len(up))]))
+    nodes = _draw_nodes(course, up)
     force = course.random.random() < 0.4
-    course.disturbances += 1  # a save of it may be under way
-    for node in nodes:
-        course.oracle.look()
-        arguments = {"object_store": None, "keep_in_bucket": False, "force": force, "dry_run": False}
-        code, said = _run(course, node, rm, id=checkpoint_id, **arguments)
-        course.say(f"rm {checkpoint_id}{' --force' if force else ''} on node {node}: {code}: {_tell(said)}")
-        if said:
-            _tell_oracle(course, said, node)
+    said_as = f"rm {checkpoint_id}{' --force' if force else ''}"
+    _remove_on(course, nodes, rm, said_as, id=checkpoint_id, force=force)
 
 
 def prune_some(course: Course) -> None:
@@ -77,19 +50,23 @@ def prune_some(course: Course) -> None:
     if not up:
         return
     keep_last = course.random.choice([1, 2])
-    nodes = course.random.sample(up, course.random.choice([len(up), course.random.randint(1, len(up))]))
-    course.disturbances += 1
+    nodes, said_as = _draw_nodes(course, up), f"prune --keep-last {keep_last}"
+    _remove_on(course, nodes, prune, said_as, keep_last=keep_last, keep_every=None, force=False)
+
+
+def _draw_nodes(course: Course, up: Sequence[int]) -> list[int]:
+    return course.random.sample(up, course.random.choice([len(up), course.random.randint(1, len(up))]))
+
+
+def _remove_on(course: Course, nodes: Sequence[int], verb: ModuleType, said_as: str, **arguments: Any) -> None:
+    course.disturbances += 1  # a save of what goes may be under way
     for node in nodes:
         course.oracle.look()
-        arguments = {"object_store": None, "keep_in_bucket": False, "force": False, "dry_run": False}
-        code, said = _run(course, node, prune, keep_last=keep_last, keep_every=None, **arguments)
-        course.say(f"prune --keep-last {keep_last} on node {node}: {code}: {_tell(said)}")
+        code, said = _run(course, node, verb, object_store=None, keep_in_bucket=False, dry_run=False, **arguments)
+        told = {name: said[name] for name in ("removed", "not_here", "kept") if said.get(name)}
+        course.say(f"{said_as} on node {node}: {code}: {told}")
         if said:
             _tell_oracle(course, said, node)
-
-
-def _tell(said: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: said[name] for name in ("removed", "not_here", "kept") if said.get(name)}
 
 
 def _tell_oracle(course: Course, said: Mapping[str, Any], node: int) -> None:
@@ -123,11 +100,7 @@ def drain_and_lose(course: Course) -> None:
     if alone:
         raise Violation(f"node {node} may be taken down, and alone has {alone}")
     course.disturbances += 1
-    course.wiped.add(course.cluster.nodes[node].node_id())
-    course.cluster.nodes[node].switch_off()
-    course.cluster.nodes[node].wipe()
-    course.oracle.lost_disk(node)
-    course.knows[node] = 0
+    lose_disk(course, course.cluster.nodes[node])
     course.say(f"node {node} is taken down, and its disk is gone")
 
 
@@ -175,30 +148,35 @@ def _run(course: Course, where: int, verb: ModuleType, **arguments: Any) -> tupl
     return str(code), json.loads(printed.getvalue())
 
 
-_STEPS: Mapping[Callable[[Course], None], int] = {
-    save: 6,
-    remove: 7,
-    prune_some: 2,
-    drain_and_lose: 3,
-    forget_lost: 2,
-    change_policy: 1,
-    save_with_a_kill: 2,
-    overwrite_with_an_outage: 2,
-    begin_slowly: 2,
-    go_on: 1,
-    load: 2,
-    kill_agent: 2,
-    leave: 2,
-    restart: 1,
-    return_some: 4,
-    trade_places: 1,
-    wipe: 1,
-    cut_or_heal: 2,
-    damage_a_file: 1,
-    protect: 2,
-    pass_time: 3,
-    end_job: 1,
+_OWN_STEPS: Mapping[str, Callable[[Course], None]] = {
+    "remove": remove,
+    "prune_some": prune_some,
+    "drain_and_lose": drain_and_lose,
+    "forget_lost": forget_lost,
+    "change_policy": change_policy,
 }
-"""How often each is drawn."""
-_PAUSING = (begin_slowly, go_on)
-"""Only where no job hands its saves over."""
+_WEIGHTS = {
+    "save": 6,
+    "remove": 7,
+    "prune_some": 2,
+    "drain_and_lose": 3,
+    "forget_lost": 2,
+    "change_policy": 1,
+    "save_with_a_kill": 2,
+    "overwrite_with_an_outage": 2,
+    "begin_slowly": 2,
+    "go_on": 1,
+    "load": 2,
+    "kill_agent": 2,
+    "leave": 2,
+    "restart": 1,
+    "return_some": 4,
+    "trade_places": 1,
+    "wipe": 1,
+    "cut_or_heal": 2,
+    "damage": 1,
+    "protect": 2,
+    "pass_time": 3,
+    "end_job": 1,
+}
+"""How often each step is drawn, these and those of `steps`."""

@@ -45,7 +45,7 @@ from replicated_ckpt.stores.peer import client as agent_client
 from replicated_ckpt.stores.peer import fan_out as fanout
 
 if TYPE_CHECKING:
-    from tests.fault.torture.simulated.cluster import Cluster
+    from tests.fault.torture.simulated.cluster import Cluster, Node
 
 BLOCK_BYTES = 512
 Seen = dict[Any, Any]
@@ -200,16 +200,20 @@ def _open_bucket(cluster: "Cluster", target: ObjectTarget) -> _FaultyBucket:
     return _FaultyBucket(cluster, open_client(target))
 
 
+def _node_of(cluster: "Cluster", store: LocalStore) -> "Node":
+    return next(node for node in cluster.nodes if node.root == store.root)
+
+
 def _endpoint_of(cluster: "Cluster", store: LocalStore, *_: Any) -> Endpoint:
     """Stands in for `ensure_agent`: the node's agent, started if it does not run."""
-    node = next(node for node in cluster.nodes if node.root == store.root)
+    node = _node_of(cluster, store)
     node.boot()
     return node.endpoint
 
 
 def _running_endpoint_of(cluster: "Cluster", store: LocalStore) -> Endpoint | None:
     """Stands in for `running_agent`: the node's agent, if it runs."""
-    node = next(node for node in cluster.nodes if node.root == store.root)
+    node = _node_of(cluster, store)
     return node.endpoint if node.is_up else None
 
 
