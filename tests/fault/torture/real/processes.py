@@ -31,7 +31,7 @@ from tests.harness.cluster import call
 from tests.harness.processes import end, is_running, signal_if_running
 
 LOST_AFTER_S, AWAY_AFTER_S = 1.5, 5.0
-PROTECT_WITHIN_S = 40.0
+PROTECT_WITHIN_S = 60.0
 WAIT_S_MAX = 6.0
 """No wait is longer: it is beyond the grace of a save that was just opened, and beyond both of the above."""
 _POLL_S = 0.1
@@ -286,21 +286,29 @@ class RealCluster:
     # Background work ---------------------------------------------------------------------------------------------
 
     def protect(self) -> list[Any]:
-        """Waits until every agent that answers says that everything has its copies; what each says in the end."""
+        """Waits until every agent that answers says that everything has its copies, and still does two rounds later.
+
+        Returns what each says in the end, alike for all.
+        """
         time.sleep(LOST_AFTER_S)
         deadline = time.monotonic() + PROTECT_WITHIN_S
         up = [node for node in self.nodes if node.is_up and node.index not in self.network.cut]
         for node in up:
             node.scrub()
+        since: list[int] | None = None
         while True:
-            before = [node.status()["protection"]["rounds"] for node in up]
             for node in up:
                 node.has_round()
             time.sleep(_POLL_S)
             said = [node.status()["protection"] for node in up]
-            fresh = all(now["rounds"] > then + 1 for now, then in zip(said, before, strict=True))
-            if (fresh and all(now["is_complete"] for now in said)) or time.monotonic() > deadline:
-                return [SimpleNamespace(is_complete=now["is_complete"] and fresh) for now in said]
+            rounds, is_complete = [now["rounds"] for now in said], all(now["is_complete"] for now in said)
+            if not is_complete:
+                since = None
+            elif since is None:
+                since = rounds
+            is_done = since is not None and all(now > then + 1 for now, then in zip(rounds, since, strict=True))
+            if is_done or time.monotonic() > deadline:
+                return [SimpleNamespace(is_complete=is_done) for _ in said]
 
     def repair(self, node: int, lost: Sequence[str] = ()) -> str:
         """`replicated-ckpt repair` on a node; its exit code."""
