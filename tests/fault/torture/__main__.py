@@ -12,7 +12,7 @@ from tests.fault.torture.scripts import lose_trainers_often, meet_errors_often
 from tests.fault.torture.simulated.people import remove_and_drain_often
 
 NAMES = ("steps", "saves", "acknowledged", "kills", "orphans", "orphans completed", "loads")
-_SAY_EVERY = 100
+_SAY_EVERY, _SAY_EVERY_REAL = 100, 10
 
 
 def main() -> int:
@@ -51,7 +51,7 @@ def main() -> int:
     found = real if arguments.processes else outcomes(seeds, script)
     for done, (seed, outcome) in enumerate(zip(seeds, found, strict=True), start=1):
         lines, problem, counted = outcome
-        if done % _SAY_EVERY == 0:
+        if done % (_SAY_EVERY_REAL if arguments.processes else _SAY_EVERY) == 0:
             print(f"{done} schedules, the last one seed {seed}, after {time.monotonic() - started:.0f} s", flush=True)
         counts += counted
         if problem or arguments.verbose or arguments.seed is not None:
