@@ -21,10 +21,12 @@ from replicated_ckpt.dcp.c10d.waiting import AnsweringStore
 from replicated_ckpt.dcp.runtime.torch_private import default_store
 from replicated_ckpt.errors import ConfigInvalid, RankFailed, ReplicatedCkptError
 from replicated_ckpt.stores.files.locks import is_stopped, state_and_start
+from replicated_ckpt.wording import list_some
 
 log = logging.getLogger(__name__)
 
 _PREFIX = "replicated_ckpt/presence"
+_NAMED_MAX = 8
 _ITS_LOG = "Look at the log of {}; then start the job again, or the ranks that are left as a world of their own."
 _PROC = Path("/proc")
 _BOOT_ID = _PROC / "sys/kernel/random/boot_id"
@@ -121,7 +123,7 @@ class Presence:
 def describe_ended(ranks: Sequence[int]) -> RankFailed:
     """What the other ranks are told of ranks whose processes have ended: the first of them may be why the others have."""
     first, *others = (f"rank {rank}" for rank in ranks)
-    since = f", and by now that of {', '.join(others)}" if others else ""
+    since = f", and by now that of {list_some(others, _NAMED_MAX)}" if others else ""
     return RankFailed(f"The process of {first} has ended{since}.", _ITS_LOG.format(first))
 
 
