@@ -1,13 +1,13 @@
 """The manifest: what one save consists of. It says what was intended, never what a store holds now (see inventory)."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import SEQUENCE_MAX, ShardName, is_checkpoint_id, is_lineage, is_save_id
-from replicated_ckpt.core.lineage import Named, Version, check_replaces, moment
+from replicated_ckpt.core.lineage import Named, Version, check_replaces, histories_of, moment
 from replicated_ckpt.core.notes import check_notes
 from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.errors import ManifestInvalid, ManifestVersionUnknown
@@ -122,6 +122,20 @@ class Manifest:
         entry = self.shards[shard]
         host = next((node.host for node in self.nodes if node.node_id == entry.owner_node), "unknown host")
         return f"rank {entry.owner_rank} on node {entry.owner_node} ({host})"
+
+
+def find_domains(manifests: Iterable[Manifest]) -> Mapping[str, str | None]:
+    """The failure domain of each node, as the newest save with ranks there names it; of several runs the one saved last.
+
+    Every node comes to have every manifest, so all of them see one domain for a node that was moved between two saves.
+    """
+    saves = {manifest.version: manifest for manifest in manifests}
+    histories = histories_of(saves)
+
+    def place(version: Version) -> tuple[float, str, tuple[int, float, str]]:
+        return histories[version.lineage].created_unix_s, version.lineage, version.order
+
+    return {node.node_id: node.domain for version in sorted(saves, key=place) for node in saves[version].nodes}
 
 
 def decode_manifest(raw: bytes, source: str) -> Manifest:

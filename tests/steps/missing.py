@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import SavePlan
 
 from replicated_ckpt import ReplicatedWriter
@@ -27,6 +29,7 @@ from tests.stopwatch import Stopwatch
 
 _INTERRUPT_EVERY_S = 2.0
 _SETTLED_WITHIN_S = 5.0
+_GROUP_S = 5.0
 
 
 def breaks_among_many(
@@ -113,6 +116,25 @@ def _save(context: Context, checkpoint_id: str, group: Any, planner: DefaultSave
     state = {f"r{context.rank}": torch.full((1000,), float(context.rank + 1))}
     writer = ReplicatedWriter(context.root)
     dcp.save(state, checkpoint_id=checkpoint_id, storage_writer=writer, process_group=group, planner=planner)
+
+
+def stops_among_many(context: Context, stopped: int) -> dict[str, Any]:
+    """Rank `stopped` stops itself while the others wait for it: what each of them learns, and which process it is."""
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=_GROUP_S))
+    watched, told = watch_group(group), context.roots[0].parent / "stopped"
+    watched.all_gather_object(None)
+    if context.rank == stopped:
+        told.write_text(str(os.getpid()))
+        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
+        return {}
+    try:
+        watched.all_gather_object(None)
+    except CheckpointException as exc:
+        found = failure(exc)
+    pid = int(told.read_text())
+    await_others(context.roots[0].parent, context.rank, context.world_size - 1)
+    os.kill(pid, signal.SIGCONT)
+    return {**found, "pid": pid}
 
 
 def take_turns_with_torch(context: Context) -> list[dict[str, Any]]:

@@ -127,7 +127,7 @@ def heed_hello(book: PeerBook, said: AgentAddress, from_host: str, call_backs: C
             book.learn([_renew(known, said)])
         return
     host, origin = (from_host, "its own greeting") if known.tls_sha256 else (known.host, "the job that introduced it")
-    announced = replace(said, host=host, domain=known.domain, origin=origin)
+    announced = replace(said, host=host, origin=origin)
     before = replace(known, incarnation=said.incarnation)
     with call_backs.take_turn(known.node_id, from_host):
         asked = FanOut.run({before, announced}, ask_who)

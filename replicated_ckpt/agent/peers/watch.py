@@ -47,12 +47,10 @@ class Held:
     room: Room | None = None
     newer: tuple[str, ...] = ()
 
-    def view_of(self, node: str, domain: str | None = None) -> NodeView:
+    def view_of(self, node: str) -> NodeView:
         """The node, which has answered this, as repair and retention plan for it."""
         writable_bytes = None if self.room is None else self.room.writable_bytes
-        return NodeView(
-            node, Presence.UP, self.holdings, domain, self.remains, self.standing, writable_bytes=writable_bytes
-        )
+        return NodeView(node, Presence.UP, self.holdings, self.remains, self.standing, writable_bytes=writable_bytes)
 
 
 class PeerWatch:
@@ -100,12 +98,12 @@ class PeerWatch:
         if node in answers:
             self._silent_since.pop(node, None)
             held = self._held[node] = answers[node]
-            return held.view_of(node, address.domain)
+            return held.view_of(node)
         silent_s = self._clock() - self._silent_since.setdefault(node, self._clock())
         patience = self._patience.away_after_s if self._peers.is_away(node) else self._patience.lost_after_s
         presence = Presence.ASSUMED if silent_s < patience else Presence.GONE
         last = self._held.get(node)
-        return NodeView(node, presence, None if last is None else last.holdings, address.domain)
+        return NodeView(node, presence, None if last is None else last.holdings)
 
     def silent_holdings(self) -> tuple[Holding, ...]:
         """What the nodes held that did not answer when they were asked last."""

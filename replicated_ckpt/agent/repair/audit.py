@@ -168,14 +168,13 @@ class Auditor:
         return NodeReading(self._node_id, findings, held, inspector.bytes_read)
 
     def _views(self, readings: Sequence[NodeReading], silent: Sequence[AgentAddress]) -> list[NodeView]:
-        domains = {peer.node_id: peer.domain for peer in self._peers.read_all()}
-        views = [found.held.view_of(found.node_id, domains.get(found.node_id)) for found in readings]
+        views = [found.held.view_of(found.node_id) for found in readings]
         held: dict[str, list[Holding]] = {}
         for found in reversed(readings):
             held |= {node: [one for one in found.silent if one.node_id == node] for node in found.silent_nodes}
         for peer in silent:
             last = tuple(held[peer.node_id]) if peer.node_id in held else None
-            views.append(NodeView(peer.node_id, Presence.ASSUMED, last, peer.domain))
+            views.append(NodeView(peer.node_id, Presence.ASSUMED, last))
         return views
 
 

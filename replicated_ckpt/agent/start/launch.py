@@ -158,9 +158,11 @@ def _answers(directory: Path, endpoint: Endpoint, *, is_opening: bool = False) -
         with AgentClient(endpoint.local_address(), timeout_s) as client:
             told = client.call("GET", f"/v1/status?brief=1{'&opening=1' if is_opening else ''}")
     except StoreUnavailable as exc:
-        if not isinstance(exc.__cause__, TimeoutError) or is_free(directory):
+        if not isinstance(exc.__cause__, TimeoutError):
             return False
         _silent_by_directory[directory] = endpoint.pid
+        if is_free(directory):  # it has died, and what has its port since says nothing
+            return False
         raise _silence(directory, endpoint) from exc
     except ReplicatedCkptError:
         return False

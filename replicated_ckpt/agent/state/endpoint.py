@@ -47,11 +47,9 @@ class Endpoint:
     def __repr__(self) -> str:
         return f"Endpoint(node {self.node_id} at {self.host}:{self.port}, pid {self.pid})"
 
-    def address(self, host: str | None = None, domain: str | None = None) -> AgentAddress:
+    def address(self, host: str | None = None) -> AgentAddress:
         """The agent's address, as seen from other nodes under the name `host`."""
-        return AgentAddress(
-            self.node_id, host or self.host, self.port, self.token, self.incarnation, domain, self.tls_sha256
-        )
+        return AgentAddress(self.node_id, host or self.host, self.port, self.token, self.incarnation, self.tls_sha256)
 
     def local_address(self) -> AgentAddress:
         """The agent's address for its own user on this host, who may ask for everything: not to be given to others."""

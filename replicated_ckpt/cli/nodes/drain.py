@@ -121,8 +121,7 @@ class _Drained:
 
 def _plan(seen: NodesSeen) -> RepairPlan:
     """What makes up for this node's copies on those that answer; one that is silent is not counted on."""
-    domains = {node: address.domain for node, address in seen.addresses.items()}
-    up = [held.view_of(node, domains.get(node)) for node, held in seen.held.items()]
+    up = [held.view_of(node) for node, held in seen.held.items()]
     views = [replace(view, is_leaving=view.node_id == seen.own_node) for view in up]
     return plan_repair(seen.manifests, views, going=find_retired(seen.manifests, views) | find_removed(views))
 

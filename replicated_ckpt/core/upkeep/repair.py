@@ -7,7 +7,7 @@ from enum import Enum
 from replicated_ckpt.core.inventory import Holding, SaveFound, saves_found
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
 from replicated_ckpt.core.lineage import Version
-from replicated_ckpt.core.manifest import Manifest
+from replicated_ckpt.core.manifest import Manifest, find_domains
 from replicated_ckpt.core.protocol.seen_save import SeenSave, see_save
 from replicated_ckpt.core.upkeep.policy import NOTHING_SAID, Standing
 from replicated_ckpt.core.upkeep.remains import Remains, recognize
@@ -36,7 +36,6 @@ class NodeView:
     node_id: str
     presence: Presence
     holdings: tuple[Holding, ...] | None
-    domain: str | None = None
     remains: tuple[Remains, ...] = ()
     standing: Standing = NOTHING_SAID
     is_leaving: bool = False
@@ -59,9 +58,10 @@ def plan_repair(
 
     Every node that is up gets manifest and metadata of every checkpoint. A missing copy goes to a node that was meant to
     hold it, else to one in a domain without a copy, else to the one that gets least, but before all to one that has room
-    for it; a damaged one is replaced where it is. Of several saves of a checkpoint and lineage the newest that was seen
-    whole takes the place of older ones, and of those of other lineages that it replaces; while none was, each is mended
-    where it is. The same views give the same plan, so each node can plan for itself.
+    for it; a damaged one is replaced where it is. A node's domain is what the newest save there says. Of several saves of
+    a checkpoint and lineage the newest that was seen whole takes the place of older ones, and of those of other lineages
+    that it replaces; while none was, each is mended where it is. The same views give the same plan, so each node can plan
+    for itself.
 
     Saves that are `going`, retired or removed, are left alone. A directory that goes by another name than its save was
     renamed or copied by a user, who wants it: it is kept up, whatever becomes of the save.
@@ -69,7 +69,7 @@ def plan_repair(
     Files of a save that no node knows any more stay where they are; only `own_node`, which plans for itself, lets a save
     that was seen whole take their place, and only if every node that it knows has answered.
     """
-    plan = _Planning(nodes, own_node)
+    plan = _Planning(nodes, own_node, find_domains(manifest_by_save.values()))
     for checkpoint in _checkpoints(manifest_by_save, nodes, going):
         plan.add(checkpoint)
     return RepairPlan(tuple(plan.adopt), tuple(plan.copy), tuple(plan.set_aside), tuple(plan.short))
@@ -161,14 +161,14 @@ class _Look:
 class _Planning:
     """Collects the actions; keeps how many bytes each node is to take."""
 
-    def __init__(self, nodes: Sequence[NodeView], own_node: str | None) -> None:
+    def __init__(self, nodes: Sequence[NodeView], own_node: str | None, domains: Mapping[str, str | None]) -> None:
         self._own_node = own_node
         self._up = {node.node_id for node in nodes if node.presence is Presence.UP}
         self._silent = {node.node_id for node in nodes} - self._up
         there = {node.node_id for node in nodes if node.presence is not Presence.GONE}
         self._unsure = {node.node_id for node in nodes if node.node_id in there and node.holdings is None}
         self._there = there - self._unsure
-        self._domains = {node.node_id: node.domain for node in nodes if node.domain is not None}
+        self._domains = domains
         self._leaving = {node.node_id for node in nodes if node.is_leaving}
         self._bytes_by_node = dict.fromkeys(self._up, 0)
         self._writable = {node.node_id: node.writable_bytes for node in nodes if node.writable_bytes is not None}
@@ -271,8 +271,7 @@ class _Planning:
 
     def _destinations(self, save: SeenSave, shard: str, taken: set[str], able: set[str], count: int) -> list[str]:
         entry = save.manifest.shards[shard]
-        domains = {node.node_id: node.domain for node in save.manifest.nodes} | self._domains
-        taken, chosen = set(taken), list[str]()
+        domains, taken, chosen = self._domains, set(taken), list[str]()
 
         def rank(node: str) -> tuple[bool, bool, bool, int, str]:
             shares_domain = domains.get(node) is not None and any(domains.get(n) == domains[node] for n in taken)

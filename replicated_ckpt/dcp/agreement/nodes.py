@@ -258,7 +258,7 @@ class LoneNode:
         """Removes what was read when a newer save replaced it, and is read no more: there may be no agent to do it."""
         service = self._service
         if service.store.catalog.list_replaced():
-            view = NodeView(service.node_id, Presence.UP, service.holdings(), None, service.remains.find())
+            view = NodeView(service.node_id, Presence.UP, service.holdings(), service.remains.find())
             drop_outlived(service, {each.save_id: each for _, each in service.store.catalog.committed()}, (view,))
 
     def abort(self, save_id: str, why: str) -> None:

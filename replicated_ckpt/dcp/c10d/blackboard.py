@@ -22,8 +22,9 @@ from replicated_ckpt.dcp.c10d.job_secret import Seal, split
 from replicated_ckpt.dcp.c10d.kept_decisions import STAYS, KeptDecisions
 from replicated_ckpt.dcp.c10d.once_per_node import read_once_per_node
 from replicated_ckpt.dcp.c10d.posted_error import pack_error, unpack_error
-from replicated_ckpt.dcp.c10d.waiting import ENDED_HINT, LINGER_S, POLL_S, AnsweringStore, Wait, reaching_store
-from replicated_ckpt.errors import MeetingFailed, PeerProtocolError, RankFailed, ReplicatedCkptError
+from replicated_ckpt.dcp.c10d.presence import describe_ended, describe_stopped
+from replicated_ckpt.dcp.c10d.waiting import LINGER_S, POLL_S, AnsweringStore, Wait, reaching_store
+from replicated_ckpt.errors import MeetingFailed, PeerProtocolError, ReplicatedCkptError
 from replicated_ckpt.version import RELEASE
 
 COORDINATOR = 0
@@ -58,13 +59,15 @@ class Blackboard:
         find_lost: Callable[[], Sequence[int]] = tuple,
         seal: Seal | None = None,
         kept: KeptDecisions | None = None,
+        find_stopped: Callable[[], Mapping[int, int]] = dict,
     ) -> None:
         """`find_lost`: the ranks whose processes are known to have ended. `seal`: the job secret's; None: there is none.
 
-        `kept`: what this rank has of earlier decisions on this process group.
+        `kept`: what this rank has of earlier decisions on this process group. `find_stopped`: the ranks of this host
+        whose processes are stopped.
         """
         self._kept = kept or KeptDecisions()
-        self.find_lost = find_lost
+        self.find_lost, self.find_stopped = find_lost, find_stopped
         self._seal = seal or Seal()
         self._store: Any = store  # its stub lacks methods that are there since torch 2.7, and that values may be bytes
         self._rank = rank
@@ -136,15 +139,21 @@ class Blackboard:
             absent = [rank for rank in missing if rank not in found]
             if is_look:
                 lost = self.find_lost()
-                problem = describe_ended(lost) if lost else problem
+                problem = describe_ended(lost) if lost and problem is None else problem
                 absent = [rank for rank in absent if rank not in lost]
                 if problem is not None or any("error" in post for post in found.values()):
                     wait.end_within(LINGER_S)
             if not absent or is_over:
                 if absent and problem is None:
-                    problem = MeetingFailed(f"After {wait.waited_s:.0f} s ranks {absent} had not joined this {topic}.")
+                    problem = self._describe_late(topic, absent, wait.waited_s)
                 return [found.get(rank) for rank in range(self._size)], problem
             wait.pause()
+
+    def _describe_late(self, topic: str, absent: Sequence[int], waited_s: float) -> MeetingFailed:
+        stopped = {rank: pid for rank, pid in self.find_stopped().items() if rank in absent}
+        why, hint = describe_stopped(stopped)
+        what = f"After {waited_s:.0f} s ranks {absent} had not joined this {topic}."
+        return MeetingFailed(f"{what} {why}", f"{hint} Then save or load again.") if stopped else MeetingFailed(what)
 
     def _present(self, topic: str, ranks: Sequence[int], *, one_by_one: bool) -> Iterator[tuple[int, dict[str, Any]]]:
         """The posts of these ranks if all are there, in two round trips; or `one_by_one` those that are."""
@@ -249,7 +258,7 @@ class Blackboard:
                 )
             wait.pause()
 
-    def tell_left(self, why: RankFailed) -> None:
+    def tell_left(self, why: ReplicatedCkptError) -> None:
         """Tells all ranks that this one has left a collective of the group, whose ranks are out of step from now on."""
         self.post(_LEFT, {"error": pack_error(why)})
         with reaching_store():
@@ -263,6 +272,10 @@ class Blackboard:
             return None
         post = self.read_post(_LEFT, int(named)) or {}
         return (int(named), unpack_error(post["error"])) if "error" in post else None
+
+    def has_left(self, rank: int) -> bool:
+        """Whether this rank has said that it left a collective of the group, so that its end tells nothing more."""
+        return self.read_post(_LEFT, rank) is not None
 
     def await_all(self, name: str, deadline_s: float) -> Sequence[int]:
         """Returns once every rank has called this with this name; or, by number, the ranks that have ended instead.
@@ -331,11 +344,6 @@ def _check_absent(decision: Mapping[str, Any] | None, topic: str, rank: int) -> 
     """
     if decision is not None and "error" not in decision:
         raise PeerProtocolError(f"What '{topic}/absent/{rank}' on the c10d store is about is no error.")
-
-
-def describe_ended(ranks: Sequence[int]) -> RankFailed:
-    """What the other ranks are told of ranks whose processes have ended."""
-    return RankFailed(f"The process of {', '.join(f'rank {rank}' for rank in ranks)} has ended.", ENDED_HINT)
 
 
 def all_present(posts: Sequence[Mapping[str, Any] | None], problem: ReplicatedCkptError | None) -> list[dict[str, Any]]:

@@ -7,8 +7,9 @@ ranks of its host see it, and note it on the store for the ranks of other hosts.
 import json
 import logging
 import os
+import socket
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,15 @@ import torch.distributed as dist
 from replicated_ckpt.dcp.c10d.job_secret import Seal, split
 from replicated_ckpt.dcp.c10d.waiting import AnsweringStore
 from replicated_ckpt.dcp.runtime.torch_private import default_store
-from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptError
-from replicated_ckpt.stores.files.locks import state_and_start
+from replicated_ckpt.errors import ConfigInvalid, RankFailed, ReplicatedCkptError
+from replicated_ckpt.stores.files.locks import is_stopped, state_and_start
+from replicated_ckpt.wording import list_some
 
 log = logging.getLogger(__name__)
 
 _PREFIX = "replicated_ckpt/presence"
+_NAMED_MAX = 8
+_ITS_LOG = "Look at the log of {}; then start the job again, or the ranks that are left as a world of their own."
 _PROC = Path("/proc")
 _BOOT_ID = _PROC / "sys/kernel/random/boot_id"
 
@@ -45,6 +49,10 @@ class Process:
         except OSError:
             return True
         return started == self.started and state not in "ZX"
+
+    def is_stopped(self) -> bool:
+        """Whether it is seen to be stopped, by a signal or a debugger."""
+        return self.lives() and is_stopped(self.pid)
 
 
 class Presence:
@@ -88,6 +96,10 @@ class Presence:
                 self._lost[mate.rank] = mate
         return self._lost
 
+    def find_stopped(self) -> Mapping[int, int]:
+        """The processes of this host that are stopped now, of those that the last look knew, by rank of the job."""
+        return {mate.rank: mate.pid for mate in list(self._mates.values()) if mate.is_stopped()}
+
     def _append(self, name: str, process: Process) -> None:
         key, raw = f"{name}/{self._store.add(name, 1)}", json.dumps(asdict(process)).encode()
         self._store.set(key, self._seal.mark(key, raw) + raw)
@@ -106,6 +118,22 @@ class Presence:
             except (ReplicatedCkptError, ValueError, TypeError, RecursionError) as exc:
                 log.warning("what %r on the c10d store says about a process is not believed: %s", key, exc)
         return done
+
+
+def describe_ended(ranks: Sequence[int]) -> RankFailed:
+    """What the other ranks are told of ranks whose processes have ended: the first of them may be why the others have."""
+    first, *others = (f"rank {rank}" for rank in ranks)
+    since = f", and by now that of {list_some(others, _NAMED_MAX)}" if others else ""
+    return RankFailed(f"The process of {first} has ended{since}.", _ITS_LOG.format(first))
+
+
+def describe_stopped(stopped: Mapping[int, int]) -> tuple[str, str]:
+    """What is wrong with ranks of this host that are stopped, and what to do about it; empty where none is."""
+    if not stopped:
+        return "", ""
+    pids = " ".join(map(str, stopped.values()))
+    what = " ".join(f"Rank {rank} is stopped, as process {pid}." for rank, pid in stopped.items())
+    return what, f"`kill -CONT {pids}` on host {socket.gethostname()} lets it go on."
 
 
 class _Known:

@@ -18,9 +18,6 @@ LOOK_AFTER_S = 1.5
 LOOK_EVERY_S = 1.0
 LINGER_S = 5.0
 """How long the coordinator of a load waits for the other ranks once one has failed."""
-ENDED_HINT = (
-    "Look at the log of that rank; then start the job again, or the ranks that are left as a world of their own."
-)
 _STORE_HINT = (
     "Rank 0 serves it or, under torchrun, the agent of torchrun on the rendezvous host: look there what has ended, or is "
     "stopped; then start the job again."

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from replicated_ckpt.dcp.c10d.blackboard import Blackboard, describe_ended
+from replicated_ckpt.dcp.c10d.blackboard import Blackboard
+from replicated_ckpt.dcp.c10d.presence import describe_ended, describe_stopped
 from replicated_ckpt.dcp.c10d.tellable import dump
 from replicated_ckpt.dcp.c10d.waiting import LOOK_AFTER_S, LOOK_EVERY_S, Wait
 from replicated_ckpt.dcp.runtime.raised_by_load import as_checkpoint_exception
@@ -176,7 +177,7 @@ class WatchedGroup:
 
     def _look(self) -> Missed | None:
         try:
-            lost = self._board.find_lost()
+            lost = [rank for rank in self._board.find_lost() if not self._board.has_left(rank)]
             return (lost[0], describe_ended(lost)) if lost else self._board.find_left()
         except ReplicatedCkptError as exc:  # the c10d store does not answer
             return self._rank, exc
@@ -185,7 +186,7 @@ class WatchedGroup:
         """Of a collective that has failed at this rank: who has ended; else that it did, which the other ranks are told."""
         wait = Wait(SEEK_S, _PAUSE_MAX_S)
         while not wait.is_over:
-            missed = self._look()
+            missed = self._look() or (self._find_stopped() if wait.waited_s > LOOK_AFTER_S else None)
             if missed is not None:
                 return missed
             wait.pause()
@@ -193,15 +194,21 @@ class WatchedGroup:
         why = RankFailed(
             f"A collective failed at rank {self._rank}, and no rank is known to have ended: {said}", _UNKNOWN
         )
-        self._tell_left(why)
         return self._rank, why
 
-    def _tell_left(self, why: RankFailed) -> None:
+    def _find_stopped(self) -> Missed | None:
+        """A rank of this host that is stopped: the collective has failed as it let the group's time-out pass."""
+        stopped = self._board.find_stopped()
+        what, hint = describe_stopped(stopped)
+        return (next(iter(stopped)), RankFailed(what, f"{hint} {_NEW_GROUP}")) if stopped else None
+
+    def _tell_left(self, why: ReplicatedCkptError) -> None:
         with suppress(MeetingFailed):  # the c10d store does not answer: the others find that, too
             self._board.tell_left(why)
 
     def _break(self, rank: int, error: ReplicatedCkptError) -> ReplicatedCkptError:
         _broken[self._group] = error
+        self._tell_left(error)  # who ends now has said why: it is not taken for the first
         return as_checkpoint_exception(error, rank)
 
 

@@ -2,7 +2,7 @@
 
 import os
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -111,15 +111,30 @@ def watch_group(group: Any) -> WatchedGroup:
 
 
 def _meeting_of(group: Any, name: str) -> tuple[Blackboard, WatchedGroup | None]:
-    find_lost = partial(_find_lost, announce(), dist.get_process_group_ranks(group))
+    presence, members = announce(), dist.get_process_group_ranks(group)
     kept = _kept_by_group.setdefault(name, KeptDecisions())
     store = AnsweringStore(f"{_PREFIX}/{name}", default_store())
-    board = Blackboard(store, dist.get_rank(group), dist.get_world_size(group), find_lost, Seal.of_job(name), kept)
+    board = Blackboard(
+        store,
+        dist.get_rank(group),
+        dist.get_world_size(group),
+        partial(_find_lost, presence, members),
+        Seal.of_job(name),
+        kept,
+        partial(_find_stopped, presence, members),
+    )
     return board, WatchedGroup(group, board) if WatchedGroup.can_watch(group) else None
 
 
 def _find_lost(presence: Presence | None, members: Sequence[int]) -> list[int]:
-    """The ranks of a group of these members whose processes are known to have ended."""
+    """The ranks of a group of these members whose processes are known to have ended, as they were missed."""
     with reaching_store():
         lost = presence.find_lost() if presence is not None else {}
-    return [rank for rank, member in enumerate(members) if member in lost]
+    rank_by_member = {member: rank for rank, member in enumerate(members)}
+    return [rank_by_member[member] for member in lost if member in rank_by_member]
+
+
+def _find_stopped(presence: Presence | None, members: Sequence[int]) -> Mapping[int, int]:
+    """The ranks of a group of these members that are stopped on this host, with their processes."""
+    stopped = presence.find_stopped() if presence is not None else {}
+    return {rank: stopped[member] for rank, member in enumerate(members) if member in stopped}

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from traceback import StackSummary
 from typing import Any
 
-from replicated_ckpt.dcp.c10d.blackboard import describe_ended
+from replicated_ckpt.dcp.c10d.presence import describe_ended
 from replicated_ckpt.dcp.c10d.tellable import can_be_sent, dump
 from replicated_ckpt.dcp.load.report import LoadReport
 from replicated_ckpt.dcp.runtime.torch_private import Collectives

@@ -102,8 +102,8 @@ def node_post(store: LocalStore, domain: str | None, *, is_opening: bool = False
         endpoint, silence = known, str(exc)
     if not (endpoint.tls_sha256 or can_encrypt() or is_loopback(host) or is_network_trusted()):
         warn(_PLAIN_WARNING)
-    address = replace(endpoint.address(host, domain), origin=origin)
-    return _post(store, address, silence, endpoint.invitation())
+    address = replace(endpoint.address(host), origin=origin)
+    return _post(store, address, silence, endpoint.invitation(), domain)
 
 
 def opening_post(store: LocalStore, domain: str | None) -> NodePost:
@@ -157,10 +157,12 @@ def reading_post(store: LocalStore) -> NodePost | None:
     return _post(store, AgentAddress(node_id, "", 0, ""), silence)
 
 
-def _post(store: LocalStore, address: AgentAddress, silence: str, invitation: str = "") -> NodePost:
+def _post(
+    store: LocalStore, address: AgentAddress, silence: str, invitation: str = "", domain: str | None = None
+) -> NodePost:
     boot_id = _BOOT_ID.read_text().strip() if is_there(_BOOT_ID) else socket.gethostname()
     name, root = socket.gethostname(), str(store.root)
-    return NodePost(address.node_id, name, boot_id, _inode(store), address.domain, address, silence, invitation, root)
+    return NodePost(address.node_id, name, boot_id, _inode(store), domain, address, silence, invitation, root)
 
 
 def lone_post(store: LocalStore, domain: str | None) -> NodePost:

@@ -48,8 +48,8 @@ class AgentAddress:
     """Where an agent listens and the token that opens it. The token never appears in `repr`, logs or errors.
 
     `incarnation` counts the starts of the node's agents: of two addresses of one node the larger one is the later one.
-    `domain` is the node's failure domain, if it is known. `tls_sha256` is the fingerprint of its certificate; empty: it
-    speaks plain HTTP, and is talked to only on this host, or where the user trusts the network. `origin`: who says so.
+    `tls_sha256` is the fingerprint of its certificate; empty: it speaks plain HTTP, and is talked to only on this host, or
+    where the user trusts the network. `origin`: who says so.
     """
 
     node_id: str
@@ -57,7 +57,6 @@ class AgentAddress:
     port: int
     token: str
     incarnation: int = 0
-    domain: str | None = None
     tls_sha256: str = ""
     origin: str = field(default="", compare=False)
 
@@ -79,14 +78,12 @@ class AgentAddress:
     def from_json(cls, fields: Mapping[str, Any]) -> "AgentAddress":
         """Raises ValueError, KeyError, TypeError: one that cannot be talked to would be met again and again."""
         fields = dict(fields)
-        domain = fields.get("domain")
         address = cls(
             str(fields["node_id"]),
             str(fields["host"]),
             index(fields["port"]),
             str(fields["token"]),
             index(fields.get("incarnation", 0)),
-            None if domain is None else str(domain),
             str(fields.get("tls_sha256", "")),
             "".join(filter(str.isprintable, str(fields.get("origin", ""))))[:_ORIGIN_CHARS],
         )

@@ -291,7 +291,7 @@ def test_without_the_package_what_is_sent_in_the_clear_is_said(
 def test_without_the_package_no_known_certificate_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A node that is known to encrypt is talked to by TLS, which needs no package, or not at all."""
     monkeypatch.setattr(tls, "can_encrypt", lambda: False)
-    pinned = AgentAddress("b" * 12, "10.0.0.1", 7, "token", 3, None, "a" * 64)
+    pinned = AgentAddress("b" * 12, "10.0.0.1", 7, "token", 3, "a" * 64)
     book = PeerBook(tmp_path)
     book.learn([pinned])
     with pytest.raises(StoreDenied, match="not believed"):
@@ -312,7 +312,7 @@ def test_what_stays_on_this_host_needs_none(host: str) -> None:
 def test_a_known_certificate_is_not_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An address without a fingerprint for a node that has one is not learnt, unless the network is trusted."""
     book = PeerBook(tmp_path)
-    pinned = AgentAddress("b" * 12, "127.0.0.1", 7, "token", 3, None, "a" * 64)
+    pinned = AgentAddress("b" * 12, "127.0.0.1", 7, "token", 3, "a" * 64)
     plain = replace(pinned, tls_sha256="", port=8, incarnation=9)
     far = AgentAddress("c" * 12, "10.0.0.1", 7, "token")
     book.learn([pinned])
@@ -332,7 +332,7 @@ def test_a_known_certificate_is_not_given_up(tmp_path: Path, monkeypatch: pytest
 def test_an_agent_takes_no_downgrade(tmp_path: Path, verb: str) -> None:
     """Whoever has its token and posts an address in the clear for a node that encrypts is refused, by every verb."""
     with running_agent(tmp_path / "a") as agent, agent.client() as client:
-        pinned = AgentAddress("b" * 12, "127.0.0.1", 7, "token", 3, None, "a" * 64)
+        pinned = AgentAddress("b" * 12, "127.0.0.1", 7, "token", 3, "a" * 64)
         plain = replace(pinned, tls_sha256="", incarnation=9).to_json()
         client.call("POST", "/v1/peers", {"peers": [pinned.to_json()], "session": "s"})
         requests: dict[str, tuple[str, dict[str, object]]] = {

@@ -2,20 +2,23 @@
 
 import errno
 import signal
+import socket
 from pathlib import Path
 
 import pytest
 
 from replicated_ckpt.agent import process as life
 from replicated_ckpt.agent.peers.address_book import PeerBook
+from replicated_ckpt.agent.start import launch
 from replicated_ckpt.agent.start.launch import ensure_agent
 from replicated_ckpt.agent.state.endpoint import read_endpoint
 from replicated_ckpt.config import AgentConfig
 from replicated_ckpt.errors import StoreFull
 from replicated_ckpt.stores.local.store import LocalStore
-from replicated_ckpt.stores.peer.client import AgentAddress
+from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from tests.agent.agents import running_agent, stop_agent, wait_for
 from tests.agent.life.test_life import signals_given_back
+from tests.agent.life.test_listeners import listen
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(60)]
 
@@ -50,6 +53,33 @@ def test_an_agent_listens_where_the_nodes_that_it_has_met_reach_it(tmp_path: Pat
         assert ensure_agent(store).host == host
     finally:
         stop_agent(store.root)
+
+
+def test_a_port_that_another_program_has_taken_costs_one_time_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an agent that was killed: what listens there now says nothing, and is asked again before the next one serves."""
+    long_s, asked = 1.5, list[float]()
+
+    class Asking(AgentClient):
+        def __init__(self, address: AgentAddress, timeout_s: float) -> None:
+            if address.port == old.port:
+                asked.append(timeout_s)
+            super().__init__(address, timeout_s)
+
+    monkeypatch.setattr(launch, "PROGRESS_TIMEOUT_S", long_s)
+    monkeypatch.setattr(launch, "AgentClient", Asking)
+    with running_agent(tmp_path / "root") as agent:
+        old = agent.endpoint
+        agent.signal(signal.SIGKILL)
+        agent.process.wait()
+    try:
+        with listen(socket.AF_INET, "127.0.0.1", old.port):
+            assert ensure_agent(LocalStore(tmp_path / "root")).port != old.port
+        assert asked.count(long_s) == 1
+        assert len(asked) > 1
+    finally:
+        stop_agent(tmp_path / "root")
 
 
 def test_an_agent_that_a_full_disk_keeps_from_starting_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,7 +92,7 @@ def stage(
 
 def look(service: NodeService) -> tuple[NodeView, ...]:
     """What re-protection sees: this node alone."""
-    return (NodeView(service.node_id, Presence.UP, service.holdings(), None, service.remains.find()),)
+    return (NodeView(service.node_id, Presence.UP, service.holdings(), service.remains.find()),)
 
 
 def is_staged(service: NodeService, save_id: str) -> bool:
@@ -149,7 +149,7 @@ def test_a_decided_save_whose_name_another_run_has_taken_goes(
     other = (
         copies if kept_by != "another node has it" else (Holding(OTHER, "step-10", NEW, mine.sequence, True), *copies)
     )
-    views = (*own, NodeView(OTHER, Presence.UP, other, None))
+    views = (*own, NodeView(OTHER, Presence.UP, other))
     with contextlib.ExitStack() as stack:
         if kept_by == "a rank works on it":
             stack.callback(service.store.lock_save(NEW).release)

@@ -146,9 +146,7 @@ def test_a_save_that_others_publish_just_now_is_not_said_to_lack_copies(
     nodes, stopping = stores(tmp_path, 2), threading.Event()
     service, other = NodeService(nodes[0]), NodeService(nodes[1])
     reprotector = Reprotector(service, Patience(), Pace(1e12, stopping), stopping)
-    monkeypatch.setattr(
-        reprotector.watch, "look", lambda _: (NodeView(other.node_id, Presence.UP, other.holdings(), None),)
-    )
+    monkeypatch.setattr(reprotector.watch, "look", lambda _: (NodeView(other.node_id, Presence.UP, other.holdings()),))
     caplog.set_level(logging.INFO, "replicated_ckpt.agent.repair.reprotect")
     checkpointed(nodes, 1, {shard(0): (0, 1)}, on=[0])
     assert reprotector.round().planned

@@ -20,7 +20,7 @@ UP, ASSUMED, GONE = Presence.UP, Presence.ASSUMED, Presence.GONE
 def manifest(
     number: int, holders_by_shard: Mapping[str, tuple[str, ...]], copies: int = 2, domains: Mapping[str, str] = {}
 ) -> Manifest:
-    nodes = sorted({node for holders in holders_by_shard.values() for node in holders})
+    nodes = sorted({node for holders in holders_by_shard.values() for node in holders}.union(domains))
     shards = {name: ShardEntry(100, 7, 0, holders[0], holders) for name, holders in holders_by_shard.items()}
     entries = tuple(NodeEntry(node, f"host-{node}", domains.get(node), (0,)) for node in nodes)
     return Manifest(f"{number:032x}", "step-1", number, 0.0, 1, copies, 8, 9, entries, shards)
@@ -101,14 +101,25 @@ def test_damaged_copies_are_all_that_is_left() -> None:
 
 def test_domains_come_before_balance() -> None:
     """A new copy goes to a domain without one, if there is any."""
-    three = manifest(1, {shard(0): ("a", "b")}, domains={"a": "r1", "b": "r2"})
+    three = manifest(1, {shard(0): ("a", "b")}, domains={"a": "r1", "b": "r2", "c": "r1", "d": "r2"})
     views = [
         NodeView("a", UP, (holding("a", three, shard(0)),)),
         NodeView("b", GONE, None),
-        NodeView("c", UP, (holding("c", three),), "r1"),
-        NodeView("d", UP, (holding("d", three),), "r2"),
+        NodeView("c", UP, (holding("c", three),)),
+        NodeView("d", UP, (holding("d", three),)),
     ]
     assert copies(plan_repair({three.save_id: three}, views)) == [(shard(0), "d", ("a",))]
+
+
+def test_a_node_is_in_the_domain_that_its_newest_save_names() -> None:
+    """One that was moved between two saves counts where it is now, for every node alike, and for copies of older saves."""
+    before = manifest(1, {shard(0): ("a", "b")}, domains={"a": "r1", "b": "r2", "c": "r1", "d": "r1"})
+    moved = {"a": "r1", "c": "r1", "d": "r2"}
+    after = replace(manifest(2, {shard(0): ("a", "d")}, domains=moved), checkpoint_id="step-2")
+    saves = {each.save_id: each for each in (after, before)}
+    views = [NodeView("a", UP, (holding("a", before, shard(0)),)), NodeView("b", GONE, None)]
+    views += [NodeView(node, UP, (holding(node, before),)) for node in "cd"]
+    assert copies(plan_repair(saves, views)) == [(shard(0), "d", ("a",))]
 
 
 def test_many_copies_are_spread() -> None:

@@ -132,10 +132,10 @@ def test_an_older_save_gets_no_copies_next_to_a_whole_newer_one() -> None:
 
 def test_a_third_copy_goes_to_a_domain_that_has_none() -> None:
     """Sharing a domain with one of two holders is sharing."""
-    domains = {"a": "r1", "b": "r2", "c": "r1"}
+    domains = {"a": "r1", "b": "r2", "c": "r1", "d": "r3"}
     three = manifest(1, {shard(0): ("a", "b", "x")}, copies=3, domains=domains)
-    views = [NodeView(node, UP, (holding(node, three, shard(0)),), domains[node]) for node in "ab"]
-    views += [NodeView(node, UP, (holding(node, three),), domain) for node, domain in (("c", "r1"), ("d", "r3"))]
+    views = [NodeView(node, UP, (holding(node, three, shard(0)),)) for node in "ab"]
+    views += [NodeView(node, UP, (holding(node, three),)) for node in "cd"]
     plan = plan_repair({three.save_id: three}, [*views, NodeView("x", GONE, None)])
     assert copies(plan) == [(shard(0), "d", ("a", "b"))]
 

@@ -6,15 +6,20 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 from replicated_ckpt import CheckpointManager, ReplicatedReader, ReplicatedWriter
-from replicated_ckpt.dcp.c10d.presence import Presence, Process, announce
+from replicated_ckpt.dcp.c10d import blackboard, waiting
+from replicated_ckpt.dcp.c10d.blackboard import Blackboard
+from replicated_ckpt.dcp.c10d.presence import Presence, Process, announce, describe_ended
+from replicated_ckpt.dcp.c10d.world import _find_lost
 from replicated_ckpt.errors import ConfigInvalid
 from replicated_ckpt.stores.files.locks import is_stopped
+from tests.agent.agents import wait_for
 from tests.gloo import end_group
 from tests.harness.processes import stop_process
 
@@ -65,6 +70,50 @@ def test_a_killed_process_is_missed_and_a_stopped_one_is_not(tmp_path: Path) -> 
             time.sleep(0.01)
         assert set(here.find_lost()) == {1}
         assert set(elsewhere.find_lost()) == {1}
+
+
+def test_ranks_are_missed_in_the_order_in_which_they_were_noted(tmp_path: Path) -> None:
+    """Not by their numbers: the first one may be why the others have ended."""
+    here = presence(tmp_path / "store", 0)
+    for rank in (2, 1):
+        with announced_child(tmp_path / "store", rank) as pid:
+            os.kill(pid, signal.SIGKILL)
+            wait_for(partial(is_missed, here, rank), 5.0, "its end")
+    lost = _find_lost(here, range(RANKS))
+    assert str(describe_ended(lost)).startswith("The process of rank 2 has ended, and by now that of rank 1. Hint: ")
+    assert "the log of rank 2;" in describe_ended(lost).hint
+
+
+def is_missed(here: Presence, rank: int) -> bool:
+    return rank in here.find_lost()
+
+
+def test_what_the_first_look_has_found_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not which ranks have ended upon that by the time at which the coordinator of a load decides."""
+    monkeypatch.setattr(waiting, "LOOK_AFTER_S", 0.1)
+    monkeypatch.setattr(waiting, "LOOK_EVERY_S", 0.1)
+    monkeypatch.setattr(blackboard, "LINGER_S", 1.0)
+    looks = iter(([2], [2, 3]))
+    board = Blackboard(dist.HashStore(), 0, 4, find_lost=lambda: next(looks, [2, 3]))
+    board.post("load", {})
+    _, problem = board.collect("load", 30.0)
+    assert str(problem).startswith("The process of rank 2 has ended. Hint:")
+    assert next(looks, None) is None
+
+
+def test_a_rank_that_is_stopped_is_named_where_it_is_missed(tmp_path: Path) -> None:
+    """With its process, and how it goes on: its log, to which the other ranks are sent else, says nothing of it."""
+    here = presence(tmp_path / "store", 0)
+    board = Blackboard(dist.HashStore(), 0, 2, find_stopped=here.find_stopped)
+    board.post("load", {})
+    with announced_child(tmp_path / "store", 1) as pid:
+        here.find_lost()
+        assert str(board.collect("load", 0.1)[1]).startswith("After 0 s ranks [1] had not joined this load. Hint: ")
+        stop_process(pid)
+        _, problem = board.collect("load", 0.1)
+        os.kill(pid, signal.SIGCONT)
+    assert f"Rank 1 is stopped, as process {pid}." in str(problem)
+    assert f"`kill -CONT {pid}`" in str(problem)
 
 
 def test_a_process_may_have_any_name(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ class Pair:
 
     @property
     def known(self) -> AgentAddress:
-        return replace(self.second.endpoint.address(), domain="rack")
+        return self.second.endpoint.address()
 
     def introduce(self, address: AgentAddress) -> None:
         with self.first.client() as owner:
@@ -137,10 +137,10 @@ def test_no_node_moves_another(pair: Pair, tmp_path: Path, there: str, start: in
 
 
 def test_a_node_is_believed_where_it_answers(pair: Pair) -> None:
-    """Its port and host change once its agent has said so itself; its failure domain is for a job to say."""
+    """Its port and host change once its agent has said so itself."""
     old = replace(pair.known, host="127.0.0.2", port=free_port(), incarnation=0)
     pair.introduce(old)
-    pair.hear("hello", replace(pair.known, domain="another rack"))
+    pair.hear("hello", pair.known)
     assert book(pair.first) == {pair.known.node_id: replace(pair.known, host="127.0.0.1")}
     with pytest.raises(StoreDenied, match="started again"):
         pair.hear("hello", replace(pair.known, incarnation=0))

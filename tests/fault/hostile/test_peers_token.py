@@ -129,7 +129,7 @@ def spoken(of: AgentAddress, **changes: Any) -> dict[str, Any]:
 @pytest.fixture
 def known(agent: RunningAgent) -> AgentAddress:
     """A node that a job has introduced to the agent."""
-    address = AgentAddress("b" * 12, "127.0.0.2", 4242, "t" * 32, incarnation=5, domain="rack")
+    address = AgentAddress("b" * 12, "127.0.0.2", 4242, "t" * 32, incarnation=5)
     with agent.client() as client:
         client.call("POST", "/v1/peers", {"peers": [address.to_json()]})
     return address

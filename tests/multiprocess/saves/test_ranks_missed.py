@@ -77,6 +77,17 @@ def test_a_rank_that_is_interrupted_while_it_waits_is_missed_by_all(cluster_of: 
         assert saved == {"loaded": [float(other + 1) for other in range(ranks)], "staged": []}
 
 
+def test_a_rank_that_is_stopped_is_named(cluster_of: ClusterOf) -> None:
+    """Once the time-out of the group is over: by all ranks, with its process, and not the ranks that have failed since."""
+    stopped = 1
+    results = cluster_of(1).launch([call("missing.stops_among_many", stopped=stopped)], nodes=[0], ranks=3)
+    for found in results.of(0):
+        if found:
+            assert found["types"] == ["RankFailed"], found
+            assert found["message"].startswith(f"Rank {stopped} is stopped, as process {found['pid']}."), found
+            assert f"kill -CONT {found['pid']}" in found["hint"], found
+
+
 def test_ranks_that_call_torchs_collectives_take_part(cluster_of: ClusterOf) -> None:
     """What goes over the wire is the same, so that a rank that fails before the first hook of ours keeps none waiting."""
     ranks = 4
