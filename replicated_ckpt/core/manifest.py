@@ -127,9 +127,10 @@ class Manifest:
 def find_domains(manifests: Iterable[Manifest]) -> Mapping[str, str | None]:
     """The failure domain of each node, as the newest save with ranks there names it; of several runs the one saved last.
 
-    Every node comes to have every manifest, so all of them see one domain for a node that was moved between two saves.
+    Every node comes to have every manifest, so all of them see one domain for a node that was moved between two saves. What
+    stock torch saved, which is adopted with the number 0, names none.
     """
-    saves = {manifest.version: manifest for manifest in manifests}
+    saves = {manifest.version: manifest for manifest in manifests if manifest.sequence}
     histories = histories_of(saves)
 
     def place(version: Version) -> tuple[float, str, tuple[int, float, str]]:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -112,11 +113,16 @@ def test_domains_come_before_balance() -> None:
 
 
 def test_a_node_is_in_the_domain_that_its_newest_save_names() -> None:
-    """One that was moved between two saves counts where it is now, for every node alike, and for copies of older saves."""
-    before = manifest(1, {shard(0): ("a", "b")}, domains={"a": "r1", "b": "r2", "c": "r1", "d": "r1"})
+    """One that was moved between two saves counts where it is now, for every node alike, and for copies of older saves.
+
+    What stock torch saved since names no domains.
+    """
+    run: dict[str, Any] = {"lineage": "1" * 16}
+    before = replace(manifest(1, {shard(0): ("a", "b")}, domains={"a": "r1", "b": "r2", "c": "r1", "d": "r1"}), **run)
     moved = {"a": "r1", "c": "r1", "d": "r2"}
-    after = replace(manifest(2, {shard(0): ("a", "d")}, domains=moved), checkpoint_id="step-2")
-    saves = {each.save_id: each for each in (after, before)}
+    after = replace(manifest(2, {shard(0): ("a", "d")}, domains=moved), checkpoint_id="step-2", **run)
+    adopted = replace(manifest(0, {shard(0): ("a", "d")}), checkpoint_id="of stock torch", created_unix_s=1e9)
+    saves = {each.save_id: each for each in (after, before, adopted)}
     views = [NodeView("a", UP, (holding("a", before, shard(0)),)), NodeView("b", GONE, None)]
     views += [NodeView(node, UP, (holding(node, before),)) for node in "cd"]
     assert copies(plan_repair(saves, views)) == [(shard(0), "d", ("a",))]
