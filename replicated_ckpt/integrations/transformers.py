@@ -37,7 +37,7 @@ _MODEL, _OPTIMIZER = "model", "optimizer"
 _BEST = "best_so_far"
 """A metric, of those alone that Trainer called the best when it saved them: of equals retention keeps the newest."""
 _COUNTERS = ("_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "_initial_num_input_tokens_seen")
-"""What Trainer counts for what it logs, and does not save itself. Its `_tr_loss` is a tensor."""
+"""What Trainer counts for what it logs, and does not save itself; not all of it in each version. `_tr_loss` is a tensor."""
 
 
 @contextlib.contextmanager
@@ -168,7 +168,7 @@ class ReplicatedTrainerMixin:
         return {
             "elapsed_s": elapsed_s,
             "loss": self._tr_loss.item(),
-            **{name: getattr(self, name) for name in _COUNTERS},
+            **{name: getattr(self, name) for name in _COUNTERS if hasattr(self, name)},
         }
 
     def _plain_optimizer(self) -> Any:
@@ -257,7 +257,7 @@ class ReplicatedTrainerMixin:
         if counters is not None:
             self._tr_loss += counters["loss"]
             self._elapsed_s = counters["elapsed_s"]
-            for name in _COUNTERS:
+            for name in counters.keys() & _COUNTERS:
                 setattr(self, name, counters[name])
 
     def _finalize_training(self, trial: Any, num_train_samples: Any, start_time: float) -> Any:

@@ -13,7 +13,7 @@ PROJECT = tomllib.loads(PYPROJECT)["project"]
 NEEDS = {*PROJECT["dependencies"], *(need for name in EXTRAS for need in PROJECT["optional-dependencies"][name])}
 
 
-@pytest.mark.parametrize("need", map(Requirement, sorted(NEEDS)), ids=lambda need: need.name)
+@pytest.mark.parametrize("need", [Requirement(need) for need in sorted(NEEDS)], ids=lambda need: need.name)
 def test_each_is_tested_at_its_lowest_version(need: Requirement) -> None:
     """One without a lowest version promises that any will do."""
     if need.name == PROJECT["name"]:

@@ -11,7 +11,9 @@ import torch
 
 from replicated_ckpt.dcp.rank_state import by_rank
 from replicated_ckpt.errors import ReplicatedCkptWarning
+from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.agents import wait_for
+from tests.agent.checkpoints import findings
 from tests.frameworks.jobs import Job, check_same, preempt, raise_in_a_step, run_both
 from tests.frameworks.running import require
 from tests.harness.processes import end, processes_of
@@ -91,6 +93,27 @@ def test_the_best_that_trainer_means_is_kept(
         wait_for(lambda: not (tmp_path / "store" / "checkpoint-2").exists(), 30, "retention")
         kept = (tmp_path / "store").glob("checkpoint-*")
         assert sorted(path.name for path in kept) == ["checkpoint-1", "checkpoint-3"]
+    finally:
+        end(processes_of(str(tmp_path)))
+
+
+def test_a_counter_that_a_version_of_trainer_does_not_have_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trainer counts more in newer versions: under an older one a save does without, and what it saved resumes in both."""
+    require("transformers")
+    from replicated_ckpt.integrations import transformers
+
+    counters, totals = transformers._COUNTERS, []
+    try:
+        for step, known in enumerate([(*counters, "_of_a_newer_version"), counters], start=1):
+            monkeypatch.setattr(transformers, "_COUNTERS", known)
+            trainer = scored(tmp_path, (5,) * step, loads_best=False)
+            trainer.train(resume_from_checkpoint=True)
+            assert trainer.state.global_step == step
+            totals.append(trainer._total_loss_scalar)
+        assert 0 < totals[0] < totals[1]
+        assert findings(LocalStore(tmp_path / "store")) == []
     finally:
         end(processes_of(str(tmp_path)))
 
