@@ -9,6 +9,7 @@ import pytest
 from tests.fault.torture.mutants import MUTANTS, Mutant
 from tests.fault.torture.runs import Outcome, odd_clocks_outcome, outcome_of, real_outcome, run_seed
 from tests.fault.torture.scripts import lose_trainers_often, meet_errors_often
+from tests.fault.torture.simulated.by_hand import SEED, a_coordinator_goes_back, touch_files_often
 from tests.fault.torture.simulated.people import remove_and_drain_often
 from tests.marks import long
 
@@ -19,6 +20,7 @@ MUTATION_SEEDS = range(1000, 1040)
 OFF_WHILE_STARTING = 24973
 PEOPLE_SEED = 124
 CLOCKS_SEED = 21005
+FILES_SEED = 21000
 QUICK = ("checksums are not compared",)
 """Mutants that `make test` looks for."""
 
@@ -78,6 +80,21 @@ def test_people_remove_checkpoints_and_take_nodes_down_between_faults() -> None:
         lines, problem, counts = outcome_of(seed, script=remove_and_drain_often)
         assert not problem, "\n".join([*lines, problem])
         assert counts["acknowledged"] > 0
+
+
+def test_files_of_stores_are_copied_moved_removed_and_put_back_between_faults() -> None:
+    """What was acknowledged and is whole elsewhere loads; what people have copied is read like what it is a copy of."""
+    for seed in (FILES_SEED, FILES_SEED + 1):
+        lines, problem, counts = outcome_of(seed, script=touch_files_often)
+        assert not problem, "\n".join([*lines, problem])
+        assert counts["acknowledged"] > 0
+
+
+def test_a_store_of_an_older_time_that_is_another_node_has_nothing_dropped() -> None:
+    """As limits.md has it: what a node had staged of a save that this store had decided stays, and is completed."""
+    lines, problem, counts = outcome_of(SEED, script=a_coordinator_goes_back)
+    assert not problem, "\n".join([*lines, problem])
+    assert counts["acknowledged"] == 2
 
 
 def test_clocks_that_are_wrong_and_jump_change_nothing_for_one_run() -> None:

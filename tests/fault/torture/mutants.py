@@ -40,6 +40,7 @@ from tests.fault.torture.scripts import (
     manifest_here_and_metadata_there,
     one_pair_comes_back_first,
 )
+from tests.fault.torture.simulated import by_hand
 from tests.fault.torture.simulated.people import remove_and_drain_often
 
 
@@ -209,6 +210,13 @@ def an_invitation_ends_by_the_hosts_clock_alone() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def a_store_that_went_back_is_the_same_node() -> Iterator[None]:
+    """A limit and no defect: others drop what they have staged by the word of one that has forgotten what it decided."""
+    with mock.patch.object(by_hand, "make_another_node"):
+        yield
+
+
 @dataclass(frozen=True)
 class Mutant:
     """One defect, and the seed that finds it, with random steps or with those of a script.
@@ -248,4 +256,5 @@ MUTANTS = [
     Mutant(a_drained_node_counts_on, 1116, script=remove_and_drain_often),
     Mutant(the_clock_orders_saves, 1001, judge=odd_clocks_outcome),
     Mutant(an_invitation_ends_by_the_hosts_clock_alone, 1001, judge=odd_clocks_outcome),
+    Mutant(a_store_that_went_back_is_the_same_node, by_hand.SEED, script=by_hand.a_coordinator_goes_back),
 ]

@@ -88,13 +88,13 @@ class Oracle:
 
     def parts_on(self, node: int) -> set[tuple[int, str, bool]]:
         """What lies on a node now: number of the attempt, part, and whether that is published."""
-        lying = [found for found in self._disks.lying() if found.node == node and not self._is_alias(found)]
-        told = [(self.attempt_of(found), found) for found in lying]
+        here = [lying for lying in self._disks.lying() if lying.node == node and not self._is_alias(lying)]
         return {
-            (attempt.number, name, found.is_published)
-            for attempt, found in told
-            for name, content in (attempt.parts.items() if attempt is not None else ())
-            if content and found.files.get(name) == content
+            (attempt.number, name, lying.is_published)
+            for lying in here
+            if (attempt := self.attempt_of(lying)) is not None
+            for name, content in attempt.parts.items()
+            if content and lying.files.get(name) == content
         }
 
     def gone(self, parts: Collection[tuple[int, str, bool]], node: int) -> None:

@@ -8,11 +8,13 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
-from replicated_ckpt.core.layout import NODE_NAME
+from replicated_ckpt.core.layout import AGENT_DIR, NODE_NAME
 from tests.fault.torture.course import Course
 from tests.fault.torture.disks import Lying
 from tests.fault.torture.simulated.cluster import Node
+from tests.fault.torture.simulated.faults import Outage
 from tests.fault.torture.steps import NEED_A_PAUSE, STEPS, save
 
 STEPS_COUNT = 14
@@ -107,12 +109,12 @@ def change_times(course: Course) -> None:
 
 
 def back_up(course: Course) -> None:
-    """`rsync -a` of a whole store to elsewhere."""
-    node = course.random.choice(course.cluster.nodes)
+    """`rsync -a` of a whole store to elsewhere; without the agent's tokens, as SECURITY.md has it, or with them."""
+    node, without = course.random.choice(course.cluster.nodes), course.random.choice(["", AGENT_DIR])
     if node.root.is_dir():
-        course.say(f"node{node.index} is backed up")
+        course.say(f"node{node.index} is backed up{' without ' * bool(without)}{without}")
         backup = course.base / BACKUPS / f"{len(course.lines)}" / str(node.index)
-        shutil.copytree(node.root, backup, symlinks=True)
+        shutil.copytree(node.root, backup, symlinks=True, ignore=shutil.ignore_patterns(without))
 
 
 def restore(course: Course) -> None:
@@ -125,13 +127,28 @@ def restore(course: Course) -> None:
     if not _is_idle(course, node):
         return
     is_instead = course.random.random() < 0.6
+    waits = any(not lying.is_published for lying in course.disks.lying() if lying.node != node.index)
+    put_back(course, node, backup, is_instead=is_instead, is_another=waits or course.random.random() < 0.5)
+
+
+def put_back(course: Course, node: Node, backup: Path, *, is_instead: bool, is_another: bool) -> None:
+    """`is_another`: it is another node from then on. Else what others have staged may be dropped by its word."""
     was = _identity(node)
-    with _hands_on(course, node.index, f"rsync -a{' --delete' if is_instead else ''} of an old backup", is_down=True):
+    said_as = f"rsync -a{' --delete' if is_instead else ''} of an old backup{', as another node' if is_another else ''}"
+    with _hands_on(course, node.index, said_as, is_down=True):
         if is_instead:
             shutil.rmtree(node.root, ignore_errors=True)
         shutil.copytree(backup, node.root, symlinks=True, dirs_exist_ok=True)
+        if is_another:
+            make_another_node(node.root)
         course.wiped = (course.wiped | {was} - {""}) - {_identity(node)}
     course.knows[node.index] = 0
+
+
+def make_another_node(root: Path) -> None:
+    """As docs/limits.md says of a store that is put back to an earlier state."""
+    (root / NODE_NAME).unlink(missing_ok=True)
+    shutil.rmtree(root / AGENT_DIR, ignore_errors=True)
 
 
 def swap_stores(course: Course) -> None:
@@ -234,3 +251,31 @@ _WEIGHTS = {
     "end_job": 1,
 }
 """How often each step is drawn, these and those of `steps`."""
+
+
+SEED = 25
+"""For the script below: four nodes, two copies, no policy, no bucket."""
+
+
+def a_coordinator_goes_back(course: Course) -> None:
+    """A node that had staged a part of a save comes back. The coordinator's store is older than that save by then, and the
+    node that has published it is off."""
+    job = course.backend.job(course.cluster, [0, 1, 2], course.policy)
+    course.save(job, "step-1", overwrite=False)
+    back, silent, late = course.cluster.nodes[:3]
+    backup = course.base / BACKUPS / "0"
+    shutil.copytree(back.root, backup, symlinks=True)
+    killed = Outage(frozenset({late.index}), "agents")
+    course.cluster.plan_outage("coordinator.decided", back.index, is_agent=False, outage=killed)
+    course.disturbances += 1
+    course.save(job, "step-2", f", agent of node {late.index} killed when it is decided", overwrite=False)
+    job.end()
+    late.switch_off()
+    put_back(course, back, backup, is_instead=True, is_another=True)
+    back.boot()
+    silent.switch_off()
+    late.switch_on()
+    course.load([back.index, late.index], "latest")
+    course.cluster.pass_time(90)
+    silent.switch_on()
+    course.introduce()

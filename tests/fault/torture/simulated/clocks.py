@@ -1,5 +1,6 @@
 """Wall clocks of nodes: each has an offset of its own, and jumps, also in the middle of a save, when a process reads it."""
 
+from collections.abc import Sequence
 from random import Random
 
 UNIX_S = 1.7e9
@@ -47,5 +48,5 @@ class OddClocks(TrueClocks):
                 self._large_s[node] = self._draw(LARGE_S)
         return self._large_s[node] + self._small_s[node]
 
-    def _draw(self, offsets_s: list[float]) -> float:
+    def _draw(self, offsets_s: Sequence[float]) -> float:
         return self._random.choice(offsets_s) * self._random.choice([1, -1])
