@@ -222,9 +222,13 @@ class Oracle:
         return attempt.number in later.saw or (is_told and not attempt.is_ahead_of(later))
 
     def has_one_order(self) -> bool:
-        """Whether numbers tell the order of all saves, and nothing goes by clocks: one run, and no number twice."""
+        """Whether numbers tell the order of all saves, and nothing goes by clocks: one run, and no number twice.
+
+        Checkpoints of stock torch have their files' times, and no other order.
+        """
         saved = [(found.lineage, found.sequence) for found in self.attempts if found.parts and not found.is_stock]
-        return len(set(saved)) == len(saved) and len({lineage for lineage, _ in saved}) < 2
+        has_stocks_order = sum(found.is_stock for found in self.attempts) > 1
+        return len(set(saved)) == len(saved) and len({lineage for lineage, _ in saved}) < 2 and not has_stocks_order
 
     def rival_ids(self) -> set[str]:
         """Checkpoints of which saves of several lineages lie on disks that never saw each other: each keeps its nodes."""
