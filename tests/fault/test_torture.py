@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.fault.torture.mutants import MUTANTS, Mutant
-from tests.fault.torture.runs import Outcome, outcome_of, real_outcome, run_seed
+from tests.fault.torture.runs import Outcome, odd_clocks_outcome, outcome_of, real_outcome, run_seed
 from tests.fault.torture.scripts import lose_trainers_often, meet_errors_often
+from tests.fault.torture.simulated.by_hand import SEED, a_coordinator_goes_back, touch_files_often
 from tests.fault.torture.simulated.people import remove_and_drain_often
 from tests.marks import long
 
@@ -18,6 +19,8 @@ REAL_SEEDS, REAL_STEPS = (4,), 3
 MUTATION_SEEDS = range(1000, 1040)
 OFF_WHILE_STARTING = 24973
 PEOPLE_SEED = 124
+CLOCKS_SEED = 21005
+FILES_SEED = 21000
 QUICK = ("checksums are not compared",)
 """Mutants that `make test` looks for."""
 
@@ -79,6 +82,30 @@ def test_people_remove_checkpoints_and_take_nodes_down_between_faults() -> None:
         assert counts["acknowledged"] > 0
 
 
+def test_files_of_stores_are_copied_moved_removed_and_put_back_between_faults() -> None:
+    """What was acknowledged and is whole elsewhere loads; what people have copied is read like what it is a copy of."""
+    for seed in (FILES_SEED, FILES_SEED + 1):
+        lines, problem, counts = outcome_of(seed, script=touch_files_often)
+        assert not problem, "\n".join([*lines, problem])
+        assert counts["acknowledged"] > 0
+
+
+def test_a_store_of_an_older_time_that_is_another_node_has_nothing_dropped() -> None:
+    """As limits.md has it: what a node had staged of a save that this store had decided stays, and is completed."""
+    lines, problem, counts = outcome_of(SEED, script=a_coordinator_goes_back)
+    assert not problem, "\n".join([*lines, problem])
+    assert counts["acknowledged"] == 2
+
+
+def test_clocks_that_are_wrong_and_jump_change_nothing_for_one_run() -> None:
+    """Numbers order the saves of a run. With hosts' clocks years ahead and set back in a save, the same things happen."""
+    lines, problem, counts = odd_clocks_outcome(CLOCKS_SEED)
+    assert not problem, "\n".join([*lines, problem])
+    assert counts["acknowledged"] > 0
+    assert lines[-1].startswith("clocks jumped ")
+    assert lines[-1] != "clocks jumped 0 times"
+
+
 def test_a_node_that_is_switched_off_while_its_agent_starts_is_off() -> None:
     """An outage at a step of starting, where a decided save is published, kills that agent, too: nothing runs there."""
     lines, problem, counts = outcome_of(OFF_WHILE_STARTING)
@@ -99,7 +126,7 @@ def test_broken_code_is_found(mutant: Mutant) -> None:
     """Each of these defects is found at its seed, or within a few, which pass without it."""
     more = () if mutant.script is not None else MUTATION_SEEDS
     with mutant.install():
-        found_at = next((seed for seed in (mutant.seed, *more) if run_seed(seed, script=mutant.script)[1]), None)
+        found_at = next((seed for seed in (mutant.seed, *more) if mutant.problem_at(seed)), None)
     assert found_at is not None
-    lines, problem, _ = outcome_of(found_at, mutant.script)
-    assert not problem, "\n".join(["without the defect:", *lines, problem])
+    problem = mutant.problem_at(found_at)
+    assert not problem, f"without the defect: {problem}"

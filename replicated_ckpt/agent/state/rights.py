@@ -25,10 +25,15 @@ class Right(IntEnum):
 
 @dataclass(frozen=True)
 class Tokens:
-    """What opens one agent. Neither appears in `repr`, logs or errors."""
+    """What opens one agent. Neither appears in `repr`, logs or errors.
+
+    `_boot_unix_s` is what the host's clock would have shown when its monotonic one was zero, by its time now. From then on
+    an invitation is over only where both clocks say so: one that is set forward, or back, in a save leaves it valid.
+    """
 
     peer: str = field(repr=False)
     owner: str = field(repr=False)
+    _boot_unix_s: float = field(default_factory=lambda: time.time() - time.monotonic(), repr=False, compare=False)
 
     @classmethod
     def draw(cls) -> "Tokens":
@@ -40,7 +45,8 @@ class Tokens:
             return Right.OWNER
         if _are_same(given, self.peer):
             return Right.PEER
-        return Right.JOB if _is_invitation(given, self.owner, time.time()) else None
+        now_unix_s = min(time.time(), self._boot_unix_s + time.monotonic())
+        return Right.JOB if _is_invitation(given, self.owner, now_unix_s) else None
 
 
 def invite(owner_token: str, now_unix_s: float) -> str:

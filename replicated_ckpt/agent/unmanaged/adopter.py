@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -125,7 +126,9 @@ class Adopter:
             owner = min(by_node)
             shards[shard] = ShardEntry(*by_node[owner], rank_of(shard), owner, tuple(by_node))
         hosts = {node: self._addresses[node].host for node in plan.node_ids}
-        return manifest_of(found.save, save_id, shards, plan.copies, hosts)
+        as_of_unix_s = min(found.save.checkpoint.adopted_as_of_unix_s, time.time())
+        manifest = manifest_of(found.save, save_id, shards, plan.copies, hosts)
+        return replace(manifest, created_unix_s=as_of_unix_s)
 
     def _publish(self, plan: AdoptUnmanaged, save_id: str, raw: bytes) -> Mapping[str, ReplicatedCkptError]:
         """From the first manifest that was sent on nothing is taken back: some node may have published already."""

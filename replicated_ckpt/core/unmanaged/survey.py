@@ -93,6 +93,13 @@ class UnmanagedCheckpoint:
         """When `.metadata` was written, by its file's time: the only order that there is among them. 0: there is none."""
         return max((held.metadata.modified_unix_s for held in self.holdings if held.metadata is not None), default=0.0)
 
+    @property
+    def adopted_as_of_unix_s(self) -> float:
+        """The latest time that no node's files contradict: clocks differ, and a copied file is as new as its copy."""
+        files_by_node = [[*held.shards.values(), *filter(None, [held.metadata])] for held in self.holdings]
+        latest = [max(file.modified_unix_s for file in files) for files in files_by_node if files]
+        return min([self.modified_unix_s, *latest])
+
     def metadata(self) -> UnmanagedFile:
         """The one `.metadata` that some node has.
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -170,10 +171,22 @@ def test_an_invitation_opens_one_agent_for_a_day(monkeypatch: pytest.MonkeyPatch
     wrong += [".", "", "x.y", f".{signature}", f"{signature}.{until}", "9" * 5000 + "." + signature, "ü.ü", "\udc80"]
     assert [tokens.right_of(given) for given in wrong] == [None] * len(wrong)
     assert tokens.owner not in invitation
-    monkeypatch.setattr("replicated_ckpt.agent.state.rights.time.time", lambda: now + INVITATION_S + 1)
+    later = SimpleNamespace(time=lambda: now + INVITATION_S + 1, monotonic=lambda: time.monotonic() + INVITATION_S + 1)
+    monkeypatch.setattr("replicated_ckpt.agent.state.rights.time", later)
     assert tokens.right_of(invitation) is None
     assert tokens.right_of(tokens.peer) is Right.PEER
     assert repr(tokens) == "Tokens()"
+
+
+@pytest.mark.parametrize("jump_s", [12 * INVITATION_S, -12 * INVITATION_S], ids=["forward", "back"])
+def test_a_clock_that_is_set_ends_no_invitation(monkeypatch: pytest.MonkeyPatch, jump_s: float) -> None:
+    """The host's clock is set while a save goes on, before its rank posts or after it: the coordinator is let in."""
+    clock = SimpleNamespace(time=lambda: time.time() + jump_s, monotonic=time.monotonic)
+    tokens = Tokens.draw()
+    before = invite(tokens.owner, time.time())
+    monkeypatch.setattr("replicated_ckpt.agent.state.rights.time", clock)
+    after = invite(tokens.owner, clock.time())
+    assert [tokens.right_of(given) for given in (before, after)] == [Right.JOB] * 2
 
 
 def test_no_token_opens_an_agent_without_one() -> None:

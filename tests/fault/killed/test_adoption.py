@@ -210,6 +210,23 @@ def test_the_command_dies_when_all_have_staged(tmp_path: Path) -> None:
     assert auditor.node_ids == tuple(sorted(addresses))
 
 
+@pytest.mark.parametrize("ahead_s", [3 * 86400, 12 * 365 * 86400], ids=["days", "years"])
+def test_clocks_of_nodes_may_differ(tmp_path: Path, ahead_s: int) -> None:
+    """By its file's time `.metadata` is of a later day than all that other nodes have, or of the future: it is adopted."""
+    nodes = stores(tmp_path, 2)
+    scattered(nodes, tmp_path)
+    written_s = time.time() - 2 * 86400
+    for path in (path for node in nodes for path in (node.root / ID).iterdir()):
+        moment = written_s + ahead_s * (path.name == ".metadata")
+        os.utime(path, (moment, moment))
+    with agents(nodes) as running:
+        addresses = {agent.endpoint.node_id: agent.endpoint.address() for agent in running}
+        plan, found = planned(nodes[0])
+        assert Adopter(addresses, list(addresses.values())).adopt(plan, found) == {}
+        assert [is_adopted(node) for node in nodes] == [True, True]
+        assert [loads(node) for node in nodes] == [True, True]
+
+
 def test_nodes_hear_while_the_command_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Staging may take minutes on one node: all are told meanwhile that the command lives, and none once it is over."""
     nodes = stores(tmp_path, 2)

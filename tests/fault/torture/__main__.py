@@ -7,8 +7,9 @@ import time
 from collections import Counter
 
 from tests.fault.torture.mutants import MUTANTS
-from tests.fault.torture.runs import outcomes, real_outcome, run_seed
+from tests.fault.torture.runs import outcomes, real_outcome
 from tests.fault.torture.scripts import lose_trainers_often, meet_errors_often
+from tests.fault.torture.simulated.by_hand import touch_files_often
 from tests.fault.torture.simulated.people import remove_and_drain_often
 
 NAMES = ("steps", "saves", "acknowledged", "kills", "orphans", "orphans completed", "loads")
@@ -34,11 +35,21 @@ def main() -> int:
         action="store_true",
         help="people remove checkpoints and take nodes down, between faults of all kinds",
     )
+    parser.add_argument(
+        "--files",
+        action="store_true",
+        help="people copy, move, remove and restore files of stores, between faults of all kinds",
+    )
+    parser.add_argument(
+        "--clocks",
+        action="store_true",
+        help="nodes' clocks are wrong and jump, in whatever else happens; one run alone must not notice",
+    )
     parser.add_argument("--mutants", action="store_true", help="show that each known defect is found, at its seed")
     parser.add_argument("-v", "--verbose", action="store_true", help="tell every schedule step by step, with the logs")
     arguments = parser.parse_args()
-    if (arguments.errors or arguments.people) and arguments.processes:
-        parser.error("--errors and --people are for simulated processes")
+    if arguments.processes and (arguments.errors or arguments.people or arguments.files or arguments.clocks):
+        parser.error("--errors, --people, --files and --clocks are for simulated processes")
     logging.basicConfig(level=logging.INFO if arguments.verbose else logging.CRITICAL)
     if arguments.mutants:
         return find_mutants()
@@ -46,9 +57,10 @@ def main() -> int:
     counts: Counter[str] = Counter()
     failed, started = [], time.monotonic()
     scripts = {"trainers": lose_trainers_often, "errors": meet_errors_often, "people": remove_and_drain_often}
+    scripts["files"] = touch_files_often
     script = next((scripts[name] for name in scripts if getattr(arguments, name)), None)
     real = (real_outcome(seed, script=script) for seed in seeds)
-    found = real if arguments.processes else outcomes(seeds, script)
+    found = real if arguments.processes else outcomes(seeds, script, odd_clocks=arguments.clocks)
     for done, (seed, outcome) in enumerate(zip(seeds, found, strict=True), start=1):
         lines, problem, counted = outcome
         if done % (_SAY_EVERY_REAL if arguments.processes else _SAY_EVERY) == 0:
@@ -58,7 +70,7 @@ def main() -> int:
             print("\n".join(lines), problem, sep="\n", flush=True)
         if problem:
             failed.append(seed)
-            chosen = [name for name in ("processes", *scripts) if getattr(arguments, name)]
+            chosen = [name for name in ("processes", "clocks", *scripts) if getattr(arguments, name)]
             option = "".join(f" --{name}" for name in chosen)
             print(f"FAILED: seed {seed}; replay: python -m tests.fault.torture --seed {seed}{option}", flush=True)
     how = "with real processes" if arguments.processes else "simulated"
@@ -75,8 +87,8 @@ def find_mutants() -> int:
     missed = 0
     for mutant in MUTANTS:
         with mutant.install():
-            problem = run_seed(mutant.seed, script=mutant.script)[1]
-        is_found = bool(problem) and not run_seed(mutant.seed, script=mutant.script)[1]
+            problem = mutant.problem_at(mutant.seed)
+        is_found = bool(problem) and not mutant.problem_at(mutant.seed)
         missed += not is_found
         how = "seed" if mutant.script is None else f"script {mutant.script.__name__}, seed"
         found = problem.strip().rpartition("\n")[2][:200] if is_found else "NOT FOUND"

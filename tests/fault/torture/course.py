@@ -33,12 +33,13 @@ BEFORE_OPENING = "coordinator.drawn"
 class Backend:
     """What schedules run on: a cluster of nodes, and jobs on it. The simulated and the real one have the same methods.
 
-    `can_pause`: an operation can pause at a failpoint while others go on.
+    `can_pause`: an operation can pause at a failpoint while others go on. `has_true_clocks`: all nodes show the same time.
     """
 
     cluster: Callable[[Path, int, int], Any]
     job: Callable[[Any, Sequence[int], Policy], Any]
     can_pause: bool = True
+    has_true_clocks: bool = True
 
 
 SIMULATION = Backend(Cluster, Job)
@@ -110,7 +111,7 @@ class Course:
         url = f"file://{bucket}" if self.theme == "bucket" else None
         self.policy = Policy(self.random.choice([2, 2, 3]), keep_last, url)
         self.disks = Disks([node.root for node in self.cluster.nodes])
-        self.oracle = Oracle(self.disks, keep_last, bucket)
+        self.oracle = Oracle(self.disks, keep_last, bucket, has_true_clocks=self.backend.has_true_clocks)
         self.handing = Random(f"handing {self.seed}")
         self.hands_over = self.handing.random() < HANDING_SHARE
         how = ", handing over" if self.hands_over else ""

@@ -15,6 +15,7 @@ from unittest import mock
 from replicated_ckpt.agent.repair.mender import Mender
 from replicated_ckpt.agent.saves.finish import Finisher
 from replicated_ckpt.agent.settling import orphans, outlived, settle
+from replicated_ckpt.agent.state import rights
 from replicated_ckpt.agent.state.removals import RemovalBook
 from replicated_ckpt.cli.nodes import drain
 from replicated_ckpt.core.inventory import saves_found
@@ -31,6 +32,7 @@ from replicated_ckpt.stores import verified
 from replicated_ckpt.stores.files.locks import HeldLock
 from replicated_ckpt.stores.peer.copy import PeerSink
 from tests.fault.torture.course import Course
+from tests.fault.torture.runs import Outcome, odd_clocks_outcome, outcome_of
 from tests.fault.torture.scripts import (
     SEED,
     a_copy_is_assumed,
@@ -38,6 +40,7 @@ from tests.fault.torture.scripts import (
     manifest_here_and_metadata_there,
     one_pair_comes_back_first,
 )
+from tests.fault.torture.simulated import by_hand
 from tests.fault.torture.simulated.people import remove_and_drain_often
 
 
@@ -189,21 +192,51 @@ def a_drained_node_counts_on() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def the_clock_orders_saves() -> Iterator[None]:
+    """Of two saves of one run that one is the newer which was made later by the clock of its coordinator's node."""
+
+    def order(self: Version) -> tuple[float, int, str]:
+        return self.created_unix_s, self.sequence, self.save_id
+
+    with mock.patch.object(Version, "order", property(order)):
+        yield
+
+
+@contextmanager
+def an_invitation_ends_by_the_hosts_clock_alone() -> Iterator[None]:
+    """A clock that is set forward in a save ends the invitation that its rank has posted."""
+    with mock.patch.object(rights, "min", lambda by_host, _: by_host, create=True):
+        yield
+
+
+@contextmanager
+def a_store_that_went_back_is_the_same_node() -> Iterator[None]:
+    """A limit and no defect: others drop what they have staged by the word of one that has forgotten what it decided."""
+    with mock.patch.object(by_hand, "make_another_node"):
+        yield
+
+
 @dataclass(frozen=True)
 class Mutant:
     """One defect, and the seed that finds it, with random steps or with those of a script.
 
-    `was`: its name among the defects of commit adcd94a; "" for one that never was.
+    `was`: its name among the defects of commit adcd94a; "" for one that never was. `judge` runs schedules.
     """
 
     install: Callable[[], AbstractContextManager[None]]
     seed: int
     was: str = ""
     script: Callable[[Course], None] | None = None
+    judge: Callable[[int, Callable[[Course], None] | None], Outcome] = outcome_of
 
     @property
     def name(self) -> str:
         return self.install.__name__.replace("_", " ")
+
+    def problem_at(self, seed: int) -> str:
+        """What goes wrong at this seed, with the defect while it is installed; "" if all is well."""
+        return self.judge(seed, self.script)[1]
 
 
 MUTANTS = [
@@ -221,4 +254,7 @@ MUTANTS = [
     Mutant(a_surplus_damaged_copy_is_left, SEED, "D12", a_surplus_copy_is_damaged),
     Mutant(a_removal_by_hand_is_not_noted, 1005, script=remove_and_drain_often),
     Mutant(a_drained_node_counts_on, 1116, script=remove_and_drain_often),
+    Mutant(the_clock_orders_saves, 1001, judge=odd_clocks_outcome),
+    Mutant(an_invitation_ends_by_the_hosts_clock_alone, 1001, judge=odd_clocks_outcome),
+    Mutant(a_store_that_went_back_is_the_same_node, by_hand.SEED, script=by_hand.a_coordinator_goes_back),
 ]

@@ -23,10 +23,14 @@ class Violation(AssertionError):
 
 
 class Oracle:
-    """Knows the attempts by number, in the order in which they began. `keep_last`: the policy of the run."""
+    """Knows the attempts by number, in the order in which they began. `keep_last`: the policy of the run.
 
-    def __init__(self, disks: Disks, keep_last: int | None, bucket: Path) -> None:
+    `has_true_clocks`: else no clock tells which of two saves is the newer one, where nothing but clocks can.
+    """
+
+    def __init__(self, disks: Disks, keep_last: int | None, bucket: Path, *, has_true_clocks: bool = True) -> None:
         self._disks = disks
+        self._has_true_clocks = has_true_clocks
         self._bucket = bucket
         self._keep_last, self._has_new_policy = keep_last, False
         self._time = 0
@@ -82,6 +86,27 @@ class Oracle:
             if is_done:
                 attempt.removed_on.add(node)
 
+    def parts_on(self, node: int) -> set[tuple[int, str, bool]]:
+        """What lies on a node now: number of the attempt, part, and whether that is published."""
+        here = [lying for lying in self._disks.lying() if lying.node == node and not self._is_alias(lying)]
+        return {
+            (attempt.number, name, lying.is_published)
+            for lying in here
+            if (attempt := self.attempt_of(lying)) is not None
+            for name, content in attempt.parts.items()
+            if content and lying.files.get(name) == content
+        }
+
+    def gone(self, parts: Collection[tuple[int, str, bool]], node: int) -> None:
+        """A person has taken these parts of saves from a node. What lies there twice is there as long as once."""
+        there = {(number, name) for number, name, _ in self.parts_on(node)}
+        for number, name, is_published in parts:
+            attempt = self.attempts[number - 1]
+            if is_published:
+                attempt.published_by_part[name].discard(node)
+            if (number, name) not in there:
+                attempt.nodes_by_part[name].discard(node)
+
     def damaged(self, lying: Lying, attempt: Attempt | None, names: Collection[str], *, is_data_intact: bool) -> None:
         """These files are bad now. `is_data_intact`: only what the package put behind the data of a shard is bad."""
         for known in self.of_id(lying.checkpoint_id) if attempt is None else [attempt]:
@@ -104,7 +129,7 @@ class Oracle:
             attempt.readable_on.clear()
         for lying in sorted(self._disks.lying(), key=lambda found: found.manifest is None):
             seen = self.attempt_of(lying)
-            if seen is not None:
+            if seen is not None and not self._is_alias(lying):
                 self._see(seen, lying)
         for attempt in self.attempts:
             attempt.was_whole = attempt.was_whole or (
@@ -126,6 +151,14 @@ class Oracle:
             if is_possible and holds_tensor_of(raw, attempt.number, attempt.ranks):
                 return attempt
         return None
+
+    def alias_ids(self) -> set[str]:
+        """Checkpoints that are people's copies of others. Of those that lie on some nodes only, parts may be missing."""
+        return {lying.checkpoint_id for lying in self._disks.lying() if self._is_alias(lying)}
+
+    def _is_alias(self, lying: Lying) -> bool:
+        """Whether a person has given a copy of a checkpoint another name: it is another checkpoint from then on."""
+        return lying.is_named and lying.manifest is not None and lying.manifest["checkpoint_id"] != lying.checkpoint_id
 
     def _see(self, attempt: Attempt, lying: Lying) -> None:
         if attempt.is_stock:
@@ -172,12 +205,30 @@ class Oracle:
 
     def is_superseded(self, attempt: Attempt) -> bool:
         """Whether a save of the same checkpoint was acknowledged that began when this one was over."""
-        return any(later.is_acknowledged and _gives_way(attempt, later) for later in self.of_id(attempt.checkpoint_id))
+        later = self.of_id(attempt.checkpoint_id)
+        return any(one.is_acknowledged and self._gives_way(attempt, one) for one in later)
 
     def is_replaced(self, attempt: Attempt) -> bool:
         """Whether a save of the same checkpoint that began later was whole, acknowledged or not: it may have its place."""
-        later = (one for one in self.of_id(attempt.checkpoint_id) if _gives_way(attempt, one))
+        later = (one for one in self.of_id(attempt.checkpoint_id) if self._gives_way(attempt, one))
         return any(one.is_acknowledged or one.was_whole for one in later)
+
+    def _gives_way(self, attempt: Attempt, later: Attempt) -> bool:
+        """Whether a later save is the newer one. Nodes that were cut off may have saved the other one under a higher
+        number; and where neither saw the other, nor numbers tell, clocks do."""
+        if not is_before(attempt, later):
+            return False
+        is_told = self._has_true_clocks or (attempt.lineage == later.lineage and attempt.sequence < later.sequence)
+        return attempt.number in later.saw or (is_told and not attempt.is_ahead_of(later))
+
+    def has_one_order(self) -> bool:
+        """Whether numbers tell the order of all saves, and nothing goes by clocks: one run, and no number twice.
+
+        Checkpoints of stock torch have their files' times, and no other order.
+        """
+        saved = [(found.lineage, found.sequence) for found in self.attempts if found.parts and not found.is_stock]
+        has_stocks_order = sum(found.is_stock for found in self.attempts) > 1
+        return len(set(saved)) == len(saved) and len({lineage for lineage, _ in saved}) < 2 and not has_stocks_order
 
     def rival_ids(self) -> set[str]:
         """Checkpoints of which saves of several lineages lie on disks that never saw each other: each keeps its nodes."""
@@ -281,6 +332,8 @@ class Oracle:
         acknowledged = [attempt for attempt in self.attempts if attempt.is_acknowledged and not attempt.is_stock]
         standing = [attempt for attempt in acknowledged if not self.is_superseded(attempt)]
         newest_first = sorted(standing, key=lambda found: found.began, reverse=True)
+        if not self._has_true_clocks and not self.has_one_order():
+            return None
         for attempt in newest_first:
             if attempt.lineage != newest_first[0].lineage:
                 return None
@@ -353,8 +406,3 @@ class Oracle:
 def is_before(attempt: Attempt, other: Attempt) -> bool:
     """Whether an attempt was over when the other began. Of two that overlap either may be the newer one."""
     return attempt.ended is not None and attempt.ended < other.began
-
-
-def _gives_way(attempt: Attempt, later: Attempt) -> bool:
-    """Whether a later save is the newer one. Nodes that were cut off may have saved the other one under a higher number."""
-    return is_before(attempt, later) and (attempt.number in later.saw or not attempt.is_ahead_of(later))

@@ -6,6 +6,7 @@ Not in `__main__`, whose functions spawned processes do not find.
 import gc
 import logging
 import os
+import re
 import shutil
 import tempfile
 import traceback
@@ -14,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from difflib import ndiff
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -23,13 +25,24 @@ import torch
 from tests.fault.torture.course import SIMULATION, Backend, Course
 from tests.fault.torture.real.processes import REAL
 from tests.fault.torture.schedule import STEP_COUNT, Schedule
+from tests.fault.torture.simulated.clocks import OddClocks
+from tests.fault.torture.simulated.cluster import Cluster
+from tests.fault.torture.simulated.jobs import Job
 
 REAL_STEPS = 5
+_BASE = "rckpt-torture-"
+
+
+def _odd_cluster(base: Path, count: int, seed: int) -> Cluster:
+    return Cluster(base, count, seed, OddClocks(seed))
+
+
+ODD_CLOCKS = Backend(_odd_cluster, Job, has_true_clocks=False)
 
 
 def fast_directory() -> Path:
     shm = Path("/dev/shm")
-    return Path(tempfile.mkdtemp(prefix="rckpt-torture-", dir=shm if shm.is_dir() else None))
+    return Path(tempfile.mkdtemp(prefix=_BASE, dir=shm if shm.is_dir() else None))
 
 
 Script = Callable[[Course], None]
@@ -75,19 +88,40 @@ def outcome_of(seed: int, script: Script | None = None) -> Outcome:
     return schedule.course.lines, problem, schedule.course.counts
 
 
+def odd_clocks_outcome(seed: int, script: Script | None = None) -> Outcome:
+    """As `outcome_of`, with clocks that are wrong and jump. Where numbers order all saves, that must change nothing at all.
+
+    The same schedule with true clocks tells the same story then, word for word.
+    """
+    schedule, problem = run_seed(seed, ODD_CLOCKS, script=script)
+    course = schedule.course
+    lines, jumps = course.lines, course.cluster.clocks.jumps
+    if not problem and course.oracle.has_one_order():
+        true = run_seed(seed, script=script)[0].course.lines
+        changed = [line for line in ndiff(_without_base(true), _without_base(lines)) if line[0] in "-+"]
+        problem = "\n".join(["with clocks that are wrong another thing happens:", *changed]) if changed else ""
+    return [*lines, f"clocks jumped {jumps} times"], problem, course.counts
+
+
+def _without_base(lines: Sequence[str]) -> list[str]:
+    """Each run has a directory of its own."""
+    return [re.sub(rf"{_BASE}\w+", "BASE", line) for line in lines]
+
+
 def real_outcome(seed: int, steps: int = REAL_STEPS, script: Script | None = None) -> Outcome:
     schedule, problem = run_seed(seed, REAL, steps, script)
     return schedule.course.lines, problem, schedule.course.counts
 
 
-def outcomes(seeds: Sequence[int], script: Script | None = None) -> Iterator[Outcome]:
+def outcomes(seeds: Sequence[int], script: Script | None = None, *, odd_clocks: bool = False) -> Iterator[Outcome]:
     """What became of each seed, in order; many are simulated on all cores that this process may use."""
+    one = odd_clocks_outcome if odd_clocks else outcome_of
     if len(seeds) == 1:
-        yield outcome_of(seeds[0], script)
+        yield one(seeds[0], script)
         return
     cores = len(os.sched_getaffinity(0))
     with ProcessPoolExecutor(cores, mp_context=get_context("spawn"), initializer=_quiet) as pool:
-        yield from pool.map(partial(outcome_of, script=script), seeds)
+        yield from pool.map(partial(one, script=script), seeds)
 
 
 def _quiet() -> None:

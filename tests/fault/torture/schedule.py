@@ -252,7 +252,7 @@ class Schedule:
         They are of two runs, or nobody can know any more of which run and time the older one is.
         """
         rivals = self.course.oracle.rival_ids() | self.course.oracle.forgotten_ids()
-        rivals |= self.course.oracle.find_left_by_people()
+        rivals |= self.course.oracle.find_left_by_people() | self.course.oracle.alias_ids()
         short = {short.checkpoint_id for audit in audits.values() for short in audit.plan.short}
         is_busy = any(audit.plan.actions for audit in audits.values())
         if is_busy or not short or not short <= rivals:

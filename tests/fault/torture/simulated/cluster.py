@@ -6,6 +6,7 @@ import io
 import random
 import shutil
 import threading
+import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -36,6 +37,7 @@ from replicated_ckpt.stores.local.inspection import Inspector
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress
 from replicated_ckpt.stores.throttle import Pace
+from tests.fault.torture.simulated.clocks import UNIX_S, TrueClocks
 from tests.fault.torture.simulated.faults import Faults, Outage
 from tests.fault.torture.simulated.network import Actor, Network
 from tests.fault.torture.simulated.operations import (
@@ -52,6 +54,7 @@ LOST_AFTER_S = 30.0
 AWAY_AFTER_S = 3600.0
 RESUMED_MAX = 1000
 _ELSEWHERE = random.SystemRandom()
+_REAL_TIME = time.time
 
 
 class NoPace(Pace):
@@ -203,9 +206,10 @@ class Node:
 class Cluster:
     """All nodes, the network between them, the operations under way, and the faults that wait at failpoints."""
 
-    def __init__(self, base: Path, count: int, seed: int) -> None:
+    def __init__(self, base: Path, count: int, seed: int, clocks: TrueClocks | None = None) -> None:
         self.base = base
         self.random = random.Random(seed)
+        self.clocks = clocks or TrueClocks()
         self._thread = threading.current_thread()
         self.operations = Operations(Actor(-1, is_agent=False))
         self.network = Network(self.operations)
@@ -219,11 +223,16 @@ class Cluster:
         self.threads = self.handed = Threads(self, seed)
 
     def now(self) -> float:
-        """Seconds on the one clock that all nodes have."""
+        """Seconds on the one clock that never jumps."""
         return self._clock
 
-    def unix_now(self) -> float:
-        return 1.7e9 + self._clock
+    def unix_now(self, node: int | None = None) -> float:
+        """What a node's wall clock shows; None: of the node whose process runs."""
+        return UNIX_S + self._clock + self.clocks.offset_s(self.network.actor.node if node is None else node)
+
+    def read_wall_clock(self) -> float:
+        """Stands in for `time.time`; a thread that is not of the simulation has the true time."""
+        return self.unix_now() if self._is_ours() else _REAL_TIME()
 
     def wait(self, seconds: float) -> None:
         self._clock += seconds
@@ -244,8 +253,10 @@ class Cluster:
 
     def draw_uuid(self) -> uuid.UUID:
         """Stands in for `uuid.uuid4`; a thread that an earlier test has left behind draws none of the simulation's."""
-        is_ours = threading.current_thread() is self._thread or is_simulated_thread()
-        return uuid.UUID(int=(self.random if is_ours else _ELSEWHERE).getrandbits(128), version=4)
+        return uuid.UUID(int=(self.random if self._is_ours() else _ELSEWHERE).getrandbits(128), version=4)
+
+    def _is_ours(self) -> bool:
+        return threading.current_thread() is self._thread or is_simulated_thread()
 
     # Faults at failpoints ----------------------------------------------------------------------------------------
 

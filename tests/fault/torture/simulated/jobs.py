@@ -151,9 +151,10 @@ class Job:
         for place in places:
             place.mkdir(parents=True, exist_ok=True)
         self._save([FileSystemWriter(place, sync_files=False) for place in places], _Call(), checkpoint_id, attempt)
-        now = self.cluster.unix_now()
-        for path in (path for place in places for path in place.iterdir()):  # an adoption goes by their time stamps
-            os.utime(path, (now, now))
+        for node, place in zip(self.nodes, places, strict=True):  # an adoption goes by their time stamps
+            now = self.cluster.unix_now(node)
+            for path in place.iterdir():
+                os.utime(path, (now, now))
 
     def _save(
         self,
@@ -279,7 +280,8 @@ class Job:
             raise StoreUnavailable("this rank", "present", "node", "it is dead")
         node.boot()
         inode = f"store{node.index}"
-        address, invitation = node.address(), node.endpoint.invitation()
+        with self.cluster.network.acting(self.actors[rank]):  # by whose clock the invitation ends
+            address, invitation = node.address(), node.endpoint.invitation()
         host, boot = f"host{node.index}", f"boot{node.index}"
         return NodePost(node.service.node_id, host, boot, inode, None, address, invitation=invitation)
 

@@ -122,7 +122,8 @@ class Network:
             raise TimeoutError("cut off")
         if node is None or node.agent is None or node.agent.is_dead:
             raise ConnectionRefusedError("no agent listens")
-        right = node.tokens.right_of(address.token)
+        with self.acting(node.agent):  # whose clock tells whether an invitation is over
+            right = node.tokens.right_of(address.token)
         if right is None:
             return Response(401, b'{"error": "no valid token"}')
         self.requests[method + " " + target.partition("?")[0].rpartition("/")[2]] += 1

@@ -1,6 +1,7 @@
 """What a simulation pretends: the network, the clock, chance, threads, and what a rank finds out about its world."""
 
 import os
+import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -13,7 +14,7 @@ from unittest import mock
 from replicated_ckpt.agent.repair import reprotect
 from replicated_ckpt.agent.saves import service
 from replicated_ckpt.agent.start import launch
-from replicated_ckpt.agent.state import targets
+from replicated_ckpt.agent.state import rights, targets
 from replicated_ckpt.agent.state.endpoint import Endpoint
 from replicated_ckpt.agent.uploads import upload
 from replicated_ckpt.cli.checkpoints import repair
@@ -125,9 +126,11 @@ def pretences(cluster: "Cluster") -> Iterator[AbstractContextManager[Any]]:
     replaced: Sequence[tuple[object, str, object]] = (
         (agent_client, "open_connection", cluster.network.connection),
         (agent_client, "give_up_after", _no_deadline),
+        (time, "time", cluster.read_wall_clock),
         (service, "time", clock),
         (reprotect, "time", clock),
         (finish, "time", clock),
+        (rights, "time", clock),
         (uuid, "uuid4", cluster.draw_uuid),
         (fanout.FanOut, "run", _run_inline),
         (tee._SinkThread, "start", lambda _: None),

@@ -1,0 +1,281 @@
+"""What people do to the files of stores: versions are copied, moved away and back, removed and touched.
+
+And stores are restored from an old backup, or put into each other's place. Agents run meanwhile, or were killed just now.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from replicated_ckpt.core.layout import AGENT_DIR, NODE_NAME
+from tests.fault.torture.course import Course
+from tests.fault.torture.disks import Lying
+from tests.fault.torture.simulated.cluster import Node
+from tests.fault.torture.simulated.faults import Outage
+from tests.fault.torture.steps import NEED_A_PAUSE, STEPS, save
+
+STEPS_COUNT = 14
+AWAY, BACKUPS = "away", "backups"
+MOMENTS_S = [0.0, 1e9, 4e9]
+"""What `touch` sets: 1970, 2001 and 2096."""
+
+
+def touch_files_often(course: Course) -> None:
+    """For any seed: files of stores are touched by hand, between saves, loads and faults."""
+    save(course)
+    names = [name for name in _WEIGHTS if not (course.hands_over and name in NEED_A_PAUSE)]
+    for _ in range(STEPS_COUNT):
+        (name,) = course.random.choices(names, [_WEIGHTS[name] for name in names])
+        step = _OWN_STEPS[name] if name in _OWN_STEPS else STEPS[name][1]
+        step(course)
+        course.finish_step()
+    group = course.up()
+    for alias in sorted(course.oracle.alias_ids()) if group else ():
+        course.load(group, alias, readers=1)
+
+
+def copy_to_name(course: Course) -> None:
+    """`cp -r` of a checkpoint to a new name: on every node that has it, or on one."""
+    lying = _draw_version(course)
+    if lying is None:
+        return
+    alias = f"copy-{len(course.lines)}"
+    same = [one for one in course.disks.lying() if one.is_named and one.save_id == lying.save_id and one.save_id]
+    some = course.random.choice([same, [lying]])
+    for one in some:
+        with _hands_on(course, one.node, f"cp -r {one.checkpoint_id} {alias}"):
+            shutil.copytree(one.place, one.place.with_name(alias), dirs_exist_ok=True)
+
+
+def copy_to_node(course: Course) -> None:
+    """`rsync -a` of a checkpoint to another node, over what has its name there, or in its place."""
+    lying = _draw_version(course)
+    if lying is None:
+        return
+    target = course.random.choice([node for node in course.cluster.nodes if node.index != lying.node])
+    place, is_instead = target.root / lying.checkpoint_id, course.random.random() < 0.5
+    how = " --delete" if is_instead else ""
+    with _hands_on(course, target.index, f"rsync -a{how} node{lying.node}/{lying.checkpoint_id}"):
+        if is_instead:
+            shutil.rmtree(place, ignore_errors=True)
+        shutil.copytree(lying.place, place, dirs_exist_ok=True)
+
+
+def move_away(course: Course) -> None:
+    """`mv` of a version out of the store."""
+    lying = _draw_version(course)
+    if lying is not None:
+        away = course.base / AWAY / f"{len(course.lines)}" / str(lying.node) / lying.checkpoint_id
+        away.parent.mkdir(parents=True)
+        with _hands_on(course, lying.node, f"mv {lying.checkpoint_id} away"):
+            lying.place.rename(away)
+
+
+def move_back(course: Course) -> None:
+    """`mv` of a version that was moved away back to its name, where that is free."""
+    away = sorted((course.base / AWAY).glob("*/*/*"))
+    if not away:
+        return
+    path = course.random.choice(away)
+    node = course.cluster.nodes[int(path.parent.name)]
+    if node.root.is_dir() and not (node.root / path.name).exists():
+        with _hands_on(course, node.index, f"mv {path.name} back"):
+            path.rename(node.root / path.name)
+
+
+def remove_by_hand(course: Course) -> None:
+    """`rm -r` of what has a name, or of a version that was replaced."""
+    course.oracle.look()
+    found = [lying for lying in course.disks.lying() if lying.is_published]
+    if found:
+        lying = course.random.choice(found)
+        with _hands_on(course, lying.node, f"rm -r {lying.place.relative_to(course.base)}"):
+            shutil.rmtree(lying.place)
+
+
+def change_times(course: Course) -> None:
+    """`touch` of all files of a version, and `chmod` to read-only: no byte is another one."""
+    lying = _draw_version(course)
+    if lying is None:
+        return
+    moment = course.random.choice(MOMENTS_S)
+    with _hands_on(course, lying.node, f"touch and chmod a-w {lying.checkpoint_id}/*"):
+        for path in (*lying.place.iterdir(), lying.place):
+            os.utime(path, (moment, moment))
+            path.chmod(path.stat().st_mode & ~0o222)
+
+
+def back_up(course: Course) -> None:
+    """`rsync -a` of a whole store to elsewhere; without the agent's tokens, as SECURITY.md has it, or with them."""
+    node, without = course.random.choice(course.cluster.nodes), course.random.choice(["", AGENT_DIR])
+    if node.root.is_dir():
+        course.say(f"node{node.index} is backed up{' without ' * bool(without)}{without}")
+        backup = course.base / BACKUPS / f"{len(course.lines)}" / str(node.index)
+        shutil.copytree(node.root, backup, symlinks=True, ignore=shutil.ignore_patterns(without))
+
+
+def restore(course: Course) -> None:
+    """`rsync -a` of an old backup over the store, with or without `--delete`, while nothing runs there."""
+    backups = sorted((course.base / BACKUPS).glob("*/*"))
+    if not backups:
+        return
+    backup = course.random.choice(backups)
+    node = course.cluster.nodes[int(backup.name)]
+    if not _is_idle(course, node):
+        return
+    is_instead = course.random.random() < 0.6
+    waits = any(not lying.is_published for lying in course.disks.lying() if lying.node != node.index)
+    put_back(course, node, backup, is_instead=is_instead, is_another=waits or course.random.random() < 0.5)
+
+
+def put_back(course: Course, node: Node, backup: Path, *, is_instead: bool, is_another: bool) -> None:
+    """`is_another`: it is another node from then on. Else what others have staged may be dropped by its word."""
+    was = _identity(node)
+    said_as = f"rsync -a{' --delete' if is_instead else ''} of an old backup{', as another node' if is_another else ''}"
+    with _hands_on(course, node.index, said_as, is_down=True):
+        if is_instead:
+            shutil.rmtree(node.root, ignore_errors=True)
+        shutil.copytree(backup, node.root, symlinks=True, dirs_exist_ok=True)
+        if is_another:
+            make_another_node(node.root)
+        course.wiped = (course.wiped | {was} - {""}) - {_identity(node)}
+    course.knows[node.index] = 0
+
+
+def make_another_node(root: Path) -> None:
+    """As docs/limits.md says of a store that is put back to an earlier state."""
+    (root / NODE_NAME).unlink(missing_ok=True)
+    shutil.rmtree(root / AGENT_DIR, ignore_errors=True)
+
+
+def swap_stores(course: Course) -> None:
+    """Two nodes get each other's disks."""
+    nodes = [node for node in course.cluster.nodes if not node.is_off and node.root.is_dir() and _is_idle(course, node)]
+    if len(nodes) < 2:
+        return
+    one, other = course.random.sample(nodes, 2)
+    spare = course.base / "spare"
+    with (
+        _hands_on(course, one.index, f"gets the disk of node{other.index}", is_down=True),
+        _hands_on(course, other.index, f"gets the disk of node{one.index}", is_down=True),
+    ):
+        one.root.rename(spare)
+        other.root.rename(one.root)
+        spare.rename(other.root)
+    for node in (one, other):
+        course.knows[node.index] = 0
+        node.boot()
+
+
+def _draw_version(course: Course) -> Lying | None:
+    course.oracle.look()
+    found = [lying for lying in course.disks.lying() if lying.is_named and lying.manifest is not None]
+    return course.random.choice(found) if found else None
+
+
+def _is_idle(course: Course, node: Node) -> bool:
+    """Whether no save or load is under way there, which would go on with files of another time."""
+    jobs = [slow.job for slow in course.slow] + [load.job for load in course.slow_loads]
+    return not any(node.index in job.nodes for job in jobs)
+
+
+def _identity(node: Node) -> str:
+    with contextlib.suppress(OSError, ValueError):
+        return str(json.loads((node.root / NODE_NAME).read_bytes())["node_id"])
+    return ""
+
+
+@contextlib.contextmanager
+def _hands_on(course: Course, index: int, what: str, *, is_down: bool = False) -> Iterator[None]:
+    """In the block a person changes files of this node. The agent runs, or was killed, and may be started afterwards.
+
+    What only these files held may be lost: the oracle is told what is not there any more.
+    """
+    node = course.cluster.nodes[index]
+    how = course.random.choice(["killed", "told to stop"] if is_down else ["runs", "runs", "killed"])
+    course.disturbances += 1
+    if is_down and course.job is not None and index in course.job.nodes:
+        course.end_job()
+    if how != "runs":
+        node.leave() if how == "told to stop" else node.kill()
+    course.say(f"node{index}, whose agent {how if how == 'runs' else f'was {how}'}: {what}")
+    course.oracle.look()
+    before = course.oracle.parts_on(index)
+    yield
+    course.oracle.gone(before - course.oracle.parts_on(index), index)
+    course.oracle.look()
+    if not node.is_off and course.random.random() < 0.6:
+        node.boot()
+
+
+_OWN_STEPS: Mapping[str, Callable[[Course], None]] = {
+    "copy_to_name": copy_to_name,
+    "copy_to_node": copy_to_node,
+    "move_away": move_away,
+    "move_back": move_back,
+    "remove_by_hand": remove_by_hand,
+    "change_times": change_times,
+    "back_up": back_up,
+    "restore": restore,
+    "swap_stores": swap_stores,
+}
+_WEIGHTS = {
+    "save": 6,
+    "copy_to_name": 1,
+    "copy_to_node": 2,
+    "move_away": 2,
+    "move_back": 2,
+    "remove_by_hand": 3,
+    "change_times": 1,
+    "back_up": 4,
+    "restore": 5,
+    "swap_stores": 2,
+    "save_with_a_kill": 2,
+    "overwrite_with_an_outage": 3,
+    "begin_slowly": 2,
+    "go_on": 1,
+    "load": 2,
+    "kill_agent": 2,
+    "leave": 2,
+    "restart": 1,
+    "return_some": 4,
+    "trade_places": 2,
+    "wipe": 1,
+    "cut_or_heal": 2,
+    "damage": 1,
+    "protect": 1,
+    "pass_time": 3,
+    "end_job": 1,
+}
+"""How often each step is drawn, these and those of `steps`."""
+
+
+SEED = 25
+"""For the script below: four nodes, two copies, no policy, no bucket."""
+
+
+def a_coordinator_goes_back(course: Course) -> None:
+    """A node that had staged a part of a save comes back. The coordinator's store is older than that save by then, and the
+    node that has published it is off."""
+    job = course.backend.job(course.cluster, [0, 1, 2], course.policy)
+    course.save(job, "step-1", overwrite=False)
+    back, silent, late = course.cluster.nodes[:3]
+    backup = course.base / BACKUPS / "0"
+    shutil.copytree(back.root, backup, symlinks=True)
+    killed = Outage(frozenset({late.index}), "agents")
+    course.cluster.plan_outage("coordinator.decided", back.index, is_agent=False, outage=killed)
+    course.disturbances += 1
+    course.save(job, "step-2", f", agent of node {late.index} killed when it is decided", overwrite=False)
+    job.end()
+    late.switch_off()
+    put_back(course, back, backup, is_instead=True, is_another=True)
+    back.boot()
+    silent.switch_off()
+    late.switch_on()
+    course.load([back.index, late.index], "latest")
+    course.cluster.pass_time(90)
+    silent.switch_on()
+    course.introduce()
