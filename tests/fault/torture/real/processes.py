@@ -28,10 +28,10 @@ from tests.fault.torture.simulated.jobs import FirstError, Policy, Saved
 from tests.fault.torture.simulated.network import Actor
 from tests.harness import cluster as multiprocess
 from tests.harness.cluster import call
-from tests.harness.processes import end, is_running, signal_if_running
+from tests.harness.processes import end, signal_if_running, wait_until_gone
 
 LOST_AFTER_S, AWAY_AFTER_S = 1.5, 5.0
-PROTECT_WITHIN_S = 60.0
+PROTECT_WITHIN_S, LEAVE_WITHIN_S = 60.0, 120.0
 WAIT_S_MAX = 6.0
 """No wait is longer: it is beyond the grace of a save that was just opened, and beyond both of the above."""
 _POLL_S = 0.1
@@ -62,11 +62,6 @@ class RealNode:
             self._cluster.processes.start_agents({self.index: environment or {}}, idle_exit_s=3600)
             self._cluster.network.apply()
 
-    def leave(self) -> None:
-        """The agent ends in good order: the others hear that its disk is intact."""
-        self.signal(signal.SIGCONT)
-        self.stop()
-
     def switch_off(self) -> None:
         self.is_off = True
         self.kill()
@@ -75,13 +70,15 @@ class RealNode:
         self.is_off = False
         self.boot()
 
-    def stop(self) -> None:
-        """Has the agent leave in good order."""
+    def leave(self) -> None:
+        """The agent ends in good order: the others hear that its disk is intact. One that has stopped itself goes on."""
         pid = self._node.agent_pid()
         if pid is not None:
             signal_if_running(pid, signal.SIGTERM)
-            while is_running(pid):
-                time.sleep(0.02)
+            deadline = time.monotonic() + LEAVE_WITHIN_S
+            while wait_until_gone([pid], _POLL_S):
+                assert time.monotonic() < deadline, f"the agent of node {self.index}, process {pid}, does not end"
+                signal_if_running(pid, signal.SIGCONT)
 
     def signal(self, number: int) -> None:
         pid = self._node.agent_pid()
@@ -238,7 +235,7 @@ class RealCluster:
 
     def _arm(self, armed: dict[str, str], node: int, *, is_agent: bool) -> None:
         if is_agent:
-            self.nodes[node].stop()
+            self.nodes[node].leave()
             self.nodes[node].boot(armed)
         else:
             self.nodes[node].boot()
@@ -279,7 +276,7 @@ class RealCluster:
         else:
             found = Actor(node, is_agent=True) if self.processes.agent_code(node, 0.3) == -signal.SIGKILL else None
         if is_agent and self.nodes[node].is_up and node not in self.network.cut:
-            self.nodes[node].stop()  # it is armed
+            self.nodes[node].leave()  # it is armed
             self.nodes[node].boot()
         return found
 
