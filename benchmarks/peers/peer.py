@@ -28,7 +28,7 @@ class Peer:
 PEERS = (
     Peer("torchsnapshot", "torchsnapshot", 1, False, "1 copy, on a shared directory, no checksum, no fsync"),
     Peer("nvrx", "nvidia-resiliency-ext", 1, False, "1 copy, of each rank for itself, no fsync"),
-    Peer("nvrx clique", "nvidia-resiliency-ext", 2, True, "2 copies, by gloo, no fsync"),
+    Peer("nvrx clique", "nvidia-resiliency-ext", 2, True, "2 copies, by gloo, no fsync", ("peer", "local")),
     Peer(
         "flashpoint",
         "ml-flashpoint",
