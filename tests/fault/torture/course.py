@@ -11,6 +11,7 @@ from replicated_ckpt.agent.saves.pins import PIN_S
 from replicated_ckpt.errors import (
     CheckpointAmbiguous,
     CheckpointNotFound,
+    ManifestInvalid,
     MeetingFailed,
     MetadataUnsafe,
     ReplicatedCkptError,
@@ -313,7 +314,7 @@ class Course:
         self.counts["loads"] += 1
         try:
             loaded = job.load(checkpoint_id, readers, with_bucket=with_bucket)
-        except (ShardLost, CheckpointNotFound, MetadataUnsafe, CheckpointAmbiguous) as exc:
+        except (ShardLost, CheckpointNotFound, MetadataUnsafe, ManifestInvalid, CheckpointAmbiguous) as exc:
             self.say(f"load {checkpoint_id} on nodes {list(group)}: {type(exc).__name__}: {exc.message}")
             return None
         except MeetingFailed as exc:

@@ -386,7 +386,7 @@ class RealJob:
         failed = [value for value in values if "attempt" not in value]
         if failed:
             types = {name for value in failed for name in value["types"]}
-            if types & {"ShardLost", "MetadataUnsafe", "CheckpointAmbiguous"}:
+            if types & {"ShardLost", "MetadataUnsafe", "ManifestInvalid", "CheckpointAmbiguous"}:
                 raise ShardLost(checkpoint_id, {}, [failed[0]["message"]])
             if types & {"CheckpointNotFound", "CheckpointNotCommitted"}:
                 raise CheckpointNotFound(failed[0]["message"])
