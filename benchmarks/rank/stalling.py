@@ -180,7 +180,12 @@ def _one(
 
 
 def _copied(state: State) -> Sample | None:
-    """One copy of every byte into memory that was used before, pinned for a GPU: what staging costs at least."""
+    """One copy of every byte into memory that was used before, pinned for a GPU: what staging costs at least.
+
+    The state was written right before, as it was before each save.
+    """
+    state.fill()
+    _await(state.device)
     sources = [part.words for part in state.parts]
     is_pinned = state.device.type == "cuda"
     targets = [torch.zeros(words.shape, dtype=words.dtype, pin_memory=is_pinned) for words in sources]
