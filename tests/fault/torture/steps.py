@@ -2,7 +2,7 @@
 
 import contextlib
 import errno
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from replicated_ckpt.failpoints import POINTS
@@ -511,3 +511,18 @@ THEMES: dict[str, dict[str, int]] = {
     "bucket": ANYTHING | {"bucket_comes_and_goes": 3, "wipe": 4, "pass_time": 4, "save": 8},
 }
 """What a schedule is about: how often each step is drawn."""
+
+
+SCRIPT_STEPS = 14
+
+
+def save_and_take_steps(
+    course: Course, own_steps: Mapping[str, Callable[[Course], None]], weights: Mapping[str, int]
+) -> None:
+    """A save, then steps that are drawn by these weights: a script's own, and those of all schedules."""
+    save(course)
+    names = [name for name in weights if not (course.hands_over and name in NEED_A_PAUSE)]
+    for _ in range(SCRIPT_STEPS):
+        (name,) = course.random.choices(names, [weights[name] for name in names])
+        (own_steps[name] if name in own_steps else STEPS[name][1])(course)
+        course.finish_step()

@@ -15,9 +15,8 @@ from tests.fault.torture.course import Course
 from tests.fault.torture.disks import Lying
 from tests.fault.torture.simulated.cluster import Node
 from tests.fault.torture.simulated.faults import Outage
-from tests.fault.torture.steps import NEED_A_PAUSE, STEPS, save
+from tests.fault.torture.steps import save_and_take_steps
 
-STEPS_COUNT = 14
 AWAY, BACKUPS = "away", "backups"
 MOMENTS_S = [0.0, 1e9, 4e9]
 """What `touch` sets: 1970, 2001 and 2096."""
@@ -25,13 +24,7 @@ MOMENTS_S = [0.0, 1e9, 4e9]
 
 def touch_files_often(course: Course) -> None:
     """For any seed: files of stores are touched by hand, between saves, loads and faults."""
-    save(course)
-    names = [name for name in _WEIGHTS if not (course.hands_over and name in NEED_A_PAUSE)]
-    for _ in range(STEPS_COUNT):
-        (name,) = course.random.choices(names, [_WEIGHTS[name] for name in names])
-        step = _OWN_STEPS[name] if name in _OWN_STEPS else STEPS[name][1]
-        step(course)
-        course.finish_step()
+    save_and_take_steps(course, _OWN_STEPS, _WEIGHTS)
     group = course.up()
     for alias in sorted(course.oracle.alias_ids()) if group else ():
         course.load(group, alias, readers=1)

@@ -15,20 +15,12 @@ from replicated_ckpt.errors import ReplicatedCkptError
 from tests.fault.torture.course import Course
 from tests.fault.torture.oracle import Violation
 from tests.fault.torture.simulated.network import Actor
-from tests.fault.torture.steps import NEED_A_PAUSE, STEPS, lose_disk, save
-
-STEPS_COUNT = 14
+from tests.fault.torture.steps import lose_disk, save_and_take_steps
 
 
 def remove_and_drain_often(course: Course) -> None:
     """For any seed: checkpoints are removed and nodes drained, between saves, loads and faults."""
-    save(course)
-    names = [name for name in _WEIGHTS if not (course.hands_over and name in NEED_A_PAUSE)]
-    for _ in range(STEPS_COUNT):
-        (name,) = course.random.choices(names, [_WEIGHTS[name] for name in names])
-        step = _OWN_STEPS[name] if name in _OWN_STEPS else STEPS[name][1]
-        step(course)
-        course.finish_step()
+    save_and_take_steps(course, _OWN_STEPS, _WEIGHTS)
 
 
 def remove(course: Course) -> None:
