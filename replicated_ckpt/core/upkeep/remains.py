@@ -46,8 +46,10 @@ class Remains:
         )
 
     def foreign(self, manifest: Manifest) -> frozenset[str]:
-        """The shards that are, by their own checksums, of another save."""
-        return frozenset(self.crcs) - self.matching(manifest) - {METADATA_NAME}
+        """The shards that are, by their own checksums, of another save; not one with the bytes of another shard."""
+        own = {(entry.size_bytes, entry.crc32c) for entry in manifest.shards.values()}
+        shards = self.crcs.keys() - {METADATA_NAME}
+        return frozenset(name for name in shards if (self.sizes[name], self.crcs[name]) not in own)
 
     def holding(self, manifest: Manifest) -> Holding:
         """What they are as a holding of this save; a shard that may be a damaged one of it counts as one."""

@@ -43,11 +43,26 @@ OLD, NEW = manifest(1, 11, 12, 13), manifest(2, 11, 22, 23)
         (remains(None, None), NEW),
         (remains(66, 67, metadata_crc=9), None),
         (remains(66), None),
+        (remains(12, None, metadata_crc=9), OLD),
     ],
-    ids=["old", "new", "a footer gone", "in common alone", "one stale", "metadata", "nothing told", "others'", "other"],
+    ids=[
+        "old",
+        "new",
+        "no footer",
+        "in common",
+        "one stale",
+        "metadata",
+        "nothing told",
+        "others'",
+        "other",
+        "swapped",
+    ],
 )
 def test_shards_decide_then_metadata_then_the_order(found: Remains, expected: Manifest | None) -> None:
-    """The metadata of two saves is often the same, so it tells less than a shard; nothing told may be of any save."""
+    """The metadata of two saves is often the same, so it tells less than a shard; nothing told may be of any save.
+
+    A shard that has another one's bytes under its name is of that one's save.
+    """
     assert recognize(found, [NEW, OLD]) == expected
     assert recognize(found, []) is None
 
