@@ -1,16 +1,15 @@
-"""Figures in the documents: tables and plots of one run, between marks, in place of what was there."""
+"""Figures in the documents: one page of tables, and plots, of one run, between marks, in place of what was there."""
 
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.report.plots import plots
-from benchmarks.report.table import HEADER, cells, sections
 from benchmarks.suites.results import Results, Row, distinct
 
 BEGIN, END = "<!-- figures of a run: begin -->", "<!-- figures of a run: end -->"
 PLOTS = Path("benchmarks/plots")
-SUMMARY, WHOLE = Path("docs/measurements.md"), Path("benchmarks/README.md")
+SUMMARY = Path("docs/measurements.md")
 COMMAND = "python -m benchmarks --write-readme"
 
 
@@ -19,26 +18,14 @@ class NoMarks(Exception):
 
 
 def written(results: Results, root: Path) -> list[Path]:
-    """Fills docs/measurements.md and benchmarks/README.md and draws the plots; returns what was written."""
+    """Fills docs/measurements.md and draws the plots; returns what was written."""
     folder = root / PLOTS
     folder.mkdir(parents=True, exist_ok=True)
     drawn = plots(results)
     for name, text in drawn.items():
         (folder / name).write_text(text, encoding="utf-8")
-    _fill(root / WHOLE, whole(results, sorted(drawn)))
     _fill(root / SUMMARY, summary(results, sorted(drawn)))
-    return [*(folder / name for name in sorted(drawn)), root / WHOLE, root / SUMMARY]
-
-
-def whole(results: Results, drawn: Sequence[str]) -> str:
-    """Every table, then the plots."""
-    lines = [_origin(results), ""]
-    for title, rows, probes in sections(results):
-        table = [cells(results, row) for row in rows]
-        lines += [f"**{title}**", "", *_markdown(("case", *HEADER), table), "", *([probes, ""] if probes else [])]
-    lines += [f"Skipped: {text}\n" for text in results.skipped]
-    lines += [f"![{name.removesuffix('.svg')}](plots/{name})\n" for name in drawn]
-    return "\n".join(lines)
+    return [*(folder / name for name in sorted(drawn)), root / SUMMARY]
 
 
 def summary(results: Results, drawn: Sequence[str]) -> str:

@@ -55,9 +55,9 @@ def test_it_runs_and_its_figures_reach_the_documents(
         assert row.note if not row.samples else row.seconds > 0
     for suite in {"emulated", "peers"} & set(suites.split(",")):
         assert f"{suite}:" in printed or results.of(suite)
-    for path in (tmp_path / "docs" / "measurements.md", tmp_path / "benchmarks" / "README.md"):
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    page = tmp_path / "docs" / "measurements.md"
+    page.parent.mkdir()
+    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
     for path in written(results, tmp_path):
         text = path.read_text()
         if path.suffix == ".svg":
@@ -116,9 +116,9 @@ def test_a_ratio_is_of_times_in_the_same_round() -> None:
 
 def test_a_document_without_marks_is_left_alone(tmp_path: Path) -> None:
     """Figures go where a document says, or nowhere."""
-    document = tmp_path / "benchmarks" / "README.md"
+    document = tmp_path / "docs" / "measurements.md"
     document.parent.mkdir()
     document.write_text("no marks")
-    with pytest.raises(NoMarks, match=r"README\.md"):
+    with pytest.raises(NoMarks, match=r"measurements\.md"):
         written(Results(MACHINE, {}), tmp_path)
     assert document.read_text() == "no marks"
