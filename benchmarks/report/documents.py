@@ -10,7 +10,6 @@ from benchmarks.suites.results import Results, Row, distinct
 BEGIN, END = "<!-- figures of a run: begin -->", "<!-- figures of a run: end -->"
 PLOTS = Path("benchmarks/plots")
 SUMMARY = Path("docs/measurements.md")
-COMMAND = "python -m benchmarks --write-readme"
 
 
 class NoMarks(Exception):

@@ -7,7 +7,7 @@ from operator import index
 from typing import Any
 
 from replicated_ckpt.core.layout import SEQUENCE_MAX, ShardName, is_checkpoint_id, is_lineage, is_save_id
-from replicated_ckpt.core.lineage import Version, moment
+from replicated_ckpt.core.lineage import Version, moment, order_by_age
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.one_line import one_line
 
@@ -172,13 +172,5 @@ def saves_found(holdings: Iterable[Holding]) -> tuple[SaveFound, ...]:
         SaveFound(checkpoint_id, save_id, max(holding.sequence for holding in members), tuple(members))
         for (checkpoint_id, save_id), members in grouped.items()
     ]
-    newest: dict[str, float] = {}
-    for save in saves:
-        lineage, created = save.version.lineage, save.version.order[1]
-        newest[lineage] = max(newest.get(lineage, 0.0), created)
-
-    def place(save: SaveFound) -> tuple[float, str, tuple[int, float, str]]:
-        version = save.version
-        return newest[version.lineage], version.lineage, version.order
-
-    return tuple(sorted(saves, key=place, reverse=True))
+    place = order_by_age(save.version for save in saves)
+    return tuple(sorted(saves, key=lambda save: place(save.version), reverse=True))

@@ -1,6 +1,6 @@
 """Lineages: which run a save belongs to, and which of two saves of one run is the newer."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from math import isnan
 from operator import index
@@ -99,6 +99,14 @@ class History:
 
 Histories = Mapping[str, History]
 """By lineage."""
+
+
+def order_by_age(versions: Iterable[Version]) -> Callable[[Version], tuple[float, str, tuple[int, float, str]]]:
+    """The sort key of these: the lineage that was saved last comes last, and in each the newest save."""
+    newest: dict[str, float] = {}
+    for version in versions:
+        newest[version.lineage] = max(newest.get(version.lineage, 0.0), version.order[1])
+    return lambda version: (newest[version.lineage], version.lineage, version.order)
 
 
 def histories_of(versions: Iterable[Version]) -> dict[str, History]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import SEQUENCE_MAX, ShardName, is_checkpoint_id, is_lineage, is_save_id
-from replicated_ckpt.core.lineage import Named, Version, check_replaces, histories_of, moment
+from replicated_ckpt.core.lineage import Named, Version, check_replaces, moment, order_by_age
 from replicated_ckpt.core.notes import check_notes
 from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.errors import ManifestInvalid, ManifestVersionUnknown
@@ -131,12 +131,9 @@ def find_domains(manifests: Iterable[Manifest]) -> Mapping[str, str | None]:
     stock torch saved, which is adopted with the number 0, names none.
     """
     saves = {manifest.version: manifest for manifest in manifests if manifest.sequence}
-    histories = histories_of(saves)
-
-    def place(version: Version) -> tuple[float, str, tuple[int, float, str]]:
-        return histories[version.lineage].created_unix_s, version.lineage, version.order
-
-    return {node.node_id: node.domain for version in sorted(saves, key=place) for node in saves[version].nodes}
+    return {
+        node.node_id: node.domain for version in sorted(saves, key=order_by_age(saves)) for node in saves[version].nodes
+    }
 
 
 def decode_manifest(raw: bytes, source: str) -> Manifest:
