@@ -91,7 +91,7 @@ class Agent:
         completed = self._service.recover()
         empty_trash(store)
         self._start_background_work()
-        identity = next_identity(directory)
+        identity = next_identity(directory, self._service.node_id)
         self._certificate = open_certificate(self.config, directory)
         server = self._listening(identity)
         self._endpoint = self._open_endpoint(server, identity)  # before the first request is answered

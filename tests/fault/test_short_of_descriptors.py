@@ -22,7 +22,7 @@ from tests.agent.agents import RunningAgent, running_agent, wait_for
 from tests.stores.files.test_existence import refused
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(120)]
-SAVE, OTHER = "d" * 32, AgentAddress("b" * 12, "127.0.0.1", 9, "token")
+NODE, SAVE, OTHER = "a" * 12, "d" * 32, AgentAddress("b" * 12, "127.0.0.1", 9, "token")
 LOOKS_S = 2.5
 """An agent looks at its root several times meanwhile."""
 
@@ -106,11 +106,11 @@ def short_of_descriptors() -> Iterator[None]:
 def test_what_an_agent_keeps_is_not_taken_for_nothing_for_want_of_them(tmp_path: Path) -> None:
     """An agent that starts then would write its books anew: removals by hand forgotten, other tokens than peers have."""
     RemovalBook(tmp_path).take(SAVE)
-    keep_identity(tmp_path, kept := next_identity(tmp_path))
+    keep_identity(tmp_path, kept := next_identity(tmp_path, NODE))
     with short_of_descriptors():
         with pytest.raises(StoreError):
             RemovalBook(tmp_path)
         with pytest.raises(StoreError):
-            next_identity(tmp_path)
+            next_identity(tmp_path, NODE)
     assert RemovalBook(tmp_path).read_all() == {SAVE}
-    assert next_identity(tmp_path).tokens == kept.tokens
+    assert next_identity(tmp_path, NODE).tokens == kept.tokens

@@ -63,21 +63,22 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class Identity:
-    """What stays when an agent is started again: its tokens and, if it is free, its port. So its peers still find it."""
+    """What stays when a node's agent is started again: its tokens and, if it is free, its port. So peers still find it."""
 
     token: str
     port: int
     incarnation: int
     owner_token: str
+    node_id: str
 
     @property
     def tokens(self) -> Tokens:
         return Tokens(self.token, self.owner_token)
 
     @classmethod
-    def draw(cls, incarnation: int) -> "Identity":
+    def draw(cls, incarnation: int, node_id: str) -> "Identity":
         tokens = Tokens.draw()
-        return cls(tokens.peer, 0, incarnation, tokens.owner)
+        return cls(tokens.peer, 0, incarnation, tokens.owner, node_id)
 
 
 def write_endpoint(directory: Path, endpoint: Endpoint) -> None:
@@ -124,23 +125,27 @@ def listening_endpoint(directory: Path) -> Endpoint | None:
     return endpoint if users == {os.geteuid()} else None
 
 
-def next_identity(directory: Path) -> Identity:
+def next_identity(directory: Path, node_id: str) -> Identity:
     """The identity of the agent that starts now; `keep_identity` makes it the last one.
+
+    Tokens of another node, which this store was until `node.json` was put back or removed, are not taken over: who knows
+    that node would take the answers for its own.
 
     Raises:
         StoreError: no file can be read now, for want of descriptors or memory: the tokens that peers have are there still.
     """
     try:
         fields = json.loads(read_private(directory / _IDENTITY_NAME))
-        tokens = str(fields["token"]), str(fields["owner_token"])
-        return Identity(tokens[0], int(fields["port"]), int(fields["incarnation"]) + 1, tokens[1])
+        token, owner_token = str(fields["token"]), str(fields["owner_token"])
+        if fields.get("node_id", node_id) == node_id:
+            return Identity(token, int(fields["port"]), int(fields["incarnation"]) + 1, owner_token, node_id)
     except FileNotFoundError:
-        return Identity.draw(1)
+        return Identity.draw(1, node_id)
     except OSError as exc:
         raise_shortage(exc, directory / _IDENTITY_NAME)
     except (ValueError, KeyError, TypeError):
         pass
-    return Identity.draw(int(time.time()))  # only a number that is larger than the last one is needed
+    return Identity.draw(int(time.time()), node_id)  # only a number that is larger than the last one is needed
 
 
 def keep_identity(directory: Path, identity: Identity) -> None:

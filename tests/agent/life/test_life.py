@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from replicated_ckpt.agent import process as life
-from replicated_ckpt.agent.state.endpoint import Identity
+from replicated_ckpt.agent.state.endpoint import Identity, keep_identity, next_identity
 from replicated_ckpt.config import AgentConfig
 from replicated_ckpt.errors import ConfigInvalid
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
@@ -41,6 +41,16 @@ def test_an_agent_that_listens_says_how_it_is(tmp_path: Path, monkeypatch: pytes
     (answer,) = answers
     assert answer["node_id"] in (tmp_path / "node.json").read_text()
     assert answer["greeted"] is False
+
+
+def test_a_store_that_is_another_node_has_other_tokens(tmp_path: Path) -> None:
+    """`node.json` came back from a backup, or was removed alone: else each answer would be taken for the former node's."""
+    before = next_identity(tmp_path, "a" * 12)
+    keep_identity(tmp_path, before)
+    same, other = next_identity(tmp_path, "a" * 12), next_identity(tmp_path, "b" * 12)
+    assert (same.tokens, same.incarnation) == (before.tokens, before.incarnation + 1)
+    assert not {other.token, other.owner_token} & {before.token, before.owner_token}
+    assert other.incarnation > same.incarnation
 
 
 def test_no_agent_outlasts_the_ranks_that_wait_for_its_end() -> None:

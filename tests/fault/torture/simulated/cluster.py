@@ -111,7 +111,7 @@ class Node:
             self.service.adoption_locks, self.service.pins = AdoptionLocks(self.cluster.now), Pins(self.cluster.now)
             self.service.recover()
             store.empty_trash()
-            identity = next_identity(directory)
+            identity = next_identity(directory, self.service.node_id)
             self.tokens = identity.tokens
             keep_identity(directory, identity)
             peer, owner = self.tokens.peer, self.tokens.owner
