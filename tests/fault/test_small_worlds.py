@@ -80,6 +80,14 @@ class RemovesWhatIsWorkedOn(PackageRules):
         return super().settle(own, count, is_worked_on=False, answers=quiet)
 
 
+class TakesOblivionForNo(PackageRules):
+    def settle(self, own: int, count: int, *, is_worked_on: bool, answers: dict[int, Answer]) -> Fate:
+        said: dict[int, Answer] = {
+            node: Answer.GIVEN_UP if answer is Answer.ABSENT else answer for node, answer in answers.items()
+        }
+        return super().settle(own, count, is_worked_on=is_worked_on, answers=said)
+
+
 class ComparesNothing(PackageRules):
     def may_publish(self, version: int, published: int | None) -> bool:
         del version, published
@@ -112,6 +120,20 @@ def test_every_rule_is_needed(rules: PackageRules, adopting: int | None, broken:
     """Without any one of the rules of the protocol an invariant breaks, and the search finds it within a few steps."""
     found = Search(World(RING, rules, is_atomic=True), STATES_MAX).run(first(RING, adopting=adopting))
     assert broken in found.broken, found
+
+
+@pytest.mark.parametrize(("layout", "begin"), [WORLDS[0], WORLDS[2]])
+def test_a_coordinators_disk_may_be_put_back_to_what_it_was_before_the_save(layout: Layout, begin: State) -> None:
+    """Once it has decided, and one other node knows: no node drops what it has staged by the word of one that forgot."""
+    world = World(layout, PackageRules(), is_atomic=True, may_go_back=True)
+    for step in ("decide", "tell 1", "agent of 0 dies", "rank of 0 dies"):
+        begin = dict(world.steps(begin))[step]
+    found = Search(world, STATES_MAX).run(begin)
+    assert not found.broken, (found.broken, found.trace)
+    assert found.states >= STATES_MAX
+    world.rules = TakesOblivionForNo()
+    found = Search(world, STATES_MAX).run(begin)
+    assert "drops the new version" in found.broken, found
 
 
 @pytest.mark.long

@@ -90,8 +90,8 @@ def test_files_of_stores_are_copied_moved_removed_and_put_back_between_faults() 
         assert counts["acknowledged"] > 0
 
 
-def test_a_store_of_an_older_time_that_is_another_node_has_nothing_dropped() -> None:
-    """As limits.md has it: what a node had staged of a save that this store had decided stays, and is completed."""
+def test_a_coordinators_store_of_an_older_time_has_nothing_dropped() -> None:
+    """What a node had staged of a save that this store had decided, and has forgotten, stays, and is completed."""
     lines, problem, counts = outcome_of(SEED, script=a_coordinator_goes_back)
     assert not problem, "\n".join([*lines, problem])
     assert counts["acknowledged"] == 2

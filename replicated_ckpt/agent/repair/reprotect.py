@@ -241,6 +241,7 @@ class Reprotector:
         """Where the disk does not show what is left, that keeps no copy from being made."""
         try:
             empty_what_is_left(self._service.store)
+            self._service.store.take_back_missing()
             sweep(self._service.store.agent_directory())
             leftovers = self._service.find_abandoned(LEFTOVER_GRACE_S)
             if leftovers:

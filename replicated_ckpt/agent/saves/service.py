@@ -355,11 +355,11 @@ class NodeService:
         that holds it works on it. `is_left`: its coordinator itself has gone on, so that not even such a rank does.
 
         A save without a decision that this node coordinated, and that no rank works on, is removed before the answer: from
-        then on it cannot be decided any more.
+        then on it cannot be decided any more, and the answer stays the same.
         """
         found = self.state_of(save_id)
         if found["state"] != Answer.STAGED.value:
-            return found
+            return self._with_given_up(save_id, found)
         with self.looking():
             intent = self.store.intent_of(save_id)
             if is_over:
@@ -370,7 +370,12 @@ class NodeService:
         if intent.coordinator == self.node_id and not self.store.is_decision_damaged(save_id):
             why = "its coordinator is gone, and another node asks what became of it"
             self.abort(save_id, why, unless_decided=True)
-        return self.state_of(save_id)
+        return self._with_given_up(save_id, self.state_of(save_id))
+
+    def _with_given_up(self, save_id: str, found: dict[str, Any]) -> dict[str, Any]:
+        """What is said of a save, unless nothing of it is here and it was given up."""
+        is_over = found["state"] == Answer.ABSENT.value and self.store.given_up.has(save_id)
+        return {"state": Answer.GIVEN_UP.value} if is_over else found
 
     def holdings(self, checkpoint_id: str | None = None) -> tuple[Holding, ...]:
         """What lies here, files that are known to be bad marked as such."""

@@ -114,7 +114,9 @@ def _drop_replaced(service: NodeService, names: Sequence[str], whole: _WholeById
         else:
             published = service.store.catalog.find_manifest(manifest.checkpoint_id)
             version, versions = None if published is None else published.version, whole.get(manifest.checkpoint_id, ())
-            is_over = may_be_dropped(manifest.version, whole=versions, published=version)
+            is_put_back = version is not None and version.save_id == name  # by hand, under its name
+            is_over = is_put_back and name in whole_saves
+            is_over |= may_be_dropped(manifest.version, whole=versions, published=version)
         with _keeping(f"what a newer save has replaced, save {name},"):
             if is_over and service.store.drop_replaced(name):
                 log.info("removed what a newer save has replaced: save %s", name)

@@ -23,7 +23,12 @@ class Answer(Enum):
     STAGED = "staged"
     """The save is staged there without a decision, and no rank of that node works on it."""
     ABSENT = "unknown"
-    """Nothing of it is there. A coordinator's node that says so never commits it from then on."""
+    """Nothing of it is there. That a coordinator's node has it no more tells nothing: it may have been put back since."""
+    GIVEN_UP = "given up"
+    """The coordinator's node: it has not decided the save, and never will."""
+
+
+_NOT_PUBLISHED = (Answer.STAGED, Answer.ABSENT, Answer.GIVEN_UP)
 
 
 class Fate(Enum):
@@ -48,19 +53,19 @@ def settle_staged(
     """What becomes of a save that is staged on node `own` without a decision. `nodes` are those that its intent names.
 
     It is completed if any node has published it. It is dropped only if it can never have been, and never will be,
-    published anywhere: the coordinator's node, which has the decision before any other, says that it has none and will
-    make none; or every node of the save says that it did not publish. A node that does not answer says nothing.
+    published anywhere: the coordinator's node, which has the decision before any other, says that it has given the save
+    up; or every node of the save says that it did not publish. A node that does not answer says nothing.
     """
     published = tuple(sorted(node for node, answer in answers.items() if answer is Answer.PUBLISHED))
     if published:
         return Settlement(Fate.COMPLETE, sources=published)
     if is_worked_on:
         return Settlement(Fate.WORKED_ON)
-    if coordinator == own or answers.get(coordinator) is Answer.ABSENT:
+    if coordinator == own or answers.get(coordinator) is Answer.GIVEN_UP:
         return Settlement(Fate.DROP)
     if Answer.WORKING in answers.values():
         return Settlement(Fate.WORKED_ON)
-    quiet = {node for node, answer in answers.items() if answer in (Answer.STAGED, Answer.ABSENT)}
+    quiet = {node for node, answer in answers.items() if answer in _NOT_PUBLISHED}
     waits_for = tuple(sorted({*nodes} - {own} - quiet))
     return Settlement(Fate.IN_DOUBT, waits_for=waits_for) if waits_for else Settlement(Fate.DROP)
 

@@ -1,5 +1,6 @@
 """The local store: one directory on one node's disk, its identity, staged saves and committed checkpoints."""
 
+import logging
 import os
 from collections.abc import Iterable
 from dataclasses import replace
@@ -25,6 +26,7 @@ from replicated_ckpt.errors import (
     ManifestVersionUnknown,
     ObjectMissing,
     SaveAborted,
+    StoreError,
 )
 from replicated_ckpt.stores.files.durable import (
     fsync_directory,
@@ -39,6 +41,7 @@ from replicated_ckpt.stores.files.locks import HeldLock, exclusive
 from replicated_ckpt.stores.files.ownership import make_private
 from replicated_ckpt.stores.files.plain import open_plain
 from replicated_ckpt.stores.local.directories.catalog import Catalog
+from replicated_ckpt.stores.local.directories.given_up import GivenUpNotes
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.directories.place import PlaceNotes
 from replicated_ckpt.stores.local.identity import check_place, ensure_identity, find_identity
@@ -48,6 +51,8 @@ from replicated_ckpt.stores.local.versions.recycled import write_with_room
 from replicated_ckpt.stores.local.versions.replaceable import check_replaceable
 from replicated_ckpt.stores.local.versions.retire import empty_trash, remove_unread
 from replicated_ckpt.stores.local.versions.staged_decision import has_damaged_decision, has_decision, read_decision
+
+log = logging.getLogger(__name__)
 
 PART_SUFFIX = ".part"
 NOWHERE = "/proc/self/replicated-ckpt-nowhere"
@@ -73,6 +78,7 @@ class LocalStore:
         self.root = Path(make_absolute(root))
         self.catalog = Catalog(self.root)
         self.places = PlaceNotes(self.root)
+        self.given_up = GivenUpNotes(self.root)
         self._private: os.stat_result | None = None
 
     def __repr__(self) -> str:
@@ -258,6 +264,12 @@ class LocalStore:
             path = self.root / REPLACED_DIR / name
             return not is_directory(path) or remove_unread(self.root, path, name)
 
+    def take_back_missing(self) -> None:
+        """As `replaced.take_back_missing`. Raises: StoreError"""
+        if self.catalog.list_replaced():
+            with translate_errors(str(self.root), "put back", REPLACED_DIR), exclusive(self.root / STAGING_DIR):
+                replaced.take_back_missing(self.catalog)
+
     def _trash(self, save_id: str) -> Path:
         """Where a save, or what it replaced, goes on its way out. If a power loss takes this name, nothing is missed."""
         make_directory(self.root / TRASH_DIR)
@@ -292,11 +304,23 @@ class LocalStore:
     def abort(self, save_id: str, *, unless_decided: bool = False) -> None:
         """Removes a staged save. What is committed stays. Aborting what is not there changes nothing.
 
-        `unless_decided`: nor does aborting what a rank has decided meanwhile.
+        One that this node coordinated, and has not published, is noted as given up. `unless_decided`: aborting what a rank
+        has decided meanwhile changes nothing, either.
         """
         with translate_errors(str(self.root), "abort", save_id), exclusive(self.root / STAGING_DIR):
-            if not (unless_decided and self.is_decided(save_id)):
-                self._discard(save_id)
+            if unless_decided and self.is_decided(save_id):
+                return
+            coordinator = self.intent_of(save_id).coordinator
+            self._discard(save_id)
+            if coordinator and coordinator == self.read_node_id() and self.catalog.checkpoint_of(save_id) is None:
+                self._note_given_up(save_id)
+
+    def _note_given_up(self, save_id: str) -> None:
+        try:
+            self.agent_directory()
+            self.given_up.note(save_id)
+        except StoreError as exc:
+            log.warning("a node that has a part of save %s removes it once all others answer, as %s", save_id, exc)
 
     def _discard(self, save_id: str) -> None:
         staging, intent = self.staging(save_id), self.intent_of(save_id)

@@ -18,6 +18,7 @@ from replicated_ckpt.core.protocol.settlement import (
 
 NODES = ("a", "b", "c")
 SILENT = None
+NOT_PUBLISHED = {Answer.STAGED, Answer.ABSENT, Answer.GIVEN_UP}
 
 
 def settled(coordinator: str, answers: dict[str, Answer], *, is_worked_on: bool = False) -> Settlement:
@@ -39,19 +40,22 @@ def test_no_staged_save_is_dropped_that_a_silent_node_may_have_published(coordin
             assert found.fate is Fate.COMPLETE
             assert set(found.sources) == {node for node, answer in answers.items() if answer is Answer.PUBLISHED}
         if found.fate is Fate.DROP:
-            knows = coordinator == "a" or answers.get(coordinator) is Answer.ABSENT
-            assert knows or {answers.get("b"), answers.get("c")} <= {Answer.STAGED, Answer.ABSENT}
+            knows = coordinator == "a" or answers.get(coordinator) is Answer.GIVEN_UP
+            assert knows or {answers.get("b"), answers.get("c")} <= NOT_PUBLISHED
             assert Answer.PUBLISHED not in answers.values()
             assert knows or Answer.WORKING not in answers.values()
             assert not is_worked_on
         if found.fate is Fate.IN_DOUBT:
-            quiet = {node for node, answer in answers.items() if answer in (Answer.STAGED, Answer.ABSENT)}
+            quiet = {node for node, answer in answers.items() if answer in NOT_PUBLISHED}
             assert set(found.waits_for) == {"b", "c"} - quiet != set()
 
 
-def test_a_coordinator_that_says_it_has_none_settles_it_for_all() -> None:
-    """The decision is on its node before any other has it, so nobody else need be waited for."""
-    assert settled("b", {"b": Answer.ABSENT}).fate is Fate.DROP
+def test_a_coordinator_that_has_given_up_settles_it_for_all() -> None:
+    """The decision is on its node before any other has it, so no other node need be waited for. One that knows nothing
+    may have forgotten it, with its disk put back."""
+    assert settled("b", {"b": Answer.GIVEN_UP}).fate is Fate.DROP
+    assert settled("b", {"b": Answer.ABSENT}) == Settlement(Fate.IN_DOUBT, waits_for=("c",))
+    assert settled("b", {"b": Answer.ABSENT, "c": Answer.ABSENT}).fate is Fate.DROP
     assert settled("a", {}).fate is Fate.DROP
     assert settled("b", {"c": Answer.ABSENT}) == Settlement(Fate.IN_DOUBT, waits_for=("b",))
     assert settled("b", {"b": Answer.STAGED}) == Settlement(Fate.IN_DOUBT, waits_for=("c",))

@@ -462,7 +462,7 @@ def test_a_peer_ends_no_save_of_a_job(agent: RunningAgent, told: str) -> None:
                 peer.put("PUT", f"/v1/saves/{SAVE}{rest}", b"x")
         assert peer.call("GET", f"/v1/saves/{SAVE}") == {"state": "staged"}
         assert TICKET["ticket"] not in str(owner.call("GET", "/v1/status"))
-        assert peer.call("GET", f"/v1/saves/{SAVE}?settle=left&ticket={TICKET['ticket']}") == {"state": "unknown"}
+        assert peer.call("GET", f"/v1/saves/{SAVE}?settle=left&ticket={TICKET['ticket']}") == {"state": "given up"}
 
 
 def test_no_peer_is_told_of_a_save_under_way(agent: RunningAgent) -> None:

@@ -23,6 +23,7 @@ def main() -> int:
     parser.add_argument("--states", type=int, help="at most so many of each world")
     parser.add_argument("--outcome", action="store_true", help="look at what is lost alone, not at the invariants")
     parser.add_argument("--loss", action="store_true", help="any one node may be lost with its disk; of ring and pairs")
+    parser.add_argument("--back", action="store_true", help="the coordinator's disk may be put back to before the save")
     parser.add_argument("--world", choices=WORLDS, help="this one alone")
     arguments = parser.parse_args()
     code = 0
@@ -32,7 +33,7 @@ def main() -> int:
         layout = PAIRS if len(begin.nodes) == len(PAIRS.placed) else RING
         runs = TWO_RUNS if name == "two-runs" else ONE_RUN
         rules = OldRules(runs) if arguments.old_rules else PackageRules(runs)
-        world = World(layout, rules, is_atomic=arguments.atomic)
+        world = World(layout, rules, is_atomic=arguments.atomic, may_go_back=arguments.back)
         found = Search(world, arguments.states, arguments.outcome, arguments.loss).run(begin)
         print(f"{name}: {found.states} states, {found.steps} steps, {found.seconds:.0f} s; ", end="")
         print(f"{found.acknowledged} with the new version acknowledged, {found.dropped} drops of it; ", end="")

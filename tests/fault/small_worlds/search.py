@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from tests.fault.small_worlds.world import NEW, OLD, Node, Place, State, World
 
 HEALING_ROUNDS = 12
+_CameBy = dict[State, tuple[State, str] | None]
 LOST = Node(is_up=False, is_held=False, places=(Place.NONE, Place.NONE), shards=(0, 0))
 
 
@@ -36,12 +37,12 @@ class Search:
     states_max: int | None = None
     by_outcome_alone: bool = False
     loses_a_disk: bool = False
-    _healed: dict[tuple[tuple[Node, ...], int | None], State] = field(default_factory=dict)
+    _healed: dict[tuple[tuple[Node, ...], bool, int | None], State] = field(default_factory=dict)
 
     def run(self, first: State) -> Found:
         """Goes through all states, those first that few steps lead to."""
         found, began = Found(), time.monotonic()
-        came_by: dict[State, tuple[State, str] | None] = {first: None}
+        came_by: _CameBy = {first: None}
         queue = deque([first])
         while queue and not found.broken:
             state = queue.popleft()
@@ -61,9 +62,9 @@ class Search:
                 if found.broken:
                     found.trace = (*_trace(came_by, state), name)
                     break
-                if after not in came_by:
-                    came_by[after] = (state, name)
-                    queue.append(after)
+                _reach(after, (state, name), came_by, queue)
+            for name, after in self.world.disasters(state):
+                _reach(after, (state, name), came_by, queue)
             if self.states_max is not None and len(came_by) >= self.states_max:
                 break
         found.states, found.seconds = len(came_by), time.monotonic() - began
@@ -114,10 +115,11 @@ class Search:
             LOST if index == lost else node._replace(is_up=True, is_held=False, heard=())
             for index, node in enumerate(state.nodes)
         )
-        if (nodes, lost) not in self._healed:
+        key = (nodes, state.is_given_up, lost)
+        if key not in self._healed:
             living = [index for index in range(self.world.count) if index != lost]
-            self._healed[nodes, lost] = self._heal(state._replace(nodes=nodes, told=(), is_over=True), living)
-        return self._healed[nodes, lost]
+            self._healed[key] = self._heal(state._replace(nodes=nodes, told=(), is_over=True), living)
+        return self._healed[key]
 
     def _heal(self, state: State, living: list[int]) -> State:
         world = self.world
@@ -147,7 +149,14 @@ def _is_dropped(was: Node, now: Node, version: int) -> bool:
     return was.places[version] is not Place.NONE and now.places[version] is Place.NONE
 
 
-def _trace(came_by: dict[State, tuple[State, str] | None], state: State) -> Iterator[str]:
+def _reach(after: State, by: tuple[State, str], came_by: _CameBy, queue: deque[State]) -> None:
+    """Notes how a state was come to first; it is looked at in its turn."""
+    if after not in came_by:
+        came_by[after] = by
+        queue.append(after)
+
+
+def _trace(came_by: _CameBy, state: State) -> Iterator[str]:
     steps = []
     while (came := came_by[state]) is not None:
         state, name = came

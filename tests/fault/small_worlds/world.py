@@ -43,12 +43,16 @@ class Node(NamedTuple):
 
 
 class State(NamedTuple):
-    """All nodes; how far the coordinator has come with each (see TOLD), -1 before it has decided; what is acknowledged."""
+    """All nodes; how far the coordinator has come with each (see TOLD), -1 before it has decided; what is acknowledged.
+
+    `is_given_up`: the coordinator's node has a note that it gave the new version up.
+    """
 
     nodes: tuple[Node, ...]
     told: tuple[int, ...] = ()
     is_over: bool = False
     is_acknowledged: bool = False
+    is_given_up: bool = False
 
 
 UNTOLD, TOLD, PUBLISHED, FAILED = range(4)
@@ -104,12 +108,13 @@ def first(layout: Layout, *, adopting: int | None = None, away: int | None = Non
 
 
 class World:
-    """What can happen. `may_fail`: how a node may fail, "agent" alone or "machine", or both."""
+    """What can happen. `may_go_back`: the coordinator's disk may be put back to what it was before the save."""
 
-    def __init__(self, layout: Layout, rules: Rules, *, is_atomic: bool = False) -> None:
+    def __init__(self, layout: Layout, rules: Rules, *, is_atomic: bool = False, may_go_back: bool = False) -> None:
         self.layout = layout
         self.rules = rules
         self.is_atomic = is_atomic
+        self.may_go_back = may_go_back
         self.count = len(layout.placed)
 
     def steps(self, state: State) -> Iterator[Step]:
@@ -124,6 +129,17 @@ class World:
                 yield f"agent of {index} starts", self._started(state, index)
             if node.is_held:
                 yield f"rank of {index} dies", self.with_node(state, index, node._replace(is_held=False))
+
+    def disasters(self, state: State) -> Iterator[Step]:
+        """Next states that no rule can help: what was on a disk is not there any more.
+
+        Meanwhile each question that was under way is over: it waits for seconds.
+        """
+        if self.may_go_back and not state.nodes[0].is_up and not state.nodes[0].is_held:
+            shards = (self.layout.placed[0], 0)
+            back = Node(is_up=False, is_held=False, places=(Place.NAMED, Place.NONE), shards=shards)
+            others = tuple(node._replace(heard=()) for node in state.nodes[1:])
+            yield "disk of 0 is put back", state._replace(nodes=(back, *others), is_given_up=False)
 
     def with_node(self, state: State, index: int, node: Node) -> State:
         return state._replace(nodes=(*state.nodes[:index], node, *state.nodes[index + 1 :]))
@@ -210,7 +226,8 @@ class World:
         places, shards = list(node.places), list(node.shards)
         places[version], shards[version] = Place.NONE, 0
         after = node._replace(places=(places[0], places[1]), shards=(shards[0], shards[1]), heard=())
-        return self.with_node(state, index, after)
+        is_given_up = state.is_given_up or (index == 0 and version == NEW)
+        return self.with_node(state, index, after)._replace(is_given_up=is_given_up)
 
     # Settling ----------------------------------------------------------------------------------------------------
 
@@ -243,7 +260,9 @@ class World:
         if answer is Answer.STAGED and node.is_held:
             answer = Answer.WORKING
         elif answer is Answer.STAGED and other == 0 and self.rules.gives_up_when_asked():
-            state, answer = self._dropped(state, other, NEW), Answer.ABSENT
+            state, answer = self._dropped(state, other, NEW), Answer.GIVEN_UP
+        elif answer is Answer.ABSENT and other == 0 and state.is_given_up and self.rules.gives_up_when_asked():
+            answer = Answer.GIVEN_UP
         heard = tuple(sorted({**dict(state.nodes[index].heard), other: answer}.items()))
         return self.with_node(state, index, state.nodes[index]._replace(heard=heard))
 

@@ -211,9 +211,15 @@ def an_invitation_ends_by_the_hosts_clock_alone() -> Iterator[None]:
 
 
 @contextmanager
-def a_store_that_went_back_is_the_same_node() -> Iterator[None]:
-    """A limit and no defect: others drop what they have staged by the word of one that has forgotten what it decided."""
-    with mock.patch.object(by_hand, "make_another_node"):
+def a_coordinator_that_knows_nothing_has_given_up() -> Iterator[None]:
+    """Others drop what they have staged by the word of a store that has forgotten what it decided."""
+
+    def ask(*arguments: Any) -> Answer:
+        answer = real(*arguments)
+        return Answer.GIVEN_UP if answer is Answer.ABSENT else answer
+
+    real = settle._ask
+    with mock.patch.object(settle, "_ask", ask):
         yield
 
 
@@ -256,5 +262,5 @@ MUTANTS = [
     Mutant(a_drained_node_counts_on, 1116, script=remove_and_drain_often),
     Mutant(the_clock_orders_saves, 1001, judge=odd_clocks_outcome),
     Mutant(an_invitation_ends_by_the_hosts_clock_alone, 1001, judge=odd_clocks_outcome),
-    Mutant(a_store_that_went_back_is_the_same_node, by_hand.SEED, script=by_hand.a_coordinator_goes_back),
+    Mutant(a_coordinator_that_knows_nothing_has_given_up, by_hand.SEED, script=by_hand.a_coordinator_goes_back),
 ]

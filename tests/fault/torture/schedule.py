@@ -5,10 +5,11 @@ from pathlib import Path
 
 from replicated_ckpt.agent.repair.audit import Audit, Auditor
 from replicated_ckpt.agent.saves.adoption_locks import HELD_S
+from replicated_ckpt.agent.state.policies import PolicyBook
 from replicated_ckpt.cli.checkpoints.lost import list_known_nodes
 from replicated_ckpt.cli.checkpoints.verify import exit_code
 from replicated_ckpt.cli.exit_codes import ExitCode
-from replicated_ckpt.core.layout import REPLACED_DIR
+from replicated_ckpt.core.layout import AGENT_DIR, REPLACED_DIR
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.versions.replaced import is_read
 from tests.fault.torture.attempt import Attempt
@@ -184,8 +185,8 @@ class Schedule:
             raise Violation(f"re-protection says that all is done, and verify says {codes}: {sorted(found)}")
         left = course.oracle.find_left_by_people()
         for attempt in published if is_done else ():
-            if attempt.is_stock and course.policy.keep_last is not None:
-                continue  # retired: on a node whose ranks have named no policy a part of it stays
+            if self._is_retired_elsewhere(attempt):
+                continue
             if self._is_kept_for_loads(attempt) or attempt.checkpoint_id in left:
                 continue
             course.oracle.check_copies(attempt, len(course.cluster.nodes))
@@ -215,6 +216,13 @@ class Schedule:
                 newest = unnamed if name == REPLACED else set()
                 if left := _left_in(node.root / name, copied, lost | waits | newest, untold):
                     raise Violation(f"left on node {node.index}: {left}")
+
+    def _is_retired_elsewhere(self, attempt: Attempt) -> bool:
+        """Whether a part of one that was retired stays on nodes whose ranks have named no policy: stock's, or put back."""
+        if attempt.is_stock or self.course.oracle.is_kept(attempt.checkpoint_id):
+            return attempt.is_stock and self.course.policy.keep_last is not None
+        books = [PolicyBook(self.course.cluster.nodes[node].root / AGENT_DIR) for node in attempt.readable_on]
+        return not any(book.read_all() for book in books)
 
     def _is_kept_for_loads(self, attempt: Attempt) -> bool:
         """Whether one that was retired, or that a whole one replaced, lies only where a load was told to read it, minutes

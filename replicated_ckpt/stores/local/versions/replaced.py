@@ -130,12 +130,32 @@ def take_back(catalog: Catalog, save_id: str, staging: Path) -> None:
     if not catalog.is_replaced(save_id):
         return
     path = catalog.root / REPLACED_DIR / save_id
-    for name in catalog.shard_sizes(f"{REPLACED_DIR}/{save_id}"):
-        if not is_there(staging / name):
-            (path / name).rename(staging / name)
+    _move_shards(catalog, save_id, staging)
     manifest = catalog.manifest(f"{REPLACED_DIR}/{save_id}")
     give_back_others(catalog.root, path, manifest.checkpoint_id)
     remove_tree(path)
+
+
+def take_back_missing(catalog: Catalog) -> None:
+    """Where a user has put a replaced version back under its name by hand, shards that this lacks there go there.
+
+    The rest of `.replaced` stays until every shard is seen intact. Within `exclusive`.
+    """
+    for manifest in list(catalog.read_replaced()):
+        published, final = catalog.find_manifest(manifest.checkpoint_id), catalog.root / manifest.checkpoint_id
+        is_put_back = published is not None and published.save_id == manifest.save_id
+        if is_put_back and _move_shards(catalog, manifest.save_id, final):
+            fsync_directory(final)
+            fsync_directory(catalog.root / REPLACED_DIR / manifest.save_id)
+
+
+def _move_shards(catalog: Catalog, save_id: str, directory: Path) -> bool:
+    """Moves what a replaced version has and the directory lacks; whether there was any."""
+    path = catalog.root / REPLACED_DIR / save_id
+    missing = [name for name in catalog.shard_sizes(f"{REPLACED_DIR}/{save_id}") if not is_there(directory / name)]
+    for name in missing:
+        (path / name).rename(directory / name)
+    return bool(missing)
 
 
 def is_copied_by_hand(catalog: Catalog, checkpoint_id: str, before: Manifest | None) -> bool:

@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from replicated_ckpt.core.layout import AGENT_DIR, NODE_NAME
+from replicated_ckpt.core.layout import AGENT_DIR, NODE_NAME, STAGING_DIR, is_save_id
 from tests.fault.torture.course import Course
 from tests.fault.torture.disks import Lying
 from tests.fault.torture.simulated.cluster import Node
@@ -120,13 +120,20 @@ def restore(course: Course) -> None:
     if not _is_idle(course, node):
         return
     is_instead = course.random.random() < 0.6
-    waits = any(not lying.is_published for lying in course.disks.lying() if lying.node != node.index)
-    put_back(course, node, backup, is_instead=is_instead, is_another=waits or course.random.random() < 0.5)
+    has_twin = _identity(backup) in {_identity(other.root) for other in course.cluster.nodes if other is not node}
+    is_another = has_twin or _holds_an_open_save(backup) or course.random.random() < 0.5
+    put_back(course, node, backup, is_instead=is_instead, is_another=is_another)
+
+
+def _holds_an_open_save(backup: Path) -> bool:
+    """Whether it was made while a save was open that this node coordinated, which may have decided it a moment later."""
+    found = [json.loads(path.read_bytes()) for path in (backup / STAGING_DIR).glob("*.json") if is_save_id(path.stem)]
+    return any(intent["coordinator"] in (_identity(backup), "") for intent in found)
 
 
 def put_back(course: Course, node: Node, backup: Path, *, is_instead: bool, is_another: bool) -> None:
-    """`is_another`: it is another node from then on. Else what others have staged may be dropped by its word."""
-    was = _identity(node)
+    """`is_another`: it is another node from then on."""
+    was = _identity(node.root)
     said_as = f"rsync -a{' --delete' if is_instead else ''} of an old backup{', as another node' if is_another else ''}"
     with _hands_on(course, node.index, said_as, is_down=True):
         if is_instead:
@@ -134,7 +141,7 @@ def put_back(course: Course, node: Node, backup: Path, *, is_instead: bool, is_a
         shutil.copytree(backup, node.root, symlinks=True, dirs_exist_ok=True)
         if is_another:
             make_another_node(node.root)
-        course.wiped = (course.wiped | {was} - {""}) - {_identity(node)}
+        course.wiped = (course.wiped | {was} - {""}) - {_identity(node.root)}
     course.knows[node.index] = 0
 
 
@@ -175,9 +182,9 @@ def _is_idle(course: Course, node: Node) -> bool:
     return not any(node.index in job.nodes for job in jobs)
 
 
-def _identity(node: Node) -> str:
+def _identity(root: Path) -> str:
     with contextlib.suppress(OSError, ValueError):
-        return str(json.loads((node.root / NODE_NAME).read_bytes())["node_id"])
+        return str(json.loads((root / NODE_NAME).read_bytes())["node_id"])
     return ""
 
 
@@ -252,7 +259,7 @@ SEED = 25
 
 def a_coordinator_goes_back(course: Course) -> None:
     """A node that had staged a part of a save comes back. The coordinator's store is older than that save by then, and the
-    node that has published it is off."""
+    node that has published it is off. It is the same node still."""
     job = course.backend.job(course.cluster, [0, 1, 2], course.policy)
     course.save(job, "step-1", overwrite=False)
     back, silent, late = course.cluster.nodes[:3]
@@ -264,7 +271,7 @@ def a_coordinator_goes_back(course: Course) -> None:
     course.save(job, "step-2", f", agent of node {late.index} killed when it is decided", overwrite=False)
     job.end()
     late.switch_off()
-    put_back(course, back, backup, is_instead=True, is_another=True)
+    put_back(course, back, backup, is_instead=True, is_another=False)
     back.boot()
     silent.switch_off()
     late.switch_on()

@@ -1,0 +1,53 @@
+"""Notes of the saves that a coordinator's node has given up: it decided none of them, and never will."""
+
+import json
+from pathlib import Path
+
+from replicated_ckpt.core.layout import AGENT_DIR, is_save_id
+from replicated_ckpt.stores.files.durable import translate_errors, write_file
+from replicated_ckpt.stores.files.plain import read_plain
+from replicated_ckpt.stores.files.shortage import raise_shortage
+
+_NAME = "given-up.json"
+GIVEN_UP_MAX = 4096
+"""The oldest are forgotten. A node that asks for one of those waits for the other nodes of that save instead."""
+
+
+class GivenUpNotes:
+    """The notes under one root: save ids, the oldest first. What is noted stays true, whatever becomes of the store.
+
+    A store without the note knows nothing of the save. It may have decided it, and been put back to an earlier state since.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def note(self, save_id: str) -> None:
+        """Notes durably a save of which nothing is staged here any more. The caller holds the lock of the staging area,
+        and has made the agent's directory.
+
+        Raises:
+            StoreError: it is not noted.
+        """
+        with translate_errors(str(self._root), "write", f"{AGENT_DIR}/{_NAME}"):
+            noted = self._read()
+            if save_id not in noted:
+                kept = [*noted, save_id][-GIVEN_UP_MAX:]
+                write_file(self._root / AGENT_DIR / _NAME, json.dumps(kept).encode())
+
+    def has(self, save_id: str) -> bool:
+        """Raises StoreError: no file can be read now, for want of descriptors or memory."""
+        with translate_errors(str(self._root), "read", f"{AGENT_DIR}/{_NAME}"):
+            return save_id in self._read()
+
+    def _read(self) -> list[str]:
+        """A file that cannot be believed counts as none: that only has nodes wait for more answers."""
+        path = self._root / AGENT_DIR / _NAME
+        try:
+            found = json.loads(read_plain(path))
+        except OSError as exc:
+            raise_shortage(exc, path)
+            return []
+        except (ValueError, RecursionError):
+            return []
+        return [text for text in map(str, found) if is_save_id(text)] if isinstance(found, list) else []

@@ -1,0 +1,56 @@
+"""A user puts a replaced version back under its name by hand, from a node that has less of it than this one has kept."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from replicated_ckpt.agent.saves.service import NodeService
+from replicated_ckpt.agent.settling.outlived import drop_outlived
+from replicated_ckpt.core.manifest import Manifest
+from replicated_ckpt.core.upkeep.repair import NodeView, Presence
+from replicated_ckpt.stores.local.store import LocalStore
+from tests.stores.local.test_order_of_commits import ELSEWHERE, HERE, read, replace_by_half
+
+
+def put_back(tmp_path: Path) -> tuple[LocalStore, Manifest]:
+    """`rm -r last; cp -r` of the older version from another node, which had not the second shard."""
+    store, old, _ = replace_by_half(tmp_path)
+    shutil.rmtree(tmp_path / "last")
+    shutil.copytree(tmp_path / ".replaced" / old.save_id, tmp_path / "last")
+    (tmp_path / "last" / ELSEWHERE).unlink()
+    return store, old
+
+
+def views_of(store: LocalStore) -> list[NodeView]:
+    return [NodeView(store.node_id(), Presence.UP, store.catalog.holdings(store.node_id()))]
+
+
+def test_the_shards_that_it_lacks_are_those_that_were_kept(tmp_path: Path) -> None:
+    store, old = put_back(tmp_path)
+    kept = (tmp_path / ".replaced" / old.save_id / ELSEWHERE).read_bytes()
+    store.take_back_missing()
+    assert (tmp_path / "last" / ELSEWHERE).read_bytes() == kept
+    assert read(store, old, HERE)
+    assert not (tmp_path / ".replaced" / old.save_id / ELSEWHERE).exists()
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_what_was_kept_of_it_goes_once_it_is_seen_whole(tmp_path: Path, *, is_whole: bool) -> None:
+    """Until then what lies there twice stays: either may be the one that is intact."""
+    store, old = put_back(tmp_path)
+    store.take_back_missing()
+    if not is_whole:
+        (tmp_path / "last" / HERE).write_bytes(b"")
+        (tmp_path / ".replaced" / old.save_id / HERE).write_bytes(b"")
+    drop_outlived(NodeService(store), {old.save_id: old}, views_of(store))
+    assert store.catalog.is_replaced(old.save_id) is not is_whole
+
+
+def test_nothing_is_taken_from_another_version(tmp_path: Path) -> None:
+    """The name is another save's: that is what replaced it."""
+    store, old, new = replace_by_half(tmp_path)
+    store.take_back_missing()
+    assert set(store.catalog.shard_sizes("last")) == {HERE}
+    assert set(store.catalog.shard_sizes(f".replaced/{old.save_id}")) == {HERE, ELSEWHERE}
+    assert read(store, new, HERE)
