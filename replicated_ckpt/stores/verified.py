@@ -12,6 +12,7 @@ from replicated_ckpt.core.integrity.checksum import (
     first_bad_block,
     footer_bytes_of,
     tables_of_size,
+    usual_footer_bytes,
 )
 from replicated_ckpt.errors import ObjectCorrupt
 
@@ -137,14 +138,16 @@ class VerifiedShard(ABC):
 
     def _read_table(self, expected: Expected) -> BlockTable:
         """The table in the footer. A damaged one is read a second time before it counts."""
-        size, raw = expected.size_bytes, bytearray(FOOTER_TAIL_BYTES)
-        if size < len(raw):
+        size, raw = expected.size_bytes, bytearray(usual_footer_bytes(expected.size_bytes))
+        if len(raw) < FOOTER_TAIL_BYTES:
             raise self._corrupt("its footer of block checksums is damaged")
         for is_last in (False, True):
             try:
                 self._fill(memoryview(raw), size - len(raw))
-                footer = bytearray(footer_bytes_of(raw, size) or 0)
-                if footer:
+                footer = bytearray(footer_bytes_of(raw[-FOOTER_TAIL_BYTES:], size) or 0)
+                if len(footer) == len(raw):
+                    footer = raw
+                elif footer:
                     self._fill(memoryview(footer), size - len(footer))
                 return self._check_footer(footer, expected)
             except ObjectCorrupt:

@@ -266,7 +266,7 @@ class Routes:
             peers = self._service.learn_peers(fields["peers"])
         with request.heartbeat:
             settle(self._service, self._service.leftovers(), peers)
-        return json_answer(self._reprotector.wake)
+        return json_answer(self._reprotector.wake_for_load)
 
     def _file(self, request: Request, checkpoint_id: str, save_id: str, name: str) -> FileAnswer:
         if not is_checkpoint_id(checkpoint_id) or not is_save_id(save_id):

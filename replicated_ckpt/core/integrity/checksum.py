@@ -94,14 +94,19 @@ def size_with_footer(data_bytes: int) -> int:
     return data_bytes + 4 * -(-data_bytes // BLOCK_BYTES) + FOOTER_TAIL_BYTES
 
 
+def usual_footer_bytes(file_bytes: int) -> int:
+    """Size of the footer of a file of `file_bytes` with blocks of BLOCK_BYTES: so much of its end is read at once."""
+    blocks = max(0, -(-(file_bytes - FOOTER_TAIL_BYTES) // (BLOCK_BYTES + 4)))
+    return min(4 * blocks + FOOTER_TAIL_BYTES, FOOTER_BYTES_MAX, file_bytes)
+
+
 def tables_of_size(file_tail: Bytes, file_bytes: int) -> tuple[tuple[int, int], ...]:
     """Block size and bytes of data that a file of `file_bytes`, whose footer is damaged, may have, likelier ones first.
 
     `file_tail` are its last FOOTER_TAIL_BYTES, or fewer: where the damage lies elsewhere they still say it. They come last:
     a footer ends with its own checksum, so the file's CRC32C is the same for each block size that gives as many blocks.
     """
-    blocks = -(-(file_bytes - FOOTER_TAIL_BYTES) // (BLOCK_BYTES + 4))
-    data_bytes = file_bytes - FOOTER_TAIL_BYTES - 4 * blocks
+    data_bytes = file_bytes - usual_footer_bytes(file_bytes)
     is_possible = data_bytes >= 0 and size_with_footer(data_bytes) == file_bytes
     found = [(BLOCK_BYTES, data_bytes)] if is_possible else []
     if footer_bytes_of(file_tail, file_bytes) is not None:

@@ -9,11 +9,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
+from unittest import mock
 
 import pytest
 
 from replicated_ckpt import Retention
 from replicated_ckpt.agent.peers.watch import Patience, ask_holdings
+from replicated_ckpt.agent.repair import reprotect
 from replicated_ckpt.agent.repair.pauses import IDLE_PAUSE_S
 from replicated_ckpt.agent.repair.reprotect import STALE_ROUNDS_MAX, Reprotector
 from replicated_ckpt.agent.saves.service import NodeService
@@ -287,6 +289,31 @@ def test_a_repair_that_cannot_begin_is_answered(
     reprotector.join()
     assert not reprotector._thread.is_alive()
     assert [holding.save_id for holding in service.holdings()] == [made.save_id]
+
+
+def test_a_load_that_begins_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is looked for or copied beside it for a moment, unless something else wakes the thread."""
+    (store,), stopping = stores(tmp_path, 1), threading.Event()
+    reprotector = Reprotector(NodeService(store), Patience(), Pace(1e12, stopping), stopping)
+    monkeypatch.setattr(reprotect, "LOAD_FIRST_S", 60.0)
+    waits = mock.Mock(wraps=reprotector._woken.wait)
+    monkeypatch.setattr(reprotector._woken, "wait", waits)
+
+    def rounds() -> object:
+        return reprotector.status()["rounds"]
+
+    try:
+        reprotector.start()
+        wait_for(lambda: rounds() == 1, 10, "the first round")
+        reprotector.wake_for_load()
+        wait_for(lambda: mock.call(60.0) in waits.mock_calls, 10, "it waits for the load")
+        assert rounds() == 1
+        assert reprotector.is_busy, "the agent does not leave before"
+        reprotector.wake()
+        wait_for(lambda: rounds() == 2, 10, "the next round")
+    finally:
+        stopping.set()
+        reprotector.join()
 
 
 DAMAGES: dict[str, Callable[[bytearray], bytes]] = {
