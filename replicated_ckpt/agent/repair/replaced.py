@@ -1,4 +1,7 @@
-"""Replaced versions whose manifest was damaged or lost: their shards may be the only ones that are left of a save."""
+"""Replaced versions that need mending: their shards may be the only ones that are left of a save.
+
+One lost its manifest, or a user has put the save's directory back under its name by hand, with shards missing.
+"""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -16,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 def restore_replaced(service: NodeService, manifests: Mapping[str, Manifest], others: Sequence[NodeView]) -> bool:
-    """Gives each the manifest that another node has; whether one got it.
+    """Gives each the manifest that another node has, or its shards to where its save has its name; whether one got any.
 
     The directory has the name of its save, or of the one that replaced it: its files' own checksums tell which.
 
@@ -26,16 +29,25 @@ def restore_replaced(service: NodeService, manifests: Mapping[str, Manifest], ot
     catalog, is_any = service.store.catalog, False
     for save_id in catalog.list_replaced():
         manifest = manifests.get(save_id)
-        if manifest is None or catalog.is_replaced(save_id) or catalog.is_newer_replaced(save_id):
+        if manifest is None or catalog.is_newer_replaced(save_id):
             continue
-        published = service.store.catalog.find_manifest(manifest.checkpoint_id)
-        if published is not None and published.save_id == save_id:
-            continue  # what this save has replaced lies there
+        published = catalog.find_manifest(manifest.checkpoint_id)
+        has_name = published is not None and published.save_id == save_id
+        if catalog.is_replaced(save_id) and not has_name:
+            continue
         try:
-            is_any |= _restore(service, manifest, others)
+            is_any |= _give_back(service, manifest) if has_name else _restore(service, manifest, others)
         except ReplicatedCkptError as exc:
-            log.warning("the manifest of the replaced save %s is not restored for now: %s", save_id, exc)
+            log.warning("the replaced save %s is not restored for now: %s", save_id, exc)
     return is_any
+
+
+def _give_back(service: NodeService, manifest: Manifest) -> bool:
+    """As a rule what this save has replaced lies there, and none of it is of this save."""
+    with open_replaced(service.store.root, manifest.checkpoint_id, manifest.save_id) as directory:
+        found = read_remains(directory, service.node_id, tell_crc)
+    own = set() if found is None else found.matching(manifest) - {METADATA_NAME}
+    return bool(own) and service.store.take_back_missing(manifest, own)
 
 
 def _restore(service: NodeService, manifest: Manifest, others: Sequence[NodeView]) -> bool:

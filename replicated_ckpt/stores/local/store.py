@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from replicated_ckpt.core.layout import (
     is_checkpoint_id,
     is_save_id,
 )
+from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.environment import make_absolute
 from replicated_ckpt.errors import (
     ConfigInvalid,
@@ -264,11 +265,10 @@ class LocalStore:
             path = self.root / REPLACED_DIR / name
             return not is_directory(path) or remove_unread(self.root, path, name)
 
-    def take_back_missing(self) -> None:
+    def take_back_missing(self, manifest: Manifest, names: Collection[str]) -> bool:
         """As `replaced.take_back_missing`. Raises: StoreError"""
-        if self.catalog.list_replaced():
-            with translate_errors(str(self.root), "put back", REPLACED_DIR), exclusive(self.root / STAGING_DIR):
-                replaced.take_back_missing(self.catalog)
+        with translate_errors(str(self.root), "put back", manifest.checkpoint_id), exclusive(self.root / STAGING_DIR):
+            return replaced.take_back_missing(self.catalog, manifest, names)
 
     def _trash(self, save_id: str) -> Path:
         """Where a save, or what it replaced, goes on its way out. If a power loss takes this name, nothing is missed."""

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from replicated_ckpt.agent.repair.replaced import restore_replaced
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.settling.outlived import drop_outlived
 from replicated_ckpt.core.manifest import Manifest
@@ -26,10 +27,14 @@ def views_of(store: LocalStore) -> list[NodeView]:
     return [NodeView(store.node_id(), Presence.UP, store.catalog.holdings(store.node_id()))]
 
 
-def test_the_shards_that_it_lacks_are_those_that_were_kept(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_manifest", [True, False], ids=["replaced", "staged-until-now"])
+def test_the_shards_that_it_lacks_are_those_that_were_kept(tmp_path: Path, *, has_manifest: bool) -> None:
+    """A part that was still staged, without a decision, is taken for what the save has replaced once that has its name."""
     store, old = put_back(tmp_path)
     kept = (tmp_path / ".replaced" / old.save_id / ELSEWHERE).read_bytes()
-    store.take_back_missing()
+    if not has_manifest:
+        (tmp_path / ".replaced" / old.save_id / ".manifest.json").unlink()
+    assert restore_replaced(NodeService(store), {old.save_id: old}, ())
     assert (tmp_path / "last" / ELSEWHERE).read_bytes() == kept
     assert read(store, old, HERE)
     assert not (tmp_path / ".replaced" / old.save_id / ELSEWHERE).exists()
@@ -39,7 +44,7 @@ def test_the_shards_that_it_lacks_are_those_that_were_kept(tmp_path: Path) -> No
 def test_what_was_kept_of_it_goes_once_it_is_seen_whole(tmp_path: Path, *, is_whole: bool) -> None:
     """Until then what lies there twice stays: either may be the one that is intact."""
     store, old = put_back(tmp_path)
-    store.take_back_missing()
+    restore_replaced(NodeService(store), {old.save_id: old}, ())
     if not is_whole:
         (tmp_path / "last" / HERE).write_bytes(b"")
         (tmp_path / ".replaced" / old.save_id / HERE).write_bytes(b"")
@@ -50,7 +55,7 @@ def test_what_was_kept_of_it_goes_once_it_is_seen_whole(tmp_path: Path, *, is_wh
 def test_nothing_is_taken_from_another_version(tmp_path: Path) -> None:
     """The name is another save's: that is what replaced it."""
     store, old, new = replace_by_half(tmp_path)
-    store.take_back_missing()
+    assert not restore_replaced(NodeService(store), {old.save_id: old, new.save_id: new}, ())
     assert set(store.catalog.shard_sizes("last")) == {HERE}
     assert set(store.catalog.shard_sizes(f".replaced/{old.save_id}")) == {HERE, ELSEWHERE}
     assert read(store, new, HERE)

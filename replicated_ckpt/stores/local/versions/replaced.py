@@ -6,7 +6,7 @@ And the lock of readers of a version: it is not removed while one of them holds 
 import contextlib
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from replicated_ckpt.core.layout import REPLACED_DIR, ShardName
@@ -136,23 +136,25 @@ def take_back(catalog: Catalog, save_id: str, staging: Path) -> None:
     remove_tree(path)
 
 
-def take_back_missing(catalog: Catalog) -> None:
-    """Where a user has put a replaced version back under its name by hand, shards that this lacks there go there.
+def take_back_missing(catalog: Catalog, manifest: Manifest, names: Collection[str]) -> bool:
+    """Moves these shards out of `.replaced` to where the save has its name and lacks them; whether there was any.
 
-    The rest of `.replaced` stays until every shard is seen intact. Within `exclusive`.
+    The rest stays there until every shard is seen intact. Within `exclusive`.
     """
-    for manifest in list(catalog.read_replaced()):
-        published, final = catalog.find_manifest(manifest.checkpoint_id), catalog.root / manifest.checkpoint_id
-        is_put_back = published is not None and published.save_id == manifest.save_id
-        if is_put_back and _move_shards(catalog, manifest.save_id, final):
-            fsync_directory(final)
-            fsync_directory(catalog.root / REPLACED_DIR / manifest.save_id)
+    published, final = catalog.find_manifest(manifest.checkpoint_id), catalog.root / manifest.checkpoint_id
+    if published is None or published.save_id != manifest.save_id:
+        return False
+    is_any = _move_shards(catalog, manifest.save_id, final, names)
+    if is_any:
+        fsync_directory(final)
+        fsync_directory(catalog.root / REPLACED_DIR / manifest.save_id)
+    return is_any
 
 
-def _move_shards(catalog: Catalog, save_id: str, directory: Path) -> bool:
-    """Moves what a replaced version has and the directory lacks; whether there was any."""
-    path = catalog.root / REPLACED_DIR / save_id
-    missing = [name for name in catalog.shard_sizes(f"{REPLACED_DIR}/{save_id}") if not is_there(directory / name)]
+def _move_shards(catalog: Catalog, save_id: str, directory: Path, names: Collection[str] | None = None) -> bool:
+    """Moves what a replaced version has and the directory lacks, of these names or all; whether there was any."""
+    path, held = catalog.root / REPLACED_DIR / save_id, catalog.shard_sizes(f"{REPLACED_DIR}/{save_id}")
+    missing = [name for name in held if names is None or name in names if not is_there(directory / name)]
     for name in missing:
         (path / name).rename(directory / name)
     return bool(missing)
