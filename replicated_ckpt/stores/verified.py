@@ -18,6 +18,8 @@ from replicated_ckpt.errors import ObjectCorrupt
 
 SCRATCH_BYTES = 17 << 20
 """At most so much is kept between reads; a larger read gets memory of its own."""
+FIRST_FOOTER_BYTES = 64 << 10
+"""So much of the end of a file is read at once at most, before its footer says how long that is: up to 4 GB of data."""
 REBUILD_BYTES = 4 << 20
 """Read at once where a footer is made anew."""
 
@@ -138,7 +140,8 @@ class VerifiedShard(ABC):
 
     def _read_table(self, expected: Expected) -> BlockTable:
         """The table in the footer. A damaged one is read a second time before it counts."""
-        size, raw = expected.size_bytes, bytearray(usual_footer_bytes(expected.size_bytes))
+        size = expected.size_bytes
+        raw = bytearray(min(usual_footer_bytes(size), FIRST_FOOTER_BYTES))
         if len(raw) < FOOTER_TAIL_BYTES:
             raise self._corrupt("its footer of block checksums is damaged")
         for is_last in (False, True):

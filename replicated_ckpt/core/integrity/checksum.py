@@ -95,9 +95,9 @@ def size_with_footer(data_bytes: int) -> int:
 
 
 def usual_footer_bytes(file_bytes: int) -> int:
-    """Size of the footer of a file of `file_bytes` with blocks of BLOCK_BYTES: so much of its end is read at once."""
+    """Size of the footer of a file of `file_bytes` with blocks of BLOCK_BYTES."""
     blocks = max(0, -(-(file_bytes - FOOTER_TAIL_BYTES) // (BLOCK_BYTES + 4)))
-    return min(4 * blocks + FOOTER_TAIL_BYTES, FOOTER_BYTES_MAX, file_bytes)
+    return min(4 * blocks + FOOTER_TAIL_BYTES, file_bytes)
 
 
 def tables_of_size(file_tail: Bytes, file_bytes: int) -> tuple[tuple[int, int], ...]:

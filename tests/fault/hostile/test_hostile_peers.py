@@ -38,7 +38,7 @@ from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.answer import refusal
 from replicated_ckpt.stores.peer.client import ANSWER_BYTES_MAX, AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.copy import PeerShard
-from replicated_ckpt.stores.verified import Expected
+from replicated_ckpt.stores.verified import FIRST_FOOTER_BYTES, Expected
 from tests.agent.agents import RunningAgent, peers_of, running_agent, wait_for
 from tests.agent.checkpoints import checkpointed, shard
 
@@ -242,13 +242,14 @@ def test_a_footer_that_would_fill_the_memory_is_none(tmp_path: Path, block_bytes
     with path.open("wb") as file:
         file.seek(size - len(tail))
         file.write(tail)
-    head = f"206 Partial\r\nContent-Length: {len(tail)}"
+    end = tail.rjust(FIRST_FOOTER_BYTES, b"\0")
+    head = f"206 Partial\r\nContent-Length: {len(end)}"
 
     def twice(connection: socket.socket) -> None:
         """A bad footer is read a second time, on the same connection."""
-        saying(head, tail)(connection)
+        saying(head, end)(connection)
         connection.recv(1 << 16)
-        saying(head, tail)(connection)
+        saying(head, end)(connection)
 
     with answering(twice) as address, memory_at_most(1 << 30):
         with pytest.raises(ObjectCorrupt, match="footer"):

@@ -1,13 +1,18 @@
-"""A shard as a file: what becomes of one that is given up on a disk that refuses everything."""
+"""A shard as a file: given up on a disk that refuses everything; and how its footer is read."""
 
 import errno
 import os
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from replicated_ckpt.core.integrity.checksum import BLOCK_BYTES, size_with_footer, usual_footer_bytes
 from replicated_ckpt.errors import StoreFull
-from replicated_ckpt.stores.local.shard_file import FileSink
+from replicated_ckpt.stores import verified
+from replicated_ckpt.stores.local.shard_file import FileSink, ShardFile
+from replicated_ckpt.testing.shard_files import expect, make_data, table_of
 from tests.harness.processes import open_below
 
 
@@ -26,3 +31,37 @@ def test_a_part_that_the_disk_does_not_remove_hides_no_error(
         raise StoreFull("store", "write", "__0_0.distcp")
     assert "__0_0.distcp.part is not removed now" in caplog.text
     assert open_below(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "data_bytes", [0, 1, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 4097 * BLOCK_BYTES, 10**12 + 7]
+)
+def test_the_size_of_a_file_says_how_long_its_footer_is(data_bytes: int) -> None:
+    assert data_bytes + usual_footer_bytes(size_with_footer(data_bytes)) == size_with_footer(data_bytes)
+
+
+@pytest.mark.parametrize(
+    ("block_bytes", "at_once", "reads"),
+    [
+        (BLOCK_BYTES, verified.FIRST_FOOTER_BYTES, 1),
+        (BLOCK_BYTES, 30, 2),
+        (64, verified.FIRST_FOOTER_BYTES, 2),
+        (1 << 20, verified.FIRST_FOOTER_BYTES, 2),
+    ],
+)
+def test_a_footer_is_read_in_one_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int, at_once: int, reads: int
+) -> None:
+    """Each read is a question to a peer or a bucket. Where there are more blocks than as a rule, or fewer, it takes two."""
+    monkeypatch.setattr(verified, "FIRST_FOOTER_BYTES", at_once)
+    data = make_data(2 * BLOCK_BYTES + 5)
+    table = table_of([data], block_bytes)
+    path = tmp_path / "__0_0.distcp"
+    path.write_bytes(data + table.encode())
+    shard = ShardFile(partial(os.open, path, os.O_RDONLY), "here", path.name, expect(path.read_bytes()))
+    with mock.patch.object(ShardFile, "_fill", autospec=True, side_effect=ShardFile._fill) as fill:
+        shard.open()
+    assert len(fill.mock_calls) == reads
+    assert shard.table.file_crc() == table.file_crc()
+    assert shard.read(BLOCK_BYTES - 3, 9) == data[BLOCK_BYTES - 3 : BLOCK_BYTES + 6]
+    shard.close()
