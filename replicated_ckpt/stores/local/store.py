@@ -11,6 +11,7 @@ from replicated_ckpt import failpoints
 from replicated_ckpt.core.layout import (
     AGENT_DIR,
     INCOMING_DIR,
+    MANIFEST_NAME,
     REPLACED_DIR,
     STAGING_DIR,
     TRASH_DIR,
@@ -304,15 +305,16 @@ class LocalStore:
     def abort(self, save_id: str, *, unless_decided: bool = False) -> None:
         """Removes a staged save. What is committed stays. Aborting what is not there changes nothing.
 
-        One that this node coordinated, and has not published, is noted as given up. `unless_decided`: aborting what a rank
+        One that this node coordinated, and has not decided, is noted as given up. `unless_decided`: aborting what a rank
         has decided meanwhile changes nothing, either.
         """
         with translate_errors(str(self.root), "abort", save_id), exclusive(self.root / STAGING_DIR):
             if unless_decided and self.is_decided(save_id):
                 return
             coordinator = self.intent_of(save_id).coordinator
+            is_decided = is_there(self.staging(save_id) / MANIFEST_NAME)
             self._discard(save_id)
-            if coordinator and coordinator == self.read_node_id() and self.catalog.checkpoint_of(save_id) is None:
+            if coordinator == self.read_node_id() and not is_decided and self.catalog.checkpoint_of(save_id) is None:
                 self._note_given_up(save_id)
 
     def _note_given_up(self, save_id: str) -> None:

@@ -52,6 +52,16 @@ def test_no_other_node_speaks_for_the_coordinators(store: LocalStore) -> None:
     assert said_of(store, ANOTHER) == Answer.ABSENT.value, "it has never heard of it"
 
 
+@pytest.mark.parametrize("manifest", [b"", b"damaged"])
+def test_what_may_have_been_decided_is_not_said_to_be_given_up(store: LocalStore, manifest: bytes) -> None:
+    """It is removed once a newer save is whole, or as its operator says; another node may have published it."""
+    open_save(store, SAVE, store.node_id())
+    (store.staging(SAVE) / ".manifest.json").write_bytes(manifest)
+    store.abort(SAVE)
+    assert store.list_staged() == ()
+    assert said_of(store, SAVE) == Answer.ABSENT.value
+
+
 @pytest.mark.parametrize("content", [b"", b"\xff", b"{}", b'["x", 3]', b"[" * 100_000])
 def test_notes_that_cannot_be_believed_count_as_none(store: LocalStore, content: bytes) -> None:
     """Then nodes wait for each other's answers, and the next note is written."""
