@@ -3,11 +3,13 @@
 Not in `__main__`, whose functions spawned processes do not find.
 """
 
+import ctypes
 import gc
 import logging
 import os
 import re
 import shutil
+import signal
 import tempfile
 import traceback
 import warnings
@@ -31,6 +33,7 @@ from tests.fault.torture.simulated.jobs import Job
 
 REAL_STEPS = 5
 _BASE = "rckpt-torture-"
+_PR_SET_PDEATHSIG = 1
 
 
 def _odd_cluster(base: Path, count: int, seed: int) -> Cluster:
@@ -120,10 +123,15 @@ def outcomes(seeds: Sequence[int], script: Script | None = None, *, odd_clocks: 
         yield one(seeds[0], script)
         return
     cores = len(os.sched_getaffinity(0))
-    with ProcessPoolExecutor(cores, mp_context=get_context("spawn"), initializer=_quiet) as pool:
+    context, starter = get_context("spawn"), (os.getpid(),)
+    with ProcessPoolExecutor(cores, mp_context=context, initializer=_begin, initargs=starter) as pool:
         yield from pool.map(partial(one, script=script), seeds)
 
 
-def _quiet() -> None:
+def _begin(starter: int) -> None:
+    """In each process of the pool, which ends with the one that has started it, however that ends (prctl(2))."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != starter:
+        os._exit(1)
     torch.set_num_threads(1)
     logging.basicConfig(level=logging.CRITICAL)
