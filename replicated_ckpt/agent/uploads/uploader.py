@@ -24,7 +24,7 @@ from replicated_ckpt.agent.uploads.bucket_retention import (
     tidy_after,
 )
 from replicated_ckpt.agent.uploads.held import HeldUploads, UploadHeld
-from replicated_ckpt.agent.uploads.upload import RETRY_MAX_S, Upload
+from replicated_ckpt.agent.uploads.upload_progress import RETRY_MAX_S, UploadProgress
 from replicated_ckpt.core.bucket.upload_plan import UploadState, choose_uploader
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.upkeep.policy import Standing
@@ -73,7 +73,7 @@ class Uploader:
         self._on_bad = on_bad
         self._clock = clock
         self.orders = OrderBook(service.store.agent_directory())
-        self._uploads: dict[str, Upload] = {}
+        self._uploads: dict[str, UploadProgress] = {}
         self._replaced_since: dict[str, float] = {}
         self._lock = threading.Lock()
         self.held = HeldUploads()
@@ -101,7 +101,7 @@ class Uploader:
             for upload in self._read_uploads().values()
         )
 
-    def _read_uploads(self) -> dict[str, Upload]:
+    def _read_uploads(self) -> dict[str, UploadProgress]:
         with self._lock:
             return dict(self._uploads)
 
@@ -180,7 +180,7 @@ class Uploader:
         soonest = min((upload.due for _, upload in left), default=None)
         return IDLE_PAUSE_S if soonest is None else min(IDLE_PAUSE_S, max(0.0, soonest - self._clock()))
 
-    def _find_wanted(self) -> list[tuple[Manifest, Upload]]:
+    def _find_wanted(self) -> list[tuple[Manifest, UploadProgress]]:
         """The saves here that are to be uploaded and are not known to be in the bucket, by what is committed here now."""
         removed, catalog = self._service.removals.read_all(), self._service.store.catalog
         committed = [manifest for _, manifest in catalog.committed()]
@@ -199,7 +199,7 @@ class Uploader:
         long = now - self._patience.lost_after_s
         return [manifest for manifest in replaced if self._replaced_since[manifest.save_id] < long]
 
-    def _pending(self, committed: Sequence[Manifest]) -> list[tuple[Manifest, Upload]]:
+    def _pending(self, committed: Sequence[Manifest]) -> list[tuple[Manifest, UploadProgress]]:
         found, now = {}, self._clock()
         for asked in map(self.orders.apply, committed):
             if asked.upload is None:
@@ -207,7 +207,7 @@ class Uploader:
             upload = self._uploads.get(asked.save_id)
             if upload is None or upload.state.url != asked.upload.url:  # an order was given, or is over
                 state = UploadState(asked.checkpoint_id, asked.upload.url)
-                upload = self._uploads[asked.save_id] = Upload(state, first_seen=now, moved_at=now)
+                upload = self._uploads[asked.save_id] = UploadProgress(state, first_seen=now, moved_at=now)
             if upload.is_pending:
                 found[asked.save_id] = asked, upload
         for save_id, upload in list(self._uploads.items()):
@@ -217,7 +217,7 @@ class Uploader:
             del self._uploads[next(iter(self._uploads))]
         return list(found.values())
 
-    def _try(self, manifest: Manifest, upload: Upload) -> ReplicatedCkptError | None:
+    def _try(self, manifest: Manifest, upload: UploadProgress) -> ReplicatedCkptError | None:
         """Returns what it has failed with."""
         upload.state.attempts += 1
         try:
@@ -262,7 +262,7 @@ class Uploader:
         for save_id in gone - here:
             self._forget(save_id)
 
-    def _advance(self, manifest: Manifest, upload: Upload) -> bool:
+    def _advance(self, manifest: Manifest, upload: UploadProgress) -> bool:
         """Uploads what is this node's to upload now; whether the save is committed in the bucket afterwards."""
         bucket, save_id = self._targets.bucket(upload.state.url), manifest.save_id
         there = bucket.save_of(manifest.checkpoint_id)
@@ -286,13 +286,13 @@ class Uploader:
         retire_in_bucket(self._service, bucket, manifest)
         return True
 
-    def _find_intact(self, bucket: Bucket, manifest: Manifest, upload: Upload) -> set[str]:
+    def _find_intact(self, bucket: Bucket, manifest: Manifest, upload: UploadProgress) -> set[str]:
         """The shards that are in the bucket; each is looked at until it was found intact once."""
         arrived = bucket.find_arrived(manifest)
         upload.intact.update(name for name in arrived - upload.intact if bucket.is_intact(manifest, name))
         return arrived & upload.intact
 
-    def _mine(self, manifest: Manifest, missing: set[str], upload: Upload) -> set[str]:
+    def _mine(self, manifest: Manifest, missing: set[str], upload: UploadProgress) -> set[str]:
         """Those of the missing shards that this node brings: its own, and those whose owners are gone."""
         own = self._service.node_id
         held = {
@@ -308,7 +308,7 @@ class Uploader:
             mine |= {name for name in others if choose_uploader(manifest, name, views, own) == own}
         return mine
 
-    def _bring(self, bucket: Bucket, manifest: Manifest, name: str, upload: Upload) -> None:
+    def _bring(self, bucket: Bucket, manifest: Manifest, name: str, upload: UploadProgress) -> None:
         entry, store, save_id = manifest.shards[name], self._service.store, manifest.save_id
         label = f"node {self._service.node_id} at {store.root}"
         notes = store.agent_directory() / f"{_NOTES_PREFIX}{save_id}-{name}.json"
@@ -325,7 +325,7 @@ class Uploader:
         upload.state.bytes_sent += entry.size_bytes
         upload.intact.add(name)
 
-    def _wait_for_pace(self, save_id: str, upload: Upload, size_bytes: int) -> None:
+    def _wait_for_pace(self, save_id: str, upload: UploadProgress, size_bytes: int) -> None:
         self.held.check(save_id)
         with self._pace_lock:
             upload.moved_at = self._clock()

@@ -16,7 +16,7 @@ from replicated_ckpt.agent.saves import service
 from replicated_ckpt.agent.start import launch
 from replicated_ckpt.agent.state import rights, targets
 from replicated_ckpt.agent.state.endpoint import Endpoint
-from replicated_ckpt.agent.uploads import upload
+from replicated_ckpt.agent.uploads import upload_progress
 from replicated_ckpt.cli.checkpoints import repair
 from replicated_ckpt.cli.look import nodes, start
 from replicated_ckpt.core.integrity.checksum import FOOTER_TAIL_BYTES, BlockHasher, tables_of_size
@@ -142,7 +142,7 @@ def pretences(cluster: "Cluster") -> Iterator[AbstractContextManager[Any]]:
         (verified, "SCRATCH_BYTES", 1 << 16),
         (verified, "tables_of_size", _tables_of_size),
         (loading, "FetchAhead", FetchInTurn),
-        (upload, "random", cluster.random),
+        (upload_progress, "random", cluster.random),
         (targets, "open_client", partial(_open_bucket, cluster)),
         (reader_parts, "open_client", partial(_open_bucket, cluster)),
         (reader_parts, "RetryingClient", partial(RetryingClient, clock=cluster.now, sleep=cluster.wait)),

@@ -13,7 +13,7 @@ RETRY_FIRST_S, RETRY_MAX_S = 0.5, 60.0
 
 
 @dataclass
-class Upload:
+class UploadProgress:
     """`state` is what others are told, `intact` the shards that were found so in the bucket. Times are the uploader's."""
 
     state: UploadState
