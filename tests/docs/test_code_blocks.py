@@ -84,7 +84,7 @@ def run(document: str, folder: Path, **yours: object) -> dict[str, object]:
     """Runs a document's blocks in turn, word for word but for the places; `yours` is what a user's program has by then."""
     names: dict[str, object] = yours
     for code in runnable_code(document):
-        placed = code.replace('"/nvme', f'"{folder}').replace("s3://bucket", f"file://{folder}/bucket")
+        placed = re.sub('"/(nvme|tmp)/', f'"{folder}/', code).replace("s3://bucket", f"file://{folder}/bucket")
         placed = placed.replace("file:///lustre", f"file://{folder}/lustre")
         exec(placed, names)
     return names
