@@ -1,1 +1,1 @@
-"""The command line: one file per verb. Only the drill's workers may import torch."""
+"""The command line: one file per verb. `export`, `import` and the drill's ranks alone import torch, when they run."""

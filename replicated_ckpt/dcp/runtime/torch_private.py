@@ -1,4 +1,6 @@
-"""The only place that names private parts of torch. tests/dcp/test_torch_private.py holds each to the supported range.
+"""The only place that imports or calls private parts of torch.
+
+tests/dcp/test_torch_private.py holds each to the supported range.
 
 Each is here because no public name serves: DCP does not tell a storage writer or reader which process group a call is
 about, nor how its last step ended, the c10d store has no public getter, the entries of `.metadata` are of private classes,

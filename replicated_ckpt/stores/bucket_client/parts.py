@@ -45,7 +45,7 @@ class MultipartClient(Protocol):
 
 
 class MultipartUpload:
-    """One shard in parallel parts. What it needs to go on after a restart lies in `shard.resume_path`."""
+    """One shard in parallel parts. What it needs to go on after a restart lies in `source.resume_path`."""
 
     def __init__(self, client: MultipartClient, key: str, source: UploadSource, paced: Paced) -> None:
         self._client = client
