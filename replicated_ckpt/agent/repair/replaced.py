@@ -1,6 +1,6 @@
 """Replaced versions that need mending: their shards may be the only ones that are left of a save.
 
-One lost its manifest, or a user has put the save's directory back under its name by hand, with shards missing.
+One lost its manifest, or a user has put the save's directory back under its name by hand, with shards missing or cut off.
 """
 
 import logging
@@ -46,8 +46,12 @@ def _give_back(service: NodeService, manifest: Manifest) -> bool:
     """As a rule what this save has replaced lies there, and none of it is of this save."""
     with open_replaced(service.store.root, manifest.checkpoint_id, manifest.save_id) as directory:
         found = read_remains(directory, service.node_id, tell_crc)
-    own = set() if found is None else found.matching(manifest) - {METADATA_NAME}
-    return bool(own) and service.store.take_back_missing(manifest, own)
+    own = frozenset[str]() if found is None else found.matching(manifest)
+    if not own:
+        return False
+    named = [held for held in service.holdings(manifest.checkpoint_id) if held.save_id == manifest.save_id]
+    bad = {name for held in named for name in (*held.damaged, *(() if held.has_metadata else (METADATA_NAME,)))}
+    return service.store.take_back_missing(manifest, own, bad)
 
 
 def _restore(service: NodeService, manifest: Manifest, others: Sequence[NodeView]) -> bool:

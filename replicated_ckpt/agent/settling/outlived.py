@@ -16,6 +16,7 @@ from replicated_ckpt.core.upkeep.whole_versions import whole_versions
 from replicated_ckpt.errors import ManifestInvalid, ObjectCorrupt, StoreError
 from replicated_ckpt.stores.files.durable import translate_errors
 from replicated_ckpt.stores.local.directories.intent import Intent
+from replicated_ckpt.stores.local.versions.replaced import lacks_kept_shards
 from replicated_ckpt.stores.local.versions.staged_decision import read_decision
 
 log = logging.getLogger(__name__)
@@ -105,18 +106,20 @@ def _decided_version(service: NodeService, save_id: str) -> Version | None:
 
 
 def _drop_replaced(service: NodeService, names: Sequence[str], whole: _WholeById, *, is_done: bool) -> None:
-    replaced = {manifest.save_id: manifest for manifest in service.store.catalog.read_replaced()}
+    catalog = service.store.catalog
+    replaced = {manifest.save_id: manifest for manifest in catalog.read_replaced()}
     whole_saves = {version.save_id for versions in whole.values() for version in versions}
     for name in names:
         manifest = replaced.get(name)
-        if manifest is None:  # not believed: named after the save that replaced it, or damaged since, and after itself
-            is_over = name in whole_saves or (is_done and not service.store.catalog.is_newer_replaced(name))
+        if (
+            manifest is None
+        ):  # put back by hand; or not believed: named after the save that replaced it, or after itself
+            is_over = name in whole_saves or (is_done and not catalog.is_newer_replaced(name))
+            is_over = is_over and not lacks_kept_shards(catalog, name)
         else:
-            published = service.store.catalog.find_manifest(manifest.checkpoint_id)
+            published = catalog.find_manifest(manifest.checkpoint_id)
             version, versions = None if published is None else published.version, whole.get(manifest.checkpoint_id, ())
-            is_put_back = version is not None and version.save_id == name  # by hand, under its name
-            is_over = is_put_back and name in whole_saves
-            is_over |= may_be_dropped(manifest.version, whole=versions, published=version)
+            is_over = may_be_dropped(manifest.version, whole=versions, published=version)
         with _keeping(f"what a newer save has replaced, save {name},"):
             if is_over and service.store.drop_replaced(name):
                 log.info("removed what a newer save has replaced: save %s", name)

@@ -266,10 +266,10 @@ class LocalStore:
             path = self.root / REPLACED_DIR / name
             return not is_directory(path) or remove_unread(self.root, path, name)
 
-    def take_back_missing(self, manifest: Manifest, names: Collection[str]) -> bool:
+    def take_back_missing(self, manifest: Manifest, names: Collection[str], bad: Collection[str]) -> bool:
         """As `replaced.take_back_missing`. Raises: StoreError"""
         with translate_errors(str(self.root), "put back", manifest.checkpoint_id), exclusive(self.root / STAGING_DIR):
-            return replaced.take_back_missing(self.catalog, manifest, names)
+            return replaced.take_back_missing(self.catalog, manifest, names, bad)
 
     def _trash(self, save_id: str) -> Path:
         """Where a save, or what it replaced, goes on its way out. If a power loss takes this name, nothing is missed."""

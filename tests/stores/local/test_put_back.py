@@ -11,6 +11,7 @@ from replicated_ckpt.agent.settling.outlived import drop_outlived
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
 from replicated_ckpt.stores.local.store import LocalStore
+from tests.agent.checkpoints import findings
 from tests.stores.local.test_order_of_commits import ELSEWHERE, HERE, read, replace_by_half
 
 
@@ -59,3 +60,29 @@ def test_nothing_is_taken_from_another_version(tmp_path: Path) -> None:
     assert set(store.catalog.shard_sizes("last")) == {HERE}
     assert set(store.catalog.shard_sizes(f".replaced/{old.save_id}")) == {HERE, ELSEWHERE}
     assert read(store, new, HERE)
+
+
+@pytest.mark.parametrize("is_seen_before", [False, True], ids=["seen after", "seen before"])
+def test_a_copy_that_was_cut_off_does_not_let_the_kept_files_go(tmp_path: Path, *, is_seen_before: bool) -> None:
+    """The disk was full, or the command was killed: what lies in `.replaced` may be the last copy that is intact.
+
+    Also where the copy began only after a look at the node, which had seen the version whole, in `.replaced`.
+    """
+    store, old, _ = replace_by_half(tmp_path)
+    views = views_of(store)
+    kept = tmp_path / ".replaced" / old.save_id
+    whole = {name: (kept / name).read_bytes() for name in (HERE, ELSEWHERE, ".metadata")}
+    shutil.rmtree(tmp_path / "last")
+    shutil.copytree(kept, tmp_path / "last")
+    (tmp_path / "last" / HERE).write_bytes(whole[HERE][:100])
+    (tmp_path / "last" / ".metadata").unlink()
+    service = NodeService(store)
+    for done in (True, False):
+        drop_outlived(service, {old.save_id: old}, views if is_seen_before else views_of(store), is_done=done)
+    assert {name: (kept / name).read_bytes() for name in whole} == whole
+    service.damage.mark("last", old.save_id, HERE)  # as each round of re-protection does, by its size
+    assert restore_replaced(service, {old.save_id: old}, ())
+    assert {name: (tmp_path / "last" / name).read_bytes() for name in whole} == whole
+    drop_outlived(service, {old.save_id: old}, views_of(store))
+    assert store.catalog.list_replaced() == []
+    assert findings(store) == []

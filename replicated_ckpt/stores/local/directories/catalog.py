@@ -103,10 +103,14 @@ class Catalog:
             yield from self._one(checkpoint_id)
 
     def read_replaced(self) -> Iterator[Manifest]:
-        """Manifests of the versions that newer saves have replaced here and that are kept until those are seen whole."""
+        """Manifests of the versions that newer saves have replaced here and that are kept until those are seen whole.
+
+        Not of one that a user has put back under its name by hand: what is read of it lies there.
+        """
         for name in self.list_replaced():
             manifest = self._read_replaced(name)
-            if manifest is not None:
+            published = None if manifest is None else self.find_manifest(manifest.checkpoint_id)
+            if manifest is not None and (published is None or published.save_id != name):
                 yield manifest
 
     def list_replaced(self) -> list[str]:

@@ -22,6 +22,7 @@ from replicated_ckpt.stores.files.durable import (
 )
 from replicated_ckpt.stores.files.existence import is_directory, is_there
 from replicated_ckpt.stores.files.locks import HeldLock
+from replicated_ckpt.stores.files.renames import exchange
 from replicated_ckpt.stores.local.directories.catalog import Catalog, read_believed
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.versions.others import give_back_others
@@ -130,31 +131,35 @@ def take_back(catalog: Catalog, save_id: str, staging: Path) -> None:
     if not catalog.is_replaced(save_id):
         return
     path = catalog.root / REPLACED_DIR / save_id
-    _move_shards(catalog, save_id, staging)
+    _move_missing(path, staging, catalog.shard_sizes(f"{REPLACED_DIR}/{save_id}"))
     manifest = catalog.manifest(f"{REPLACED_DIR}/{save_id}")
     give_back_others(catalog.root, path, manifest.checkpoint_id)
     remove_tree(path)
 
 
-def take_back_missing(catalog: Catalog, manifest: Manifest, names: Collection[str]) -> bool:
-    """Moves these shards out of `.replaced` to where the save has its name and lacks them; whether there was any.
+def take_back_missing(catalog: Catalog, manifest: Manifest, names: Collection[str], bad: Collection[str]) -> bool:
+    """Moves these files out of `.replaced` to where the save has its name and lacks them; whether there was any.
 
-    The rest stays there until every shard is seen intact. Within `exclusive`.
+    Those that are `bad` there, as of a copy that was cut off, change places. The rest stays until every shard is seen
+    intact. Within `exclusive`.
     """
     published, final = catalog.find_manifest(manifest.checkpoint_id), catalog.root / manifest.checkpoint_id
     if published is None or published.save_id != manifest.save_id:
         return False
-    is_any = _move_shards(catalog, manifest.save_id, final, names)
+    path = catalog.root / REPLACED_DIR / manifest.save_id
+    bad = [name for name in bad if name in names and is_there(final / name)]
+    is_any = _move_missing(path, final, names)
+    for name in bad:
+        is_any |= exchange(path / name, final / name)
     if is_any:
         fsync_directory(final)
-        fsync_directory(catalog.root / REPLACED_DIR / manifest.save_id)
+        fsync_directory(path)
     return is_any
 
 
-def _move_shards(catalog: Catalog, save_id: str, directory: Path, names: Collection[str] | None = None) -> bool:
-    """Moves what a replaced version has and the directory lacks, of these names or all; whether there was any."""
-    path, held = catalog.root / REPLACED_DIR / save_id, catalog.shard_sizes(f"{REPLACED_DIR}/{save_id}")
-    missing = [name for name in held if names is None or name in names if not is_there(directory / name)]
+def _move_missing(path: Path, directory: Path, names: Collection[str]) -> bool:
+    """Moves those of these files that the directory lacks; whether there was any."""
+    missing = [name for name in names if not is_there(directory / name)]
     for name in missing:
         (path / name).rename(directory / name)
     return bool(missing)
@@ -168,6 +173,19 @@ def is_copied_by_hand(catalog: Catalog, checkpoint_id: str, before: Manifest | N
     if own is None or own.save_id != before.save_id:
         return False
     return catalog.shard_sizes(checkpoint_id).items() <= catalog.shard_sizes(own.checkpoint_id).items()
+
+
+def lacks_kept_shards(catalog: Catalog, save_id: str) -> bool:
+    """Whether a version that a user has put back, by hand, has shards in `.replaced` that do not lie whole under its name.
+
+    The copy may have begun after the version was seen whole in `.replaced`, and go on.
+    """
+    if not catalog.is_replaced(save_id):
+        return False
+    manifest = catalog.manifest(f"{REPLACED_DIR}/{save_id}")
+    wanted = {name: entry.size_bytes for name, entry in manifest.shards.items()}
+    kept = catalog.shard_sizes(f"{REPLACED_DIR}/{save_id}").items() & wanted.items()
+    return not kept <= catalog.shard_sizes(manifest.checkpoint_id).items()
 
 
 def keep_replaced(root: Path, staging: Path, save_id: str, *, is_published: bool) -> bool:
