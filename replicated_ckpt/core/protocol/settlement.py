@@ -25,7 +25,7 @@ class Answer(Enum):
     ABSENT = "unknown"
     """Nothing of it is there. That a coordinator's node has it no more tells nothing: it may have been put back since."""
     GIVEN_UP = "given up"
-    """The coordinator's node: it has not decided the save, and never will."""
+    """The save is over: this node, its coordinator's, never decides it; or published it, and retention has removed it."""
 
 
 _NOT_PUBLISHED = (Answer.STAGED, Answer.ABSENT, Answer.GIVEN_UP)
@@ -54,14 +54,15 @@ def settle_staged(
 
     It is completed if any node has published it. It is dropped only if it can never have been, and never will be,
     published anywhere: the coordinator's node, which has the decision before any other, says that it has given the save
-    up; or every node of the save says that it did not publish. A node that does not answer says nothing.
+    up; or every node of the save says that it did not publish. Or where a node says that retention has removed it. A node
+    that does not answer says nothing.
     """
     published = tuple(sorted(node for node, answer in answers.items() if answer is Answer.PUBLISHED))
     if published:
         return Settlement(Fate.COMPLETE, sources=published)
     if is_worked_on:
         return Settlement(Fate.WORKED_ON)
-    if coordinator == own or answers.get(coordinator) is Answer.GIVEN_UP:
+    if coordinator == own or Answer.GIVEN_UP in answers.values():
         return Settlement(Fate.DROP)
     if Answer.WORKING in answers.values():
         return Settlement(Fate.WORKED_ON)

@@ -309,13 +309,13 @@ class LocalStore:
         has decided meanwhile changes nothing, either.
         """
         with translate_errors(str(self.root), "abort", save_id), exclusive(self.root / STAGING_DIR):
-            if unless_decided and self.is_decided(save_id):
-                return
-            coordinator = self.intent_of(save_id).coordinator
-            is_decided = is_there(self.staging(save_id) / MANIFEST_NAME)
-            self._discard(save_id)
-            if coordinator == self.read_node_id() and not is_decided and self.catalog.checkpoint_of(save_id) is None:
-                self._note_given_up(save_id)
+            if not (unless_decided and self.is_decided(save_id)):
+                self._discard(save_id)
+
+    def note_given_up(self, save_id: str) -> None:
+        """Notes that no node needs what is staged of a save: the policy of retention has removed it here."""
+        with translate_errors(str(self.root), "note", save_id), exclusive(self.root / STAGING_DIR):
+            self._note_given_up(save_id)
 
     def _note_given_up(self, save_id: str) -> None:
         try:
@@ -326,6 +326,7 @@ class LocalStore:
 
     def _discard(self, save_id: str) -> None:
         staging, intent = self.staging(save_id), self.intent_of(save_id)
+        is_decided = is_there(staging / MANIFEST_NAME)
         for place in self._places([intent]):
             fsync_directory(place)  # a commit that was cut off may be seen and not be durable: the intent goes last
         others.give_back_replaced(self.root, intent.replaces, intent.checkpoint_id)
@@ -337,6 +338,9 @@ class LocalStore:
                 staging.rename(trash)
                 failpoints.reach("abort.trashed")
                 others.remove_trash(self.root, trash, staging.parent)
+        is_own = intent.coordinator == self.read_node_id()
+        if is_own and not is_decided and self.catalog.checkpoint_of(save_id) is None:
+            self._note_given_up(save_id)  # while the intent is there: of a crash before, the next start has it noted
         self._forget(save_id)
 
     def remove_incoming(self) -> None:

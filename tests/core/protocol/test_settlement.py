@@ -40,7 +40,7 @@ def test_no_staged_save_is_dropped_that_a_silent_node_may_have_published(coordin
             assert found.fate is Fate.COMPLETE
             assert set(found.sources) == {node for node, answer in answers.items() if answer is Answer.PUBLISHED}
         if found.fate is Fate.DROP:
-            knows = coordinator == "a" or answers.get(coordinator) is Answer.GIVEN_UP
+            knows = coordinator == "a" or Answer.GIVEN_UP in answers.values()
             assert knows or {answers.get("b"), answers.get("c")} <= NOT_PUBLISHED
             assert Answer.PUBLISHED not in answers.values()
             assert knows or Answer.WORKING not in answers.values()
@@ -58,6 +58,7 @@ def test_a_coordinator_that_has_given_up_settles_it_for_all() -> None:
     assert settled("b", {"b": Answer.ABSENT, "c": Answer.ABSENT}).fate is Fate.DROP
     assert settled("a", {}).fate is Fate.DROP
     assert settled("b", {"c": Answer.ABSENT}) == Settlement(Fate.IN_DOUBT, waits_for=("b",))
+    assert settled("b", {"c": Answer.GIVEN_UP}).fate is Fate.DROP, "retention has removed it there"
     assert settled("b", {"b": Answer.STAGED}) == Settlement(Fate.IN_DOUBT, waits_for=("c",))
     assert settled("b", {"b": Answer.WORKING, "c": Answer.ABSENT}).fate is Fate.WORKED_ON
     assert settled("b", {"b": Answer.DECIDED, "c": Answer.ABSENT}) == Settlement(Fate.IN_DOUBT, waits_for=("b",))

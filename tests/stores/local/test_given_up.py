@@ -1,17 +1,22 @@
 """What a coordinator's node has given up is noted, and outlives its agent; what it has forgotten is not taken for that."""
 
 import json
+import threading
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from replicated_ckpt.agent.repair.retire import BY_HAND, Retirer
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.core.layout import AGENT_DIR
 from replicated_ckpt.core.protocol.settlement import Answer
+from replicated_ckpt.core.upkeep.retention import Removal, RetentionPlan
 from replicated_ckpt.stores.local.directories import given_up
 from replicated_ckpt.stores.local.directories.given_up import GivenUpNotes
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
+from tests.agent.checkpoints import checkpointed
 
 SAVE, ANOTHER, THIRD = "1" * 32, "2" * 32, "3" * 32
 ELSEWHERE = "0" * 11 + "a"
@@ -42,6 +47,32 @@ def test_a_rank_that_gives_up_without_an_agent_leaves_the_note_too(store: LocalS
     open_save(store, SAVE, store.node_id())
     store.abort(SAVE)
     assert said_of(store, SAVE) == Answer.GIVEN_UP.value
+
+
+def test_a_crash_before_the_note_leaves_the_intent_which_the_next_start_goes_by(store: LocalStore) -> None:
+    """Nothing is staged any more: only the intent tells that this node coordinated the save."""
+    open_save(store, SAVE, store.node_id())
+    with mock.patch.object(store.given_up, "note", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        store.abort(SAVE)
+    assert not store.is_staged(SAVE)
+    (intent,) = store.list_staged()
+    NodeService(store).abort(intent.save_id, "its ranks are gone")
+    assert said_of(store, SAVE) == Answer.GIVEN_UP.value
+    assert store.list_staged() == ()
+
+
+@pytest.mark.parametrize("rule", ["beyond the newest 1", BY_HAND])
+def test_what_retention_has_removed_is_noted(store: LocalStore, rule: str) -> None:
+    """A node that was away when it was published has it staged, and another node of it may be lost for ever since.
+
+    A removal by hand is by the user of one node alone.
+    """
+    made = checkpointed([store], 1, {"__0_0.distcp": [0]})
+    assert said_of(store, made.save_id) == Answer.PUBLISHED.value
+    removal = Removal(store.node_id(), made.checkpoint_id, made.save_id, rule)
+    Retirer(NodeService(store), threading.Event()).carry_out(RetentionPlan(removals=(removal,)))
+    assert store.catalog.checkpoint_of(made.save_id) is None
+    assert said_of(store, made.save_id) == (Answer.ABSENT if rule == BY_HAND else Answer.GIVEN_UP).value
 
 
 def test_no_other_node_speaks_for_the_coordinators(store: LocalStore) -> None:

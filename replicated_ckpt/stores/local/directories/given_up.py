@@ -1,4 +1,4 @@
-"""Notes of the saves that a coordinator's node has given up: it decided none of them, and never will."""
+"""Notes of the saves that are over here: their coordinator's node gave them up, or retention has removed them."""
 
 import json
 from pathlib import Path
