@@ -158,10 +158,10 @@ class Reprotector:
             if self._woken.is_set():
                 self._pauses.begin(self._service.peers.count())
             self._woken.clear()
-            if self._loads.is_set():
-                self._loads.clear()
+            if self._loads.is_set() and not self._orders:
                 self._woken.wait(LOAD_FIRST_S)
                 self._woken.clear()
+            self._loads.clear()
             try:
                 self._do_orders()
                 self.last = self.round()

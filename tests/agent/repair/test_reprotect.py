@@ -316,6 +316,35 @@ def test_a_load_that_begins_comes_first(tmp_path: Path, monkeypatch: pytest.Monk
         reprotector.join()
 
 
+def test_no_repair_waits_for_a_load_that_began_before_the_last_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two loads, one right after the other, the second ends what the first was given, and leaves nothing to wait for."""
+    (store,), stopping = stores(tmp_path, 1), threading.Event()
+    reprotector = Reprotector(NodeService(store), Patience(), Pace(1e12, stopping), stopping)
+    monkeypatch.setattr(reprotect, "LOAD_FIRST_S", 60.0)
+    waits = mock.Mock(wraps=reprotector._woken.wait)
+    monkeypatch.setattr(reprotector._woken, "wait", waits)
+    done = threading.Event()
+
+    def repair() -> None:
+        reprotector.carry_out(RepairPlan(), may_replace=False)
+        done.set()
+
+    try:
+        reprotector.start()
+        reprotector.wake_for_load()
+        wait_for(lambda: mock.call(60.0) in waits.mock_calls, 10, "it waits for the load")
+        before = reprotector.status()["rounds"]
+        reprotector.wake_for_load()
+        wait_for(lambda: reprotector.status()["rounds"] != before, 10, "the next round")
+        threading.Thread(target=repair, daemon=True).start()
+        assert done.wait(10)
+    finally:
+        stopping.set()
+        reprotector.join()
+
+
 DAMAGES: dict[str, Callable[[bytearray], bytes]] = {
     "flipped": lambda raw: bytes(raw[:200]) + bytes([raw[200] ^ 1]) + bytes(raw[201:]),
     "truncated": lambda raw: bytes(raw[:-9]),
