@@ -111,9 +111,8 @@ def _drop_replaced(service: NodeService, names: Sequence[str], whole: _WholeById
     whole_saves = {version.save_id for versions in whole.values() for version in versions}
     for name in names:
         manifest = replaced.get(name)
-        if (
-            manifest is None
-        ):  # put back by hand; or not believed: named after the save that replaced it, or after itself
+        if manifest is None:
+            # Put back by hand; or not believed, and named after the save that replaced it, or, damaged since, after itself.
             is_over = name in whole_saves or (is_done and not catalog.is_newer_replaced(name))
             is_over = is_over and not lacks_kept_shards(catalog, name)
         else:
