@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 STALE_ROUNDS_MAX = 10
 LEFTOVER_GRACE_S = 60.0
 SUSPECTS_MAX = 4096
-LOAD_FIRST_S = 1.0
+LOAD_FIRST_S = 0.3
 """Looking, and beginning to copy, takes processors that a load needs: up to a fifth of its time with two for four ranks."""
 _NOT_PLANNED = "this node would not do it by its own look at the nodes; ask on its own host"
 
