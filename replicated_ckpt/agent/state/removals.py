@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from replicated_ckpt.agent.state.note_file import NoteFile
-from replicated_ckpt.core.layout import is_save_id
+from replicated_ckpt.core.layout import save_ids_in
 
 NAME = "removed.json"
 REMOVALS_MAX = 1024
@@ -63,9 +63,5 @@ def _with(noted: list[str], save_id: str) -> list[str]:
 
 def _parse(document: Any) -> tuple[list[str], list[str]]:
     if isinstance(document, list):  # before 0.1.0 all was in one list
-        return _ids_in(document), []
-    return _ids_in(document.get("told")), _ids_in(document.get("pending"))
-
-
-def _ids_in(found: Any) -> list[str]:
-    return [text for text in map(str, found) if is_save_id(text)] if isinstance(found, list) else []
+        return save_ids_in(document), []
+    return save_ids_in(document.get("told")), save_ids_in(document.get("pending"))

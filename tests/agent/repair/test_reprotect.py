@@ -292,7 +292,7 @@ def test_a_repair_that_cannot_begin_is_answered(
 
 
 def test_a_load_that_begins_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is looked for or copied beside it for a moment, unless something else wakes the thread."""
+    """Nothing is looked for or copied for a moment, unless something else wakes the thread."""
     (store,), stopping = stores(tmp_path, 1), threading.Event()
     reprotector = Reprotector(NodeService(store), Patience(), Pace(1e12, stopping), stopping)
     monkeypatch.setattr(reprotect, "LOAD_FIRST_S", 60.0)

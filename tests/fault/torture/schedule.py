@@ -219,8 +219,10 @@ class Schedule:
 
     def _is_retired_elsewhere(self, attempt: Attempt) -> bool:
         """Whether a part of one that was retired stays on nodes whose ranks have named no policy: stock's, or put back."""
-        if attempt.is_stock or self.course.oracle.is_kept(attempt.checkpoint_id):
-            return attempt.is_stock and self.course.policy.keep_last is not None
+        if attempt.is_stock:
+            return self.course.policy.keep_last is not None
+        if self.course.oracle.is_kept(attempt.checkpoint_id):
+            return False
         books = [PolicyBook(self.course.cluster.nodes[node].root / AGENT_DIR) for node in attempt.readable_on]
         return not any(book.read_all() for book in books)
 

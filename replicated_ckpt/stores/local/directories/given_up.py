@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from replicated_ckpt.core.layout import AGENT_DIR, is_save_id
+from replicated_ckpt.core.layout import AGENT_DIR, save_ids_in
 from replicated_ckpt.stores.files.durable import translate_errors, write_file
 from replicated_ckpt.stores.files.plain import read_plain
 from replicated_ckpt.stores.files.shortage import raise_shortage
@@ -44,10 +44,9 @@ class GivenUpNotes:
         """A file that cannot be believed counts as none: that only has nodes wait for more answers."""
         path = self._root / AGENT_DIR / _NAME
         try:
-            found = json.loads(read_plain(path))
+            return save_ids_in(json.loads(read_plain(path)))
         except OSError as exc:
             raise_shortage(exc, path)
-            return []
         except (ValueError, RecursionError):
-            return []
-        return [text for text in map(str, found) if is_save_id(text)] if isinstance(found, list) else []
+            pass
+        return []
