@@ -61,7 +61,7 @@ from replicated_ckpt.version import __version__
 log = logging.getLogger(__name__)
 
 _LOOK_INTERVAL_S = 0.5
-_LEAVE_GRACE_S = 3.0
+_LEAVE_GRACE_S = 5.0
 _LEAVE_POLL_S = 0.02
 
 

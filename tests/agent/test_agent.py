@@ -9,6 +9,7 @@ import signal
 import socket
 import stat
 import subprocess
+import tempfile
 import threading
 import time
 import urllib.parse
@@ -332,13 +333,18 @@ def test_it_stops_cleanly_on_sigterm(tmp_path: Path) -> None:
         assert read_endpoint(agent.root / ".agent") is None
 
 
-def test_an_agent_that_leaves_refuses_and_does_not_keep_waiting(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Once its time for open saves is over, a new connection is refused at once, and the request under way is answered."""
+def test_an_agent_that_leaves_refuses_and_does_not_keep_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once its time for open saves is over, a new connection is refused at once, and the request under way is answered.
+
+    In memory: on a disk that others fill, what the request makes durable may take longer than the agent waits for it.
+    """
     monkeypatch.setenv(failpoints.ENV, "store.opened=sleep:2")
     monkeypatch.setenv("REPLICATED_CKPT_AGENT_DRAIN_S", "0.1")
-    with running_agent(tmp_path / "a") as agent, ThreadPoolExecutor(1) as threads:
+    with (
+        tempfile.TemporaryDirectory(prefix="rckpt-test-", dir="/dev/shm") as memory,
+        running_agent(Path(memory) / "a") as agent,
+        ThreadPoolExecutor(1) as threads,
+    ):
         under_way = threads.submit(begin, agent, 1)
         wait_for(lambda: list((agent.root / ".staging").glob("*.json")), 10, "the request")
         agent.signal(signal.SIGTERM)

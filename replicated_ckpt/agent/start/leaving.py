@@ -11,7 +11,7 @@ from replicated_ckpt.stores.files.locks import holder_of, is_stopped
 
 log = logging.getLogger(__name__)
 
-STOP_TIMEOUT_S = 10.0
+STOP_TIMEOUT_S = 15.0
 _POLL_S = 0.005
 _leaving: dict[Path, Endpoint] = {}
 
