@@ -9,6 +9,7 @@ store is JSON, compressed from 4 KiB on. Nothing is sent: the messages are made 
 import argparse
 import pickle
 import sys
+import time
 import warnings
 import zlib
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem, SavePlan
 
 from benchmarks import planning_world as synthetic
@@ -27,6 +29,9 @@ from replicated_ckpt.dcp.c10d.blackboard import PACKED_FROM_BYTES, Blackboard, e
 from replicated_ckpt.dcp.c10d.kept_decisions import KeptDecisions
 from replicated_ckpt.dcp.find.survey import Survey
 from replicated_ckpt.dcp.load.report import LoadReport
+from replicated_ckpt.dcp.load.sharing import plan_sharing
+from replicated_ckpt.dcp.load.unasked import describe_unasked
+from replicated_ckpt.dcp.planning.held_plan import hand_back, hold
 from replicated_ckpt.dcp.planning.kept_layouts import KeptLayouts
 from replicated_ckpt.dcp.planning.kept_plan import ItemsKept, KeptPlan, Place
 
@@ -43,10 +48,31 @@ def main() -> int:
     counts = [int(count) for count in options.ranks.split(",")]
     worlds = [World(count, count * options.items_per_rank, options.ranks_per_node) for count in counts]
     columns = [messages_of(world) for world in worlds]
+    seconds = [_seconds_of_load_plans(world) for world in worlds]
     print(f"{'bytes of one rank':52}" + "".join(f"{f'{count} ranks':>14}" for count in counts))
     for name in columns[0]:
         print(f"{name:52}" + "".join(f"{column[name]:>14,}" for column in columns))
+    print("\nseconds of CPU at rank 0")
+    for name in seconds[0]:
+        print(f"{name:52}" + "".join(f"{column[name]:>14.3f}" for column in seconds))
     return 0
+
+
+def _seconds_of_load_plans(world: World) -> Mapping[str, float]:
+    """What rank 0 does with a load's plans, all bytes local: unpickles all, looks at them, pickles each."""
+    plans = [_load_plan(world, rank) for rank in range(world.ranks)]
+    names = {item.storage_index.fqn for plan in plans for item in plan.items}
+    saved: dict[str, Any] = dict.fromkeys(names, BytesStorageMetadata())
+    found = {}
+    for how, sent in (("plans", plans), ("plans that are held", list(map(hold, plans)))):
+        raw = list(map(pickle.dumps, sent))
+        began = time.process_time()
+        gathered = list(map(pickle.loads, raw))
+        assert describe_unasked("step-1000", saved, gathered) is None
+        for plan in plan_sharing(list(map(hand_back, gathered)), []):
+            pickle.dumps(plan)
+        found[f"load, all {how}"] = time.process_time() - began
+    return found
 
 
 def messages_of(world: World) -> Mapping[str, int]:
@@ -77,8 +103,8 @@ def _of_results(world: World) -> Mapping[str, int]:
     }
 
 
-def _of_load(world: World) -> Mapping[str, int]:
-    rank = world.ranks - 1
+def _load_plan(world: World, rank: int) -> LoadPlan:
+    """A rank that loads what it saved."""
     items = [
         ReadItem(
             LoadItemType.TENSOR,
@@ -91,7 +117,14 @@ def _of_load(world: World) -> Mapping[str, int]:
         for item in synthetic.plan_of(world, rank).items
         if item.tensor_data is not None
     ]
-    plan = _pickled(LoadPlan(items))
+    return LoadPlan(items)
+
+
+def _of_load(world: World) -> Mapping[str, int]:
+    rank = world.ranks - 1
+    whole = _load_plan(world, rank)
+    held, items = hold(whole), whole.items
+    plan = _pickled(whole)
     spent = {"plan": 0.5123456, "read": 0.5123456}
     report = LoadReport(
         "step-1000", SAVE_ID, 1 << 30, 0, 0, len(items), 1.0246912, (), 0, rank, "gpu-0123.cluster", spent
@@ -100,7 +133,9 @@ def _of_load(world: World) -> Mapping[str, int]:
     lengths = 8 * world.ranks
     return {
         "load, gather: plan, all bytes local": plan,
+        "load, gather: plan that is held": _pickled(held),
         "load, scatter: plan, all bytes local": plan,
+        "load, scatter: plan that is held": _pickled(hand_back(held)),
         "load, end: report, sent": told,
         "load, end: who failed, taken in": ended,
         "each gather, scatter apart: lengths, taken in": lengths,

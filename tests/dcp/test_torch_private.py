@@ -34,6 +34,7 @@ from replicated_ckpt.dcp.runtime.torch_private import (
     flatten,
     flattening_holds_tensors,
     follow_step,
+    leaves_plans,
     local_part,
     narrow,
     use_collectives,
@@ -158,6 +159,60 @@ class NotingReader(dcp.FileSystemReader):
         self.noting = Noting()
         assert use_collectives(self.noting)
         return super().read_metadata(*args, **kwargs)
+
+
+class AskingReader(dcp.FileSystemReader):
+    """One that asks whether plans are left as they are: its own, and, wrapped in it, those of another reader."""
+
+    def __init__(self, path: str, inner: dcp.FileSystemReader | None = None) -> None:
+        super().__init__(path)
+        self._inner = inner or self
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        self.are_left = leaves_plans(self._inner)
+        return super().prepare_local_plan(plan)
+
+
+class OtherPlanner(dcp.DefaultLoadPlanner):
+    """Of DCP's own class, with nothing of its own about all ranks' plans."""
+
+    def create_local_plan(self) -> LoadPlan:
+        return super().create_local_plan()
+
+
+class LookingPlanner(dcp.DefaultLoadPlanner):
+    """One that looks at all plans."""
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        return [plan for plan in global_plan if plan.items]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_reader_learns_whether_its_plans_are_left_as_they_are(tmp_path: Path) -> None:
+    """By a planner whose methods are DCP's own, which give back what they get, and where DCP asks that reader itself."""
+    dcp.save({"a": torch.ones(2)}, checkpoint_id=str(tmp_path), no_dist=True)
+
+    def is_told(planner: dcp.LoadPlanner | None, inner: dcp.FileSystemReader | None = None) -> bool:
+        reader = AskingReader(str(tmp_path), inner)
+        dcp.load({"a": torch.ones(2)}, storage_reader=reader, planner=planner, no_dist=True)
+        return reader.are_left
+
+    patched = dcp.DefaultLoadPlanner()
+    patched.finish_plan = lambda new_plan: new_plan  # type: ignore[method-assign]
+    assert [is_told(one) for one in (None, dcp.DefaultLoadPlanner(), OtherPlanner())] == [True] * 3
+    assert [is_told(one) for one in (FinishingPlanner(), LookingPlanner(), patched)] == [False] * 3
+    assert not is_told(None, dcp.FileSystemReader(str(tmp_path)))
+    assert not leaves_plans(dcp.FileSystemReader(str(tmp_path)))
+    plans, planner = [LoadPlan([])], dcp.DefaultLoadPlanner()
+    assert planner.create_global_plan(plans) is plans
+    assert planner.finish_plan(plans[0]) is plans[0]
+
+
+class FinishingPlanner(dcp.DefaultLoadPlanner):
+    """One that has the last word about its rank's plan."""
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        return super().finish_plan(central_plan)
 
 
 class FailingPlanner(dcp.DefaultLoadPlanner):

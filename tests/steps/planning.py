@@ -6,17 +6,18 @@ import os
 import pickle
 import sys
 import time
+import warnings
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import SavePlanner
+from torch.distributed.checkpoint import DefaultLoadPlanner, SavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.planner import LoadPlan, WriteItem
 
-from replicated_ckpt import CachedSavePlanner
+from replicated_ckpt import CachedSavePlanner, RankStatePlanner
 from replicated_ckpt.agent.state.endpoint import read_endpoint
 from replicated_ckpt.dcp.c10d.watched_group import WatchedGroup
 from replicated_ckpt.stores.peer.client import AgentClient
@@ -85,6 +86,43 @@ def count_exchanged(context: Context, times: int, items: int) -> dict[str, Any]:
         returned.append(_digest_of(found))
     stock = dcp.FileSystemReader(context.root / "step-0").read_metadata()
     return {"saves": saves, "returned": returned, "wanted": _digest_of(stock)}
+
+
+class LookingPlanner(DefaultLoadPlanner):
+    """Looks at what all ranks ask for, as one may that has them read in turns."""
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        self.looked_at = [len(list(plan.items)) for plan in global_plan]
+        return global_plan
+
+
+_LOAD_PLANNERS = {"stock": DefaultLoadPlanner, "ours": RankStatePlanner, "looks": LookingPlanner}
+
+
+def save_numbered(context: Context, checkpoint_id: str, items: int) -> None:
+    """Saves `items` tensors, each with its number in it, all by rank 0."""
+    state = {f"tensor.{number}": torch.full((4,), number) for number in range(items)}
+    dcp.save(state, checkpoint_id=checkpoint_id, storage_writer=context.writer())
+
+
+def count_loaded(context: Context, checkpoint_id: str, parts: list[list[int]], planners: list[str]) -> dict[str, Any]:
+    """Loads on each rank the numbered tensors of its part. Says what was sent until all had planned, and was warned of."""
+    state = {f"tensor.{number}": torch.full((4,), -1) for number in range(*parts[context.rank])}
+    planner = _LOAD_PLANNERS[planners[context.rank]]()
+    calls: list[tuple[str, int]] = []
+    with (
+        mock.patch.multiple(WatchedGroup, **{name: _counted(name, calls) for name in _COLLECTIVES}),
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        try:
+            dcp.load(state, checkpoint_id=checkpoint_id, storage_reader=context.reader(), planner=planner)
+        except CheckpointException as error:
+            return failure(error)
+    assert all(torch.equal(tensor, torch.full((4,), int(name[7:]))) for name, tensor in state.items())
+    planning = calls[: [name for name, _ in calls].index("scatter_object") + 1]
+    warned = [str(one.message) for one in caught if "unasked" in str(one.message)]
+    return {"sent": planning, "warned": warned, "looked_at": getattr(planner, "looked_at", [])}
 
 
 _COLLECTIVES = ("gather_object", "scatter_object", "broadcast_object")

@@ -33,6 +33,7 @@ from replicated_ckpt.dcp.load.report import LoadReport
 from replicated_ckpt.dcp.load.shard_reader import ShardReader, Traffic
 from replicated_ckpt.dcp.load.sharing import NodeSharing, RemoteNeeds, join_exchange, plan_sharing
 from replicated_ckpt.dcp.load.unasked import describe_unasked
+from replicated_ckpt.dcp.planning.held_plan import HeldPlan, hand_back, hold
 from replicated_ckpt.dcp.runtime.callback import call_back
 from replicated_ckpt.dcp.runtime.caller import warn
 from replicated_ckpt.dcp.runtime.torch_private import Collectives, StorageInfo, follow_step
@@ -80,6 +81,7 @@ class LoadAttempt:
         self._places: Mapping[str, Sequence[ByteRange]] | None = None
         self._stored = parts.stored
         self._cache: RankCache | None = None
+        self._held: list[_Placed] = []
         self._report: LoadReport | None = None
         self._is_followed = False
         self._let_go: Callable[[], object] = lambda: None
@@ -160,15 +162,22 @@ class LoadAttempt:
 
     def _forget_metadata(self) -> None:
         """A reader may live as long as the training does: of a million chunks the metadata takes a gigabyte."""
-        self._saved, self._info_by_index, self._places = {}, {}, None
+        self._saved, self._info_by_index, self._places, self._held = {}, {}, None, []
         self._stored.describe(None)
 
-    def plan(self, plan: LoadPlan) -> LoadPlan:
-        """The plan with what this rank would fetch from other nodes; checked as by ReplicatedReader.prepare_local_plan."""
+    def plan(self, plan: LoadPlan, *, keeps_items: bool) -> LoadPlan:
+        """The plan with what this rank would fetch from other nodes; checked as by ReplicatedReader.prepare_local_plan.
+
+        `keeps_items`: no planner or reader of the load looks at the items before `read`, so they stay here.
+        """
         placed = self._place(plan.items)
         self._check(placed)
         self._is_followed = follow_step(self._learn_outcome)
-        return replace(plan, storage_data=self._remote_needs(placed))
+        plan = replace(plan, storage_data=self._remote_needs(placed))
+        if not keeps_items or self._world.blackboard is None:
+            return plan
+        self._held = placed
+        return hold(plan)
 
     def share(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Coordinator: as ReplicatedReader.prepare_global_plan."""
@@ -176,7 +185,7 @@ class LoadAttempt:
             warning = describe_unasked(self._survey.found.checkpoint_id, self._saved, plans)
             if warning is not None:
                 warn(warning, self._parts.made_at)
-        return plan_sharing(plans, sorted(self._survey.manifest.shards))
+        return plan_sharing(list(map(hand_back, plans)), sorted(self._survey.manifest.shards))
 
     def _check(self, placed: Sequence[_Placed]) -> None:
         """Every item lies in a shard of the save that has a copy somewhere. Raises as `plan`."""
@@ -223,7 +232,8 @@ class LoadAttempt:
     def read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         """As ReplicatedReader.read_data. What lies here of the save is not removed meanwhile, however long it takes."""
         began, key = time.monotonic(), f"rank {self._world.rank}"
-        wanted = self._group_by_shard(self._place(plan.items))
+        placed = self._held if isinstance(plan, HeldPlan) else self._place(plan.items)
+        wanted = self._group_by_shard(placed)
         shards = sorted(self._survey.manifest.shards)
         remote = {shard for shard in wanted if self._is_remote(shard)}
         windows = windows_for(wanted, remote.__contains__, shards)
@@ -256,7 +266,7 @@ class LoadAttempt:
             Loading(reader, remote.__contains__, exchange).run(windows, shards, feed, place_of)
             for ones in items.values():
                 ones.finish()
-        self._report_read(reader.findings.traffic, len(plan.items), began)
+        self._report_read(reader.findings.traffic, len(placed), began)
 
     def _take_cache(self, stack: ExitStack) -> RankCache | None:
         cache, self._cache = self._cache, None

@@ -26,7 +26,7 @@ from replicated_ckpt.dcp.load.reader_parts import ReaderBucket, ReaderParts
 from replicated_ckpt.dcp.load.report import LoadReport
 from replicated_ckpt.dcp.runtime.caller import find_line
 from replicated_ckpt.dcp.runtime.raised_by_load import as_checkpoint_exception
-from replicated_ckpt.dcp.runtime.torch_private import calling
+from replicated_ckpt.dcp.runtime.torch_private import calling, leaves_plans
 from replicated_ckpt.dcp.tensors.stored_tensor import StoredTensors
 from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptError
 from replicated_ckpt.stores.bucket.bucket import Bucket
@@ -232,10 +232,12 @@ class ReplicatedReader(StorageReader):
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Checks that every item this rank needs lies in a shard of the save that has a copy somewhere.
 
+        Called by DCP for a planner that leaves plans as they are, it keeps the items here: what it returns has their names.
+
         Raises:
             ShardLost: naming the shards that have none. ManifestInvalid: metadata and manifest contradict each other.
         """
-        return self._under_way.plan(plan)
+        return self._under_way.plan(plan, keeps_items=type(self) is ReplicatedReader and leaves_plans(self))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Tells the ranks of each node which of them fetches what several need from elsewhere: each block once.

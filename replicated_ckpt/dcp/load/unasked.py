@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan
 
+from replicated_ckpt.dcp.planning.held_plan import names_asked
 from replicated_ckpt.dcp.rank_state.items import find_world
 
 _PREFIXES_MAX = 8
@@ -18,7 +19,7 @@ _ADVICE = (
 
 def describe_unasked(checkpoint_id: str, saved: Mapping[str, STORAGE_TYPES], plans: Sequence[LoadPlan]) -> str | None:
     """A warning about the saved entries for which no rank's plan asks, None where there are none."""
-    asked = {item.storage_index.fqn for plan in plans for item in plan.items}
+    asked = names_asked(plans)
     unasked = [name for name, entry in saved.items() if name not in asked and _has_content(entry)]
     unasked = [name for name in unasked if find_world(name) in (None, len(plans))]  # RankState speaks of other worlds
     if not unasked:

@@ -1,1 +1,1 @@
-"""Save plans that are kept from one save to the next."""
+"""Plans that travel once or not at all: of saves, kept from one to the next, and of loads."""

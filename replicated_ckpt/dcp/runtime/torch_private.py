@@ -23,6 +23,7 @@ from torch.distributed._shard.sharded_tensor import metadata as old_metadata
 from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as OldTensorProperties
 from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.filesystem import _StoragePrefix as StoragePrefix
 from torch.distributed.checkpoint.utils import _DistWrapper
@@ -118,6 +119,7 @@ class StepCollectives(_ByCoordinator, Protocol):
         """What the coordinator gives to this rank."""
 
 
+_LEAVING = "create_global_plan", "finish_plan"
 _OUTCOMES = {"all_reduce": "broadcast_object", "reduce_scatter": "all_gather_object"}
 """By method of DCP's wrapper of a process group: the collective by which its ranks learn how the call ended.
 
@@ -154,6 +156,23 @@ def use_collectives(collectives: StepCollectives) -> bool:
     for name in ("gather_object", "scatter_object", "broadcast_object"):
         setattr(wrapper, name, getattr(collectives, name))
     return True
+
+
+def leaves_plans(reader: object) -> bool:
+    """Whether DCP asks this very reader and a planner that leaves plans as they are: then one may travel without items.
+
+    Seen on torch 2.7 to 2.15: `DefaultLoadPlanner.create_global_plan` and `finish_plan` return what they are given, and
+    DCP's `_load_state_dict` calls nothing else of the planner and the reader between `prepare_local_plan` and `read_data`.
+    """
+    for frame, _ in walk_stack(sys._getframe(1)):  # noqa: SLF001 - the documented CPython call for it
+        if (frame.f_globals.get("__name__"), frame.f_code.co_name) == (_LOADER, "_load_state_dict"):
+            planner = frame.f_locals.get("planner")
+            methods = (getattr(getattr(planner, name, None), "__func__", None) for name in _LEAVING)
+            is_left = all(
+                method is vars(DefaultLoadPlanner)[name] for method, name in zip(methods, _LEAVING, strict=True)
+            )
+            return frame.f_locals.get("storage_reader") is reader and is_left
+    return False
 
 
 def _wrapper_of_step() -> tuple[_DistWrapper | None, str]:

@@ -1,0 +1,50 @@
+"""A plan of reading that stays on the rank that made it: what the coordinator is to know of it travels in its place."""
+
+import json
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+
+from replicated_ckpt.errors import ConfigInvalid
+
+
+class ItemsHeld(list[ReadItem]):
+    """The items of a plan that stayed on its rank. A planner that looks at all ranks' items would miss that rank's."""
+
+    def __iter__(self) -> Iterator[ReadItem]:
+        raise ConfigInvalid(
+            "A rank keeps its plan, as its planner is one that leaves plans as they are; this rank's planner is another.",
+            "Pass planners of one class to `dcp.load` on all ranks.",
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ItemsHeld, ()
+
+
+@dataclass
+class HeldPlan(LoadPlan):
+    """In the place of a plan whose rank keeps the items. `asked`: the names for which they ask, packed."""
+
+    asked: bytes = b""
+
+
+def hold(plan: LoadPlan) -> LoadPlan:
+    """What travels in the place of `plan`: all of it but the items, and of these the names."""
+    names = json.dumps(sorted({item.storage_index.fqn for item in plan.items}))
+    return HeldPlan(ItemsHeld(), plan.storage_data, plan.planner_data, zlib.compress(names.encode(), 1))
+
+
+def hand_back(plan: LoadPlan) -> LoadPlan:
+    """What travels back to its rank, which knows for what it asks."""
+    return replace(plan, asked=b"") if isinstance(plan, HeldPlan) else plan
+
+
+def names_asked(plans: Sequence[LoadPlan]) -> set[str]:
+    """The names for which any of these plans asks, held or not."""
+    names = {item.storage_index.fqn for plan in plans if not isinstance(plan, HeldPlan) for item in plan.items}
+    for packed in {plan.asked for plan in plans if isinstance(plan, HeldPlan)}:  # many ranks ask for the same
+        names.update(json.loads(zlib.decompress(packed)))
+    return names
