@@ -174,7 +174,7 @@ class LoadAttempt:
         self._check(placed)
         self._is_followed = follow_step(self._learn_outcome)
         plan = replace(plan, storage_data=self._remote_needs(placed))
-        if not keeps_items or self._world.blackboard is None:
+        if not keeps_items or type(plan) is not LoadPlan or self._world.blackboard is None:
             return plan
         self._held = placed
         return hold(plan)

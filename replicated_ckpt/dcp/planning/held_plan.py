@@ -3,7 +3,7 @@
 import json
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
@@ -34,7 +34,8 @@ class HeldPlan(LoadPlan):
 def hold(plan: LoadPlan) -> LoadPlan:
     """What travels in the place of `plan`: all of it but the items, and of these the names."""
     names = json.dumps(sorted({item.storage_index.fqn for item in plan.items}))
-    return HeldPlan(ItemsHeld(), plan.storage_data, plan.planner_data, zlib.compress(names.encode(), 1))
+    kept: dict[str, Any] = {one.name: getattr(plan, one.name) for one in fields(LoadPlan)}
+    return HeldPlan(**{**kept, "items": ItemsHeld(), "asked": zlib.compress(names.encode(), 1)})
 
 
 def hand_back(plan: LoadPlan) -> LoadPlan:
