@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 
 from replicated_ckpt.dcp.hand_over.finishing import AgentSilent
-from replicated_ckpt.dcp.runtime.failures import describe_failure
+from replicated_ckpt.dcp.runtime.failures import describe_failure, forget_locals
 from replicated_ckpt.stores.thread_start import start_worker
 
 log = logging.getLogger(__name__)
@@ -62,16 +62,18 @@ class Ending:
         except BaseException as exc:  # noqa: BLE001 - top of a thread; who asks for the end gets the error
             if self._is_acknowledged.is_set():
                 log.warning("a save that was acknowledged as staged has failed: %s", describe_failure(exc))
-            self.end.set_exception(exc)
+            self.end.set_exception(forget_locals(exc))
         else:
             self.end.set_result(None)
         finally:
+            del work  # else the error's traceback would hold it
             self._runs_in = None
             self._is_acknowledged.set()
 
 
 _all: weakref.WeakSet[Ending] = weakref.WeakSet()
-_last_by_session: dict[str, Ending] = {}
+_last_by_session: "weakref.WeakValueDictionary[str, Ending]" = weakref.WeakValueDictionary()
+"""One that is not over is held by its thread."""
 
 
 def keep_last(session: str, ending: Ending) -> None:

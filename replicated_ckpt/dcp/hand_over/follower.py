@@ -10,6 +10,7 @@ from replicated_ckpt.agent.saves.hand_overs import HandedShard
 from replicated_ckpt.agent.saves.shard_copies import WrittenCopies
 from replicated_ckpt.dcp.hand_over.handed import HandedOver, hand_over
 from replicated_ckpt.dcp.hand_over.layout import ShardLayout
+from replicated_ckpt.dcp.runtime.failures import forget_locals
 from replicated_ckpt.dcp.staging.segment import descriptor_of
 from replicated_ckpt.errors import StoreUnavailable
 from replicated_ckpt.stores.local.store import LocalStore
@@ -56,7 +57,7 @@ class Follower:
         try:
             found, error = self._wait(), None
         except BaseException as exc:  # noqa: BLE001 - top of a thread; who asks for the end gets the error
-            found, error = None, exc
+            found, error = None, forget_locals(exc)
         self._layout.close()
         self._staged = None
         if found is not None:

@@ -5,8 +5,11 @@ import signal
 import sys
 import threading
 import time
+import traceback
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,12 +25,13 @@ from replicated_ckpt.agent.saves.shard_copies import WrittenCopies
 from replicated_ckpt.dcp.c10d.blackboard import Blackboard
 from replicated_ckpt.dcp.c10d.world import World
 from replicated_ckpt.dcp.hand_over import ending, patience
-from replicated_ckpt.dcp.hand_over.ending import Ending, await_last, keep_last
+from replicated_ckpt.dcp.hand_over.ending import Ending, await_last, find_last, keep_last
 from replicated_ckpt.dcp.hand_over.finishing import AgentSilent
 from replicated_ckpt.dcp.hand_over.outcome import telling_end
 from replicated_ckpt.dcp.save.attempt import SaveAttempt
 from replicated_ckpt.errors import ReplicatedCkptError, SaveAborted, StoreUnavailable
 from replicated_ckpt.stores.local.directories.intent import Intent
+from tests.agent.agents import wait_for
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
@@ -69,6 +73,45 @@ def test_a_forked_child_waits_for_no_end(gate: threading.Event) -> None:
     assert not followed.end.done()
     gate.set()
     _await_end("forked", followed)
+
+
+class Worked:
+    """What a save works on."""
+
+
+def test_a_save_that_has_failed_holds_nothing_of_the_state(gate: threading.Event) -> None:
+    """Its error says where it was raised, and why; no frame in it, and nothing of ours, keeps what was worked on."""
+    held: list[weakref.ref[Worked]] = []
+
+    def work(worked: Worked, ending: Ending) -> None:
+        inner = Worked()
+        held.extend([weakref.ref(worked), weakref.ref(inner)])
+        ending.acknowledge()
+        assert gate.wait(TIMEOUT_S)
+        try:
+            Path("/no/such/disk").stat()
+        except OSError as exc:
+            raise StoreUnavailable("this node", "finish", "the save", "it failed") from exc
+
+    gc.collect()
+    gc.disable()
+    try:
+        followed = Ending(partial(work, Worked()))
+        keep_last("failed", followed)
+        assert find_last("failed") is followed
+        gate.set()
+        error = followed.end.exception(TIMEOUT_S)
+        wait_for(lambda: [ref() for ref in held] == [None, None], TIMEOUT_S, "the end of the thread")
+    finally:
+        gc.enable()
+    assert error is not None
+    lines = "".join(traceback.format_exception(error))
+    assert "/no/such/disk" in lines
+    assert "in work" in lines
+    ended = weakref.ref(followed)
+    del followed, error
+    gc.collect()
+    assert ended() is None
 
 
 def acknowledged(root: Path, reports: list[Any], board: Blackboard | None = None) -> SaveAttempt:
