@@ -22,6 +22,7 @@ from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.core.protocol.placement import intended_holders
 from replicated_ckpt.errors import ObjectMissing, PeerProtocolError, ReplicatedCkptError, SaveAborted, StoreUnavailable
 from replicated_ckpt.stores.files.locks import HeldLock
+from replicated_ckpt.stores.kept_error import forget_locals
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.versions.replaceable import check_decidable
 from replicated_ckpt.stores.peer.answer import parsing
@@ -165,7 +166,7 @@ class Finisher:
             end.set_result(self._finish(save_id, outline))
         except BaseException as exc:  # noqa: BLE001 - top of a thread; the rank that waits gets the error
             log.warning("save %s is not finished: %s", save_id, one_line(exc))
-            end.set_exception(exc)
+            end.set_exception(forget_locals(exc))
         finally:
             held.release()
 

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 
 from replicated_ckpt.dcp.hand_over.finishing import AgentSilent
-from replicated_ckpt.dcp.runtime.failures import describe_failure, forget_locals
+from replicated_ckpt.dcp.runtime.failures import describe_failure
+from replicated_ckpt.stores.kept_error import forget_locals
 from replicated_ckpt.stores.thread_start import start_worker
 
 log = logging.getLogger(__name__)

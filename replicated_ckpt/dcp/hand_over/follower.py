@@ -10,9 +10,9 @@ from replicated_ckpt.agent.saves.hand_overs import HandedShard
 from replicated_ckpt.agent.saves.shard_copies import WrittenCopies
 from replicated_ckpt.dcp.hand_over.handed import HandedOver, hand_over
 from replicated_ckpt.dcp.hand_over.layout import ShardLayout
-from replicated_ckpt.dcp.runtime.failures import forget_locals
 from replicated_ckpt.dcp.staging.segment import descriptor_of
 from replicated_ckpt.errors import StoreUnavailable
+from replicated_ckpt.stores.kept_error import forget_locals
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.thread_start import start_worker
 

@@ -1,7 +1,5 @@
 """What a save or load has failed with, in a line of a log: DCP's own text is the tracebacks of all ranks, one by one."""
 
-from traceback import clear_frames
-
 from torch.distributed.checkpoint.api import CheckpointException
 
 from replicated_ckpt.core.one_line import one_line
@@ -20,19 +18,6 @@ def describe_failure(error: BaseException) -> str:
     shown = [f"rank {rank}: {_describe(each)}" for _, rank, each in failures[:_RANKS_SHOWN_MAX]]
     left = len(failures) - len(shown)
     return "; ".join([*shown, *([f"and {plural(left, 'more rank')}"] if left > 0 else [])])
-
-
-def forget_locals(error: BaseException) -> BaseException:
-    """The error, for those who ask for it later: it says where it was raised, and holds nothing that was in use there."""
-    waiting: list[BaseException | None] = [error]
-    seen: set[int] = set()
-    while waiting:
-        each = waiting.pop()
-        if each is not None and id(each) not in seen:
-            seen.add(id(each))
-            clear_frames(each.__traceback__)
-            waiting += [each.__cause__, each.__context__]
-    return error
 
 
 def _describe(error: BaseException) -> str:

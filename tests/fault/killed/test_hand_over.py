@@ -1,10 +1,12 @@
 """The hand-over of asynchronous saves: the agent reads the ranks' memory, and nothing that dies loses what was promised."""
 
+import gc
 import os
 import signal
 import statistics
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,9 @@ from replicated_ckpt.errors import ObjectCorrupt, SaveAborted
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.shard_file import FileSink
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.tee import Buffers
 from replicated_ckpt.stores.throttle import Pace
+from tests.agent.agents import wait_for
 from tests.harness.cluster import Attempt, Cluster, call
 from tests.harness.node import Node
 from tests.marks import long, mark_long
@@ -101,6 +105,28 @@ def test_memory_that_is_cut_short_fails_the_shard_alone(store: LocalStore) -> No
         hand_overs.take(handed(store, (0, 0, 1000)), [staged]).result(30)
     assert list(store.staging(SAVE).iterdir()) == []
     assert hand_overs.take(handed(store, (0, 0, 10)), [memory(b"0" * 10)]).result(30).size_bytes > 10
+
+
+def test_a_shard_that_failed_holds_no_memory_of_the_agent(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the last 64 shards that it failed to write, as on a full disk, the agent keeps why: not the buffers of each."""
+    buffers: list[weakref.ref[Buffers]] = []
+
+    class Watched(Buffers):
+        def __init__(self) -> None:
+            super().__init__()
+            buffers.append(weakref.ref(self))
+
+    monkeypatch.setattr("replicated_ckpt.agent.saves.hand_overs.Buffers", Watched)
+    hand_overs = HandOvers(store)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            failed = hand_overs.take(handed(store, (0, 0, 11)), [memory(b"0" * 10)])
+            assert isinstance(failed.exception(30), ObjectCorrupt)
+        wait_for(lambda: [ref() for ref in buffers] == [None] * 3, 30, "the ends of the threads")
+    finally:
+        gc.enable()
 
 
 def test_a_shard_is_written_at_the_pace_of_copies(store: LocalStore) -> None:
