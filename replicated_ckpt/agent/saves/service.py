@@ -45,7 +45,7 @@ from replicated_ckpt.stores.local.directories.intent import WRITER, Intent
 from replicated_ckpt.stores.local.remains import RemainsReader
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.versions.recycled import RecycledFiles, RoomOfRecycled
-from replicated_ckpt.stores.local.versions.replaced import lock_version
+from replicated_ckpt.stores.local.versions.replaced import lock_version, look_again
 from replicated_ckpt.stores.peer.client import AgentAddress
 from replicated_ckpt.stores.unmanaged.adoption import check_adopted, stage_shards
 
@@ -346,7 +346,7 @@ class NodeService:
                 return Answer.DECIDED
         if self.store.catalog.checkpoint_of(save_id) is not None:
             return Answer.PUBLISHED
-        return Answer.STAGED if self.store.is_staged(save_id) else Answer.ABSENT
+        return Answer.STAGED if self.store.is_staged(save_id) else look_again(self.store.catalog, save_id)
 
     def answer_to_settle(self, save_id: str, *, is_over: bool, is_left: bool) -> dict[str, Any]:
         """As `state_of`, for a node that settles the save: what this node says is what it keeps to.

@@ -63,19 +63,19 @@ class HeldLock:
     def is_held(self) -> bool:
         return self.fd >= 0
 
-    def wait(self, path: Path, *, shared: bool = False) -> None:
+    def wait(self, path: Path, *, shared: bool = False, within_s: float | None = None) -> None:
         """Takes the lock of the file at `path`, once no other process keeps it from that. Where this raises it is closed.
 
         Raises:
             StoreUnavailable: another holds it for too long, or is stopped.
         """
         try:
-            self._await(path, shared=shared)
+            self._await(path, shared=shared, within_s=LOCK_TIMEOUT_S if within_s is None else within_s)
         except BaseException:
             self.close()
             raise
 
-    def _await(self, path: Path, *, shared: bool) -> None:
+    def _await(self, path: Path, *, shared: bool, within_s: float) -> None:
         began = moving_at = time.monotonic()
         pause_s = _POLL_FIRST_S
         while not self.try_take(shared=shared):
@@ -84,7 +84,7 @@ class HeldLock:
             now = time.monotonic()
             if pause_s < _POLL_MAX_S or not (pid := holder_of(path)) or not is_stopped(pid):
                 moving_at = now
-            if now - moving_at > LOCK_STOPPED_S or now - began > LOCK_TIMEOUT_S:
+            if now - moving_at > LOCK_STOPPED_S or now - began > within_s:
                 raise _held_for_too_long(path, now - began)
 
     def try_take(self, *, shared: bool = False) -> bool:
@@ -214,7 +214,7 @@ def _held_for_too_long(path: Path, waited_s: float) -> StoreUnavailable:
 
 
 @contextlib.contextmanager
-def exclusive(directory: Path) -> Iterator[None]:
+def exclusive(directory: Path, within_s: float | None = None) -> Iterator[None]:
     """One thread or process at a time is in the block; none is kept out while there is no such directory.
 
     Two that give the same names to the same directories would undo each other's work.
@@ -226,5 +226,5 @@ def exclusive(directory: Path) -> Iterator[None]:
         yield
         return
     with HeldLock(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as lock:
-        lock.wait(directory)
+        lock.wait(directory, within_s=within_s)
         yield

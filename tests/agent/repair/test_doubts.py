@@ -7,17 +7,20 @@ from typing import Any
 
 import pytest
 
+from replicated_ckpt import failpoints
 from replicated_ckpt.agent.saves.doubts import Leftover
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.settling import settle as settling
 from replicated_ckpt.agent.settling.settle import settle
-from replicated_ckpt.core.layout import MANIFEST_NAME
+from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
 from replicated_ckpt.core.protocol.settlement import Answer
 from replicated_ckpt.errors import StoreUnavailable
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.local.versions import replaced
+from replicated_ckpt.stores.peer.client import AgentAddress
 from tests.agent.agents import running_agent
-from tests.agent.checkpoints import checkpointed, findings, introduced, shard
+from tests.agent.checkpoints import METADATA, checkpointed, findings, introduced, shard
 from tests.damage import make_newer
 
 SAVE, OTHER = "2" * 32, "0" * 11 + "a"
@@ -83,4 +86,47 @@ def test_a_save_that_a_node_outside_of_the_job_has_taken_over_is_completed(tmp_p
         (tmp_path / "staged").rename(own.path_of_staged(manifest.save_id, shard(0)))
         settle(service, [Leftover(intent, "its group has gone on", is_over=True)], [asked.endpoint.address()])
     assert own.catalog.checkpoint_of(manifest.save_id) == "step-1"
+    assert findings(own) == []
+
+
+@pytest.mark.parametrize("is_killed", [False, True], ids=["just then", "after a crash just then"])
+def test_a_version_that_is_being_replaced_is_not_unknown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_killed: bool
+) -> None:
+    """A save that another node has staged would be removed there, and with it the only copy of a shard."""
+    own, coordinator = LocalStore(tmp_path / "own"), LocalStore(tmp_path / "coordinator")
+    nodes, stores = (own.node_id(), coordinator.node_id()), [own, coordinator]
+    old = checkpointed(stores, 1, {shard(0): [0], shard(1): [1]}, copies=1)
+    (own.root / "step-1" / shard(0)).rename(tmp_path / "staged")
+    shutil.rmtree(own.root / "step-1")
+    service, asked = NodeService(own), NodeService(coordinator)
+    intent = Intent(old.save_id, "step-1", "s", overwrite=True, nodes=nodes, coordinator=nodes[1])
+    service.begin(intent)
+    (tmp_path / "staged").rename(own.path_of_staged(old.save_id, shard(0)))
+
+    def ask(*_: Any) -> Answer:
+        return Answer(asked.answer_to_settle(old.save_id, is_over=False, is_left=False)["state"])
+
+    def settle_meanwhile(name: str) -> None:
+        if not is_killed:
+            settle(service, [Leftover(intent, "its processes are gone")], [AgentAddress(nodes[1], "host", 1, "token")])
+            assert own.is_staged(old.save_id)
+        raise failpoints.FailpointReached(name)
+
+    monkeypatch.setattr(settling, "_ask", ask)
+    monkeypatch.setattr(replaced, "LOOK_WITHIN_S", 0.1)
+    new = checkpointed(stores, 2, {shard(0): [0], shard(1): [1]}, copies=1, on=[])
+    coordinator.begin(Intent(new.save_id, "step-1", "s", overwrite=True, coordinator=nodes[1]))
+    coordinator.put_small(new.save_id, METADATA_NAME, METADATA)
+    coordinator.put_small(new.save_id, MANIFEST_NAME, new.encode())
+    with failpoints.arm("commit.replaced", settle_meanwhile), pytest.raises(failpoints.FailpointReached):
+        coordinator.commit(new.save_id)
+    settle(service, [Leftover(intent, "its processes are gone")], [AgentAddress(nodes[1], "host", 1, "token")])
+    assert own.is_staged(old.save_id)
+    asked.recover()
+    monkeypatch.undo()
+    with running_agent(coordinator.root) as agent:
+        introduced(own, [agent.endpoint.address()])
+        settle(service, [Leftover(intent, "its processes are gone")], [agent.endpoint.address()])
+    assert own.catalog.checkpoint_of(old.save_id) == "step-1"
     assert findings(own) == []

@@ -9,9 +9,9 @@ import os
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from replicated_ckpt.core.layout import REPLACED_DIR, ShardName
+from replicated_ckpt.core.layout import REPLACED_DIR, STAGING_DIR, ShardName
 from replicated_ckpt.core.manifest import Manifest
-from replicated_ckpt.core.protocol.settlement import may_publish
+from replicated_ckpt.core.protocol.settlement import Answer, may_publish
 from replicated_ckpt.errors import ManifestInvalid, SaveSuperseded, StoreUnavailable
 from replicated_ckpt.stores.files.durable import (
     SHORTAGES,
@@ -21,7 +21,7 @@ from replicated_ckpt.stores.files.durable import (
     translate_errors,
 )
 from replicated_ckpt.stores.files.existence import is_directory, is_there
-from replicated_ckpt.stores.files.locks import HeldLock
+from replicated_ckpt.stores.files.locks import HeldLock, exclusive
 from replicated_ckpt.stores.files.renames import exchange
 from replicated_ckpt.stores.local.directories.catalog import Catalog, read_believed
 from replicated_ckpt.stores.local.directories.intent import Intent
@@ -29,6 +29,8 @@ from replicated_ckpt.stores.local.versions.others import give_back_others
 
 log = logging.getLogger(__name__)
 
+LOOK_WITHIN_S = 1.0
+"""So long a question waits for names that are being moved: a load may wait for the answer."""
 _MOVES_MAX = 5
 """So often a version may be moved while a reader locks it; it is moved once, when a newer save replaces it."""
 
@@ -61,6 +63,24 @@ def replaced_path(root: Path, before: Manifest | None, save_id: str) -> Path:
     if before is not None and is_directory(path) and (there is None or there.save_id != before.save_id):
         path.rename(directory / save_id)
     return path
+
+
+def look_again(catalog: Catalog, save_id: str) -> Answer:
+    """What becomes of a save that was found nowhere: a version has no name for an instant while a newer one takes it.
+
+    So it is looked for under the lock of the store, and where a crash in that instant may have left it.
+
+    Raises:
+        StoreUnavailable: names are being moved for longer than is waited for. StoreError
+    """
+    staging = catalog.root / STAGING_DIR
+    with translate_errors(str(catalog.root), "look for", save_id), exclusive(staging, LOOK_WITHIN_S):
+        if is_directory(staging / save_id):
+            return Answer.STAGED
+        if catalog.checkpoint_of(save_id) is not None:
+            return Answer.PUBLISHED
+        is_left = any(left is not None and left.save_id == save_id for left in map(read_believed, staging.glob("*")))
+        return Answer.PUBLISHED if is_left else Answer.ABSENT
 
 
 def lock_version(catalog: Catalog, checkpoint_id: str, save_id: str) -> HeldLock | None:
