@@ -60,6 +60,8 @@ def drop_outlived(
         else:
             continue
         with _keeping(f"save {intent.save_id}, which is over,"):
+            if intent.coordinator == service.node_id:  # its other nodes may have the decision, too: they ask
+                service.store.note_given_up(intent.save_id)
             service.abort(intent.save_id, why)
             log.info("removed save %s of %s, which was in doubt: %s", intent.save_id, intent.checkpoint_id, why)
 

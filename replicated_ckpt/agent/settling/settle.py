@@ -96,10 +96,21 @@ def _settle_one(
     ):  # a crash left its description alone: nothing can be completed
         service.abort(intent.save_id, leftover.why, unless_decided=True)
         return
-    if answer is Answer.DECIDED:  # it waits for no node: it goes once the newer save is seen whole
-        service.doubts.note(intent, ())
+    if answer is Answer.DECIDED:  # it goes once the newer save is seen whole, or where the node that decided it says so
+        if _is_given_up(service, intent, silent):
+            service.abort(intent.save_id, leftover.why)
+            log.warning("removed save %s of %r: its coordinator's node has", intent.save_id, intent.checkpoint_id)
+        else:
+            service.doubts.note(intent, ())
         return
     _settle_by_others(service, leftover, peers, silent, lost)
+
+
+def _is_given_up(service: NodeService, intent: Intent, silent: set[str]) -> bool:
+    """Whether its coordinator's node says that a decided save is over: no node has published it, or a policy retired it."""
+    asked = [peer for peer in service.peers.read_all() if peer.node_id == intent.coordinator]
+    asked = [peer for peer in asked if peer.node_id not in silent | {service.node_id}]
+    return Answer.GIVEN_UP in _answers(intent, "working", asked, silent).values()
 
 
 def _settle_by_others(

@@ -25,7 +25,8 @@ class Answer(Enum):
     ABSENT = "unknown"
     """Nothing of it is there. That a coordinator's node has it no more tells nothing: it may have been put back since."""
     GIVEN_UP = "given up"
-    """The save is over: this node, its coordinator's, never decides it; or published it, and retention has removed it."""
+    """The save is over: this node, its coordinator's, never decides it, or has seen that no node published it and that a
+    newer save has its name; or this node had published it, and retention has removed it."""
 
 
 _NOT_PUBLISHED = (Answer.STAGED, Answer.ABSENT, Answer.GIVEN_UP)

@@ -157,6 +157,44 @@ def test_a_decided_save_whose_name_another_run_has_taken_goes(
     assert is_staged(service, NEW) is bool(kept_by)
 
 
+def test_a_decided_save_that_its_coordinators_node_has_given_up_goes(service: NodeService, tmp_path: Path) -> None:
+    """Another run's save has its name on both nodes. On the one that did not coordinate it, it was in doubt for ever."""
+    coordinator = NodeService(LocalStore(tmp_path / "coordinator"))
+    nodes = (service.node_id, coordinator.node_id)
+    theirs = manifest_of(OLD, 3, ANOTHER, nodes)
+    mine = manifest_of(NEW, 2, RUN, nodes)
+    for node in (service, coordinator):
+        for manifest, opened in ((mine, True), (theirs, True), (theirs, False), (mine, False)):
+            if opened:
+                where = coordinator.node_id if manifest is mine else OTHER
+                node.store.begin(
+                    Intent(manifest.save_id, "step-10", "s", overwrite=True, nodes=nodes, coordinator=where)
+                )
+                for shard in SHARDS:
+                    (node.store.staging(manifest.save_id) / shard).write_bytes(b"x" * 10)
+                continue
+            decide(node.store, manifest)
+            if manifest is theirs:
+                node.commit(OLD)
+        settle(node, node.find_abandoned(0.0), [])
+        assert is_staged(node, NEW)
+    views = (*look(service), *look(coordinator))
+    service.peers.learn([AgentAddress(coordinator.node_id, "127.0.0.1", 1, "token")])
+
+    def ask(*_: object) -> Answer:
+        return Answer(coordinator.answer_to_settle(NEW, is_over=False, is_left=False)["state"])
+
+    with mock.patch.object(settling, "_ask", ask):
+        settle(service, service.find_abandoned(0.0), [])
+        assert is_staged(service, NEW), "while its coordinator's node has it"
+        for node in (coordinator, service):
+            drop_outlived(node, {OLD: theirs}, views)
+        assert not is_staged(coordinator, NEW)
+        settle(service, service.find_abandoned(0.0), [])
+    assert not is_staged(service, NEW)
+    assert service.doubts.read_all() == ()
+
+
 def test_what_a_crash_left_of_a_save_that_was_published_and_retired_goes(service: NodeService) -> None:
     """Its description alone lies here, and another node has the save: there is nothing that could be completed."""
     service.store.begin(Intent(NEW, "step-10", "repair", overwrite=True))
