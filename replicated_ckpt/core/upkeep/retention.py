@@ -182,7 +182,7 @@ def plan_retention(
         if policy.tier == NODES and policy.retention is not None:
             mine = {save_id: found for save_id, found in manifest_by_save.items() if _is_under(found, policy)}
             verdicts += judge(list(_candidates(mine, up, holdings, in_doubt=in_doubt)), policy.retention)
-    verdicts += list(_replaced_by_those_that_go(verdicts, manifest_by_save))
+    verdicts += list(_replaced_by_those_that_go(verdicts, manifest_by_save, holdings))
     removals = tuple(
         Removal(node_id, verdict.checkpoint_id, verdict.save_id, verdict.rule)
         for verdict in verdicts
@@ -199,14 +199,17 @@ def find_retired(manifest_by_save: Mapping[str, Manifest], nodes: Sequence[NodeV
 
 
 def _replaced_by_those_that_go(
-    verdicts: Sequence[Verdict], manifest_by_save: Mapping[str, Manifest]
+    verdicts: Sequence[Verdict], manifest_by_save: Mapping[str, Manifest], holdings: Mapping[str, Sequence[Holding]]
 ) -> Iterator[Verdict]:
     """Other runs' checkpoints that a user has saved over, and that are there still, as a load read them at that time.
 
     Else they would be that checkpoint once more. They come last here, so a node removes them before what tells of them.
+    What a save was to replace that is not whole has not given way to it, and stays.
     """
     judged = {verdict.save_id for verdict in verdicts}
-    for verdict in [verdict for verdict in verdicts if not verdict.is_kept]:
+    going = (verdict.save_id for verdict in verdicts if not verdict.is_kept)
+    whole = {save_id for save_id in going if _copies(manifest_by_save[save_id], holdings[save_id])}
+    for verdict in [verdict for verdict in verdicts if verdict.save_id in whole]:
         for save_id in manifest_by_save[verdict.save_id].replaces:
             old = manifest_by_save.get(save_id)
             if old is not None and old.checkpoint_id == verdict.checkpoint_id and save_id not in judged:

@@ -44,6 +44,17 @@ def test_what_a_save_has_replaced_goes_with_it_and_before_it() -> None:
     assert plan_of([over, newer[0], old]).retired == frozenset()
 
 
+def test_what_a_save_was_to_replace_that_is_not_whole_stays() -> None:
+    """That other run's checkpoint has not given way: it is whole, and the only one of its name that is."""
+    (old,) = of_run(OTHER, 9)
+    over = replace(of_run(OURS, 1)[0], checkpoint_id=old.checkpoint_id, replaces=(old.save_id,))
+    saves = [over, *of_run(OURS, 2, 3), old]
+    held = [replace(holding("a", one), lineage=one.lineage) for one in saves]
+    held[0] = replace(held[0], sizes=dict(list(held[0].sizes.items())[:1]))
+    plan = plan_retention(by_save(saves), [NodeView("a", Presence.UP, tuple(held))], [KEEP_TWO])
+    assert plan.retired == {over.save_id}
+
+
 def test_what_has_another_name_by_now_does_not_go_with_the_save_that_replaced_it() -> None:
     """A user has copied it under a name of its own."""
     (old,) = of_run(OTHER, 9)
