@@ -6,6 +6,7 @@ What becomes of it is decided by `core.settlement`; here the nodes are asked and
 import logging
 import urllib.parse
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 from replicated_ckpt.agent.peers.fetch import fetch_first, fetch_manifest, fetch_metadata
 from replicated_ckpt.agent.saves.doubts import Leftover
@@ -67,11 +68,24 @@ def give_up_lost(service: NodeService, save_id: str, lost: Collection[str]) -> S
         _settle_one(service, leftover, service.peers.read_all(), set(), frozenset(lost))
     waits_for = next((doubt.waits_for for doubt in service.doubts.read_all() if doubt.intent.save_id == save_id), ())
     if not waits_for and service.store.is_staged(save_id):
-        raise ConfigInvalid(
-            f"Save {save_id} is not given up: another node of it says that ranks work on it there, or did a moment ago.",
-            _END_JOB,
-        )
+        raise _stays(service, intent)
     return waits_for
+
+
+def _stays(service: NodeService, intent: Intent) -> ConfigInvalid:
+    """Why a save that waits for no node is not given up."""
+    named = service.store.catalog.find_manifest(intent.checkpoint_id)
+    if named is not None and service.store.is_decided(intent.save_id):
+        return ConfigInvalid(
+            f"Save {intent.save_id} is not given up: it is decided, and save {named.save_id} has its name, "
+            f"{intent.checkpoint_id!r}, on this node.",
+            f"It goes once a newer save of its run is whole. If you rename {service.store.final(intent.checkpoint_id)}, that "
+            "directory is a checkpoint of its new name, and this save is published.",
+        )
+    return ConfigInvalid(
+        f"Save {intent.save_id} is not given up: another node of it says that ranks work on it there, or did a moment ago.",
+        _END_JOB,
+    )
 
 
 def _settle_one(
@@ -208,14 +222,24 @@ def _stage_decision(service: NodeService, intent: Intent, sources: Sequence[Agen
         ReplicatedCkptError: none of them has; what is staged stays as it was.
     """
     checkpoint_id = intent.checkpoint_id or _ask_name(intent.save_id, sources)
-    manifest, raw = fetch_manifest(checkpoint_id, intent.save_id, sources)
+    try:
+        manifest, raw = fetch_manifest(checkpoint_id, intent.save_id, sources)
+    except (
+        ObjectMissing
+    ):  # a user has renamed it there: it is a checkpoint of its new name, and gets this node's part of it
+        renamed = _ask_name(intent.save_id, sources)
+        if renamed == checkpoint_id:
+            raise
+        service.store.begin(replace(intent, checkpoint_id=renamed, overwrite=False))  # refused where that name is taken
+        checkpoint_id = renamed
+        manifest, raw = fetch_manifest(checkpoint_id, intent.save_id, sources)
     metadata = fetch_metadata(checkpoint_id, manifest, sources)
     service.store.put_small(intent.save_id, METADATA_NAME, metadata)
     service.store.put_small(intent.save_id, MANIFEST_NAME, raw)
 
 
 def _ask_name(save_id: str, sources: Sequence[AgentAddress]) -> str:
-    """Of which checkpoint a save is whose intent cannot be read here."""
+    """The name under which the nodes that published a save have it."""
 
     def ask(client: AgentClient) -> str | None:
         name = client.call("GET", f"/v1/saves/{save_id}").get("checkpoint_id")

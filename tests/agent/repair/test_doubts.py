@@ -130,3 +130,24 @@ def test_a_version_that_is_being_replaced_is_not_unknown(
         settle(service, [Leftover(intent, "its processes are gone")], [agent.endpoint.address()])
     assert own.catalog.checkpoint_of(old.save_id) == "step-1"
     assert findings(own) == []
+
+
+def test_a_save_that_was_renamed_where_it_is_published_is_completed_under_that_name(tmp_path: Path) -> None:
+    """Its user has pinned it while this node was away. It was staged here for ever, and short under its new name."""
+    own, coordinator = LocalStore(tmp_path / "own"), LocalStore(tmp_path / "coordinator")
+    nodes = own.node_id(), coordinator.node_id()
+    manifest = checkpointed([own, coordinator], 1, {shard(0): [0], shard(1): [1]}, copies=1)
+    (own.root / "step-1" / shard(0)).rename(tmp_path / "staged")
+    shutil.rmtree(own.root / "step-1")
+    (coordinator.root / "step-1").rename(coordinator.root / "best")
+    with running_agent(coordinator.root) as agent:
+        introduced(own, [agent.endpoint.address()])
+        service = NodeService(own)
+        intent = Intent(manifest.save_id, "step-1", "s", overwrite=True, nodes=nodes, coordinator=nodes[1])
+        service.begin(intent)
+        (tmp_path / "staged").rename(own.path_of_staged(manifest.save_id, shard(0)))
+        settle(service, [Leftover(intent, "its processes are gone")], [agent.endpoint.address()])
+    assert service.doubts.read_all() == ()
+    assert own.catalog.checkpoint_of(manifest.save_id) == "best"
+    assert own.list_staged() == ()
+    assert findings(own) == []

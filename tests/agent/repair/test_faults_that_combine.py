@@ -25,7 +25,7 @@ from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, REPLACED_D
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
 from replicated_ckpt.core.protocol.settlement import Answer
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
-from replicated_ckpt.errors import PeerProtocolError
+from replicated_ckpt.errors import ConfigInvalid, PeerProtocolError
 from replicated_ckpt.stores.local.directories.intent import WRITER, Intent
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.versions.retire import retire
@@ -193,6 +193,21 @@ def test_a_decided_save_that_its_coordinators_node_has_given_up_goes(service: No
         settle(service, service.find_abandoned(0.0), [])
     assert not is_staged(service, NEW)
     assert service.doubts.read_all() == ()
+
+
+def test_a_decided_save_is_not_given_up_for_a_lost_node(service: NodeService) -> None:
+    """No rank works on it, as was said: another run's save has its name, and it is published once that is renamed."""
+    mine = stage(service, NEW, 4, RUN, service.node_id, is_decided=False)
+    stage(service, OLD, 3, ANOTHER, service.node_id)
+    service.commit(OLD)
+    decide(service.store, mine)
+    with pytest.raises(ConfigInvalid, match=f"it is decided, and save {OLD} has its name") as raised:
+        settling.give_up_lost(service, NEW, [OTHER])
+    assert f"If you rename {service.store.root}/step-10" in raised.value.hint
+    (service.store.root / "step-10").rename(service.store.root / "theirs")
+    assert settling.give_up_lost(service, NEW, [OTHER]) == ()
+    assert service.store.catalog.checkpoint_of(NEW) == "step-10"
+    assert service.store.catalog.checkpoint_of(OLD) == "theirs"
 
 
 def test_what_a_crash_left_of_a_save_that_was_published_and_retired_goes(service: NodeService) -> None:
