@@ -74,13 +74,13 @@ def give_up_lost(service: NodeService, save_id: str, lost: Collection[str]) -> S
 
 def _stays(service: NodeService, intent: Intent) -> ConfigInvalid:
     """Why a save that waits for no node is not given up."""
-    named = service.store.catalog.find_manifest(intent.checkpoint_id)
+    named, place = service.store.catalog.find_manifest(intent.checkpoint_id), service.store.final(intent.checkpoint_id)
     if named is not None and service.store.is_decided(intent.save_id):
         return ConfigInvalid(
             f"Save {intent.save_id} is not given up: it is decided, and save {named.save_id} has its name, "
             f"{intent.checkpoint_id!r}, on this node.",
-            f"It goes once a newer save of its run is whole. If you rename {service.store.final(intent.checkpoint_id)}, that "
-            "directory is a checkpoint of its new name, and this save is published.",
+            f"It goes once a newer save of its run is whole. If you rename {place}, that directory is a checkpoint of its "
+            "new name, and this save is published.",
         )
     return ConfigInvalid(
         f"Save {intent.save_id} is not given up: another node of it says that ranks work on it there, or did a moment ago.",
