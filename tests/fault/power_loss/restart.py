@@ -56,12 +56,16 @@ def _unneeded(fd: int) -> None:
 
 
 def _lost_shards(root: Path, promises: Promises) -> Iterator[str]:
-    """Shards that were acknowledged as durable and are neither staged nor in the checkpoint, whole."""
+    """Shards that were acknowledged as durable and lie nowhere whole: not staged, in the checkpoint, or kept as replaced."""
     in_memory = promises.get(f"memory {CHECKPOINT}", ())
     for subject, acknowledged in promises.items():
         kind, _, shard = subject.partition(" ")
         for save_id in map(str, acknowledged if kind == "durable" and shard not in in_memory else ()):
-            places = (root / ".staging" / save_id / shard, root / CHECKPOINT / shard)
+            places = [
+                root / ".staging" / save_id / shard,
+                root / CHECKPOINT / shard,
+                root / ".replaced" / save_id / shard,
+            ]
             expected = shard_file(save_id, shard)
             if not any(path.is_file() and path.read_bytes() == expected for path in places):
                 yield f"{shard} of save {save_id} was acknowledged and is not there"

@@ -19,7 +19,7 @@ from replicated_ckpt.agent.requests.body import Body
 from replicated_ckpt.agent.saves.receive import receive_file
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.core.integrity.checksum import crc32c
-from replicated_ckpt.core.layout import MANIFEST_NAME
+from replicated_ckpt.core.layout import MANIFEST_NAME, REPLACED_DIR
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
 from replicated_ckpt.stores.any_source import AnySource, Source
 from replicated_ckpt.stores.files import renames
@@ -291,6 +291,27 @@ def save_after_removal(store: LocalStore, mark: Marker) -> None:
     save_over_pool(store, mark)
 
 
+def replaced(store: LocalStore) -> None:
+    """It is kept under the id of its save, as its name was a newer one's, which is retired."""
+    committed(store)
+    place = store.root / REPLACED_DIR / OLD
+    place.parent.mkdir()
+    store.final(CHECKPOINT).rename(place)
+
+
+def taken_over(store: LocalStore, mark: Marker) -> None:
+    """A version that was replaced gets its name back, with its shards."""
+    for shard in SHARDS:
+        mark(f"durable {shard}", OLD)
+    mark(f"checkpoint {CHECKPOINT}", None, OLD)
+    mark("node", store.node_id())
+    store.begin(Intent(OLD, CHECKPOINT, "repair", overwrite=True), replaces_others=False)
+    store.put_small(OLD, ".metadata", METADATA)
+    store.put_small(OLD, ".manifest.json", manifest_of(store.node_id(), OLD, CHECKPOINT).encode())
+    store.commit(OLD)
+    mark(f"checkpoint {CHECKPOINT}", OLD)
+
+
 def peers_of(*ports: int) -> tuple[AgentAddress, ...]:
     return tuple(AgentAddress(f"{port:012x}", "127.0.0.1", port, "token") for port in ports)
 
@@ -324,6 +345,7 @@ SCENARIOS: Mapping[str, Scenario] = {
         Scenario("files for the next save", committed, given_to_the_pool),
         Scenario("save over recycled files", pooled, save_over_pool),
         Scenario("removal and save over its files", committed, save_after_removal),
+        Scenario("replaced version gets its name back", replaced, taken_over),
         Scenario("peers", nothing, met_peers),
     )
 }
