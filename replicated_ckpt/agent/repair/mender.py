@@ -7,7 +7,7 @@ from functools import partial
 
 from replicated_ckpt import failpoints
 from replicated_ckpt.agent.peers.fetch import fetch_manifest, fetch_metadata
-from replicated_ckpt.agent.saves.service import NodeService
+from replicated_ckpt.agent.saves.service import OPEN_GRACE_S, NodeService
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, STAGING_DIR, ShardName
 from replicated_ckpt.core.manifest import Manifest, ShardEntry
 from replicated_ckpt.core.protocol.settlement import may_publish
@@ -221,12 +221,13 @@ class Mender:
         log.info("took over %s (save %s)", action.checkpoint_id, action.save_id)
 
     def _refuse_while_saved(self, action: RestoreManifest) -> None:
-        """Nothing is brought under a name that ranks of this node write for: their save has not seen it, and could not be
-        published over it.
+        """Nothing is brought under a name that ranks of this node write for, or soon will: their save has not seen it, and
+        could not be published over it.
         """
         for intent in self._store.list_staged():
             is_other = intent.checkpoint_id == action.checkpoint_id and intent.save_id != action.save_id
-            if is_other and self._service.is_held(intent.save_id):
+            is_young = self._service.was_opened_within(OPEN_GRACE_S, intent)
+            if is_other and (is_young or self._service.is_held(intent.save_id)):
                 raise StoreUnavailable(
                     f"node {self._service.node_id}",
                     "take over",
