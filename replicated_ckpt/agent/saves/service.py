@@ -357,9 +357,9 @@ class NodeService:
         A save without a decision that this node coordinated, and that no rank works on, is removed before the answer: from
         then on it cannot be decided any more, and the answer stays the same.
         """
-        found = self.state_of(save_id)
+        found = self._end_of(save_id)
         if found["state"] != Answer.STAGED.value:
-            return self._with_given_up(save_id, found)
+            return found
         with self.looking():
             intent = self.store.intent_of(save_id)
             if is_over:
@@ -370,12 +370,12 @@ class NodeService:
         if intent.coordinator == self.node_id and not self.store.is_decision_damaged(save_id):
             why = "its coordinator is gone, and another node asks what became of it"
             self.abort(save_id, why, unless_decided=True)
-        return self._with_given_up(save_id, self.state_of(save_id))
+        return self._end_of(save_id)
 
-    def _with_given_up(self, save_id: str, found: dict[str, Any]) -> dict[str, Any]:
-        """What is said of a save, unless nothing of it is here and it was given up."""
-        is_over = found["state"] == Answer.ABSENT.value and self.store.given_up.has(save_id)
-        return {"state": Answer.GIVEN_UP.value} if is_over else found
+    def _end_of(self, save_id: str) -> dict[str, Any]:
+        """As `state_of`; of one that was given up that is said, whatever damaged checkpoint is here."""
+        is_over = self.store.given_up.has(save_id) and self.answer_of(save_id) is Answer.ABSENT
+        return {"state": Answer.GIVEN_UP.value} if is_over else self.state_of(save_id)
 
     def holdings(self, checkpoint_id: str | None = None) -> tuple[Holding, ...]:
         """What lies here, files that are known to be bad marked as such."""

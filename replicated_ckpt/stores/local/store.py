@@ -325,12 +325,12 @@ class LocalStore:
             log.warning("a node that has a part of save %s removes it once all others answer, as %s", save_id, exc)
 
     def _discard(self, save_id: str) -> None:
-        staging, intent = self.staging(save_id), self.intent_of(save_id)
-        is_decided = is_there(staging / MANIFEST_NAME)
+        staging, intent, was_staged = self.staging(save_id), self.intent_of(save_id), self.is_staged(save_id)
+        is_own = intent.coordinator == self.read_node_id() and not is_there(staging / MANIFEST_NAME)
         for place in self._places([intent]):
             fsync_directory(place)  # a commit that was cut off may be seen and not be durable: the intent goes last
         others.give_back_replaced(self.root, intent.replaces, intent.checkpoint_id)
-        if is_directory(staging):
+        if was_staged:
             others.give_back_others(self.root, staging, intent.checkpoint_id)
             if not replaced.keep_replaced(self.root, staging, save_id, is_published=self.is_published(save_id)):
                 trash = self._trash(save_id)
@@ -338,8 +338,8 @@ class LocalStore:
                 staging.rename(trash)
                 failpoints.reach("abort.trashed")
                 others.remove_trash(self.root, trash, staging.parent)
-        is_own = intent.coordinator == self.read_node_id()
-        if is_own and not is_decided and self.catalog.checkpoint_of(save_id) is None:
+        is_sure = was_staged or not any(self.catalog.with_invalid_manifest())  # else a damaged one here may be it
+        if is_own and is_sure and self.catalog.checkpoint_of(save_id) is None:
             self._note_given_up(save_id)  # while the intent is there: of a crash before, the next start has it noted
         self._forget(save_id)
 

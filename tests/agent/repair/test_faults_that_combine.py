@@ -25,7 +25,7 @@ from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, REPLACED_D
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
 from replicated_ckpt.core.protocol.settlement import Answer
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
-from replicated_ckpt.errors import ConfigInvalid, PeerProtocolError
+from replicated_ckpt.errors import ConfigInvalid, ManifestInvalid, PeerProtocolError
 from replicated_ckpt.stores.local.directories.intent import WRITER, Intent
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.versions.retire import retire
@@ -228,6 +228,28 @@ def test_a_damaged_decision_is_not_taken_for_none(service: NodeService, name: st
     settle(service, service.find_abandoned(0.0), [])
     assert is_staged(service, NEW)
     assert service.answer_to_settle(NEW, is_over=True, is_left=True)["state"] != "unknown"
+
+
+def test_a_damaged_checkpoint_keeps_no_save_from_being_given_up(service: NodeService) -> None:
+    """Other nodes, which have a part of that save, would wait until the other checkpoint is repaired, perhaps for ever."""
+    stage(service, OLD, 1, RUN, service.node_id)
+    service.commit(OLD)
+    flip(service.store.root / "step-10" / MANIFEST_NAME, 60)
+    stage(service, NEW, 2, RUN, service.node_id, is_decided=False)
+    for _ in range(2):
+        assert service.answer_to_settle(NEW, is_over=True, is_left=True) == {"state": "given up"}
+
+
+def test_what_may_be_published_is_not_noted_as_given_up(service: NodeService) -> None:
+    """A crash left its description; its manifest was damaged since, and it has a name: nothing tells which save that is."""
+    stage(service, NEW, 1, RUN, service.node_id)
+    intent = service.store.intent_path(NEW).read_bytes()
+    service.commit(NEW)
+    service.store.intent_path(NEW).write_bytes(intent)
+    flip(service.store.root / "step-10" / MANIFEST_NAME, 60)
+    settle(service, service.find_abandoned(0.0), [])
+    with pytest.raises(ManifestInvalid):
+        service.answer_to_settle(NEW, is_over=True, is_left=True)
 
 
 def test_an_intent_that_cannot_be_read_waits_for_all_known_nodes(service: NodeService) -> None:

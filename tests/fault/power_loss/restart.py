@@ -56,7 +56,7 @@ def _unneeded(fd: int) -> None:
 
 
 def _lost_shards(root: Path, promises: Promises) -> Iterator[str]:
-    """Shards that were acknowledged as durable and lie nowhere whole: not staged, in the checkpoint, or kept as replaced."""
+    """Shards that were acknowledged as durable and lie whole nowhere: staged, in the checkpoint, or kept as replaced."""
     in_memory = promises.get(f"memory {CHECKPOINT}", ())
     for subject, acknowledged in promises.items():
         kind, _, shard = subject.partition(" ")
