@@ -226,7 +226,7 @@ def _stage_decision(service: NodeService, intent: Intent, sources: Sequence[Agen
         manifest, raw = fetch_manifest(checkpoint_id, intent.save_id, sources)
     except (
         ObjectMissing
-    ):  # a user has renamed it there: it is a checkpoint of its new name, and gets this node's part of it
+    ):  # a user may have renamed it there: it is a checkpoint of its new name, and gets this node's part
         renamed = _ask_name(intent.save_id, sources)
         if renamed == checkpoint_id:
             raise

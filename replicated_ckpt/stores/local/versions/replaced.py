@@ -155,7 +155,7 @@ def take_back(catalog: Catalog, save_id: str, staging: Path) -> None:
     for directory in (
         staging,
         path,
-    ):  # else a power loss could undo a move, also one of before a kill, and not the removal
+    ):  # else a power loss could undo a move, one of before a kill, too, and not the removal
         fsync_directory(directory)
     manifest = catalog.manifest(f"{REPLACED_DIR}/{save_id}")
     give_back_others(catalog.root, path, manifest.checkpoint_id)
