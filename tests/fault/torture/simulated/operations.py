@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from replicated_ckpt.errors import StoreUnavailable
 from replicated_ckpt.stores.files.locks import HeldLock
 
 if TYPE_CHECKING:
@@ -138,10 +139,13 @@ class Operations:
         return any(operation.is_over for operation in waiting)
 
     def wait_for_lock(self) -> Callable[..., None]:
-        """Stands in for `HeldLock.wait`."""
+        """Stands in for `HeldLock.wait`. What waits for a bounded time gives up: an operation that is paused is slower."""
 
-        def wait(lock: HeldLock, _: Path, *, shared: bool = False) -> None:
-            self.wait_until(lambda: lock.try_take(shared=shared), "the lock of a file")
+        def wait(lock: HeldLock, path: Path, *, shared: bool = False, within_s: float | None = None) -> None:
+            if within_s is None:
+                self.wait_until(lambda: lock.try_take(shared=shared), "the lock of a file")
+            elif not lock.try_take(shared=shared):
+                raise StoreUnavailable(str(path), "lock", "this", f"it is held for longer than {within_s} s")
 
         return wait
 
