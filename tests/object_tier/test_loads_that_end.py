@@ -38,10 +38,10 @@ def once_before(monkeypatch: pytest.MonkeyPatch, step: str, act: Callable[[], No
     """Acts in the next load before this step of it."""
     goes_on, acts = getattr(LoadAttempt, step), [act]
 
-    def act_and_go_on(attempt: LoadAttempt, *arguments: Any) -> Any:
+    def act_and_go_on(attempt: LoadAttempt, *arguments: Any, **named: Any) -> Any:
         while acts:
             acts.pop()()
-        return goes_on(attempt, *arguments)
+        return goes_on(attempt, *arguments, **named)
 
     monkeypatch.setattr(LoadAttempt, step, act_and_go_on)
 

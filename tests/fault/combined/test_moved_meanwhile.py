@@ -131,11 +131,11 @@ def test_another_agent_has_the_address(
     port, goes_on = str(agent.endpoint.port), getattr(LoadAttempt, step)
     with ExitStack() as stack:
 
-        def make_room(attempt: LoadAttempt, *arguments: Any) -> Any:
+        def make_room(attempt: LoadAttempt, *arguments: Any, **named: Any) -> Any:
             agent.process.kill()
             agent.process.wait(10)
             stack.enter_context(running_agent(tmp_path / "other", "--port", port))
-            return goes_on(attempt, *arguments)
+            return goes_on(attempt, *arguments, **named)
 
         monkeypatch.setattr(LoadAttempt, step, make_room)
         with pytest.raises(CheckpointException) as raised:
@@ -154,10 +154,10 @@ def test_a_store_without_an_agent_is_overwritten(tmp_path: Path, monkeypatch: py
     trainer.save("step-1", 1)
     acts = [lambda: trainer.save("step-1", 2)]
 
-    def overwrite(attempt: LoadAttempt, *arguments: Any) -> Any:
+    def overwrite(attempt: LoadAttempt, *arguments: Any, **named: Any) -> Any:
         while acts:
             acts.pop()()
-        return goes_on(attempt, *arguments)
+        return goes_on(attempt, *arguments, **named)
 
     monkeypatch.setattr(LoadAttempt, step, overwrite)
     assert loaded(trainer.root, "step-1") == 1
