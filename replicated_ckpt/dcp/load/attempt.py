@@ -170,8 +170,12 @@ class LoadAttempt:
 
         `keeps_items`: no planner or reader of the load looks at the items before `read`, so they stay here.
         """
-        placed = self._place(plan.items)
-        self._check(placed)
+        try:
+            placed = self._place(plan.items)
+            self._check(placed)
+        except BaseException:
+            self.let_go()
+            raise
         self._is_followed = follow_step(self._learn_outcome)
         plan = replace(plan, storage_data=self._remote_needs(placed))
         if not keeps_items or type(plan) is not LoadPlan or self._world.blackboard is None:

@@ -14,6 +14,7 @@ from replicated_ckpt import ReplicatedReader, ReplicatedWriter
 from replicated_ckpt.dcp.c10d.posted_error import pack_error, unpack_error
 from replicated_ckpt.dcp.runtime.raised_by_load import as_checkpoint_exception
 from replicated_ckpt.errors import CheckpointNotFound, ConfigInvalid, ShardLost
+from replicated_ckpt.stores.local.versions.replaced import is_read
 from tests.stopwatch import Stopwatch
 
 pytestmark = [
@@ -77,3 +78,15 @@ def test_metadata_is_read_by_one_rank_of_a_running_group(tmp_path: Path, stopwat
         assert stopwatch.now() - started < AT_ONCE_S
     finally:
         dist.destroy_process_group()
+
+
+def test_a_load_that_fails_while_it_plans_keeps_nothing(tmp_path: Path) -> None:
+    """Retention may remove what the load had found on this node, though its reader and its error are there still."""
+    dcp.save({"a": torch.ones(2)}, checkpoint_id="step-1", storage_writer=ReplicatedWriter(tmp_path))
+    (tmp_path / "step-1" / "__0_0.distcp").unlink()
+    reader = ReplicatedReader(tmp_path)
+    with pytest.raises(CheckpointException, match="no intact copy") as caught:
+        dcp.load({"a": torch.zeros(2)}, checkpoint_id="step-1", storage_reader=reader)
+    assert isinstance(caught.value.failures[0][0], ShardLost)
+    assert not is_read(tmp_path / "step-1")
+    assert reader.last_load is None
