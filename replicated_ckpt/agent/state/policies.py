@@ -1,12 +1,15 @@
 """The policies of retention that this node's own ranks have named, kept across restarts."""
 
+import json
 import logging
 import threading
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from replicated_ckpt.agent.state.note_file import NoteFile
+from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.upkeep.policy import Policy, merge_policies
 
 log = logging.getLogger(__name__)
@@ -18,13 +21,14 @@ _POLICIES_MAX = 256
 class PolicyBook:
     """The latest policy of each scope and tier. Safe for concurrent use.
 
-    A file that cannot be read counts as none, and nothing is removed until a save tells a policy again.
+    A file that cannot be read, or is not as it was written, counts as none: nothing is removed until a save tells a policy
+    again. Its checksum is kept with it, as one bit makes a policy that keeps nine checkpoints one that keeps one.
     """
 
     def __init__(self, directory: Path) -> None:
         self._file = NoteFile(directory / NAME)
         self._lock = threading.Lock()
-        policies = self._file.read(lambda told: [Policy.from_json(fields) for fields in told]) or []
+        policies = self._file.read(_parse) or []
         self._by_key = {policy.key: policy for policy in policies}
 
     def read_all(self) -> tuple[Policy, ...]:
@@ -51,7 +55,19 @@ class PolicyBook:
             while len(self._by_key) > _POLICIES_MAX:
                 del self._by_key[next(iter(self._by_key))]
             if self._by_key:
-                self._file.write([policy.to_json() for policy in self._by_key.values()])
+                told = [policy.to_json() for policy in self._by_key.values()]
+                self._file.write({"crc32c": _checksum(told), "policies": told})
         for policy in changed:
             log.info("retention of %r in %s: %s", policy.scope or "*", policy.tier or "the nodes", policy.retention)
         return bool(changed)
+
+
+def _parse(document: Any) -> list[Policy]:
+    told = document["policies"]
+    if _checksum(told) != document["crc32c"]:
+        raise ValueError("it is not as it was written")
+    return [Policy.from_json(fields) for fields in told]
+
+
+def _checksum(told: list[dict[str, Any]]) -> int:
+    return crc32c(json.dumps(told).encode())

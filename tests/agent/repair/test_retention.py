@@ -1,5 +1,6 @@
 """Agents retire what the policy of a run keeps no longer: each its part, whole or not at all, and nobody brings it back."""
 
+import itertools
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -221,6 +222,18 @@ def test_the_book_keeps_the_later_policy(tmp_path: Path) -> None:
     for raw in (b"", b"[{}]", b'{"a": 1}', b"[[]]", b"\xff"):
         (tmp_path / "retention.json").write_bytes(raw)
         assert PolicyBook(tmp_path).read_all() == ()
+
+
+def test_a_damaged_policy_is_none(tmp_path: Path) -> None:
+    """Whichever bit flips: no policy comes of it that keeps fewer checkpoints than the run wanted."""
+    told = (Policy("run", NODES, 5, Retention(keep_last=9, keep_every=8)),)
+    PolicyBook(tmp_path).learn(told)
+    raw = (tmp_path / "retention.json").read_bytes()
+    for position, bit in itertools.product(range(len(raw)), range(8)):
+        damaged = bytearray(raw)
+        damaged[position] ^= 1 << bit
+        (tmp_path / "retention.json").write_bytes(damaged)
+        assert PolicyBook(tmp_path).read_all() in ((), told), (position, bit)
 
 
 def test_one_that_waits_for_its_upload_stays(tmp_path: Path) -> None:
