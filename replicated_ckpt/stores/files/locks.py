@@ -102,9 +102,14 @@ class HeldLock:
         self.release()
 
     def release(self) -> None:
-        """Ends the lock, also where a fork has the descriptor still. Nothing, where this is a fork, or it was released."""
-        if self.is_held:
-            fcntl.flock(self.fd, fcntl.LOCK_UN)
+        """Ends the lock, also where a fork has the descriptor still. Nothing, where this is a fork, or it was released.
+
+        An interrupt right here ends it, too: the next save of this process would wait for it in vain.
+        """
+        try:
+            if self.is_held:
+                fcntl.flock(self.fd, fcntl.LOCK_UN)
+        finally:
             self.close()
 
     def close(self) -> None:

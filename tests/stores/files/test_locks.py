@@ -11,12 +11,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from replicated_ckpt.errors import StoreError, StoreUnavailable
 from replicated_ckpt.stores.files import locks
-from replicated_ckpt.stores.files.locks import FileLock, exclusive
+from replicated_ckpt.stores.files.locks import FileLock, HeldLock, exclusive
 from tests.harness.processes import open_below, stop_process
 
 HOME = Path(__file__).resolve().parents[3]
@@ -127,3 +128,15 @@ def test_a_lock_is_not_taken_for_one_on_another_disk(tmp_path: Path) -> None:
     finally:
         while tmp_path.is_mount():
             subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
+
+
+def test_an_interrupt_before_the_release_ends_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the next save of this process would wait for a lock that it holds itself."""
+    interrupted = mock.Mock(side_effect=KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt), exclusive(tmp_path):
+        monkeypatch.setattr(fcntl, "flock", interrupted)
+    monkeypatch.undo()
+    assert interrupted.called
+    lock = HeldLock(os.open(tmp_path, os.O_RDONLY))
+    assert lock.try_take()
+    lock.release()
