@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,7 @@ from tests.steps.context import Context
 from tests.steps.failing import FailingPlanner
 from tests.steps.state import build_all, digests_of, failure
 from tests.steps.states import State
+from tests.stopwatch import Stopwatch
 
 
 class SlowPlanner(DefaultSavePlanner):
@@ -161,6 +162,26 @@ def save_breaks(context: Context, kinds: list[str], checkpoint_id: str, phase: s
     error = future.exception(timeout=60)
     assert isinstance(error, CheckpointException), error
     return failure(error)
+
+
+class Interrupting:
+    """What is interrupted when it is copied."""
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+
+def save_interrupted(context: Context, rank: int) -> dict[str, Any]:
+    """A save in the background of which one rank is interrupted while it copies its state: what each learns, how soon."""
+    state = {f"r{context.rank}": Interrupting() if context.rank == rank else torch.ones(1000)}
+    stopwatch = Stopwatch()
+    try:
+        future = dcp.async_save(state, checkpoint_id="step-1", storage_writer=context.writer())
+        assert isinstance(future, Future)
+        found = future.exception(timeout=60)
+    except KeyboardInterrupt as exc:
+        found = exc
+    return {"seconds": stopwatch.stop(), "type": type(found).__name__, "text": str(found)}
 
 
 def leave_in_flight(context: Context, kinds: list[str], checkpoint_id: str) -> dict[str, Any]:

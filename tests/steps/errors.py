@@ -15,6 +15,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 
 import replicated_ckpt.dcp.find.rendezvous
 import replicated_ckpt.dcp.load.attempt
@@ -34,7 +35,18 @@ from tests.steps.state import save_fails
 from tests.stopwatch import Stopwatch
 
 GROUP_WAIT = timedelta(seconds=12)
+PLANNERS: Mapping[str, tuple[Any, str]] = {
+    f"{what}: {step}": (planner, hook)
+    for what, planner in (("save", DefaultSavePlanner), ("load", DefaultLoadPlanner))
+    for step, hook in (
+        ("set up planner", "set_up_planner"),
+        ("plan items", "create_local_plan"),
+        ("merge plans", "create_global_plan"),
+    )
+}
+"""Hooks of the user's planner that DCP calls before or between those of the writer and the reader."""
 PLACES: Mapping[str, tuple[Any, str]] = {
+    **PLANNERS,
     "save: present": (replicated_ckpt.dcp.save.writer_parts, "opening_post"),
     "save: open": (AgentCluster, "begin"),
     "save: number": (replicated_ckpt.dcp.save.attempt, "assign_sequence"),

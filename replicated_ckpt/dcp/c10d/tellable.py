@@ -12,6 +12,8 @@ from contextlib import nullcontext
 from types import CodeType, NoneType
 from typing import Any, TypeVar
 
+from torch.distributed.checkpoint.api import CheckpointException
+
 from replicated_ckpt.errors import AgentUnavailable, RankFailed, StoreError
 from replicated_ckpt.stores.files.durable import translate_errors
 
@@ -51,7 +53,7 @@ def _tellable(hook: Callable[..., Any], *, is_own: bool) -> Callable[..., Any]:
             if isinstance(exc, StoreError | AgentUnavailable):
                 exc.add_note(f"Met on host {socket.gethostname()}.")
             if not can_be_sent(exc):
-                raise RankFailed(f"{hook.__name__} failed with {type(exc).__name__}: {exc}") from exc
+                raise _describe(hook.__name__, exc) from exc
             raise
 
     return call
@@ -64,6 +66,23 @@ def can_be_sent(error: BaseException) -> bool:
     except Exception:  # noqa: BLE001 - its own code runs in both directions
         return False
     return True
+
+
+def _describe(what: str, error: BaseException) -> RankFailed:
+    return RankFailed(f"{what} failed with {type(error).__name__}: {error}")
+
+
+def make_sendable(value: Any) -> Any:
+    """What a rank tells the others in a step of DCP, with RankFailed in place of each error in it that cannot be sent.
+
+    DCP tells what its planners raise, too: an error with its traceback, or by rank in a CheckpointException.
+    """
+    match value:
+        case (BaseException() as error, traceback) if not can_be_sent(error):
+            return _describe("A step of the save or load", error), traceback
+        case CheckpointException():
+            value.failures.update({rank: make_sendable(told) for rank, told in value.failures.items()})
+    return value
 
 
 def dump(value: object) -> bytes:

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from replicated_ckpt.dcp.c10d.blackboard import Blackboard
 from replicated_ckpt.dcp.c10d.presence import describe_ended, describe_stopped
-from replicated_ckpt.dcp.c10d.tellable import dump
+from replicated_ckpt.dcp.c10d.tellable import dump, make_sendable
 from replicated_ckpt.dcp.c10d.waiting import LOOK_AFTER_S, LOOK_EVERY_S, Wait
 from replicated_ckpt.dcp.runtime.raised_by_load import as_checkpoint_exception
 from replicated_ckpt.dcp.tensors.memory import memory_of
@@ -128,7 +128,7 @@ class WatchedGroup:
     def broadcast_object(self, value: Any) -> Any:
         """What the coordinator gives, on every rank."""
         with self._leaving():
-            is_source = self._rank == self.coordinator
+            is_source, value = self._rank == self.coordinator, make_sendable(value)
             raw = _as_bytes(value) if is_source else _room_for(0)
             size = _as_number(raw.numel())
             self._finish(dist.broadcast(size, self._source, self._group, async_op=True))
@@ -155,11 +155,15 @@ class WatchedGroup:
             yield
         except BaseException as exc:
             if not isinstance(exc, CheckpointException):
-                why = RankFailed(f"Rank {self._rank} left a collective with {type(exc).__name__}: {exc}", _ITS_LOG)
-                _broken[group] = why
-                self._tell_left(why)
+                self.leave("a collective", exc)
             self.on_break()
             raise
+
+    def leave(self, what: str, exc: BaseException) -> None:
+        """This rank takes part in no collective of the group any more: the ranks that wait for it are told why."""
+        why = RankFailed(f"Rank {self._rank} left {what} with {type(exc).__name__}: {exc}", _ITS_LOG)
+        _broken[self._group] = why
+        self._tell_left(why)
 
     def _finish(self, work: Any) -> None:
         """Returns once the collective has come to its end on this rank."""
@@ -233,7 +237,7 @@ def _as_number(value: int) -> torch.Tensor:
 
 
 def _as_bytes(value: Any) -> torch.Tensor:
-    return torch.frombuffer(bytearray(dump(value)), dtype=torch.uint8).clone()
+    return torch.frombuffer(bytearray(dump(make_sendable(value))), dtype=torch.uint8).clone()
 
 
 def _as_object(raw: torch.Tensor, size: int) -> Any:

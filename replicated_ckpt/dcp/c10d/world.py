@@ -2,7 +2,8 @@
 
 import os
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,7 +16,7 @@ from replicated_ckpt.dcp.c10d.kept_decisions import KeptDecisions
 from replicated_ckpt.dcp.c10d.presence import Presence, announce, check_is_rank
 from replicated_ckpt.dcp.c10d.waiting import AnsweringStore, reaching_store
 from replicated_ckpt.dcp.c10d.watched_group import WatchedGroup
-from replicated_ckpt.dcp.runtime.torch_private import calling, default_store, use_collectives
+from replicated_ckpt.dcp.runtime.torch_private import async_calling, calling, default_store, use_collectives
 from replicated_ckpt.errors import ConfigInvalid
 from replicated_ckpt.stores.local.directories.intent import WRITER
 
@@ -101,6 +102,32 @@ def world_of_call(process_group: Any, no_dist: bool | None) -> World:
     name = str(group.group_name)
     board, watched = _meeting_of(group, name)
     return World(dist.get_rank(group), dist.get_world_size(group), board, name, watched=watched)
+
+
+def watch_first_step(process_group: Any) -> None:
+    """Has the DCP call under way, if there is one, miss a rank that is gone, also where its planner raises before a hook.
+
+    Called in its first step, before the planner is given anything. Raises ConfigInvalid: as `world_of_call`.
+    """
+    if calling() is not None:
+        world_of_call(process_group, None).watch_call()
+
+
+@contextmanager
+def telling_if_left(process_group: Any) -> Iterator[None]:
+    """If the block, in which an asynchronous save is staged, ends by an interrupt of this rank, its other ranks are told.
+
+    They may have begun it: without a word they would wait for this one for the time-out of their group.
+    """
+    try:
+        yield
+    except BaseException as exc:
+        call = async_calling()
+        if call is not None and not call.in_process:
+            watched = world_of_call(process_group or call.process_group, call.no_dist).watched
+            if watched is not None:
+                watched.leave("an asynchronous save before it began", exc)
+        raise
 
 
 def watch_group(group: Any) -> WatchedGroup:

@@ -10,7 +10,7 @@ from traceback import StackSummary
 from typing import Any
 
 from replicated_ckpt.dcp.c10d.presence import describe_ended
-from replicated_ckpt.dcp.c10d.tellable import can_be_sent, dump
+from replicated_ckpt.dcp.c10d.tellable import dump, make_sendable
 from replicated_ckpt.dcp.load.report import LoadReport
 from replicated_ckpt.dcp.runtime.torch_private import Collectives
 from replicated_ckpt.errors import RankFailed
@@ -69,10 +69,7 @@ def _as_sent(own: object) -> object:
     """
     if not isinstance(own, tuple):
         return own
-    error, trace = own
-    if not can_be_sent(error):
-        error = RankFailed(f"The load failed with {type(error).__name__}: {error}")
-    copied: object = pickle.loads(dump((error, trace)))  # noqa: S301 - of this very process
+    copied: object = pickle.loads(dump(make_sendable(own)))  # noqa: S301 - of this very process
     return copied
 
 

@@ -29,7 +29,7 @@ from replicated_ckpt.config import (
 from replicated_ckpt.core.lineage import Version
 from replicated_ckpt.dcp.c10d.presence import announce
 from replicated_ckpt.dcp.c10d.tellable import make_tellable
-from replicated_ckpt.dcp.c10d.world import world_of_call
+from replicated_ckpt.dcp.c10d.world import telling_if_left, watch_first_step, world_of_call
 from replicated_ckpt.dcp.hand_over.ending import Ending
 from replicated_ckpt.dcp.memory.limit import MemoryLimit
 from replicated_ckpt.dcp.objects.unloadable import refuse_unloadable_paths
@@ -214,7 +214,8 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
 
         What does not fit is not copied: a line is logged, and `synchronize_staging` waits for the write.
         """
-        return self._stager.stage(state_dict, self.await_end)
+        with telling_if_left(self._process_group):
+            return self._stager.stage(state_dict, self.await_end)
 
     def synchronize_staging(self) -> None:
         """When this returns the tensors that were staged may change. It waits only for a state that was not copied."""
@@ -245,6 +246,7 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
     def storage_meta(self) -> StorageMeta:
         """Before the planner is given the state: what was staged is copied when this returns."""
         self._stager.await_copy()
+        watch_first_step(self._process_group)
         return StorageMeta(checkpoint_id=self.checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:

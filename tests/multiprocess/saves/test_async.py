@@ -83,6 +83,17 @@ def test_an_error_reaches_the_future(cluster_of: ClusterOf, phase: str) -> None:
     assert results.digests(3) == results.of(0)
 
 
+@pytest.mark.fault
+def test_a_rank_that_is_interrupted_while_it_copies_is_missed(cluster_of: ClusterOf) -> None:
+    """The others have begun the save: they learn within seconds that it does not come, not by their group's time-out."""
+    save = call("async_saves.save_interrupted", rank=1)
+    results = cluster_of(2, quick_exit=False).launch([save], nodes=[0, 1], ranks=[1, 2])
+    told = results.of(0)
+    assert [each["type"] for each in told] == ["RankFailed", "KeyboardInterrupt", "RankFailed"], told
+    assert all("Rank 1 left an asynchronous save before it began" in told[rank]["text"] for rank in (0, 2)), told
+    assert all(each["seconds"] < 10 for each in told), told
+
+
 @pytest.mark.skipif(
     (3, 12, 0) <= sys.version_info < (3, 12, 3),
     reason="this Python gives no thread at its end",

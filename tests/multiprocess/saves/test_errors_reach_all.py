@@ -7,7 +7,7 @@ import pytest
 from tests.harness.cluster import call
 from tests.marks import long
 from tests.multiprocess.conftest import ClusterOf
-from tests.steps.errors import ERRORS, PLACES
+from tests.steps.errors import ERRORS, PLACES, PLANNERS
 
 pytestmark = pytest.mark.fault
 
@@ -15,18 +15,19 @@ SOON_S = 10.0
 BY_COORDINATOR = {
     *("save: open", "save: number", "save: weigh", "save: collect", "save: finish"),
     *("load: look", "load: plan"),
+    *("save: merge plans", "load: merge plans"),
 }
 BEFORE_DCP = {"load: present", "load: look"}
 """Before the first collective of DCP, so that each rank raises by itself."""
-WITH_PLANNER = {"save: write", "save: written", "save: receipt", "save: post", "load: read"}
-"""In hooks where a planner runs: what it raises is not made another error, and here it is taken for the planner's."""
+WITH_PLANNER = {"save: write", "save: written", "save: receipt", "save: post", "load: read", *PLANNERS}
+"""In planners, and in hooks where one runs: what it raises is not made another error, and here it is taken for its own."""
 CASES = [
     (place, error, rank)
     for place, error in itertools.product(PLACES, ERRORS)
     for rank in ((0,) if place in BY_COORDINATOR else (1,))
     if place != "load: reset"  # ours does not run yet: only that the process is gone can be seen
 ]
-SOME = CASES[::5]
+SOME = [*CASES[::5], ("save: set up planner", "Unsendable", 1)]
 """Some errors in every place, and every error in some place."""
 TYPED = {
     "EROFS": "StoreDenied",
