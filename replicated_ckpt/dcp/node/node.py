@@ -11,10 +11,12 @@ from replicated_ckpt.agent.start.launch import can_hold_agent, ensure_agent, is_
 from replicated_ckpt.agent.start.leaving import await_departure
 from replicated_ckpt.agent.state.endpoint import read_endpoint
 from replicated_ckpt.core.inventory import Holding
+from replicated_ckpt.core.layout import NODE_NAME
 from replicated_ckpt.core.upkeep.remains import Remains
 from replicated_ckpt.dcp.runtime.caller import warn
 from replicated_ckpt.environment import HOST_ENV, PLAIN_ENV
 from replicated_ckpt.errors import AgentUnavailable
+from replicated_ckpt.stores.files.durable import translate_errors
 from replicated_ckpt.stores.files.existence import is_there
 from replicated_ckpt.stores.local.store import NO_NODE, LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress
@@ -160,9 +162,10 @@ def reading_post(store: LocalStore) -> NodePost | None:
 def _post(
     store: LocalStore, address: AgentAddress, silence: str, invitation: str = "", domain: str | None = None
 ) -> NodePost:
-    boot_id = _BOOT_ID.read_text().strip() if is_there(_BOOT_ID) else socket.gethostname()
     name, root = socket.gethostname(), str(store.root)
-    return NodePost(address.node_id, name, boot_id, _inode(store), domain, address, silence, invitation, root)
+    with translate_errors(root, "present", NODE_NAME):
+        boot_id = _BOOT_ID.read_text().strip() if is_there(_BOOT_ID) else name
+        return NodePost(address.node_id, name, boot_id, _inode(store), domain, address, silence, invitation, root)
 
 
 def lone_post(store: LocalStore, domain: str | None) -> NodePost:
