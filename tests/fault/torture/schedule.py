@@ -205,13 +205,12 @@ class Schedule:
         lost_ids = {found.checkpoint_id for found in (*current, *named) if found.parts and not found.has_all_parts()}
         lost_ids |= oracle.find_left_by_people()
         lost = {found.save_id for found in oracle.attempts if found.checkpoint_id in lost_ids}
-        rivals = [] if is_done else [found for found in current if oracle.has_rival(found)]
         untold = set() if is_done else oracle.untold_places()
         can_tell = is_done or not oracle.has_nameless()  # else nobody knows whether that is what is staged
         is_known = is_mended and not oracle.forgotten_ids()  # else what it has replaced waits with it
         places = [name for name in (*PASSING, *[REPLACED] * is_known) if can_tell or name != STAGING]
         for node in self.course.cluster.nodes:
-            waits = {one.save_id for one in rivals if one.readable_on and (node.root / one.checkpoint_id).is_dir()}
+            waits = {one.save_id for one in named if (node.root / one.checkpoint_id).is_dir()}
             for name in places:
                 newest = unnamed if name == REPLACED else set()
                 if left := _left_in(node.root / name, copied, lost | waits | newest, untold):
