@@ -7,9 +7,14 @@ from typing import Any
 from replicated_ckpt.dcp.c10d.blackboard import COORDINATOR, Blackboard
 from replicated_ckpt.dcp.c10d.posted_error import pack_error, unpack_error
 from replicated_ckpt.dcp.hand_over.finishing import AgentSilent
-from replicated_ckpt.errors import RankFailed, ReplicatedCkptError, StoreUnavailable
+from replicated_ckpt.errors import ObjectMissing, RankFailed, ReplicatedCkptError, SaveAborted, StoreUnavailable
+from replicated_ckpt.stores.local.store import LocalStore
 
 _TOPIC = "staged"
+_ASK_OTHERS = (
+    "Other nodes say whether it is committed: `replicated-ckpt ls --root {0}`. If it is, re-protection mends this node's "
+    "copy; else the checkpoint of before still loads."
+)
 _KEPT = 32
 """So many ends are told at once: a rank looks from time to time only, and newer saves may have ended by then."""
 
@@ -45,6 +50,21 @@ def is_told_committed(board: Blackboard, save_id: str) -> bool:
     if ends[save_id] is not None:
         raise unpack_error(ends[save_id])
     return True
+
+
+def why_unseen(store: LocalStore, checkpoint_id: str, save_id: str) -> ReplicatedCkptError:
+    """Why a save of which every shard was staged is not published here, as far as this node can tell.
+
+    It was given up; or this node cannot read the manifest that has its name: then it may be committed.
+    """
+    try:
+        store.catalog.manifest(checkpoint_id)
+    except ObjectMissing:
+        pass
+    except ReplicatedCkptError as exc:
+        why = f"this node cannot read what has its name: {exc.message}"
+        return StoreUnavailable(str(store.root), "see the end of", save_id, why, _ASK_OTHERS.format(store.root))
+    return SaveAborted(f"Save {save_id} was given up after every shard was staged.")
 
 
 def _read_ends(board: Blackboard) -> Mapping[str, Any]:

@@ -36,7 +36,7 @@ from replicated_ckpt.dcp.find.standing import check_gives_way
 from replicated_ckpt.dcp.hand_over.ending import Ending, await_last, find_last, keep_last
 from replicated_ckpt.dcp.hand_over.finishing import Handing
 from replicated_ckpt.dcp.hand_over.held_save import HeldSave
-from replicated_ckpt.dcp.hand_over.outcome import telling_end
+from replicated_ckpt.dcp.hand_over.outcome import telling_end, why_unseen
 from replicated_ckpt.dcp.hand_over.patience import Patience
 from replicated_ckpt.dcp.metadata.saved_metadata import SavedMetadata, tell_metadata
 from replicated_ckpt.dcp.node.node import present_again
@@ -290,7 +290,7 @@ class SaveAttempt:
         if is_told or is_here:
             self._report_committed()
         elif not self._is_left:  # else a newer save may have taken its place by now
-            raise SaveAborted(f"Save {save_id} was given up after every shard was staged.")
+            raise why_unseen(self._store, self._decision.checkpoint_id, save_id)
 
     def _report_committed(self) -> None:
         now = time.monotonic()

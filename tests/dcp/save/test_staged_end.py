@@ -133,6 +133,17 @@ def test_a_save_that_is_given_up_at_once_is_not_reported(tmp_path: Path) -> None
     assert reports == []
 
 
+def test_a_save_whose_end_cannot_be_read_here_is_not_said_to_be_given_up(tmp_path: Path) -> None:
+    """The manifest that has its name is damaged on this node: others say what it is, and `wait` says so."""
+    made = acknowledged(tmp_path, [])
+    (tmp_path / "step-1").mkdir()
+    (tmp_path / "step-1" / ".manifest.json").write_bytes(b"{")
+    made._learn_committed()
+    assert made.ending is not None
+    with pytest.raises(StoreUnavailable, match=r"cannot read what has its name.*Other nodes say"):
+        made.ending.end.result(TIMEOUT_S)
+
+
 def test_a_rank_does_not_follow_a_save_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The coordinator's node is lost, and the save stays staged: what waits for the end of it goes on."""
     monkeypatch.setattr(patience, "FOLLOWED_STAGED_S", 0.1)
