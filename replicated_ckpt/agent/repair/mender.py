@@ -226,8 +226,9 @@ class Mender:
         """
         for intent in self._store.list_staged():
             is_other = intent.checkpoint_id == action.checkpoint_id and intent.save_id != action.save_id
-            is_young = self._service.was_opened_within(OPEN_GRACE_S, intent)
-            if is_other and (is_young or self._service.is_held(intent.save_id)):
+            if is_other and (
+                self._service.was_opened_within(OPEN_GRACE_S, intent) or self._service.is_held(intent.save_id)
+            ):
                 raise StoreUnavailable(
                     f"node {self._service.node_id}",
                     "take over",

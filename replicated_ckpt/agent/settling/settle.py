@@ -122,8 +122,9 @@ def _settle_one(
 
 def _is_given_up(service: NodeService, intent: Intent, silent: set[str]) -> bool:
     """Whether its coordinator's node says that a decided save is over: no node has published it, or a policy retired it."""
+    if intent.coordinator in silent | {service.node_id}:
+        return False
     asked = [peer for peer in service.peers.read_all() if peer.node_id == intent.coordinator]
-    asked = [peer for peer in asked if peer.node_id not in silent | {service.node_id}]
     return Answer.GIVEN_UP in _answers(intent, "working", asked, silent).values()
 
 
@@ -224,9 +225,8 @@ def _stage_decision(service: NodeService, intent: Intent, sources: Sequence[Agen
     checkpoint_id = intent.checkpoint_id or _ask_name(intent.save_id, sources)
     try:
         manifest, raw = fetch_manifest(checkpoint_id, intent.save_id, sources)
-    except (
-        ObjectMissing
-    ):  # a user may have renamed it there: it is a checkpoint of its new name, and gets this node's part
+    except ObjectMissing:
+        # A user may have renamed it there: it is a checkpoint of its new name, and gets this node's part.
         renamed = _ask_name(intent.save_id, sources)
         if renamed == checkpoint_id:
             raise

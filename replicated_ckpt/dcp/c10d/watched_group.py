@@ -128,7 +128,7 @@ class WatchedGroup:
     def broadcast_object(self, value: Any) -> Any:
         """What the coordinator gives, on every rank."""
         with self._leaving():
-            is_source, value = self._rank == self.coordinator, make_sendable(value)
+            is_source = self._rank == self.coordinator
             raw = _as_bytes(value) if is_source else _room_for(0)
             size = _as_number(raw.numel())
             self._finish(dist.broadcast(size, self._source, self._group, async_op=True))

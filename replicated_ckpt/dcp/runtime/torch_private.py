@@ -167,11 +167,10 @@ def leaves_plans(reader: object) -> bool:
     for frame, _ in walk_stack(sys._getframe(1)):  # noqa: SLF001 - the documented CPython call for it
         if (frame.f_globals.get("__name__"), frame.f_code.co_name) == (_LOADER, "_load_state_dict"):
             planner = frame.f_locals.get("planner")
-            methods = (getattr(getattr(planner, name, None), "__func__", None) for name in _LEAVING)
-            is_left = all(
-                method is vars(DefaultLoadPlanner)[name] for method, name in zip(methods, _LEAVING, strict=True)
+            return frame.f_locals.get("storage_reader") is reader and all(
+                getattr(getattr(planner, name, None), "__func__", None) is getattr(DefaultLoadPlanner, name)
+                for name in _LEAVING
             )
-            return frame.f_locals.get("storage_reader") is reader and is_left
     return False
 
 

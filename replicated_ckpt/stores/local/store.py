@@ -313,7 +313,7 @@ class LocalStore:
                 self._discard(save_id)
 
     def note_given_up(self, save_id: str) -> None:
-        """Notes that no node needs what is staged of a save: the policy of retention has removed it here."""
+        """Notes that no node needs what is staged of a save: it is over, or the policy of retention has removed it here."""
         with translate_errors(str(self.root), "note", save_id), exclusive(self.root / STAGING_DIR):
             self._note_given_up(save_id)
 

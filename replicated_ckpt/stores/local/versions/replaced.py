@@ -152,11 +152,9 @@ def take_back(catalog: Catalog, save_id: str, staging: Path) -> None:
         return
     path = catalog.root / REPLACED_DIR / save_id
     _move_missing(path, staging, catalog.shard_sizes(f"{REPLACED_DIR}/{save_id}"))
-    for directory in (
-        staging,
-        path,
-    ):  # else a power loss could undo a move, one of before a kill, too, and not the removal
-        fsync_directory(directory)
+    # Else a power loss could undo a move, one of before a kill, too, and not the removal.
+    fsync_directory(staging)
+    fsync_directory(path)
     manifest = catalog.manifest(f"{REPLACED_DIR}/{save_id}")
     give_back_others(catalog.root, path, manifest.checkpoint_id)
     remove_tree(path)
