@@ -48,7 +48,7 @@ class Doubts:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._by_save: dict[str, Doubt] = {}
-        self._failure_by_save: dict[str, str] = {}
+        self._failure_by_save: dict[str, tuple[Intent, str]] = {}
 
     def note(self, intent: Intent, waits_for: Sequence[str]) -> bool:
         """Keeps that a save is in doubt; whether that, or the nodes waited for, is news."""
@@ -62,8 +62,8 @@ class Doubts:
         """Keeps why the last try to settle a save failed; whether that is news."""
         with self._lock:
             known = self._failure_by_save.get(intent.save_id)
-            self._failure_by_save[intent.save_id] = why
-            return known != why
+            self._failure_by_save[intent.save_id] = (intent, why)
+            return known is None or known[1] != why
 
     def settle(self, save_id: str) -> None:
         """The save is not in doubt, or not any more."""
@@ -76,6 +76,13 @@ class Doubts:
         with self._lock:
             return save_id in self._by_save or save_id in self._failure_by_save
 
+    def list_left(self) -> Sequence[Intent]:
+        """The saves of which `has` is true."""
+        with self._lock:
+            failed = {save_id: intent for save_id, (intent, _) in self._failure_by_save.items()}
+            return list((failed | {save_id: doubt.intent for save_id, doubt in self._by_save.items()}).values())
+
     def read_all(self) -> tuple[Doubt, ...]:
+        """Those in doubt, the oldest first."""
         with self._lock:
             return tuple(sorted(self._by_save.values(), key=lambda doubt: doubt.since))

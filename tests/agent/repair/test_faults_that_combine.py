@@ -124,6 +124,22 @@ def test_a_decided_save_that_was_overtaken_goes_once_the_newer_one_is_whole(
     assert not is_staged(service, NEW)
 
 
+def test_a_save_that_cannot_be_completed_goes_once_a_newer_one_is_whole(service: NodeService, tmp_path: Path) -> None:
+    """The node that published it lost its `.metadata` there: it would stay staged as long as that node keeps the rest."""
+    publisher = NodeService(LocalStore(tmp_path / "publisher"))
+    for one in (service, publisher):
+        stage(one, NEW, 2, RUN, publisher.node_id, is_decided=one is publisher)
+    publisher.commit(NEW)
+    (publisher.store.root / "step-10" / METADATA_NAME).unlink()
+    newest = stage(service, NEWEST, 3, RUN, service.node_id)
+    service.commit(NEWEST)
+    with running_agent(publisher.store.root) as agent:
+        settle(service, service.find_abandoned(0.0), [agent.endpoint.address()])
+    assert is_staged(service, NEW)
+    drop_outlived(service, {NEWEST: newest}, look(service))
+    assert not is_staged(service, NEW)
+
+
 @pytest.mark.parametrize(
     ("sequence", "kept_by"),
     [
