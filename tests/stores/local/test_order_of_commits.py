@@ -1,6 +1,7 @@
 """Publishing compares what is published, on every path; what is replaced is kept until it may go."""
 
 import gc
+import json
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -206,9 +207,11 @@ def test_the_place_of_a_staged_save_is_known_to_the_next(tmp_path: Path) -> None
     """What a rank has noted counts; a torn or foreign note counts for nothing, and goes with its save."""
     store = LocalStore(tmp_path)
     manifest = open_save(store, 3)
-    store.places.note(manifest.save_id, RUN, 41)
+    store.places.note(manifest.save_id, RUN, 41, [])
     assert replace(store.places.read_all()[manifest.save_id], created_unix_s=0.0).order == (41, 0.0, manifest.save_id)
-    for raw in ("", "[]", '{"lineage": "x", "sequence": 1}', '{"lineage": "", "sequence": -1}'):
+    good = {"lineage": RUN, "sequence": 1, "replaces": []}
+    bad = [json.dumps(good | part) for part in ({"lineage": "x"}, {"sequence": -1}, {"replaces": ["x"]})]
+    for raw in ("", "[]", *bad):
         (tmp_path / ".staging" / f"{9:032x}.place.json").write_text(raw)
         assert set(store.places.read_all()) == {manifest.save_id}
     store.abort(manifest.save_id)
