@@ -27,11 +27,15 @@ class Leftover:
 
 @dataclass(frozen=True)
 class Doubt:
-    """A staged save that is neither completed nor removed before one of the nodes that it waits for answers."""
+    """A staged save that is neither completed nor removed yet, and on which no process works.
+
+    One of the nodes that it waits for has to answer, or `failure` keeps it from being settled, which is tried again.
+    """
 
     intent: Intent
     waits_for: tuple[str, ...]
     since: float
+    failure: str = ""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -39,6 +43,7 @@ class Doubt:
             "checkpoint_id": self.intent.checkpoint_id,
             "waits_for": list(self.waits_for),
             "since_unix_s": self.since,
+            "failure": self.failure,
         }
 
 
@@ -48,41 +53,26 @@ class Doubts:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._by_save: dict[str, Doubt] = {}
-        self._failure_by_save: dict[str, tuple[Intent, str]] = {}
 
-    def note(self, intent: Intent, waits_for: Sequence[str]) -> bool:
-        """Keeps that a save is in doubt; whether that, or the nodes waited for, is news."""
+    def note(self, intent: Intent, waits_for: Sequence[str] = (), failure: str = "") -> bool:
+        """Keeps that a save is in doubt; whether that, the nodes waited for or what failed is news."""
         with self._lock:
             known = self._by_save.get(intent.save_id)
             since = time.time() if known is None else known.since
-            self._by_save[intent.save_id] = Doubt(intent, tuple(waits_for), since)
-            return known is None or known.waits_for != tuple(waits_for)
-
-    def note_failure(self, intent: Intent, why: str) -> bool:
-        """Keeps why the last try to settle a save failed; whether that is news."""
-        with self._lock:
-            known = self._failure_by_save.get(intent.save_id)
-            self._failure_by_save[intent.save_id] = (intent, why)
-            return known is None or known[1] != why
+            found = self._by_save[intent.save_id] = Doubt(intent, tuple(waits_for), since, failure)
+            return found != known
 
     def settle(self, save_id: str) -> None:
         """The save is not in doubt, or not any more."""
         with self._lock:
             self._by_save.pop(save_id, None)
-            self._failure_by_save.pop(save_id, None)
 
     def has(self, save_id: str) -> bool:
         """Whether the last try to settle a save left it staged, other than because ranks or agents work on it."""
         with self._lock:
-            return save_id in self._by_save or save_id in self._failure_by_save
-
-    def list_left(self) -> Sequence[Intent]:
-        """The saves of which `has` is true."""
-        with self._lock:
-            failed = {save_id: intent for save_id, (intent, _) in self._failure_by_save.items()}
-            return list((failed | {save_id: doubt.intent for save_id, doubt in self._by_save.items()}).values())
+            return save_id in self._by_save
 
     def read_all(self) -> tuple[Doubt, ...]:
-        """Those in doubt, the oldest first."""
+        """The oldest first."""
         with self._lock:
             return tuple(sorted(self._by_save.values(), key=lambda doubt: doubt.since))

@@ -43,13 +43,13 @@ def drop_outlived(
     """
     service.pins.release_old()
     names = service.store.catalog.list_replaced()
-    left = service.doubts.list_left()  # also what another node has published and cannot give
-    if not names and not left:
+    doubts = [doubt.intent for doubt in service.doubts.read_all()]
+    if not names and not doubts:
         return
     whole = whole_versions(manifests, views, may_be_short=is_stuck)
     _drop_replaced(service, names, whole, is_done=is_done)
     places = service.store.places.read_all()
-    for intent in left:
+    for intent in doubts:
         decided = _decided_version(service, intent.save_id)
         place, versions = decided or places.get(intent.save_id), whole.get(intent.checkpoint_id, ())
         # of another lineage it is what this save is to replace, as far as this node knows: that lets nothing staged go
@@ -63,7 +63,7 @@ def drop_outlived(
             if intent.coordinator == service.node_id:  # its other nodes may have the decision, too: they ask
                 service.store.note_given_up(intent.save_id)
             service.abort(intent.save_id, why)
-            log.info("removed save %s of %s, which was left staged: %s", intent.save_id, intent.checkpoint_id, why)
+            log.info("removed save %s of %s, which was in doubt: %s", intent.save_id, intent.checkpoint_id, why)
 
 
 @contextlib.contextmanager

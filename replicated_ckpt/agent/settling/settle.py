@@ -44,7 +44,7 @@ def settle(service: NodeService, leftovers: Sequence[Leftover], peers: Sequence[
             with service.completing:
                 _settle_one(service, leftover, peers, silent)
         except ReplicatedCkptError as exc:
-            is_news = service.doubts.note_failure(leftover.intent, str(exc))
+            is_news = service.doubts.note(leftover.intent, failure=str(exc))
             if not _is_gone(service, leftover.intent.save_id) and is_news:
                 log.error("could not settle save %s: %s", leftover.intent.save_id, exc)  # noqa: TRY400 - it explains itself
 
@@ -115,7 +115,7 @@ def _settle_one(
             service.abort(intent.save_id, leftover.why)
             log.warning("removed save %s of %r: its coordinator's node has", intent.save_id, intent.checkpoint_id)
         else:
-            service.doubts.note(intent, ())
+            service.doubts.note(intent)
         return
     _settle_by_others(service, leftover, peers, silent, lost)
 

@@ -53,18 +53,23 @@ def list_staged_saves(store: LocalStore) -> list[StagedSave]:
 
 @dataclass(frozen=True)
 class WaitingSave:
-    """A save in doubt with the nodes whose answers its end waits for."""
+    """A save in doubt with the nodes whose answers its end waits for, or why it could not be settled."""
 
     save_id: str
     checkpoint_id: str
     nodes: tuple[str, ...]
+    failure: str = ""
+
+    def describe(self, seen: NodesSeen) -> str:
+        why = f"could not be settled, which is tried again: {self.failure}" if self.failure else ""
+        return f"save {self.save_id} of {self.checkpoint_id}: {why or describe_wait(self.nodes, seen)}"
 
 
 def list_waiting(store: LocalStore, told: Sequence[Mapping[str, Any]] | None) -> list[WaitingSave]:
     """The saves in doubt as this node's agent told them; as the disk shows them where no agent did (None)."""
     if told is None:
         return [WaitingSave(one.save_id, one.checkpoint_id, one.nodes) for one in list_staged_saves(store)]
-    return [WaitingSave(one["save_id"], one["checkpoint_id"], tuple(one["waits_for"])) for one in told]
+    return [WaitingSave(one["save_id"], one["checkpoint_id"], tuple(one["waits_for"]), one["failure"]) for one in told]
 
 
 def waits_for_any(store: LocalStore) -> bool:

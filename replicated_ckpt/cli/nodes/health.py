@@ -7,7 +7,7 @@ from typing import Any
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.absent import describe_newer
 from replicated_ckpt.cli.look.checkpoints import LOST, CheckpointSeen, without_outlived
-from replicated_ckpt.cli.look.doubts import WaitingSave, describe_wait
+from replicated_ckpt.cli.look.doubts import WaitingSave
 from replicated_ckpt.cli.look.nodes import NodesSeen
 from replicated_ckpt.cli.look.table import format_duration
 from replicated_ckpt.stores.files.room import Room
@@ -70,7 +70,7 @@ def judge_health(
         *map(describe_newer, seen.newer),
         *seen.describe_unreached(),
         *_crowded(seen),
-        *(f"in doubt: save {one.save_id} of {one.checkpoint_id}: {describe_wait(one.nodes, seen)}" for one in doubts),
+        *(f"in doubt: {one.describe(seen)}" for one in doubts),
         *(() if agent is None else _failing(agent)),
     ]
     return Health((*found, *((ExitCode.FAILED, why) for why in degraded)))

@@ -19,6 +19,8 @@ from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.settling import settle as settling
 from replicated_ckpt.agent.settling.outlived import drop_outlived
 from replicated_ckpt.agent.settling.settle import settle
+from replicated_ckpt.cli.look.doubts import list_waiting
+from replicated_ckpt.cli.look.nodes import look_at_nodes
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, REPLACED_DIR
@@ -147,8 +149,14 @@ def test_a_save_that_cannot_be_completed_goes_once_a_newer_one_is_whole(service:
     with running_agent(publisher.store.root) as agent:
         settle(service, service.find_abandoned(0.0), [agent.endpoint.address()])
     assert is_staged(service, NEW)
+    (doubt,) = service.doubts.read_all()
+    (shown,) = list_waiting(service.store, [doubt.to_json()])
+    said = shown.describe(look_at_nodes(service.store, asks_own=False))
+    assert f"save {NEW} of step-10: could not be settled, which is tried again: GET" in said
+    assert METADATA_NAME in said
     drop_outlived(service, {NEWEST: newest}, look(service))
     assert not is_staged(service, NEW)
+    assert service.doubts.read_all() == ()
 
 
 @pytest.mark.parametrize(
