@@ -21,6 +21,8 @@ from tests.steps.saving import resting_footprint
 MEET_S = 60.0
 FIRST_STEPS = 3
 """So many are saved before a node may die."""
+UNSAVED = -1
+"""What a state holds before a step is restored."""
 
 
 def _root(context: Context) -> Path:
@@ -50,7 +52,7 @@ def train(
     `die_after`: once this step is there, the rank is killed.
     """
     with _manager(context, spill_every, ack=ack, **options) as manager:
-        restored = manager.restore(_state(context, -1))
+        restored = manager.restore(_state(context, UNSAVED))
         for step in steps:
             state = _state(context, step)
             manager.async_save(step, state)
@@ -93,7 +95,7 @@ def _seen(manager: CheckpointManager) -> dict[str, Any]:
 
 def restore(context: Context, spill_every: int, wanted: int | None = None) -> dict[str, Any]:
     """What a job that begins finds, and where its bytes come from: the values of the state, and the report of the load."""
-    state = _state(context, -1)
+    state = _state(context, UNSAVED)
     with _manager(context, spill_every) as manager:
         seen = _seen(manager)
         found = manager.restore(state, wanted)
@@ -124,7 +126,7 @@ def train_on(context: Context, spill_every: int, node: int, delay_s: float) -> N
     """Saves a step after the other without a pause; notes each that is acknowledged. One node dies after a while."""
     noted = _root(context).parent / f"acknowledged{context.rank}"
     with _manager(context, spill_every, ack="peer") as manager:
-        step = manager.restore(_state(context, -1)) or 0
+        step = manager.restore(_state(context, UNSAVED)) or 0
         while True:
             step += 1
             manager.save(step, _state(context, step))
@@ -137,7 +139,7 @@ def train_until_killed(context: Context, spill_every: int, delay_s: float) -> No
     """As a job that is started again: restores what was acknowledged, or a newer step; saves until all are killed."""
     noted = _root(context).parent / f"acknowledged{context.rank}"
     before = [int(path.read_text()) for path in noted.parent.glob("acknowledged?")]
-    state = _state(context, -1)
+    state = _state(context, UNSAVED)
     with _manager(context, spill_every, ack="staged") as manager:
         step = manager.restore(state) or 0
         assert step >= max(before, default=0), f"step {step} was restored, and {before} were acknowledged"

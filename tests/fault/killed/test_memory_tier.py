@@ -19,6 +19,7 @@ from tests.damage import flip
 from tests.harness.cluster import Cluster, call
 from tests.harness.node import Node
 from tests.marks import mark_long
+from tests.steps.memory import UNSAVED
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(300)]
 SPILL_EVERY = 3
@@ -245,19 +246,20 @@ def test_no_acknowledged_step_is_lost_however_often_all_trainers_are_killed(clus
         attempt = cluster.attempt([train], nodes=[0, 1], grace_s=30.0)
         assert -signal.SIGKILL in attempt.codes, attempt  # the other rank may have met that first
         assert not any("AssertionError" in failure for failure in attempt.failures), attempt
-        await_acknowledged(cluster)
+        acknowledged = await_acknowledged(cluster)
     for found in restore(cluster):
-        assert found["values"] == [float(found["found"])]
+        assert (found["found"] or 0) >= acknowledged  # on a busy machine all may have been killed before the first
+        assert found["values"] == [float(found["found"] or UNSAVED)]
 
 
-def await_acknowledged(cluster: Cluster) -> None:
-    """Agents complete what was acknowledged as staged: then each node has it, or a newer step."""
+def await_acknowledged(cluster: Cluster) -> int:
+    """Agents complete what was acknowledged as staged: then each node has it, or a newer step. Returns that step, or 0."""
     noted = tiers_of(cluster)[0].root.parent.glob("acknowledged?")
     acknowledged = max((int(path.read_text()) for path in noted), default=0)
     deadline = time.monotonic() + RETAINED_WITHIN_S
     while True:
         found = [{int(name.removeprefix("step-")) for name in tier.checkpoints()} for tier in tiers_of(cluster)]
         if all(max(steps, default=0) >= acknowledged for steps in found):
-            return
+            return acknowledged
         assert time.monotonic() < deadline, (acknowledged, found)
         time.sleep(0.05)
