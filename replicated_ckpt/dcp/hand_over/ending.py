@@ -58,6 +58,7 @@ class Ending:
 
     def _run(self, work: Callable[["Ending"], object]) -> None:
         self._runs_in = threading.get_ident()
+        _here.is_ending = True
         try:
             work(self)
         except BaseException as exc:  # noqa: BLE001 - top of a thread; who asks for the end gets the error
@@ -70,6 +71,14 @@ class Ending:
             del work  # else the error's traceback would hold it
             self._runs_in = None
             self._is_acknowledged.set()
+
+
+_here = threading.local()
+
+
+def is_ending_here() -> bool:
+    """Whether this thread ends a save, as what `on_save` calls does: later saves wait for it, so it waits for none."""
+    return hasattr(_here, "is_ending")
 
 
 _all: weakref.WeakSet[Ending] = weakref.WeakSet()

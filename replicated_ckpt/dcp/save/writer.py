@@ -30,7 +30,7 @@ from replicated_ckpt.core.lineage import Version
 from replicated_ckpt.dcp.c10d.presence import announce
 from replicated_ckpt.dcp.c10d.tellable import make_tellable
 from replicated_ckpt.dcp.c10d.world import telling_if_left, watch_first_step, world_of_call
-from replicated_ckpt.dcp.hand_over.ending import Ending
+from replicated_ckpt.dcp.hand_over.ending import Ending, is_ending_here
 from replicated_ckpt.dcp.memory.limit import MemoryLimit
 from replicated_ckpt.dcp.objects.unloadable import refuse_unloadable_paths
 from replicated_ckpt.dcp.planning.cached_planner import CachedSavePlanner
@@ -325,7 +325,7 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
         With `ack` it waits until the last save has come to that level: "staged", or, with the copies that the writer makes,
         "local", "peer-memory" or "peer", all of which come with the commit. Then the ids are those in the object store with
         "object", and none else. A save that `ack="staged"` has acknowledged, and that failed later, raises its error here.
-        What `on_save` calls does not wait for its own save, which is committed by then.
+        What `on_save` calls waits neither for its own save, which is committed by then, nor for later ones.
 
         Raises:
             UploadFailed: one is not, and trying longer does not help, or the time is over. Its copies on the nodes stand.
@@ -337,10 +337,11 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
         if ack is not None:
             self.config.check_awaitable(ack)
         try:
-            if ack is not None:
-                self._stager.wait(timeout_s)
-            if ack != "staged" and (ending := self._find_ending()) is not None:
-                ending.result(max(0.0, deadline - time.monotonic()))
+            if not is_ending_here():
+                if ack is not None:
+                    self._stager.wait(timeout_s)
+                if ack != "staged" and (ending := self._find_ending()) is not None:
+                    ending.result(max(0.0, deadline - time.monotonic()))
         except TimeoutError as exc:
             why = f"the save is under way after {timeout_s:g} s"
             raise StoreUnavailable(f"store {self.config.root}", "wait", self.checkpoint_id, why, _GOES_ON) from exc
