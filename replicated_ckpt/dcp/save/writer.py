@@ -320,7 +320,7 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
         self._under_way.end()
 
     def wait(self, timeout_s: float = WAIT_TIMEOUT_S, *, ack: Ack | None = None) -> tuple[str, ...]:
-        """Waits until this writer's saves are committed in the object store; returns their ids. Any rank may call it alone.
+        """Waits until this writer's saves are over, and in the object store; returns their ids there. Any rank may call it.
 
         With `ack` it waits until the last save has come to that level: "staged", or, with the copies that the writer makes,
         "local", "peer-memory" or "peer", all of which come with the commit. Then the ids are those in the object store with
@@ -338,8 +338,7 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
             self.config.check_awaitable(ack)
         try:
             if not is_ending_here():
-                if ack is not None:
-                    self._stager.wait(timeout_s)
+                self._stager.wait(timeout_s)
                 if ack != "staged" and (ending := self._find_ending()) is not None:
                     ending.result(max(0.0, deadline - time.monotonic()))
         except TimeoutError as exc:

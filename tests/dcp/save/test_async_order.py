@@ -23,7 +23,7 @@ from replicated_ckpt.dcp.runtime.failures import describe_failure
 from replicated_ckpt.dcp.staging import segment, stager
 from replicated_ckpt.dcp.staging.segment import StagingRefused, lease_segment
 from replicated_ckpt.dcp.staging.state_copy import StateCopy
-from replicated_ckpt.errors import ConfigInvalid
+from replicated_ckpt.errors import ConfigInvalid, StoreUnavailable
 from tests.agent.agents import running_agent
 from tests.dcp.save.test_async_staging import TIMEOUT_S, Gated, loaded, start, verified
 from tests.gloo import group_of_one
@@ -136,6 +136,19 @@ def test_waiting_is_for_the_last_save(tmp_path: Path) -> None:
     del failed
     writer.wait(ack="peer")
     verified(tmp_path, "step-2")
+
+
+def test_a_wait_for_the_bucket_is_for_a_save_that_is_under_way(tmp_path: Path) -> None:
+    """It had brought nothing to its agent yet, and so was not waited for: a script that ends with `wait` left it undone."""
+    writer, planner = ReplicatedWriter(tmp_path), Gated()
+    saving = start({"t": torch.ones(10)}, writer, "step-1", planner)
+    assert planner.reached.wait(TIMEOUT_S)
+    with pytest.raises(StoreUnavailable, match="under way after"):
+        writer.wait(0.1)
+    planner.gate.set()
+    writer.wait()
+    assert saving.done()
+    verified(tmp_path, "step-1")
 
 
 def test_a_wait_may_have_no_end_and_is_for_a_number_of_seconds(tmp_path: Path) -> None:
