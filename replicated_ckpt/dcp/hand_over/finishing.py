@@ -41,7 +41,7 @@ def finish_by_agent(store: LocalStore, outline: Outline, handing: Handing) -> Fi
     """Has this node's agent end the save, and waits for it. One that dies is started again, and told again.
 
     Raises:
-        AgentSilent: it does not answer any more. Others: the agent has given the save up, or refused it.
+        AgentSilent: it does not answer any more, or is not reached again. Others: it has given the save up, or refused it.
     """
     body = json.dumps(outline.to_json()).encode()
     for tries_left in reversed(range(_TRIES)):
@@ -54,7 +54,10 @@ def finish_by_agent(store: LocalStore, outline: Outline, handing: Handing) -> Fi
                 raise AgentSilent("this node's agent", "finish", outline.manifest.save_id, exc.message) from exc
             log.warning("this node's agent is asked again to finish the save: %s", exc)
         time.sleep(_PAUSE_S)
-        handing.start_agent()
+        try:
+            handing.start_agent()
+        except BaseException as exc:  # of a start; one that lives may be finishing the save, and decide
+            raise AgentSilent("this node's agent", "finish", outline.manifest.save_id, _tell(exc)) from exc
     raise AssertionError("the last try returns or raises")
 
 
@@ -71,4 +74,8 @@ def _finish(store: LocalStore, save_id: str, body: bytes, on_handed: Callable[[]
         except ReplicatedCkptError:
             raise  # the agent has given the save up, or is gone
         except BaseException as exc:  # from here on this rank cannot tell, and must not have the other nodes give it up
-            raise AgentSilent("this node's agent", "finish", save_id, f"{type(exc).__name__}: {exc}") from exc
+            raise AgentSilent("this node's agent", "finish", save_id, _tell(exc)) from exc
+
+
+def _tell(exc: BaseException) -> str:
+    return f"{type(exc).__name__}: {exc}"

@@ -1,5 +1,6 @@
 """A coordinator that fails at the moment of its decision: what may be decided is given up nowhere, all else everywhere."""
 
+import errno
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -16,7 +17,7 @@ from replicated_ckpt.dcp.agreement.nodes import cluster_of
 from replicated_ckpt.dcp.hand_over.finishing import AgentSilent, Handing, finish_by_agent
 from replicated_ckpt.dcp.node.node import NodePost
 from replicated_ckpt.dcp.save.commit import commit_save
-from replicated_ckpt.errors import StoreError
+from replicated_ckpt.errors import StoreError, StoreUnavailable
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentClient
 from tests.agent.agents import RunningAgent, peers_of, running_agent
@@ -126,3 +127,22 @@ def test_a_rank_that_is_interrupted_while_it_hands_over_gives_nothing_up(
         monkeypatch.setattr(AgentClient, "put", interrupted)
         with pytest.raises(AgentSilent, match="KeyboardInterrupt"):
             finish_by_agent(store, outline(store.node_id()), Handing())
+
+
+def test_an_agent_that_cannot_be_started_again_may_be_finishing_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has the outline, and its answer got lost; this rank, which can open no file, must not have nodes give it up."""
+
+    def lose(client: AgentClient, *_: Any) -> Any:
+        raise StoreUnavailable(client.address.node_id, "finish", SAVE, "the connection is lost")
+
+    def start_again() -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with running_agent(tmp_path, *QUIET):
+        store = LocalStore(tmp_path)
+        monkeypatch.setattr(AgentClient, "put", lambda *_: None)
+        monkeypatch.setattr(AgentClient, "call", lose)
+        with pytest.raises(AgentSilent, match="Too many open files"):
+            finish_by_agent(store, outline(store.node_id()), Handing(start_again))
