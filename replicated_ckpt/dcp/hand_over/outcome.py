@@ -20,14 +20,34 @@ _KEPT = 32
 
 
 @contextlib.contextmanager
-def telling_end(board: Blackboard | None, save_id: str) -> Iterator[None]:
-    """Coordinator: posts that the block has committed the save, or what it raises."""
+def telling_end(board: Blackboard | None, store: LocalStore, save_id: str) -> Iterator[None]:
+    """Coordinator: posts that the block has committed the save, or what it raises.
+
+    Raises RankFailed, in the place of an error that is none of ours: it says where the save stands.
+    """
     try:
         yield
-    except BaseException as exc:
-        _tell(board, save_id, pack_error(_for_others(exc, save_id)))
+    except ReplicatedCkptError as exc:
+        _tell(board, save_id, pack_error(_for_others(exc)))
         raise
+    except BaseException as exc:
+        what, standing = f"{type(exc).__name__}: {exc}", _standing(store, save_id)
+        failed = RankFailed(f"Rank {COORDINATOR} failed to complete save {save_id}: {what}. {standing}")
+        _tell(board, save_id, pack_error(failed))
+        raise failed from exc
     _tell(board, save_id, None)
+
+
+def _standing(store: LocalStore, save_id: str) -> str:
+    """What the coordinator's node has of a save that its rank could not complete."""
+    with contextlib.suppress(ReplicatedCkptError, OSError):
+        name = store.catalog.checkpoint_of(save_id)
+        if name is not None:
+            return f"It is committed, as {name!r} on this node."
+        if store.is_staged(save_id):
+            return "It is not given up: agents commit it if it is decided."
+        return "It was given up: the checkpoint before stands."
+    return f"Whether it is committed `replicated-ckpt ls --root {store.root}` says."
 
 
 def _tell(board: Blackboard | None, save_id: str, error: object) -> None:
@@ -73,10 +93,8 @@ def _read_ends(board: Blackboard) -> Mapping[str, Any]:
     return {} if post is None else post["ends"]
 
 
-def _for_others(error: BaseException, save_id: str) -> ReplicatedCkptError:
+def _for_others(error: ReplicatedCkptError) -> ReplicatedCkptError:
     """The error in words that hold on every rank."""
     if isinstance(error, AgentSilent):
         return StoreUnavailable("the agent of rank 0's node", error.op, error.key, error.detail, error.hint)
-    if isinstance(error, ReplicatedCkptError):
-        return error
-    return RankFailed(f"Rank {COORDINATOR} failed to complete save {save_id}: {type(error).__name__}: {error}")
+    return error

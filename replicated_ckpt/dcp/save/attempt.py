@@ -203,7 +203,7 @@ class SaveAttempt:
         self, receipts: Sequence[Receipt], metadata: Metadata, results: list[list[WriteResult]], ending: Ending
     ) -> None:
         """Coordinator: commits in a thread of its own. Agents do it by themselves, too, from the acknowledgement on."""
-        with telling_end(self._world.blackboard, self._decision.save_id):
+        with telling_end(self._world.blackboard, self._store, self._decision.save_id):
             self._commit(receipts, metadata, results, ending.acknowledge)
         self._report_committed()
 

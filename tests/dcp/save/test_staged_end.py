@@ -22,16 +22,20 @@ import torch.distributed.checkpoint as dcp
 
 from replicated_ckpt import CheckpointManager, ReplicatedWriter
 from replicated_ckpt.agent.saves.shard_copies import WrittenCopies
+from replicated_ckpt.cli.exit_codes import ExitCode
+from replicated_ckpt.cli.main import main
 from replicated_ckpt.dcp.c10d.blackboard import Blackboard
 from replicated_ckpt.dcp.c10d.world import World
 from replicated_ckpt.dcp.hand_over import ending, patience
 from replicated_ckpt.dcp.hand_over.ending import Ending, await_last, find_last, keep_last
 from replicated_ckpt.dcp.hand_over.finishing import AgentSilent
 from replicated_ckpt.dcp.hand_over.outcome import telling_end
+from replicated_ckpt.dcp.save import attempt
 from replicated_ckpt.dcp.save.attempt import SaveAttempt
 from replicated_ckpt.errors import ReplicatedCkptError, SaveAborted, StoreUnavailable
 from replicated_ckpt.stores.local.directories.intent import Intent
-from tests.agent.agents import wait_for
+from tests.agent.agents import running_agent, wait_for
+from tests.gloo import group_of_one
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
@@ -174,7 +178,7 @@ def test_a_rank_whose_agent_hangs_is_told_soon(tmp_path: Path, monkeypatch: pyte
     ("error", "told"),
     [
         (AgentSilent("this node's agent", "finish", SAVE, "timed out"), "at the agent of rank 0's node: timed out"),
-        (OSError("on purpose"), "Rank 0 failed to complete save 5+: OSError: on purpose"),
+        (OSError("on purpose"), "Rank 0 failed to complete save 5+: OSError: on purpose. It is not given up"),
     ],
 )
 def test_what_the_coordinator_fails_with_reaches_the_others(
@@ -190,12 +194,32 @@ def test_what_the_coordinator_fails_with_reaches_the_others(
     assert made.ending is not None
     for save_id in ("6" * 32, SAVE):
         assert not wait([made.ending.end], 0.5).done, "what is told is of another save, or nothing"
-        with pytest.raises(type(error)), telling_end(Blackboard(store, 0, 2), save_id):
+        with pytest.raises(ReplicatedCkptError), telling_end(Blackboard(store, 0, 2), made._store, save_id):
             raise error
     with pytest.raises(ReplicatedCkptError, match=told):
         made.ending.end.result(TIMEOUT_S)
     assert made._store.is_staged(SAVE), "the agent that rank 0 could not reach may have decided"
     assert not made._store.is_held(SAVE), "agents settle it"
+
+
+@pytest.mark.parametrize("error", [OSError("on purpose"), MemoryError("on purpose")])
+def test_what_fails_after_the_commit_says_that_the_save_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """It was raised bare by `wait` at rank 0, and told nothing of the save."""
+
+    def fail(*_: Any) -> None:
+        raise error
+
+    writer = ReplicatedWriter(tmp_path, ack="staged")
+    monkeypatch.setattr(attempt, "remember", fail)
+    with running_agent(tmp_path, "--idle-exit-s", "60"), group_of_one():
+        dcp.async_save({"t": torch.ones(1 << 16)}, checkpoint_id="step-1", storage_writer=writer)
+        with pytest.raises(
+            ReplicatedCkptError, match=f"{type(error).__name__}: on purpose. It is committed, as 'step-1'"
+        ):
+            writer.wait(TIMEOUT_S, ack="peer")
+    assert main(["verify", "step-1", "--root", str(tmp_path)]) == ExitCode.OK
 
 
 def test_a_node_that_cannot_publish_a_committed_save_does_not_hold_its_ranks_up(
@@ -212,7 +236,7 @@ def test_a_node_that_cannot_publish_a_committed_save_does_not_hold_its_ranks_up(
     made._learn_committed()
     assert made.ending is not None
     for save_id in (SAVE, "6" * 32):
-        with telling_end(Blackboard(store, 0, 2), save_id):
+        with telling_end(Blackboard(store, 0, 2), made._store, save_id):
             pass
     made.ending.end.result(TIMEOUT_S)
     assert reports == ["step-1"]
