@@ -13,13 +13,14 @@ from replicated_ckpt.environment import make_absolute
 from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptError
 from replicated_ckpt.stores.files.durable import translate_errors
 from replicated_ckpt.stores.files.existence import is_there
+from replicated_ckpt.stores.files.room import find_free_bytes
 from replicated_ckpt.stores.local.memory_tier import find_other_disk, note_memory_tier
 from replicated_ckpt.stores.local.store import LocalStore
 
 log = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - each user has a directory of its own there, which is checked
-_OF_MEMORY = ("tmpfs", "ramfs", "hugetlbfs")
+_OF_MEMORY = ("tmpfs", "ramfs")
 _MOUNTS = Path("/proc/self/mountinfo")
 _BLOCK_BYTES = 512
 _DIGITS = 16
@@ -96,8 +97,7 @@ def measure_memory(root: Path) -> int:
     Raises:
         OSError: it cannot be looked at.
     """
-    found = os.statvfs(root)
-    return measure_used(root) + min(found.f_bavail * found.f_frsize, takeable_bytes())
+    return measure_used(root) + min(find_free_bytes(root), takeable_bytes())
 
 
 def measure_used(root: Path) -> int:

@@ -15,6 +15,7 @@ _TRIED_BYTES = 4096
 _CANNOT_TELL = (errno.EOPNOTSUPP, errno.EISDIR)
 """What a file system says that has no files without a name."""
 _WORDS_MAX = 200
+_UNLIMITED_BYTES = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,15 @@ class Room:
         if not 0 <= room.free_bytes <= room.size_bytes:
             raise ValueError(f"no room of a file system: {room!r}"[:200])
         return room
+
+
+def find_free_bytes(path: Path) -> int:
+    """What a user without privileges may still write on the file system of a path. Raises: OSError
+
+    One that has no limit of its own, as a ramfs, or a tmpfs of `size=0`, says nothing but zeros: that is not full.
+    """
+    found = os.statvfs(path)
+    return found.f_bavail * found.f_frsize if found.f_blocks else _UNLIMITED_BYTES
 
 
 def find_write_error(directory: Path) -> OSError | None:

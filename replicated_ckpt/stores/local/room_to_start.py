@@ -7,6 +7,7 @@ from pathlib import Path
 from replicated_ckpt.core.layout import RECYCLED_DIR, ROOM_NAME
 from replicated_ckpt.stores.files.durable import translate_errors, write_file
 from replicated_ckpt.stores.files.existence import is_there
+from replicated_ckpt.stores.files.room import find_free_bytes
 from replicated_ckpt.stores.local.versions.recycled import RecycledFiles
 
 _SMALL_FILES_BYTES = 1 << 20
@@ -35,5 +36,4 @@ def make_room_to_start(root: Path) -> None:
 def lacks_room_to_start(root: Path) -> bool:
     """Whether the disk is too full for the small files that an agent writes when it starts. Raises: StoreError."""
     with translate_errors(str(root), "measure", ""):
-        found = os.statvfs(root)
-    return found.f_bavail * found.f_frsize < _SMALL_FILES_BYTES
+        return find_free_bytes(root) < _SMALL_FILES_BYTES

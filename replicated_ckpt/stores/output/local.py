@@ -15,6 +15,7 @@ from replicated_ckpt.stores.files.durable import (
 )
 from replicated_ckpt.stores.files.existence import is_directory, is_link, is_name_taken
 from replicated_ckpt.stores.files.locks import HeldLock
+from replicated_ckpt.stores.files.room import find_free_bytes
 from replicated_ckpt.stores.output.output import READ_BYTES, Output, Stream
 
 
@@ -111,8 +112,7 @@ class LocalOutput(Output):
             raise ConfigInvalid(f"Another process is writing {self._path}.", "Wait for its end.")
 
     def _check_room(self, size_bytes: int) -> None:
-        status = os.statvfs(self._part)
-        free = status.f_bavail * status.f_frsize
+        free = find_free_bytes(self._part)
         if size_bytes > free:
             detail = f"it takes about {size_bytes} bytes, {free} are free"
             raise StoreFull(

@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import stat
+import subprocess
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -31,6 +32,7 @@ from replicated_ckpt.dcp.save_callback import SaveCallback
 from replicated_ckpt.dcp.staging.segment import drop_idle_segments
 from replicated_ckpt.dcp.tiered_checkpoints import TieredCheckpoints
 from replicated_ckpt.errors import ConfigInvalid, StoreFull, StoreUnavailable
+from replicated_ckpt.stores.local.room_to_start import lacks_room_to_start
 from replicated_ckpt.stores.local.shard_file import FileSink
 from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.agents import stop_agent, wait_for
@@ -575,6 +577,26 @@ def test_what_the_tier_has_already_is_room_for_it(memory: Path) -> None:
     os.link(memory / "file", memory / "link")  # as of a recycled file: it takes its memory once
     assert size <= place.measure_used(memory) < 2 * size
     assert measure_memory(memory) >= size
+
+
+@pytest.fixture(params=[["tmpfs", "-o", "size=0"], ["ramfs"]], ids=" ".join)
+def unlimited(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    place = tmp_path / "unlimited"
+    place.mkdir()
+    mounted = ["mount", "-t", *request.param, "none", str(place)]
+    if os.geteuid() != 0 or subprocess.run(mounted, check=False, capture_output=True).returncode:
+        pytest.skip("mounting needs root")
+    place.chmod(0o700)
+    yield place
+    subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+
+def test_memory_without_a_limit_of_its_own_is_not_full(root: Path, unlimited: Path) -> None:
+    """Such a file system says zeros of its size; what the machine has is the limit."""
+    with opened(root, unlimited / "tier", spill_every=100) as manager:
+        manager.save(1, state(1))
+    assert main(["verify", "--root", str(unlimited / "tier"), "step-1"]) == ExitCode.OK
+    assert not lacks_room_to_start(unlimited)
 
 
 def test_a_relative_root_in_a_working_directory_that_is_gone_is_refused(
