@@ -325,14 +325,14 @@ class TieredCheckpoints:
     def _others(
         self, checkpoint_id: str, found: list[tuple[NamedCheckpoints, SaveFound]]
     ) -> Iterator[tuple[NamedCheckpoints, str, int]]:
-        """What is loaded in place of memory's newest: its others that are newer than the disk's, then the disk's.
+        """What is loaded in place of memory's newest: its others newer than the disk's of its run, then the disk's.
 
         With sequences: of one name the disk may have an older save.
         """
         on_disk = next((save for tier, save in found if tier is self.disk), None)
         if checkpoint_id == LATEST:
             first = found[0][1]
-            oldest = -1 if on_disk is None else on_disk.sequence
+            oldest = next((save.sequence for _, save in found[1:] if save.version.lineage == first.version.lineage), -1)
             listed: tuple[Listed, ...] = ()
             with contextlib.suppress(ShardLost, StoreUnavailable):  # no other one is whole
                 listed = self.memory.list_whole()

@@ -165,7 +165,6 @@ class HandOvers:
 
     def _write(self, shard: HandedShard, descriptors: Sequence[int], future: "Future[WrittenCopies]") -> None:
         try:
-            give_way(self.niceness)
             found = self._write_and_close(shard, descriptors)
         except BaseException as exc:  # noqa: BLE001 - top of a thread; who waits for the shard gets the error
             log.warning("%s of save %s: %s", shard.copies.name, shard.copies.save_id, exc)
@@ -180,6 +179,7 @@ class HandOvers:
         """
         fill = partial(_fill, shard=shard, descriptors=descriptors, pace=self.pace)
         try:
+            give_way(self.niceness)
             with self._slots:
                 failpoints.reach("agent.handed-over")
                 found = write_copies(self._store, shard.copies, Buffers(), fill, is_behind=True)

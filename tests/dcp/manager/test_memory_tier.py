@@ -199,7 +199,7 @@ def test_a_load_that_memory_cannot_give_warns_once(root: Path, memory: Path, cap
     """The warning names the step, both stores and what was wrong; and the disk's bytes are in the state."""
     with opened(root, memory, spill_every=1) as manager:
         manager.save(1, state(1))
-    damage_step_one(memory)
+    damage_step(memory, 1)
     found = state(-1)
     with (
         opened(root, memory) as manager,
@@ -213,9 +213,9 @@ def test_a_load_that_memory_cannot_give_warns_once(root: Path, memory: Path, cap
     assert "ShardLost" in told[0]
 
 
-def damage_step_one(memory: Path) -> None:
-    """Zeroes half of the shard of step 1."""
-    shard = next((memory / "step-1").glob("*.distcp"))
+def damage_step(memory: Path, step: int) -> None:
+    """Zeroes half of the shard of a step."""
+    shard = next((memory / f"step-{step}").glob("*.distcp"))
     content = bytearray(shard.read_bytes())
     content[: len(content) // 2] = bytes(len(content) // 2)
     shard.write_bytes(content)
@@ -229,7 +229,7 @@ def test_an_older_save_of_the_step_is_told_by_its_sequence(
         manager.save(2, state(2))
         manager.save(1, state(1))
         manager.save(1, state(3))
-    damage_step_one(memory)
+    damage_step(memory, 1)
     with opened(root, memory) as manager:
         older = manager.restore(found := state(-1), step=1)
     assert older == 1
@@ -237,6 +237,21 @@ def test_an_older_save_of_the_step_is_told_by_its_sequence(
     told = next(each.getMessage() for each in caplog.records if each.name.endswith("tiered_checkpoints"))
     assert told.startswith("step-1 (sequence 3) in the memory tier")
     assert "step-1 (sequence 2) at" in told
+
+
+def test_another_runs_steps_on_the_disk_are_no_newer_than_memorys(root: Path, memory: Path, tmp_path: Path) -> None:
+    """They count by themselves: in place of memory's newest step its one before is loaded, not the other run's fifth."""
+    with CheckpointManager(tmp_path / "another", copies=1, preempt_on=()) as manager:
+        for step in range(1, 6):
+            manager.save(step, state(-step))
+    with opened(root, memory, spill_every=100) as manager:
+        for step in (1, 2):
+            manager.save(step, state(step))
+    shutil.copytree(tmp_path / "another" / "step-5", root / "step-5")
+    damage_step(memory, 2)
+    with opened(root, memory, spill_every=100) as manager:
+        assert manager.restore(found := state(0)) == 1
+    assert torch.equal(found["w"], state(1)["w"])
 
 
 class Refusing:
