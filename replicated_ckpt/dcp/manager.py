@@ -338,7 +338,8 @@ class CheckpointManager:
         """Waits until all that was saved is committed, in the object store too; returns the ids that went there.
 
         Raises:
-            CheckpointException, ReplicatedCkptError: the asynchronous save failed. UploadFailed: as of ReplicatedWriter.
+            CheckpointException, ReplicatedCkptError: the last asynchronous save failed, as each call says until the next.
+            UploadFailed: as of ReplicatedWriter.
         """
         self._check_open("wait")
         self._settle()
