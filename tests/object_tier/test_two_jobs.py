@@ -10,12 +10,21 @@ from unittest import mock
 import pytest
 import torch.distributed.checkpoint as dcp
 
-from replicated_ckpt import ReplicatedReader, ReplicatedWriter
-from replicated_ckpt.errors import CheckpointNotFound, ConfigInvalid, ReplicatedCkptWarning, UploadFailed
+from replicated_ckpt import ReplicatedReader, ReplicatedWriter, failpoints
+from replicated_ckpt.errors import (
+    CheckpointNotFound,
+    ConfigInvalid,
+    ReplicatedCkptWarning,
+    StoreUnavailable,
+    UploadFailed,
+)
+from replicated_ckpt.stores.bucket.inspection import BucketInspector
 from tests.agent.agents import stop_agent
+from tests.agent.checkpoints import checkpointed, shard
 from tests.buckets.faulty_bucket import faulty_bucket
 from tests.buckets.servers import Server
 from tests.object_tier.test_one_node import assert_loads, contents, save
+from tests.object_tier.test_uploader import uploading
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -60,3 +69,35 @@ def test_a_store_is_no_bucket(tmp_path: Path) -> None:
     with pytest.raises(ConfigInvalid, match="is the store of a node"):
         ReplicatedWriter(tmp_path / "other", object_store=f"file://{tmp_path}/node")
     assert_loads(ReplicatedReader(tmp_path / "node"), "step-1", 1)
+
+
+def test_a_mark_never_stands_beside_shards_of_another_save(tmp_path: Path) -> None:
+    """Both found the name free: what one had brought went under the other's shard, and was believed to be there still."""
+    url = f"file://{tmp_path}/bucket/run"
+    (first, *_), (second, *_) = sides = [uploading(tmp_path / name, url) for name in ("first", "second")]
+    shards = {shard(0): (0,), shard(1): (0,)}
+    manifests = [
+        checkpointed([service.store], number, shards, copies=1, size_bytes=3000, url=url)
+        for number, (_, service, _) in enumerate(sides, 1)
+    ]
+    arrived: list[str] = []
+
+    def cross(_: str) -> None:
+        arrived.append("")
+        if len(arrived) == 1:
+            second.round()
+        elif len(arrived) == 2:
+            raise StoreUnavailable(url, "write", shard(1), "the second one is cut before its other shard")
+
+    with failpoints.arm("upload.shard-arrived", cross):
+        first.round()
+    assert len(arrived) == 3
+    bucket = sides[0][2].bucket(url)
+    assert bucket.save_of("step-1") is None, "one of its shards is the other's"
+    for uploader in (first, second):
+        uploader.try_now()
+        uploader.round()
+    there = bucket.save_of("step-1")
+    assert there is not None
+    assert there.save_id == manifests[0].save_id
+    assert list(BucketInspector(bucket).inspect()) == []

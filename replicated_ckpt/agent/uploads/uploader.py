@@ -29,10 +29,11 @@ from replicated_ckpt.core.bucket.upload_plan import UploadState, choose_uploader
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.upkeep.policy import Standing
 from replicated_ckpt.errors import ObjectCorrupt, ReplicatedCkptError, SaveAborted, SaveSuperseded, StoreUnavailable
-from replicated_ckpt.stores.bucket.bucket import Bucket
+from replicated_ckpt.stores.bucket.bucket import Bucket, prefix_of
 from replicated_ckpt.stores.bucket_client.upload_source import UploadSource
 from replicated_ckpt.stores.files.existence import list_prefixed
 from replicated_ckpt.stores.local.directories.committed import descriptions, open_committed_save
+from replicated_ckpt.stores.peer.fan_out import FanOut
 from replicated_ckpt.stores.thread_start import start_thread
 from replicated_ckpt.stores.throttle import Pace, Stopped
 from replicated_ckpt.stores.verified import Expected
@@ -277,7 +278,9 @@ class Uploader:
             self.held.check(save_id)
             take_back_removed(self._service, bucket, manifest)
             missing.discard(name)
-        if missing and missing - self._find_intact(bucket, manifest, upload):
+        if missing or not prefix_of(manifest):
+            missing = manifest.shards.keys() - self._find_intact(bucket, manifest, upload)
+        if missing:
             return False
         with open_committed_save(self._service.store.root, manifest.checkpoint_id, save_id) as (directory, _):
             raw_manifest, raw_metadata = descriptions(directory, manifest)
@@ -287,9 +290,15 @@ class Uploader:
         return True
 
     def _find_intact(self, bucket: Bucket, manifest: Manifest, upload: UploadProgress) -> set[str]:
-        """The shards that are in the bucket; each is looked at until it was found intact once."""
+        """The shards that are in the bucket; each is looked at until it was found intact once.
+
+        Once all are there, anew, where the place is not this save's alone: another one's may have gone over them since.
+        """
         arrived = bucket.find_arrived(manifest)
-        upload.intact.update(name for name in arrived - upload.intact if bucket.is_intact(manifest, name))
+        if arrived == manifest.shards.keys() and not prefix_of(manifest):
+            upload.intact.clear()
+        looked = FanOut.run(arrived - upload.intact, partial(bucket.is_intact, manifest)).raise_first()
+        upload.intact.update(name for name, is_intact in looked.items() if is_intact)
         return arrived & upload.intact
 
     def _mine(self, manifest: Manifest, missing: set[str], upload: UploadProgress) -> set[str]:
