@@ -101,3 +101,19 @@ def test_a_mark_never_stands_beside_shards_of_another_save(tmp_path: Path) -> No
     assert there is not None
     assert there.save_id == manifests[0].save_id
     assert list(BucketInspector(bucket).inspect()) == []
+
+
+def test_a_mark_never_stands_beside_the_manifest_of_another_save(tmp_path: Path) -> None:
+    """The other job had looked before this one's shards were there, and its manifest arrived between manifest and mark."""
+    url = f"file://{tmp_path}/bucket/run"
+    uploader, service, targets = uploading(tmp_path / "node", url)
+    checkpointed([service.store], 1, {shard(0): (0,)}, copies=1, size_bytes=3000, url=url)
+
+    def overwrite(_: str) -> None:
+        (tmp_path / "bucket/run/step-1/.manifest.json").write_bytes(b"another save's")
+
+    with failpoints.arm("upload.manifest-put", overwrite):
+        uploader.round()
+    bucket = targets.bucket(url)
+    assert bucket.save_of("step-1") is not None
+    assert list(BucketInspector(bucket).inspect()) == []

@@ -33,7 +33,7 @@ from replicated_ckpt.errors import (
     SaveSuperseded,
     StoreDenied,
 )
-from replicated_ckpt.stores.bucket.bucket_save import OF_NEWER_FORMAT, BucketSave
+from replicated_ckpt.stores.bucket.bucket_save import OF_NEWER_FORMAT, BucketSave, is_superseded
 from replicated_ckpt.stores.bucket_client.client import ARCHIVED, Listing, ObjectClient, Paced
 from replicated_ckpt.stores.bucket_client.retry import RetryingClient
 from replicated_ckpt.stores.bucket_client.upload_source import UploadSource
@@ -143,6 +143,13 @@ class Bucket:
             raise ManifestInvalid(f"The manifest at {self.client.target.url}/{key} is not the one that was committed.")
         return raw
 
+    def is_described(self, save: BucketSave) -> bool:
+        """Whether the manifest that its mark names is there."""
+        try:
+            return bool(self.manifest_raw(save))
+        except (ManifestInvalid, ObjectMissing, ObjectCorrupt):
+            return False
+
     def small(self, key: str, size_bytes: int, crc: int | None = None) -> bytes:
         """The first bytes of an object, read again if they differ from `crc`. Raises ObjectCorrupt: none has so many."""
         if not 0 <= size_bytes <= FILE_BYTES_MAX:
@@ -225,6 +232,8 @@ class Bucket:
             there = self.save_of(manifest.checkpoint_id)  # last: not each store writes on a condition
             self.check_place(manifest, there)
             if there is not None and there.mark == mark:
+                if not self.is_described(there):  # that of another job came between manifest and mark
+                    self.client.put(key_of(manifest, MANIFEST_NAME), raw_manifest)
                 self._tidy(manifest, replaced)
                 return
             replaced = there
@@ -279,15 +288,6 @@ class Bucket:
         client = RetryingClient(self.client)
         client.delete([f"{directory}{name}" for name in sorted(shards)])
         client.delete([f"{directory}{MANIFEST_NAME}"])
-
-
-def is_superseded(manifest: Manifest, there: BucketSave | None) -> bool:
-    """Whether a save may not be committed over the one there. Another run's gives way if it was saved over, or is older."""
-    if there is None or there.mark is None or there.save_id in (manifest.save_id, *manifest.replaces):
-        return False
-    if there.mark.lineage != manifest.lineage:
-        return there.mark.created_unix_s > manifest.created_unix_s
-    return there.mark.version.is_newer_than(manifest.version)
 
 
 def prefix_of(manifest: Manifest) -> str:

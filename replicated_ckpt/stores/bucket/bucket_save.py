@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from replicated_ckpt.core.bucket.commit_mark import CommitMark
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.layout import OBJECT_NODE
+from replicated_ckpt.core.manifest import Manifest
 
 OF_NEWER_FORMAT = "only a newer replicated_ckpt reads it"
 
@@ -48,3 +49,12 @@ class BucketSave:
             created_unix_s=created,
             lineage=self.mark.lineage if self.mark else "",
         )
+
+
+def is_superseded(manifest: Manifest, there: BucketSave | None) -> bool:
+    """Whether a save may not be committed over the one there. Another run's gives way if it was saved over, or is older."""
+    if there is None or there.mark is None or there.save_id in (manifest.save_id, *manifest.replaces):
+        return False
+    if there.mark.lineage != manifest.lineage:
+        return there.mark.created_unix_s > manifest.created_unix_s
+    return there.mark.version.is_newer_than(manifest.version)

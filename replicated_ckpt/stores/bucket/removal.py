@@ -6,8 +6,8 @@ from replicated_ckpt.core.bucket.commit_mark import own_prefix
 from replicated_ckpt.core.layout import MANIFEST_NAME, is_save_id
 from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX, Manifest, decode_manifest
 from replicated_ckpt.errors import ManifestInvalid, ManifestVersionUnknown, ObjectCorrupt, ObjectMissing
-from replicated_ckpt.stores.bucket.bucket import Bucket, is_superseded, key_of, prefix_of
-from replicated_ckpt.stores.bucket.bucket_save import BucketSave
+from replicated_ckpt.stores.bucket.bucket import Bucket, key_of, prefix_of
+from replicated_ckpt.stores.bucket.bucket_save import BucketSave, is_superseded
 
 log = logging.getLogger(__name__)
 
