@@ -117,3 +117,24 @@ def test_a_mark_never_stands_beside_the_manifest_of_another_save(tmp_path: Path)
     bucket = targets.bucket(url)
     assert bucket.save_of("step-1") is not None
     assert list(BucketInspector(bucket).inspect()) == []
+
+
+@pytest.mark.parametrize("name", [".manifest.json", shard(0)])
+@pytest.mark.parametrize("is_deleted", [True, False])
+def test_what_is_damaged_there_is_brought_again_by_an_order(tmp_path: Path, name: str, *, is_deleted: bool) -> None:
+    """The mark was there, and objects of the right sizes: the order said that it is committed, and it did not load."""
+    url = f"file://{tmp_path}/bucket/run"
+    uploader, service, targets = uploading(tmp_path / "node", url)
+    manifest = checkpointed([service.store], 1, {shard(0): (0,)}, copies=1, size_bytes=3000, url=url)
+    uploader.round()
+    path = tmp_path / "bucket/run/step-1" / name
+    if is_deleted:
+        path.unlink()
+    else:
+        path.write_bytes(bytes(path.stat().st_size))
+    uploader.order(manifest.save_id, url)
+    uploader.round()
+    bucket = targets.bucket(url)
+    assert bucket.save_of("step-1") is not None
+    assert list(BucketInspector(bucket).inspect()) == []
+    assert not uploader.is_busy

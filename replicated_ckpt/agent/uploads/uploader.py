@@ -30,6 +30,7 @@ from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.upkeep.policy import Standing
 from replicated_ckpt.errors import ObjectCorrupt, ReplicatedCkptError, SaveAborted, SaveSuperseded, StoreUnavailable
 from replicated_ckpt.stores.bucket.bucket import Bucket, prefix_of
+from replicated_ckpt.stores.bucket.bucket_save import BucketSave
 from replicated_ckpt.stores.bucket_client.upload_source import UploadSource
 from replicated_ckpt.stores.files.existence import list_prefixed
 from replicated_ckpt.stores.local.directories.committed import descriptions, open_committed_save
@@ -267,7 +268,7 @@ class Uploader:
         """Uploads what is this node's to upload now; whether the save is committed in the bucket afterwards."""
         bucket, save_id = self._targets.bucket(upload.state.url), manifest.save_id
         there = bucket.save_of(manifest.checkpoint_id)
-        if there is not None and there.save_id == save_id and manifest.shard_sizes.items() <= there.sizes.items():
+        if there is not None and self._is_whole(bucket, manifest, there, upload):
             tidy_after(bucket, manifest, there)
             return True
         bucket.check_place(manifest, there)  # also of a save that lacks a shard, and will never be whole
@@ -288,6 +289,14 @@ class Uploader:
         take_back_removed(self._service, bucket, manifest)
         retire_in_bucket(self._service, bucket, manifest)
         return True
+
+    def _is_whole(self, bucket: Bucket, manifest: Manifest, there: BucketSave, upload: UploadProgress) -> bool:
+        """Whether a save is what is committed there, with all its objects; more closely for an order by hand."""
+        if there.save_id != manifest.save_id or not manifest.shard_sizes.items() <= there.sizes.items():
+            return False
+        if not self.orders.is_ordered(manifest.save_id):
+            return True
+        return bucket.is_described(there) and manifest.shards.keys() == self._find_intact(bucket, manifest, upload)
 
     def _find_intact(self, bucket: Bucket, manifest: Manifest, upload: UploadProgress) -> set[str]:
         """The shards that are in the bucket; each is looked at until it was found intact once.
