@@ -51,6 +51,25 @@ def test_what_another_run_has_there_is_not_taken_for_this_save(
     assert_loads(ReplicatedReader(**where), "step-1", 1)
 
 
+def test_what_an_older_run_has_there_is_not_replaced_by_a_save_that_may_not_overwrite(
+    root: Path, tmp_path: Path, where: Mapping[str, Any], moto: Server
+) -> None:
+    """The bucket could not be asked at the save. Its upload came later, and took away what the other run had there."""
+    other = tmp_path / "other"
+    save(ReplicatedWriter(other, ack="object", **where), "step-1", 1)
+    stop_agent(other)
+    with faulty_bucket(moto) as proxy, warnings.catch_warnings():
+        warnings.simplefilter("ignore", ReplicatedCkptWarning)
+        proxy.away()
+        writer = ReplicatedWriter(root, **{**where, "storage_options": proxy.storage_options()})
+        dcp.save(contents(2), checkpoint_id="step-1", storage_writer=writer)
+        proxy.back()
+        with pytest.raises(UploadFailed, match=r"of another run"):
+            writer.wait(60)
+    assert_loads(ReplicatedReader(root), "step-1", 2)
+    assert_loads(ReplicatedReader(**where), "step-1", 1)
+
+
 @pytest.mark.parametrize("below", ["", "/bucket", "/.."])
 def test_a_bucket_lies_beside_the_root(tmp_path: Path, below: str) -> None:
     """In one directory the commit there would write over the node's own `.metadata`."""

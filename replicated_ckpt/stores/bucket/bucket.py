@@ -43,7 +43,6 @@ from replicated_ckpt.stores.peer.fan_out import FanOut
 log = logging.getLogger(__name__)
 
 _TAIL_BYTES = 64 << 10
-_NEWER = "Nothing is to be done: the newer one loads from there."
 _OTHER_RUN = (
     "Give each run a prefix of its own; this one's goes there by `replicated-ckpt upload ID --root ROOT --to URL`."
 )
@@ -209,7 +208,7 @@ class Bucket:
 
         Raises:
             SaveAborted: a newer save of the same id is committed there, and this one is not wanted any more.
-            SaveSuperseded: it is another run's, and what was saved here is in no bucket.
+            SaveSuperseded: it is another run's, newer or not to be replaced, and what was saved here is in no bucket.
             CheckpointExists: another job has saved the same id at the same time, and what it saved lies in this place.
             ObjectCorrupt: what is read back is not what was written.
         """
@@ -242,18 +241,20 @@ class Bucket:
         raise ObjectCorrupt(self.client.target.url, "commit", key, "what is read back is not what was written")
 
     def check_place(self, manifest: Manifest, there: BucketSave | None) -> None:
-        """Nothing is written over the files of a save that is committed there: two jobs may both have found the id free."""
+        """Nothing goes over a save of another run that was not to be replaced: two jobs may both have found the id free."""
         place = f"{manifest.checkpoint_id!r} in {self.client.target.url}"
         if there is None or there.mark is None or there.save_id == manifest.save_id:
             return
         if is_superseded(manifest, there):
             if there.mark.lineage != manifest.lineage:
                 raise SaveSuperseded(f"{place} is of save {there.save_id}, a newer one of another run.", _OTHER_RUN)
-            raise SaveAborted(f"{place} is of a newer save.", _NEWER)
+            raise SaveAborted(f"{place} is of a newer save.", "Nothing is to be done: the newer one loads from there.")
         if there.mark.prefix == prefix_of(manifest):
             raise CheckpointExists(
                 f"{place} is of save {there.save_id}, which another job made at the same time.", _TAKEN
             )
+        if there.mark.lineage != manifest.lineage and there.save_id not in manifest.replaces:
+            raise SaveSuperseded(f"{place} is of save {there.save_id} of another run, unknown at this save.", _TAKEN)
 
     def _tidy(self, manifest: Manifest, before: BucketSave | None) -> None:
         """Removes what the new save has replaced and what interrupted uploads left; what cannot be is logged."""
