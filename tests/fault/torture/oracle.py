@@ -327,7 +327,8 @@ class Oracle:
     def newest(self, nodes: Collection[int] | None = None, *, with_bucket: bool = False) -> Attempt | None:
         """The newest acknowledged save that must load: "latest" has to give it, or one that is not older.
 
-        None where that cannot be said: the newest of all is out of reach, and several runs have a newest.
+        None where that cannot be said: the newest of all is out of reach, and several runs have a newest; or nodes that
+        were cut off have saved an older one under a higher number.
         """
         acknowledged = [attempt for attempt in self.attempts if attempt.is_acknowledged and not attempt.is_stock]
         standing = [attempt for attempt in acknowledged if not self.is_superseded(attempt)]
@@ -336,6 +337,8 @@ class Oracle:
             return None
         for attempt in newest_first:
             if attempt.lineage != newest_first[0].lineage:
+                return None
+            if any(one.is_ahead_of(attempt) and one.began < attempt.began for one in standing):
                 return None
             if self.must_load(attempt.checkpoint_id, nodes, with_bucket=with_bucket):
                 return attempt
