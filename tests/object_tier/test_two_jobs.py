@@ -2,7 +2,8 @@
 
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,6 +30,18 @@ from tests.object_tier.test_uploader import uploading
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
+@contextmanager
+def saved_unseen(root: Path, where: Mapping[str, Any], moto: Server) -> Iterator[ReplicatedWriter]:
+    """The writer of a step-1 that was saved while the bucket could not be asked; it answers now."""
+    with faulty_bucket(moto) as proxy, warnings.catch_warnings():
+        warnings.simplefilter("ignore", ReplicatedCkptWarning)
+        proxy.away()
+        writer = ReplicatedWriter(root, **{**where, "storage_options": proxy.storage_options()})
+        dcp.save(contents(2), checkpoint_id="step-1", storage_writer=writer)
+        proxy.back()
+        yield writer
+
+
 def test_what_another_run_has_there_is_not_taken_for_this_save(
     root: Path, tmp_path: Path, where: Mapping[str, Any], moto: Server
 ) -> None:
@@ -37,12 +50,7 @@ def test_what_another_run_has_there_is_not_taken_for_this_save(
     with mock.patch.object(time, "time", return_value=time.time() + 365 * 86400):
         save(ReplicatedWriter(other, ack="object", **where), "step-1", 1)
     stop_agent(other)
-    with faulty_bucket(moto) as proxy, warnings.catch_warnings():
-        warnings.simplefilter("ignore", ReplicatedCkptWarning)
-        proxy.away()
-        writer = ReplicatedWriter(root, **{**where, "storage_options": proxy.storage_options()})
-        dcp.save(contents(2), checkpoint_id="step-1", storage_writer=writer)
-        proxy.back()
+    with saved_unseen(root, where, moto) as writer:
         with pytest.raises(UploadFailed, match=r"of another run.*upload ID"):
             writer.wait(60)
         dcp.save(contents(3), checkpoint_id="step-2", storage_writer=writer)
@@ -58,14 +66,8 @@ def test_what_an_older_run_has_there_is_not_replaced_by_a_save_that_may_not_over
     other = tmp_path / "other"
     save(ReplicatedWriter(other, ack="object", **where), "step-1", 1)
     stop_agent(other)
-    with faulty_bucket(moto) as proxy, warnings.catch_warnings():
-        warnings.simplefilter("ignore", ReplicatedCkptWarning)
-        proxy.away()
-        writer = ReplicatedWriter(root, **{**where, "storage_options": proxy.storage_options()})
-        dcp.save(contents(2), checkpoint_id="step-1", storage_writer=writer)
-        proxy.back()
-        with pytest.raises(UploadFailed, match=r"of another run"):
-            writer.wait(60)
+    with saved_unseen(root, where, moto) as writer, pytest.raises(UploadFailed, match=r"of another run"):
+        writer.wait(60)
     assert_loads(ReplicatedReader(root), "step-1", 2)
     assert_loads(ReplicatedReader(**where), "step-1", 1)
 

@@ -23,7 +23,7 @@ _KEPT = 32
 def telling_end(board: Blackboard | None, store: LocalStore, save_id: str) -> Iterator[None]:
     """Coordinator: posts that the block has committed the save, or what it raises.
 
-    Raises RankFailed, in the place of an error that is none of ours: it says where the save stands.
+    Raises RankFailed in place of an error of another package: it says where the save stands.
     """
     try:
         yield
