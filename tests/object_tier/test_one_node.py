@@ -192,6 +192,24 @@ def test_ack_object_waits(root: Path, where: Mapping[str, Any]) -> None:
     assert_loads(ReplicatedReader(**where), "step-1", 1)
 
 
+def test_wait_tells_of_no_checkpoint_that_never_came_to_the_bucket(root: Path, where: Mapping[str, Any]) -> None:
+    """One removed before its upload is not among the ids; `wait(ack="object")` raises."""
+    away = {**where["storage_options"], "client_kwargs": {"endpoint_url": "http://127.0.0.1:9"}}
+    writer = ReplicatedWriter(root, copies=1, object_store=where["object_store"], storage_options=away)
+    for number in (1, 2):
+        with pytest.warns(ReplicatedCkptWarning, match="object store s3://"):
+            dcp.save(contents(number), checkpoint_id=f"step-{number}", storage_writer=writer)
+        assert main(["rm", f"step-{number}", "--root", str(root), "--keep-in-bucket", "--force"]) == 0
+        if number == 1:
+            with pytest.raises(UploadFailed, match=r"'step-1' is not in s3://.*given up, replaced or removed"):
+                writer.wait(ack="object")
+        assert writer.wait() == ()
+    again = ReplicatedWriter(root, **where)
+    save(again, "step-3", 3)
+    assert again.wait() == ("step-3",)
+    assert_loads(ReplicatedReader(**where), "latest", 3)
+
+
 def test_what_stock_torch_wrote_there_is_read(where: Mapping[str, Any], tmp_path: Path) -> None:
     """By name and as the latest, if it is the only one."""
     url, options = where["object_store"], where["storage_options"]

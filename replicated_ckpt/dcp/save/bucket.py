@@ -34,6 +34,7 @@ PROBE_S = 15.0
 GIVE_UP_S = 120.0
 """`wait` does not wait longer for a bucket of which every try has failed for that long."""
 _POLL_FIRST_S, _POLL_MAX_S = 0.05, 1.0
+_GONE = "this node knows nothing of it any more: it was given up, replaced or removed."
 
 
 def check_timeout(timeout_s: object) -> float:
@@ -137,25 +138,37 @@ class ObjectTier:
         targets.learn(self._target)
         Uploader(service, targets, Pace(1e15, stopping), Patience(), stopping, lambda *_: None).round()
 
-    def wait(self, timeout_s: float) -> tuple[str, ...]:
-        """Waits until every save that was expected is committed in the bucket; returns their checkpoint ids.
+    def wait(self, timeout_s: float, *, is_last_wanted: bool = False) -> tuple[str, ...]:
+        """Waits until every save that was expected is committed in the bucket, or is not to come there any more.
+
+        Returns the checkpoint ids of those that are committed there.
 
         Raises:
             UploadFailed: one is not, and trying longer does not help, or the time is over. The next wait tries again.
+            With `is_last_wanted` also if the last one is not to come there any more.
         """
         deadline = time.monotonic() + timeout_s
         with self._lock:
             awaited = dict(self._awaited)
-        for save_id, checkpoint_id in awaited.items():
-            self._wait_for(save_id, checkpoint_id, deadline)
+        arrived = []
+        for number, (save_id, checkpoint_id) in enumerate(awaited.items(), 1):
+            why_not = self._wait_for(save_id, checkpoint_id, deadline)
             with self._lock:
                 self._awaited.pop(save_id, None)
-        return tuple(awaited.values())
+            if not why_not:
+                arrived.append(checkpoint_id)
+                continue
+            assert self._target is not None
+            if is_last_wanted and number == len(awaited):
+                raise UploadFailed(checkpoint_id, self._target.url, why_not)
+            log.warning("checkpoint %r is not in %s: %s", checkpoint_id, self._target.url, why_not)
+        return tuple(arrived)
 
-    def _wait_for(self, save_id: str, checkpoint_id: str, deadline: float) -> None:
+    def _wait_for(self, save_id: str, checkpoint_id: str, deadline: float) -> str:
+        """Returns why a save is not to come to the bucket any more, or "" once it is there. Raises UploadFailed."""
         assert self._target is not None
         if self._target.is_process_local:
-            return
+            return ""
         ask_agent(self._store, "POST", "/v1/object/again", {"save_id": save_id})
         pause_s = _POLL_FIRST_S
         while True:
@@ -163,15 +176,14 @@ class ObjectTier:
                 state = UploadState(**ask_agent(self._store, "GET", f"/v1/object/saves/{save_id}"))
             except ObjectMissing as exc:
                 if ask_agent(self._store, "GET", f"/v1/saves/{save_id}")["state"] == "unknown":
-                    log.info("save %s of %s was given up, or is not on this node any more", save_id, checkpoint_id)
-                    return
+                    return _GONE
                 if time.monotonic() > deadline:
                     raise UploadFailed(checkpoint_id, self._target.url, "it is not committed on this node.") from exc
                 time.sleep(_POLL_MAX_S / 4)
                 continue
             is_here = state.url == self._target.url  # else it was ordered to another bucket, and comes here next
             if state.state != "pending" and not state.is_denied and is_here:
-                return
+                return "" if state.state == "committed" else state.error or _GONE
             if state.is_denied or state.failing_s > GIVE_UP_S:
                 if state.state != "pending":
                     with self._lock:  # it is told once: no later wait is to fail for it

@@ -316,7 +316,7 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
         """Coordinator: commits the save on every node; with `ack="object"` waits for the bucket. As SaveAttempt.commit."""
         goes_to_bucket = self._under_way.commit(metadata, results)
         if goes_to_bucket and self.config.ack == "object":
-            self.wait()
+            self.wait(ack="object")
         self._under_way.end()
 
     def wait(self, timeout_s: float = WAIT_TIMEOUT_S, *, ack: Ack | None = None) -> tuple[str, ...]:
@@ -346,7 +346,7 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
             raise StoreUnavailable(f"store {self.config.root}", "wait", self.checkpoint_id, why, _GOES_ON) from exc
         if ack not in (None, "object"):
             return ()
-        return self._parts.object_tier.wait(max(0.0, deadline - time.monotonic()))
+        return self._parts.object_tier.wait(max(0.0, deadline - time.monotonic()), is_last_wanted=ack == "object")
 
     def await_end(self) -> None:
         """Returns once agents have completed what was acknowledged as staged, or have given it up."""
