@@ -210,24 +210,29 @@ def descriptors_of_saves(context: Context, saves: int) -> list[int]:
     return counts
 
 
-def cpu_of_saves(context: Context, mebibytes: int, saves: int) -> dict[str, list[float]]:
-    """CPU seconds of this process from the end of staging to the end of each save: by the agent, and by the rank itself."""
+def bytes_of_saves(context: Context, mebibytes: int) -> dict[str, int]:
+    """Bytes that this process writes to files from the end of staging to the end of a save: by the agent, and by itself."""
     state = {f"rank{context.rank}": torch.ones(mebibytes << 18)}
     writer = context.writer(overwrite=True)
     door, away = (context.root / ".agent" / name for name in (SOCKET_NAME, "away"))
-    spent: dict[str, list[float]] = {"agent": [], "rank": []}
-    for number in range(2 * saves + 2):
-        by = ("agent", "rank")[number % 2]
-        if number:
-            (door if by == "rank" else away).rename(away if by == "rank" else door)
+    written = {}
+    for by in ("agent", "rank"):
+        if by == "rank":
+            door.rename(away)
         dist.barrier()
         future = dcp.async_save(dict(state), checkpoint_id="step-1", storage_writer=writer)
         assert isinstance(future, Future)
-        began = time.process_time()
+        before = _count_written()
         future.result(timeout=200)
-        if number > 1:
-            spent[by].append(time.process_time() - began)
-    return spent
+        written[by] = _count_written() - before
+    away.rename(door)
+    return written
+
+
+def _count_written() -> int:
+    """`wchar` of proc(5): bytes that this process has passed to write(2) and its like."""
+    counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(counts["wchar"])
 
 
 def footprint_of_saves(context: Context, saves: int, mebibytes: int, ack: Ack) -> list[dict[str, int]]:

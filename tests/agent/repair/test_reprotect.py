@@ -365,7 +365,7 @@ def test_damaged_files_are_set_aside_and_restored(tmp_path: Path, name: str) -> 
     checkpointed(nodes, 9, PAIR, checkpoint_id="removed")
     (nodes[0].root / "removed" / name).unlink()
     with agents(nodes, "--scrub-every-s", "0.5", "--scrub-mib-per-s", "500") as running:
-        wait_for(lambda: not findings(nodes[0]), 40, "being whole again")
+        wait_for(lambda: not findings(nodes[0]), 120, "being whole again")
         wait_for(protected(*running), 30, "being done")
         wait_for(lambda: status(running[0])["scrub"]["passes"] > 0, 30, "a pass of the scrub")
     assert findings(nodes[0]) == findings(nodes[1]) == []

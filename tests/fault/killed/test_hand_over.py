@@ -3,7 +3,6 @@
 import gc
 import os
 import signal
-import statistics
 import threading
 import time
 import weakref
@@ -169,13 +168,12 @@ def test_an_asynchronous_save_is_a_synchronous_one_bit_for_bit(cluster: Cluster)
             assert (node.disk / "step-0" / name).read_bytes() == (node.disk / "step-1" / name).read_bytes()
 
 
-def test_the_trainer_spends_no_time_on_the_bytes(cluster: Cluster) -> None:
-    """Once the state is staged its CPU time does not grow with the bytes: a part of what it takes to write them itself."""
-    spent = call("async_saves.cpu_of_saves", mebibytes=128, saves=3)
-    (found, _) = cluster.launch([spent], nodes=[0, 1], timeout_s=280.0).of(0)
-    by_agent, by_rank = (statistics.median(found[by]) for by in ("agent", "rank"))
-    print(f"CPU s of a trainer for 128 MiB: {by_agent:.3f} with the agent, {by_rank:.3f} by itself")  # noqa: T201 - with -s
-    assert by_agent < 0.5 * by_rank
+def test_the_trainer_writes_none_of_the_bytes(cluster: Cluster) -> None:
+    """Once the state is staged the agent writes it; a trainer whose agent cannot be reached writes it itself."""
+    call_of_saves = call("async_saves.bytes_of_saves", mebibytes=64)
+    for written in cluster.launch([call_of_saves], nodes=[0, 1], timeout_s=280.0).of(0):
+        assert written["agent"] < 1 << 20
+        assert written["rank"] >= 64 << 20
 
 
 def has_all(node: Node) -> bool:

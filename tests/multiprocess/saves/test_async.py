@@ -112,7 +112,8 @@ def test_a_writer_for_each_save_leaves_nothing_open(cluster_of: ClusterOf) -> No
 
     Connections that it keeps for the next save come one by one with the first saves, as its threads happen to run.
     """
-    for counts in cluster_of(2).launch([call("async_saves.descriptors_of_saves", saves=24)], nodes=[0, 1]).of(0):
+    saves = call("async_saves.descriptors_of_saves", saves=24)
+    for counts in cluster_of(2).launch([saves], nodes=[0, 1], timeout_s=280.0).of(0):
         assert min(counts[-6:]) <= max(counts[6:12]) + 2, counts
 
 
