@@ -36,7 +36,10 @@ from tests.agent.agents import stop_agent
 from tests.buckets.servers import Server
 from tests.damage import flip
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+    pytest.mark.filterwarnings("ignore:.*it has not answered yet"),  # moto, on a machine that is busy
+]
 State = dict[str, torch.Tensor]
 
 

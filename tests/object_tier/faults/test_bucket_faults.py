@@ -20,7 +20,7 @@ from tests.object_tier.sites import Site
 pytestmark = [pytest.mark.multiprocess, pytest.mark.fault, pytest.mark.timeout(240)]
 
 COUNT = 4  # MiB of each rank
-SAVE_WITHIN_S = 6.0
+SAVE_WITHIN_S = 12.0
 AFTER_WITHIN_S = 45.0
 SECRET = "testsecret"
 
@@ -58,7 +58,7 @@ def test_a_save_does_not_wait_for_the_bucket(moto: Server, site_of: SiteOf, kind
     results = site.cluster.launch([*saves, fails], nodes=[0, 1])
     assert max(*results.of(0), *results.of(1)) < SAVE_WITHIN_S
     for failure in results.of(2):
-        assert failure["seconds"] < 8
+        assert failure["seconds"] < 20
         assert failure["types"] == ["UploadFailed"]
     assert any("step-2: object store s3://" in text for text in results.all_warnings)
     for node in (0, 1):

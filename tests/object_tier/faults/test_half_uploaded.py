@@ -82,7 +82,7 @@ def test_half_a_put_is_never_loaded(weak_store: WeakStore, site_of: SiteOf, what
     site.faulty.add(Fault("reset", method="PUT", key=f"step-2/{what}", at=300))
     calls = [site.save("step-2", COUNT), site.failing_wait(timeout_s=2)]
     site.cluster.launch(calls, nodes=[0, 1])
-    assert what in site.bucket.client.list_keys("step-2/").sizes
+    wait_for(lambda: what in site.bucket.client.list_keys("step-2/").sizes, 60, f"half of {what}")
     results = site.cluster.launch([site.load("latest", COUNT, 2)], nodes=[0, 1])
     assert all(value["same"] and value["report"]["checkpoint_id"] == "step-2" for value in results.of(0))
     site.lose_all()
