@@ -577,3 +577,11 @@ def test_ids_that_cannot_work_are_refused(tmp_path: Path, given_id: str | None) 
     # without an id DCP does not reset the reader, and repeats the error's text inside its own
     with pytest.raises((ConfigInvalid, CheckpointException), match="checkpoint_id"):
         dcp.load(state(), checkpoint_id=given_id, storage_reader=ReplicatedReader(tmp_path))
+
+
+def test_a_save_that_is_never_planned_leaves_no_store(tmp_path: Path) -> None:
+    """Until a rank presents itself to the others nothing of its node is made: a constructor touches no disk."""
+    writer = ReplicatedWriter(tmp_path / "root", copies=1)
+    writer.reset("step-1")
+    writer.set_up_storage_writer(is_coordinator=True)
+    assert not (tmp_path / "root").exists()

@@ -81,7 +81,6 @@ class SaveAttempt:
         self._world, self._given_id, self._notes = world, given_id, notes
         self._started_at, self.thread = time.monotonic(), threading.get_ident()
         self._held, self._keep_report = HeldSave(), keep_report
-        self._cluster: Cluster = LoneNode(parts.store)
         self._receipts: Sequence[Receipt] = []
         self._reference: SavedMetadata | None = None
         self._is_left = False
@@ -122,8 +121,7 @@ class SaveAttempt:
         raw_posts = board.posts("save", DECISION_TIMEOUT_S) if board is not None else []
         posts = [SavePost.from_json(post) for post in raw_posts] or [self._post]
         decision = replace(decide(posts, config.copies, uuid.uuid4().hex, plans), ticket=secrets.token_hex(16))
-        if board is not None:
-            self._cluster = cluster_of(decision, self._world.rank)
+        self._cluster: Cluster = LoneNode(self._store) if board is None else cluster_of(decision, self._world.rank)
         known = self._parts.layouts.save_id
         session = self._world.session_of_writer(self._parts.name)
         self._decision = replace(decision, session=session, overwrite=config.overwrite, known_layout=known)
