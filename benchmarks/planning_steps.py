@@ -193,7 +193,7 @@ def _load(steps: _Steps, nodes: WillingNodes) -> None:
 
     def surveyed() -> Survey:
         (save,) = saves_found(holdings)
-        assert not save.lacking(sizes)
+        assert not save.list_missing(sizes)
         return Survey(nodes.manifest.decode(), save.holdings, tuple(addresses), ())
 
     survey = steps("survey", surveyed)
@@ -202,6 +202,6 @@ def _load(steps: _Steps, nodes: WillingNodes) -> None:
 
     def received() -> Sequence[str]:
         told = Survey.from_json(json.loads(raw))
-        return told.found.lacking({name: entry.size_bytes for name, entry in told.manifest.shards.items()})
+        return told.found.list_missing({name: entry.size_bytes for name, entry in told.manifest.shards.items()})
 
     steps("a rank: survey", received)

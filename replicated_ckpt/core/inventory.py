@@ -116,15 +116,17 @@ class SaveFound:
         return frozenset((h.node_id, shard) for h in self.holdings for shard in h.damaged if shard not in h.footless)
 
     def is_whole(self, size_by_shard: Mapping[str, int], damaged: Collection[tuple[str, str]] = ()) -> bool:
-        """Whether every shard has a copy, and the metadata; `damaged` as for `lacking`."""
-        return not self.lacking(size_by_shard, damaged) and any(holding.has_metadata for holding in self.holdings)
+        """Whether every shard has a copy, and the metadata; `damaged` as for `list_missing`."""
+        return not self.list_missing(size_by_shard, damaged) and any(holding.has_metadata for holding in self.holdings)
 
     def is_described_to(self, nodes: Collection[str], hung: Collection[str]) -> bool:
         """Whether ranks on all these nodes can read `.metadata`: on their own disk, or where an agent does not hang."""
         having = {holding.node_id for holding in self.holdings if holding.has_metadata}
         return not having.issubset(hung) or having.issuperset(nodes)
 
-    def lacking(self, size_by_shard: Mapping[str, int], damaged: Collection[tuple[str, str]] = ()) -> tuple[str, ...]:
+    def list_missing(
+        self, size_by_shard: Mapping[str, int], damaged: Collection[tuple[str, str]] = ()
+    ) -> tuple[str, ...]:
         """Shards without any holder, or with a single one whose copy is among the `damaged`: several may make up for each
         other."""
         holders = {shard: self.holders_of(shard, size) for shard, size in sorted(size_by_shard.items())}

@@ -30,7 +30,7 @@ def test_a_copy_of_another_size_is_no_copy() -> None:
     """A truncated file does not count as a holder."""
     (save,) = saves_found([holding("a", "x", 1, r0=5), holding("b", "x", 1, r0=4)])
     assert save.holders_of("__0_0.distcp", 5) == ("a",)
-    assert save.lacking({"__0_0.distcp": 5, "__1_0.distcp": 5}) == ("__1_0.distcp",)
+    assert save.list_missing({"__0_0.distcp": 5, "__1_0.distcp": 5}) == ("__1_0.distcp",)
 
 
 def test_ranks_everywhere_read_the_metadata_of_a_save() -> None:

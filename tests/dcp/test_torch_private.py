@@ -29,8 +29,8 @@ from replicated_ckpt.dcp.runtime.torch_private import (
     Collectives,
     DcpCall,
     StorageInfo,
-    async_calling,
-    calling,
+    find_async_call,
+    find_call,
     flatten,
     flattening_holds_tensors,
     follow_step,
@@ -44,14 +44,14 @@ from tests.gloo import group_of_one
 
 
 class Witness(dcp.FileSystemWriter):
-    """Stock writer that notes what `calling` sees from inside the hooks."""
+    """Stock writer that notes what `find_call` sees from inside the hooks."""
 
     def __init__(self, path: str) -> None:
         super().__init__(path)
         self.seen: list[DcpCall | None] = []
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        self.seen.append(calling())
+        self.seen.append(find_call())
         return super().prepare_local_plan(plan)
 
 
@@ -59,18 +59,18 @@ class WitnessReader(dcp.FileSystemReader):
     """Stock reader that does the same."""
 
     def reset(self, checkpoint_id: object = None) -> None:
-        self.seen = [calling()]
+        self.seen = [find_call()]
         super().reset(checkpoint_id)  # type: ignore[arg-type]
 
     def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
-        self.seen.append(calling())
+        self.seen.append(find_call())
         return super().read_metadata(*args, **kwargs)
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_hook_sees_the_dcp_call_it_is_part_of(tmp_path: object) -> None:
-    """`calling` finds what the user passed, from every hook that uses it; outside a call it finds nothing."""
-    assert calling() is None
+    """`find_call` finds what the user passed, from every hook that uses it; outside a call it finds nothing."""
+    assert find_call() is None
     writer, reader = Witness(str(tmp_path)), WitnessReader(str(tmp_path))
     dcp.save({"a": torch.ones(2)}, storage_writer=writer, no_dist=True)
     assert writer.seen == [DcpCall(None, True)]
@@ -253,7 +253,7 @@ def test_a_hook_learns_how_its_step_ended(tmp_path: Path) -> None:
     ],
 )
 def test_the_entry_points_have_the_parameters_that_are_read(function: object) -> None:
-    """The names that `calling` reads from the frames are those of the parameters."""
+    """The names that `find_call` reads from the frames are those of the parameters."""
     parameters = inspect.signature(function).parameters  # type: ignore[arg-type]
     assert {"process_group", "no_dist"} <= set(parameters)
 
@@ -318,10 +318,10 @@ def test_what_flattening_holds_goes_with_young_garbage() -> None:
 
 
 class StagingWitness(Witness):
-    """Stock writer, which is a stager as ours is, that notes what `async_calling` sees."""
+    """Stock writer, which is a stager as ours is, that notes what `find_async_call` sees."""
 
     def stage(self, state_dict: dict[str, object]) -> dict[str, object]:
-        self.staged = async_calling()
+        self.staged = find_async_call()
         return state_dict
 
     @property
@@ -329,13 +329,13 @@ class StagingWitness(Witness):
         return True
 
     def synchronize_staging(self) -> None:
-        self.synchronized = async_calling()
+        self.synchronized = find_async_call()
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_stager_sees_the_asynchronous_save_it_stages_for(tmp_path: Path) -> None:
-    """`async_calling` finds where it saves, and its future as soon as it has one; outside a call it finds nothing."""
-    assert async_calling() is None
+    """`find_async_call` finds where it saves, and its future as soon as it has one; outside a call it finds nothing."""
+    assert find_async_call() is None
     writer = StagingWitness(str(tmp_path))
     future = dcp.async_save({"a": torch.ones(2)}, storage_writer=writer)  # torch 2.7 has no `no_dist` there
     assert isinstance(future, concurrent.futures.Future)

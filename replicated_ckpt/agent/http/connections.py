@@ -69,13 +69,13 @@ class Connections:
         with self._lock:
             return peer in self._open and self._open[peer].is_known
 
-    def working(self, peer: Any) -> None:
+    def note_working(self, peer: Any) -> None:
         """A request with a valid token came, and is being worked on."""
         with self._lock:
             if peer in self._open:
                 self._open[peer].is_working = self._open[peer].is_known = True
 
-    def waiting(self, peer: Any) -> None:
+    def note_answered(self, peer: Any) -> None:
         """The request was answered."""
         with self._lock:
             if peer in self._open:

@@ -178,7 +178,7 @@ class _Handler(BaseHTTPRequestHandler):
         body = None
         try:
             right = self._find_right()
-            self.server.connections.working(self.client_address)
+            self.server.connections.note_working(self.client_address)
             body = Body(self.rfile, self.headers)  # so that what is refused is read to its end
             check_release(self.headers, self.path, str(self.client_address[0]))
             heartbeat = Heartbeat(self.wfile, body)
@@ -193,7 +193,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = self.close_connection or not body.done  # what is left of it is no request
             self._send(answer)
         self.connection.settimeout(IDLE_CONNECTION_S)
-        self.server.connections.waiting(self.client_address)
+        self.server.connections.note_answered(self.client_address)
 
     def _break_off(self, exc: OSError | ValueError, body: Body | None) -> None:
         """Ends a request whose error no layer below has told: what the disk refuses is said, a broken connection logged."""

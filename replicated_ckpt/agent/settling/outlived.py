@@ -12,7 +12,7 @@ from replicated_ckpt.core.lineage import Version
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.protocol.settlement import is_without_a_name, may_be_dropped
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
-from replicated_ckpt.core.upkeep.whole_versions import whole_versions
+from replicated_ckpt.core.upkeep.whole_versions import find_whole_versions
 from replicated_ckpt.errors import ManifestInvalid, ObjectCorrupt, StoreError
 from replicated_ckpt.stores.files.durable import translate_errors
 from replicated_ckpt.stores.local.directories.intent import Intent
@@ -46,7 +46,7 @@ def drop_outlived(
     doubts = [doubt.intent for doubt in service.doubts.read_all()]
     if not names and not doubts:
         return
-    whole = whole_versions(manifests, views, may_be_short=is_stuck)
+    whole = find_whole_versions(manifests, views, may_be_short=is_stuck)
     _drop_replaced(service, names, whole, is_done=is_done)
     places = service.store.places.read_all()
     for intent in doubts:

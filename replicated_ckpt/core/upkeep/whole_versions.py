@@ -9,7 +9,7 @@ from replicated_ckpt.core.protocol.seen_save import SeenSave, see_save
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
 
 
-def whole_versions(
+def find_whole_versions(
     manifest_by_save: Mapping[str, Manifest], nodes: Sequence[NodeView], *, may_be_short: bool = False
 ) -> Mapping[str, tuple[Version, ...]]:
     """Of each checkpoint the versions that others may give way to, as they were seen at nodes that answer.

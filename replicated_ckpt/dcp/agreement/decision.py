@@ -223,7 +223,7 @@ def _forget_identity(node: NodePost) -> str:
     return f"`rm -r {root}/node.json {root}/.agent` on {node.host}"
 
 
-def weaknesses(decision: SaveDecision, copies: int, posts: Sequence[SavePost]) -> list[str]:
+def list_weaknesses(decision: SaveDecision, copies: int, posts: Sequence[SavePost]) -> list[str]:
     """In words, what protects less than was asked for."""
     placement = decision.placement
     found = []

@@ -11,7 +11,7 @@ from replicated_ckpt.errors import SaveAborted
 from replicated_ckpt.stores.peer.client import AgentAddress
 
 
-def receipt_post(receipt: Receipt, save_id: str, node: NodePost) -> dict[str, Any]:
+def make_receipt_post(receipt: Receipt, save_id: str, node: NodePost) -> dict[str, Any]:
     """What a rank posts once it has written; `node` as it is by then."""
     where = {"address": node.address.to_json(), "silence": node.silence, "invitation": node.invitation}
     return {**receipt.to_json(), "save_id": save_id, **where}

@@ -16,7 +16,7 @@ from replicated_ckpt.dcp.c10d.kept_decisions import KeptDecisions
 from replicated_ckpt.dcp.c10d.presence import Presence, announce, check_is_rank
 from replicated_ckpt.dcp.c10d.waiting import AnsweringStore, reaching_store
 from replicated_ckpt.dcp.c10d.watched_group import WatchedGroup
-from replicated_ckpt.dcp.runtime.torch_private import async_calling, calling, default_store, use_collectives
+from replicated_ckpt.dcp.runtime.torch_private import default_store, find_async_call, find_call, use_collectives
 from replicated_ckpt.errors import ConfigInvalid
 from replicated_ckpt.stores.local.directories.intent import WRITER
 
@@ -87,7 +87,7 @@ def world_of_call(process_group: Any, no_dist: bool | None) -> World:
     Raises:
         ConfigInvalid: it is not a group that this rank is in; or this process was forked from a rank.
     """
-    call = calling()
+    call = find_call()
     if no_dist is None:
         no_dist = call.no_dist if call is not None else False
     if no_dist or not dist.is_available() or not dist.is_initialized():
@@ -100,7 +100,7 @@ def world_of_call(process_group: Any, no_dist: bool | None) -> World:
             "Call from the ranks of the group alone. The group of a DeviceMesh is its get_group().",
         )
     name = str(group.group_name)
-    board, watched = _meeting_of(group, name)
+    board, watched = _set_up_meeting(group, name)
     return World(dist.get_rank(group), dist.get_world_size(group), board, name, watched=watched)
 
 
@@ -109,7 +109,7 @@ def watch_first_step(process_group: Any) -> None:
 
     Called in its first step, before the planner is given anything. Raises ConfigInvalid: as `world_of_call`.
     """
-    if calling() is not None:
+    if find_call() is not None:
         world_of_call(process_group, None).watch_call()
 
 
@@ -122,7 +122,7 @@ def telling_if_left(process_group: Any) -> Iterator[None]:
     try:
         yield
     except BaseException as exc:
-        call = async_calling()
+        call = find_async_call()
         if call is not None and not call.in_process:
             watched = world_of_call(process_group or call.process_group, call.no_dist).watched
             if watched is not None:
@@ -132,12 +132,12 @@ def telling_if_left(process_group: Any) -> Iterator[None]:
 
 def watch_group(group: Any) -> WatchedGroup:
     """The collectives of a gloo group of some or all ranks."""
-    found = _meeting_of(group, str(group.group_name))[1]
+    found = _set_up_meeting(group, str(group.group_name))[1]
     assert found is not None, "it is a gloo group"
     return found
 
 
-def _meeting_of(group: Any, name: str) -> tuple[Blackboard, WatchedGroup | None]:
+def _set_up_meeting(group: Any, name: str) -> tuple[Blackboard, WatchedGroup | None]:
     presence, members = announce(), dist.get_process_group_ranks(group)
     kept = _kept_by_group.setdefault(name, KeptDecisions())
     store = AnsweringStore(f"{_PREFIX}/{name}", default_store())

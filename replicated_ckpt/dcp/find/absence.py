@@ -50,7 +50,7 @@ def name_own_store(store: LocalStore, own_node: str) -> dict[str, str]:
 
 def describe_lost(manifest: Manifest, save: SaveFound, searched: Sequence[str]) -> ShardLost:
     """The error of "latest" that names every shard of a save that no store holds whole."""
-    owners = {name: manifest.owner_of(name) for name in save.lacking(manifest.shard_sizes)}
+    owners = {name: manifest.owner_of(name) for name in save.list_missing(manifest.shard_sizes)}
     return ShardLost(save.checkpoint_id, owners, with_unasked_bucket(searched, manifest), is_latest=True)
 
 

@@ -22,7 +22,7 @@ from replicated_ckpt.dcp.c10d.world import World
 from replicated_ckpt.dcp.find.keeping import Silence, survey_and_keep
 from replicated_ckpt.dcp.find.survey import SURVEY_TIMEOUT_S, Survey, Surveyor
 from replicated_ckpt.dcp.node.given_id import id_under
-from replicated_ckpt.dcp.node.node import NodePost, SeenStore, reading_post
+from replicated_ckpt.dcp.node.node import NodePost, SeenStore, present_for_load
 from replicated_ckpt.dcp.node.seen_lineage import remember
 from replicated_ckpt.errors import CheckpointIdMismatch, ConfigInvalid, MeetingFailed, RankFailed, ReplicatedCkptError
 from replicated_ckpt.stores.bucket.bucket import Bucket
@@ -145,7 +145,7 @@ def _present(
     try:
         with translate_errors(str(store.root), "present", "node"):
             checkpoint_id = _resolve_id(store, given_id, world)
-            node = None if is_nowhere(store) else reading_post(store)
+            node = None if is_nowhere(store) else present_for_load(store)
             post: dict[str, Any] = {"checkpoint_id": checkpoint_id, "node": node.to_json() if node else None}
             if node is not None and node.silence:
                 wanted = None if checkpoint_id == LATEST else checkpoint_id

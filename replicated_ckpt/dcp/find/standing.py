@@ -35,7 +35,7 @@ def check_gives_way(store: LocalStore, own_node: str, nodes: Iterable[AgentAddre
             "Save with ReplicatedWriter(..., overwrite=True) to give it up, or move its directory away on every node.",
         ) from exc
     _check_may_go(survey, checkpoint_id, store)
-    missing = ", ".join(survey.found.lacking(survey.manifest.shard_sizes)) or "the metadata"
+    missing = ", ".join(survey.found.list_missing(survey.manifest.shard_sizes)) or "the metadata"
     unreached = [*surveyor.unreached, *_unreached_of_manifest(survey, own_node), *_publishing(survey, own_node)]
     if store.is_staged(survey.manifest.save_id):
         unreached.append("this node, which still publishes it")

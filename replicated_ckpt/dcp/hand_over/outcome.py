@@ -31,14 +31,14 @@ def telling_end(board: Blackboard | None, store: LocalStore, save_id: str) -> It
         _tell(board, save_id, pack_error(_for_others(exc)))
         raise
     except BaseException as exc:
-        what, standing = f"{type(exc).__name__}: {exc}", _standing(store, save_id)
+        what, standing = f"{type(exc).__name__}: {exc}", _describe_standing(store, save_id)
         failed = RankFailed(f"Rank {COORDINATOR} failed to complete save {save_id}: {what}. {standing}")
         _tell(board, save_id, pack_error(failed))
         raise failed from exc
     _tell(board, save_id, None)
 
 
-def _standing(store: LocalStore, save_id: str) -> str:
+def _describe_standing(store: LocalStore, save_id: str) -> str:
     """What the coordinator's node has of a save that its rank could not complete."""
     with contextlib.suppress(ReplicatedCkptError, OSError):
         name = store.catalog.checkpoint_of(save_id)
@@ -72,7 +72,7 @@ def is_told_committed(board: Blackboard, save_id: str) -> bool:
     return True
 
 
-def why_unseen(store: LocalStore, checkpoint_id: str, save_id: str) -> ReplicatedCkptError:
+def explain_unseen(store: LocalStore, checkpoint_id: str, save_id: str) -> ReplicatedCkptError:
     """Why a save of which every shard was staged is not published here, as far as this node can tell.
 
     It was given up; or this node cannot read the manifest that has its name: then it may be committed.

@@ -205,7 +205,7 @@ class LoadAttempt:
                 raise ManifestInvalid(
                     f"The .metadata has {item.storage_index.fqn!r} beyond {shard}'s end.", _BAD_METADATA
                 )
-        lost = found.lacking({shard: manifest.shards[shard].size_bytes for shard in asked})
+        lost = found.list_missing({shard: manifest.shards[shard].size_bytes for shard in asked})
         if lost:
             owners = {shard: manifest.owner_of(shard) for shard in lost}
             searched = with_unasked_bucket(self._survey.searched, manifest)

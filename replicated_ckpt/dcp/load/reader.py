@@ -26,7 +26,7 @@ from replicated_ckpt.dcp.load.reader_parts import ReaderBucket, ReaderParts
 from replicated_ckpt.dcp.load.report import LoadReport
 from replicated_ckpt.dcp.runtime.caller import find_line
 from replicated_ckpt.dcp.runtime.raised_by_load import as_checkpoint_exception
-from replicated_ckpt.dcp.runtime.torch_private import calling, leaves_plans
+from replicated_ckpt.dcp.runtime.torch_private import find_call, leaves_plans
 from replicated_ckpt.dcp.tensors.stored_tensor import StoredTensors
 from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptError
 from replicated_ckpt.stores.bucket.bucket import Bucket
@@ -182,14 +182,14 @@ class ReplicatedReader(StorageReader):
         self._given_id = given_id
         self.let_go()
         self._attempt = self._begin(given_id)
-        if calling() is not None:
+        if find_call() is not None:
             try:
                 self._meet()
             except ReplicatedCkptError as exc:
                 raise as_checkpoint_exception(exc, self._world.rank) from exc.__cause__
 
     def _meet(self, *, in_step: bool = False) -> None:
-        is_alone = True if calling() is None else self._no_dist
+        is_alone = True if find_call() is None else self._no_dist
         self._world = world_of_call(self._process_group, is_alone)
         self._under_way.meet(self._world, in_step=in_step)
 
@@ -209,18 +209,18 @@ class ReplicatedReader(StorageReader):
             if "rank" not in kwargs and not self._find_own().is_met:
                 # No reset came first: DCP passes a checkpoint_id to it.
                 self._attempt = self._begin(self._given_id)
-                self._meet(in_step=calling() is not None)
+                self._meet(in_step=find_call() is not None)
             self._under_way.is_met = False
-            if calling() is not None:
+            if find_call() is not None:
                 self._world.watch_call()
                 self._parts.planning.begin()
             metadata = self._under_way.read_metadata()
         except Exception as exc:
             self._attempt.fail(exc)
-            if calling() is None:
+            if find_call() is None:
                 raise
             return UnreadMetadata(exc)
-        if calling() is None:
+        if find_call() is None:
             self.let_go()
         return metadata
 

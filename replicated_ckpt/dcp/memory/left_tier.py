@@ -9,7 +9,7 @@ from typing import Any
 from replicated_ckpt.core.lineage import Histories, History, merge_histories, newest_lineage, newest_version
 from replicated_ckpt.core.upkeep.policy import scope_of
 from replicated_ckpt.dcp.c10d.lent_group import agree_on_all
-from replicated_ckpt.dcp.node.seen_lineage import join_lineages, seen_lineage
+from replicated_ckpt.dcp.node.seen_lineage import find_seen_lineage, join_lineages
 from replicated_ckpt.errors import ReplicatedCkptError
 from replicated_ckpt.stores.files.durable import translate_errors
 from replicated_ckpt.stores.local.memory_tier import find_memory_tier
@@ -41,7 +41,7 @@ def join_left_tier(
     )
     left, *by_store = (merge_histories(histories) for histories in zip(*told, strict=True))
     held = merge_histories(by_store)
-    seen = seen_lineage(stores[0], scope)
+    seen = find_seen_lineage(stores[0], scope)
     lineage = newest_lineage({**left, **held}) if seen is None else seen[0]
     if lineage is None or lineage not in left:
         return by_store

@@ -9,7 +9,7 @@ from replicated_ckpt.core.upkeep.policy import scope_of
 from replicated_ckpt.dcp.agreement.announcement import tensor_bytes
 from replicated_ckpt.dcp.agreement.decision import SaveDecision, SavePost
 from replicated_ckpt.dcp.memory.root import measure_memory, measure_used
-from replicated_ckpt.dcp.node.seen_lineage import seen_lineage
+from replicated_ckpt.dcp.node.seen_lineage import find_seen_lineage
 from replicated_ckpt.errors import ReplicatedCkptError
 from replicated_ckpt.stores.files.durable import translate_errors
 from replicated_ckpt.stores.local.store import LocalStore
@@ -48,7 +48,7 @@ class MemoryLimit:
     def _measure_others(self, checkpoint_id: str | None) -> int:
         """Bytes of checkpoints that this run's retention will not remove: of other lineages or directories of ids."""
         scope = scope_of(checkpoint_id or "")
-        seen = seen_lineage(self._store, scope)
+        seen = find_seen_lineage(self._store, scope)
         if seen is None:  # it goes on with what is there
             return 0
         others = [

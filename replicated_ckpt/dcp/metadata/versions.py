@@ -29,12 +29,12 @@ def reduction_for_all(metadata: Metadata) -> Callable[[TensorProperties], Any]:
             key = id(entry.properties)
             can_cut[key] = can_cut.get(key, True) and _says_nothing_more(entry)
 
-    def reduced(properties: TensorProperties) -> Any:
+    def reduce(properties: TensorProperties) -> Any:
         if not can_cut.get(id(properties), False):
             return _reduce_whole(properties)
         return copyreg.__newobj__, (TensorProperties,), _state_of(properties)[:COMMON_FIELDS]  # type: ignore[attr-defined]
 
-    return reduced
+    return reduce
 
 
 def _reduce_whole(properties: TensorProperties) -> Any:

@@ -84,7 +84,7 @@ class SeenStore:
     remains: tuple[Remains, ...] = ()
 
 
-def node_post(store: LocalStore, domain: str | None, *, is_opening: bool = False) -> NodePost:
+def present_node(store: LocalStore, domain: str | None, *, is_opening: bool = False) -> NodePost:
     """Presents this node; its agent runs when this returns, or hangs: then it is presented with its `silence`.
 
     `is_opening`: for a save that opens now, see `ensure_agent`.
@@ -108,30 +108,30 @@ def node_post(store: LocalStore, domain: str | None, *, is_opening: bool = False
     return _post(store, address, silence, endpoint.invitation(), domain)
 
 
-def opening_post(store: LocalStore, domain: str | None) -> NodePost:
-    """As `node_post`, for a save that is to be opened: the end of an agent that was told to stop is waited for.
+def present_for_save(store: LocalStore, domain: str | None) -> NodePost:
+    """As `present_node`, for a save that is to be opened: the end of an agent that was told to stop is waited for.
 
     Raises:
         AgentUnavailable, StoreError, ConfigInvalid
     """
-    post = node_post(store, domain, is_opening=True)
+    post = present_node(store, domain, is_opening=True)
     try:
         is_next = not post.silence and await_departure(store.agent_directory())
     except AgentUnavailable as exc:
         return replace(post, silence=str(exc))
-    return node_post(store, domain, is_opening=True) if is_next else post
+    return present_node(store, domain, is_opening=True) if is_next else post
 
 
 def present_again(store: LocalStore, before: NodePost) -> NodePost:
     """Presents this node once more in the same save: its agent may have died and been started again, or hang now."""
     try:
-        return node_post(store, before.domain)
+        return present_node(store, before.domain)
     except AgentUnavailable as exc:
         log.warning("this node will publish the checkpoint later: %s", exc)
         return replace(before, silence=str(exc))
 
 
-def reading_post(store: LocalStore) -> NodePost | None:
+def present_for_load(store: LocalStore) -> NodePost | None:
     """Presents this node for a load, which needs its agent only for what other nodes read here. None: there is no store.
 
     Raises:
@@ -139,7 +139,7 @@ def reading_post(store: LocalStore) -> NodePost | None:
     """
     try:
         if can_hold_agent(store):
-            post = node_post(store, None)
+            post = present_node(store, None)
             if post.silence:
                 warn(post.silence)
             return post
@@ -168,7 +168,7 @@ def _post(
         return NodePost(address.node_id, name, boot_id, _inode(store), domain, address, silence, invitation, root)
 
 
-def lone_post(store: LocalStore, domain: str | None) -> NodePost:
+def present_alone(store: LocalStore, domain: str | None) -> NodePost:
     """Presents this node to this process alone: no agent is started."""
     node_id = store.node_id()
     return NodePost(node_id, socket.gethostname(), "", _inode(store), domain, AgentAddress(node_id, "", 0, ""))

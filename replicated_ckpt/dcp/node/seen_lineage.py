@@ -22,14 +22,14 @@ def remember(store: LocalStore, checkpoint_id: str, newest: Version) -> None:
     _seen[key] = newest.lineage, sequence
 
 
-def seen_lineage(store: LocalStore, scope: str) -> tuple[str, int] | None:
+def find_seen_lineage(store: LocalStore, scope: str) -> tuple[str, int] | None:
     """The lineage that this process continues in a directory of checkpoints, and the largest sequence it has seen of it."""
     return _seen.get((store.root, scope))
 
 
 def join_lineages(stores: Sequence[LocalStore], checkpoint_id: str, newest: Version) -> None:
     """What this process saves next is of the lineage of `newest` in each of these stores, and newer than all in any."""
-    seen = [seen_lineage(store, scope_of(checkpoint_id)) for store in stores]
+    seen = [find_seen_lineage(store, scope_of(checkpoint_id)) for store in stores]
     known = [sequence for lineage, sequence in filter(None, seen) if lineage == newest.lineage]
     joined = replace(newest, sequence=max([newest.sequence, *known]))
     for store in stores if newest.lineage else ():

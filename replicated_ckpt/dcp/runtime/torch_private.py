@@ -52,7 +52,7 @@ class DcpCall:
     no_dist: bool
 
 
-def calling() -> DcpCall | None:
+def find_call() -> DcpCall | None:
     """The DCP call on this thread's stack, or None if there is none.
 
     Seen on torch 2.7 to 2.15: the entry points have the parameters `process_group` and `no_dist`, and none of them is
@@ -73,7 +73,7 @@ class AsyncCall(DcpCall):
     future: "Future[Any] | None"
 
 
-def async_calling() -> AsyncCall | None:
+def find_async_call() -> AsyncCall | None:
     """The `dcp.async_save` on this thread's stack, or None if there is none.
 
     Seen on torch 2.15: it has the parameter `async_checkpointer_type`, calls the stager's `stage` before it has a future,

@@ -26,21 +26,21 @@ from replicated_ckpt.dcp.agreement.decision import (
     SaveDecision,
     SavePost,
     decide,
+    list_weaknesses,
     name_checkpoint,
-    weaknesses,
 )
 from replicated_ckpt.dcp.agreement.nodes import Cluster, LoneNode, Opened, cluster_of
-from replicated_ckpt.dcp.agreement.receipts import check_none_aborted, collect_receipts, receipt_post
+from replicated_ckpt.dcp.agreement.receipts import check_none_aborted, collect_receipts, make_receipt_post
 from replicated_ckpt.dcp.c10d.world import World
 from replicated_ckpt.dcp.find.standing import check_gives_way
 from replicated_ckpt.dcp.hand_over.ending import Ending, await_last, find_last, keep_last
 from replicated_ckpt.dcp.hand_over.finishing import Handing
 from replicated_ckpt.dcp.hand_over.held_save import HeldSave
-from replicated_ckpt.dcp.hand_over.outcome import telling_end, why_unseen
+from replicated_ckpt.dcp.hand_over.outcome import explain_unseen, telling_end
 from replicated_ckpt.dcp.hand_over.patience import Patience
 from replicated_ckpt.dcp.metadata.saved_metadata import SavedMetadata, tell_metadata
 from replicated_ckpt.dcp.node.node import present_again
-from replicated_ckpt.dcp.node.seen_lineage import remember, seen_lineage
+from replicated_ckpt.dcp.node.seen_lineage import find_seen_lineage, remember
 from replicated_ckpt.dcp.runtime.callback import call_back
 from replicated_ckpt.dcp.runtime.caller import warn
 from replicated_ckpt.dcp.runtime.torch_private import Collectives, follow_step
@@ -83,8 +83,7 @@ class SaveAttempt:
         self._held, self._keep_report = HeldSave(), keep_report
         self._receipts: Sequence[Receipt] = []
         self._reference: SavedMetadata | None = None
-        self._is_left = False
-        self._is_undecided = False
+        self._is_left = self._is_undecided = False
         self.version: Version | None = None
         """The save's place in its lineage, once this rank writes."""
         self.ending: Ending | None = None
@@ -104,7 +103,7 @@ class SaveAttempt:
             self._config.checkpoint_id_from,
             is_coordinator=self._world.is_coordinator,
         )
-        self._post = self._parts.post(checkpoint_id, is_alone=board is None)
+        self._post = self._parts.present(checkpoint_id, is_alone=board is None)
         if board is not None:
             board.share_in(self._store.root_agent_directory())
             self._nonce = board.post("save", self._post.to_json())
@@ -132,7 +131,10 @@ class SaveAttempt:
         with self._giving_up_on_error():
             opened = self._open()
             failpoints.reach("coordinator.opened")
-            overwrites, seen = self._decision.overwrite, seen_lineage(self._store, scope_of(decision.checkpoint_id))
+            overwrites, seen = (
+                self._decision.overwrite,
+                find_seen_lineage(self._store, scope_of(decision.checkpoint_id)),
+            )
             asked = replace(self._decision, overwrite=config.overwrite)  # what nodes have lost may lie in the bucket
             placed, problems = assign_sequence(asked, opened, self._parts.object_tier, seen)
             self._decision = replace(placed, overwrite=overwrites)
@@ -140,7 +142,7 @@ class SaveAttempt:
             if board is not None:
                 board.decide("save", raw_posts, self._decision.to_json(), stays=STAYS)
             failpoints.reach("coordinator.placed")
-            self._warn(weaknesses(self._decision, config.copies, posts), of=config.root)  # one text for all saves
+            self._warn(list_weaknesses(self._decision, config.copies, posts), of=config.root)  # one text for all saves
 
     def write(self, plan: SavePlan, planner: SavePlanner, staged: memoryview | None = None) -> list[WriteResult]:
         """Writes this rank's shard here and at its buddies, and posts the receipt for it to the coordinator.
@@ -164,7 +166,7 @@ class SaveAttempt:
             failpoints.reach("rank.written")
             if board is not None:
                 now = present_again(self._store, self._post.node)
-                board.post("receipt", receipt_post(self._receipt, save_id, now))
+                board.post("receipt", make_receipt_post(self._receipt, save_id, now))
             failpoints.reach("rank.receipted")
             if self._decision.upload is not None:
                 self._parts.object_tier.expect(save_id, self._decision.checkpoint_id)
@@ -288,7 +290,7 @@ class SaveAttempt:
         if is_told or is_here:
             self._report_committed()
         elif not self._is_left:  # else a newer save may have taken its place by now
-            raise why_unseen(self._store, self._decision.checkpoint_id, save_id)
+            raise explain_unseen(self._store, self._decision.checkpoint_id, save_id)
 
     def _report_committed(self) -> None:
         now = time.monotonic()

@@ -134,14 +134,14 @@ class ShardWriter:
     def _lay_out(
         self, plan: SavePlan, planner: SavePlanner, name: str, results: list[WriteResult], stream: Stream
     ) -> None:
-        for item in in_shard_order(plan.items):
+        for item in sort_for_shard(plan.items):
             offset, length = self._items.write(stream, item, planner)
             failpoints.reach("rank.writing")
             info = StorageInfo(name, offset, length)
             results.append(WriteResult(index=item.index, size_in_bytes=length, storage_data=info))
 
 
-def in_shard_order(items: Sequence[WriteItem]) -> list[WriteItem]:
+def sort_for_shard(items: Sequence[WriteItem]) -> list[WriteItem]:
     """Small items come first, and so lie side by side: scalars and objects, which all ranks read, and whole blocks at that.
 
     An optimizer's step counts, one for each parameter, would else bring as many blocks of their neighbours along.

@@ -8,7 +8,7 @@ from replicated_ckpt.config import WriterConfig
 from replicated_ckpt.dcp.agreement.alike import describe_wanted
 from replicated_ckpt.dcp.agreement.decision import SavePost
 from replicated_ckpt.dcp.memory.limit import MemoryLimit
-from replicated_ckpt.dcp.node.node import lone_post, opening_post
+from replicated_ckpt.dcp.node.node import present_alone, present_for_save
 from replicated_ckpt.dcp.planning.kept_layouts import KeptLayouts
 from replicated_ckpt.dcp.runtime.caller import Line
 from replicated_ckpt.dcp.runtime.gc_pause import Pause
@@ -38,8 +38,8 @@ class WriterParts:
     planning: Pause = field(default_factory=Pause)
     name: str = field(default_factory=lambda: uuid.uuid4().hex)
 
-    def post(self, checkpoint_id: str | None, *, is_alone: bool) -> SavePost:
-        """What this rank says before a save."""
-        node = (lone_post if is_alone else opening_post)(self.store, self.config.domain)
+    def present(self, checkpoint_id: str | None, *, is_alone: bool) -> SavePost:
+        """What this rank says before a save, and which node it is on, whose agent runs by then."""
+        node = (present_alone if is_alone else present_for_save)(self.store, self.config.domain)
         memory_bytes = None if self.memory is None else self.memory.measure(checkpoint_id)
         return SavePost(checkpoint_id, node, memory_bytes, describe_wanted(self.config))

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from replicated_ckpt.dcp.runtime.failures import describe_failure
-from replicated_ckpt.dcp.runtime.torch_private import AsyncCall, async_calling, flattening_holds_tensors
+from replicated_ckpt.dcp.runtime.torch_private import AsyncCall, find_async_call, flattening_holds_tensors
 from replicated_ckpt.dcp.staging.available import share_of_rank
 from replicated_ckpt.dcp.staging.segment import StagingRefused, drop_idle_segments, lease_segment, pin_lease
 from replicated_ckpt.dcp.staging.state_copy import StateCopy
@@ -111,7 +111,7 @@ class Stager:
         self._asked_by, self._thread, self._lease, self._behind = None, None, None, None
         self._is_uncopied = self._is_staged = self._needs_group = False
         self._written.clear()
-        call = async_calling()
+        call = find_async_call()
         group_name = _find_group(call)
         if group_name is not None:
             await_turn(group_name)
@@ -179,7 +179,7 @@ class Stager:
     def synchronize(self) -> None:
         """From here on the original may change. One that was not copied was written by then, or that failed."""
         self._returns.set()
-        call = async_calling()
+        call = find_async_call()
         if call is None or call.future is None:
             return
         self._behind = _SaveBehind(call.future)
@@ -198,7 +198,7 @@ class Stager:
 
         Torch 2.7 and 2.8 name a checkpoint in `dcp.async_save` too, before they stage: this waits for the save before.
         """
-        if async_calling() is not None:
+        if find_async_call() is not None:
             self.wait_for_last()
             return
         if self._asked_by is threading.current_thread():

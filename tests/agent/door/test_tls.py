@@ -188,11 +188,11 @@ RANK_WITHOUT = """
 import os, sys, warnings
 sys.modules["cryptography"] = None
 os.environ["REPLICATED_CKPT_HOST"] = "192.0.2.7"
-from replicated_ckpt.dcp.node.node import node_post
+from replicated_ckpt.dcp.node.node import present_node
 from replicated_ckpt.stores.local.store import LocalStore
 with warnings.catch_warnings(record=True) as caught:
     for _ in range(3):
-        post = node_post(LocalStore(sys.argv[1]), None)
+        post = present_node(LocalStore(sys.argv[1]), None)
 print([str(warning.message) for warning in caught])
 """
 

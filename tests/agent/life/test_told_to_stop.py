@@ -18,7 +18,7 @@ from replicated_ckpt.config import DRAIN_S
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import ShardName
 from replicated_ckpt.dcp.hand_over.handed import hand_over
-from replicated_ckpt.dcp.node.node import NodePost, opening_post
+from replicated_ckpt.dcp.node.node import NodePost, present_for_save
 from replicated_ckpt.errors import StoreUnavailable
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.peer.client import AgentClient
@@ -106,7 +106,7 @@ def test_a_save_that_begins_meanwhile_is_opened_by_the_next_agent(job: Job, monk
     wait_for(lambda: "stays, for" in log_of(job, 0), WITHIN_S, "the agent says what it stays for")
     store = job.stores[0]
     try:
-        post = opening_post(store, None)
+        post = present_for_save(store, None)
         assert not post.silence
         assert job.files() == [FILES, FILES]
         now = read_endpoint(store.agent_directory())
@@ -136,7 +136,7 @@ def test_an_agent_that_is_to_stay_takes_the_place_of_one_of_ranks(job: Job, monk
 
     def begin_save() -> NodePost:
         wait_for(lambda: "stays, for" in log_of(job, 0), WITHIN_S, "the agent says what it stays for")
-        return opening_post(store, None)
+        return present_for_save(store, None)
 
     with ThreadPoolExecutor(1) as pool:
         saving = pool.submit(begin_save)

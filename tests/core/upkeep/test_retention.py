@@ -23,7 +23,7 @@ from replicated_ckpt.core.upkeep.retention import (
     judge,
     plan_retention,
 )
-from replicated_ckpt.core.upkeep.whole_versions import whole_versions
+from replicated_ckpt.core.upkeep.whole_versions import find_whole_versions
 from replicated_ckpt.errors import ConfigInvalid
 
 UP, ASSUMED, GONE = Presence.UP, Presence.ASSUMED, Presence.GONE
@@ -274,7 +274,7 @@ def test_a_copy_is_seen_intact_by_its_size_until_a_read_finds_damage() -> None:
 
     def is_whole(*holdings: Holding) -> bool:
         views = [NodeView(held.node_id, UP, (held,)) for held in holdings]
-        return bool(whole_versions(by_save([new]), views, may_be_short=True))
+        return bool(find_whole_versions(by_save([new]), views, may_be_short=True))
 
     first, second = holding("a", new), holding("b", new)
     noted = replace(first, damaged=NAMES[:1])
@@ -292,7 +292,7 @@ def test_the_newest_version_has_all_copies_that_it_can_have_before_others_give_w
     def whole(*held: Manifest, nodes: Sequence[str] = "ab", **options: bool) -> list[str]:
         first = NodeView("a", UP, tuple(holding("a", one) for one in versions))
         views = [first, *(NodeView(node, UP, tuple(holding(node, one) for one in held)) for node in nodes[1:])]
-        found = whole_versions(by_save(versions), views, **options)
+        found = find_whole_versions(by_save(versions), views, **options)
         return [version.save_id for version in found.get("last", ())]
 
     assert whole() == [older.save_id]
@@ -308,7 +308,7 @@ def test_a_node_that_cannot_have_a_copy_is_not_waited_for() -> None:
     first = NodeView("a", UP, tuple(holding("a", one) for one in versions))
 
     def may_give_way(other: NodeView, saved: Manifest = newest) -> bool:
-        return len(whole_versions(by_save([older, saved]), [first, other])["last"]) == 2
+        return len(find_whole_versions(by_save([older, saved]), [first, other])["last"]) == 2
 
     rival = replace(holding("b", newest), save_id=save_id(90), lineage="b" * 16)
     assert may_give_way(NodeView("b", UP, (), is_leaving=True))

@@ -8,7 +8,7 @@ from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.upkeep.policy import NODES, Policy
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
 from replicated_ckpt.core.upkeep.retention import RetentionPlan, plan_retention, without_retired
-from replicated_ckpt.core.upkeep.whole_versions import whole_versions
+from replicated_ckpt.core.upkeep.whole_versions import find_whole_versions
 from tests.core.upkeep.test_retention import NAMES, by_save, holding, manifest, save_id
 
 OURS, OTHER = "a" * 16, "b" * 16
@@ -79,10 +79,10 @@ def test_only_what_lies_under_its_own_name_and_has_a_manifest_is_a_whole_version
     """Renamed by a user, or unknown to this look: neither makes an older version give way."""
     one, two = of_run(OURS, 1, 2)
     views = [NodeView("a", Presence.UP, (holding("a", one), holding("a", two, renamed="best")))]
-    assert whole_versions(by_save([one, two]), views) == {"step-1": (one.version,)}
-    assert whole_versions(by_save([two]), views) == {}
+    assert find_whole_versions(by_save([one, two]), views) == {"step-1": (one.version,)}
+    assert find_whole_versions(by_save([two]), views) == {}
     silent = [replace(views[0], presence=Presence.ASSUMED)]
-    assert whole_versions(by_save([one]), silent) == {}
+    assert find_whole_versions(by_save([one]), silent) == {}
 
 
 def test_without_metadata_on_any_node_nothing_counts_as_whole() -> None:

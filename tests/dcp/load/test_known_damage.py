@@ -44,5 +44,5 @@ def test_one_damaged_copy_alone_is_none(
     holdings = [Holding("n0", "step-1", "1" * 32, 1, True, {SHARD: 9}, damaged, footless=footless)]
     holdings += [Holding("n1", "step-1", "1" * 32, 1, True, {SHARD: 9}, (SHARD,))] * others
     save = SaveFound("step-1", "1" * 32, 1, tuple(holdings))
-    assert bool(save.lacking({SHARD: 9}, save.damaged_copies)) is is_lacking
-    assert save.lacking({SHARD: 9}) == ()
+    assert bool(save.list_missing({SHARD: 9}, save.damaged_copies)) is is_lacking
+    assert save.list_missing({SHARD: 9}) == ()

@@ -7,7 +7,14 @@ import pytest
 
 from replicated_ckpt.config import Retention, WriterConfig
 from replicated_ckpt.dcp.agreement.alike import describe_wanted
-from replicated_ckpt.dcp.agreement.decision import Receipt, SaveDecision, SavePost, ShardReceipt, decide, weaknesses
+from replicated_ckpt.dcp.agreement.decision import (
+    Receipt,
+    SaveDecision,
+    SavePost,
+    ShardReceipt,
+    decide,
+    list_weaknesses,
+)
 from replicated_ckpt.dcp.node.node import NodePost
 from replicated_ckpt.errors import CheckpointIdMismatch, ConfigInvalid
 from replicated_ckpt.stores.peer.client import AgentAddress
@@ -89,12 +96,12 @@ def test_an_agent_that_was_restarted_between_two_posts_is_no_clone() -> None:
 def test_weaknesses_are_said_in_words() -> None:
     """Too few nodes, a domain that two buddies share, and a store that is a shared file system."""
     one = [post("a"), post("a", boot_id="another host")]
-    found = weaknesses(decide(one, 2, "0" * 32), 2, one)
+    found = list_weaknesses(decide(one, 2, "0" * 32), 2, one)
     assert any("2 copies are wanted" in text for text in found)
     assert any("shared file system" in text for text in found)
     racks = [post("a", domain="r1"), post("b", domain="r1")]
-    assert any("failure domain" in text for text in weaknesses(decide(racks, 2, "0" * 32), 2, racks))
-    assert weaknesses(decide([post("a"), post("b")], 2, "0" * 32), 2, [post("a"), post("b")]) == []
+    assert any("failure domain" in text for text in list_weaknesses(decide(racks, 2, "0" * 32), 2, racks))
+    assert list_weaknesses(decide([post("a"), post("b")], 2, "0" * 32), 2, [post("a"), post("b")]) == []
 
 
 def test_a_receipt_survives_the_blackboard() -> None:

@@ -15,7 +15,7 @@ def test_what_the_system_refuses_is_an_error_of_ours(tmp_path: Path, monkeypatch
     store = LocalStore(tmp_path)
     endpoint = Endpoint(store.node_id(), "127.0.0.1", 1, "", 1, "")
     monkeypatch.setattr(node, "ensure_agent", lambda *_, **__: endpoint)
-    assert node.node_post(store, None).node_id == endpoint.node_id
+    assert node.present_node(store, None).node_id == endpoint.node_id
     monkeypatch.setattr(node, "_BOOT_ID", tmp_path)  # it is there, and cannot be read
     with pytest.raises(StoreError, match=str(tmp_path)):
-        node.node_post(store, None)
+        node.present_node(store, None)

@@ -16,7 +16,7 @@ from benchmarks import planning_world as synthetic
 from benchmarks.planning_world import WillingNodes, World
 from replicated_ckpt.core.inventory import saves_found
 from replicated_ckpt.core.manifest import decode_manifest
-from replicated_ckpt.dcp.agreement.decision import Receipt, SaveDecision, SavePost, decide, weaknesses
+from replicated_ckpt.dcp.agreement.decision import Receipt, SaveDecision, SavePost, decide, list_weaknesses
 from replicated_ckpt.dcp.c10d.blackboard import Blackboard
 from replicated_ckpt.dcp.save.commit import commit_save
 from replicated_ckpt.dcp.save.writer import ReplicatedWriter
@@ -64,7 +64,7 @@ def deciding(ranks: int, tmp_path: Path) -> Callable[[], object]:
     def step() -> object:
         read = [SavePost.from_json(post) for post in posts]
         decision = decide(read, 2, SAVE)
-        return weaknesses(decision, 2, read), SaveDecision.from_json(decision.to_json())
+        return list_weaknesses(decision, 2, read), SaveDecision.from_json(decision.to_json())
 
     return step
 
@@ -97,7 +97,7 @@ def surveying(ranks: int, tmp_path: Path) -> Callable[[], object]:
     def step() -> object:
         decode_manifest(nodes.manifest, "here")
         (save,) = saves_found(holdings)
-        assert not save.lacking(sizes)
+        assert not save.list_missing(sizes)
         return [save.holders_of(name, size) for name, size in sizes.items()]
 
     return step

@@ -77,10 +77,10 @@ def test_what_is_worked_on_is_never_closed() -> None:
     pairs = [socket.socketpair() for _ in range(3)]
     assert connections.admit("a", pairs[0][0])
     assert connections.admit("b", pairs[1][0])
-    connections.working("a")
-    connections.working("b")
+    connections.note_working("a")
+    connections.note_working("b")
     assert not connections.admit("c", pairs[2][0])
-    connections.waiting("a")
+    connections.note_answered("a")
     assert connections.admit("c", pairs[2][0])
     assert pairs[0][1].recv(1) == b""
     pairs[1][0].send(b"x")

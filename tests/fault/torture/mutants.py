@@ -107,7 +107,7 @@ def an_assumption_makes_others_give_way() -> Iterator[None]:
 
     with (
         mock.patch.object(SeenSave, "is_whole", SeenSave.may_be_whole),
-        mock.patch.object(outlived, "whole_versions", assumed_whole),
+        mock.patch.object(outlived, "find_whole_versions", assumed_whole),
     ):
         yield
 

@@ -22,7 +22,7 @@ from replicated_ckpt.dcp.convert.entries.source import (
     check_covered,
     windows,
 )
-from replicated_ckpt.dcp.save.shard_writer import in_shard_order
+from replicated_ckpt.dcp.save.shard_writer import sort_for_shard
 
 _Place = tuple[str, tuple[int, ...]]
 
@@ -41,7 +41,7 @@ class SourcePlanner(SavePlanner):
         self._unit_by_place: dict[_Place, Part | ObjectEntry] = {(e.name, ()): e for e in contents.objects}
         for part in (part for entry in contents.tensors for part in parts_of(entry)):
             self._unit_by_place[part.entry.name, part.chunk.offsets] = part
-        self._items = in_shard_order([_write_item(unit) for unit in self._unit_by_place.values()])
+        self._items = sort_for_shard([_write_item(unit) for unit in self._unit_by_place.values()])
         self._ahead = deque(windows(self._unit_by_place[_place_of(item)] for item in self._items))
         self._read: dict[_Place, torch.Tensor | io.BytesIO] = {}
 
