@@ -238,20 +238,25 @@ class ManagerConfig:
 
 @dataclass(frozen=True)
 class AgentConfig:
-    """How an agent runs.
+    """How an agent runs. Raises ConfigInvalid: an argument cannot work; it is named.
 
-    `port`: one, or a range of which it takes the first free one; before that, and where it is empty, the one that this
-    root's agent had last; at last, where it is empty, any free one. `idle_exit_s` None: it stays until it is told to
-    stop. `lost_after_s`: so long a peer that fell silent is taken to hold its copies; `away_after_s`: the same for one
-    that said that it leaves. `copy_mib_per_s`, `scrub_mib_per_s`, `upload_mib_per_s`: pace of re-protection and of shards
-    that ranks hand over, together, of the scrub and of uploads to the object store, in MiB a second; `copy_mib_per_s` None:
-    re-protection has 256 while the node saves or loads, and else there is no bound; shards have 8 of their own where it is
-    less; `scrub_every_s`: pause between two passes of the scrub; `round_every_s`: pause between two rounds of re-protection
-    while there is nothing to do; `drain_s`: once it is told to stop it stays so long at most for saves that are open, 120 s
-    or less. `nice`: the niceness, 0 to 19, at which it writes and receives shards of asynchronous saves, while training
-    goes on; and that of all that it does, where the kernel shares processors out by session.
-    `tls_cert`, `tls_key`: PEM files, in place of the certificate that it makes for itself where it listens beyond loopback.
-    `direct_io`: how copies are written, as of `check_direct_io`.
+    Args:
+        root: the node's store.
+        host: the address that it listens on.
+        port: one, or a range of which it takes the first free one. It takes the one that it had last, if it can; where
+            `port` is empty and that one is not free, any free one.
+        idle_exit_s: seconds without client and work after which it leaves. None: it stays until it is told to stop.
+        lost_after_s, away_after_s: so long a peer that fell silent, or that said goodbye, is taken to hold its copies.
+        copy_mib_per_s: pace of re-protection and of shards that ranks hand over, together. None: there is no bound, but for
+            re-protection 256 while the node saves or loads, and 16 while its ranks fetch. Shards have 8 at least.
+        scrub_mib_per_s, scrub_every_s: pace of the scrub, and pause between two passes.
+        round_every_s: pause between two rounds of re-protection while there is nothing to do.
+        drain_s: once it is told to stop it stays so long at most for saves that are open; 120 s or less.
+        upload_mib_per_s: pace of uploads to the object store.
+        nice: niceness, 0 to 19, at which it writes and receives shards of asynchronous saves, while training goes on. Where
+            the kernel shares processors out by session, that of all that it does.
+        tls_cert, tls_key: PEM files, in place of the certificate that it makes for itself where it listens beyond loopback.
+        direct_io: how copies are written, as of `check_direct_io`.
     """
 
     root: str

@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     number(
         "--copy-mib-per-s",
         "pace at which missing copies are made up, and asynchronous saves written and sent, those at 8 or more "
-        "(default: no bound, but 256 for missing copies while the node saves or loads)",
+        "(default: no bound, but for missing copies 256 while the node saves or loads, and 16 while its ranks fetch)",
     )
     number("--scrub-mib-per-s", "pace of the scrub, which re-reads the store (default: %(default)s)")
     number("--upload-mib-per-s", "pace of uploads to the object store (default: %(default)s)")

@@ -1,4 +1,4 @@
-"""The audit of what stock torch has scattered: every node reads its shards and holds them against what is in them."""
+"""The audit of checkpoints by FileSystemWriter: every node reads its shards and holds them against what is in them."""
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""A look at all nodes for checkpoints that stock torch has scattered over them. Changes nothing."""
+"""A look at all nodes for checkpoints that FileSystemWriter left on them. Changes nothing."""
 
 import logging
 import urllib.parse

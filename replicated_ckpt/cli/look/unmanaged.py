@@ -1,4 +1,4 @@
-"""What `ls`, `verify` and `repair` say and do about checkpoints that stock torch has scattered over the nodes."""
+"""What `ls`, `verify` and `repair` say and do about checkpoints that FileSystemWriter left on the nodes."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict

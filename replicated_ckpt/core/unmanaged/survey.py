@@ -1,4 +1,4 @@
-"""Checkpoints that stock torch has scattered over nodes: what each node holds of one, and what that makes together.
+"""Checkpoints that FileSystemWriter left on nodes: what each node holds of one, and what that makes together.
 
 There is no manifest, so nothing says which files belong together but `.metadata` and the sizes. Files that contradict
 each other are never combined.

@@ -142,7 +142,7 @@ class Surveyor:
 
         A save with a copy of every shard goes before a newer one without, or whose only copy of a shard is known to be
         damaged, or whose metadata some ranks cannot read. If none is whole, an explicit id still gives its newest save: a
-        load may need only what is left. What stock torch has scattered over the nodes is older than anything else.
+        load may need only what is left. A checkpoint by FileSystemWriter is older than anything else.
 
         Raises:
             CheckpointNotFound, CheckpointNotCommitted: no such save. ManifestVersionUnknown: only a newer version reads it.

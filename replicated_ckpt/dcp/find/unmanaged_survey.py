@@ -1,4 +1,4 @@
-"""The survey of checkpoints that stock torch has scattered over the nodes, where nothing of ours answers to an id."""
+"""The survey of checkpoints that FileSystemWriter left on the nodes, where nothing of ours answers to an id."""
 
 from collections.abc import Collection, Sequence
 

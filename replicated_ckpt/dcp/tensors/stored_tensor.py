@@ -54,7 +54,7 @@ class StoredTensors:
         self._metadata = metadata
 
     def of(self, item: ReadItem, info: StorageInfo) -> StoredTensor | None:
-        """How the item lies there if it is the contiguous tensor that the metadata describes; None: nothing is foretold."""
+        """How the item lies there if it is the contiguous tensor that the metadata describes; None: only a read tells."""
         kind = self._kind(item)
         if kind is None:
             return None
