@@ -231,8 +231,9 @@ def test_a_copy_that_breaks_off_leaves_nothing(tmp_path: Path) -> None:
         name = begin(agent, 1)
         sink = PeerSink(agent.endpoint.address(), name, SHARD, durable=True)
         sink.write(memoryview(DATA))
-        sink.discard()
         staging = LocalStore(agent.root).staging(name)
+        wait_for(lambda: any(staging.iterdir()), 10, "the first bytes of the copy")
+        sink.discard()
         wait_for(lambda: not list(staging.iterdir()), 10, "the broken copy to be removed")
 
 

@@ -47,6 +47,7 @@ def test_a_save_that_has_its_place_leaves_no_gap_in_another_runs_numbers(tmp_pat
 
 
 def test_a_save_that_was_given_up_takes_none(tmp_path: Path) -> None:
+    """A sequence that was reserved for a save that failed is free for the next one."""
     service = opened(tmp_path / "node")
     for number in (1, 2, 3):
         assert begin(service, number, "a") == 5

@@ -88,6 +88,7 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("short_pauses")
 def test_a_planner_that_fails_leaves_collections_on(tmp_path: Path) -> None:
+    """Garbage collection goes on after a save or load that failed while it was planned."""
     writer, reader = ReplicatedWriter(tmp_path), ReplicatedReader(tmp_path)
     dcp.save({"a": torch.ones(2)}, checkpoint_id="whole", storage_writer=writer)
     with pytest.raises(CheckpointException, match="no plan"):
@@ -99,6 +100,7 @@ def test_a_planner_that_fails_leaves_collections_on(tmp_path: Path) -> None:
 
 
 def test_a_save_and_a_load_of_many_tensors_bring_no_full_collection_about(tmp_path: Path) -> None:
+    """Planning many tensors costs no collection of all that the process has."""
     writer, reader = ReplicatedWriter(tmp_path), ReplicatedReader(tmp_path)
     state = many_tensors()
     with full_collections() as seen:
@@ -110,7 +112,8 @@ def test_a_save_and_a_load_of_many_tensors_bring_no_full_collection_about(tmp_pa
     assert all(torch.equal(found[name], state[name]) for name in state)
 
 
-def test_nor_does_an_asynchronous_save(root: Path) -> None:
+def test_an_asynchronous_save_of_many_tensors_brings_no_full_collection_about(root: Path) -> None:
+    """Copying and planning in the background cost none, either."""
     with group_of_one():
         state = many_tensors()
         with full_collections() as seen, closing(ReplicatedWriter(root)) as writer:
@@ -125,6 +128,7 @@ def test_nor_does_an_asynchronous_save(root: Path) -> None:
 
 @pytest.mark.parametrize("threshold", [0, 700])
 def test_what_a_user_has_switched_off_stays_off(tmp_path: Path, threshold: int) -> None:
+    """Saves and loads leave garbage collection off, or without a threshold, where the user has it so."""
     thresholds = gc.get_threshold()
     gc.disable()
     gc.set_threshold(threshold)
@@ -139,6 +143,7 @@ def test_what_a_user_has_switched_off_stays_off(tmp_path: Path, threshold: int) 
 
 
 def test_what_a_user_sets_meanwhile_stays() -> None:
+    """The end of a pause takes nothing back that the user has set during it."""
     thresholds = gc.get_threshold()
     try:
         with put_off():
@@ -152,6 +157,7 @@ def test_what_a_user_sets_meanwhile_stays() -> None:
 
 
 def test_collections_are_on_when_the_last_pause_ends() -> None:
+    """Pauses overlap: collections wait for the end of the last one, however often it is ended."""
     one, other = Pause(), Pause()
     one.begin()
     other.begin()
@@ -178,6 +184,8 @@ def holds_in_child(check: Callable[[], object]) -> bool:
 
 @pytest.mark.usefixtures("short_pauses")
 def test_a_pause_that_is_not_ended_is_over_in_time_and_leaves_no_thread() -> None:
+    """A pause that is forgotten ends by itself, and its thread with it."""
+
     def check() -> None:
         pause = Pause()
         for _ in range(2):
@@ -192,6 +200,7 @@ def test_a_pause_that_is_not_ended_is_over_in_time_and_leaves_no_thread() -> Non
 
 
 def test_many_pauses_cost_one_thread() -> None:
+    """However many pauses there are, one thread watches over them."""
     pauses = [Pause() for _ in range(20)]
     for pause in pauses:
         pause.begin()
@@ -202,6 +211,7 @@ def test_many_pauses_cost_one_thread() -> None:
 
 
 def test_a_child_that_was_forked_meanwhile_collects() -> None:
+    """A process that is forked during a pause has garbage collection on, and may pause it for itself."""
     pause = Pause()
 
     def check() -> None:
@@ -221,6 +231,8 @@ def test_a_child_that_was_forked_meanwhile_collects() -> None:
 
 
 def test_a_process_without_threads_to_spare_goes_on_without_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the system gives no thread to watch over it there is no pause, and no error."""
+
     def refuse(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 

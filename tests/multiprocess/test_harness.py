@@ -52,6 +52,7 @@ def test_a_hanging_rank_fails_with_its_stack(cluster_of: ClusterOf) -> None:
 
 
 def test_a_process_that_is_killed_is_ending_until_its_status_is_collected() -> None:
+    """The harness takes a killed process for ending until it was waited for."""
     process = subprocess.Popen(["sleep", "60"])
     assert not is_ending(process.pid)
     process.kill()

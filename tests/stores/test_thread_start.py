@@ -31,6 +31,8 @@ threading.Thread(target=late).start()
 def test_the_hint_is_for_the_case(
     said: str, advice: str, is_logged: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """A thread that cannot be started: the hint is for the limit, or for the end of Python, which the log says, too."""
+
     def start(_: threading.Thread) -> None:
         raise RuntimeError(said)
 

@@ -69,6 +69,7 @@ def test_metadata_of_such_a_python_is_read(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_such_a_python_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`.metadata` that names an enum's member by `getattr`, as Python 3.11.0 to 3.11.3 write it, is read."""
     with monkeypatch.context() as elsewhere:
         elsewhere.setattr(copyreg, "dispatch_table", copyreg.dispatch_table | {MemoryFormat: by_name})
         dcp.save({"a": torch.arange(4.0)}, checkpoint_id="step-1", storage_writer=ReplicatedWriter(tmp_path, copies=1))
@@ -102,6 +103,7 @@ class Unpickled:
     ],
 )
 def test_nothing_else_is_had_by_its_name(arguments: tuple[Any, ...], said: str) -> None:
+    """`getattr` in `.metadata` gives members of the allowed enums alone: anything else is refused, by name."""
     with pytest.raises(MetadataUnsafe) as raised:
         decode_metadata(pickle.dumps(Metadata({}, Unpickled(*arguments), {})), "here")
     assert said in raised.value.message
@@ -111,6 +113,7 @@ def test_nothing_else_is_had_by_its_name(arguments: tuple[Any, ...], said: str) 
 def test_an_object_may_have_members_of_an_enum_that_is_allowed(
     protocol: int, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
+    """An enum that the user has allowed loads, its members too, and no save warns of it."""
     raw = as_object({"phase": [Phase.DECAY]}, protocol)
     with pytest.raises(ObjectUnsafe) as raised:
         load_object(raw, "trainer", "shard __0_0.distcp")
@@ -122,6 +125,7 @@ def test_an_object_may_have_members_of_an_enum_that_is_allowed(
 
 
 def test_an_object_may_not_have_what_an_enum_else_has() -> None:
+    """Of an enum that is allowed the members load, and not its methods."""
     raw = as_object(Unpickled(Phase, "describe"))
     with torch.serialization.safe_globals([Phase]), pytest.raises(ObjectUnsafe) as raised:
         load_object(raw, "trainer", "shard __0_0.distcp")

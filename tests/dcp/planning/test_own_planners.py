@@ -81,11 +81,13 @@ def saved(writer: ReplicatedWriter, planner: DefaultSavePlanner) -> list[Metadat
 
 @pytest.mark.parametrize("planner", [Skips, SkipsLater])
 def test_what_a_subclass_leaves_out_is_left_out_of_every_save(tmp_path: Path, planner: type[CachedSavePlanner]) -> None:
+    """Plans that are kept bring nothing back that a planner of the user's leaves out."""
     for metadata in saved(ReplicatedWriter(tmp_path, copies=1), planner()):
         assert list(metadata.state_dict_metadata) == ["kept"]
 
 
 def test_what_a_subclass_puts_into_a_plan_is_that_of_the_save(tmp_path: Path) -> None:
+    """`planner_data` of a planner of the user's is that of the save under way, and none that was kept."""
     found = saved(ReplicatedWriter(tmp_path, copies=1), Tags())
     assert [metadata.planner_data["tag"] for metadata in found] == [("tag", str(step)) for step in range(1, 5)]
 
@@ -94,6 +96,7 @@ def test_what_a_subclass_puts_into_a_plan_is_that_of_the_save(tmp_path: Path) ->
 def test_what_a_writer_changes_in_one_save_is_not_in_the_next(
     tmp_path: Path, planner: type[DefaultSavePlanner]
 ) -> None:
+    """A writer of the user's that changes one save's plan has not changed the plan that is kept."""
     found = saved(ChangesOne(tmp_path, copies=1), planner())
     assert [sorted(metadata.state_dict_metadata) for metadata in found] == [
         ["kept"] if step == 2 else ["kept", "skipped"] for step in range(1, 5)

@@ -41,6 +41,7 @@ class Ranks:
 
 @pytest.mark.parametrize("seal", [None, Seal(b"secret", "group")], ids=["plain", "sealed"])
 def test_what_stays_is_told_once(seal: Seal | None) -> None:
+    """A part of the decision that is the same in the next save is a digest there, with a job secret as well."""
     ranks = Ranks(seal=seal)
     whole = ranks.call({"nodes": LARGE, "id": "a"})
     assert whole > PACKED_FROM_BYTES
@@ -48,6 +49,7 @@ def test_what_stays_is_told_once(seal: Seal | None) -> None:
 
 
 def test_what_changes_is_told_again() -> None:
+    """A part that has changed is sent whole, also where it changes back."""
     ranks = Ranks()
     ranks.call({"nodes": LARGE, "id": "a"})
     assert ranks.call({"nodes": LARGE[1:], "id": "b"}) > PACKED_FROM_BYTES
@@ -83,6 +85,7 @@ def test_a_small_decision_is_as_before() -> None:
 
 
 def test_topics_do_not_mix() -> None:
+    """What a load was told does not take the place of what saves keep."""
     ranks = Ranks()
     ranks.call({"nodes": LARGE, "id": "a"})
     boards = ranks.boards()
@@ -96,6 +99,7 @@ def test_topics_do_not_mix() -> None:
 
 @pytest.mark.parametrize("fields", [{"as": "0" * 32}, {"as": 7}, {"stays": ["gone"]}, {"stays": "id"}, {"stays": [[]]}])
 def test_what_cannot_be_completed_is_no_decision(fields: Mapping[str, Any]) -> None:
+    """A decision that refers to one that this rank has not is refused, and none is made up."""
     boards = Ranks().boards()
     nonces = [board.post("save", {}) for board in boards]
     boards[0].decide("save", boards[0].posts("save", 5.0), {"id": "a", **fields})

@@ -66,11 +66,13 @@ def test_one_rank_of_each_node_reads_a_large_decision(job: Job) -> None:
 
 
 def test_a_small_decision_is_left_nowhere(job: Job) -> None:
+    """Each rank reads a small decision for itself: no file of it lies in the agent's directory."""
     assert job.decide({"what": "little"}) == len(job.boards)
     assert job.left() == [False, False]
 
 
 def test_ranks_of_a_node_whose_directory_is_not_there_read_it_each(job: Job) -> None:
+    """Without a place to leave a large decision each rank of that node reads it; other nodes read it once."""
     job.nodes[1].rmdir()
     assert job.decide(LARGE) == 1 + RANKS_OF_A_NODE
     assert job.left() == [True, False]
@@ -106,6 +108,7 @@ def test_what_is_not_of_the_digest_is_not_believed(tmp_path: Path, there: str) -
 def test_a_rank_that_is_stopped_while_it_fetches_holds_no_other_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """After a bounded wait for the rank that holds the lock another one reads for itself."""
     monkeypatch.setattr(once_per_node, "WAIT_S", 0.1)
     stopped = FileLock.take(tmp_path / f"{NAME}.lock")
     assert stopped is not None
@@ -115,6 +118,8 @@ def test_a_rank_that_is_stopped_while_it_fetches_holds_no_other_up(
 
 
 def test_a_full_disk_keeps_no_rank_from_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the decision cannot be left for the other ranks each one still gets it."""
+
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 

@@ -168,6 +168,7 @@ def test_a_store_that_is_gone_is_named() -> None:
 
 @pytest.mark.parametrize("group", ["gloo", dist.GroupMember.NON_GROUP_MEMBER], ids=["a name", "of other ranks"])
 def test_what_is_no_group_of_this_rank_is_said_so(tmp_path: Path, group: Any) -> None:
+    """A group that this rank is not in, or a name in its place, is `ConfigInvalid`, and nothing is saved."""
     writer = ReplicatedWriter(tmp_path, copies=1, process_group=group)
     with group_of_one(), pytest.raises(CheckpointException, match="no group that it is in") as raised:
         dcp.save({"a": torch.ones(2)}, checkpoint_id="step-1", storage_writer=writer)

@@ -37,6 +37,7 @@ def store(tmp_path: Path) -> LocalStore:
 
 
 def test_the_coordinators_node_says_so_after_its_agent_was_started_again(store: LocalStore) -> None:
+    """The node that has given a save up notes it before it says so: the answer is the same after a restart."""
     open_save(store, SAVE, store.node_id())
     assert said_of(store, SAVE) == Answer.GIVEN_UP.value, "it is given up before the answer"
     assert said_of(store, SAVE) == Answer.GIVEN_UP.value
@@ -44,6 +45,7 @@ def test_the_coordinators_node_says_so_after_its_agent_was_started_again(store: 
 
 
 def test_a_rank_that_gives_up_without_an_agent_leaves_the_note_too(store: LocalStore) -> None:
+    """A coordinator's rank that aborts in its own store notes it there for the agent that comes later."""
     open_save(store, SAVE, store.node_id())
     store.abort(SAVE)
     assert said_of(store, SAVE) == Answer.GIVEN_UP.value
@@ -76,6 +78,7 @@ def test_what_retention_has_removed_is_noted(store: LocalStore, rule: str) -> No
 
 
 def test_no_other_node_speaks_for_the_coordinators(store: LocalStore) -> None:
+    """A node that did not coordinate a save says that it has nothing of it, never that it was given up."""
     store.node_id()
     open_save(store, SAVE, ELSEWHERE)
     store.abort(SAVE)
@@ -105,6 +108,7 @@ def test_notes_that_cannot_be_believed_count_as_none(store: LocalStore, content:
 
 
 def test_the_oldest_are_forgotten(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Notes of saves that were given up are bounded: the newest stay, each once."""
     monkeypatch.setattr(given_up, "GIVEN_UP_MAX", 2)
     for save_id in (SAVE, ANOTHER, THIRD, THIRD):
         open_save(store, save_id, store.node_id())

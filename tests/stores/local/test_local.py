@@ -243,6 +243,7 @@ def test_an_existing_checkpoint_is_not_overwritten_unasked(tmp_path: Path) -> No
 
 
 def test_a_save_that_may_replace_nothing_is_not_decided_over_one_that_was_faster(tmp_path: Path) -> None:
+    """Of two saves of one id without `overwrite` the slower is refused right before its decision."""
     store = LocalStore(tmp_path)
     store.begin(Intent(save_id(2), "step-1", "session", overwrite=False))
     check_decidable(store.root, store.intent_of(save_id(2)))

@@ -37,6 +37,7 @@ def test_a_part_that_the_disk_does_not_remove_hides_no_error(
     "data_bytes", [0, 1, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 4097 * BLOCK_BYTES, 10**12 + 7]
 )
 def test_the_size_of_a_file_says_how_long_its_footer_is(data_bytes: int) -> None:
+    """From the size of a shard file alone follows how many bytes of footer are to be read."""
     assert data_bytes + usual_footer_bytes(size_with_footer(data_bytes)) == size_with_footer(data_bytes)
 
 

@@ -143,6 +143,7 @@ def test_a_damaged_footer_leaves_items_with_checksums(opened: Opened, tmp_path: 
 
 
 def test_what_is_ours_and_intact_is_adopted(opened: Opened, tmp_path: Path) -> None:
+    """A shard without a manifest whose footer of ours fits its bytes is taken over."""
     opened(OURS, len(OURS)).close()
     assert adopts(tmp_path)
 
