@@ -28,8 +28,8 @@ REFUSE_LINEAGES = "refuse"
 DRAIN_S = 120.0
 LEAVE_WITHIN_S = 150.0
 """An agent that is told to stop has ended by then, if `drain_s` is the usual."""
-_COPIES_MAX = 16
-_PORT_MAX = 65535
+_NO_ROOT = "Pass the path of a directory; a bucket goes to object_store=."
+_COPIES_MAX, _PORT_MAX = 16, 65535
 NICE_MAX = 19
 _PAUSE_S_MAX = 1e9
 """No thread can wait for much longer: its wait would raise, and end it."""
@@ -44,7 +44,7 @@ def check_root(root: object) -> str:
     check_switches()
     text = os.fspath(root) if isinstance(root, os.PathLike) else root
     if not isinstance(text, str) or not text or "\0" in text or "://" in text:
-        raise ConfigInvalid(f"root must be a directory on this node's disk, not {text!r}.")
+        raise ConfigInvalid(f"root must be a directory on this node's disk, not {text!r}.", _NO_ROOT)
     if text.split("/")[0] == "~":
         raise ConfigInvalid(f"root {text!r} would be a folder named ~.", f"Pass os.path.expanduser({text!r}).")
     check_encodable("root", text)

@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
-from replicated_ckpt.errors import StoreUnavailable
+from replicated_ckpt.errors import ObjectCorrupt, StoreUnavailable
 from replicated_ckpt.stores.peer import client as agent_client
 from replicated_ckpt.stores.peer import copy as peer
 from replicated_ckpt.stores.peer.client import AgentAddress
@@ -57,7 +57,15 @@ def lives_and_never_answers(connection: socket.socket, ended: threading.Event) -
         connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
 
 
-def written(sink: PeerSink, times: int) -> None:
+def receives_other_bytes(connection: socket.socket, _: threading.Event) -> None:
+    """Reads everything, and answers with the size and the checksum of something else."""
+    while b"0\r\n\r\n" not in connection.recv(1 << 16):
+        pass
+    answer = b'{"size_bytes": 4, "crc32c": 7}'
+    connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(answer), answer))
+
+
+def send(sink: PeerSink, times: int) -> None:
     for _ in range(times):
         sink.write(PIECE)
 
@@ -66,7 +74,7 @@ def test_a_slow_peer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """A peer that makes progress, but below the floor, holds the save up for the window and no longer."""
     monkeypatch.setattr(peer, "SLOW_WINDOW_S", 1.0)
     with listening(dawdles) as sink, pytest.raises(StoreUnavailable, match="too slow"):
-        written(sink, 100)
+        send(sink, 100)
 
 
 def test_a_peer_whose_disk_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,4 +83,12 @@ def test_a_peer_whose_disk_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) ->
     with listening(lives_and_never_answers) as sink:
         sink.write(memoryview(b"data"))
         with pytest.raises(StoreUnavailable):
+            sink.finish(table_of([b"data"]))
+
+
+def test_bytes_that_changed_on_the_way_are_told_by_both_checksums() -> None:
+    """The error has what was hashed here and what came, as checksums are written elsewhere, and the next step."""
+    with listening(receives_other_bytes) as sink:
+        sink.write(memoryview(b"data"))
+        with pytest.raises(ObjectCorrupt, match=r"received 4 bytes of CRC32C 00000007\. Hint: The save sends it again"):
             sink.finish(table_of([b"data"]))

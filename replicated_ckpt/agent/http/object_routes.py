@@ -16,6 +16,8 @@ from replicated_ckpt.stores.bucket.removal import remove_save
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.peer.answer import parsing
 
+_ASK_HOLDER = "`replicated-ckpt show ID --root ROOT` names the nodes that hold it: upload it from one of them."
+
 
 class ObjectRoutes:
     """Maps requests to the uploader. Safe for concurrent use."""
@@ -93,11 +95,12 @@ class ObjectRoutes:
     def _order(self, fields: Mapping[str, Any]) -> Answer:
         """Has a save of this node uploaded, by hand: what lies here, to a bucket that this node's own user has named."""
         save_id, url = fields["save_id"], fields["url"]
-        if not is_save_id(save_id) or url not in self._targets.read_all():
-            raise ConfigInvalid(
-                f"upload: no save, or {str(url)[:200]!r} is not known to node {self._service.node_id}.", UNKNOWN_HINT
-            )
+        node = f"node {self._service.node_id}"
+        if not is_save_id(save_id):
+            raise ConfigInvalid("upload: no save is named.")
+        if url not in self._targets.read_all():
+            raise ConfigInvalid(f"No rank of {node} has named the object store {str(url)[:200]!r}.", UNKNOWN_HINT)
         if self._service.store.catalog.checkpoint_of(save_id) is None:
-            raise ObjectMissing("this agent", "upload", save_id, "no such save is committed here")
+            raise ObjectMissing(node, "upload", save_id, "no such save is committed here", _ASK_HOLDER)
         self.uploader.order(save_id, url)
         return json_answer()

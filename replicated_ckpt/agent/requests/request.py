@@ -79,4 +79,4 @@ def require_asker(connection: socket.socket) -> None:
     poll = select.poll()
     poll.register(connection, select.POLLRDHUP)
     if poll.poll(0):
-        raise ConnectionAbortedError("who asked this waits for no answer any more")
+        raise ConnectionAbortedError("the client that asked this waits for no answer any more")

@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 
 SETTLE_TIMEOUT_S = 3.0
 _END_JOB = "End the job that saves, then repair again."
+_ENDED = "It has ended on this node: `replicated-ckpt status --root ROOT` shows what is in doubt now."
 
 
 def settle(service: NodeService, leftovers: Sequence[Leftover], peers: Sequence[AgentAddress]) -> None:
@@ -60,7 +61,7 @@ def give_up_lost(service: NodeService, save_id: str, lost: Collection[str]) -> S
     """
     intent = next((staged for staged in service.store.list_staged() if staged.save_id == save_id), None)
     if intent is None:
-        raise ObjectMissing(f"node {service.node_id}", "give up", save_id, "it is not staged here")
+        raise ObjectMissing(f"node {service.node_id}", "give up", save_id, "it is not staged here", _ENDED)
     if service.is_held(save_id):
         raise ConfigInvalid(f"Save {save_id} is not given up: ranks of this node still work on it.", _END_JOB)
     leftover = Leftover(intent, f"node {', '.join(sorted(lost))} never comes back, as the operator says")

@@ -15,6 +15,7 @@ from replicated_ckpt.errors import ConfigInvalid, ObjectCorrupt, ReplicatedCkptE
 
 OnOtherWorld = Literal["raise", "keep"]
 _RANDOM = "random"
+_NOT_OURS = "Load a checkpoint whose state had a RankState at this place, or leave it out of the state that is loaded."
 
 
 class WorldSizeChanged(ReplicatedCkptError):
@@ -89,7 +90,9 @@ class RankState(Stateful):
             return
         saved = unpack(item, name, trust_pickles=self._trust_pickles)
         if not isinstance(saved, dict) or _RANDOM not in saved:
-            raise ObjectCorrupt("this checkpoint", "load", name, "its bytes are intact, and no RankState's")
+            raise ObjectCorrupt(
+                "this checkpoint", "load", name, "its bytes are intact, but no RankState wrote them", _NOT_OURS
+            )
         if saved.keys() - {_RANDOM} != self._parts.keys():
             raise ConfigInvalid(
                 f"The checkpoint has {_list_names(saved.keys() - {_RANDOM})} of this rank, and this RankState has "

@@ -13,6 +13,9 @@ from replicated_ckpt.stores.verified import Expected, VerifiedShard
 
 log = logging.getLogger(__name__)
 
+_SENT_WRONG = (
+    "The save sends it again, or to another node. Check the memory of both nodes, and the network between them."
+)
 BEHIND_HEADER = "X-Rckpt-Behind"
 """Of a shard for which no training waits."""
 SLOW_WINDOW_S = 10.0
@@ -70,10 +73,11 @@ class PeerSink:
         if self._upload is None:
             raise PeerProtocolError(f"Nothing was sent to {self.label}.")
         answer = self._upload.finish()
-        expected = {"size_bytes": table.file_bytes, "crc32c": table.file_crc()}
-        found = {key: answer.get(key) for key in expected}
-        if found != expected:
-            raise ObjectCorrupt(self.label, "PUT", self._path, f"expected {expected}, the peer received {found}")
+        size_bytes, crc = answer.get("size_bytes"), answer.get("crc32c")
+        if (size_bytes, crc) != (table.file_bytes, table.file_crc()):
+            found = f"{size_bytes} bytes of CRC32C {crc:08x}" if isinstance(crc, int) else "something else"
+            detail = f"expected {table.file_bytes} bytes of CRC32C {table.file_crc():08x}, the peer received {found}"
+            raise ObjectCorrupt(self.label, "PUT", self._path, detail, _SENT_WRONG)
         self._client.close()
 
     def discard(self) -> None:

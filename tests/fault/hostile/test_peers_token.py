@@ -97,7 +97,7 @@ def test_a_place_that_only_a_peer_names_is_not_written(tmp_path: Path, where: st
         with agent.peer() as peer:
             with pytest.raises(StoreDenied):
                 peer.call("POST", "/v1/object/target", {"url": url, "options": {}, "environment": {}})
-            with pytest.raises(ConfigInvalid, match="not known"):
+            with pytest.raises(ConfigInvalid, match="has named the object store"):
                 peer.call("POST", "/v1/object/upload", {"save_id": manifest.save_id, "url": url})
         with agent.client() as owner:
 
