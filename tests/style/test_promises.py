@@ -1,4 +1,4 @@
-"""Each test says which promise it keeps, in the first line of its docstring: what a reader of a red run learns first."""
+"""Each test says which promise it keeps, by its name and the first line of its docstring."""
 
 import ast
 from pathlib import Path

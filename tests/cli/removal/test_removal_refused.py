@@ -84,7 +84,7 @@ def test_json_is_json_where_it_is_refused_or_only_tried(
 @pytest.mark.fault
 @pytest.mark.timeout(240)
 def test_files_without_a_manifest_are_not_said_to_be_gone(tmp_path: Path) -> None:
-    """Nothing tells here which save they are of; what removes them is said, and they do not come back."""
+    """`rm` keeps them, as nothing tells whose they are, and names the command that removes them; they do not come back."""
     nodes = stores(tmp_path, 3)
     for number in (1, 2):
         checkpointed(nodes, number, PAIR, checkpoint_id=f"step-{number}", size_bytes=3000)

@@ -28,7 +28,7 @@ def test_another_run_takes_the_place_of_none() -> None:
 
 
 def test_what_is_lost_may_go_and_what_is_silent_may_be_good() -> None:
-    """Files that no node can hold: nobody can load it. Files that were not seen may come back with a node."""
+    """A checkpoint with files that no node can hold is no good one; one with files that were not seen may be."""
     assert find_last_good([save(1, whole=False, lost=True)], {"a1"}) == ()
     assert find_last_good([save(1, whole=False)], {"a1"}) == ("run/step-1",)
 

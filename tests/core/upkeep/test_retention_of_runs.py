@@ -56,7 +56,7 @@ def test_what_a_save_was_to_replace_that_is_not_whole_stays() -> None:
 
 
 def test_what_has_another_name_by_now_does_not_go_with_the_save_that_replaced_it() -> None:
-    """A user has copied it under a name of its own."""
+    """A version that a user has copied under a name of its own stays, though a save has replaced it under its first one."""
     (old,) = of_run(OTHER, 9)
     over = replace(of_run(OURS, 1)[0], replaces=(old.save_id,))
     assert old.checkpoint_id != over.checkpoint_id

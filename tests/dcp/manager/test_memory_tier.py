@@ -319,7 +319,7 @@ def _go_on(manager: CheckpointManager) -> None:
 
 
 def test_a_child_that_is_forked_saves_in_a_thread_of_its_own(root: Path, memory: Path) -> None:
-    """Those of the parent's saves are not in it."""
+    """The threads of the parent's saves are not in it: it makes its own, and both processes' checkpoints are whole."""
     with opened(root, memory, spill_every=1) as manager:
         manager.async_save(1, state(1))
         manager.wait()

@@ -65,7 +65,7 @@ def test_the_older_kind_of_cgroups(tmp_path: Path) -> None:
 
 
 def test_ranks_of_a_node_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of them stage at the same time; a tenth stays with others."""
+    """Each takes its part of nine tenths of what is available, as all of them stage at the same time."""
     monkeypatch.setattr(available, "available_bytes", lambda: 1000)
     assert share_of_rank({}) == 900
     assert share_of_rank({"LOCAL_WORLD_SIZE": "4"}) == 225
