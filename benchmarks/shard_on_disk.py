@@ -11,7 +11,7 @@ _PIECE_BYTES = 16 << 20
 
 def written_shard(path: Path, size_bytes: int) -> BlockTable:
     """Writes a shard with `size_bytes` of data, no two pieces alike; returns the table of its checksums."""
-    hasher, sink = BlockHasher(), FileSink(path)
+    hasher, sink = BlockHasher(), FileSink.create(path)
     piece = bytearray(os.urandom(min(_PIECE_BYTES, size_bytes)))
     for offset in range(0, size_bytes, _PIECE_BYTES):
         piece[:8] = offset.to_bytes(8, "little")

@@ -66,7 +66,7 @@ def checkpointed(
         store = stores[index]
         store.begin(Intent(save_id, checkpoint_id, "by hand", overwrite=True))
         for name in (name for name, held in holders_by_shard.items() if index in held):
-            sink = FileSink(store.path_of_staged(save_id, name))
+            sink = FileSink.create(store.path_of_staged(save_id, name))
             sink.write(memoryview(contents[name] + tables[name].encode()))
             sink.finish(tables[name])
         store.put_small(save_id, ".metadata", described)

@@ -77,7 +77,7 @@ def test_a_shard_that_its_rank_writes_by_now_is_not_taken(
         with pytest.raises(StoreUnavailable):
             handed.hand_over(store, shard, [memory])
         os.close(memory)
-        with FileSink(store.path_of_staged(LATER, SHARD)) as sink:
+        with FileSink.create(store.path_of_staged(LATER, SHARD)) as sink:
             sink.write(memoryview(b"the rank's"))
             second.signal(signal.SIGCONT)
             is_seen = lambda: "waits for no answer" in log_of(second) or store.path_of_staged(LATER, SHARD).exists()  # noqa: E731

@@ -202,7 +202,7 @@ def read_if_there(path: Path) -> bytes | None:
 class TestFileSink(SinkContract):
     @pytest.fixture
     def sink(self, tmp_path: Path) -> Sink:
-        return FileSink(tmp_path / SHARD)
+        return FileSink.create(tmp_path / SHARD)
 
     @pytest.fixture
     def stored(self, tmp_path: Path) -> ReadBack:
@@ -214,7 +214,7 @@ class TestDirectFileSink(TestFileSink):
 
     @pytest.fixture
     def sink(self, tmp_path: Path) -> Sink:
-        return FileSink(tmp_path / SHARD, "on")
+        return FileSink.create(tmp_path / SHARD, "on")
 
 
 @pytest.fixture(scope="module")

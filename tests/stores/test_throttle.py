@@ -74,7 +74,7 @@ def test_a_pace_follows_what_the_node_does() -> None:
 def test_a_rank_fetches_while_it_has_a_cache(tmp_path: Path) -> None:
     """From the plan of its load to its end; one that was killed has none, though its file is there."""
     assert not is_any_cache_held(tmp_path)
-    cache = RankCache(tmp_path, 1, 4096)
+    cache = RankCache.create(tmp_path, 1, 4096)
     assert is_any_cache_held(tmp_path)
     cache.close()
     assert not is_any_cache_held(tmp_path)

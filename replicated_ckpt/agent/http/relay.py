@@ -44,7 +44,7 @@ def pull_metadata(service: NodeService, save_id: str, request: Request) -> Recei
     with taking_metadata(service.store.intent_of(save_id), wanted.size_bytes):
         pass  # nothing is taken of what would be too much
     path, pool = service.store.path_of_staged(save_id, METADATA_NAME), RecycledFiles(service.store.root)
-    with FileSink(path, recycled=pool) as sink, request.heartbeat, opened() as (label, read):
+    with FileSink.create(path, recycled=pool) as sink, request.heartbeat, opened() as (label, read):
         _copy(label, read, wanted, sink)
         sink.finish_durably()
     return wanted

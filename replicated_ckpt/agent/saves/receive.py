@@ -42,7 +42,7 @@ def receive_file(
         ObjectCorrupt: the bytes do not match the footer that came with them.
         StoreFull, StoreError, SaveAborted: the disk refused. ConnectionResetError, TimeoutError: the sender stopped.
     """
-    with FileSink(path, direct_io, recycled) as sink:
+    with FileSink.create(path, direct_io, recycled) as sink:
         size, crc = _write(sink, body, take)
         _check_against_footer(path, sink, size, crc)
         if durable:
@@ -53,7 +53,7 @@ def receive_file(
 
 def receive_plain_file(path: Path, body: Body, take: Take, recycled: RecycledFiles | None = None) -> Received:
     """As `receive_file`, for a file without a footer: its user holds it against the manifest. Durable afterwards."""
-    with FileSink(path, recycled=recycled) as sink:
+    with FileSink.create(path, recycled=recycled) as sink:
         size, crc = _write(sink, body, take)
         sink.finish_durably()
     return Received(size, crc)

@@ -100,7 +100,7 @@ def write_copies(
         SaveAborted: the save was given up elsewhere. StoreError: the node's own store failed. And whatever `fill` raises.
     """
     path = store.path_of_staged(wanted.save_id, wanted.name)
-    own_file = FileSink(path, wanted.direct_io, RecycledFiles(store.root))
+    own_file = FileSink.create(path, wanted.direct_io, RecycledFiles(store.root))
     sinks: list[Sink] = [own_file]
     sinks += [_sink_at(address, wanted, is_behind=is_behind) for address in wanted.buddies]
     tee = Tee(sinks, buffers, copies=own_file.is_direct)

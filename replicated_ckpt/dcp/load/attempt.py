@@ -228,7 +228,7 @@ class LoadAttempt:
 
     def _new_cache(self) -> RankCache | None:
         try:
-            return RankCache(self._store.root_agent_directory(), self._world.size, CELL_BYTES)
+            return RankCache.create(self._store.root_agent_directory(), self._world.size, CELL_BYTES)
         except OSError as exc:
             log.warning("this rank fetches for itself alone: %s", exc)
             return None

@@ -62,7 +62,7 @@ def join_exchange(
     for other, name in sharing.cache_by_rank.items():
         if other != rank:
             with contextlib.suppress(OSError, ValueError):  # it has left, or died: the exchange goes on without it
-                others[other] = OtherRankCache(directory / name, world_size, CELL_BYTES)
+                others[other] = OtherRankCache.open(directory / name, world_size, CELL_BYTES)
     exchange = Exchange(rank, cache, others, sharing.units)
     exchange.begin()
     return exchange

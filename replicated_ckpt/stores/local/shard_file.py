@@ -18,6 +18,11 @@ from replicated_ckpt.stores.verified import Expected, VerifiedShard
 log = logging.getLogger(__name__)
 
 
+def _part_of(path: Path) -> Path:
+    """Where a shard file is written before it has its name."""
+    return path.with_name(path.name + PART_SUFFIX)
+
+
 class FileSink:
     """Writes one shard file into a staging directory. The file has its name only once it is complete and durable.
 
@@ -27,27 +32,39 @@ class FileSink:
     on a full disk the others make room.
     """
 
-    def __init__(self, path: Path, direct_io: str = "off", recycled: RecycledFiles | None = None) -> None:
+    def __init__(
+        self, path: Path, fd: int, recycled: RecycledFiles | None = None, *, is_recycled: bool = False
+    ) -> None:
+        """`fd`, which is taken over: of the file's part, which `create` makes."""
         self._path = path
+        self._part = _part_of(path)
+        self._fd = fd
         self._recycled = recycled
-        self._part = path.with_name(path.name + PART_SUFFIX)
+        self._is_recycled = is_recycled
+        self.is_direct = False
+
+    @classmethod
+    def create(cls, path: Path, direct_io: str = "off", recycled: RecycledFiles | None = None) -> Self:
+        """A sink for the file `path`, whose part exists from now on. As the class has it."""
+        part = _part_of(path)
         with translate_errors(str(path.parent), "create", path.name):
             try:
                 wants_direct = is_worthwhile(path.parent, direct_io)
                 # Another process may still write it: that goes on in a file without a name.
-                self._part.unlink(missing_ok=True)
-                taken = None if recycled is None else recycled.take(self._part, path.name)
-                self._is_recycled = taken is not None
+                part.unlink(missing_ok=True)
+                taken = None if recycled is None else recycled.take(part, path.name)
                 flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-                self._fd = os.open(self._part, flags, 0o640) if taken is None else taken
+                fd = os.open(part, flags, 0o640) if taken is None else taken
             except FileNotFoundError as exc:
                 raise SaveAborted(f"The save that {path} belongs to is not open any more.") from exc
+            sink = cls(path, fd, recycled, is_recycled=taken is not None)
             try:
-                os.fchmod(self._fd, 0o640)  # whatever the umask: who may come this far is said by the directories
-                self.is_direct = wants_direct and switch_direct_io(self._fd, on=True)
+                os.fchmod(fd, 0o640)  # whatever the umask: who may come this far is said by the directories
+                sink.is_direct = wants_direct and switch_direct_io(fd, on=True)
             except OSError:
-                self.discard()
+                sink.discard()
                 raise
+        return sink
 
     def __enter__(self) -> Self:
         return self

@@ -15,6 +15,7 @@ import time
 import uuid
 import weakref
 from pathlib import Path
+from typing import Self
 
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.stores.files.address import address_of
@@ -118,7 +119,18 @@ class _Shape:
 class RankCache:
     """This process's own cache. Its pieces are numbered from 0, in the order in which they were announced."""
 
-    def __init__(self, directory: Path, ranks: int, slot_bytes: int) -> None:
+    def __init__(self, path: Path, lock: HeldLock, memory: mmap.mmap, shape: _Shape) -> None:
+        """A file that is named, locked and mapped: `create` makes it."""
+        self._fd = lock.fd
+        self._close = weakref.finalize(self, _remove, path, lock)
+        self.name = path.name
+        self._shape = shape
+        self._map = memory
+        self.board = shape.board(memory)
+        self.board.pulse(time.monotonic_ns())
+
+    @classmethod
+    def create(cls, directory: Path, ranks: int, slot_bytes: int) -> Self:
         """`ranks`: of the load. When this returns the cache has its name, `name` in `directory`, until it is closed.
 
         Raises:
@@ -126,19 +138,15 @@ class RankCache:
         """
         sweep(directory)
         path, lock = _create_locked_file(directory)
-        self._fd = lock.fd
-        self._close = weakref.finalize(self, _remove, path, lock)
-        self.name = path.name
-        self._shape = _Shape(ranks, slot_bytes)
+        shape = _Shape(ranks, slot_bytes)
         try:
-            os.ftruncate(self._fd, self._shape.size_bytes)
-            os.posix_fallocate(self._fd, 0, self._shape.header_bytes)
-            self._map = mmap.mmap(self._fd, self._shape.size_bytes)
+            os.ftruncate(lock.fd, shape.size_bytes)
+            os.posix_fallocate(lock.fd, 0, shape.header_bytes)
+            memory = mmap.mmap(lock.fd, shape.size_bytes)
         except OSError:
-            self._close()
+            _remove(path, lock)
             raise
-        self.board = self._shape.board(self._map)
-        self.board.pulse(time.monotonic_ns())
+        return cls(path, lock, memory, shape)
 
     def reserve(self, pieces: int) -> None:
         """Takes the room for so many pieces, or for as many as there are slots. Raises OSError."""
@@ -178,17 +186,25 @@ class RankCache:
 class OtherRankCache:
     """Another process's cache, as one of its takers sees it. Safe for concurrent use, but for `close`."""
 
-    def __init__(self, path: Path, ranks: int, slot_bytes: int) -> None:
-        """Raises OSError, ValueError: there is no such cache any more."""
-        self._shape = _Shape(ranks, slot_bytes)
+    def __init__(self, fd: int, memory: mmap.mmap, shape: _Shape) -> None:
+        """A file that is open and mapped: `open` does it."""
+        self._fd = fd
+        self._map = memory
+        self._shape = shape
         self._lock = threading.Lock()
-        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        self.board = shape.board(memory)
+
+    @classmethod
+    def open(cls, path: Path, ranks: int, slot_bytes: int) -> Self:
+        """Raises OSError, ValueError: there is no such cache any more."""
+        shape = _Shape(ranks, slot_bytes)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
-            self._map = mmap.mmap(self._fd, self._shape.size_bytes, access=mmap.ACCESS_READ)
+            memory = mmap.mmap(fd, shape.size_bytes, access=mmap.ACCESS_READ)
         except BaseException:
-            os.close(self._fd)
+            os.close(fd)
             raise
-        self.board = self._shape.board(self._map)
+        return cls(fd, memory, shape)
 
     def is_locked(self) -> bool:
         """Whether its owner lives, and has not closed it. A process that is stopped lives."""

@@ -99,7 +99,7 @@ def stage_shards(root: Path, checkpoint_id: str, save_id: str, names: Sequence[s
         for name in names:
             with closing_fd(directory.open(name)) as fd:
                 signatures[name] = signature(os.fstat(fd))
-                sink = FileSink(staging / name, recycled=RecycledFiles(root))
+                sink = FileSink.create(staging / name, recycled=RecycledFiles(root))
                 tables[name] = copy_with_footer(fd, sink, f"{root}/{checkpoint_id}/{name}")
             _check_copy(staging / name, ranges.get(name, ()), tables[name].data_bytes)
             failpoints.reach("adopt.shard-staged")

@@ -65,7 +65,7 @@ def part(directory: Path, caches: list[RankCache], rank: int, windows: tuple[Win
 )
 def test_a_rank_whose_plan_changed_does_not_join(tmp_path: Path, windows: tuple[Window, ...]) -> None:
     """One that needs less than was agreed, or more of a shared cell, would leave the others waiting, or wait itself."""
-    caches = [RankCache(tmp_path, 2, CELL_BYTES) for _ in range(2)]
+    caches = [RankCache.create(tmp_path, 2, CELL_BYTES) for _ in range(2)]
     assert part(tmp_path, caches, 0, windows) is None
     for cache in caches:
         cache.close()
@@ -73,7 +73,7 @@ def test_a_rank_whose_plan_changed_does_not_join(tmp_path: Path, windows: tuple[
 
 def test_silence_that_one_rank_met_is_known_to_the_others(tmp_path: Path) -> None:
     """Where a node let a time-out pass, a rank of the same node does not ask it first."""
-    caches = [RankCache(tmp_path, 2, CELL_BYTES) for _ in range(2)]
+    caches = [RankCache.create(tmp_path, 2, CELL_BYTES) for _ in range(2)]
     findings = [Findings(), Findings()]
     for rank in range(2):
         findings[rank].exchange = part(tmp_path, caches, rank, WINDOWS)
@@ -90,7 +90,7 @@ def test_silence_that_one_rank_met_is_known_to_the_others(tmp_path: Path) -> Non
 def test_a_load_that_failed_in_its_planning_keeps_no_cache(tmp_path: Path) -> None:
     """As another rank's state did not fit: the agent would bring missing copies slowly for as long as the reader lives."""
     reader = ReplicatedReader(tmp_path)
-    reader._attempt._cache = RankCache(tmp_path, 1, CELL_BYTES)
+    reader._attempt._cache = RankCache.create(tmp_path, 1, CELL_BYTES)
     assert is_any_cache_held(tmp_path)
     reader.let_go()
     assert not is_any_cache_held(tmp_path)

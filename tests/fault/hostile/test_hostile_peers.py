@@ -333,7 +333,7 @@ def test_staged_files_are_no_links(linked: LocalStore) -> None:
     linked.begin(Intent("5" * 32, "step-5", "s", overwrite=False))
     path = linked.path_of_staged("5" * 32, shard(0))
     path.with_name(path.name + ".part").symlink_to(victim)
-    sink = FileSink(path)
+    sink = FileSink.create(path)
     sink.write(memoryview(b"what is received"))
     sink.discard()
     assert victim.read_bytes() == b"as it was"

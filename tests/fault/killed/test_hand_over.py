@@ -146,7 +146,7 @@ def test_a_shard_is_written_at_the_pace_of_copies(store: LocalStore) -> None:
 def test_a_shard_that_is_written_anew_is_not_named_by_the_first_writer(store: LocalStore) -> None:
     """An agent that hangs and goes on, while its rank writes by itself, touches nothing of what the rank writes."""
     path = store.path_of_staged(SAVE, SHARD)
-    hung, rank = FileSink(path), FileSink(path)
+    hung, rank = FileSink.create(path), FileSink.create(path)
     hung.write(memoryview(b"old"))
     rank.write(memoryview(b"new"))
     with pytest.raises(SaveAborted, match="anew by another process"):

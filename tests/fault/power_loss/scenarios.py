@@ -101,7 +101,7 @@ def nothing(store: LocalStore) -> None:
 
 def write_own(store: LocalStore, save_id: str, shard: str) -> None:
     """A rank's shard, as the writer writes it: the first one past the page cache, the others through it."""
-    sink = FileSink(store.path_of_staged(save_id, shard), _direct_io(shard), RecycledFiles(store.root))
+    sink = FileSink.create(store.path_of_staged(save_id, shard), _direct_io(shard), RecycledFiles(store.root))
     tee = Tee([sink], Buffers(2, PAGE_BYTES), copies=sink.is_direct)
     tee.write(shard_data(save_id, shard))
     for outcome in tee.finish()[1]:
@@ -237,7 +237,7 @@ def restored(store: LocalStore, mark: Marker) -> None:
     expected = Expected(len(raw), crc32c(raw))
     with incoming_file(store.root) as path, open_committed_save(store.root, CHECKPOINT, OLD) as (directory, _):
         sources = AnySource([Source("peer", expected, lambda _: MemoryShard(raw, expected))], lambda *_: None)
-        pull_shard(sources, SHARDS[1], FileSink(path), at_once)
+        pull_shard(sources, SHARDS[1], FileSink.create(path), at_once)
         directory.place(path, SHARDS[1])
     mark(f"missing {CHECKPOINT}")
 

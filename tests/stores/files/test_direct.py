@@ -28,7 +28,7 @@ FOOTER_BYTES = table_of([b"one block"]).footer_bytes
 
 
 def written(path: Path, data: bytes) -> None:
-    sink = FileSink(path, "on")
+    sink = FileSink.create(path, "on")
     tee = Tee([sink], Buffers(2, 2 * PAGE_BYTES), copies=sink.is_direct)
     tee.write(data[:100])
     tee.refer(memoryview(data)[100:])
@@ -73,7 +73,7 @@ def test_whole_pages_go_past_the_page_cache(tmp_path: Path) -> None:
         sizes.append((is_open_for_direct_io(fd), sum(map(len, pieces))))
         return writev(fd, pieces)
 
-    sink = FileSink(tmp_path / "probe", "on")
+    sink = FileSink.create(tmp_path / "probe", "on")
     sink.discard()
     if not sink.is_direct:
         pytest.skip("this file system takes no direct I/O")
@@ -109,7 +109,7 @@ def test_a_file_system_that_refuses_gets_buffered_writes(refused: str, tmp_path:
 
 def test_other_errors_are_errors(tmp_path: Path) -> None:
     """A disk that is full is not taken for one that refuses direct I/O."""
-    sink = FileSink(tmp_path / "shard", "on")
+    sink = FileSink.create(tmp_path / "shard", "on")
     full = mock.patch.object(os, "write", side_effect=OSError(errno.ENOSPC, "full"))
     with full, pytest.raises(OSError, match="full"):
         direct.write_direct(sink._fd, page_aligned(PAGE_BYTES))

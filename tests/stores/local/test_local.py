@@ -56,7 +56,7 @@ def staged(
     name = save_id(number)
     store.begin(Intent(name, checkpoint_id, "session", overwrite))
     table = table_of([data])
-    sink = FileSink(store.path_of_staged(name, SHARD))
+    sink = FileSink.create(store.path_of_staged(name, SHARD))
     sink.write(memoryview(data + table.encode()))
     sink.finish(table)
     node = store.node_id()
@@ -309,14 +309,14 @@ def test_an_aborted_save_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(SaveAborted):
         store.put_small(name, ".metadata", b"x")
     with pytest.raises(SaveAborted):
-        FileSink(store.path_of_staged(name, SHARD))
+        FileSink.create(store.path_of_staged(name, SHARD))
 
 
 def test_a_file_counts_only_when_it_is_complete(tmp_path: Path) -> None:
     """A shard that was broken off has no name, and does not get into a checkpoint."""
     store = LocalStore(tmp_path)
     name = staged(store, 1, b"data")
-    sink = FileSink(store.path_of_staged(name, "__1_0.distcp"))
+    sink = FileSink.create(store.path_of_staged(name, "__1_0.distcp"))
     sink.write(memoryview(b"half"))
     (store.staging(name) / ".metadata.77.tmp").write_bytes(b"half")
     assert not store.path_of_staged(name, "__1_0.distcp").exists()
@@ -335,7 +335,7 @@ def test_a_file_that_the_disk_refuses_leaves_nothing(
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
     def write() -> None:
-        sink = FileSink(path)
+        sink = FileSink.create(path)
         try:
             sink.finish_durably()
         except StoreError:

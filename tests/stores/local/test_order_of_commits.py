@@ -62,7 +62,7 @@ def open_save(
     )
     store.begin(Intent(manifest.save_id, checkpoint_id, "test", overwrite=True))
     for name in (HERE, ELSEWHERE) if is_whole else (HERE,):
-        sink = FileSink(store.path_of_staged(manifest.save_id, name))
+        sink = FileSink.create(store.path_of_staged(manifest.save_id, name))
         sink.write(memoryview(contents[name] + tables[name].encode()))
         sink.finish(tables[name])
     store.put_small(manifest.save_id, ".metadata", METADATA)

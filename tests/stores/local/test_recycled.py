@@ -82,7 +82,7 @@ def opened(store: LocalStore) -> Path:
 def write(store: LocalStore, data: bytes, direct_io: str = "off") -> Path:
     """Writes a shard of a new save as a rank does; returns where it lies."""
     path = opened(store)
-    sink = FileSink(path, direct_io, RecycledFiles(store.root))
+    sink = FileSink.create(path, direct_io, RecycledFiles(store.root))
     tee = Tee([sink], Buffers(2, 2 * PAGE_BYTES), copies=sink.is_direct)
     tee.write(data)
     error = tee.finish()[1][0].error
@@ -150,8 +150,8 @@ def test_the_third_checkpoint_is_written_over_the_first(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "node")
     before, counts = None, []
     for number in range(1, 6):
-        sink = partial(FileSink, recycled=RecycledFiles(store.root))
-        with counting_uses() as uses, mock.patch("tests.agent.checkpoints.FileSink", sink):
+        sink = partial(FileSink.create, recycled=RecycledFiles(store.root))
+        with counting_uses() as uses, mock.patch.object(FileSink, "create", sink):
             manifest = checkpointed([store], number, {shard(0): (0,)}, checkpoint_id=f"step-{number}")
         counts.append(len(uses))
         if before is not None:
@@ -414,7 +414,7 @@ def test_ranks_that_meet_a_full_disk_at_once_all_get_room(small_disk: LocalStore
     """A rank that finds the pool empty since another one empties it waits for the room, and is not told StoreFull."""
     recycled_in(small_disk, 1, size_bytes=5 << 20)
     path, asked = opened(small_disk), PoolThatAsks(small_disk.root)
-    sink = FileSink(path, "off", asked)
+    sink = FileSink.create(path, "off", asked)
     with ThreadPoolExecutor(1) as threads:
         with exclusive(small_disk.root / RECYCLED_DIR):  # the other rank: the name is gone, the room not yet free
             gone = (small_disk.root / RECYCLED_DIR / "__1_0.recycled").rename(small_disk.root / "gone")
@@ -473,9 +473,9 @@ def test_a_removal_that_is_killed_is_completed_and_its_files_are_used(store: Loc
 def test_another_process_that_writes_the_shard_anew_ends_the_first(store: LocalStore) -> None:
     """Of two that write one shard the later one's file is published, whichever of them has the recycled one."""
     path = opened(store)
-    first = FileSink(path, "off", RecycledFiles(store.root))
+    first = FileSink.create(path, "off", RecycledFiles(store.root))
     first.write(memoryview(b"first"))
-    second = FileSink(path, "off", RecycledFiles(store.root))
+    second = FileSink.create(path, "off", RecycledFiles(store.root))
     second.write(memoryview(b"second"))
     first.discard()
     second.finish_durably()

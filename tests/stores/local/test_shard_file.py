@@ -25,7 +25,7 @@ def test_a_part_that_the_disk_does_not_remove_hides_no_error(
         del missing_ok
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
 
-    sink = FileSink(tmp_path / "__0_0.distcp")
+    sink = FileSink.create(tmp_path / "__0_0.distcp")
     monkeypatch.setattr(Path, "unlink", refuse)
     with pytest.raises(StoreFull), sink:
         raise StoreFull("store", "write", "__0_0.distcp")

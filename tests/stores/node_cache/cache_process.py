@@ -13,7 +13,7 @@ def keep_making(directory: Path, seconds: float) -> None:
     until = time.monotonic() + seconds
     made = lost = 0
     while time.monotonic() < until:
-        cache = RankCache(directory, 2, 1 << 12)
+        cache = RankCache.create(directory, 2, 1 << 12)
         made += 1
         lost += not (directory / cache.name).exists()
         cache.close()
@@ -22,7 +22,7 @@ def keep_making(directory: Path, seconds: float) -> None:
 
 def hold(directory: Path, pieces: int) -> None:
     """Makes a cache, puts pieces, prints its name, and lives until it is killed."""
-    cache = RankCache(directory, 2, 1 << 12)
+    cache = RankCache.create(directory, 2, 1 << 12)
     cache.reserve(pieces)
     cache.board.pass_pieces(0, 0)
     cache.board.pass_pieces(1, 0)

@@ -86,12 +86,12 @@ class World:
         self.unit = {i: Unit(windows[i], cell.fetcher, cell.takers) for i, cell in enumerate(cells) if cell.takers[1:]}
         self.cells_of = [[i for i, cell in enumerate(cells) if rank in cell.takers] for rank in range(ranks)]
         self.tasks_of = [[i for i in mine if cells[i].fetcher == rank] for rank, mine in enumerate(self.cells_of)]
-        self.caches = [RankCache(directory, ranks, SLOT_BYTES) for _ in range(ranks)]
+        self.caches = [RankCache.create(directory, ranks, SLOT_BYTES) for _ in range(ranks)]
         self.exchanges = []
         for rank, own in enumerate(self.caches):
             own.reserve(caches.SLOTS)
             others = {
-                other: OtherRankCache(directory / cache.name, ranks, SLOT_BYTES)
+                other: OtherRankCache.open(directory / cache.name, ranks, SLOT_BYTES)
                 for other, cache in enumerate(self.caches)
                 if other != rank
             }

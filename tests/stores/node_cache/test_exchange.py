@@ -139,10 +139,10 @@ class Pair:
 
     def __init__(self, directory: Path, fetchers: Sequence[int], slot_bytes: int = SLOT) -> None:
         self.units = units(fetchers)
-        self.caches = [RankCache(directory, 2, slot_bytes) for _ in range(2)]
+        self.caches = [RankCache.create(directory, 2, slot_bytes) for _ in range(2)]
         self.exchanges = []
         for rank in range(2):
-            other = OtherRankCache(directory / self.caches[1 - rank].name, 2, slot_bytes)
+            other = OtherRankCache.open(directory / self.caches[1 - rank].name, 2, slot_bytes)
             self.exchanges.append(Exchange(rank, self.caches[rank], {1 - rank: other}, self.units))
 
     def close(self) -> None:
@@ -255,8 +255,8 @@ class Remote:
         assert self.process.stdout is not None
         name = self.process.stdout.readline().strip()
         self.units = units(fetchers)
-        self.cache = RankCache(directory, 2, SLOT)
-        self.exchange = Exchange(0, self.cache, {1: OtherRankCache(directory / name, 2, SLOT)}, self.units)
+        self.cache = RankCache.create(directory, 2, SLOT)
+        self.exchange = Exchange(0, self.cache, {1: OtherRankCache.open(directory / name, 2, SLOT)}, self.units)
         self.exchange.begin()
 
     def close(self) -> None:

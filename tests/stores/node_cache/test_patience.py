@@ -24,8 +24,8 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def pairs(tmp_path: Path) -> Iterator[list[tuple[RankCache, OtherRankCache]]]:
     """Three ranks that live, and were heard just now."""
-    caches = [RankCache(tmp_path, 3, SLOT) for _ in range(3)]
-    others = [OtherRankCache(tmp_path / cache.name, 3, SLOT) for cache in caches]
+    caches = [RankCache.create(tmp_path, 3, SLOT) for _ in range(3)]
+    others = [OtherRankCache.open(tmp_path / cache.name, 3, SLOT) for cache in caches]
     yield list(zip(caches, others, strict=True))
     for cache, other in zip(caches, others, strict=True):
         other.close()

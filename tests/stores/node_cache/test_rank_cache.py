@@ -19,7 +19,7 @@ Holder = Callable[[int], tuple[Process, str]]
 
 @pytest.fixture
 def own(tmp_path: Path) -> Iterator[RankCache]:
-    made = RankCache(tmp_path, 2, SLOT)
+    made = RankCache.create(tmp_path, 2, SLOT)
     made.reserve(SLOTS)
     yield made
     made.close()
@@ -27,7 +27,7 @@ def own(tmp_path: Path) -> Iterator[RankCache]:
 
 @pytest.fixture
 def other(tmp_path: Path, own: RankCache) -> Iterator[OtherRankCache]:
-    made = OtherRankCache(tmp_path / own.name, 2, SLOT)
+    made = OtherRankCache.open(tmp_path / own.name, 2, SLOT)
     yield made
     made.close()
 
@@ -103,10 +103,10 @@ def test_words_are_seen_by_the_others(own: RankCache, other: OtherRankCache) -> 
 
 def test_what_was_opened_stays_when_its_owner_has_closed_it(tmp_path: Path) -> None:
     """The name goes with its owner; a process that has opened the cache takes what lies in it."""
-    own = RankCache(tmp_path, 2, SLOT)
+    own = RankCache.create(tmp_path, 2, SLOT)
     own.reserve(1)
     own.put(0, memoryview(bytearray(b"piece")))
-    other = OtherRankCache(tmp_path / own.name, 2, SLOT)
+    other = OtherRankCache.open(tmp_path / own.name, 2, SLOT)
     assert other.is_locked()
     own.close()
     own.close()
@@ -116,20 +116,20 @@ def test_what_was_opened_stays_when_its_owner_has_closed_it(tmp_path: Path) -> N
     other.close()
     assert not other.is_locked()
     with pytest.raises(OSError, match="No such file"):
-        OtherRankCache(tmp_path / own.name, 2, SLOT)
+        OtherRankCache.open(tmp_path / own.name, 2, SLOT)
 
 
 def test_a_cache_that_is_dropped_takes_its_name_away(tmp_path: Path) -> None:
     """A load that fails between its plans and its reads closes nothing: neither a file nor a descriptor is left."""
     for _ in range(3):
-        RankCache(tmp_path, 2, SLOT)
+        RankCache.create(tmp_path, 2, SLOT)
     assert list(tmp_path.iterdir()) == []
     assert open_below(tmp_path) == []
 
 
 def test_a_forked_process_does_not_take_the_name_away(tmp_path: Path) -> None:
     """A worker that was forked in the middle of a load may end whenever it likes."""
-    own = RankCache(tmp_path, 2, SLOT)
+    own = RankCache.create(tmp_path, 2, SLOT)
     child = os.fork()
     if child == 0:
         own._close()
@@ -151,7 +151,7 @@ def test_new_caches_keep_their_names_while_others_sweep(tmp_path: Path) -> None:
 def test_the_dead_are_told_from_the_stopped(tmp_path: Path, holder: Holder) -> None:
     """A process that is stopped holds its lock, one that was killed does not; what it put can still be taken."""
     process, name = holder(2)
-    cache = OtherRankCache(tmp_path / name, 2, SLOT)
+    cache = OtherRankCache.open(tmp_path / name, 2, SLOT)
     stop_process(process.pid)
     assert cache.is_locked()
     process.kill()
@@ -168,6 +168,6 @@ def test_caches_of_the_dead_are_removed(tmp_path: Path, holder: Holder) -> None:
     killed.kill()
     killed.wait()
     (tmp_path / "cache-left-behind").write_bytes(b"")
-    last = RankCache(tmp_path, 1, SLOT)
+    last = RankCache.create(tmp_path, 1, SLOT)
     assert {path.name for path in tmp_path.iterdir()} == {living, last.name}
     last.close()
