@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from shlex import quote
 
 from replicated_ckpt.core.inventory import SaveFound
@@ -20,21 +19,23 @@ from replicated_ckpt.errors import (
 )
 from replicated_ckpt.searched import MOVED, NOT_REACHED, OBJECT_STORE
 from replicated_ckpt.stores.bucket.bucket import Bucket
-from replicated_ckpt.stores.local.store import NO_NODE, NOWHERE, LocalStore, is_nowhere
+from replicated_ckpt.stores.local.empty_store import EmptyStore
+from replicated_ckpt.stores.local.store import NO_NODE, LocalStore
 from replicated_ckpt.stores.local.versions.replaceable import is_checkpoint
 
 log = logging.getLogger(__name__)
 
 
-def hint_where_none_is(root: Path, checkpoint_id: str, *, are_all_asked: bool) -> str | None:
+def hint_where_none_is(store: LocalStore, checkpoint_id: str, *, are_all_asked: bool) -> str | None:
     """None: what the error says by itself fits."""
+    root, is_bucket_alone = store.root, isinstance(store, EmptyStore)
     if is_checkpoint(root):
         return f"{root} is a checkpoint itself: pass the directory above as root, and checkpoint_id={root.name!r}."
     if not are_all_asked:
         return None
-    named = "the bucket" if str(root) == NOWHERE else f"the root {root}"
+    named = "the bucket" if is_bucket_alone else f"the root {root}"
     if checkpoint_id != LATEST:
-        listed = "" if str(root) == NOWHERE else f" (`replicated-ckpt ls --root {quote(str(root))}` lists them)"
+        listed = "" if is_bucket_alone else f" (`replicated-ckpt ls --root {quote(str(root))}` lists them)"
         return f"Check the id{listed}, that {named} is the one that was saved to, and that its nodes take part in the load."
     return (
         f"In a first run nothing was saved yet: go on without a load (reader.latest() is None then, and a manager's "
@@ -45,7 +46,7 @@ def hint_where_none_is(root: Path, checkpoint_id: str, *, are_all_asked: bool) -
 def name_own_store(store: LocalStore, own_node: str) -> dict[str, str]:
     """This node's store as a place that was searched, by node; empty where this process has no store."""
     who = f"node {own_node}" if own_node != NO_NODE else "no node's store yet"
-    return {} if is_nowhere(store) else {own_node: f"{who} at {store.root} (own store)"}
+    return {} if isinstance(store, EmptyStore) else {own_node: f"{who} at {store.root} (own store)"}
 
 
 def describe_lost(manifest: Manifest, save: SaveFound, searched: Sequence[str]) -> ShardLost:
@@ -79,7 +80,7 @@ def describe_absence(
             unreached=unreached,
         )
     what = "No checkpoint at all" if checkpoint_id == LATEST else f"No checkpoint {checkpoint_id!r}"
-    hint = hint_where_none_is(store.root, checkpoint_id, are_all_asked=not unreached)
+    hint = hint_where_none_is(store, checkpoint_id, are_all_asked=not unreached)
     return CheckpointNotFound(f"{what} was found. Searched: {where}.", hint, unreached=unreached)
 
 

@@ -27,8 +27,9 @@ from replicated_ckpt.dcp.node.seen_lineage import remember
 from replicated_ckpt.errors import CheckpointIdMismatch, ConfigInvalid, MeetingFailed, RankFailed, ReplicatedCkptError
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.files.durable import translate_errors
+from replicated_ckpt.stores.local.empty_store import EmptyStore
 from replicated_ckpt.stores.local.remains import RemainsReader
-from replicated_ckpt.stores.local.store import LocalStore, is_nowhere
+from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.deadline import is_time_out
 from replicated_ckpt.stores.peer.fan_out import FanOut
@@ -83,7 +84,7 @@ def meet(
 
     post, failure = _present(store, world, given_id)
     post["in_step"] = in_step
-    world.blackboard.share_in(None if is_nowhere(store) else store.root_agent_directory())
+    world.blackboard.share_in(None if isinstance(store, EmptyStore) else store.root_agent_directory())
     decision = _decision(world, world.blackboard, post, failure, survey)
     return _remember(store, _with_own_store(store, Survey.from_json(decision["survey"])))
 
@@ -91,7 +92,11 @@ def meet(
 def _with_own_store(store: LocalStore, survey: Survey) -> Survey:
     """The survey and what lies in this rank's own store, whose agent the coordinator may not have reached."""
     own = store.read_node_id()
-    if is_nowhere(store) or survey.unmanaged_warning or any(held.node_id == own for held in survey.holdings):
+    if (
+        isinstance(store, EmptyStore)
+        or survey.unmanaged_warning
+        or any(held.node_id == own for held in survey.holdings)
+    ):
         return survey
     save = survey.found
     found = [held for held in store.catalog.holdings(own, save.checkpoint_id) if held.save_id == save.save_id]
@@ -145,7 +150,7 @@ def _present(
     try:
         with translate_errors(str(store.root), "present", "node"):
             checkpoint_id = _resolve_id(store, given_id, world)
-            node = None if is_nowhere(store) else present_for_load(store)
+            node = None if isinstance(store, EmptyStore) else present_for_load(store)
             post: dict[str, Any] = {"checkpoint_id": checkpoint_id, "node": node.to_json() if node else None}
             if node is not None and node.silence:
                 wanted = None if checkpoint_id == LATEST else checkpoint_id
@@ -235,7 +240,7 @@ def _survey(
     own = posts[world.rank]["node"]["node_id"] if posts[world.rank]["node"] else store.read_node_id()
     absent: list[AgentAddress] = []
     silent: Silence = {}
-    if not is_nowhere(store):
+    if not isinstance(store, EmptyStore):
         known = [node.address for node in nodes.values() if node.address.port]
         openers = [node.opener() for node in nodes.values() if not node.silence]
         absent = [peer for peer in _known_peers(store) if peer.node_id not in nodes]

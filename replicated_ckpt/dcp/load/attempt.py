@@ -39,7 +39,7 @@ from replicated_ckpt.dcp.runtime.caller import warn
 from replicated_ckpt.dcp.runtime.torch_private import Collectives, StorageInfo, follow_step
 from replicated_ckpt.dcp.tensors.stored_tensor import plan_ranges
 from replicated_ckpt.errors import CheckpointNotFound, ManifestInvalid, ShardLost
-from replicated_ckpt.stores.local.store import is_nowhere
+from replicated_ckpt.stores.local.empty_store import EmptyStore
 from replicated_ckpt.stores.local.versions.replaced import lock_version
 from replicated_ckpt.stores.node_cache.cache import RankCache
 from replicated_ckpt.stores.node_cache.exchange import Exchange
@@ -216,7 +216,7 @@ class LoadAttempt:
 
         Its cache is there when this returns: the others learn of the name with the plan, and need not wait for the file.
         """
-        if self._world.blackboard is None or is_nowhere(self._store):
+        if self._world.blackboard is None or isinstance(self._store, EmptyStore):
             return None
         remote = {shard for shard in {shard for _, _, shard in placed} if self._is_remote(shard)}
         wanted = self._group_by_shard(one for one in placed if one[2] in remote)

@@ -31,7 +31,8 @@ from replicated_ckpt.dcp.tensors.stored_tensor import StoredTensors
 from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptError
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
-from replicated_ckpt.stores.local.store import NOWHERE, LocalStore
+from replicated_ckpt.stores.local.empty_store import EmptyStore
+from replicated_ckpt.stores.local.store import LocalStore
 
 T = TypeVar("T")
 
@@ -92,7 +93,7 @@ class ReplicatedReader(StorageReader):
         self._given_id: str | os.PathLike[str] | None = None
         self._parts = ReaderParts(
             self.config,
-            LocalStore(self.config.root or NOWHERE),
+            EmptyStore() if self.config.root is None else LocalStore(self.config.root),
             ReaderBucket(target, is_all=self.config.root is None),
             ItemReader(trust_pickles=trust_pickles),
             StoredTensors(),

@@ -57,16 +57,8 @@ from replicated_ckpt.stores.local.versions.staged_decision import has_damaged_de
 log = logging.getLogger(__name__)
 
 PART_SUFFIX = ".part"
-NOWHERE = "/proc/self/replicated-ckpt-nowhere"
-"""A root that is empty and stays so: for readers without a store."""
-
 NO_NODE = "none"
 """Stands for the identity of a store that has none yet."""
-
-
-def is_nowhere(store: "LocalStore") -> bool:
-    """Whether it is the empty store of a reader that was given no root."""
-    return str(store.root) == NOWHERE
 
 
 class LocalStore:

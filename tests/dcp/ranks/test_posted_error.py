@@ -14,7 +14,7 @@ from replicated_ckpt.dcp.c10d.posted_error import pack_error, unpack_error
 from replicated_ckpt.dcp.c10d.world import World
 from replicated_ckpt.dcp.find.rendezvous import AgreedError, meet
 from replicated_ckpt.errors import PeerProtocolError, ReplicatedCkptError, StoreDenied, StoreUnavailable
-from replicated_ckpt.stores.local.store import NOWHERE, LocalStore
+from replicated_ckpt.stores.local.empty_store import EmptyStore
 
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "CheckpointIdMismatch": ({0: "step-1", 11: "step-2"},),
@@ -113,5 +113,5 @@ def test_a_pickle_on_the_blackboard_is_not_opened(where: str) -> None:
 
         board.post = answered  # type: ignore[method-assign]  # the answer of whoever got at the store first
     with pytest.raises(AgreedError) as caught:
-        meet(LocalStore(NOWHERE), reader, "step-1")
+        meet(EmptyStore(), reader, "step-1")
     assert isinstance(caught.value.error, PeerProtocolError)
