@@ -505,7 +505,7 @@ def test_arguments_that_cannot_work_are_refused_at_once(tmp_path: Path, argument
 @pytest.mark.parametrize("root", [None, 3, "", "~/ckpt", "s3://bucket/x"])
 def test_a_root_is_a_directory(root: Any) -> None:
     """Anything else is refused by the constructor; ~ would be a folder of that name."""
-    hint = "os.path.expanduser" if root == "~/ckpt" else "argument"
+    hint = "os.path.expanduser" if root == "~/ckpt" else "a bucket goes to object_store="
     with pytest.raises(ConfigInvalid, match=f"root.*{hint}"):
         ReplicatedWriter(root)
 
