@@ -1,6 +1,6 @@
 """One rank's loading: it goes through the windows in order, wherever their bytes come from, and feeds the items in them."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import groupby
@@ -15,6 +15,7 @@ from replicated_ckpt.dcp.load.item_reader import ItemReader
 from replicated_ckpt.dcp.load.shard_reader import ShardReader
 from replicated_ckpt.dcp.runtime.torch_private import StorageInfo
 from replicated_ckpt.dcp.tensors.stored_tensor import StoredTensor
+from replicated_ckpt.errors import ShardLost
 from replicated_ckpt.stores.node_cache.exchange import Exchange
 
 FeedWindow = Callable[[Window, memoryview], None]
@@ -143,7 +144,7 @@ class Loading:
             for cell, group in groupby(windows, key=lambda window: window.cell):
                 unit = self._unit(cell)
                 if unit is not None:
-                    self._read_shared(group, unit, ahead, feed)
+                    self._read_shared(list(group), unit, ahead, feed)
                     continue
                 is_remote = self._is_remote(cell[0])
                 for window in group:
@@ -182,12 +183,12 @@ class Loading:
                 numbers[unit.window] = self._exchange.number_of(unit)
         return FetchAhead(self._reader, in_order(tasks, shards), numbers, self._exchange)
 
-    def _read_shared(self, windows: Iterable[Window], unit: Unit, ahead: FetchAhead, feed: FeedWindow) -> None:
+    def _read_shared(self, windows: Sequence[Window], unit: Unit, ahead: FetchAhead, feed: FeedWindow) -> None:
         """What several ranks of the node need: from the rank that fetched it; read again where it cannot be had there."""
         exchange, hull = self._exchange, unit.window
         assert exchange is not None
         is_own = exchange.is_own(unit)
-        raw = ahead.take(hull) if is_own else exchange.take(unit)
+        raw = _take_fetched(hull, windows, ahead) if is_own else exchange.take(unit)
         for window in windows:
             if raw is None:
                 feed(window, self._reader.read(window.shard, window.offset, window.length))
@@ -197,3 +198,13 @@ class Loading:
             self._pulse()
         if is_own:
             exchange.release(unit)
+
+
+def _take_fetched(hull: Window, windows: Sequence[Window], ahead: FetchAhead) -> memoryview | None:
+    """What this rank has fetched for several; None: a block of it is lost, perhaps one of those that no rank needs."""
+    try:
+        return ahead.take(hull)
+    except ShardLost:
+        if {block for window in windows for block in window.blocks}.issuperset(hull.blocks):
+            raise
+        return None

@@ -1,7 +1,7 @@
 """A cache: verified pieces that one process of a node has fetched, for other processes of the node to take.
 
 A file in the agent's directory, mapped by all of them. Only its owner writes it: a few slots, used in turn, and a board
-of words that says how the owner is. Each taker copies a piece and compares the copy with its CRC32C: whatever becomes of
+of words that says how the owner is. Each taker copies a piece and compares the copy with its check: whatever becomes of
 the slot meanwhile, it never uses other bytes. The owner holds a lock on the file for as long as it lives.
 """
 
@@ -33,7 +33,7 @@ _ENTRY_WORDS = 4
 class Board:
     """The words of one cache. Every process sees what the owner wrote last, each word by itself.
 
-    An entry says which piece lies in a slot, where it begins there, its size and its CRC32C. A torn one is found by that.
+    An entry says which piece lies in a slot, where it begins there, its size and its check. A torn one is found by that.
     """
 
     def __init__(self, words: memoryview) -> None:
@@ -68,7 +68,7 @@ class Board:
         self._words[self._passed + fetcher] = count + 1
 
     def entry(self, number: int) -> tuple[int, int, int, int]:
-        """Of the slot of piece `number`: the piece in it or -1, where that begins, its size and its CRC32C."""
+        """Of the slot of piece `number`: the piece in it or -1, where that begins, its size and its check."""
         start = _ENTRIES + _ENTRY_WORDS * (number % SLOTS)
         there, begin, size_bytes, crc = self._words[start : start + _ENTRY_WORDS]
         return there - 1, begin, size_bytes, crc
@@ -93,6 +93,11 @@ class Board:
 
     def release(self) -> None:
         self._words.release()
+
+
+def _check_of(number: int, piece: memoryview) -> int:
+    """A CRC32C that begins with the piece's number: of a torn entry that may be of another piece than the rest of it."""
+    return crc32c(piece, number & 0xFFFFFFFF)
 
 
 def _mark(node: str) -> int:
@@ -170,7 +175,7 @@ class RankCache:
             slot[:size] = piece
             begin = 0
         given = slot[begin : begin + size]
-        self.board.set_entry(number, begin, size, crc32c(given))
+        self.board.set_entry(number, begin, size, _check_of(number, given))
         return given
 
     def close(self) -> None:
@@ -218,7 +223,7 @@ class OtherRankCache:
             return None
         piece = memory[:size]
         piece[:] = self._shape.slot(self._map, number)[begin : begin + size]
-        return piece if crc32c(piece) == crc else None
+        return piece if _check_of(number, piece) == crc else None
 
     def close(self) -> None:
         with self._lock:

@@ -1,15 +1,19 @@
 """Sharing: the coordinator tells the ranks of each node what they fetch for each other, and each rank whether it joins."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Self
 
 import pytest
 from torch.distributed.checkpoint.planner import LoadPlan
 
 from replicated_ckpt import ReplicatedReader
+from replicated_ckpt.core.integrity.checksum import BLOCK_BYTES
 from replicated_ckpt.core.reading.windows import CELL_BYTES, Window
+from replicated_ckpt.dcp.load.loading import Loading
 from replicated_ckpt.dcp.load.shard_reader import Findings
 from replicated_ckpt.dcp.load.sharing import NodeSharing, RemoteNeeds, join_exchange, plan_sharing
-from replicated_ckpt.errors import StoreUnavailable
+from replicated_ckpt.errors import ShardLost, StoreUnavailable
 from replicated_ckpt.stores.node_cache.cache import RankCache, is_any_cache_held
 from replicated_ckpt.stores.node_cache.exchange import Exchange
 
@@ -95,3 +99,42 @@ def test_a_load_that_failed_in_its_planning_keeps_no_cache(tmp_path: Path) -> No
     reader.let_go()
     assert not is_any_cache_held(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+class OneBlockLost:
+    """Reads a shard of zeros, of which one block is nowhere intact."""
+
+    findings = Findings()
+
+    def sibling(self) -> Self:
+        return self
+
+    def read(self, shard: str, offset: int, length: int, memory: memoryview | None = None) -> memoryview:
+        if offset <= 7 * BLOCK_BYTES < offset + length:
+            raise ShardLost("step-1", {shard: "rank 0"}, ())
+        return memoryview(bytearray(length)) if memory is None else memory[:length]
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def test_a_lost_block_that_no_rank_needs_fails_no_load(tmp_path: Path) -> None:
+    """What one rank fetches for two spans what lies between their needs; where that is lost each fetches what it needs."""
+    windows = [Window(SHARDS[0], block * BLOCK_BYTES, 1000) for block in (0, 9)]
+    caches = [RankCache(tmp_path, 2, CELL_BYTES) for _ in range(2)]
+    (sharing, _) = sharing_of([plan("a", tuple(windows), cache.name) for cache in caches])
+    assert sharing is not None
+    exchanges = [join_exchange(sharing, rank, caches[rank], tmp_path, 2, windows) for rank in range(2)]
+
+    def load(rank: int) -> list[Window]:
+        fed = list[Window]()
+        loading = Loading(OneBlockLost(), lambda _: True, exchanges[rank])  # type: ignore[arg-type]
+        loading.run(windows, SHARDS, lambda window, _: fed.append(window), lambda _: None)
+        return fed
+
+    with ThreadPoolExecutor() as ranks:
+        assert list(ranks.map(load, range(2))) == [windows, windows]
+    for exchange, cache in zip(exchanges, caches, strict=True):
+        assert exchange is not None
+        exchange.close()
+        cache.close()

@@ -6,10 +6,11 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from replicated_ckpt.stores.node_cache.cache import SLOTS, OtherRankCache, RankCache
+from replicated_ckpt.stores.node_cache.cache import _ENTRIES, SLOTS, OtherRankCache, RankCache
 from tests.harness.processes import open_below, stop_process
 
 SLOT = 1 << 12
@@ -83,6 +84,31 @@ def test_a_piece_that_changed_is_not_taken(own: RankCache, other: OtherRankCache
     for begin, size in [(SLOT - 2, 6), (1 << 40, 6), (0, 1 << 40)]:
         own.board.set_entry(2, begin, size, 0)
         assert copied(other, 2) is None
+
+
+class UntilTheNumber:
+    """The words of a board, whose owner is held up before it writes which piece lies in a slot."""
+
+    def __init__(self, words: memoryview) -> None:
+        self._words = words
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._words, name)
+
+    def __setitem__(self, index: int, value: int) -> None:
+        if index == _ENTRIES:
+            raise InterruptedError
+        self._words[index] = value
+
+
+def test_a_half_written_entry_gives_no_piece_of_another_number(own: RankCache, other: OtherRankCache) -> None:
+    """A taker that was given up, and goes on while its slot is used again, does not take the later piece for its own."""
+    own.put(0, memoryview(bytearray(b"first")))
+    own.board._words = UntilTheNumber(own.board._words)  # type: ignore[assignment]
+    with pytest.raises(InterruptedError):
+        own.put(SLOTS, memoryview(bytearray(b"later")))
+    assert other.board.entry(0)[0] == 0
+    assert copied(other, 0) is None
 
 
 def test_words_are_seen_by_the_others(own: RankCache, other: OtherRankCache) -> None:
