@@ -1,16 +1,18 @@
 """Finding an intact copy of a checkpoint's `.metadata`: this node's, a peer's, the bucket's."""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
 from replicated_ckpt.core.integrity.checksum import crc32c
+from replicated_ckpt.core.inventory import SaveFound
 from replicated_ckpt.core.layout import METADATA_NAME, OBJECT_NODE
 from replicated_ckpt.core.reading.source_order import ByteRange
 from replicated_ckpt.dcp.find.absence import describe_answer, describe_move
+from replicated_ckpt.dcp.find.bucket_look import InBucket
 from replicated_ckpt.dcp.find.survey import Survey
 from replicated_ckpt.dcp.metadata.metadata_file import decode_metadata_file
 from replicated_ckpt.errors import ObjectCorrupt, ObjectMissing, ReplicatedCkptError, ShardLost
@@ -75,21 +77,38 @@ def read_verified_metadata(
 def _copies(
     store: LocalStore, survey: Survey, bucket: Bucket | None, reader_key: str, problems: list[str], silent: set[str]
 ) -> Iterator[_Copy]:
-    """Each copy that can be read, this node's first, whatever the state of the manifest there.
+    """Each copy that can be read: this node's first, whatever the state of the manifest there, then those that were seen.
 
-    `problems` gets what the other places have instead, each named.
+    Nodes that had none are asked last, as each may cost a time-out. `problems` gets what the places have instead, each
+    named.
     """
-    save, manifest = survey.found, survey.manifest
-    own_node, size, crc = store.read_node_id(), manifest.metadata_bytes, manifest.metadata_crc32c
-    own_address = next((address for address in survey.addresses if address.node_id == own_node), None)
+    save, own_node = survey.found, store.read_node_id()
     if any(holding.node_id == own_node for holding in save.holdings):
-        path = store.path_of(save.checkpoint_id, save.save_id, METADATA_NAME)
-        try:
-            raw = read_plain(path, min(path.stat().st_size, size + 1))  # one byte too many is enough not to match
-            yield _Copy(f"node {own_node}", raw, crc, own_address)
-        except OSError as exc:
-            problems.append(f"node {own_node}: its {METADATA_NAME} cannot be read: {exc}")
-    for address in sorted(survey.addresses, key=lambda peer: crc32c(f"{reader_key}/{peer.node_id}".encode())):
+        yield from _own(store, survey, own_node, problems)
+    peers = sorted(survey.addresses, key=lambda peer: crc32c(f"{reader_key}/{peer.node_id}".encode()))
+    having = {holding.node_id for holding in save.holdings if holding.has_metadata}
+    yield from _of_peers((peer for peer in peers if peer.node_id in having), survey, problems, silent)
+    if bucket is not None and survey.in_bucket is not None:
+        yield from _in_bucket(bucket, survey.in_bucket, save, problems)
+    yield from _of_peers((peer for peer in peers if peer.node_id not in having), survey, problems, silent)
+
+
+def _own(store: LocalStore, survey: Survey, own_node: str, problems: list[str]) -> Iterator[_Copy]:
+    save, manifest = survey.found, survey.manifest
+    path = store.path_of(save.checkpoint_id, save.save_id, METADATA_NAME)
+    try:
+        size = min(path.stat().st_size, manifest.metadata_bytes + 1)  # one byte too many is enough not to match
+        raw = read_plain(path, size)
+    except OSError as exc:
+        problems.append(f"node {own_node}: its {METADATA_NAME} cannot be read: {exc}")
+        return
+    address = next((peer for peer in survey.addresses if peer.node_id == own_node), None)
+    yield _Copy(f"node {own_node}", raw, manifest.metadata_crc32c, address)
+
+
+def _of_peers(peers: Iterable[AgentAddress], survey: Survey, problems: list[str], silent: set[str]) -> Iterator[_Copy]:
+    size, crc = survey.manifest.metadata_bytes, survey.manifest.metadata_crc32c
+    for address in peers:
         try:
             with AgentClient(address) as client:
                 raw = client.fetch_file(_path(survey, METADATA_NAME, size), size)
@@ -100,16 +119,17 @@ def _copies(
             problems.append(describe_answer(address.label, exc))
             if is_time_out(exc):
                 silent.add(address.node_id)
-    if bucket is not None and survey.in_bucket is not None:
-        try:
-            there = survey.in_bucket
-            key = f"{save.checkpoint_id}/{METADATA_NAME}"
-            raw = bucket.small(key, there.metadata_bytes, there.metadata_crc32c)
-            yield _Copy(bucket.client.target.url, raw, there.metadata_crc32c, is_bucket=True)
-        except ReplicatedCkptError as exc:
-            problems.append(describe_answer(OBJECT_NODE, exc))
-            if isinstance(exc, ObjectMissing | ObjectCorrupt):
-                problems += describe_move(bucket, save.checkpoint_id, save.save_id)
+
+
+def _in_bucket(bucket: Bucket, there: InBucket, save: SaveFound, problems: list[str]) -> Iterator[_Copy]:
+    try:
+        key = f"{save.checkpoint_id}/{METADATA_NAME}"
+        raw = bucket.small(key, there.metadata_bytes, there.metadata_crc32c)
+        yield _Copy(bucket.client.target.url, raw, there.metadata_crc32c, is_bucket=True)
+    except ReplicatedCkptError as exc:
+        problems.append(describe_answer(OBJECT_NODE, exc))
+        if isinstance(exc, ObjectMissing | ObjectCorrupt):
+            problems += describe_move(bucket, save.checkpoint_id, save.save_id)
 
 
 def _path(survey: Survey, name: str, size_bytes: int) -> str:

@@ -28,6 +28,7 @@ from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.node_cache.exchange import Exchange
 from replicated_ckpt.stores.peer.client import AgentClient
 from replicated_ckpt.stores.peer.copy import PeerShard, tell_suspect
+from replicated_ckpt.stores.peer.fan_out import FanOut
 from replicated_ckpt.stores.unmanaged.directory import UnmanagedDirectory
 from replicated_ckpt.stores.unmanaged.shard import UncheckedItems, UnmanagedFileShard, UnmanagedPeerShard
 from replicated_ckpt.stores.verified import Expected, TooSlow, VerifiedShard
@@ -230,12 +231,21 @@ class ShardReader:
             log.warning("%s of %s on node %s %s: %s", shard, self._manifest.checkpoint_id, node, how, error)
 
     def tell_suspects(self) -> None:
-        """Has the agents of the nodes where bad copies were met read them again, and mend them."""
-        save = self._survey.found
+        """Has the agents of the nodes where bad copies were met read them again, and mend them.
+
+        One that is silent, or does not answer, is told of no more: all together cost one time-out.
+        """
+        save, shards_by_node = self._survey.found, dict[str, list[str]]()
         for node, shard in self.findings.suspects():
-            if node in self._address_by_node:
-                why = "; ".join(self.findings.failures(shard))
-                tell_suspect(self._address_by_node[node], save.checkpoint_id, save.save_id, shard, why)
+            if node in self._address_by_node and node not in self.findings.silent:
+                shards_by_node.setdefault(node, []).append(shard)
+
+        def tell(node: str) -> bool:
+            at = self._address_by_node[node]
+            whys = ((shard, "; ".join(self.findings.failures(shard))) for shard in shards_by_node[node])
+            return all(tell_suspect(at, save.checkpoint_id, save.save_id, shard, why) for shard, why in whys)
+
+        FanOut.run(shards_by_node, tell)
 
     def close(self) -> None:
         for source in self._open.values():

@@ -114,11 +114,16 @@ class PeerShard(VerifiedShard):
         self._client.close()
 
 
-def tell_suspect(address: AgentAddress, checkpoint_id: str, save_id: str, name: str, why: str) -> None:
-    """Tells a node that one of its files was found bad; its agent reads it again and mends it. Failing to is logged."""
+def tell_suspect(address: AgentAddress, checkpoint_id: str, save_id: str, name: str, why: str) -> bool:
+    """Tells a node that one of its files was found bad; its agent reads it again and mends it. Whether it was told.
+
+    Failing to is logged.
+    """
     document = {"checkpoint_id": checkpoint_id, "save_id": save_id, "name": name, "why": why[:500]}
     try:
         with AgentClient(address) as client:
             client.call("POST", "/v1/suspects", document)
     except ReplicatedCkptError as exc:
         log.warning("could not tell %s that its %s/%s seems bad: %s", address.label, checkpoint_id, name, exc)
+        return False
+    return True

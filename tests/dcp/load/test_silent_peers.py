@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner
 
+from replicated_ckpt import ReplicatedWriter
 from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.core.layout import MANIFEST_NAME
 from replicated_ckpt.core.protocol.placement import Placement
@@ -18,9 +20,12 @@ from replicated_ckpt.dcp.agreement.decision import SaveDecision
 from replicated_ckpt.dcp.c10d.blackboard import Blackboard
 from replicated_ckpt.dcp.c10d.world import World
 from replicated_ckpt.dcp.find.rendezvous import meet
-from replicated_ckpt.dcp.find.survey import SURVEY_TIMEOUT_S, Surveyor
+from replicated_ckpt.dcp.find.survey import SURVEY_TIMEOUT_S, Survey, Surveyor
+from replicated_ckpt.dcp.load.metadata_copies import read_verified_metadata
+from replicated_ckpt.dcp.load.shard_reader import ShardReader
 from replicated_ckpt.dcp.node.node import NodePost, SeenStore
 from replicated_ckpt.dcp.save.shard_writer import ShardWriter
+from replicated_ckpt.errors import ObjectCorrupt
 from replicated_ckpt.stores.local.remains import RemainsReader
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import PROGRESS_TIMEOUT_S, AgentAddress
@@ -146,3 +151,30 @@ def test_what_ranks_see_without_a_manifest_counts(tmp_path: Path) -> None:
     survey = Surveyor(here, here.node_id(), [], seen=seen).survey("step-1")
     assert survey.is_whole
     assert survey.found.holders_of(shard(1), survey.manifest.shards[shard(1)].size_bytes) == (there.node_id(),)
+
+
+def test_metadata_is_asked_for_where_it_was_seen(tmp_path: Path, silent: SilentPeer) -> None:
+    """A node that has none of the checkpoint costs no time-out when it stops after the survey, whatever a rank's order."""
+    here, there = LocalStore(tmp_path / "here"), LocalStore(tmp_path / "there")
+    dcp.save({"a": torch.ones(3)}, checkpoint_id="step-1", storage_writer=ReplicatedWriter(there.root, copies=1))
+    with running_agent(there.root) as holder:
+        survey = Surveyor(here, here.node_id(), [holder.endpoint.address("127.0.0.1")]).survey("step-1")
+        survey = replace(survey, addresses=(silent.address, *survey.addresses))
+        for rank in range(8):
+            met = set[str]()
+            assert "a" in read_verified_metadata(here, survey, None, f"rank {rank}", met).state_dict_metadata
+            assert (met, silent.asked) == (set(), [])
+
+
+def test_a_node_that_does_not_answer_is_told_of_one_bad_copy(tmp_path: Path, silent: SilentPeer) -> None:
+    """It stopped after it had given bad bytes of several shards: they all together cost the load one time-out."""
+    store = LocalStore(tmp_path / "root")
+    shards = [shard(rank) for rank in range(3)]
+    manifest = checkpointed([store], 1, {name: [0] for name in shards}, copies=1, size_bytes=1000)
+    holdings = store.catalog.holdings(store.node_id(), "step-1")
+    survey = Survey(manifest.encode().decode(), holdings, (silent.address,), ())
+    reader = ShardReader(store, store.node_id(), survey, shards, "rank 0")
+    for name in shards:
+        reader.findings.note(name, SILENT, ObjectCorrupt("peer", "read", name, "a bad block"), is_suspect=True)
+    reader.tell_suspects()
+    assert silent.asked == ["POST /v1/suspects"]
