@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from replicated_ckpt.core.integrity.checksum import BlockTable
 from replicated_ckpt.errors import ObjectCorrupt, ReplicatedCkptError
+from replicated_ckpt.stores.files.address import address_of
 from replicated_ckpt.stores.verified import Expected, TooSlow, VerifiedShard
 
 OnBad = Callable[[str, ReplicatedCkptError], None]
@@ -55,8 +56,8 @@ class AnySource:
     def read(self, offset: int, length: int, memory: memoryview | None = None) -> memoryview | None:
         """Bytes [offset, offset + length) of the data, verified; None if no source has them all intact.
 
-        They lie in `memory`, if it has room for the whole blocks that they touch and one source has them all; else in
-        memory that may be reused by the next read of this shard. No unverified byte is left in `memory`: zeros are.
+        They lie in `memory`, which has room for them, if one source has them all; without it they lie in memory that may
+        be reused by the next read of this shard. No unverified byte is left in `memory`: zeros are.
         """
         for source in self._in_order():
             shard, found = self._opened.get(source.node_id), None
@@ -71,7 +72,7 @@ class AnySource:
                     memory[:] = bytes(len(memory))  # it may hold what was not verified
                 self._count(source, shard)
             self.last_node = source.node_id
-            return found
+            return found if memory is None else _lay_into(memory, found)
         if self._open_footless():
             return self.read(offset, length, memory)
         return self._assemble(offset, length) if self._sources else None
@@ -168,3 +169,11 @@ class AnySource:
     def close(self) -> None:
         for node_id in list(self._opened):
             self._close(node_id)
+
+
+def _lay_into(memory: memoryview, found: memoryview) -> memoryview:
+    """What was read, in `memory`: it lies elsewhere, where the next read will be, if its whole blocks did not fit."""
+    if not found or 0 <= address_of(found) - address_of(memory) <= len(memory) - len(found):
+        return found
+    memory[: len(found)] = found
+    return memory[: len(found)]

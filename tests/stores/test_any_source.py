@@ -173,3 +173,12 @@ def test_damaged_data_is_believed_under_no_footer() -> None:
     for raw in (flipped(FOOTER, 100), RAW[:100], b"", bytes(len(RAW))):
         assert files(raw).read(0, 10) is None
         assert files(raw).any_opened() is None
+
+
+def test_what_is_read_to_given_memory_outlives_the_next_read() -> None:
+    """Where whole blocks do not fit into it, too: a thread that fetches ahead reads on while the rank copies."""
+    source = sources_of({"a": Copy("a")}, set(), [])
+    memory = [memoryview(bytearray(100)) for _ in range(2)]
+    found = [source.read(start, 100, memory[number]) for number, start in enumerate((0, 1000))]
+    assert list(map(bytes, filter(None, found))) == [DATA[0:100], DATA[1000:1100]]
+    assert memory == found
