@@ -12,6 +12,8 @@ from replicated_ckpt.stores.verified import Expected, TooSlow, VerifiedShard
 OnBad = Callable[[str, ReplicatedCkptError], None]
 Tables = MutableMapping[Expected, BlockTable]
 """Block checksums that were made anew from a shard's data: it takes as long as reading it, so readers share them."""
+BAD_READS_MAX = 2
+"""With so many more bad reads than good ones a source comes after the others: each bad one is made twice, in vain."""
 
 
 @dataclass
@@ -27,11 +29,11 @@ class AnySource:
     """Reads one shard from whichever source has the bytes intact. One thread; `close` gives the connections back.
 
     A source that cannot be opened or breaks is dropped. One with a bad block keeps its place for the other blocks: two
-    copies damaged in different places are together still whole. One whose footer is damaged is used when the others do
-    not have all blocks: with the footer of another source, or with one made anew from all of its data. `on_bad` is told
-    each failure once for each source. A source whose node `is_silent`, as another thread has found out, comes after
-    all others, opened or not: it would cost a time-out. One that is too slow is asked once more after those, if
-    none of them has the bytes.
+    copies damaged in different places are together still whole; but one that has hardly a good one comes after them. One
+    whose footer is damaged is used when the others do not have all blocks: with the footer of another source, or with one
+    made anew from all of its data. `on_bad` is told each failure once for each source. A source whose node `is_silent`, as
+    another thread has found out, comes after all others, opened or not: it would cost a time-out. One that is too slow is
+    asked once more after those, if none of them has the bytes.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class AnySource:
         self._opened: dict[str, VerifiedShard] = {}
         self._reported: set[str] = set()
         self._too_slow: set[str] = set()
+        self._good_reads: Counter[str] = Counter()
         self._bytes_by_node: Counter[str] = Counter()
         self.last_node = ""
 
@@ -72,6 +75,7 @@ class AnySource:
                     memory[:] = bytes(len(memory))  # it may hold what was not verified
                 self._count(source, shard)
             self.last_node = source.node_id
+            self._good_reads[source.node_id] += 1
             return found if memory is None else _lay_into(memory, found)
         if self._open_footless():
             return self.read(offset, length, memory)
@@ -87,15 +91,18 @@ class AnySource:
             self._bytes_by_node[source.node_id] += shard.take_bytes_read()
 
     def _in_order(self) -> Iterator[Source]:
-        """The sources as they are listed, but for those that are silent by the time that their turn comes."""
+        """The sources as they are listed, but for those that are silent by the time that their turn comes, or often bad."""
         left = list(self._sources)
         while left:
-            source = next((one for one in left if not self._is_silent(one.node_id)), left[0])
+            source = min(left, key=self._lateness)
             left.remove(source)
             was_too_slow = source.node_id in self._too_slow
             yield source
             if source.node_id in self._too_slow and not was_too_slow:
                 left.append(source)
+
+    def _lateness(self, source: Source) -> tuple[bool, bool]:
+        return self._is_silent(source.node_id), self._good_reads[source.node_id] <= -BAD_READS_MAX
 
     def _assemble(self, offset: int, length: int) -> memoryview | None:
         """Every block from any source."""
@@ -134,6 +141,7 @@ class AnySource:
 
     def _note_failure(self, source: Source, error: ReplicatedCkptError) -> None:
         is_corrupt = isinstance(error, ObjectCorrupt)
+        self._good_reads[source.node_id] -= is_corrupt
         if isinstance(error.__cause__, TooSlow) and source.node_id not in self._too_slow:
             self._too_slow.add(source.node_id)
         elif not is_corrupt or source.node_id not in self._opened:

@@ -6,7 +6,7 @@ import pytest
 
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.errors import ReplicatedCkptError, StoreUnavailable
-from replicated_ckpt.stores.any_source import AnySource, Source, Tables
+from replicated_ckpt.stores.any_source import BAD_READS_MAX, AnySource, Source, Tables
 from replicated_ckpt.stores.verified import Expected, VerifiedShard
 from replicated_ckpt.testing.shard_files import table_of
 
@@ -21,6 +21,7 @@ class Copy(VerifiedShard):
     def __init__(self, node: str) -> None:
         self.reads = 0
         self.is_cut_off = False
+        self.bad_blocks: set[int] = set()
         self.on_cut: Callable[[], object] = lambda: None
         super().__init__(node, "shard", EXPECTED)
 
@@ -30,6 +31,8 @@ class Copy(VerifiedShard):
             self.on_cut()
             raise StoreUnavailable(self._store, "read", "shard", "timed out")
         target[:] = RAW[offset : offset + len(target)]
+        if offset // 1024 in self.bad_blocks:
+            target[0] ^= 1
 
     def close(self) -> None:
         """Nothing is open."""
@@ -182,3 +185,19 @@ def test_what_is_read_to_given_memory_outlives_the_next_read() -> None:
     found = [source.read(start, 100, memory[number]) for number, start in enumerate((0, 1000))]
     assert list(map(bytes, filter(None, found))) == [DATA[0:100], DATA[1000:1100]]
     assert memory == found
+
+
+def test_a_source_of_wrong_bytes_alone_is_not_asked_first_for_ever() -> None:
+    """It costs two reads in vain each time; one with a bad block among good ones keeps its place."""
+    copies = {"a": Copy("a"), "b": Copy("b")}
+    source = sources_of(copies, set(), [])
+    copies["a"].bad_blocks = set(range(10))
+    for block in range(10):
+        assert read(source, block * 1024, 1024) == DATA[block * 1024 : (block + 1) * 1024]
+    assert copies["a"].reads == Copy("c").open().reads + 2 * BAD_READS_MAX
+    copies = {"a": Copy("a"), "b": Copy("b")}
+    source = sources_of(copies, set(), [])
+    copies["a"].bad_blocks = {2, 5, 8}
+    for block in range(10):
+        assert read(source, block * 1024, 1024) == DATA[block * 1024 : (block + 1) * 1024]
+        assert source.last_node == ("b" if block in copies["a"].bad_blocks else "a")
