@@ -37,3 +37,15 @@ def test_every_rank_is_told_after_the_commit_and_rank_0_of_all(cluster_of: Clust
     assert "2 copies on 2 nodes, 4.2 MB" in saved_line
     assert "slowest rank" in saved_line
     assert "on 2 ranks: 4.2 MB" in loaded_line
+
+
+def test_rank_0_counts_the_copies_of_an_asynchronous_save_that_are_made(cluster_of: ClusterOf) -> None:
+    """Not those that are to be made: with "local" each shard has one then, on every rank's report and in the log."""
+    names = ["__0_0.distcp", "__1_0.distcp"]
+    made = call("peers.copies_made", checkpoint_id="step-1", names=names, copies=2, within_s=20.0)
+    results = cluster_of(2).launch([call("reports.save_async_telling", ack="local"), made], nodes=[0, 1])
+    reports = [told["report"] for told in results.of(0)]
+    assert [report["copies_made"] for report in reports] == [1, 1]
+    assert [(one["copies_made"], one["bytes_replicated"]) for one in reports[0]["ranks"]] == [(1, 0)] * 2
+    (line,) = results.of(0)[0]["lines"]
+    assert "1 copy on 2 nodes" in line

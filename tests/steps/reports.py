@@ -1,6 +1,7 @@
 """Steps: what the user's own functions, and the log, are told of saves and loads."""
 
 import logging
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import LoadPlan
 
 from replicated_ckpt import LoadReport, ReplicatedReader, ReplicatedWriter, SaveReport
+from replicated_ckpt.config import Ack
 from tests.steps.context import Context
 
 ELEMENTS = 1 << 18
@@ -31,6 +33,22 @@ class Lines(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if record.getMessage().startswith(("saved ", "loaded ")):
             self.lines.append(record.getMessage())
+
+
+def save_async_telling(context: Context, ack: Ack) -> dict[str, Any]:
+    """An asynchronous save; what its report says on this rank, and the log."""
+    handler, logger = Lines(), logging.getLogger("replicated_ckpt")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    writer = ReplicatedWriter(context.root, ack=ack)
+    state = {f"rank {context.rank}": torch.full((ELEMENTS,), context.rank)}
+    future = dcp.async_save(state, checkpoint_id="step-1", storage_writer=writer)
+    assert isinstance(future, Future)
+    future.result(timeout=100)
+    logger.removeHandler(handler)
+    logger.setLevel(logging.NOTSET)
+    assert writer.last_save is not None
+    return {"report": writer.last_save.as_dict(), "lines": handler.lines}
 
 
 def save_and_load_telling(context: Context, checkpoint_id: str) -> dict[str, Any]:

@@ -148,10 +148,13 @@ def _complete(receipt: Receipt, manifest: Manifest, finished: Finished) -> Recei
     if not receipt.is_handed:
         return receipt
     entries = {shard.name: manifest.shards[shard.name] for shard in receipt.shards}
-    shards = (ShardReceipt(name, each.size_bytes, each.crc32c, each.holders) for name, each in entries.items())
-    phases = {
-        name: spent for copies in finished.written if copies.name in entries for name, spent in copies.phases.items()
-    }
+    written = {copies.name: copies for copies in finished.written if copies.name in entries}
+    shards = (
+        # of what an agent has published before it was started again the manifest alone tells: who is to hold it
+        ShardReceipt(name, each.size_bytes, each.crc32c, written[name].holders if name in written else each.holders)
+        for name, each in entries.items()
+    )
+    phases = {name: spent for copies in written.values() for name, spent in copies.phases.items()}
     return replace(receipt, shards=tuple(shards), phases={**receipt.phases, **phases}, is_handed=False)
 
 
