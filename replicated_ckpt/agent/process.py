@@ -24,6 +24,7 @@ from replicated_ckpt.agent.repair.reprotect import Reprotector
 from replicated_ckpt.agent.repair.scrub import Scrubber
 from replicated_ckpt.agent.saves.drain import Draining
 from replicated_ckpt.agent.saves.service import NodeService
+from replicated_ckpt.agent.settling.orphans import awaits_settling
 from replicated_ckpt.agent.signals import hear
 from replicated_ckpt.agent.state.endpoint import (
     LOCK_NAME,
@@ -282,7 +283,7 @@ class Agent:
             log.info("another agent, which is to stay, serves %s from now on", self.config.root)
             self._stopping.set()
             return True
-        if self._is_working() or has_clients(directory):
+        if self._is_working() or has_clients(directory) or awaits_settling(self._service):
             self._activity.touch()
             return False
         is_idle = self._activity.idle_s() > self.config.idle_exit_s and shut_out_clients(directory)

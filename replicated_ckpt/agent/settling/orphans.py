@@ -13,6 +13,18 @@ log = logging.getLogger(__name__)
 _PAUSE_S = 0.3
 FOLLOW_S = 60.0
 """So long after the last word of the coordinator's node. From then on re-protection settles it, as any save left behind."""
+STAY_S = 90.0
+"""An agent that ranks started does not leave a save that was opened here so short ago: re-protection settles it by then."""
+
+
+def awaits_settling(service: NodeService) -> bool:
+    """Whether something is staged here that re-protection has not looked at yet, as its ranks may have come.
+
+    Raises:
+        StoreError: it cannot be seen.
+    """
+    staged = service.store.list_staged()
+    return any(service.was_opened_within(STAY_S, each) and not service.doubts.has(each.save_id) for each in staged)
 
 
 def follow_orphan(service: NodeService, save_id: str) -> None:

@@ -9,9 +9,13 @@ from typing import Any
 import pytest
 
 from replicated_ckpt.agent import process as life
+from replicated_ckpt.agent.repair import reprotect
+from replicated_ckpt.agent.saves import service
 from replicated_ckpt.agent.state.endpoint import Identity, keep_identity, next_identity
 from replicated_ckpt.config import AgentConfig
 from replicated_ckpt.errors import ConfigInvalid
+from replicated_ckpt.stores.local.directories.intent import Intent
+from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 
 
@@ -41,6 +45,19 @@ def test_an_agent_that_listens_says_how_it_is(tmp_path: Path, monkeypatch: pytes
     (answer,) = answers
     assert answer["node_id"] in (tmp_path / "node.json").read_text()
     assert answer["greeted"] is False
+
+
+def test_an_idle_agent_first_settles_what_ranks_have_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were killed while they wrote: else their files lie there until the next job, in a memory tier as memory."""
+    monkeypatch.setattr(service, "OPEN_GRACE_S", 0.5)
+    monkeypatch.setattr(reprotect, "LEFTOVER_GRACE_S", 3.0)
+    store = LocalStore(tmp_path)
+    left = Intent("5" * 32, "step-1", "session", overwrite=False, nodes=(store.node_id(),), coordinator=store.node_id())
+    store.begin(left)
+    store.path_of_staged(left.save_id, "__0_0.distcp").write_bytes(b"half of it")
+    with signals_given_back():
+        life.Agent(AgentConfig(str(tmp_path), idle_exit_s=0.1, round_every_s=0.2)).run()
+    assert list((tmp_path / ".staging").iterdir()) == []
 
 
 def test_a_store_that_is_another_node_has_other_tokens(tmp_path: Path) -> None:
