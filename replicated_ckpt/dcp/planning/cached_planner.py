@@ -14,8 +14,11 @@ from torch.distributed.checkpoint.planner import SavePlan
 from replicated_ckpt.dcp.planning.kept_plan import ItemsKept, KeptPlan, Place, PlansUnknown
 from replicated_ckpt.dcp.runtime.torch_private import DTensor, local_part
 
-Basis = tuple[bool, tuple[str, ...], tuple[Any, ...]]
-"""Names in their order, and of each value all that DCP's `create_default_local_save_plan` (torch 2.7 to 2.15) looks at."""
+Basis = tuple[tuple[bool, bool], tuple[str, ...], tuple[Any, ...]]
+"""Names in their order, and of each value all that DCP's `create_default_local_save_plan` (torch 2.7 to 2.15) looks at.
+
+First whether the rank coordinates, and whether autograd records: of a DTensor's part `requires_grad` goes by that.
+"""
 
 
 @dataclass(frozen=True)
@@ -183,7 +186,7 @@ def _are_same(one: SavePlan, other: SavePlan) -> bool:
 def basis_of(state_dict: Mapping[str, Any], *, is_coordinator: bool) -> Basis | None:
     """Of a state dict that is flat. Two that are equal give equal plans; None: there is a value that may plan itself."""
     values = tuple(_basis_of_value(value) for value in state_dict.values())
-    return None if None in values else (is_coordinator, tuple(state_dict), values)
+    return None if None in values else ((is_coordinator, torch.is_grad_enabled()), tuple(state_dict), values)
 
 
 def is_plain_tensor(value: object) -> TypeGuard[torch.Tensor]:
@@ -199,11 +202,21 @@ def _basis_of_value(value: object) -> tuple[Any, ...] | None:
         part = local_part(value)
         if not is_plain_tensor(part):
             return None
-        layout = value.device_mesh, value.placements, value.shape, value.stride(), value.requires_grad
+        layout = _basis_of_mesh(value), value.shape, value.stride(), value.requires_grad
         return *layout, *_basis_of_tensor(part)
     if isinstance(value, torch.Tensor) or hasattr(value, "__create_write_items__"):
         return None
     return (kind,)
+
+
+def _basis_of_mesh(tensor: DTensor) -> tuple[Any, ...]:
+    """Which part of the tensor this rank has. What torch takes for equal says less than that.
+
+    Of equal meshes another rank has this one's place once process groups are made anew; in torch 2.7 `Shard(0)` equals a
+    `_StridedShard(0)`, whose parts lie elsewhere.
+    """
+    mesh, placements = tensor.device_mesh, tensor.placements
+    return mesh, mesh.get_coordinate(), placements, tuple(map(type, placements))
 
 
 def _basis_of_tensor(tensor: torch.Tensor) -> tuple[Any, ...]:

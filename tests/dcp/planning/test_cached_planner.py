@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as Split
+from torch.distributed.tensor.placement_types import _StridedShard as StridedSplit
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from replicated_ckpt import CachedSavePlanner, PlansUnknown
@@ -255,10 +256,14 @@ def written(found: torch.Tensor | io.BytesIO) -> bytes:
     return found.getvalue()
 
 
+def enter_group_of_four(rank: int) -> None:
+    """This process is one rank of it, and the others are not there."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=4)
+
+
 @pytest.fixture
 def _group_of_four() -> Iterator[None]:
-    """Of which this process is one rank, and the others are not there."""
-    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    enter_group_of_four(1)
     yield
     dist.destroy_process_group()
 
@@ -275,6 +280,10 @@ def test_no_change_of_a_dtensor_is_missed() -> None:
         distribute_tensor(full, flat, [Replicate()]),
         distribute_tensor(full, deep, [Split(0), Split(1)]),
         distribute_tensor(full, deep, [Split(1), Split(0)]),
+        DTensor.from_local(part, deep, [Split(0), Split(0)], run_check=False, shape=full.shape, stride=(4, 1)),
+        DTensor.from_local(
+            part, deep, [StridedSplit(0, split_factor=2), Split(0)], run_check=False, shape=full.shape, stride=(4, 1)
+        ),
         distribute_tensor(full, DeviceMesh("cpu", [1, 0, 2, 3]), [Split(0)]),
         distribute_tensor(torch.zeros(6, 4), flat, [Split(0)]),
         DTensor.from_local(torch.zeros(4, 2).T, flat, [Split(0)], run_check=False, shape=full.shape, stride=(4, 1)),
@@ -291,3 +300,31 @@ def test_no_change_of_a_dtensor_is_missed() -> None:
             assert bases[before] != bases[after] or plans[0] == plans[1]
             assert (bases[before] == bases[after]) is (before == after)
     assert basis_of({"t": split}, is_coordinator=False) != bases[0]
+
+
+@pytest.mark.usefixtures("_group_of_four")
+def test_another_rank_of_an_equal_mesh() -> None:
+    """Where process groups are made anew with other ranks, meshes are equal: each rank plans its own part."""
+    planner, part = CachedSavePlanner(), torch.zeros(2, 4)
+    for rank in (1, 2):
+        dist.destroy_process_group()
+        enter_group_of_four(rank)
+        state = {"t": DTensor.from_local(part, init_device_mesh("cpu", (4,)), [Split(0)], run_check=False)}
+        planner.set_up_planner(state, None, is_coordinator=False)
+        plan = planner.create_local_plan()
+        assert plan.items == create_default_local_save_plan(state, False).items
+        assert plan.items[0].index.offset == (2 * rank, 0)
+        planner.finish_plan(plan)
+
+
+@pytest.mark.usefixtures("_group_of_four")
+def test_what_autograd_does_meanwhile() -> None:
+    """A part of a DTensor requires no gradients where none are recorded: it is described as it is planned anew."""
+    planner = CachedSavePlanner()
+    state = {"t": distribute_tensor(torch.zeros(8, 4), init_device_mesh("cpu", (4,)), [Split(0)]).requires_grad_()}
+    for is_recorded in (True, False, True):
+        with torch.set_grad_enabled(is_recorded):
+            planner.set_up_planner(state, None, is_coordinator=False)
+            plan = planner.create_local_plan()
+            assert plan.items == create_default_local_save_plan(state, False).items
+            planner.finish_plan(plan)
