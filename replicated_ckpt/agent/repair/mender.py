@@ -256,7 +256,7 @@ class Mender:
             with incoming_file(self._store.root) as path:
                 with contextlib.closing(sources):
                     hint = _bring_back(manifest, entry, action.sources)
-                    sink = FileSink.create(path, recycled=RecycledFiles(self._store.root))
+                    sink = FileSink.create(path, recycled=RecycledFiles(self._store.root), shard=action.shard)
                     pull_shard(sources, action.shard, sink, self._take, hint)
                 directory.place(path, action.shard)
         failpoints.reach("restore.copied")

@@ -24,6 +24,7 @@ from replicated_ckpt.stores.files.durable import read_exactly, translate_errors
 from replicated_ckpt.stores.files.plain import read_plain
 from replicated_ckpt.stores.kept_error import forget_locals
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.local.versions.recycled import write_with_room
 from replicated_ckpt.stores.tee import Buffers, Tee
 from replicated_ckpt.stores.thread_start import start_worker
 from replicated_ckpt.stores.throttle import Pace, Stopped
@@ -137,7 +138,7 @@ class HandOvers:
     def _note(self, save_id: str, found: WrittenCopies) -> None:
         """For the agent that comes after this one: the rank that handed the shard over may be gone, or be told already."""
         path = self._note_path(save_id, found.name)
-        path.write_text(json.dumps(found.to_json()))
+        write_with_room(self._store.root, path, json.dumps(found.to_json()).encode(), is_flushed=False)
         if not self._store.is_staged(save_id):  # it was given up meanwhile, and its notes removed
             path.unlink(missing_ok=True)
 

@@ -29,7 +29,7 @@ class FileSink:
     `direct_io`: "auto", "on" or "off", see `replicated_ckpt.stores.files.direct`. `is_direct` says what became of it: while
     it holds, single pieces of whole pages in page-aligned memory go past the page cache. The first other one ends it.
     `recycled`: the store's pool. A file of it with the shard's name is written over, and cut to size before it is synced;
-    on a full disk the others make room.
+    on a full disk the others make room. `shard`: that name, where the file has another one on its way.
     """
 
     def __init__(
@@ -44,7 +44,9 @@ class FileSink:
         self.is_direct = False
 
     @classmethod
-    def create(cls, path: Path, direct_io: str = "off", recycled: RecycledFiles | None = None) -> Self:
+    def create(
+        cls, path: Path, direct_io: str = "off", recycled: RecycledFiles | None = None, *, shard: str = ""
+    ) -> Self:
         """A sink for the file `path`, whose part exists from now on. As the class has it."""
         part = _part_of(path)
         with translate_errors(str(path.parent), "create", path.name):
@@ -52,7 +54,7 @@ class FileSink:
                 wants_direct = is_worthwhile(path.parent, direct_io)
                 # Another process may still write it: that goes on in a file without a name.
                 part.unlink(missing_ok=True)
-                taken = None if recycled is None else recycled.take(part, path.name)
+                taken = None if recycled is None else recycled.take(part, shard or path.name)
                 flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
                 fd = os.open(part, flags, 0o640) if taken is None else taken
             except FileNotFoundError as exc:

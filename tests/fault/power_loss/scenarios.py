@@ -237,7 +237,8 @@ def restored(store: LocalStore, mark: Marker) -> None:
     expected = Expected(len(raw), crc32c(raw))
     with incoming_file(store.root) as path, open_committed_save(store.root, CHECKPOINT, OLD) as (directory, _):
         sources = AnySource([Source("peer", expected, lambda _: MemoryShard(raw, expected))], lambda *_: None)
-        pull_shard(sources, SHARDS[1], FileSink.create(path), at_once)
+        sink = FileSink.create(path, recycled=RecycledFiles(store.root), shard=SHARDS[1])
+        pull_shard(sources, SHARDS[1], sink, at_once)
         directory.place(path, SHARDS[1])
     mark(f"missing {CHECKPOINT}")
 
@@ -271,6 +272,12 @@ def given_to_the_pool(store: LocalStore, mark: Marker) -> None:
 def pooled(store: LocalStore) -> None:
     committed(store)
     assert recycle(store.root, CHECKPOINT, OLD)
+
+
+def one_shard_missing_and_pooled(store: LocalStore) -> None:
+    one_shard_missing(store)
+    save(store, no_mark, NEW, checkpoint_id="run/older")
+    assert recycle(store.root, "run/older", NEW)
 
 
 def save_over_pool(store: LocalStore, mark: Marker) -> None:
@@ -340,6 +347,7 @@ SCENARIOS: Mapping[str, Scenario] = {
         Scenario("abort after the decision", nothing, aborted_late),
         Scenario("restore of a missing copy", one_shard_missing, restored),
         Scenario("restore of a short copy", one_shard_short, restored),
+        Scenario("restore over a recycled file", one_shard_missing_and_pooled, restored),
         Scenario("restore of a manifest", committed, manifest_restored),
         Scenario("retirement", committed, retired),
         Scenario("files for the next save", committed, given_to_the_pool),

@@ -20,11 +20,15 @@ import pytest
 import torch
 
 from replicated_ckpt import failpoints
+from replicated_ckpt.agent.repair.mender import Mender
 from replicated_ckpt.agent.repair.retire import Retirer
 from replicated_ckpt.agent.requests.body import Body
+from replicated_ckpt.agent.saves.hand_overs import HandOvers
 from replicated_ckpt.agent.saves.receive import receive_file
 from replicated_ckpt.agent.saves.service import NodeService
-from replicated_ckpt.core.layout import RECYCLED_DIR, STAGING_DIR, TRASH_DIR
+from replicated_ckpt.agent.saves.shard_copies import WrittenCopies
+from replicated_ckpt.core.layout import INCOMING_DIR, RECYCLED_DIR, STAGING_DIR, TRASH_DIR
+from replicated_ckpt.core.upkeep.repair_plan import CopyShard
 from replicated_ckpt.errors import StoreFull
 from replicated_ckpt.stores.files.direct import PAGE_BYTES
 from replicated_ckpt.stores.files.locks import exclusive
@@ -34,6 +38,7 @@ from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.versions.recycled import RecycledFiles, measure_room
 from replicated_ckpt.stores.local.versions.retire import recycle, retire
 from replicated_ckpt.stores.tee import Buffers, Tee
+from replicated_ckpt.stores.throttle import Pace
 from replicated_ckpt.testing.shard_files import table_of
 from tests.agent.agents import running_agent
 from tests.agent.checkpoints import checkpointed, findings, held, shard
@@ -135,14 +140,32 @@ def test_a_received_copy_is_written_over_the_old_file(size_bytes: int, store: Lo
 
 
 def test_a_copy_that_is_not_made_durable_gets_a_new_file(store: LocalStore) -> None:
-    """With ack="peer-memory" a power loss could leave the old bytes, whole, under the new name."""
-    inode = pooled(store).stat().st_ino
+    """With ack="peer-memory" a power loss could leave the old bytes, whole, under the new name. It takes their room."""
     service, data = NodeService(store), os.urandom(OLD_BYTES)
     path, headers = opened(store), Message()
     headers["Content-Length"] = str(len(whole(data)))
-    service.receive(SAVE, path.name, Body(io.BytesIO(whole(data)), headers), durable=False)
+    with counting_uses() as uses:
+        service.receive(SAVE, path.name, Body(io.BytesIO(whole(data)), headers), durable=False)
     assert path.read_bytes() == whole(data)
-    assert (path.stat().st_ino != inode, pool(store)) == (True, {pooled(store).name})
+    assert (uses, pool(store)) == ([], set())
+
+
+def test_a_copy_that_is_fetched_is_written_over_the_old_file(store: LocalStore) -> None:
+    """As those that follow ack="local", or make up for a lost node: the pool's file does not wait for another save."""
+    manifest = checkpointed([store], 2, {shard(0): (0,)}, checkpoint_id="step-2", size_bytes=OLD_BYTES)
+    path, service = store.root / "step-2" / shard(0), NodeService(store)
+    with path.open("r+b") as file:  # its footer: a copy is made of the data, which are intact
+        file.seek(-1, os.SEEK_END)
+        file.write(b"!")
+    mender, own = Mender(service, Pace(1e15, threading.Event())), service.node_id
+    mender.examine("step-2", manifest.save_id, shard(0))
+    with counting_uses() as uses:
+        mender.carry_out(CopyShard(own, "step-2", manifest.save_id, shard(0), path.stat().st_size, (own,), True))
+    assert len(uses) == 1
+    assert pool(store) == set()
+    assert held(store, "step-2") == {shard(0)}
+    assert not list((store.root / INCOMING_DIR).iterdir())
+    assert findings(store) == []
 
 
 def test_the_third_checkpoint_is_written_over_the_first(tmp_path: Path) -> None:
@@ -391,11 +414,43 @@ def test_the_pool_makes_room_on_a_full_disk(direct_io: str, small_disk: LocalSto
 def test_a_save_opens_on_a_disk_that_the_pool_fills(small_disk: LocalStore) -> None:
     """Its intent and its small files get their room, too."""
     recycled_in(small_disk, 1, size_bytes=5 << 20)
-    with contextlib.suppress(OSError):
-        (small_disk.root / "filler").write_bytes(bytes(8 << 20))
-    assert os.statvfs(small_disk.root).f_bavail == 0
+    fill(small_disk)
     opened(small_disk)
     assert pool(small_disk) == set()
+
+
+def note_place(store: LocalStore) -> None:
+    store.places.note(SAVE, "a" * 16, 7, ())
+    assert store.places.read_all()[SAVE].sequence == 7
+
+
+def note_written(store: LocalStore) -> None:
+    """As the agent does of a shard that it was handed and has written."""
+    path = store.path_of_staged(SAVE, shard(0))
+    path.write_bytes(b"x")
+    HandOvers(store)._note(SAVE, WrittenCopies(path.name, 1, 0, (store.node_id(),)))
+    assert HandOvers(store).wait(SAVE, [path.name])[0].size_bytes == 1
+
+
+@pytest.mark.parametrize("note", [note_place, note_written])
+def test_notes_of_an_open_save_get_room_from_the_pool(
+    note: Callable[[LocalStore], None], small_disk: LocalStore
+) -> None:
+    """What fills the disk right then, as another job may, fails no save that has the pool's room."""
+    recycled_in(small_disk, 1, size_bytes=5 << 20)
+    opened(small_disk)
+    fill(small_disk, but=1 if note is note_written else 0)
+    note(small_disk)
+    assert pool(small_disk) == set()
+
+
+def fill(store: LocalStore, but: int = 0) -> None:
+    """Takes all that is free on the disk but so many pages."""
+    filler = store.root / "filler"
+    with contextlib.suppress(OSError):
+        filler.write_bytes(bytes(8 << 20))
+    os.truncate(filler, filler.stat().st_size - but * PAGE_BYTES)
+    assert os.statvfs(store.root).f_bavail == but
 
 
 class PoolThatAsks(RecycledFiles):
@@ -438,9 +493,7 @@ def test_recycled_files_that_cannot_be_removed_stop_no_round(store: LocalStore) 
 def test_an_agent_starts_on_a_disk_that_the_pool_fills(small_disk: LocalStore) -> None:
     """Else no rank could save there until somebody removes files: it has its address to write, among others."""
     recycled_in(small_disk, 1, size_bytes=5 << 20)
-    with contextlib.suppress(OSError):
-        (small_disk.root / "filler").write_bytes(bytes(8 << 20))
-    assert os.statvfs(small_disk.root).f_bavail == 0
+    fill(small_disk)
     with running_agent(small_disk.root) as agent:
         assert agent.endpoint.pid == agent.process.pid
 

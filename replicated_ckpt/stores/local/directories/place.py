@@ -12,6 +12,7 @@ from replicated_ckpt.core.lineage import Version, check_replaces
 from replicated_ckpt.stores.files.durable import translate_errors
 from replicated_ckpt.stores.files.plain import read_plain
 from replicated_ckpt.stores.files.shortage import raise_shortage
+from replicated_ckpt.stores.local.versions.recycled import write_with_room
 
 _SUFFIX = ".place.json"
 
@@ -28,8 +29,9 @@ class PlaceNotes:
         It need not survive a power loss: then the coordinators' clocks decide.
         """
         path = self._root / STAGING_DIR / f"{save_id}{_SUFFIX}"
-        with translate_errors(str(self._root), "write", save_id), contextlib.suppress(FileNotFoundError):
-            path.write_text(json.dumps({"lineage": lineage, "sequence": sequence, "replaces": list(replaces)}))
+        raw = json.dumps({"lineage": lineage, "sequence": sequence, "replaces": list(replaces)}).encode()
+        with translate_errors(str(self._root), "write", path.name), contextlib.suppress(FileNotFoundError):
+            write_with_room(self._root, path, raw, is_flushed=False)
 
     def read_all(self) -> dict[str, Version]:
         """The places of staged saves, by save id. One that cannot be read is left out.

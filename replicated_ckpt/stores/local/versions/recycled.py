@@ -121,19 +121,24 @@ class RoomOfRecycled(RecycledFiles):
     After a power loss the old bytes could lie there, whole, under the new name.
     """
 
-    def take(self, part: Path, name: str) -> int | None:  # noqa: ARG002 - as the pool's
+    def take(self, part: Path, name: str) -> int | None:
+        """Removes the pool's file for a shard: the new one takes its room."""
+        try:
+            self._pool_path(name).unlink(missing_ok=True)
+        except OSError as exc:
+            log.warning("the recycled file for %s stays for now: %s", part, exc)
         return None
 
 
-def write_with_room(root: Path, path: Path, data: bytes) -> None:
+def write_with_room(root: Path, path: Path, data: bytes, *, is_flushed: bool = True) -> None:
     """As `write_file`, once more if the disk was full: recycled files of the store, if there are any, make room."""
     try:
-        write_file(path, data)
+        write_file(path, data, is_flushed=is_flushed)
     except OSError as exc:
         if not is_full(exc):
             raise
         RecycledFiles(root).drop()
-        write_file(path, data)
+        write_file(path, data, is_flushed=is_flushed)
 
 
 def measure_room(root: Path) -> Room:
