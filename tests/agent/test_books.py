@@ -4,6 +4,7 @@ import errno
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -69,7 +70,10 @@ def test_what_a_full_disk_refused_is_written_when_it_is_told_again(
     full_disk: Callable[[], None],
     make: Callable[[Path], TargetBook | SequenceFloor | OrderBook | PolicyBook],
 ) -> None:
-    """Nothing has changed meanwhile in the agent's memory: what counts is what lies on the disk."""
+    """Nothing has changed meanwhile in the agent's memory: what counts is what lies on the disk.
+
+    That of sequences raises nothing: it would keep re-protection from removing what fills the disk.
+    """
     book = make(tmp_path)
 
     def tell() -> None:
@@ -87,7 +91,7 @@ def test_what_a_full_disk_refused_is_written_when_it_is_told_again(
         again = make(tmp_path)
         return again.is_ordered(SAVE) if isinstance(again, OrderBook) else bool(again.read_all())
 
-    with pytest.raises(StoreFull):
+    with nullcontext() if isinstance(book, SequenceFloor) else pytest.raises(StoreFull):
         tell()
     assert not known()
     assert not (isinstance(book, OrderBook) and book.read_all()), "what was refused is not carried out"

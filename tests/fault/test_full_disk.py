@@ -3,6 +3,7 @@
 import collections
 import itertools
 import os
+import signal
 import socket
 import subprocess
 import threading
@@ -12,17 +13,19 @@ from pathlib import Path
 
 import pytest
 
+from replicated_ckpt import Retention
 from replicated_ckpt.agent.repair.mender import Mender
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.core.upkeep.finding import Problem
+from replicated_ckpt.core.upkeep.policy import NODES, Policy
 from replicated_ckpt.core.upkeep.repair_plan import CopyShard
 from replicated_ckpt.errors import StoreFull
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.throttle import Pace
 from tests.agent.agents import running_agent, wait_for
 from tests.agent.checkpoints import checkpointed, findings, held, shard
-from tests.agent.repair.test_reprotect import agents
+from tests.agent.repair.test_reprotect import PAIR, agents, protected
 from tests.cli.commands import command
 from tests.harness.cluster import Cluster, call
 
@@ -33,6 +36,7 @@ pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="a small disk is a tmpfs, and mounting one needs root"),
 ]
 SMALL_DISK_MIB = 20
+LINEAGE = "a" * 16
 
 
 @pytest.fixture
@@ -134,9 +138,42 @@ def test_a_disk_that_is_full_to_the_last_byte_can_be_pruned(cluster: Cluster, *,
         check_pruning(store)
 
 
-def check_pruning(store: LocalStore) -> None:
+def test_a_disk_that_is_full_to_the_last_byte_keeps_no_retention_from_freeing_it(cluster: Cluster) -> None:
+    """Nor does it keep a load's checkpoint from staying: what an agent would note of either can wait."""
+    stores = [LocalStore(node.disk) for node in cluster.nodes[:2]]
+    for number in (1, 2):
+        saved(stores, number)
+    policy = Policy("", NODES, 3, Retention(keep_last=2), LINEAGE)
+    with agents(stores) as (other, full):
+        for agent in (other, full):
+            with agent.client() as client:
+                client.call("POST", "/v1/retention", {"policies": [policy.to_json()]})
+        wait_for(protected(other, full), 30, "a look at the first two")
+        full.signal(signal.SIGSTOP)
+        saved(stores, 3)
+        fill(stores[1])
+        full.signal(signal.SIGCONT)
+        with full.peer() as client:
+            load = {"lineage": LINEAGE, "sequence": 4, "save_id": f"{2:032x}", "reader": "session/1"}
+            assert client.call("POST", "/v1/sequence", load) == {"is_here": True}
+        wait_for(lambda: not (stores[1].root / "step-1").exists(), 30, "the end of what is kept no longer")
+        wait_for(protected(other, full), 30, "a look at what is left")
+    (stores[1].root / "filler").unlink()
+    assert [name for name, _ in stores[1].catalog.committed()] == ["step-2", "step-3"]
+    assert [finding for store in stores for finding in findings(store)] == []
+
+
+def saved(stores: list[LocalStore], number: int) -> None:
+    checkpointed(stores, number, PAIR, checkpoint_id=f"step-{number}", size_bytes=50_000, lineage=LINEAGE)
+
+
+def fill(store: LocalStore) -> None:
     with (store.root / "filler").open("wb", buffering=0) as filler, pytest.raises(OSError, match="No space left"):
         collections.deque(map(filler.write, itertools.repeat(bytes(512))), maxlen=0)
+
+
+def check_pruning(store: LocalStore) -> None:
+    fill(store)
     done = command("prune", "--keep-last", "2", "--root", store.root)
     assert (done.returncode, done.stderr) == (ExitCode.OK, "")
     assert command("rm", "step-2", "--root", store.root).returncode == ExitCode.OK

@@ -6,13 +6,13 @@ import sys
 from pathlib import Path
 
 from replicated_ckpt.core.one_line import one_line
-from replicated_ckpt.errors import StoreDenied
+from replicated_ckpt.errors import StoreDenied, StoreError
 from replicated_ckpt.stores.files.durable import translate_errors
 from replicated_ckpt.stores.files.existence import is_link, is_there
 
 LOG_NAME = "log"
 LOG_BYTES_MAX = 8 << 20
-"""Of each of the two files; the one that is written may be longer by one record."""
+"""Of each of the two files; the written one may be longer by one record, and twice as long if no new one can be made."""
 _OLDER_SUFFIX = ".1"
 _MESSAGE_CHARS_MAX = 10_000
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -51,16 +51,23 @@ class BoundedLog(logging.StreamHandler):  # type: ignore[type-arg]  # generic in
         self._is_own = _is_log(directory)
 
     def emit(self, record: logging.LogRecord) -> None:
-        if self._is_own and os.fstat(sys.stderr.fileno()).st_size >= LOG_BYTES_MAX:
-            self._go_on()
-        super().emit(record)
+        """Never raises: the thread that logs what a disk has refused would end by the same refusal."""
+        size_bytes = os.fstat(sys.stderr.fileno()).st_size if self._is_own else 0
+        if size_bytes >= LOG_BYTES_MAX and self._goes_on():
+            size_bytes = 0
+        if size_bytes < 2 * LOG_BYTES_MAX:
+            super().emit(record)
 
-    def _go_on(self) -> None:
-        """Standard output and error, tracebacks included, go to the new file."""
-        fd = open_log(self._directory)
+    def _goes_on(self) -> bool:
+        """Standard output and error, tracebacks included, go to a new file. False: none can be made now."""
+        try:
+            fd = open_log(self._directory)
+        except StoreError:
+            return False
         for number in (sys.stdout.fileno(), sys.stderr.fileno()):
             os.dup2(fd, number)
         os.close(fd)
+        return True
 
 
 def _is_log(directory: Path) -> bool:

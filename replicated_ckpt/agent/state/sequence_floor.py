@@ -1,5 +1,6 @@
 """The largest sequence of each lineage that this node has heard of, kept across restarts: what it saves next is newer."""
 
+import logging
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,6 +8,9 @@ from typing import Any
 
 from replicated_ckpt.agent.state.note_file import NoteFile
 from replicated_ckpt.core.layout import is_lineage
+from replicated_ckpt.errors import StoreError
+
+log = logging.getLogger(__name__)
 
 _NAME = "sequence_floor.json"
 _LINEAGES_MAX = 256
@@ -27,8 +31,8 @@ class SequenceFloor:
     def raise_to(self, sequences: Mapping[str, int]) -> None:
         """Keeps the sequences of checkpoints that are committed somewhere, where they are larger than any before.
 
-        Raises:
-            StoreError: they cannot be written, and hold until this agent ends; the next call writes them.
+        What the disk does not take holds until this agent ends, and the next call writes it. That is logged and no error:
+        a full disk would keep the agent from removing what fills it.
         """
         with self._lock:
             later = {name: found for name, found in sequences.items() if found > self._by_lineage.get(name, 0)}
@@ -38,7 +42,14 @@ class SequenceFloor:
             while len(self._by_lineage) > _LINEAGES_MAX:
                 del self._by_lineage[next(iter(self._by_lineage))]
             if self._by_lineage:
-                self._file.write({"sequences": self._by_lineage})
+                self._write()
+
+    def _write(self) -> None:
+        """With the lock held."""
+        try:
+            self._file.write({"sequences": self._by_lineage})
+        except StoreError as exc:
+            log.warning("how far each run has come is known until this agent ends: %s", exc)
 
 
 def _parse(document: Any) -> dict[str, int]:

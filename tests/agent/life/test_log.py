@@ -48,6 +48,15 @@ def test_a_log_goes_on_in_a_new_file_when_it_is_full(tmp_path: Path) -> None:
     assert numbers == list(range(numbers[0], 1000))
 
 
+def test_a_log_that_can_go_on_in_no_new_file_ends_no_thread(tmp_path: Path) -> None:
+    """What is logged is most often that the disk refuses something. The full file takes as much again, and then no more."""
+    (tmp_path / "log.1").mkdir()
+    subprocess.run([sys.executable, "-c", TALKER, str(tmp_path)], timeout=60, check=False)
+    log = (tmp_path / "log").read_text()
+    assert log.splitlines()[-2:] == ["and what is printed", "and how it ended"]
+    assert 2 * 20_000 < len(log) < 2 * 20_000 + 500
+
+
 def test_a_record_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Whatever it quotes: a refusal, a manifest's names, a plan of repair that a peer has brought."""
     forged = "x\n2026-01-01 00:00:00,000 INFO replicated_ckpt.agent.process: stopping\r\x1b[2J"

@@ -29,6 +29,7 @@ from replicated_ckpt.stores.files.room import Room
 from replicated_ckpt.stores.local.directories.committed import open_directory
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.local.versions.retire import retire
 from replicated_ckpt.stores.throttle import Pace
 from tests.agent.checkpoints import checkpointed, findings, shard
 from tests.stores.files.test_existence import refused
@@ -124,6 +125,20 @@ def test_a_trash_that_cannot_be_listed_ends_no_round(service: NodeService) -> No
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "listdir", failing)
         assert reprotector.round().is_complete
+
+
+def test_what_is_removed_needs_no_room(service: NodeService, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk has none for a directory. That of the trash is there once an agent has started, and stays."""
+    service.store.empty_trash()
+
+    def refuse(path: Any, *_: object, **__: object) -> None:
+        code = errno.EEXIST if os.path.exists(path) else errno.ENOSPC  # noqa: PTH110 - as the system looks at it
+        raise OSError(code, os.strerror(code), str(path))
+
+    monkeypatch.setattr(os, "mkdir", refuse)
+    assert retire(service.store.root, "step-1", SAVE)
+    assert service.holdings() == ()
+    assert list((service.store.root / TRASH_DIR).iterdir()) == []
 
 
 def test_a_scrub_that_hangs_keeps_no_agent(service: NodeService, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,7 +97,10 @@ def renamed_refusal(checkpoint_id: str, saved_as: str, root: Path) -> ConfigInva
 
 
 def empty_trash(root: Path, origins: Sequence[Path]) -> None:
-    """Removes the trash, with what a crash has left there, once it is sure to have left `origins` and its own places."""
+    """Removes what a crash has left in the trash, once it is sure to have left `origins` and its own places.
+
+    The directory is there afterwards: on a full disk there may be no room to make it, and what is removed goes through it.
+    """
     trash, left = root / TRASH_DIR, {*origins, *_origins(root)}
     for path in list(trash.glob("*")):
         try:
@@ -106,6 +109,7 @@ def empty_trash(root: Path, origins: Sequence[Path]) -> None:
             log.warning("%s stays in the trash for now: %s", path, exc)
             return
     remove_moved(trash, *left)
+    make_directory(trash)
 
 
 def _origins(root: Path) -> list[Path]:
