@@ -183,7 +183,7 @@ class Agent:
             self._stopping,
             config.scrub_every_s,
             self._reprotector.suspect_finding,
-            self._service.damage.note,
+            self._service.damage.begin_reading,
         )
 
     def _leave(self, server: AgentServer) -> None:

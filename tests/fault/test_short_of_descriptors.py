@@ -2,6 +2,7 @@
 
 import errno
 import resource
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from replicated_ckpt.agent.peers.watch import Patience
+from replicated_ckpt.agent.repair.reprotect import Reprotector
 from replicated_ckpt.agent.saves.doubts import Leftover
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.settling.settle import settle
@@ -18,7 +21,10 @@ from replicated_ckpt.errors import StoreError
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress
+from replicated_ckpt.stores.throttle import Pace
 from tests.agent.agents import RunningAgent, running_agent, wait_for
+from tests.agent.checkpoints import checkpointed, shard
+from tests.damage import flip
 from tests.stores.files.test_existence import refused
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(120)]
@@ -114,3 +120,18 @@ def test_what_an_agent_keeps_is_not_taken_for_nothing_for_want_of_them(tmp_path:
             next_identity(tmp_path, NODE)
     assert RemovalBook(tmp_path).read_all() == {SAVE}
     assert next_identity(tmp_path, NODE).tokens == kept.tokens
+
+
+def test_a_file_that_a_load_found_bad_is_read_once_there_are_some(tmp_path: Path) -> None:
+    """The load has told of it once: it would count as an intact copy until the scrub comes to it."""
+    store = LocalStore(tmp_path / "root")
+    manifest = checkpointed([store], 1, {shard(0): [0]}, copies=1, size_bytes=3000)
+    service, stopping = NodeService(store), threading.Event()
+    reprotector = Reprotector(service, Patience(), Pace(1e12, stopping), stopping)
+    place = "step-1", manifest.save_id, shard(0)
+    flip(store.path_of(*place), 100)
+    reprotector.suspect(*place, "a load read bad bytes")
+    with refused(store.path_of(*place), errno.EMFILE):
+        reprotector.round()
+    assert reprotector.round().lost == 1
+    assert service.damage.is_known(*place)

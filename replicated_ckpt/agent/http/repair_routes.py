@@ -188,13 +188,14 @@ class RepairRoutes:
             raise ConfigInvalid(f"{str(checkpoint_id)[:200]!r} is no checkpoint id.")
         inspector = Inspector(self._service.store, self._service.node_id)
         with self._checks.in_turn(request):
+            note = self._service.damage.begin_reading()
             self._bytes_to_read, self._inspector = inspector.sum_sizes(checkpoint_id), inspector
             try:
                 findings = [finding.to_json() for finding in inspector.inspect(checkpoint_id)]
             finally:
                 self._inspector = None
         for holding in inspector.holdings:
-            self._service.damage.note(holding)
+            note(holding)
         return json_answer(
             self._reprotector.wake if findings else None,
             node_id=self._service.node_id,

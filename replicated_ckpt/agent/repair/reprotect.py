@@ -35,7 +35,8 @@ from replicated_ckpt.core.upkeep.repair_plan import (
     refuse_unplanned,
 )
 from replicated_ckpt.core.upkeep.retention import without_retired
-from replicated_ckpt.errors import ReplicatedCkptError, StoreUnavailable
+from replicated_ckpt.errors import ReplicatedCkptError, StoreError, StoreUnavailable
+from replicated_ckpt.stores.files.durable import is_refusal
 from replicated_ckpt.stores.local.versions.recycled import try_room
 from replicated_ckpt.stores.node_cache.cache import sweep
 from replicated_ckpt.stores.thread_start import start_thread
@@ -240,14 +241,20 @@ class Reprotector:
             log.warning("what is over stays for now: %s", exc)
 
     def _read_suspects(self) -> None:
-        """Reads the files that were said to be bad, or have a wrong size; those that are bad count no more as copies."""
+        """Reads the files that were said to be bad, or have a wrong size; those that are bad count no more as copies.
+
+        What the system reads for no process now, as for want of descriptors, is read in the next round.
+        """
         self._suspects.extend(self._mender.of_wrong_size())
+        refused = []
         while self._suspects:
-            checkpoint_id, save_id, name = self._suspects.popleft()
+            checkpoint_id, save_id, name = place = self._suspects.popleft()
             try:
                 self._mender.examine(checkpoint_id, save_id, name)
             except ReplicatedCkptError as exc:
                 log.info("%s/%s of save %s was not read: %s", checkpoint_id, name, save_id, exc)
+                refused += [place] if isinstance(exc, StoreError) and is_refusal(exc) else []
+        self._suspects.extend(refused)
 
     def _settle_old_leftovers(self) -> None:
         """Where the disk does not show what is left, that keeps no copy from being made."""

@@ -5,8 +5,8 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 
+from replicated_ckpt.agent.state.damage import NoteRead
 from replicated_ckpt.agent.state.note_file import NoteFile
-from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.upkeep.finding import Finding, Problem
 from replicated_ckpt.errors import ReplicatedCkptError, StoreError
 from replicated_ckpt.stores.files.durable import is_refusal
@@ -37,8 +37,8 @@ class Scrubbed:
 class Scrubber:
     """One thread. It rests while a save is staged here, and goes on after a restart where it was.
 
-    A file whose checksum fails is given to `on_bad`; missing ones are re-protection's. `on_read` gets what was found of
-    each checkpoint.
+    A file whose checksum fails is given to `on_bad`; missing ones are re-protection's. What `begin_reading` gives before
+    a checkpoint is read gets what was found of it.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Scrubber:
         stopping: threading.Event,
         every_s: float,
         on_bad: OnBad,
-        on_read: Callable[[Holding], None] = lambda _: None,
+        begin_reading: Callable[[], NoteRead] = lambda: lambda _: None,
     ) -> None:
         self._store = store
         self._node_id = node_id
@@ -57,7 +57,7 @@ class Scrubber:
         self._stopping = stopping
         self._every_s = every_s
         self._on_bad = on_bad
-        self._on_read = on_read
+        self._begin_reading = begin_reading
         self._position_file = NoteFile(store.agent_directory() / _POSITION_NAME)
         self.done = Scrubbed()
         self._thread = threading.Thread(target=self._run, name="rckpt-scrub", daemon=True)
@@ -100,7 +100,7 @@ class Scrubber:
         ids = sorted(self._store.catalog.directories())
         for checkpoint_id in [*(found for found in ids if found > after), *(found for found in ids if found <= after)]:
             self._keep_position(checkpoint_id)  # first: if the pass breaks off at it, the next one comes to it last
-            inspector = Inspector(self._store, self._node_id, self._wait_for_pace)
+            inspector, note = Inspector(self._store, self._node_id, self._wait_for_pace), self._begin_reading()
             try:
                 findings = [found for found in inspector.inspect(checkpoint_id) if found.problem is Problem.CORRUPT]
             except StoreError as exc:
@@ -109,7 +109,7 @@ class Scrubber:
                 log.error("scrub: %s is passed over: %s", checkpoint_id, exc)  # noqa: TRY400 - it explains itself
                 continue
             for holding in inspector.holdings:
-                self._on_read(holding)
+                note(holding)
             for finding in findings:
                 log.warning("scrub: %s", finding)
                 self._on_bad(finding)

@@ -2,8 +2,9 @@
 
 import logging
 import threading
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from replicated_ckpt.agent.state.note_file import NoteFile
@@ -18,6 +19,7 @@ NAME = "damage.json"
 _KNOWN_MAX = 4096
 _Key = tuple[str, str, str]
 _Signature = tuple[int, int, int]
+NoteRead = Callable[[Holding], None]
 
 
 @dataclass(frozen=True)
@@ -44,19 +46,33 @@ class DamageBook:
     def mark(self, checkpoint_id: str, save_id: str, name: str, *, is_footless: bool = False) -> None:
         """Notes that the file, as it lies there now, is bad. `is_footless`: its footer alone, the data is intact."""
         key = checkpoint_id, save_id, name
-        self._note({key: _Bad(self._signature(key), is_footless)}, ())
+        found = _Bad(self._signature(key), is_footless)
+        with self._lock:
+            self._keep(self._bad | {key: found})
 
     def clear(self, checkpoint_id: str, save_id: str, name: str) -> None:
         """Notes that the file was read and is intact."""
-        self._note({}, [(checkpoint_id, save_id, name)])
+        with self._lock:
+            self._keep({key: found for key, found in self._bad.items() if key != (checkpoint_id, save_id, name)})
 
-    def note(self, holding: Holding) -> None:
-        """Notes what a full read of a checkpoint has shown, of each of its files."""
+    def begin_reading(self) -> NoteRead:
+        """What notes the outcome of a full read of checkpoints that begins now, for each of its files.
+
+        The read may take hours: what is found bad meanwhile stays known, whatever the read had seen there before.
+        """
+        with self._lock:
+            known = dict(self._bad)
+        return partial(self._note_read, known)
+
+    def _note_read(self, known: Mapping[_Key, _Bad], holding: Holding) -> None:
         names = {METADATA_NAME, *holding.sizes}
         bad = {*holding.damaged, *(() if holding.has_metadata else (METADATA_NAME,))}
         key = holding.checkpoint_id, holding.save_id
         marks = {(*key, name): _Bad(self._signature((*key, name)), name in holding.footless) for name in bad}
-        self._note(marks, [(*key, name) for name in names - bad])
+        with self._lock:
+            intact = {(*key, name) for name in names - bad}
+            since = {at: found for at, found in self._bad.items() if known.get(at) is not found}
+            self._keep({at: found for at, found in self._bad.items() if at not in intact or at in since} | marks)
 
     def read_all(self) -> list[tuple[str, str, str]]:
         """The files that were found bad: checkpoint, save, name. They may be intact by now."""
@@ -105,15 +121,11 @@ class DamageBook:
         with self._lock:  # what was marked anew since then stays
             self._keep({key: found for key, found in self._bad.items() if changed.get(key) != found})
 
-    def _note(self, marks: Mapping[_Key, _Bad], intact: Collection[_Key]) -> None:
-        with self._lock:
-            self._keep({key: found for key, found in self._bad.items() if key not in intact} | dict(marks))
-
     def _keep(self, bad: dict[_Key, _Bad]) -> None:
         """With the lock held."""
-        if bad == self._bad:
+        is_known, self._bad = bad == self._bad, dict(list(bad.items())[-_KNOWN_MAX:])
+        if is_known:
             return
-        self._bad = dict(list(bad.items())[-_KNOWN_MAX:])
         try:
             self._store.agent_directory()
             self._file.write([[*key, found.signature, found.is_footless] for key, found in self._bad.items()])

@@ -3,11 +3,13 @@
 import errno
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from replicated_ckpt.agent.repair.scrub import Scrubber
+from replicated_ckpt.agent.state.damage import DamageBook
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.throttle import Pace
@@ -27,7 +29,7 @@ class Reading:
         self.read: list[str] = []
         self.bad = bad
         pace = Pace(1e12, self.stopping)
-        self.scrubber = Scrubber(store, store.node_id(), pace, self.stopping, 0.01, lambda _: None, self._note)
+        self.scrubber = Scrubber(store, store.node_id(), pace, self.stopping, 0.01, lambda _: None, lambda: self._note)
 
     def _note(self, holding: Holding) -> None:
         if self.bad is not None and holding.checkpoint_id == IDS[0]:
@@ -55,6 +57,35 @@ def test_a_pass_that_breaks_off_is_over_and_the_next_one_reads_the_others_first(
             reading.scrubber.scrub()
         assert not reading.scrubber.done.is_running
     assert reading.read == IDS[1:]
+
+
+class _Meanwhile(Pace):
+    """Does something before the last piece of all that is read."""
+
+    def __init__(self, stopping: threading.Event, size_bytes: int, act: Callable[[], None]) -> None:
+        super().__init__(1e12, stopping)
+        self._left, self._act = size_bytes, act
+
+    def take(self, size_bytes: int) -> None:
+        self._left -= size_bytes
+        if size_bytes and self._left <= 0:
+            self._act()
+
+
+@pytest.mark.parametrize("is_known_before", [False, True])
+def test_what_is_found_bad_while_a_checkpoint_is_read_stays_known(tmp_path: Path, *, is_known_before: bool) -> None:
+    """A shard that the scrub has read is damaged, and a load finds that, while the scrub reads the others for hours."""
+    store, stopping = LocalStore(tmp_path / "root"), threading.Event()
+    manifest = checkpointed([store], 1, {shard(0): (0,), shard(1): (0,)}, copies=1, size_bytes=3000)
+    book, place = DamageBook(store), ("step-1", manifest.save_id, shard(0))
+    if is_known_before:
+        book.mark(*place)
+    pace = _Meanwhile(stopping, sum(manifest.shard_sizes.values()), lambda: book.mark(*place))
+    scrubber = Scrubber(store, store.node_id(), pace, stopping, 1.0, lambda _: None, book.begin_reading)
+    assert scrubber.scrub().findings == 0
+    assert book.is_known(*place)
+    Scrubber(store, store.node_id(), Pace(1e12, stopping), stopping, 1.0, lambda _: None, book.begin_reading).scrub()
+    assert not book.is_known(*place), "the next pass has read it, and it is intact"
 
 
 def test_a_defect_ends_no_scrub(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

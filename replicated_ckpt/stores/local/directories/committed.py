@@ -227,10 +227,11 @@ def open_replaced(root: Path, checkpoint_id: str, save_id: str) -> Iterator[Comm
     if not is_save_id(save_id):
         raise ObjectMissing(str(root), "open", checkpoint_id, f"{save_id[:80]!r} is no save id")
     path = root / REPLACED_DIR / save_id
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError as exc:
-        raise ObjectMissing(str(root), "open", checkpoint_id, f"not of save {save_id}") from exc
+    with translate_errors(str(root), "open", f"{REPLACED_DIR}/{save_id}"):
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except (FileNotFoundError, NotADirectoryError) as exc:
+            raise ObjectMissing(str(root), "open", checkpoint_id, f"not of save {save_id}") from exc
     with closing_fd(fd):
         yield Committed(root, checkpoint_id, fd)
 
