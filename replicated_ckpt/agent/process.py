@@ -250,8 +250,8 @@ class Agent:
     def _wait(self, directory: Path, lock: FileLock) -> None:
         """Until it is told to stop, or has no reason to stay. An agent that cannot look at its root stays.
 
-        It may have too many files open for a moment. Where its disk has failed it tells its peers so; they would wait for
-        a shard if it were gone.
+        It may have too many files open, or no memory, for a moment. Where its disk has failed it tells its peers so; they
+        would wait for a shard if it were gone.
         """
         said = ""
         while not self._stopping.wait(_LOOK_INTERVAL_S):
@@ -259,10 +259,11 @@ class Agent:
                 if self._is_over(directory, lock):
                     return
                 said = ""
-            except (ReplicatedCkptError, OSError) as exc:
-                if str(exc) != said:
-                    log.warning("cannot see whether its root and its clients are there: %s", exc)
-                said = str(exc)
+            except (ReplicatedCkptError, OSError, MemoryError) as exc:
+                why = str(exc) or repr(exc)
+                if why != said:
+                    log.warning("cannot see whether its root and its clients are there: %s", why)
+                said = why
                 idle_exit_s = self.config.idle_exit_s
                 if idle_exit_s is not None and not self._is_working() and self._activity.idle_s() > idle_exit_s:
                     return

@@ -1,6 +1,19 @@
-"""An error that is kept: a traceback holds frames, and each of these what it worked on."""
+"""An error that is kept, for those who ask for it later: of our kinds, and without what was in use where it was raised."""
 
 from traceback import clear_frames
+
+from replicated_ckpt.core.one_line import one_line
+from replicated_ckpt.errors import ReplicatedCkptError, StoreError
+from replicated_ckpt.stores.files.durable import store_error_of
+
+
+def translate_any(error: BaseException, store: str, op: str, key: str) -> ReplicatedCkptError:
+    """The error as one of ours, which can be sent: of others, as MemoryError, who asks would see the connection break."""
+    if isinstance(error, ReplicatedCkptError):
+        return error
+    if isinstance(error, OSError):
+        return store_error_of(error, store, op, key)
+    return StoreError(store, op, key, one_line(f"{type(error).__name__}: {error}".removesuffix(": ")))
 
 
 def forget_locals(error: BaseException) -> BaseException:

@@ -5,11 +5,14 @@ import resource
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 
+from replicated_ckpt.agent.http.server import AgentServer
 from replicated_ckpt.agent.peers.watch import Patience
 from replicated_ckpt.agent.repair.reprotect import Reprotector
 from replicated_ckpt.agent.saves.doubts import Leftover
@@ -17,6 +20,7 @@ from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.settling.settle import settle
 from replicated_ckpt.agent.state.endpoint import keep_identity, next_identity
 from replicated_ckpt.agent.state.removals import RemovalBook
+from replicated_ckpt.agent.state.rights import Tokens
 from replicated_ckpt.errors import StoreError
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
@@ -55,6 +59,19 @@ def test_an_agent_stays(tmp_path: Path) -> None:
             assert client.call("GET", "/v1/status")["pid"] == agent.process.pid
             wait_for(lambda: client.call("GET", "/v1/status")["protection"]["is_complete"], 30.0, "a round")
     assert "cannot see whether its root and its clients are there" in (agent.root / "agent.out").read_text()
+
+
+def test_a_connection_that_gets_none_takes_no_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits in the kernel. Its thread would ask for it without end, on a processor that a rank wants."""
+    pauses: list[float] = []
+    monkeypatch.setattr("replicated_ckpt.agent.http.server.time.sleep", pauses.append)
+    routes: Any = None
+    with AgentServer(("127.0.0.1", 0), Tokens.draw(), routes) as server, closing(server.socket) as listener:
+        server.socket = mock.Mock(accept=mock.Mock(side_effect=OSError(errno.EMFILE, "Too many open files")))
+        with pytest.raises(OSError, match="Too many"):
+            server.get_request()
+        server.socket = listener
+    assert pauses
 
 
 @pytest.fixture

@@ -17,8 +17,8 @@ from replicated_ckpt.agent.saves.hand_overs import HandedShard
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.saves.shard_copies import WrittenCopies
 from replicated_ckpt.agent.settling.orphans import follow_orphan
-from replicated_ckpt.core.one_line import one_line
-from replicated_ckpt.errors import ReplicatedCkptError, StoreError, StoreUnavailable
+from replicated_ckpt.errors import ReplicatedCkptError, StoreUnavailable
+from replicated_ckpt.stores.kept_error import translate_any
 from replicated_ckpt.stores.peer.answer import parsing
 from replicated_ckpt.stores.peer.client import PROGRESS_TIMEOUT_S
 from replicated_ckpt.stores.thread_start import start_worker
@@ -128,10 +128,7 @@ class LocalDoor:
         if error is None:
             send_message(connection, {"state": "written", "copies": future.result().to_json()})
             return
-        if not isinstance(error, ReplicatedCkptError):  # a defect of this agent
-            what = one_line(f"{type(error).__name__}: {error}")
-            error = StoreError("this node's agent", "write", "a shard", what)
-        send_message(connection, _refusal(error))
+        send_message(connection, _refusal(translate_any(error, "this node's agent", "write", "a shard")))
 
 
 def open_local_door(directory: Path, service: NodeService) -> LocalDoor | None:

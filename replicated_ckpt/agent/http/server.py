@@ -6,6 +6,7 @@ import os
 import socket
 import ssl
 import sys
+import time
 from collections.abc import Mapping
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -36,7 +37,7 @@ from replicated_ckpt.errors import (
     StoreFull,
     StoreUnavailable,
 )
-from replicated_ckpt.stores.files.durable import read_exactly
+from replicated_ckpt.stores.files.durable import SHORTAGES, read_exactly
 from replicated_ckpt.stores.peer.client import PROGRESS_TIMEOUT_S
 from replicated_ckpt.stores.thread_start import start_worker
 from replicated_ckpt.version import __version__
@@ -96,6 +97,15 @@ class AgentServer(ThreadingHTTPServer):
         self.connections = Connections(CONNECTIONS_MAX)
         self._strangers = Strangers()
         super().__init__(bind, _Handler)
+
+    def get_request(self) -> tuple[Any, Any]:
+        """The next connection. One that gets no descriptor waits, and would be asked for again at once, and again."""
+        try:
+            return super().get_request()
+        except OSError as exc:
+            if exc.errno in SHORTAGES:
+                time.sleep(0.1)
+            raise
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if not self.connections.admit(client_address, request):

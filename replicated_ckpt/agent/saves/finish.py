@@ -22,7 +22,7 @@ from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.core.protocol.placement import intended_holders
 from replicated_ckpt.errors import ObjectMissing, PeerProtocolError, ReplicatedCkptError, SaveAborted, StoreUnavailable
 from replicated_ckpt.stores.files.locks import HeldLock
-from replicated_ckpt.stores.kept_error import forget_locals
+from replicated_ckpt.stores.kept_error import forget_locals, translate_any
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.versions.replaceable import check_decidable
 from replicated_ckpt.stores.peer.answer import parsing
@@ -165,8 +165,9 @@ class Finisher:
             failpoints.reach("agent.finishing")
             end.set_result(self._finish(save_id, outline))
         except BaseException as exc:  # noqa: BLE001 - top of a thread; the rank that waits gets the error
-            log.warning("save %s is not finished: %s", save_id, one_line(exc))
-            end.set_exception(forget_locals(exc))
+            error = translate_any(forget_locals(exc), "this node's agent", "finish", save_id)
+            log.warning("save %s is not finished: %s", save_id, one_line(error))
+            end.set_exception(error)
         finally:
             held.release()
 
@@ -182,7 +183,8 @@ class Finisher:
             self._store.put_small(save_id, MANIFEST_NAME, raw)
             self._note_nodes(outline.manifest)
         except BaseException as exc:
-            self._abort(save_id, f"its shards are not all written: {one_line(exc)}")
+            why = one_line(translate_any(exc, "this node's agent", "finish", save_id))
+            self._abort(save_id, f"its shards are not all written: {why}")
             if isinstance(exc, StoreUnavailable | ObjectMissing):  # of another node: this one's agent is there
                 raise SaveAborted(f"Save {save_id} was given up: {exc.message}", exc.hint) from exc
             raise

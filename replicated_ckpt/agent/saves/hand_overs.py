@@ -22,7 +22,7 @@ from replicated_ckpt.agent.saves.shard_copies import WantedCopies, WrittenCopies
 from replicated_ckpt.errors import ObjectCorrupt, ObjectMissing, StoreError, StoreUnavailable
 from replicated_ckpt.stores.files.durable import read_exactly, translate_errors
 from replicated_ckpt.stores.files.plain import read_plain
-from replicated_ckpt.stores.kept_error import forget_locals
+from replicated_ckpt.stores.kept_error import forget_locals, translate_any
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.versions.recycled import write_with_room
 from replicated_ckpt.stores.tee import Buffers, Tee
@@ -168,8 +168,9 @@ class HandOvers:
         try:
             found = self._write_and_close(shard, descriptors)
         except BaseException as exc:  # noqa: BLE001 - top of a thread; who waits for the shard gets the error
-            log.warning("%s of save %s: %s", shard.copies.name, shard.copies.save_id, exc)
-            future.set_exception(forget_locals(exc))
+            error = translate_any(forget_locals(exc), "this node's agent", "write", shard.copies.name)
+            log.warning("%s of save %s: %s", shard.copies.name, shard.copies.save_id, error)
+            future.set_exception(error)
         else:
             future.set_result(found)
 

@@ -14,7 +14,9 @@ from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.agent.peers.manifests import ManifestBook
 from replicated_ckpt.agent.peers.watch import Held, describe_silence, parse_held, runs_no_agent
 from replicated_ckpt.agent.start.launch import running_agent
+from replicated_ckpt.agent.state.damage import DamageBook
 from replicated_ckpt.agent.state.endpoint import listening_endpoint
+from replicated_ckpt.agent.state.policies import PolicyBook
 from replicated_ckpt.agent.state.removals import RemovalBook
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.manifest import Manifest
@@ -168,16 +170,18 @@ def ask_own_status(store: LocalStore) -> dict[str, Any] | None:
 
 
 def _look_at_own(store: LocalStore, own: str, *, asks: bool) -> Held:
-    """As this node's agent says, which knows what is damaged and uploaded; else as the disk shows it."""
+    """As this node's agent says, which knows what is uploaded; else as the disk and what the last agent noted show it."""
     endpoint = listening_endpoint(store.root_agent_directory())
     if asks and endpoint is not None and endpoint.node_id == own:
         try:
             return _ask(endpoint.local_address())
         except ReplicatedCkptError as exc:
             log.info("this process looks at the store itself: %s", exc)
-    standing = Standing(removed=RemovalBook(store.root_agent_directory()).read_all())
+    directory = store.root_agent_directory()
+    standing = Standing(PolicyBook(directory).read_all(), removed=RemovalBook(directory).read_all())
+    holdings = DamageBook.mark_noted(store, store.catalog.holdings(own))
     remains, newer = RemainsReader(store, own).find(), tuple(store.catalog.of_newer_format())
-    return Held(store.catalog.holdings(own), remains, standing, measure_room(store.root), newer)
+    return Held(holdings, remains, standing, measure_room(store.root), newer)
 
 
 def _ask(address: AgentAddress) -> Held:

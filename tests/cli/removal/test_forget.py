@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from replicated_ckpt.agent.peers.address_book import PeerBook
+from replicated_ckpt.agent.state.damage import DamageBook
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.nodes import NodesSeen
 from replicated_ckpt.cli.nodes.forget import find_node
@@ -18,6 +19,7 @@ from tests.agent.checkpoints import checkpointed, held, shard
 from tests.agent.repair.test_reprotect import RING, agents, stores
 from tests.agent.scattered import ID, scattered
 from tests.cli.commands import as_json, command
+from tests.damage import flip
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(180)]
 PATIENT = ("--lost-after-s", "600")
@@ -75,6 +77,23 @@ def test_what_would_be_lost_keeps_it_in_the_book(tmp_path: Path) -> None:
     code, found = as_json("forget", gone, "--root", nodes[0].root, "--force")
     assert (code, found["is_forgotten"], found["losses"]) == (ExitCode.OK, True, {"step-1": [shard(1)]})
     assert PeerBook(nodes[0].root / ".agent").read_all() == ()
+
+
+def test_a_copy_that_is_known_to_be_bad_is_none_without_an_agent_either(tmp_path: Path) -> None:
+    """What the last agent here has noted counts while none runs: `ls` and `show` say so, and the other copy stays."""
+    nodes = stores(tmp_path, 2)
+    manifest = checkpointed(nodes, 1, {shard(0): (0, 1)})
+    with agents(nodes, *PATIENT):
+        pass
+    flip(nodes[0].root / "step-1" / shard(0), 1000)
+    DamageBook(nodes[0]).mark("step-1", manifest.save_id, shard(0))
+    shown, found = as_json("show", "step-1", "--root", nodes[0].root)
+    assert (shown, found["saves"][0]["shards"][shard(0)]["damaged_on"]) == (ExitCode.UNREACHABLE, [nodes[0].node_id()])
+    _, listed = as_json("ls", "--root", nodes[0].root)
+    assert [row["missing"] for row in listed["checkpoints"]] == [[shard(0)]]
+    done = command("forget", nodes[1].node_id(), "--root", nodes[0].root)
+    assert done.returncode == ExitCode.FAILED, done.stdout
+    assert f"would be lost: step-1: {shard(0)}: no node that answers has a copy" in done.stdout
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
