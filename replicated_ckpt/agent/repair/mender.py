@@ -252,6 +252,7 @@ class Mender:
             if directory.has(action.shard) and self._examine(directory, manifest, action.shard) is None:
                 return
             self._check_room(action, entry)
+            directory.check_writable()
             sources = AnySource(self._sources(action, entry), partial(self._tell, action))
             with incoming_file(self._store.root) as path:
                 with contextlib.closing(sources):

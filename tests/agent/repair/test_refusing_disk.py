@@ -23,15 +23,16 @@ from replicated_ckpt.agent.settling.orphans import follow_orphan
 from replicated_ckpt.agent.settling.outlived import drop_outlived
 from replicated_ckpt.core.layout import MANIFEST_NAME, TRASH_DIR
 from replicated_ckpt.core.upkeep.repair_plan import CopyShard
-from replicated_ckpt.errors import StoreError, StoreFull
+from replicated_ckpt.errors import StoreDenied, StoreError, StoreFull
 from replicated_ckpt.stores.files.locks import HeldLock
 from replicated_ckpt.stores.files.room import Room
+from replicated_ckpt.stores.local.directories import committed
 from replicated_ckpt.stores.local.directories.committed import open_directory
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.versions.retire import retire
 from replicated_ckpt.stores.throttle import Pace
-from tests.agent.checkpoints import checkpointed, findings, shard
+from tests.agent.checkpoints import checkpointed, findings, quarantined, shard
 from tests.stores.files.test_existence import refused
 
 pytestmark = pytest.mark.timeout(60)
@@ -58,7 +59,16 @@ def lost(service: NodeService) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize(("refusing", "kind"), [(full, StoreFull), (lost, StoreError)])
+def protected(service: NodeService) -> Iterator[None]:
+    """Its user has taken the right to write from the directory, which root has all the same."""
+    error = PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(service.store.root / "step-1"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(committed, "find_write_error", lambda _: error, raising=False)
+        (service.store.root / "step-1" / shard(0)).unlink()
+        yield
+
+
+@pytest.mark.parametrize(("refusing", "kind"), [(full, StoreFull), (lost, StoreError), (protected, StoreDenied)])
 def test_a_copy_that_cannot_get_its_place_is_not_pulled(
     service: NodeService, monkeypatch: pytest.MonkeyPatch, refusing: Any, kind: type[StoreError]
 ) -> None:
@@ -67,6 +77,17 @@ def test_a_copy_that_cannot_get_its_place_is_not_pulled(
     action = CopyShard(service.node_id, "step-1", SAVE, shard(0), 3000, (service.node_id,), True)
     with contextmanager(refusing)(service), pytest.raises(kind):
         Mender(service, Pace(1e12, threading.Event())).carry_out(action)
+
+
+def test_what_cannot_get_its_place_leaves_nothing_in_the_quarantine(service: NodeService) -> None:
+    """Each round would add a name for the file that it was to replace."""
+    with (
+        open_directory(service.store.root, "step-1") as directory,
+        contextmanager(protected)(service),
+        pytest.raises(StoreDenied, match="place 'step-1/'"),
+    ):
+        directory.put_small(MANIFEST_NAME, b"another")
+    assert quarantined(service.store) == []
 
 
 @pytest.mark.parametrize("kind", ["lost", "directory"])

@@ -26,9 +26,16 @@ from replicated_ckpt.core.layout import (
 )
 from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX, Manifest, decode_manifest
 from replicated_ckpt.errors import ConfigInvalid, ManifestInvalid, ObjectCorrupt, ObjectMissing, StoreError
-from replicated_ckpt.stores.files.durable import fsync_directory, make_directories, translate_errors, write_file
+from replicated_ckpt.stores.files.durable import (
+    fsync_directory,
+    is_full,
+    make_directories,
+    translate_errors,
+    write_file,
+)
 from replicated_ckpt.stores.files.existence import is_directory, leads_out, list_prefixed
 from replicated_ckpt.stores.files.plain import closing_fd, open_plain
+from replicated_ckpt.stores.files.room import find_write_error
 from replicated_ckpt.stores.local.directories.catalog import manifest_readable
 
 
@@ -114,6 +121,17 @@ class Committed:
             return True
         return False
 
+    def check_writable(self) -> None:
+        """Before a file is brought for this directory: whether it can get a name here, which its user may have forbidden.
+
+        Raises:
+            StoreError: it cannot. Of a full disk nothing is said: recycled files may make room.
+        """
+        with self._translate("place", ""):
+            error = find_write_error(Path(f"/proc/self/fd/{self._fd}").readlink())
+            if error is not None and not is_full(error):
+                raise error
+
     def set_aside(self, name: str, why: str, *, stays: bool = False) -> Path | None:
         """Moves a file to the quarantine, with a note of why; returns where it is now, None if it was not there.
 
@@ -154,6 +172,7 @@ class Committed:
 
     def place(self, incoming: Path, name: str) -> None:
         """Gives a file that is complete and durable its name in the checkpoint, durably. What was there is set aside."""
+        self.check_writable()  # else each try would leave one more name in the quarantine
         self.set_aside(name, "a verified copy replaces it", stays=True)
         with self._translate("place", name):
             os.rename(incoming, name, dst_dir_fd=self._fd)
