@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -65,6 +66,15 @@ def test_a_save_that_is_not_finished_says_why(
     assert service.state_of(SAVE)["state"] == ("committed" if is_decided else "unknown")
     with pytest.raises(SaveAborted, match=r"not all written: .*MemoryError"):
         service._fence.check(SAVE, service.node_id)
+
+
+def test_what_is_not_removed_hides_no_reason(service: NodeService, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk that took no shard removes nothing, either: ranks were told of that, and not of the shard."""
+    monkeypatch.setattr(finish.Finisher, "_collect", refuse)
+    monkeypatch.setattr(service.finisher, "_abort", mock.Mock(side_effect=StoreError("the disk", "abort", SAVE, "EIO")))
+    error = service.finisher.begin(outline_of([service.node_id, "b" * 12])).exception(20)
+    assert isinstance(error, StoreError), error
+    assert "MemoryError" in error.message
 
 
 def test_an_agent_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -183,8 +183,7 @@ class Finisher:
             self._store.put_small(save_id, MANIFEST_NAME, raw)
             self._note_nodes(outline.manifest)
         except BaseException as exc:
-            why = one_line(translate_any(exc, "this node's agent", "finish", save_id))
-            self._abort(save_id, f"its shards are not all written: {why}")
+            self._give_up(save_id, one_line(translate_any(exc, "this node's agent", "finish", save_id)))
             if isinstance(exc, StoreUnavailable | ObjectMissing):  # of another node: this one's agent is there
                 raise SaveAborted(f"Save {save_id} was given up: {exc.message}", exc.hint) from exc
             raise
@@ -195,6 +194,13 @@ class Finisher:
             log.warning("save %s is decided, and not published here yet: %s", save_id, exc)
         failpoints.reach("agent.finished")
         return Finished(raw.decode(), tuple(written.values()))
+
+    def _give_up(self, save_id: str, why: str) -> None:
+        """A disk that takes no shard may not remove what is staged, either: its ranks are told of the shard."""
+        try:
+            self._abort(save_id, f"its shards are not all written: {why}")
+        except ReplicatedCkptError as exc:
+            log.warning("save %s is given up, and stays staged for now: %s", save_id, exc)
 
     def _note_nodes(self, manifest: Manifest) -> None:
         nodes = frozenset(entry.node_id for entry in manifest.nodes) - {self._store.node_id()}
