@@ -3,6 +3,7 @@
 import argparse
 import json
 from dataclasses import dataclass, replace
+from shlex import quote
 from typing import Any
 
 from replicated_ckpt.cli.checkpoints.repair import carry_out
@@ -17,14 +18,18 @@ from replicated_ckpt.core.upkeep.removal import find_removed
 from replicated_ckpt.core.upkeep.repair import plan_repair
 from replicated_ckpt.core.upkeep.repair_plan import RepairPlan
 from replicated_ckpt.core.upkeep.retention import find_retired
+from replicated_ckpt.stores.files.durable import translate_errors
+from replicated_ckpt.stores.local.memory_tier import find_memory_tier
 from replicated_ckpt.stores.local.store import LocalStore
-from replicated_ckpt.wording import describe_bytes, plural
+from replicated_ckpt.stores.local.versions.others import others_in
+from replicated_ckpt.wording import describe_bytes, list_some, plural
 
 HELP = "Have the copies of this node made on other nodes, and say whether it may be taken down."
 _ALONE = (
     "next step: run a job with ranks on another node, too, whose agent then takes the copies; or take what is needed along "
     "with `replicated-ckpt export`"
 )
+_SHOWN_MAX = 5
 ROUNDS_MAX = 4
 """A node first gets a checkpoint's manifest and then its shards; a third round finds nothing."""
 
@@ -53,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
             break
         done += len(plan.actions)
         failed = carry_out(plan, seen.addresses, seen.label)
-    drained = _Drained(seen, plan, done, failed, _list_what_stays(store, seen))
+    drained = _Drained(seen, plan, done, failed, _list_what_stays(store, seen), _list_others(store))
     if arguments.json:
         print(json.dumps(drained.to_json(), indent=2))
     else:
@@ -63,13 +68,17 @@ def run(arguments: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class _Drained:
-    """How far it has come. `plan`: what is still to be copied; `stays`: what only this node can bring elsewhere."""
+    """How far it has come. `plan`: what is still to be copied; `stays`: what only this node can bring elsewhere.
+
+    `not_copied`: files in checkpoints' directories that are no part of these; no node makes copies of such.
+    """
 
     seen: NodesSeen
     plan: RepairPlan
     done: int
     failed: dict[str, str]
     stays: list[str]
+    not_copied: list[str]
 
     @property
     def is_empty(self) -> bool:
@@ -82,6 +91,7 @@ class _Drained:
             "done": self.done,
             "failed": self.failed,
             "stays": self.stays,
+            "not_copied": self.not_copied,
             "not_reached": sorted(self.seen.unreached),
         }
 
@@ -94,6 +104,17 @@ class _Drained:
             return "too few nodes answered to hold the copies"
         return "no room for enough copies elsewhere" if self._has_others else "no other node for a copy"
 
+    def _name_not_copied(self, store: LocalStore) -> list[str]:
+        """What a look at copies does not show, and is gone with the node."""
+        named = list_some(self.not_copied, _SHOWN_MAX, "file")
+        lines = [f"never copied, as it is no part of a checkpoint: {named}; take along what is needed"]
+        tier = find_memory_tier(store)
+        has_tier = tier is not None and any(LocalStore(tier).catalog.committed())
+        drain_it = (
+            f"the memory tier of this node is a store of its own: `replicated-ckpt drain --root {quote(str(tier))}`"
+        )
+        return [*(lines if self.not_copied else []), *([drain_it] if has_tier else [])]
+
     def describe(self, store: LocalStore) -> list[str]:
         size = describe_bytes(sum(copy.size_bytes for copy in self.plan.copy))
         lines = [f"to do: {action}" for action in self.plan.actions]
@@ -101,6 +122,7 @@ class _Drained:
         lines += [f"{self._name_shortage()}: {short}" for short in self.plan.short]
         lines += [f"failed: {what}: {why}" for what, why in self.failed.items()]
         lines += [f"not drained: {what}" for what in self.stays]
+        lines += self._name_not_copied(store)
         others = plural(len(self.seen.held) - 1, "other node")
         label = self.seen.label(self.seen.own_node)
         if not self.is_empty:
@@ -145,6 +167,16 @@ def _list_what_stays(store: LocalStore, seen: NodesSeen) -> list[str]:
     elif any(manifest.upload for _, manifest in store.catalog.committed()):
         stays.append("no agent runs here to say which uploads are over; without --dry-run one is started")
     return stays
+
+
+def _list_others(store: LocalStore) -> list[str]:
+    """Files of others (a tokenizer, a `config.json`) in the directories of checkpoints here."""
+    with translate_errors(str(store.root), "list", ""):
+        return [
+            f"{checkpoint_id}/{entry.name}"
+            for checkpoint_id, _ in store.catalog.committed()
+            for entry in others_in(store.root / checkpoint_id)
+        ]
 
 
 def _list_removed_elsewhere(seen: NodesSeen) -> list[str]:

@@ -2,11 +2,15 @@
 
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from replicated_ckpt.cli.exit_codes import ExitCode
+from replicated_ckpt.cli.look.nodes import look_at_nodes
+from replicated_ckpt.cli.nodes.drain import _Drained, _list_others, _plan
 from replicated_ckpt.stores.local.directories.intent import Intent
+from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.checkpoints import checkpointed, held, shard
 from tests.agent.repair.test_reprotect import RING, agents, stores
 from tests.cli.commands import as_json, command
@@ -37,6 +41,24 @@ def test_a_drained_node_can_vanish(tmp_path: Path) -> None:
         for store in nodes[:2]:
             assert command("forget", "host2", "--root", store.root).returncode == ExitCode.OK
         assert command("verify", "--root", nodes[0].root).returncode == ExitCode.OK
+
+
+def test_what_is_never_copied_is_named(tmp_path: Path) -> None:
+    """A user's files next to the shards, and the memory tier, are gone with the node, and no plan is about them."""
+    nodes = stores(tmp_path, 2)
+    checkpointed(nodes, 1, {shard(0): (0, 1)})
+    (nodes[0].root / "step-1" / "tokenizer.json").write_text("{}")
+    tier = LocalStore(tmp_path / "memory")
+    checkpointed([tier], 2, {shard(0): (0,)}, copies=1)
+    found_tier = mock.patch("replicated_ckpt.cli.nodes.drain.find_memory_tier", return_value=tier.root)
+    with agents(nodes, *PATIENT), found_tier:
+        seen = look_at_nodes(nodes[0])
+        drained = _Drained(seen, _plan(seen), 0, {}, [], _list_others(nodes[0]))
+        said = "\n".join(drained.describe(nodes[0]))
+        code, found = as_json("drain", "--root", nodes[0].root)
+    assert (code, found["may_be_taken_down"], found["not_copied"]) == (ExitCode.OK, True, ["step-1/tokenizer.json"])
+    assert "never copied, as it is no part of a checkpoint: step-1/tokenizer.json; take along what is needed" in said
+    assert f"`replicated-ckpt drain --root {tier.root}`" in said
 
 
 def test_a_copy_that_is_bad_unseen_does_not_count(tmp_path: Path) -> None:
