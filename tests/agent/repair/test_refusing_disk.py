@@ -26,7 +26,6 @@ from replicated_ckpt.core.upkeep.repair_plan import CopyShard
 from replicated_ckpt.errors import StoreDenied, StoreError, StoreFull
 from replicated_ckpt.stores.files.locks import HeldLock
 from replicated_ckpt.stores.files.room import Room
-from replicated_ckpt.stores.local.directories import committed
 from replicated_ckpt.stores.local.directories.committed import open_directory
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
@@ -61,9 +60,13 @@ def lost(service: NodeService) -> Iterator[None]:
 
 def protected(service: NodeService) -> Iterator[None]:
     """Its user has taken the right to write from the directory, which root has all the same."""
-    error = PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(service.store.root / "step-1"))
+    access = os.access
+
+    def refuse(path: Any, mode: int, **named: Any) -> bool:
+        return not mode & os.W_OK and access(path, mode, **named)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(committed, "find_write_error", lambda _: error, raising=False)
+        patch.setattr(os, "access", refuse)
         (service.store.root / "step-1" / shard(0)).unlink()
         yield
 

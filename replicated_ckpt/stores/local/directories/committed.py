@@ -5,6 +5,7 @@ opened directory, and only after its manifest was seen to be of the save that is
 """
 
 import contextlib
+import errno
 import json
 import os
 import uuid
@@ -26,16 +27,9 @@ from replicated_ckpt.core.layout import (
 )
 from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX, Manifest, decode_manifest
 from replicated_ckpt.errors import ConfigInvalid, ManifestInvalid, ObjectCorrupt, ObjectMissing, StoreError
-from replicated_ckpt.stores.files.durable import (
-    fsync_directory,
-    is_full,
-    make_directories,
-    translate_errors,
-    write_file,
-)
+from replicated_ckpt.stores.files.durable import fsync_directory, make_directories, translate_errors, write_file
 from replicated_ckpt.stores.files.existence import is_directory, leads_out, list_prefixed
 from replicated_ckpt.stores.files.plain import closing_fd, open_plain
-from replicated_ckpt.stores.files.room import find_write_error
 from replicated_ckpt.stores.local.directories.catalog import manifest_readable
 
 
@@ -125,12 +119,12 @@ class Committed:
         """Before a file is brought for this directory: whether it can get a name here, which its user may have forbidden.
 
         Raises:
-            StoreError: it cannot. Of a full disk nothing is said: recycled files may make room.
+            StoreDenied: it cannot.
         """
         with self._translate("place", ""):
-            error = find_write_error(Path(f"/proc/self/fd/{self._fd}").readlink())
-            if error is not None and not is_full(error):
-                raise error
+            if not os.access(".", os.W_OK | os.X_OK, dir_fd=self._fd, effective_ids=True):
+                path = os.readlink(f"/proc/self/fd/{self._fd}")  # noqa: PTH115 - of a descriptor
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
 
     def set_aside(self, name: str, why: str, *, stays: bool = False) -> Path | None:
         """Moves a file to the quarantine, with a note of why; returns where it is now, None if it was not there.
