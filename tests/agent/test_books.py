@@ -105,6 +105,7 @@ def test_a_file_that_is_found_bad_while_it_is_looked_at_stays_known(
 ) -> None:
     """The bad file was replaced by another, which is bad, too, and was marked between the look and the forgetting."""
     store = LocalStore(tmp_path)
+    store.agent_directory()
     key = "step-1", checkpointed([store], 1, {shard(0): (0,)}, copies=1, size_bytes=3000).save_id, shard(0)
     book, path = DamageBook(store), store.path_of("step-1", SAVE, shard(0))
     book.mark(*key)
@@ -138,6 +139,7 @@ def test_a_loss_that_is_known_stays_known_while_the_disk_does_not_say(
     """After a restart without descriptors: a bad file would count as intact, and an older version give way to it."""
     store = LocalStore(tmp_path)
     manifest = checkpointed([store], 1, {shard(0): [0]}, copies=1)
+    store.agent_directory()
     DamageBook(store).mark("step-1", manifest.save_id, shard(0))
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", refuse_to_open)

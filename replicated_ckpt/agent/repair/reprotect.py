@@ -260,7 +260,7 @@ class Reprotector:
         """Where the disk does not show what is left, that keeps no copy from being made."""
         try:
             empty_what_is_left(self._service.store)
-            sweep(self._service.store.agent_directory())
+            sweep(self._service.store.root_agent_directory())
             leftovers = self._service.find_abandoned(LEFTOVER_GRACE_S)
             if leftovers:
                 settle(self._service, leftovers, self._service.peers.read_all())

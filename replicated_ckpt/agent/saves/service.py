@@ -185,7 +185,7 @@ class NodeService:
 
     def looking(self) -> contextlib.AbstractContextManager[None]:
         """No process opens a save by itself meanwhile: it would be seen before its process holds it."""
-        return exclusive(self.store.agent_directory())
+        return exclusive(self.store.root_agent_directory())
 
     def _leftovers(self, by: Intent | None, grace_s: float) -> Iterator[Leftover]:
         for intent in self.store.list_staged():

@@ -127,7 +127,6 @@ class DamageBook:
         if is_known:
             return
         try:
-            self._store.agent_directory()
             self._file.write([[*key, found.signature, found.is_footless] for key, found in self._bad.items()])
         except StoreError as exc:
             log.warning("what is damaged is known until this agent ends: %s", exc)

@@ -250,12 +250,12 @@ class Uploader:
     def _forget(self, save_id: str) -> None:
         """Drops from the disk what was only needed until the end of a save's upload."""
         self.orders.forget(save_id)
-        for notes in list_prefixed(self._service.store.agent_directory(), f"{_NOTES_PREFIX}{save_id}-"):
+        for notes in list_prefixed(self._service.store.root_agent_directory(), f"{_NOTES_PREFIX}{save_id}-"):
             notes.unlink(missing_ok=True)
 
     def _forget_gone(self, wanted: Collection[str]) -> None:
         """Forgets the saves that lie here no longer: replaced, retired or removed before they were in the bucket."""
-        notes = list_prefixed(self._service.store.agent_directory(), _NOTES_PREFIX)
+        notes = list_prefixed(self._service.store.root_agent_directory(), _NOTES_PREFIX)
         known = self.orders.read_all().union(path.name.split("-")[1] for path in notes)
         gone = known.difference(wanted)
         if not gone or any(self._service.store.catalog.with_invalid_manifest()):
@@ -329,7 +329,7 @@ class Uploader:
     def _bring(self, bucket: Bucket, manifest: Manifest, name: str, upload: UploadProgress) -> None:
         entry, store, save_id = manifest.shards[name], self._service.store, manifest.save_id
         label = f"node {self._service.node_id} at {store.root}"
-        notes = store.agent_directory() / f"{_NOTES_PREFIX}{save_id}-{name}.json"
+        notes = store.root_agent_directory() / f"{_NOTES_PREFIX}{save_id}-{name}.json"
         try:
             with open_committed_save(store.root, manifest.checkpoint_id, save_id) as (directory, _):
                 expected = Expected(entry.size_bytes, entry.crc32c)

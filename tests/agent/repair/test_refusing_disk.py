@@ -151,6 +151,18 @@ def test_a_trash_that_cannot_be_listed_ends_no_round(service: NodeService) -> No
         assert reprotector.round().is_complete
 
 
+def test_a_root_that_its_user_has_removed_stays_removed(service: NodeService) -> None:
+    """An agent sees within half a second that it is gone, and what it does or notes until then makes no new one."""
+    stopping, root = threading.Event(), service.store.root
+    reprotector = Reprotector(service, Patience(), Pace(1e12, stopping), stopping)
+    root.rename(root.with_name("old"))
+    service.damage.mark("step-1", SAVE, shard(0))
+    assert service.leftovers() == ()
+    with pytest.raises(StoreError):
+        reprotector.round()
+    assert not root.exists()
+
+
 def test_what_is_removed_needs_no_room(service: NodeService, monkeypatch: pytest.MonkeyPatch) -> None:
     """A full disk has none for a directory. That of the trash is there once an agent has started, and stays."""
     service.store.empty_trash()
