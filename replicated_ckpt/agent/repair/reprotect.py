@@ -224,7 +224,7 @@ class Reprotector:
         if self._is_active(found):
             self._busy.set()  # before it is done: a round at rest, which nothing has woken, may have found it
         done, failed = self._carry_out(plan.of_node(self._service.node_id))
-        found = replace(found, done=done, failed=tuple(failed))
+        found = replace(found, done=done, failed=(*self._retirer.failed, *failed))
         self._say(found, plan)
         return found
 

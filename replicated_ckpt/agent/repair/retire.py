@@ -22,7 +22,7 @@ BY_HAND = "this node's user has removed it"
 class Retirer:
     """Each removal looks at the disk again before it changes it, so a plan that is out of date does no harm. One thread.
 
-    `removed`: so many so far.
+    `removed`: so many so far. `failed`: what could not be removed at the last look, and why.
     """
 
     def __init__(self, service: NodeService, stopping: threading.Event) -> None:
@@ -30,6 +30,7 @@ class Retirer:
         self._stopping = stopping
         self._held_back: frozenset[str] = frozenset()
         self.removed = 0
+        self.failed: list[str] = []
 
     def status(self) -> Mapping[str, int]:
         return {"removed": self.removed, "held_back": len(self._held_back)}
@@ -45,6 +46,7 @@ class Retirer:
         one: nodes that answered this one may be silent by now.
         """
         own, removed_before = self._service.policies.read_all(), self.removed
+        self.failed = []
         agreed = agree([*own, *(policy for view in views for policy in view.standing.policies)])
         plan = plan_retention(manifests, views, agreed)
         if set(own) == set(told):
@@ -119,6 +121,7 @@ class Retirer:
             return self._remove(removal)
         except ReplicatedCkptError as exc:
             log.warning("not removed: %s: %s", removal, exc)
+            self.failed.append(f"{removal}: {exc}")
             return False
 
     def _remove(self, removal: Removal) -> bool:

@@ -35,11 +35,13 @@ def follow_orphan(service: NodeService, save_id: str) -> None:
     """
     with service.hand_overs.following():
         until = time.monotonic() + FOLLOW_S
-        while service.store.is_staged(save_id) and time.monotonic() < until:
+        while time.monotonic() < until:
             try:
+                if not service.store.is_staged(save_id):
+                    return
                 if service.is_held(save_id) or not _is_in_doubt(service, save_id):
                     until = time.monotonic() + FOLLOW_S
-            except ReplicatedCkptError as exc:  # it was published or given up a moment ago, or the disk refuses
+            except (ReplicatedCkptError, OSError) as exc:  # it was published or given up, or the disk refuses
                 log.info("what becomes of save %s is looked at again soon: %s", save_id, exc)
             time.sleep(_PAUSE_S)
 

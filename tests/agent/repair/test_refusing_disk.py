@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -151,6 +152,21 @@ def test_a_trash_that_cannot_be_listed_ends_no_round(service: NodeService) -> No
         assert reprotector.round().is_complete
 
 
+def test_what_cannot_be_removed_is_told(service: NodeService, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The status says so: all copies are there, and the disk fills."""
+    stopping = threading.Event()
+    reprotector = Reprotector(service, Patience(), Pace(1e12, stopping), stopping)
+    service.removals.take(SAVE)
+    with monkeypatch.context() as patch:
+        refusal = StoreDenied("the disk", "retire", "step-1", "PermissionError: Permission denied")
+        patch.setattr("replicated_ckpt.agent.repair.retire.retire", mock.Mock(side_effect=refusal))
+        (failed,) = reprotector.round().failed
+    assert f"remove step-1 (save {SAVE})" in failed
+    assert "Permission denied" in failed
+    assert reprotector.round().failed == ()
+    assert service.holdings() == ()
+
+
 def test_a_root_that_its_user_has_removed_stays_removed(service: NodeService) -> None:
     """An agent sees within half a second that it is gone, and what it does or notes until then makes no new one."""
     stopping, root = threading.Event(), service.store.root
@@ -245,19 +261,21 @@ class Released:
             self._then.pop()()
 
 
+@pytest.mark.parametrize("method", ["is_staged", "is_held", "intent_of"])
+@pytest.mark.parametrize("error", [StoreError("the disk", "read", "intent", "EIO"), OSError(errno.EMFILE, "too many")])
 def test_a_save_whose_ranks_are_gone_is_followed_past_an_error(
-    service: NodeService, monkeypatch: pytest.MonkeyPatch
+    service: NodeService, monkeypatch: pytest.MonkeyPatch, method: str, error: Exception
 ) -> None:
-    """The disk refuses one look at what is staged: the next one settles it."""
-    save_id, staged, left = f"{9:032x}", LocalStore.intent_of, [StoreError("the disk", "read", "intent", "EIO")]
+    """The disk refuses one look at what is staged, or there is no descriptor for it: the next one settles it."""
+    save_id, look, left = f"{9:032x}", getattr(LocalStore, method), [error]
     service.store.begin(Intent(save_id, "step-9", "by hand", overwrite=True))
 
-    def refused_once(store: LocalStore, asked: str) -> Intent:
+    def refused_once(store: LocalStore, asked: str) -> Any:
         if left:
             raise left.pop()
-        return staged(store, asked)
+        return look(store, asked)
 
-    monkeypatch.setattr(LocalStore, "intent_of", refused_once)
+    monkeypatch.setattr(LocalStore, method, refused_once)
     follow_orphan(service, save_id)
     assert (left, service.store.is_staged(save_id)) == ([], False)
     assert findings(service.store) == []
