@@ -121,7 +121,7 @@ class OneBlockLost:
 def test_a_lost_block_that_no_rank_needs_fails_no_load(tmp_path: Path) -> None:
     """What one rank fetches for two spans what lies between their needs; where that is lost each fetches what it needs."""
     windows = [Window(SHARDS[0], block * BLOCK_BYTES, 1000) for block in (0, 9)]
-    caches = [RankCache(tmp_path, 2, CELL_BYTES) for _ in range(2)]
+    caches = [RankCache.create(tmp_path, 2, CELL_BYTES) for _ in range(2)]
     (sharing, _) = sharing_of([plan("a", tuple(windows), cache.name) for cache in caches])
     assert sharing is not None
     exchanges = [join_exchange(sharing, rank, caches[rank], tmp_path, 2, windows) for rank in range(2)]
