@@ -45,10 +45,10 @@ from replicated_ckpt.stores.files.plain import open_plain
 from replicated_ckpt.stores.local.directories.catalog import Catalog
 from replicated_ckpt.stores.local.directories.given_up import GivenUpNotes
 from replicated_ckpt.stores.local.directories.intent import Intent
-from replicated_ckpt.stores.local.directories.place import PlaceNotes
 from replicated_ckpt.stores.local.identity import check_place, ensure_identity, find_identity
 from replicated_ckpt.stores.local.versions import others, replaced
 from replicated_ckpt.stores.local.versions.carry_over import carry_over
+from replicated_ckpt.stores.local.versions.place import PlaceNotes
 from replicated_ckpt.stores.local.versions.recycled import write_with_room
 from replicated_ckpt.stores.local.versions.replaceable import check_replaceable
 from replicated_ckpt.stores.local.versions.retire import empty_trash, remove_unread
