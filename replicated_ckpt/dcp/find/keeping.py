@@ -2,12 +2,14 @@
 
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 
 from replicated_ckpt.core.layout import SEQUENCE_FLOOR_MAX
 from replicated_ckpt.dcp.c10d.world import World
 from replicated_ckpt.dcp.find.survey import Survey, Surveyor
 from replicated_ckpt.errors import CheckpointNotFound, ManifestVersionUnknown, ReplicatedCkptError, ShardLost
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
+from replicated_ckpt.stores.peer.deadline import is_time_out
 from replicated_ckpt.stores.peer.fan_out import FanOut
 
 SURVEYS_MAX = 3
@@ -42,7 +44,9 @@ def survey_and_keep(
                 raise
             gone = surveyor.moved
         else:
-            without = tell_load([*survey.addresses, *own], survey, world)
+            survey = replace(survey, silent=tuple(surveyor.unanswered))
+            without, late = tell_load([*survey.addresses, *own], survey, world)
+            survey = replace(survey, silent=tuple(sorted(late)))
             gone = surveyor.moved | {(node, survey.found.save_id) for node in without} & surveyor.listed
             if number == SURVEYS_MAX or gone <= known:
                 break
@@ -51,14 +55,15 @@ def survey_and_keep(
     return survey
 
 
-def tell_load(addresses: Iterable[AgentAddress], survey: Survey, world: World) -> set[str]:
+def tell_load(addresses: Iterable[AgentAddress], survey: Survey, world: World) -> tuple[set[str], set[str]]:
     """Tells the agents which save is read, so that it stays, and how far its lineage has come: later saves are newer.
 
     One that does not answer is left out: it holds nothing that this load was told to read from it. Returns the nodes
-    that answer that the save does not lie there, as none does where this is a mere look.
+    that answer that the save does not lie there, as none does where this is a mere look; and those that are silent.
     """
+    silent = {*survey.silent}
     if not survey.lineages:
-        return set()
+        return set(), silent
     reader = f"{world.session}/{threading.get_ident()}"  # one load at a time
     lineage, sequence = survey.lineages[0].lineage, min(survey.sequence_max, SEQUENCE_FLOOR_MAX)
     document = {"lineage": lineage, "sequence": sequence, "save_id": survey.found.save_id, "reader": reader}
@@ -68,5 +73,6 @@ def tell_load(addresses: Iterable[AgentAddress], survey: Survey, world: World) -
         with AgentClient(address) as client:
             return client.call("POST", "/v1/sequence", document).get("is_here") is not False
 
-    outcome = FanOut.run(addresses, tell)
-    return {address.node_id for address, is_here in outcome.results.items() if not is_here}
+    outcome = FanOut.run((address for address in addresses if address.node_id not in silent), tell)
+    silent |= {address.node_id for address, error in outcome.errors.items() if is_time_out(error)}
+    return {address.node_id for address, is_here in outcome.results.items() if not is_here}, silent

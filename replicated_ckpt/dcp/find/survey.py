@@ -28,6 +28,7 @@ from replicated_ckpt.errors import (
     ObjectMissing,
     ReplicatedCkptError,
     ShardLost,
+    StoreUnavailable,
 )
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.bucket.bucket_save import OF_NEWER_FORMAT, BucketSave
@@ -36,6 +37,7 @@ from replicated_ckpt.stores.files.plain import read_plain
 from replicated_ckpt.stores.local.remains import RemainsReader
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
+from replicated_ckpt.stores.peer.deadline import is_time_out
 from replicated_ckpt.stores.peer.fan_out import FanOut
 from replicated_ckpt.stores.peer.paths import file_path
 
@@ -51,7 +53,8 @@ class Survey:
     `addresses` are the peers that answered; `searched` tells each place that was looked at. `in_bucket` is None if it is
     not there. `unmanaged_warning` is not empty if stock torch wrote it on the nodes' disks: the manifest has no checksums
     then. `lineages` are those in the directory of its id, the chosen one first; `sequence_max` is the largest of that.
-    `load_id` is the same on all ranks that load together, and no other load's.
+    `load_id` is the same on all ranks that load together, and no other load's. `silent` are nodes that answered, and then
+    let a time-out pass: they are asked last.
     """
 
     manifest_raw: str
@@ -63,6 +66,7 @@ class Survey:
     lineages: tuple[LineageFound, ...] = ()
     sequence_max: int = 0
     load_id: str = ""
+    silent: tuple[str, ...] = ()
 
     @cached_property
     def manifest(self) -> Manifest:
@@ -92,6 +96,7 @@ class Survey:
             tuple(LineageFound(**{**found, "nodes": tuple(found["nodes"])}) for found in fields["lineages"]),
             fields["sequence_max"],
             fields["load_id"],
+            tuple(fields["silent"]),
         )
 
 
@@ -99,7 +104,7 @@ class Surveyor:
     """Looks at this node's store and the bucket directly and at the peers' stores through their agents.
 
     `listed` are the saves that each node and the bucket had, by node; `moved` those of them that were gone a moment later,
-    when their manifest was asked for; `unanswered` the peers that gave no answer, and how.
+    when their manifest was asked for; `unanswered` the peers that gave no answer, or none any more, and how.
     """
 
     def __init__(
@@ -275,25 +280,21 @@ class Surveyor:
                 if isinstance(exc, ObjectMissing | FileNotFoundError):
                     self.moved.add((holding.node_id, save.save_id))
                 self._newer.note_refusal(exc, self._searched[holding.node_id], holding.checkpoint_id)
+                if isinstance(exc, StoreUnavailable) and is_time_out(exc):
+                    self.unanswered[holding.node_id] = exc
                 log.warning("manifest of %s on node %s: %s", holding.checkpoint_id, holding.node_id, exc)
                 self._problems.append(absence.describe_answer(holding.node_id, exc))
         return None
 
-    def _distance(self, holding: Holding) -> int:
-        return [self._own_node, holding.node_id, OBJECT_NODE].index(holding.node_id)
+    def _distance(self, holding: Holding) -> tuple[bool, int]:
+        return holding.node_id in self.unanswered, [self._own_node, holding.node_id, OBJECT_NODE].index(holding.node_id)
 
     def _survey(self, holdings: tuple[Holding, ...], manifest_raw: str, save_id: str = "") -> Survey:
         own = () if self._own_address is None else (self._own_address,)
         there = self._in_bucket.get(save_id)
-        return Survey(
-            manifest_raw,
-            holdings,
-            (*own, *self._by_node.values()),
-            self._places(),
-            InBucket.of(there) if there else None,
-            lineages=self._lineages,
-            sequence_max=self._sequence_max,
-        )
+        bucket = None if there is None else InBucket.of(there)
+        found = manifest_raw, holdings, (*own, *self._by_node.values()), self._places(), bucket
+        return Survey(*found, lineages=self._lineages, sequence_max=self._sequence_max)
 
     def _places(self) -> tuple[str, ...]:
         return (*self._searched.values(), *self._problems)

@@ -103,6 +103,7 @@ class LoadAttempt:
         lineage, bucket = self._parts.config.lineage, self._parts.bucket.open
         try:
             self._found = meet(self._store, world, self._given_id, bucket, lineage=lineage, in_step=in_step)
+            self._silent |= {*self._found.silent} - {self._own_node}  # this node's disk is read without its agent
             self._keep_here(self._found.found)
         except AgreedError as exc:
             self._failure = exc.error
@@ -327,7 +328,8 @@ class LoadAttempt:
         self._remind_at = time.monotonic() + REMIND_S
         holders = {held.node_id for held in self._survey.holdings if not held.sizes.keys().isdisjoint(shards)}
         holders = {node for node in holders if not reader.findings.is_silent(node)}
-        tell_load([peer for peer in self._survey.addresses if peer.node_id in holders], self._survey, self._world)
+        told = [peer for peer in self._survey.addresses if peer.node_id in holders]
+        reader.findings.silent |= tell_load(told, self._survey, self._world)[1]
 
     def _join(self, shared: object, cache: RankCache | None, windows: Sequence[Window]) -> Exchange | None:
         if cache is None or not isinstance(shared, NodeSharing):

@@ -53,7 +53,7 @@ def read_verified_metadata(
 ) -> Metadata:
     """The checkpoint's metadata from the first copy that is intact, safely read.
 
-    `silent` gets the nodes that let a time-out pass.
+    `silent`: the nodes that let a time-out pass; it gets those that do so now.
 
     Raises:
         ShardLost: no copy is. MetadataUnsafe: an intact one is not what DCP metadata consists of.
@@ -79,14 +79,14 @@ def _copies(
 ) -> Iterator[_Copy]:
     """Each copy that can be read: this node's first, whatever the state of the manifest there, then those that were seen.
 
-    Nodes that had none are asked last, as each may cost a time-out. `problems` gets what the places have instead, each
-    named.
+    Nodes that had none, or are `silent`, are asked last, as each may cost a time-out. `problems` gets what the places have
+    instead, each named.
     """
     save, own_node = survey.found, store.read_node_id()
     if any(holding.node_id == own_node for holding in save.holdings):
         yield from _own(store, survey, own_node, problems)
     peers = sorted(survey.addresses, key=lambda peer: crc32c(f"{reader_key}/{peer.node_id}".encode()))
-    having = {holding.node_id for holding in save.holdings if holding.has_metadata}
+    having = {holding.node_id for holding in save.holdings if holding.has_metadata} - silent
     yield from _of_peers((peer for peer in peers if peer.node_id in having), survey, problems, silent)
     if bucket is not None and survey.in_bucket is not None:
         yield from _in_bucket(bucket, survey.in_bucket, save, problems)

@@ -1,9 +1,12 @@
 """A peer that takes connections and never answers, as a stopped one or one that is cut off: it costs one time-out."""
 
+import shutil
+import signal
 import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from http.client import HTTPConnection
 from pathlib import Path
 
 import pytest
@@ -12,8 +15,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner
 
-from replicated_ckpt import ReplicatedWriter
+from replicated_ckpt import ReplicatedReader, ReplicatedWriter
 from replicated_ckpt.agent.peers.address_book import PeerBook
+from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.layout import MANIFEST_NAME
 from replicated_ckpt.core.protocol.placement import Placement
 from replicated_ckpt.dcp.agreement.decision import SaveDecision
@@ -28,9 +32,10 @@ from replicated_ckpt.dcp.save.shard_writer import ShardWriter
 from replicated_ckpt.errors import ObjectCorrupt
 from replicated_ckpt.stores.local.remains import RemainsReader
 from replicated_ckpt.stores.local.store import LocalStore
-from replicated_ckpt.stores.peer.client import PROGRESS_TIMEOUT_S, AgentAddress
+from replicated_ckpt.stores.peer import client
+from replicated_ckpt.stores.peer.client import PROGRESS_TIMEOUT_S, AgentAddress, open_connection
 from tests.agent.agents import running_agent
-from tests.agent.checkpoints import checkpointed, shard
+from tests.agent.checkpoints import checkpointed, introduced, shard
 from tests.stopwatch import Stopwatch
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(100)]
@@ -178,3 +183,30 @@ def test_a_node_that_does_not_answer_is_told_of_one_bad_copy(tmp_path: Path, sil
         reader.findings.note(name, SILENT, ObjectCorrupt("peer", "read", name, "a bad block"), is_suspect=True)
     reader.tell_suspects()
     assert silent.asked == ["POST /v1/suspects"]
+
+
+def test_a_node_that_stops_after_the_survey_is_met_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it is asked for next, a manifest or to keep the save, it is the last to be asked for all that comes then."""
+    state, root = {"a": torch.ones(3)}, tmp_path / "a"
+    dcp.save(state, checkpoint_id="step-1", storage_writer=ReplicatedWriter(root, copies=1))
+    shutil.copytree(root / "step-1", tmp_path / "b" / "step-1")
+    here, met, look = LocalStore(tmp_path / "here"), list[str](), Surveyor._holdings
+    with running_agent(root) as stopped, running_agent(tmp_path / "b") as other:
+        here.node_id()
+        introduced(here, [agent.endpoint.address("127.0.0.1") for agent in (stopped, other)])
+
+        def look_and_stop(surveyor: Surveyor, wanted: str | None) -> list[Holding]:
+            found = look(surveyor, wanted)
+            stopped.signal(signal.SIGSTOP)
+            monkeypatch.setattr(client, "open_connection", note)
+            return found
+
+        def note(address: AgentAddress, timeout_s: float) -> HTTPConnection:
+            met.append(address.node_id)
+            return open_connection(address, timeout_s)
+
+        monkeypatch.setattr(Surveyor, "_holdings", look_and_stop)
+        target = {"a": torch.zeros(3)}
+        dcp.load(target, checkpoint_id="step-1", storage_reader=ReplicatedReader(here.root))
+        assert met.count(stopped.endpoint.node_id) == 1
+    assert torch.equal(target["a"], state["a"])
