@@ -86,7 +86,8 @@ class Agent:
         store = LocalStore(self.config.root)
         directory = store.agent_directory()
         lock = self._take_root(directory)
-        remove_broken_off_writes(directory)
+        with translate_errors(str(store.root), "start", "agent"):
+            remove_broken_off_writes(directory)
         make_room_to_start(store.root)
         self._service = NodeService(store, check_direct_io(self.config.direct_io), self.config.nice)
         completed = self._service.recover()

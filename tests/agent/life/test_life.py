@@ -1,10 +1,13 @@
 """The beginning of an agent's life, in this process."""
 
+import errno
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -13,7 +16,7 @@ from replicated_ckpt.agent.repair import reprotect
 from replicated_ckpt.agent.saves import service
 from replicated_ckpt.agent.state.endpoint import Identity, keep_identity, next_identity
 from replicated_ckpt.config import AgentConfig
-from replicated_ckpt.errors import ConfigInvalid
+from replicated_ckpt.errors import ConfigInvalid, StoreError
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
@@ -85,3 +88,11 @@ def test_no_pause_is_longer_than_a_thread_can_wait(name: str, seconds: float) ->
     """Its thread ended with an OverflowError, and the agent served on without re-protection, or without a scrub."""
     with pytest.raises(ConfigInvalid, match=f"{name} may be 1e\\+09 at most"):
         AgentConfig("/x", **{name: seconds})  # type: ignore[arg-type]
+
+
+def test_a_start_that_the_disk_refuses_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the exit code of an agent that cannot run; a traceback and that of a defect came of its first look."""
+    error = OSError(errno.EIO, os.strerror(errno.EIO), str(tmp_path))
+    monkeypatch.setattr(life, "remove_broken_off_writes", mock.Mock(side_effect=error))
+    with signals_given_back(), pytest.raises(StoreError, match=r"start 'agent'.*Input/output error"):
+        life.Agent(AgentConfig(str(tmp_path))).run()
