@@ -100,13 +100,26 @@ def flush_later(path: Path) -> Callable[[], None]:
 
 
 def make_directory(path: Path) -> None:
-    """Makes a directory if it is missing: private to this user, or shared with a group as the directory above is."""
-    try:
+    """Makes a directory if it is missing: private to this user, or shared with a group as the directory above is.
+
+    So is one of this user's that is there already: it may have been made before the group was named.
+    """
+    with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)
-    except FileExistsError:
+    above = path.parent.stat()
+    if above.st_mode & _IS_SHARED == _IS_SHARED:
+        _share(path, above.st_gid)
+
+
+def _share(path: Path, gid: int) -> None:
+    status = path.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
         return
-    if path.parent.stat().st_mode & _IS_SHARED == _IS_SHARED:
-        path.chmod(SHARED_MODE)
+    with contextlib.suppress(OSError):  # what cannot be shared stays private, and serves its own user
+        if status.st_gid != gid:
+            os.chown(path, -1, gid)
+        if status.st_gid != gid or status.st_mode & _IS_SHARED != _IS_SHARED:
+            path.chmod(SHARED_MODE)
 
 
 def make_directories(path: Path, above: Path) -> None:

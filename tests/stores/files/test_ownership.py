@@ -22,6 +22,7 @@ from replicated_ckpt.errors import ConfigInvalid, StoreDenied
 from replicated_ckpt.stores.files.durable import SHARED_MODE
 from replicated_ckpt.stores.files.ownership import GROUP_ENV, check_root
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.local.versions.retire import recycle
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root makes files of other users")
 NOBODY, STRANGERS = 65534, 54321
@@ -253,9 +254,9 @@ def test_a_directory_that_was_swapped_is_looked_at_again(base: Path) -> None:
         store.agent_directory()
 
 
-def saved(root: Path) -> None:
+def saved(root: Path, checkpoint_id: str = "run/step-1") -> None:
     writer = ReplicatedWriter(root, copies=1)
-    dcp.save({"a": torch.arange(9)}, checkpoint_id="run/step-1", storage_writer=writer)
+    dcp.save({"a": torch.arange(9)}, checkpoint_id=checkpoint_id, storage_writer=writer)
 
 
 def as_user(uid: int, gid: int, do: Callable[[], object]) -> bool:
@@ -346,6 +347,24 @@ def test_a_group_may_read_what_is_saved(reachable: Path, umask: int, monkeypatch
         assert not reads(NOBODY, NOBODY, root / "run/step-1" / name)
     assert stat.S_IMODE((root / AGENT_DIR).stat().st_mode) & 0o777 == 0o700
     LocalStore(root).agent_directory()  # and it is still believed
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:torch")
+def test_a_group_that_is_named_later_reads_what_is_saved_from_then_on(
+    reachable: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in a directory of before, and over files that were recycled then; of before it reads nothing."""
+    root = reachable / "root"
+    for step in (1, 2):
+        saved(root, f"run/step-{step}")
+    first = LocalStore(root).catalog.manifest("run/step-1")
+    assert recycle(root, "run/step-1", first.save_id)
+    for group in (STRANGERS, STRANGERS + 1):
+        monkeypatch.setenv(GROUP_ENV, str(group))
+        saved(root, f"run/of-{group}")
+        for name in ("__0_0.distcp", ".metadata", ".manifest.json"):
+            assert reads(NOBODY, group, root / f"run/of-{group}" / name)
+            assert not reads(NOBODY, group, root / "run/step-2" / name)
 
 
 def loads(root: Path) -> bool:

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from stat import S_ISREG
+from stat import S_ISGID, S_ISREG
 
 from replicated_ckpt import failpoints
 from replicated_ckpt.core.layout import RECYCLED_DIR, SHARD_SUFFIX, ShardName
@@ -165,14 +165,24 @@ def _is_usable(entry: "os.DirEntry[str]") -> bool:
 
 
 def _open_if_free(part: Path) -> int | None:
-    """Descriptor of a file that is a plain one, this user's, and neither linked nor open elsewhere; None: it is not."""
+    """Descriptor of a plain file of this user, and of a new file's group, that is neither linked nor open elsewhere.
+
+    None: it is not.
+    """
     try:
         fd = os.open(part, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as exc:
         log.warning("a recycled file is not used: %s", exc)
         return None
     status = os.fstat(fd)
-    if S_ISREG(status.st_mode) and is_sole_name(status) and not is_open_elsewhere(fd):
+    is_ours = S_ISREG(status.st_mode) and is_sole_name(status) and status.st_gid == _group_in(part.parent)
+    if is_ours and not is_open_elsewhere(fd):
         return fd
     os.close(fd)
     return None
+
+
+def _group_in(directory: Path) -> int:
+    """The group of a file that is made there."""
+    status = directory.stat()
+    return status.st_gid if status.st_mode & S_ISGID else os.getegid()
