@@ -236,8 +236,12 @@ class ShardReader:
         One that is silent, or does not answer, is told of no more: all together cost one time-out.
         """
         save, shards_by_node = self._survey.found, dict[str, list[str]]()
+        silent = {
+            *self.findings.silent,
+            *self._survey.silent,
+        }  # this node's agent, too, whose disk is read all the same
         for node, shard in self.findings.suspects():
-            if node in self._address_by_node and node not in self.findings.silent:
+            if node in self._address_by_node and node not in silent:
                 shards_by_node.setdefault(node, []).append(shard)
 
         def tell(node: str) -> bool:

@@ -178,10 +178,11 @@ def test_a_node_that_does_not_answer_is_told_of_one_bad_copy(tmp_path: Path, sil
     manifest = checkpointed([store], 1, {name: [0] for name in shards}, copies=1, size_bytes=1000)
     holdings = store.catalog.holdings(store.node_id(), "step-1")
     survey = Survey(manifest.encode().decode(), holdings, (silent.address,), ())
-    reader = ShardReader(store, store.node_id(), survey, shards, "rank 0")
-    for name in shards:
-        reader.findings.note(name, SILENT, ObjectCorrupt("peer", "read", name, "a bad block"), is_suspect=True)
-    reader.tell_suspects()
+    for known in ((SILENT,), ()):
+        reader = ShardReader(store, store.node_id(), replace(survey, silent=known), shards, "rank 0")
+        for name in shards:
+            reader.findings.note(name, SILENT, ObjectCorrupt("peer", "read", name, "a bad block"), is_suspect=True)
+        reader.tell_suspects()
     assert silent.asked == ["POST /v1/suspects"]
 
 
