@@ -130,7 +130,8 @@ class StateCopy:
                 vars(copied).update(attributes)
             return copied.requires_grad_() if tensor.requires_grad else copied
         if type(tensor) is DTensor:
-            return with_local_part(tensor, self._copy(local_part(tensor)))
+            part = self._copy(local_part(tensor))
+            return with_local_part(tensor, part if self._memory is not None else _begin_storage(part))
         if isinstance(tensor, ShardedTensor):
             shards = [copy.copy(shard) for shard in tensor.local_shards()]
             for shard in shards:
@@ -185,6 +186,21 @@ class StateCopy:
         if isinstance(value, list | tuple):
             return list(map(self._copy, value))
         return value
+
+
+def _begin_storage(part: torch.Tensor) -> torch.Tensor:
+    """The same elements in the same memory, with which a storage of its own begins.
+
+    torch 2.15 ends the process that sends a DTensor to another one if the DTensor's part does not begin its storage; 2.7
+    sends it.
+    """
+    if not part.storage_offset():
+        return part
+    if not part.numel():
+        return empty_tensor(tuple(part.shape), part.dtype, part.stride())
+    raw = torch.empty(0, dtype=torch.uint8).set_(part.untyped_storage())
+    rest = torch.frombuffer(raw.numpy(), dtype=torch.uint8, offset=int(part.storage_offset()) * part.element_size())
+    return empty_tensor((0,), part.dtype).set_(rest.untyped_storage(), 0, part.size(), part.stride())
 
 
 def _copy_deeply(value: Any, memo: dict[int, Any]) -> Any:

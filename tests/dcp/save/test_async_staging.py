@@ -9,6 +9,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
@@ -22,8 +23,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor import Shard as Split
-from torch.distributed.tensor import distribute_tensor
 
 from replicated_ckpt import CheckpointManager, ReplicatedReader, ReplicatedWriter
 from replicated_ckpt.cli.exit_codes import ExitCode
@@ -464,3 +465,19 @@ def test_sharded_tensors_are_made_of_copies() -> None:
     new.to_local().zero_()
     assert copied["old"].local_shards()[0].tensor.sum() == 66
     assert copied["new"].to_local().sum() == 15
+
+
+@pytest.mark.usefixtures("_group_of_one")
+def test_a_dtensor_may_be_a_part_of_a_storage() -> None:
+    """Of a flat buffer's, say: where it goes to another process its storage begins with it, which torch 2.15 needs."""
+    flat = torch.arange(40.0)
+    mesh = init_device_mesh("cpu", (1,))
+    state = {str(at): DTensor.from_local(flat[at : at + 8], mesh, [Split(0)]) for at in (0, 24)}
+    state["none"] = DTensor.from_local(flat[7:7], mesh, [Split(0)])
+    copied = StateCopy(state).make(None)
+    assert all(one.to_local().storage_offset() == 0 for one in copied.values())
+    sent = ForkingPickler.loads(ForkingPickler.dumps(copied))
+    flat.zero_()
+    for at in (0, 24):
+        assert sent[str(at)].to_local().tolist() == [*range(at, at + 8)]
+    assert sent["none"].shape == (0,)
