@@ -320,7 +320,7 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
         self._under_way.end()
 
     def wait(self, timeout_s: float = WAIT_TIMEOUT_S, *, ack: Ack | None = None) -> tuple[str, ...]:
-        """Waits until this writer's saves are over, and in the object store; returns their ids there. Any rank may call it.
+        """Waits until this writer's saves are over, and their uploads; returns the ids in the object store. On any rank.
 
         With `ack` it waits until the last save has come to that level: "staged", or, with the copies that the writer makes,
         "local", "peer-memory" or "peer", all of which come with the commit. Then the ids are those in the object store with
@@ -328,10 +328,10 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
         What `on_save` calls waits neither for its own save, which is committed by then, nor for later ones.
 
         Raises:
-            UploadFailed: one is not, and trying longer does not help, or the time is over. Its copies on the nodes stand.
+            UploadFailed: one is not there, and trying longer does not help, or the time is over; with "object" also if the
+            last was given up, replaced or removed first, which else is only logged. Copies on nodes stand.
             StoreUnavailable: the time is over, and the save goes on. ConfigInvalid: no save of this writer gets so far, or
-            `timeout_s` is no number; it may be infinite.
-            CheckpointException, ReplicatedCkptError: the last save has failed.
+            `timeout_s` (it may be infinite) is no number. CheckpointException, ReplicatedCkptError: the last failed.
         """
         deadline = time.monotonic() + (timeout_s := check_timeout(timeout_s))
         if ack is not None:
