@@ -69,10 +69,11 @@ class DamageBook:
         bad = {*holding.damaged, *(() if holding.has_metadata else (METADATA_NAME,))}
         key = holding.checkpoint_id, holding.save_id
         marks = {(*key, name): _Bad(self._signature((*key, name)), name in holding.footless) for name in bad}
+        intact = {(*key, name) for name in names - bad}
         with self._lock:
-            intact = {(*key, name) for name in names - bad}
-            since = {at: found for at, found in self._bad.items() if known.get(at) is not found}
-            self._keep({at: found for at, found in self._bad.items() if at not in intact or at in since} | marks)
+            self._keep(
+                {at: found for at, found in self._bad.items() if at not in intact or known.get(at) is not found} | marks
+            )
 
     def read_all(self) -> list[tuple[str, str, str]]:
         """The files that were found bad: checkpoint, save, name. They may be intact by now."""
@@ -123,7 +124,8 @@ class DamageBook:
 
     def _keep(self, bad: dict[_Key, _Bad]) -> None:
         """With the lock held."""
-        is_known, self._bad = bad == self._bad, dict(list(bad.items())[-_KNOWN_MAX:])
+        is_known = bad == self._bad
+        self._bad = dict(list(bad.items())[-_KNOWN_MAX:])  # also if it is equal: what is marked anew is another object
         if is_known:
             return
         try:

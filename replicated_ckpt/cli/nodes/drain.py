@@ -106,14 +106,15 @@ class _Drained:
 
     def _name_not_copied(self, store: LocalStore) -> list[str]:
         """What a look at copies does not show, and is gone with the node."""
-        named = list_some(self.not_copied, _SHOWN_MAX, "file")
-        lines = [f"never copied, as it is no part of a checkpoint: {named}; take along what is needed"]
+        lines = []
+        if self.not_copied:
+            named = list_some(self.not_copied, _SHOWN_MAX, "file")
+            lines.append(f"never copied, as it is no part of a checkpoint: {named}; take along what is needed")
         tier = find_memory_tier(store)
-        has_tier = tier is not None and any(LocalStore(tier).catalog.committed())
-        drain_it = (
-            f"the memory tier of this node is a store of its own: `replicated-ckpt drain --root {quote(str(tier))}`"
-        )
-        return [*(lines if self.not_copied else []), *([drain_it] if has_tier else [])]
+        if tier is not None and any(LocalStore(tier).catalog.committed()):
+            drain_it = f"`replicated-ckpt drain --root {quote(str(tier))}`"
+            lines.append(f"the memory tier of this node is a store of its own: {drain_it}")
+        return lines
 
     def describe(self, store: LocalStore) -> list[str]:
         size = describe_bytes(sum(copy.size_bytes for copy in self.plan.copy))

@@ -236,10 +236,8 @@ class ShardReader:
         One that is silent, or does not answer, is told of no more: all together cost one time-out.
         """
         save, shards_by_node = self._survey.found, dict[str, list[str]]()
-        silent = {
-            *self.findings.silent,
-            *self._survey.silent,
-        }  # this node's agent, too, whose disk is read all the same
+        # `findings` leave out this node's agent, whose disk is read all the same.
+        silent = {*self.findings.silent, *self._survey.silent}
         for node, shard in self.findings.suspects():
             if node in self._address_by_node and node not in silent:
                 shards_by_node.setdefault(node, []).append(shard)

@@ -83,7 +83,8 @@ class SaveAttempt:
         self._held, self._keep_report = HeldSave(), keep_report
         self._receipts: Sequence[Receipt] = []
         self._reference: SavedMetadata | None = None
-        self._is_left = self._is_undecided = False
+        self._is_left = False
+        self._is_undecided = False
         self.version: Version | None = None
         """The save's place in its lineage, once this rank writes."""
         self.ending: Ending | None = None
@@ -131,10 +132,8 @@ class SaveAttempt:
         with self._giving_up_on_error():
             opened = self._open()
             failpoints.reach("coordinator.opened")
-            overwrites, seen = (
-                self._decision.overwrite,
-                find_seen_lineage(self._store, scope_of(decision.checkpoint_id)),
-            )
+            overwrites = self._decision.overwrite
+            seen = find_seen_lineage(self._store, scope_of(decision.checkpoint_id))
             asked = replace(self._decision, overwrite=config.overwrite)  # what nodes have lost may lie in the bucket
             placed, problems = assign_sequence(asked, opened, self._parts.object_tier, seen)
             self._decision = replace(placed, overwrite=overwrites)
