@@ -44,7 +44,6 @@ def survey_and_keep(
                 raise
             gone = surveyor.moved
         else:
-            survey = replace(survey, silent=tuple(surveyor.unanswered))
             without, late = tell_load([*survey.addresses, *own], survey, world)
             survey = replace(survey, silent=tuple(sorted(late)))
             gone = surveyor.moved | {(node, survey.found.save_id) for node in without} & surveyor.listed

@@ -291,10 +291,10 @@ class Surveyor:
 
     def _survey(self, holdings: tuple[Holding, ...], manifest_raw: str, save_id: str = "") -> Survey:
         own = () if self._own_address is None else (self._own_address,)
-        there = self._in_bucket.get(save_id)
-        bucket = None if there is None else InBucket.of(there)
+        bucket = InBucket.of(self._in_bucket[save_id]) if save_id in self._in_bucket else None
         found = manifest_raw, holdings, (*own, *self._by_node.values()), self._places(), bucket
-        return Survey(*found, lineages=self._lineages, sequence_max=self._sequence_max)
+        silent = tuple(self.unanswered)
+        return Survey(*found, lineages=self._lineages, sequence_max=self._sequence_max, silent=silent)
 
     def _places(self) -> tuple[str, ...]:
         return (*self._searched.values(), *self._problems)

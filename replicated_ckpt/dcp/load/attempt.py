@@ -213,7 +213,7 @@ class LoadAttempt:
             raise ShardLost(found.checkpoint_id, owners, searched, self._given_id == LATEST)
 
     def _remote_needs(self, placed: Sequence[_Placed]) -> RemoteNeeds | None:
-        """What this rank would fetch from elsewhere, if other ranks of its node may need the same.
+        """What this rank would fetch from elsewhere, if other ranks of its node may need the same, and who fell silent.
 
         Its cache is there when this returns: the others learn of the name with the plan, and need not wait for the file.
         """
@@ -222,10 +222,11 @@ class LoadAttempt:
         remote = {shard for shard in {shard for _, _, shard in placed} if self._is_remote(shard)}
         wanted = self._group_by_shard(one for one in placed if one[2] in remote)
         windows = windows_for(wanted, lambda _: True, sorted(self._survey.manifest.shards))
-        if not windows:
+        silent = frozenset(self._silent.difference(self._survey.silent))
+        if not windows and not silent:
             return None
-        self._cache = self._new_cache()
-        return RemoteNeeds(self._own_node, tuple(windows), None if self._cache is None else self._cache.name)
+        self._cache = self._new_cache() if windows else None
+        return RemoteNeeds(self._own_node, tuple(windows), None if self._cache is None else self._cache.name, silent)
 
     def _new_cache(self) -> RankCache | None:
         try:
@@ -249,7 +250,7 @@ class LoadAttempt:
             self._keep_here(self._survey.found)
             bucket = self._parts.bucket.open()
             reader = ShardReader(self._store, self._own_node, self._survey, sorted(wanted), key, bucket, self._places)
-            reader.findings.silent |= self._silent
+            reader.findings.silent |= self._silent | self._silent_elsewhere(plan.storage_data)
             self._parts.bucket.share_patience(partial(reader.findings.is_silent, OBJECT_NODE))
             stack.callback(reader.tell_suspects)
             stack.callback(reader.close)
@@ -331,8 +332,12 @@ class LoadAttempt:
         told = [peer for peer in self._survey.addresses if peer.node_id in holders]
         reader.findings.silent |= tell_load(told, self._survey, self._world)[1]
 
+    def _silent_elsewhere(self, shared: object) -> frozenset[str]:
+        """Nodes that any rank found silent while it read the metadata; this node's disk is read without its agent."""
+        return shared.silent - {self._own_node} if isinstance(shared, NodeSharing) else frozenset()
+
     def _join(self, shared: object, cache: RankCache | None, windows: Sequence[Window]) -> Exchange | None:
-        if cache is None or not isinstance(shared, NodeSharing):
+        if cache is None or not isinstance(shared, NodeSharing) or not shared.units:
             return None
         directory = self._store.root_agent_directory()
         exchange = join_exchange(shared, self._world.rank, cache, directory, self._world.size, windows)

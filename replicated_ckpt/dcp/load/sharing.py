@@ -19,36 +19,46 @@ log = logging.getLogger(__name__)
 class RemoteNeeds:
     """What one rank needs that its node does not hold. Goes to the coordinator in `LoadPlan.storage_data`.
 
-    `cache`: the name of the rank's cache, which is there by now; None: it could not be made, and the rank shares nothing.
+    `cache`: the name of the rank's cache, which is there by now; None: the rank shares nothing, as it needs nothing from
+    elsewhere or its cache could not be made. `silent`: nodes that let a time-out pass while it read the metadata.
     """
 
     node_id: str
     windows: tuple[Window, ...]
     cache: str | None
+    silent: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
 class NodeSharing:
-    """What the ranks of one node fetch for each other, the same for all of them. Comes back in `LoadPlan.storage_data`."""
+    """What the ranks of one node fetch for each other, the same for all of them. Comes back in `LoadPlan.storage_data`.
+
+    `silent`: nodes that any rank of the load found silent while it read the metadata.
+    """
 
     cache_by_rank: Mapping[int, str]
     units: tuple[Unit, ...]
+    silent: frozenset[str] = frozenset()
 
 
 def plan_sharing(plans: Sequence[LoadPlan], shards: Sequence[str]) -> list[LoadPlan]:
-    """The plans of all ranks, with what each rank's node shares, if it shares anything."""
+    """The plans of all ranks, with what each rank's node shares, if it shares anything, and which nodes are silent."""
     ranks_by_node: dict[str, dict[int, RemoteNeeds]] = {}
+    silent: frozenset[str] = frozenset()
     for rank, plan in enumerate(plans):
         needs = plan.storage_data
-        if isinstance(needs, RemoteNeeds) and needs.cache is not None:
-            ranks_by_node.setdefault(needs.node_id, {})[rank] = needs
+        if isinstance(needs, RemoteNeeds):
+            silent |= needs.silent
+            if needs.cache is not None:
+                ranks_by_node.setdefault(needs.node_id, {})[rank] = needs
     sharing_by_rank: dict[int, NodeSharing] = {}
     for needs_by_rank in ranks_by_node.values():
         units = plan_shared_units({rank: needs.windows for rank, needs in needs_by_rank.items()}, shards)
         takers = sorted({taker for unit in units for taker in unit.takers})
-        sharing = NodeSharing({rank: str(needs_by_rank[rank].cache) for rank in takers}, tuple(units))
+        sharing = NodeSharing({rank: str(needs_by_rank[rank].cache) for rank in takers}, tuple(units), silent)
         sharing_by_rank |= dict.fromkeys(takers, sharing)
-    return [replace(plan, storage_data=sharing_by_rank.get(rank)) for rank, plan in enumerate(plans)]
+    unshared = NodeSharing({}, (), silent) if silent else None
+    return [replace(plan, storage_data=sharing_by_rank.get(rank, unshared)) for rank, plan in enumerate(plans)]
 
 
 def join_exchange(

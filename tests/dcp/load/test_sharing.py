@@ -58,6 +58,16 @@ def test_a_rank_that_could_not_make_its_cache_is_left_out() -> None:
     assert sharing_of([plan("a", WINDOWS, "cache-0"), plan("a", WINDOWS, None)]) == [None, None]
 
 
+def test_silence_met_in_the_metadata_is_told_to_every_rank() -> None:
+    """To one that shares nothing, too; where all nodes answered nothing more travels than before."""
+    met = RemoteNeeds("a", (), None, frozenset({"x"}))
+    plans = [LoadPlan([], storage_data=met), plan("b", WINDOWS, "0"), plan("b", WINDOWS, "1"), LoadPlan([])]
+    told = sharing_of(plans)
+    assert [None if sharing is None else sorted(sharing.silent) for sharing in told] == [["x"]] * 4
+    assert [bool(sharing and sharing.units) for sharing in told] == [False, True, True, False]
+    assert sharing_of([LoadPlan([]), plan("b", WINDOWS, "0")]) == [None, None]
+
+
 def part(directory: Path, caches: list[RankCache], rank: int, windows: tuple[Window, ...]) -> Exchange | None:
     sharing = sharing_of([plan("a", WINDOWS[:2], cache.name) for cache in caches])[rank]
     assert sharing is not None

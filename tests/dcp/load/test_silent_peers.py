@@ -13,10 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 
 from replicated_ckpt import ReplicatedReader, ReplicatedWriter
 from replicated_ckpt.agent.peers.address_book import PeerBook
+from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.layout import MANIFEST_NAME
 from replicated_ckpt.core.protocol.placement import Placement
@@ -211,3 +212,46 @@ def test_a_node_that_stops_after_the_survey_is_met_once(tmp_path: Path, monkeypa
         dcp.load(target, checkpoint_id="step-1", storage_reader=ReplicatedReader(here.root))
         assert met.count(stopped.endpoint.node_id) == 1
     assert torch.equal(target["a"], state["a"])
+
+
+def test_silence_that_a_rank_met_in_the_metadata_costs_the_others_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node stops after the survey. A blank node's rank meets it; one of another node, that wants a shard, does not."""
+    state = {"a": torch.ones(3)}
+    dcp.save(state, checkpoint_id="step-1", storage_writer=ReplicatedWriter(tmp_path / "a", copies=1))
+    for copy in "bc":
+        shutil.copytree(tmp_path / "a" / "step-1", tmp_path / copy / "step-1")
+    (tmp_path / "c" / "step-1" / shard(0)).unlink()
+    with running_agent(tmp_path / "a") as one, running_agent(tmp_path / "b") as other:
+        holders = [agent.endpoint.address("127.0.0.1") for agent in (one, other)]
+        # The order in which rank 0 asks for the metadata, so that it meets the stopped one.
+        stopped = min(holders, key=lambda peer: crc32c(f"rank 0/{peer.node_id}".encode()))
+        agent = one if stopped.node_id == one.endpoint.node_id else other
+        stores = [LocalStore(tmp_path / name) for name in ("blank", "c")]
+        surveys = [Surveyor(store, store.node_id(), holders).survey("step-1") for store in stores]
+        board = dist.HashStore()
+        agent.signal(signal.SIGSTOP)
+        met = list[str]()
+
+        def note(address: AgentAddress, timeout_s: float) -> HTTPConnection:
+            met.append(address.node_id)
+            return open_connection(address, timeout_s)
+
+        monkeypatch.setattr(client, "open_connection", note)
+        attempts, plans, planners = [], [], []
+        for rank, store in enumerate(stores):
+            reader = ReplicatedReader(store.root)
+            attempt = reader._begin("step-1")
+            attempt._world, attempt._found = World(rank, 2, Blackboard(board, rank, 2), "test"), surveys[rank]
+            metadata = attempt.read_metadata()
+            attempt.prepare(metadata)
+            planner = DefaultLoadPlanner()
+            planner.set_up_planner({"a": torch.zeros(3)}, metadata, rank == 0)
+            plans.append(attempt.plan(planner.create_local_plan(), keeps_items=False))
+            attempts.append(attempt)
+            planners.append(planner)
+        for attempt, planner, plan in zip(attempts, planners, attempts[0].share(plans), strict=True):
+            attempt.read(plan, planner)
+            assert torch.equal(planner.state_dict["a"], state["a"])
+        assert met.count(stopped.node_id) == 1
