@@ -12,7 +12,7 @@ from tests.multiprocess.conftest import ClusterOf
 KINDS = ["plain", "fsdp2"]
 MORE_KINDS = [*KINDS, "ddp", "meshes", "two_dimensional"]
 ALLOCATOR_BYTES = 8 << 20
-"""What an agent's allocator may come to hold late; a segment kept of each of the small saves would be far more."""
+"""What an allocator may come to hold late; a segment kept of each of the small saves would be far more."""
 
 
 def test_saves_in_the_background(cluster_of: ClusterOf) -> None:
@@ -133,12 +133,15 @@ def test_workers_forked_in_a_save_hold_nothing_up(cluster_of: ClusterOf) -> None
     mark_long([(300, 50, "peer"), (300, 50, "staged"), (16, 8, "staged")], keep=[(16, 8, "staged")]),
 )
 def test_many_saves_take_no_more_than_a_few(cluster_of: ClusterOf, saves: int, mebibytes: int, ack: str) -> None:
-    """Memory, descriptors and threads of ranks and agents at the end are what they were after a quarter of the saves."""
+    """Memory, descriptors and threads of ranks and agents at the end are what they were after a quarter of the saves.
+
+    But for one segment: where something holds on to a copy when the next save begins, that one gets another, which stays.
+    """
     footprint = call("async_saves.footprint_of_saves", saves=saves, mebibytes=mebibytes, ack=ack)
     quarter = saves // 4
     for found in cluster_of(2).launch([footprint], nodes=[0, 1], timeout_s=60.0 + 6.0 * saves).of(0):
         early = {name: max(each[name] for each in found[quarter : 2 * quarter]) for name in found[0]}
         late = {name: min(each[name] for each in found[-quarter:]) for name in found[0]}
         for name, count in late.items():
-            room = max(mebibytes << 19, ALLOCATOR_BYTES) if name.endswith("bytes") else 2
+            room = (mebibytes << 20) + ALLOCATOR_BYTES if name.endswith("bytes") else 2
             assert count <= early[name] + room, (name, early, late)
