@@ -8,6 +8,7 @@ import pytest
 from benchmarks.suites import memory_tier
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 @pytest.mark.timeout(300)
 def test_it_prints_every_figure(

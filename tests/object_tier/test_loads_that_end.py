@@ -47,7 +47,7 @@ def once_before(monkeypatch: pytest.MonkeyPatch, step: str, act: Callable[[], No
 
 
 @pytest.mark.parametrize("checkpoint_id", ["step-1", long("latest")])
-@pytest.mark.parametrize("step", ["read_metadata", "read"])
+@pytest.mark.parametrize("step", [long("read_metadata"), "read"])
 def test_one_that_was_overwritten_meanwhile_is_to_be_loaded_again(
     root: Path, where: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch, step: str, checkpoint_id: str
 ) -> None:

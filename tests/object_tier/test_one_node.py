@@ -35,6 +35,7 @@ from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.agents import stop_agent
 from tests.buckets.servers import Server
 from tests.damage import flip
+from tests.marks import mark_long
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
@@ -319,7 +320,7 @@ def test_a_load_that_was_not_told_of_the_bucket_names_it(root: Path, where: Mapp
     assert_loads(ReplicatedReader(root, **where), "step-1", 1)
 
 
-@pytest.mark.parametrize("with_url", [False, True], ids=["as its save said", "--to"])
+@pytest.mark.parametrize("with_url", mark_long([False, True], keep=[True]), ids=["as its save said", "--to"])
 def test_an_upload_by_hand_looks_into_the_bucket(
     root: Path,
     where: Mapping[str, Any],

@@ -93,6 +93,7 @@ def test_a_lost_node_resumes_from_its_buddys_memory(cluster: Cluster, lost: int)
     assert [(each["found"], each["values"]) for each in restore(cluster)] == [(5, [5.0])] * 2
 
 
+@pytest.mark.long
 def test_memory_of_the_only_node_left_does_not_fill(cluster: Cluster) -> None:
     """Its checkpoints have one copy where two are wanted: older ones go while the lost node is still waited for."""
     train_and_die(cluster, 2)
@@ -158,6 +159,7 @@ def test_a_first_save_goes_on_with_the_run_that_another_node_holds(cluster: Clus
         assert (found.lineage, found.sequence) == (before.lineage, before.sequence + 1)
 
 
+@pytest.mark.long
 def test_where_all_memory_is_gone_the_disks_newest_loads(cluster: Cluster) -> None:
     """As after a loss of power: the last spilled step is whole, and what is saved then is newer than what was lost."""
     train_and_die(cluster, 5)

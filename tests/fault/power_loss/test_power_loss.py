@@ -30,7 +30,7 @@ from tests.fault.power_loss.operations import Log, Mark, Names, Sync
 from tests.fault.power_loss.replay import crash_states
 from tests.fault.power_loss.scenarios import SCENARIOS, STORE, recorded
 from tests.fault.power_loss.verdict import Judge
-from tests.marks import mark_long
+from tests.marks import long, mark_long
 from tests.stores.leases import skip_without_leases
 
 pytestmark = pytest.mark.fault
@@ -39,8 +39,12 @@ NESTED = [name for name in SCENARIOS if name not in {"buddy's side", "copies in 
 """The two that are left out restart as a first save does."""
 QUICK = ["abort before the decision", "retirement"]
 """Two that have few states: in one a restart removes what was never promised, in the other it completes a removal."""
-ALWAYS = [name for name in SCENARIOS if name != "removal and save over its files"]
-"""That one has the most states; its two halves are scenarios of their own."""
+ALWAYS = [
+    name
+    for name in SCENARIOS
+    if name not in {"removal and save over its files", "copies in memory", "abort after the decision"}
+]
+"""Of those that are left out, with the most states, the halves or the other copies are scenarios of their own."""
 GoOn = Callable[[LocalStore], None]
 SAMPLED = 25
 """Power losses, drawn with a fixed seed, after which the restart is itself cut off."""
@@ -152,7 +156,7 @@ def without_small_file_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(durable, "os", WithoutFileFsync())
 
 
-@pytest.mark.parametrize("leave_out", [without_directory_fsync, without_shard_fsync, without_small_file_fsync])
+@pytest.mark.parametrize("leave_out", [long(without_directory_fsync), without_shard_fsync, without_small_file_fsync])
 @pytest.mark.parametrize("name", mark_long(["first save", "buddy's side", "overwrite"], keep=["buddy's side"]))
 def test_a_missing_kind_of_fsync_is_found(
     name: str, leave_out: Any, base: Path, memory: Path, monkeypatch: pytest.MonkeyPatch

@@ -107,6 +107,7 @@ def test_a_save_in_flight_at_exit_is_waited_for(cluster_of: ClusterOf) -> None:
     assert loaded.digests(0) == leaving.digests(0)
 
 
+@pytest.mark.long
 def test_a_writer_for_each_save_leaves_nothing_open(cluster_of: ClusterOf) -> None:
     """What a rank holds of a save that its agent writes goes with the writer, on every rank.
 
@@ -117,6 +118,7 @@ def test_a_writer_for_each_save_leaves_nothing_open(cluster_of: ClusterOf) -> No
         assert min(counts[-6:]) <= max(counts[6:12]) + 2, counts
 
 
+@pytest.mark.long
 def test_workers_forked_in_a_save_hold_nothing_up(cluster_of: ClusterOf) -> None:
     """They have its locks and its connection, too, and live on: agents are done with each save, and the next one begins."""
     forks = call("async_saves.saves_with_forks", kinds=KINDS, saves=3)

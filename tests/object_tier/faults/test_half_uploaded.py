@@ -74,7 +74,8 @@ def test_half_a_put_is_made_again(weak_store: WeakStore, site_of: SiteOf, what: 
         assert all(value["same"] for value in results.of(0))
 
 
-@pytest.mark.parametrize("what", mark_long(["__0_0.distcp", ".manifest.json", ".metadata"], keep=[".metadata"]))
+@pytest.mark.long
+@pytest.mark.parametrize("what", ["__0_0.distcp", ".manifest.json", ".metadata"])
 def test_half_a_put_is_never_loaded(weak_store: WeakStore, site_of: SiteOf, what: str) -> None:
     """As long as it is all there is of it: the nodes have the checkpoint, and a world without them has the one before."""
     site = site_of(weak_store, 2)

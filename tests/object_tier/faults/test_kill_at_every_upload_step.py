@@ -40,7 +40,7 @@ def loaded(where: Mapping[str, Any], checkpoint_id: str, items: int) -> int:
 @pytest.mark.parametrize(
     "checkpoint_id", mark_long(["step-1", "step-2"], keep=["step-2"]), ids=["the same id", "another id"]
 )
-@pytest.mark.parametrize("point", mark_long(POINTS, keep=["upload.part-sent", "upload.manifest-put"]))
+@pytest.mark.parametrize("point", mark_long(POINTS, keep=["upload.part-sent"]))
 def test_an_agent_dies_in_an_upload(
     root: Path, where: Mapping[str, Any], moto: Server, monkeypatch: pytest.MonkeyPatch, point: str, checkpoint_id: str
 ) -> None:
