@@ -6,7 +6,7 @@ import threading
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from replicated_ckpt.agent.peers.twins import Twins
 from replicated_ckpt.errors import ObjectMissing, StoreDenied, StoreError
@@ -33,6 +33,14 @@ def _as_given(peer: AgentAddress) -> AgentAddress:
     """The address with who gave it in the first place, not with the books that have handed it on."""
     first = peer.origin.rpartition(_FROM)[2]
     return replace(peer, origin="" if first.startswith(_BOOK) else first)
+
+
+class _Known(NamedTuple):
+    """What the book says: addresses by node, who said goodbye, and whom the user has had forgotten."""
+
+    peers: dict[str, AgentAddress]
+    away: frozenset[str] = frozenset()
+    forgotten: frozenset[str] = frozenset()
 
 
 class PeerBook:
@@ -67,20 +75,24 @@ class PeerBook:
     def forget(self, node_id: str) -> bool:
         """Takes a node out of the book, durably; whether it was in it. A job that has ranks there introduces it again."""
         with self._lock:
-            known, away = self._read()
-            if known.pop(node_id, None) is None:
+            known = self._read()
+            if known.peers.pop(node_id, None) is None:
                 return False
-            self._write(known, away - {node_id})
+            self._write(known._replace(away=known.away - {node_id}, forgotten=known.forgotten | {node_id}))
         return True
 
     def count(self) -> int:
         """How many nodes are known; 0 where the book cannot be read now."""
         with contextlib.suppress(StoreError):
-            return len(self._read()[0])
+            return len(self._read().peers)
         return 0
 
     def is_away(self, node_id: str) -> bool:
-        return node_id in self._read()[1]
+        return node_id in self._read().away
+
+    def read_forgotten(self) -> frozenset[str]:
+        """The nodes that the user has had forgotten, and that no job has introduced again."""
+        return self._read().forgotten
 
     def address_of(self, node_id: str) -> AgentAddress:
         """Where a node's agent is.
@@ -88,7 +100,7 @@ class PeerBook:
         Raises:
             ObjectMissing: it was never introduced here.
         """
-        found = self._read()[0].get(node_id)
+        found = self._read().peers.get(node_id)
         if found is None:
             raise ObjectMissing(
                 "this agent's address book", "find", node_id[:80], "it was not introduced", INTRODUCE_HINT
@@ -101,7 +113,7 @@ class PeerBook:
         Raises:
             StoreDenied: another user of the host can have written it.
         """
-        return tuple(map(self._tell, self._read()[0].values()))
+        return tuple(map(self._tell, self._read().peers.values()))
 
     def _tell(self, peer: AgentAddress) -> AgentAddress:
         """The address as it is given out: an error that has it names this book, and who wrote the host into it."""
@@ -110,37 +122,45 @@ class PeerBook:
 
     def _merge(self, news: Mapping[str, AgentAddress], returned: Collection[str], left: Collection[str] = ()) -> None:
         with self._lock:
-            known, away = self._read()
-            merged = {**{node: peer for node, peer in known.items() if node not in news}, **news}  # met last, last
-            still_away = (away | set(left)) - set(returned)
-            if merged == known and still_away == away:
-                return
-            self._write(merged, still_away)
+            known = self._read()
+            merged = {
+                **{node: peer for node, peer in known.peers.items() if node not in news},
+                **news,
+            }  # met last, last
+            still_away = (known.away | set(left)) - set(returned)
+            after = _Known(merged, still_away, known.forgotten - news.keys())
+            if after != known:
+                self._write(after)
 
-    def _write(self, peers: Mapping[str, AgentAddress], away: Collection[str]) -> None:
-        latest = list(peers.values())[-_PEERS_MAX:]
-        entries = [{**peer.to_json(), "away": peer.node_id in away} for peer in latest]
+    def _write(self, known: _Known) -> None:
+        entries: list[dict[str, Any]] = [{"node_id": node, "forgotten": True} for node in sorted(known.forgotten)]
+        entries += [{**peer.to_json(), "away": peer.node_id in known.away} for peer in known.peers.values()]
         with translate_errors(str(self._path.parent), "write", _PEERS_NAME):
-            write_file(self._path, json.dumps(entries).encode(), mode=0o600)
+            write_file(self._path, json.dumps(entries[-_PEERS_MAX:]).encode(), mode=0o600)
             fsync_directory(self._path.parent.parent)  # the directory may be as new as the file
 
-    def _read(self) -> tuple[dict[str, AgentAddress], set[str]]:
+    def _read(self) -> _Known:
+        known = _Known({})
         try:
             entries: list[Mapping[str, Any]] = json.loads(read_private(self._path))
         except (ValueError, RecursionError):
-            return {}, set()
+            return known
         except OSError as exc:
             raise_shortage(exc, self._path)  # else a book with all nodes would be written anew with one
-            return {}, set()
-        peers: dict[str, AgentAddress] = {}
-        away = set()
+            return known
+        away, forgotten = set[str](), set[str]()
         for entry in entries if isinstance(entries, list) else []:
-            with contextlib.suppress(ValueError, KeyError, TypeError):  # one that is none hides no other
+            with contextlib.suppress(
+                ValueError, KeyError, TypeError, AttributeError
+            ):  # one that is none hides no other
+                if entry.get("forgotten"):
+                    forgotten.add(str(entry["node_id"]))
+                    continue
                 peer = AgentAddress.from_json(entry)
-                peers[peer.node_id] = peer
+                known.peers[peer.node_id] = peer
                 if entry.get("away"):
                     away.add(peer.node_id)
-        return peers, away
+        return known._replace(away=frozenset(away), forgotten=frozenset(forgotten))
 
 
 def listening_host(directory: Path) -> str:

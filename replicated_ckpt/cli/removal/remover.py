@@ -6,6 +6,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from shlex import quote
 
+from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.agent.state.policies import PolicyBook
 from replicated_ckpt.cli.checkpoints.ls import list_bucket, name_bucket
 from replicated_ckpt.cli.exit_codes import ExitCode
@@ -119,7 +120,30 @@ class Remover:
                 self._remove(row, outcome)
             except ReplicatedCkptError as exc:
                 outcome.kept[row.checkpoint_id] = str(exc)
+        if outcome.still_on:
+            self._look_again(chosen, outcome)
         return outcome
+
+    def _look_again(self, chosen: Sequence[CheckpointSeen], outcome: Removed) -> None:
+        """The command may run on several nodes at once: the last one to look takes it from the bucket.
+
+        By now this node's copy is gone, and so is that of each other node whose command has come as far.
+        """
+        shared = {checkpoint_id for ids in outcome.still_on.values() for checkpoint_id in ids}
+        saves = {(row.checkpoint_id, row.save_id) for row in chosen}
+        for node, found in look_at_nodes(self._store).held.items():
+            here = {one.checkpoint_id for one in found.holdings if (one.checkpoint_id, one.save_id) in saves}
+            here.update(one.checkpoint_id for one in found.remains)
+            outcome.still_on[node] = [each for each in outcome.still_on.get(node, ()) if each in here]
+        outcome.still_on = {node: ids for node, ids in outcome.still_on.items() if ids}
+        gone = shared.difference(outcome.kept, *outcome.still_on.values(), *outcome.not_reached.values())
+        for row in chosen:
+            if row.checkpoint_id in gone:
+                outcome.still_in_bucket.pop(row.checkpoint_id, None)
+                try:
+                    self._remove_from_bucket(row, is_last=True, outcome=outcome)
+                except ReplicatedCkptError as exc:
+                    outcome.kept[row.checkpoint_id] = f"in the bucket: {exc}"
 
     def _remove(self, row: CheckpointSeen, outcome: Removed) -> None:
         named = {"checkpoint_id": row.checkpoint_id, "save_id": row.save_id, "force": self._force}
@@ -159,10 +183,14 @@ class Remover:
         outcome.freed_bytes += sum(sum(holding.sizes.values()) for holding in held)
 
     def _silent_holders(self, row: CheckpointSeen) -> list[str]:
-        """Nodes that did not answer and were meant to hold some of it."""
+        """Nodes that did not answer, or were not asked as their address is not known, and were meant to hold some of it.
+
+        Those that the user has had forgotten never come back.
+        """
         manifest = self.seen.manifests.get(row.save_id)
         meant = set() if manifest is None else {node.node_id for node in manifest.nodes}
-        return sorted(meant & self.seen.unreached.keys())
+        forgotten = PeerBook(self._store.root_agent_directory()).read_forgotten()
+        return sorted(meant - self.seen.held.keys() - (forgotten - self.seen.unreached.keys()))
 
     def _remove_from_bucket(self, row: CheckpointSeen, *, is_last: bool, outcome: Removed) -> None:
         """Before this node's copy goes: a removal that is cut off is found, and done, by the same command again."""
@@ -197,7 +225,10 @@ class Remover:
         for node, ids in sorted(outcome.still_on.items()):
             lines.append(f"still on {self.seen.label(node)}: {_shorten(ids)}")
         for node, ids in sorted(outcome.not_reached.items()):
-            lines.append(f"{self.seen.label(node)} was not reached, and may hold {_shorten(ids)}")
+            why = (
+                "was not reached" if node in self.seen.unreached else "was not asked, as its address is not known here"
+            )
+            lines.append(f"{self.seen.label(node)} {why}, and may hold {_shorten(ids)}")
         if outcome.still_on or outcome.not_reached:
             lines.append(
                 "next step: run the same command on each of these nodes, as each removes by its own user's word alone; "
@@ -206,6 +237,8 @@ class Remover:
         for url in sorted(set(outcome.still_in_bucket.values())):
             ids = [checkpoint_id for checkpoint_id, there in outcome.still_in_bucket.items() if there == url]
             why = "" if self._keeps_bucket else "; the last node that removes it removes it there, too"
+            if not self._keeps_bucket and any(set(ids) & set(silent) for silent in outcome.not_reached.values()):
+                why += f", or once no node has it the same command with `--object-store {quote(url)}`"
             lines.append(f"not removed from {url}: {_shorten(ids)}{why}")
         return lines
 
