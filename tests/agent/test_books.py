@@ -14,12 +14,14 @@ from replicated_ckpt.agent.peers import address_book
 from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.agent.state.damage import DamageBook
 from replicated_ckpt.agent.state.policies import PolicyBook
+from replicated_ckpt.agent.state.removals import RemovalBook
 from replicated_ckpt.agent.state.sequence_floor import SequenceFloor
 from replicated_ckpt.agent.state.targets import TargetBook
 from replicated_ckpt.agent.state.upload_orders import OrderBook
 from replicated_ckpt.core.upkeep.policy import NODES, Policy
-from replicated_ckpt.errors import StoreFull
+from replicated_ckpt.errors import StoreError, StoreFull
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
+from replicated_ckpt.stores.files import durable
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress
 from tests.agent.checkpoints import checkpointed, shard
@@ -120,6 +122,24 @@ def test_a_file_that_is_found_bad_while_it_is_looked_at_stays_known(
     monkeypatch.setattr(DamageBook, "_look", mark_meanwhile)
     assert book.is_known(*key)
     assert DamageBook(store).is_known(*key)
+
+
+def test_a_removal_that_was_refused_is_not_made_by_the_next_agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk fails after the note has its name: the user was told that the checkpoint is kept."""
+    directory = LocalStore(tmp_path).agent_directory()
+    book = RemovalBook(directory)
+    with monkeypatch.context() as patch:
+        patch.setattr(durable, "fsync_directory", refuse_to_open)
+        with pytest.raises(StoreError):
+            book.take(SAVE)
+    assert book.read_all() == frozenset()
+    assert SAVE in RemovalBook(directory).read_pending_and_done()[0], "it lies there"
+    book.read_pending_and_done()  # as each look of the agent does
+    assert RemovalBook(directory).read_pending_and_done() == (frozenset(), frozenset())
+    book.take(SAVE)
+    assert RemovalBook(directory).read_pending_and_done() == (frozenset({SAVE}), frozenset())
 
 
 def test_a_full_address_book_keeps_the_nodes_that_were_met_last(

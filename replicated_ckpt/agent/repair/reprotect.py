@@ -260,6 +260,7 @@ class Reprotector:
         """Where the disk does not show what is left, that keeps no copy from being made."""
         try:
             empty_what_is_left(self._service.store)
+            self._service.store.remove_incoming()  # this thread alone brings files there
             sweep(self._service.store.root_agent_directory())
             leftovers = self._service.find_abandoned(LEFTOVER_GRACE_S)
             if leftovers:

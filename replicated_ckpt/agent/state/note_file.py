@@ -41,10 +41,15 @@ class NoteFile:
         return found
 
     def write(self, document: Any) -> None:
-        """Durably, unless it is there already. After a failure the same document is written by the next call."""
+        """Durably, unless it is there already. After a failure either may be there, and the next call writes its own.
+
+        Raises:
+            StoreError: as said.
+        """
         raw = json.dumps(document).encode()
         if raw == self._written:
             return
+        self._written = b""
         with translate_errors(str(self._path.parent), "write", self._path.name):
             write_file(self._path, raw, self._mode)
         self._written = raw

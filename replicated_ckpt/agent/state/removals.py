@@ -1,11 +1,13 @@
 """Saves that this node's own user has removed by hand: what is still to go here, and what no node brings back."""
 
+import contextlib
 import threading
 from pathlib import Path
 from typing import Any
 
 from replicated_ckpt.agent.state.note_file import NoteFile
 from replicated_ckpt.core.layout import save_ids_in
+from replicated_ckpt.errors import StoreError
 
 NAME = "removed.json"
 REMOVALS_MAX = 1024
@@ -23,6 +25,7 @@ class RemovalBook:
         self._file = NoteFile(directory / NAME)
         self._lock = threading.Lock()
         self._told, self._pending = self._file.read(_parse) or ([], [])
+        self._is_unsure = False
 
     def read_all(self) -> frozenset[str]:
         """All that other nodes are told of, done here or not."""
@@ -30,8 +33,14 @@ class RemovalBook:
             return frozenset(self._told)
 
     def read_pending_and_done(self) -> tuple[frozenset[str], frozenset[str]]:
-        """Those still to be removed, and those that are done, of one moment: one noted meanwhile is in neither."""
+        """Those still to be removed, and those that are done, of one moment: one noted meanwhile is in neither.
+
+        What could not be written is written anew first: it may be there, and the next agent would remove what was kept.
+        """
         with self._lock:
+            if self._is_unsure:
+                with contextlib.suppress(StoreError):
+                    self._keep(self._told, self._pending)
             return frozenset(self._pending), frozenset(self._told) - frozenset(self._pending)
 
     def take(self, save_id: str) -> None:
@@ -51,10 +60,13 @@ class RemovalBook:
                 self._write([noted for noted in self._told if noted != save_id], self._pending)
 
     def _write(self, told: list[str], pending: list[str]) -> None:
-        if (told, pending) == (self._told, self._pending):
-            return
+        if (told, pending) != (self._told, self._pending):
+            self._keep(told, pending)
+
+    def _keep(self, told: list[str], pending: list[str]) -> None:
+        self._is_unsure = True
         self._file.write({"told": told, "pending": pending})
-        self._told, self._pending = told, pending
+        self._told, self._pending, self._is_unsure = told, pending, False
 
 
 def _with(noted: list[str], save_id: str) -> list[str]:

@@ -336,9 +336,10 @@ class LocalStore:
         self._forget(save_id)
 
     def remove_incoming(self) -> None:
-        """Removes what a crash kept from getting into a checkpoint. Not to be called while files are brought here."""
+        """Removes what did not get into a checkpoint, and stayed. Not to be called while files are brought here."""
         with translate_errors(str(self.root), "remove", INCOMING_DIR):
-            remove_tree(self.root / INCOMING_DIR)
+            if list_prefixed(self.root / INCOMING_DIR, ""):
+                remove_tree(self.root / INCOMING_DIR)
 
     def empty_trash(self) -> None:
         """Removes what a crash kept from being removed. Saves are opened meanwhile, and wait to be decided or published."""

@@ -22,7 +22,7 @@ from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.saves.shard_copies import WantedCopies
 from replicated_ckpt.agent.settling.orphans import follow_orphan
 from replicated_ckpt.agent.settling.outlived import drop_outlived
-from replicated_ckpt.core.layout import MANIFEST_NAME, TRASH_DIR
+from replicated_ckpt.core.layout import INCOMING_DIR, MANIFEST_NAME, TRASH_DIR
 from replicated_ckpt.core.upkeep.repair_plan import CopyShard
 from replicated_ckpt.errors import StoreDenied, StoreError, StoreFull
 from replicated_ckpt.stores.files.locks import HeldLock
@@ -165,6 +165,18 @@ def test_what_cannot_be_removed_is_told(service: NodeService, monkeypatch: pytes
     assert "Permission denied" in failed
     assert reprotector.round().failed == ()
     assert service.holdings() == ()
+
+
+def test_what_did_not_get_into_a_checkpoint_goes_in_the_next_round(service: NodeService) -> None:
+    """The disk had refused to remove it, too, when the copy failed: it stayed until the agent was started again."""
+    stopping = threading.Event()
+    reprotector = Reprotector(service, Patience(), Pace(1e12, stopping), stopping)
+    left = service.store.root / INCOMING_DIR / f"{'2' * 32}.part"
+    left.parent.mkdir()
+    left.write_bytes(b"a part of a shard")
+    assert reprotector.round().failed == ()
+    assert not left.exists()
+    assert findings(service.store) == []
 
 
 def test_a_root_that_its_user_has_removed_stays_removed(service: NodeService) -> None:
