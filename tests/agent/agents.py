@@ -14,12 +14,17 @@ from pathlib import Path
 from typing import TypeVar
 
 from replicated_ckpt.agent.http.object_routes import ObjectRoutes
+from replicated_ckpt.agent.http.routes import Routes
+from replicated_ckpt.agent.http.server import AgentServer
 from replicated_ckpt.agent.peers.watch import Patience
+from replicated_ckpt.agent.repair.reprotect import Reprotector
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.state.endpoint import Endpoint, read_endpoint
+from replicated_ckpt.agent.state.rights import Tokens
 from replicated_ckpt.agent.state.targets import TargetBook
 from replicated_ckpt.agent.uploads.uploader import Uploader
-from replicated_ckpt.stores.peer.client import AgentClient
+from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.throttle import Pace
 from tests.harness.forked import Forked
 from tests.harness.processes import is_running, stop_process
@@ -61,6 +66,21 @@ def object_routes(service: NodeService, stopping: threading.Event) -> ObjectRout
     targets = TargetBook(service.store.agent_directory())
     uploader = Uploader(service, targets, Pace(1e12, stopping), Patience(), stopping, lambda *_: None)
     return ObjectRoutes(service, targets, uploader)
+
+
+@contextmanager
+def opened_door(store: LocalStore) -> Iterator[AgentAddress]:
+    """An agent's door in this process, as its own user knows it."""
+    service, stopping, owner = NodeService(store), threading.Event(), "b" * 32
+    reprotector = Reprotector(service, Patience(), Pace(1e9, stopping), stopping)
+    routes = Routes(service, reprotector, object_routes(service, stopping), lambda **_: {}, lambda: None)
+    server = AgentServer(("127.0.0.1", 0), Tokens("c" * 32, owner), routes)
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+    thread.start()
+    yield AgentAddress(store.node_id(), "127.0.0.1", int(server.server_address[1]), owner)
+    server.shutdown()
+    server.server_close()
+    thread.join()
 
 
 @contextmanager

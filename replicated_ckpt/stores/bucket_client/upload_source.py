@@ -7,7 +7,8 @@ from typing import Self
 from replicated_ckpt.core.integrity.checksum import BlockTable, crc32c
 from replicated_ckpt.core.integrity.crc_combination import combine_crcs
 from replicated_ckpt.errors import ObjectCorrupt
-from replicated_ckpt.stores.files.durable import read_exactly, translate_errors
+from replicated_ckpt.stores.files.durable import read_exactly
+from replicated_ckpt.stores.files.shortage import translate_read_errors
 from replicated_ckpt.stores.local.shard_file import ShardFile
 from replicated_ckpt.stores.verified import Expected
 
@@ -53,7 +54,7 @@ class UploadSource:
         """
         problem = ""
         for _ in range(2):
-            with translate_errors(self._store, "read", self._name):
+            with translate_read_errors(self._store, "read", self._name):
                 if read_exactly(self._fd, target, offset) != len(target):
                     raise OSError(errno.EIO, "the file ended early")
             crc, problem = self._check(offset, target)

@@ -1,9 +1,12 @@
 """What an error of reading a file says: nothing of it while the system reads no file at all, and of no other one."""
 
+import contextlib
 import errno
+from collections.abc import Iterator
 from pathlib import Path
 
-from replicated_ckpt.stores.files.durable import SHORTAGES, store_error_of
+from replicated_ckpt.errors import ObjectCorrupt, StoreError
+from replicated_ckpt.stores.files.durable import SHORTAGES, store_error_of, translate_errors
 
 UNREADABLE = (errno.EIO, errno.EISDIR, errno.ELOOP, errno.EUCLEAN, errno.EBADMSG)
 """What is said of one place on a disk. Source: ext4 and XFS say the last two of what fails their own checksums."""
@@ -21,6 +24,22 @@ def find_unreadable(exc: BaseException) -> OSError | None:
 def is_unreadable(exc: BaseException) -> bool:
     """Whether it says that, whatever it is raised as."""
     return find_unreadable(exc) is not None
+
+
+@contextlib.contextmanager
+def translate_read_errors(store: str, op: str, key: str) -> Iterator[None]:
+    """As `translate_errors`; but bytes that the disk has lost are damaged ones: those around them may be as they were.
+
+    Raises:
+        ObjectCorrupt: the block has met such bytes. StoreError
+    """
+    try:
+        with translate_errors(store, op, key):
+            yield
+    except StoreError as exc:
+        if not is_unreadable(exc):
+            raise
+        raise ObjectCorrupt(store, op, key, exc.detail, exc.hint) from exc.__cause__
 
 
 def raise_shortage(exc: OSError, path: Path) -> None:

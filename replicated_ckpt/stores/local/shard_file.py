@@ -11,6 +11,7 @@ from replicated_ckpt.core.integrity.checksum import BlockTable
 from replicated_ckpt.errors import SaveAborted
 from replicated_ckpt.stores.files.direct import is_worthwhile, switch_direct_io, write_direct
 from replicated_ckpt.stores.files.durable import fsync_directory, is_full, read_exactly, translate_errors, write_vector
+from replicated_ckpt.stores.files.shortage import translate_read_errors
 from replicated_ckpt.stores.local.store import PART_SUFFIX
 from replicated_ckpt.stores.local.versions.recycled import RecycledFiles
 from replicated_ckpt.stores.verified import Expected, VerifiedShard
@@ -179,7 +180,7 @@ class OpenFile(VerifiedShard):
         self._fd = self._open_file()
 
     def _fill(self, target: memoryview, offset: int) -> None:
-        with translate_errors(self._store, "read", self._name):
+        with translate_read_errors(self._store, "read", self._name):
             if read_exactly(self._fd, target, offset) != len(target):
                 raise self._corrupt("the file ended early")
 

@@ -8,6 +8,7 @@ from replicated_ckpt.core.integrity.checksum import BlockTable
 from replicated_ckpt.errors import ObjectCorrupt, PeerProtocolError, ReplicatedCkptError, StoreUnavailable
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient, Upload
 from replicated_ckpt.stores.peer.paths import file_path
+from replicated_ckpt.stores.peer.range_body import CutOff
 from replicated_ckpt.stores.peer.reach import SLOW
 from replicated_ckpt.stores.verified import Expected, VerifiedShard
 
@@ -15,6 +16,9 @@ log = logging.getLogger(__name__)
 
 _SENT_WRONG = (
     "The save sends it again, or to another node. Check the memory of both nodes, and the network between them."
+)
+_CUT_OFF = (
+    "Another copy is used if there is one. That node's disk may not read those bytes: see its agent's log, and `dmesg`."
 )
 BEHIND_HEADER = "X-Rckpt-Behind"
 """Of a shard for which no training waits."""
@@ -106,9 +110,22 @@ class PeerShard(VerifiedShard):
         super().__init__(client.address.label, f"{checkpoint_id}/{name}", expected)
 
     def _fill(self, target: memoryview, offset: int) -> None:
+        """A range is asked for twice if the connection ends in it: where the peer's disk has lost bytes it ends again."""
         within_s = SLOW_READ_S + len(target) / SLOW_BYTES_PER_S
         within_s *= 1 if self._is_preferred() else PATIENCE
-        self._client.read_range(self._path, offset, target, within_s)
+        for is_last in (False, True):
+            try:
+                self._client.read_range(self._path, offset, target, within_s)
+            except StoreUnavailable as exc:
+                if not isinstance(exc.__cause__, CutOff):
+                    raise
+                if is_last:
+                    where = f"in the middle of bytes {offset} to {offset + len(target)}"
+                    raise ObjectCorrupt(
+                        self._store, "read", self._name, f"the peer ends the connection twice {where}", _CUT_OFF
+                    ) from exc
+            else:
+                return
 
     def close(self) -> None:
         self._client.close()

@@ -7,12 +7,16 @@ import time
 from replicated_ckpt.stores.verified import TooSlow
 
 
+class CutOff(ConnectionResetError):
+    """The peer has ended the connection in the middle of a range: it has gone, or its disk does not give all of that."""
+
+
 def fill(target: memoryview, response: http.client.HTTPResponse, until_s: float, within_s: float) -> None:
     """Fills `target` with the whole body of an answer that has its length.
 
     Raises:
-        TooSlow: it has not all come by `until_s` of the monotonic clock, `within_s` after it was asked for. OSError: it
-            ends before, or no byte has come for the time-out of the connection.
+        TooSlow: it has not all come by `until_s` of the monotonic clock, `within_s` after it was asked for. CutOff: it ends
+            before. OSError: no byte has come for the time-out of the connection.
     """
     done = 0
     while done < len(target):
@@ -20,6 +24,6 @@ def fill(target: memoryview, response: http.client.HTTPResponse, until_s: float,
             raise TooSlow(f"too slow: {done} of {len(target)} bytes within {within_s:.0f} s")
         count = response.fp.readinto1(target[done:])  # what is there by now: all of it may never be
         if count == 0:
-            raise ConnectionResetError(errno.ECONNRESET, "the peer closed the connection in the middle")
+            raise CutOff(errno.ECONNRESET, "the peer closed the connection in the middle")
         done += count
     response.close()  # the connection stays open: its next answer begins here

@@ -2,26 +2,18 @@
 
 import errno
 import os
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from replicated_ckpt.agent.http.routes import Routes
-from replicated_ckpt.agent.http.server import AgentServer
-from replicated_ckpt.agent.peers.watch import Patience
-from replicated_ckpt.agent.repair.reprotect import Reprotector
-from replicated_ckpt.agent.saves.service import NodeService
-from replicated_ckpt.agent.state.rights import Tokens
 from replicated_ckpt.errors import StoreDenied, StoreError, StoreFull
 from replicated_ckpt.stores.files.plain import open_plain
 from replicated_ckpt.stores.local.store import LocalStore
-from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
+from replicated_ckpt.stores.peer.client import AgentClient
 from replicated_ckpt.stores.peer.paths import file_path
-from replicated_ckpt.stores.throttle import Pace
-from tests.agent.agents import object_routes
+from tests.agent.agents import opened_door
 from tests.agent.checkpoints import findings
 from tests.agent.scattered import ID, scattered
 from tests.fault.killed import adopting
@@ -29,7 +21,6 @@ from tests.harness.processes import open_below
 
 pytestmark = pytest.mark.timeout(60)
 SAVE = "a" * 32
-OWNER = "b" * 32
 
 
 @pytest.fixture
@@ -43,17 +34,8 @@ def store(tmp_path: Path) -> LocalStore:
 @pytest.fixture
 def client(store: LocalStore) -> Iterator[AgentClient]:
     """Of an agent's door in this process, as its own user has it."""
-    service, stopping = NodeService(store), threading.Event()
-    reprotector = Reprotector(service, Patience(), Pace(1e9, stopping), stopping)
-    routes = Routes(service, reprotector, object_routes(service, stopping), lambda **_: {}, lambda: None)
-    server = AgentServer(("127.0.0.1", 0), Tokens("c" * 32, OWNER), routes)
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
-    thread.start()
-    with AgentClient(AgentAddress(store.node_id(), "127.0.0.1", int(server.server_address[1]), OWNER)) as client:
+    with opened_door(store) as address, AgentClient(address) as client:
         yield client
-    server.shutdown()
-    server.server_close()
-    thread.join()
 
 
 def refuse_once(name: str, code: int, is_meant: Callable[[str], bool]) -> Callable[..., Any]:

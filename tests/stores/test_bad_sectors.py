@@ -1,0 +1,143 @@
+"""Bytes that a disk does not read any more are damaged ones: those around them are used, and the node is told."""
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from replicated_ckpt.agent.repair.mender import pull_shard
+from replicated_ckpt.core.integrity.checksum import BLOCK_BYTES
+from replicated_ckpt.core.manifest import Manifest
+from replicated_ckpt.errors import ObjectCorrupt, ReplicatedCkptError
+from replicated_ckpt.stores.any_source import AnySource, Source
+from replicated_ckpt.stores.bucket_client.upload_source import UploadSource
+from replicated_ckpt.stores.local.shard_file import FileSink, ShardFile
+from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
+from replicated_ckpt.stores.peer.copy import PeerShard
+from replicated_ckpt.stores.verified import Expected, VerifiedShard
+from tests.agent.agents import opened_door
+from tests.agent.checkpoints import checkpointed, findings, shard
+
+pytestmark = pytest.mark.timeout(60)
+SHARD = shard(0)
+BLOCKS = 3
+DATA_BYTES = BLOCKS * BLOCK_BYTES - 1000
+PAGE_BYTES = 4096
+
+
+@contextmanager
+def losing(*lost: tuple[Path, int]) -> Iterator[None]:
+    """The disk has lost the byte at each of these places: reading it fails; sendfile sends what is before it first."""
+    preadv, sendfile = os.preadv, os.sendfile
+
+    def readable_bytes(fd: int, offset: int, size: int) -> int:
+        path = Path(os.readlink(f"/proc/self/fd/{fd}"))  # noqa: PTH115
+        ahead = [place - offset for at, place in lost if at == path and offset <= place < offset + size]
+        return min(ahead) // PAGE_BYTES * PAGE_BYTES if ahead else size
+
+    def read(fd: int, into: list[memoryview], offset: int) -> int:
+        size = sum(map(len, into))
+        if readable_bytes(fd, offset, size) < size:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return preadv(fd, into, offset)
+
+    def send(to: int, fd: int, offset: int, size: int) -> int:
+        count = readable_bytes(fd, offset, size)
+        if count == 0 < size:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return sendfile(to, fd, offset, count)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "preadv", read)
+        patch.setattr(os, "sendfile", send)
+        yield
+
+
+@pytest.fixture
+def stores(tmp_path: Path) -> list[LocalStore]:
+    return [LocalStore(tmp_path / f"node{index}") for index in range(2)]
+
+
+@pytest.fixture
+def manifest(stores: list[LocalStore]) -> Manifest:
+    return checkpointed(stores, 1, {SHARD: (0, 1)}, size_bytes=DATA_BYTES)
+
+
+def path_in(store: LocalStore) -> Path:
+    return store.root / "step-1" / SHARD
+
+
+def expected_of(manifest: Manifest) -> Expected:
+    entry = manifest.shards[SHARD]
+    return Expected(entry.size_bytes, entry.crc32c)
+
+
+def sources_of(stores: list[LocalStore], door: AgentAddress, manifest: Manifest, bad: list[str]) -> AnySource:
+    """The first store's own disk, and the second one's agent."""
+    save = "step-1", manifest.save_id, SHARD
+
+    def at_home(expected: Expected) -> VerifiedShard:
+        return ShardFile(partial(stores[0].open_file, *save), "own store", SHARD, expected)
+
+    def at_peer(expected: Expected) -> VerifiedShard:
+        return PeerShard(AgentClient(door), *save, expected)
+
+    def note(node: str, error: ReplicatedCkptError) -> None:
+        assert isinstance(error, ObjectCorrupt), error  # else its agent would not be told to read the file again
+        bad.append(node)
+
+    expected = expected_of(manifest)
+    return AnySource([Source("own", expected, at_home), Source("peer", expected, at_peer)], note)
+
+
+@pytest.mark.parametrize("own", range(BLOCKS))
+@pytest.mark.parametrize("peers", range(BLOCKS))
+def test_two_copies_that_have_lost_other_sectors_are_together_whole(
+    stores: list[LocalStore], manifest: Manifest, own: int, peers: int, tmp_path: Path
+) -> None:
+    """As with flipped bits: both are told of, and all is read, and copied, unless it is one block that both have lost."""
+    lost = [(path_in(stores[0]), own * BLOCK_BYTES + 5000), (path_in(stores[1]), peers * BLOCK_BYTES + 9000)]
+    raw, bad = path_in(stores[0]).read_bytes(), list[str]()
+    with opened_door(stores[1]) as door, losing(*lost):
+        with closing(sources_of(stores, door, manifest, bad)) as sources:
+            found = sources.read(0, DATA_BYTES)
+        assert (None if found is None else bytes(found)) == (None if own == peers else raw[:DATA_BYTES])
+        assert bad == ["own", "peer"]
+        with closing(sources_of(stores, door, manifest, bad)) as sources:
+            if own != peers:
+                pull_shard(sources, SHARD, FileSink.create(tmp_path / SHARD), lambda _: None)
+                assert (tmp_path / SHARD).read_bytes() == raw
+    assert [findings(store) for store in stores] == [[], []]
+
+
+def test_lost_footers_are_taken_from_the_data(stores: list[LocalStore], manifest: Manifest) -> None:
+    """The one copy's footer cannot be read, the other one has lost a block."""
+    lost = [(path_in(stores[0]), manifest.shards[SHARD].size_bytes - 20), (path_in(stores[1]), 9000)]
+    raw, bad = path_in(stores[0]).read_bytes(), list[str]()
+    with opened_door(stores[1]) as door, losing(*lost), closing(sources_of(stores, door, manifest, bad)) as sources:
+        found = sources.read(0, DATA_BYTES)
+        assert found is not None
+        assert bytes(found) == raw[:DATA_BYTES]
+    assert [findings(store) for store in stores] == [[], []]
+
+
+def test_an_upload_that_meets_a_lost_sector_names_the_shard_as_damaged(
+    stores: list[LocalStore], manifest: Manifest, tmp_path: Path
+) -> None:
+    """So the node reads it again and gets a good copy; else each try of the upload would meet the sector again."""
+    opened = stores[0].open_file("step-1", manifest.save_id, SHARD)
+    with (
+        UploadSource(opened, "this node", SHARD, expected_of(manifest), resume_path=tmp_path / "resume") as source,
+        losing((path_in(stores[0]), BLOCK_BYTES + 10)),
+    ):
+        memory = memoryview(bytearray(BLOCK_BYTES))
+        source.read(0, memory)
+        with pytest.raises(ObjectCorrupt, match="Input/output error") as raised:
+            source.read(BLOCK_BYTES, memory)
+    assert raised.value.store == "this node"
+    assert [findings(store) for store in stores] == [[], []]
