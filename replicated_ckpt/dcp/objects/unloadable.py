@@ -24,7 +24,7 @@ _SEARCHED_BYTES_MAX = 1 << 20
 _WHERE = "this checkpoint"
 
 _lock = threading.Lock()
-_seen: set[tuple[bytes | Any, ...]] = set()
+_seen: set[tuple[Any, ...]] = set()
 _warned: set[object] = set()
 
 
@@ -36,10 +36,12 @@ def warn_if_unloadable(raw: memoryview, fqn: str) -> None:
     Of one larger than 1 MiB the names alone are looked at: it is not made.
     """
     searched = bytes(raw[:_SEARCHED_BYTES_MAX])
-    found = {match.groups() for kind in (_NAME_LINES, _TYPES) for match in kind.finditer(searched)}
+    found: set[tuple[Any, ...]] = {
+        match.groups() for kind in (_NAME_LINES, _TYPES) for match in kind.finditer(searched)
+    }
     is_deep = len(searched) - len(searched.translate(None, _CONTAINERS)) > DEPTH_MAX
     if len(raw) > _SEARCHED_BYTES_MAX or is_deep or not is_archive(within(raw), len(raw)):
-        found.add((fqn.encode(),))
+        found.add((fqn,))
     with _lock:
         if found <= _seen:
             return

@@ -315,6 +315,14 @@ def test_an_entry_that_cannot_be_pickled_is_named(tmp_path: Path) -> None:
     assert torch.equal(found["a"], torch.ones(2))
 
 
+def test_a_large_object_under_a_name_that_is_no_unicode_is_saved(tmp_path: Path) -> None:
+    """A name may hold half of a surrogate pair, as that of a file whose name is not UTF-8. Stock saves and loads it."""
+    name, value, found = "name \udcff", b"x" * (1 << 20), {"name \udcff": None}
+    dcp.save({name: value}, checkpoint_id="a", storage_writer=ReplicatedWriter(tmp_path, copies=1))
+    dcp.load(found, checkpoint_id="a", storage_reader=ReplicatedReader(tmp_path))
+    assert found == {name: value}
+
+
 def test_what_is_nested_too_deep_for_a_load_is_not_saved(tmp_path: Path) -> None:
     """A load believes no `.metadata` with longer paths: the save names the entry, and the checkpoint before stands."""
 
