@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 from replicated_ckpt import failpoints
-from replicated_ckpt.core.bucket.commit_mark import MARK_BYTES, CommitMark, decode_mark, own_prefix
+from replicated_ckpt.core.bucket.commit_mark import MARK_BYTES, CommitMark, own_prefix
 from replicated_ckpt.core.integrity.checksum import FOOTER_TAIL_BYTES, crc32c, decode_footer, footer_bytes_of
 from replicated_ckpt.core.layout import (
     MANIFEST_NAME,
@@ -33,7 +33,7 @@ from replicated_ckpt.errors import (
     SaveSuperseded,
     StoreDenied,
 )
-from replicated_ckpt.stores.bucket.bucket_save import OF_NEWER_FORMAT, BucketSave, is_superseded
+from replicated_ckpt.stores.bucket.bucket_save import OF_NEWER_FORMAT, BucketSave, is_superseded, read_mark
 from replicated_ckpt.stores.bucket_client.client import ARCHIVED, Listing, ObjectClient, Paced
 from replicated_ckpt.stores.bucket_client.retry import RetryingClient
 from replicated_ckpt.stores.bucket_client.upload_source import UploadSource
@@ -98,9 +98,10 @@ class Bucket:
         is_ours = MANIFEST_NAME in sizes or any(map(is_save_id, listing.directories))
         problem = "its commit mark is damaged"
         try:
-            mark = self._mark(checkpoint_id, size)
-            if mark is None and is_ours:
-                mark = self._mark(checkpoint_id, size)
+            mark = read_mark(self.client, checkpoint_id, size)
+            if mark is None and is_ours:  # damaged, or saved over since it was listed
+                size = self.client.size_bytes(f"{checkpoint_id}/{METADATA_NAME}")
+                mark = read_mark(self.client, checkpoint_id, size)
         except ObjectMissing:
             return None
         except ManifestVersionUnknown:
@@ -114,13 +115,6 @@ class Bucket:
         shards = {name: size for name, size in sizes.items() if ShardName.parse(name) is not None}
         is_torn = is_ours and mark is None
         return BucketSave(checkpoint_id, mark, shards, size - (MARK_BYTES if mark else 0), problem if is_torn else "")
-
-    def _mark(self, checkpoint_id: str, size_bytes: int) -> CommitMark | None:
-        if size_bytes < MARK_BYTES:
-            return None
-        tail = bytearray(MARK_BYTES)
-        self.client.read(f"{checkpoint_id}/{METADATA_NAME}", size_bytes - MARK_BYTES, memoryview(tail))
-        return decode_mark(tail)
 
     def is_empty(self, checkpoint_id: str) -> bool:
         """Whether nothing at all lies under a checkpoint's name. Also tells whether the bucket can be reached."""

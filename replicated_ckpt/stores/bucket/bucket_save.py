@@ -4,10 +4,12 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from replicated_ckpt.core.bucket.commit_mark import CommitMark
+from replicated_ckpt.core.bucket.commit_mark import MARK_BYTES, CommitMark, decode_mark
 from replicated_ckpt.core.inventory import Holding
-from replicated_ckpt.core.layout import OBJECT_NODE
+from replicated_ckpt.core.layout import METADATA_NAME, OBJECT_NODE
 from replicated_ckpt.core.manifest import Manifest
+from replicated_ckpt.errors import ObjectCorrupt
+from replicated_ckpt.stores.bucket_client.client import ObjectClient
 
 OF_NEWER_FORMAT = "only a newer replicated_ckpt reads it"
 
@@ -58,3 +60,17 @@ def is_superseded(manifest: Manifest, there: BucketSave | None) -> bool:
     if there.mark.lineage != manifest.lineage:
         return there.mark.created_unix_s > manifest.created_unix_s
     return there.mark.version.is_newer_than(manifest.version)
+
+
+def read_mark(client: ObjectClient, checkpoint_id: str, size_bytes: int) -> CommitMark | None:
+    """The mark behind a `.metadata` of so many bytes; None if none lies there, as where it has another size by now.
+
+    Raises:
+        ManifestVersionUnknown, ObjectMissing, StoreError
+    """
+    tail = bytearray(min(size_bytes, MARK_BYTES))
+    try:
+        client.read(f"{checkpoint_id}/{METADATA_NAME}", size_bytes - len(tail), memoryview(tail))
+    except ObjectCorrupt:  # it ends before
+        return None
+    return decode_mark(tail)

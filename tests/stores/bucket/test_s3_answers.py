@@ -10,6 +10,7 @@ import pytest
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.uploads.bucket_retention import retire_in_bucket
 from replicated_ckpt.config import Retention
+from replicated_ckpt.core.bucket.commit_mark import CommitMark
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
 from replicated_ckpt.core.manifest import Manifest, UploadEntry
@@ -157,6 +158,31 @@ def test_a_checkpoint_that_goes_during_a_look_hides_no_other(
     list_really = client.list_keys
     monkeypatch.setattr(client, "list_keys", list_keys)
     assert [save.checkpoint_id for save in Bucket(client).saves()] == ["step-2"]
+
+
+@pytest.mark.parametrize("metadata", [METADATA[:-200], METADATA * 2], ids=["shorter", "longer"])
+def test_a_checkpoint_that_is_saved_over_during_a_look_is_found_and_hides_no_other(
+    client: S3Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, metadata: bytes
+) -> None:
+    """Another layout is committed between the listing of a name and the read of its mark, which lies elsewhere now."""
+    marks: dict[str, CommitMark] = {}
+
+    def list_keys(directory: str) -> Listing:
+        listing = list_really(directory)
+        if directory in marks:
+            client.put(f"{directory}{METADATA_NAME}", metadata + marks.pop(directory).encode())
+        return listing
+
+    for sequence in (1, 2):
+        committed(client, tmp_path, sequence)
+    before = Bucket(client).save_of("step-1")
+    assert before is not None
+    assert before.mark is not None
+    marks["step-1/"] = before.mark
+    list_really = client.list_keys
+    monkeypatch.setattr(client, "list_keys", list_keys)
+    found = {save.checkpoint_id: (save.problem, save.metadata_bytes) for save in Bucket(client).saves()}
+    assert found == {"step-1": ("", len(metadata)), "step-2": ("", len(METADATA))}
 
 
 def test_a_removal_goes_on_where_the_store_was_busy(client: S3Client, proxy: FaultyBucket, tmp_path: Path) -> None:
