@@ -15,6 +15,7 @@ from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.errors import ObjectCorrupt, ReplicatedCkptError
 from replicated_ckpt.stores.any_source import AnySource, Source
 from replicated_ckpt.stores.bucket_client.upload_source import UploadSource
+from replicated_ckpt.stores.local.inspection import Inspector
 from replicated_ckpt.stores.local.shard_file import FileSink, ShardFile
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
@@ -124,6 +125,19 @@ def test_lost_footers_are_taken_from_the_data(stores: list[LocalStore], manifest
         assert found is not None
         assert bytes(found) == raw[:DATA_BYTES]
     assert [findings(store) for store in stores] == [[], []]
+
+
+@pytest.mark.parametrize(("place", "footless"), [(-20, (SHARD,)), (9000, ())])
+def test_a_lost_footer_leaves_the_data_to_be_copied(
+    stores: list[LocalStore], manifest: Manifest, place: int, footless: tuple[str, ...]
+) -> None:
+    """An only copy whose footer alone is lost loads, and is copied: it must not count as lost, as one without a block."""
+    inspector = Inspector(stores[0], stores[0].node_id())
+    with losing((path_in(stores[0]), place % manifest.shards[SHARD].size_bytes)):
+        assert [finding.name for finding in inspector.inspect()] == [SHARD]
+    (holding,) = inspector.holdings
+    assert (holding.damaged, holding.footless) == ((SHARD,), footless)
+    assert findings(stores[0]) == []
 
 
 def test_an_upload_that_meets_a_lost_sector_names_the_shard_as_damaged(

@@ -12,11 +12,11 @@ from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, REPLACED_D
 from replicated_ckpt.core.manifest import Manifest, ShardEntry
 from replicated_ckpt.core.upkeep.finding import Finding, Problem
 from replicated_ckpt.core.upkeep.remains import Remains
-from replicated_ckpt.errors import ManifestInvalid, ManifestVersionUnknown, ObjectMissing, StoreError
+from replicated_ckpt.errors import ManifestInvalid, ManifestVersionUnknown, ObjectCorrupt, ObjectMissing, StoreError
 from replicated_ckpt.stores.files.direct import page_aligned, read_past_cache
 from replicated_ckpt.stores.files.durable import is_refusal, translate_errors
 from replicated_ckpt.stores.files.plain import closing_fd
-from replicated_ckpt.stores.files.shortage import is_unreadable
+from replicated_ckpt.stores.files.shortage import is_unreadable, translate_read_errors
 from replicated_ckpt.stores.local.directories.committed import Committed, open_committed_save, open_directory
 from replicated_ckpt.stores.local.remains import crc_of_footer, read_remains, tell_crc
 from replicated_ckpt.stores.local.shard_file import ShardFile
@@ -138,19 +138,20 @@ class Inspector:
             yield self._finding(directory, "", MANIFEST_NAME, *found)
 
     def is_footless(self, directory: Committed, manifest: Manifest, shard: str) -> bool:
-        """Whether the data of a damaged shard is intact and its footer alone is not, or is not there."""
-        entry, label = manifest.shards[shard], f"{directory.checkpoint_id}/{shard}"
+        """Whether the data of a damaged shard is intact and its footer alone is not, or is not there, or not read."""
+        entry, root, label = manifest.shards[shard], str(self._store.root), f"{directory.checkpoint_id}/{shard}"
         expected = Expected(entry.size_bytes, entry.crc32c, is_footless=True)
         try:
             fd = directory.open(shard)
         except StoreError:
             return False
         try:
-            with translate_errors(str(self._store.root), "read", label):
-                if crc_of_footer(fd) == entry.crc32c:
-                    return False  # it is the footer that was saved: the data is damaged
+            with translate_errors(root, "read", label):
+                with contextlib.suppress(ObjectCorrupt), translate_read_errors(root, "read", label):
+                    if crc_of_footer(fd) == entry.crc32c:
+                        return False  # it is the footer that was saved: the data is damaged
                 self._paced(entry.size_bytes)
-                found = ShardFile(partial(os.dup, fd), str(self._store.root), label, expected).open()
+                found = ShardFile(partial(os.dup, fd), root, label, expected).open()
         except StoreError:
             return False
         finally:
