@@ -13,7 +13,10 @@ OnBad = Callable[[str, ReplicatedCkptError], None]
 Tables = MutableMapping[Expected, BlockTable]
 """Block checksums that were made anew from a shard's data: it takes as long as reading it, so readers share them."""
 BAD_READS_MAX = 2
-"""With so many more bad reads than good ones a source comes after the others: each bad one is made twice, in vain."""
+"""With so many more bad reads than good ones a source comes after the others: each bad one is made twice, in vain.
+
+One whose disk does not read does so at once.
+"""
 
 
 @dataclass
@@ -141,6 +144,8 @@ class AnySource:
 
     def _note_failure(self, source: Source, error: ReplicatedCkptError) -> None:
         is_corrupt = isinstance(error, ObjectCorrupt)
+        if is_corrupt and isinstance(error.__cause__, OSError):  # its disk fails, and may take long to say so each time
+            self._good_reads[source.node_id] = -BAD_READS_MAX
         self._good_reads[source.node_id] -= is_corrupt
         if isinstance(error.__cause__, TooSlow) and source.node_id not in self._too_slow:
             self._too_slow.add(source.node_id)

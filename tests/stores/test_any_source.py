@@ -1,5 +1,6 @@
 """One shard at several nodes: each byte from any node that has it intact, and no waiting for one that fell silent."""
 
+import errno
 from collections.abc import Callable
 
 import pytest
@@ -22,6 +23,7 @@ class Copy(VerifiedShard):
         self.reads = 0
         self.is_cut_off = False
         self.bad_blocks: set[int] = set()
+        self.unread_blocks: set[int] = set()
         self.on_cut: Callable[[], object] = lambda: None
         super().__init__(node, "shard", EXPECTED)
 
@@ -30,6 +32,8 @@ class Copy(VerifiedShard):
         if self.is_cut_off:
             self.on_cut()
             raise StoreUnavailable(self._store, "read", "shard", "timed out")
+        if offset // 1024 in self.unread_blocks:
+            raise self._corrupt("Input/output error") from OSError(errno.EIO, "Input/output error")
         target[:] = RAW[offset : offset + len(target)]
         if offset // 1024 in self.bad_blocks:
             target[0] ^= 1
@@ -201,3 +205,19 @@ def test_a_source_of_wrong_bytes_alone_is_not_asked_first_for_ever() -> None:
     for block in range(10):
         assert read(source, block * 1024, 1024) == DATA[block * 1024 : (block + 1) * 1024]
         assert source.last_node == ("b" if block in copies["a"].bad_blocks else "a")
+
+
+def test_a_disk_that_fails_is_asked_once_and_then_only_for_what_no_other_has() -> None:
+    """However much it has read before: a disk may take seconds for each block that it does not read."""
+    copies, failures = {"a": Copy("a"), "b": Copy("b")}, list[str]()
+    source = sources_of(copies, set(), failures)
+    copies["a"].unread_blocks = set(range(4, 10))
+    copies["b"].unread_blocks = {3}
+    for block in range(4):
+        assert read(source, 1024 * block, 1024) == DATA[1024 * block : 1024 * (block + 1)]
+    before = copies["a"].reads
+    for block in range(4, 10):
+        assert read(source, 1024 * block, 1024) == DATA[1024 * block : 1024 * (block + 1)]
+    assert copies["a"].reads == before + 1
+    assert read(source, 1024 * 3, 1024) == DATA[1024 * 3 : 1024 * 4]
+    assert (source.last_node, failures) == ("a", ["a", "b"])

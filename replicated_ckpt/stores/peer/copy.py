@@ -123,7 +123,7 @@ class PeerShard(VerifiedShard):
                     where = f"in the middle of bytes {offset} to {offset + len(target)}"
                     raise ObjectCorrupt(
                         self._store, "read", self._name, f"the peer ends the connection twice {where}", _CUT_OFF
-                    ) from exc
+                    ) from exc.__cause__
             else:
                 return
 
