@@ -8,7 +8,7 @@ from replicated_ckpt.stores.verified import TooSlow
 
 
 class CutOff(ConnectionResetError):
-    """The peer has ended the connection in the middle of a range: it has gone, or its disk does not give all of that."""
+    """The connection has ended in the middle of a range: it was cut, the peer has gone, or its disk does not give all."""
 
 
 def fill(target: memoryview, response: http.client.HTTPResponse, until_s: float, within_s: float) -> None:
@@ -22,7 +22,10 @@ def fill(target: memoryview, response: http.client.HTTPResponse, until_s: float,
     while done < len(target):
         if time.monotonic() > until_s:
             raise TooSlow(f"too slow: {done} of {len(target)} bytes within {within_s:.0f} s")
-        count = response.fp.readinto1(target[done:])  # what is there by now: all of it may never be
+        try:
+            count = response.fp.readinto1(target[done:])  # what is there by now: all of it may never be
+        except ConnectionResetError as exc:
+            raise CutOff(*exc.args) from exc
         if count == 0:
             raise CutOff(errno.ECONNRESET, "the peer closed the connection in the middle")
         done += count
