@@ -34,7 +34,8 @@ class CheckpointSeen:
 
     `state`: one of those above. `copies_seen`: of the shard that has fewest. `missing`: files without an intact copy that
     was seen. `not_reached`: nodes that are meant to hold what is short, and did not answer. `removed_on`: nodes whose user
-    has removed it. `bucket`: "there", "on its way", "not there", "unknown", or "" where none is wanted.
+    has removed it. `bucket`: "there", "on its way", "not there", "unknown", or "" where none is wanted. `is_mendable`:
+    damaged copies of all that is missing may make an intact one together.
     """
 
     checkpoint_id: str
@@ -52,6 +53,7 @@ class CheckpointSeen:
     removed_on: tuple[str, ...] = ()
     bucket: str = ""
     note: str = ""
+    is_mendable: bool = False
 
     @property
     def step(self) -> int | None:
@@ -182,6 +184,7 @@ def _count_copies(row: CheckpointSeen, save: SeenSave, seen: NodesSeen) -> Check
         copies_seen=least,
         missing=tuple(missing),
         not_reached=tuple(sorted(silent)),
+        is_mendable=bool(missing and save.with_metadata) and all(map(save.can_give, counts.keys() & {*missing})),
     )
 
 
@@ -254,6 +257,9 @@ def _advise_on_damaged(row: CheckpointSeen, seen: NodesSeen, root: Path) -> str:
 
 def _advise_on_lost(row: CheckpointSeen, has_other_version: bool, root: Path) -> str:
     step = f"next step for {row.checkpoint_id}: "
+    if row.is_mendable:
+        step += f"`replicated-ckpt repair --root {quote(str(root))}`, which makes intact copies of what is intact in "
+        step += "damaged ones, if each block is in one of them; else "
     if row.bucket in ("there", "unknown"):
         step += "load it with the object_store that it went to; or "
     step += 'load an older checkpoint, as "latest" does; bring back a disk that has the lost files'

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from replicated_ckpt.cli.exit_codes import ExitCode
+from replicated_ckpt.core.integrity.checksum import BLOCK_BYTES
 from replicated_ckpt.errors import ConfigInvalid, PeerProtocolError
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress
@@ -203,3 +204,17 @@ def test_the_agents_hear_only_what_they_can_use(tmp_path: Path) -> None:
                     results = client.call("POST", f"/v1/{verb}", document)["results"]
                     assert all(result["error"] for result in results)
         assert tree(nodes[0].root) == before
+
+
+def test_damaged_copies_that_complete_each_other_are_to_be_repaired_first(tmp_path: Path) -> None:
+    """Each block lies intact on one of the nodes: nothing is to be given up, and the command named makes it whole."""
+    nodes = stores(tmp_path, 2)
+    checkpointed(nodes, 1, PAIR, size_bytes=3 * BLOCK_BYTES)
+    for block, node in enumerate(nodes):
+        flip(node.root / "step-1" / shard(0), block * BLOCK_BYTES)
+    with agents(nodes):
+        done = command("verify", nodes[0].root)
+        step = f"replicated-ckpt repair --root {nodes[0].root}"
+        assert f"next step for step-1: `{step}`, which makes intact copies" in done.stdout, done.stdout
+        assert command("repair", nodes[0].root).returncode == ExitCode.OK
+        assert command("verify", nodes[0].root).returncode == ExitCode.OK
