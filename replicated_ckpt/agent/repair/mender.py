@@ -249,10 +249,10 @@ class Mender:
             entry = manifest.shards.get(action.shard)
             if entry is None:
                 raise ObjectMissing(str(self._store.root), "copy", action.shard, "the manifest does not name it")
-            if directory.has(action.shard) and self._examine(directory, manifest, action.shard) is None:
-                return
             self._check_room(action, entry)
             directory.check_writable()
+            if directory.has(action.shard) and self._examine(directory, manifest, action.shard) is None:
+                return
             sources = AnySource(self._sources(action, entry), partial(self._tell, action))
             with incoming_file(self._store.root) as path:
                 with contextlib.closing(sources):

@@ -11,6 +11,7 @@ from typing import TypeAlias
 
 from replicated_ckpt.agent.peers.manifests import ManifestBook
 from replicated_ckpt.agent.peers.watch import Held, Patience, PeerWatch
+from replicated_ckpt.agent.repair.hopeless import Hopeless
 from replicated_ckpt.agent.repair.just_removed import JustRemoved
 from replicated_ckpt.agent.repair.mender import Mender
 from replicated_ckpt.agent.repair.pauses import IDLE_PAUSE_S, PAUSE_S, Pauses
@@ -35,7 +36,7 @@ from replicated_ckpt.core.upkeep.repair_plan import (
     refuse_unplanned,
 )
 from replicated_ckpt.core.upkeep.retention import without_retired
-from replicated_ckpt.errors import ReplicatedCkptError, StoreError, StoreUnavailable
+from replicated_ckpt.errors import ObjectCorrupt, ReplicatedCkptError, StoreError, StoreUnavailable
 from replicated_ckpt.stores.files.durable import is_refusal
 from replicated_ckpt.stores.local.versions.recycled import try_room
 from replicated_ckpt.stores.node_cache.cache import sweep
@@ -89,6 +90,7 @@ class Reprotector:
         self._orders: deque[tuple[RepairPlan, bool, Future[list[Outcome]]]] = deque()
         self._manifests = ManifestBook(service.store, service.node_id, service.peers)
         self._just_removed = JustRemoved(patience.lost_after_s, clock)
+        self._hopeless = Hopeless(clock)
         self._stale: tuple[RepairPlan, int] = (RepairPlan(), 0)
         self._began_at: float | None = None
         self._look_again_at = clock()
@@ -114,7 +116,12 @@ class Reprotector:
         self._thread.join(PAUSE_S)
 
     def suspect(self, checkpoint_id: str, save_id: str, name: str, why: str) -> None:
-        """Has a file read again soon, and mended if it is bad. Cheap; from any thread."""
+        """Has a file read again soon, and mended if it is bad. Cheap; from any thread.
+
+        One that is known to be bad as it lies here is being mended already, as far as that can be.
+        """
+        if self._service.damage.is_known(checkpoint_id, save_id, name):
+            return
         log.info("to be read again: %s/%s of save %s: %s", checkpoint_id, name, save_id, why)
         self._suspects.append((checkpoint_id, save_id, name))
         self.wake()
@@ -305,6 +312,8 @@ class Reprotector:
             self._mender.carry_out(action)
         except ReplicatedCkptError as exc:
             log.warning("not done: %s: %s", one_line(action), one_line(exc))
+            if isinstance(exc, ObjectCorrupt):
+                self._hopeless.note(action, one_line(exc))
             return one_line(exc)
         return ""
 
@@ -313,9 +322,10 @@ class Reprotector:
         copies by now, which come first.
         """
         self._just_removed.look(self._service.holdings())
+        self._hopeless.keep(part.actions)
         done, failed, until = 0, list[str](), self._look_again_at
         for action in self._just_removed.actions_to_do(part):
-            if error := self._try(action):
+            if error := self._hopeless.why_not(action) or self._try(action):
                 failed.append(f"{action}: {error}")
                 continue
             done += 1

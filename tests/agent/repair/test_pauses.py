@@ -1,8 +1,28 @@
-"""Pauses of re-protection: short ones after what woke it, long ones at rest."""
+"""Pauses of re-protection: short ones after what woke it, long ones at rest, and longer for what no node has intact."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from replicated_ckpt.agent.peers.watch import Patience
+from replicated_ckpt.agent.repair.hopeless import RETRY_S
+from replicated_ckpt.agent.repair.mender import Mender
 from replicated_ckpt.agent.repair.pauses import IDLE_PAUSE_S, Pauses
+from replicated_ckpt.agent.repair.reprotect import Reprotector
+from replicated_ckpt.agent.saves.service import NodeService
+from replicated_ckpt.core.upkeep.repair_plan import CopyShard
+from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.throttle import Pace
+from tests.agent.agents import running_agent
+from tests.agent.checkpoints import checkpointed, findings, introduced, shard
+from tests.agent.repair.test_reprotect import stores
+from tests.damage import flip
+
+pytestmark = [pytest.mark.fault, pytest.mark.timeout(120)]
+NAME = shard(0)
+Damaged = tuple[LocalStore, str, bytes]
 
 
 def after(pauses: Pauses, rounds: int, nodes: int = 2) -> list[float]:
@@ -32,3 +52,64 @@ def test_no_pause_is_longer_than_the_one_at_rest() -> None:
     """With `--round-every-s 1` nothing waits for longer than that."""
     assert after(Pauses(1.0), 1) == [1.0]
     assert Pauses(1.0).after(2, is_active=False) == 1.0
+
+
+@pytest.fixture
+def damaged(tmp_path: Path) -> Iterator[Damaged]:
+    """A node whose shard is bad in the same place as its only other copy, where an agent runs."""
+    nodes = stores(tmp_path, 2)
+    save_id = checkpointed(nodes, 1, {NAME: (0, 1)}).save_id
+    intact = (nodes[0].root / "step-1" / NAME).read_bytes()
+    for store in nodes:
+        flip(store.root / "step-1" / NAME, 1000)
+    with running_agent(nodes[1].root) as agent:
+        introduced(nodes[0], [agent.endpoint.address()])
+        with agent.client() as client:
+            client.call("POST", "/v1/verify", {})
+        yield nodes[0], save_id, intact
+
+
+def test_a_copy_that_no_node_has_intact_is_tried_again_after_a_while(
+    damaged: Damaged, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each round read both copies in full. It is failed meanwhile, and mended at once when one of them has changed."""
+    store, save_id, intact = damaged
+    service, stopping, now, copies = NodeService(store), threading.Event(), [0.0], list[str]()
+    copy = Mender._copy
+
+    def counted(self: Mender, action: CopyShard) -> None:
+        copies.append(action.shard)
+        copy(self, action)
+
+    monkeypatch.setattr(Mender, "_copy", counted)
+    reprotector = Reprotector(service, Patience(), Pace(1e12, stopping), stopping, clock=lambda: now[0])
+    reprotector.suspect("step-1", save_id, NAME, "a load says so")
+    for _ in range(3):
+        (failed,) = reprotector.round().failed
+        assert f"copy '{NAME}' at the peers: no intact bytes" in failed
+    assert len(copies) == 1
+    now[0] += RETRY_S
+    assert len(reprotector.round().failed) == 1
+    assert len(copies) == 2
+    (store.root / "step-1" / NAME).write_bytes(intact)
+    assert reprotector.round().failed == ()
+    assert findings(store) == []
+
+
+def test_what_is_known_to_be_bad_is_not_read_again_for_each_report(damaged: Damaged) -> None:
+    """Two nodes that tried to copy from each other each reported the other's, and woke each other without end."""
+    store, save_id, intact = damaged
+    service, stopping = NodeService(store), threading.Event()
+    reprotector = Reprotector(service, Patience(), Pace(1e12, stopping), stopping)
+    reprotector.suspect("step-1", save_id, NAME, "a load says so")
+    reprotector.round()
+    again = Reprotector(service, Patience(), Pace(1e12, stopping), stopping)
+    again.suspect("step-1", save_id, NAME, "another load says so")
+    is_read_again = again.is_busy
+    assert not is_read_again
+    with (store.root / "step-1" / NAME).open("r+b") as file:  # by a user, from elsewhere
+        file.write(intact)
+    again.suspect("step-1", save_id, NAME, "a third load says so")
+    assert again.is_busy
+    again.round()
+    assert findings(store) == []
