@@ -50,13 +50,13 @@ def drop_outlived(
     _drop_replaced(service, names, whole, is_done=is_done)
     places = service.store.places.read_all()
     for intent in doubts:
-        decided = _decided_version(service, intent.save_id)
-        place, versions = decided or places.get(intent.save_id), whole.get(intent.checkpoint_id, ())
+        decided, versions = _read_decided(service, intent.save_id), whole.get(intent.checkpoint_id, ())
+        place = places.get(intent.save_id) if decided is None else decided.version
         # of another lineage it is what this save is to replace, as far as this node knows: that lets nothing staged go
         if place is not None and may_be_dropped(place, whole=versions, published=None):
             why = "a newer save of the same checkpoint is whole"
         elif decided is not None and _is_without_a_name(service, intent, decided, versions, views):
-            why = "no node has published it, and a newer save of another run has its name and is whole"
+            why = "no node has published it, and another save that is whole has its name"
         else:
             continue
         with _keeping(f"save {intent.save_id}, which is over,"):
@@ -76,25 +76,30 @@ def _keeping(what: str) -> Iterator[None]:
 
 
 def _is_without_a_name(
-    service: NodeService, intent: Intent, decided: Version, whole: Sequence[Version], views: Sequence[NodeView]
+    service: NodeService, intent: Intent, decided: Manifest, whole: Sequence[Version], views: Sequence[NodeView]
 ) -> bool:
-    """Whether it goes, which its coordinator's node can tell once its rank is gone: no other node publishes it first."""
-    if intent.coordinator != service.node_id or service.is_held(intent.save_id):
+    """Whether it goes, which its coordinator's node can tell once its rank is gone: no other node publishes it first.
+
+    An adoption has no such node. Each one that has its decision can tell: it publishes that over no save.
+    """
+    if not (intent.adopts or intent.coordinator == service.node_id) or service.is_held(intent.save_id):
         return False
+    nodes = {*intent.nodes, *(node.node_id for node in decided.nodes)}
     up = {view.node_id: view.holdings or () for view in views if view.presence is Presence.UP}
     is_published = any(holding.save_id == intent.save_id for holdings in up.values() for holding in holdings)
     published = service.store.catalog.find_manifest(intent.checkpoint_id)
     return is_without_a_name(
-        decided,
+        decided.version,
         published=None if published is None else published.version,
         replaces=intent.replaces,
         whole=whole,
-        is_seen_nowhere=set(intent.nodes) <= set(up) and not is_published,
+        is_seen_nowhere=nodes <= set(up) and not is_published,
+        adopts=intent.adopts,
     )
 
 
-def _decided_version(service: NodeService, save_id: str) -> Version | None:
-    """The version that a staged save was decided as; None while it is not. Before that its time is not known.
+def _read_decided(service: NodeService, save_id: str) -> Manifest | None:
+    """What a staged save was decided as; None while it is not. Before that its time is not known.
 
     Raises:
         StoreError: it cannot be read now.
@@ -102,7 +107,7 @@ def _decided_version(service: NodeService, save_id: str) -> Version | None:
     store = service.store
     with translate_errors(str(store.root), "read the decision of", save_id):
         try:
-            return read_decision(store.staging(save_id), save_id).version
+            return read_decision(store.staging(save_id), save_id)
         except (FileNotFoundError, NotADirectoryError, ManifestInvalid, ObjectCorrupt):
             return None
 

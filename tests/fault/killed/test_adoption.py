@@ -11,6 +11,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +21,25 @@ from replicated_ckpt import failpoints
 from replicated_ckpt.agent.saves.adoption_locks import HELD_S, AdoptionLocks
 from replicated_ckpt.agent.saves.drain import Draining
 from replicated_ckpt.agent.saves.service import OPEN_GRACE_S, NodeService
+from replicated_ckpt.agent.settling.outlived import drop_outlived
 from replicated_ckpt.agent.settling.settle import settle
 from replicated_ckpt.agent.unmanaged import adopter
 from replicated_ckpt.agent.unmanaged.adopter import Adopter
 from replicated_ckpt.agent.unmanaged.audit import UnmanagedAuditor
 from replicated_ckpt.agent.unmanaged.look import UnmanagedFound
-from replicated_ckpt.core.layout import MANIFEST_NAME
+from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
+from replicated_ckpt.core.manifest import Manifest, NodeEntry
 from replicated_ckpt.core.unmanaged.adopting import AdoptUnmanaged
-from replicated_ckpt.errors import CheckpointExists, ReplicatedCkptError, SaveAborted
+from replicated_ckpt.core.upkeep.repair import NodeView, Presence
+from replicated_ckpt.errors import CheckpointExists, ReplicatedCkptError, SaveAborted, SaveSuperseded
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentClient
 from tests.agent.agents import HOME, wait_for
-from tests.agent.checkpoints import findings
+from tests.agent.checkpoints import findings, quarantined
 from tests.agent.repair.test_reprotect import agents, stores
 from tests.agent.scattered import ID, loads, loads_by_stock_torch, scattered
+from tests.fault.killed import adopting
 
 pytestmark = [
     pytest.mark.fault,
@@ -336,3 +341,35 @@ def test_a_shard_that_was_damaged_meanwhile_is_completed_from_what_is_staged(tmp
     with agents(nodes):
         assert findings(nodes[0]) == []
         assert [loads(node) for node in nodes] == [True, True]
+
+
+def test_of_two_adoptions_at_once_the_slower_one_takes_nothing_from_the_other(store: LocalStore) -> None:
+    """It was decided, had no name, and stayed: each look set the shards that the other had published aside, as changed."""
+    service = NodeService(store)
+    save, raw = adopting.found(store, ID)
+    other = NodeEntry("other", "host1", None, ())
+    decided: list[Manifest] = []
+    for save_id in ("a" * 32, "b" * 32):  # neither has begun when the other one looks for what it overtakes
+        store.begin(Intent(save_id, ID, "adoption", overwrite=True, adopts=True, nodes=(service.node_id,)))
+        store.put_small(save_id, METADATA_NAME, raw)
+    for intent in store.list_staged():
+        tables = service.adopt(intent.save_id, list(save.holders))
+        found = adopting.manifest(save, intent.save_id, dict(tables), service.node_id)
+        decided.append(replace(found, nodes=(*found.nodes, other)))
+    for manifest in decided:
+        store.put_small(manifest.save_id, MANIFEST_NAME, manifest.encode())
+    service.commit(decided[0].save_id)
+    with pytest.raises(SaveSuperseded):
+        service.commit(decided[1].save_id)
+    service.adoption_locks.release(decided[1].save_id)  # as HELD_S after the last word of the command
+    before = quarantined(store)
+    settle(service, service.leftovers(), ())
+    assert [doubt.intent.save_id for doubt in service.doubts.read_all()] == [decided[1].save_id]
+    assert quarantined(store) == before
+    assert findings(store) == []
+    own = NodeView(service.node_id, Presence.UP, store.catalog.holdings(service.node_id))
+    for presence, is_left in ((Presence.ASSUMED, True), (Presence.UP, False)):
+        drop_outlived(service, {decided[0].save_id: decided[0]}, [own, NodeView("other", presence, ())])
+        assert bool(store.list_staged()) is is_left, "a node that does not answer may have published it"
+    assert findings(store) == []
+    assert loads(store)

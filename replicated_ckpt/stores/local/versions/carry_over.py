@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from replicated_ckpt import failpoints
-from replicated_ckpt.core.layout import METADATA_NAME, STAGING_DIR, ShardName
+from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, STAGING_DIR, ShardName
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.errors import SaveAborted
 from replicated_ckpt.stores.files.durable import hash_file, translate_errors
@@ -49,9 +49,12 @@ def set_changed_aside(root: Path, checkpoint_id: str, save_id: str) -> None:
     """Shards that were changed since they were staged go to the quarantine. For an adoption that is decided, and over.
 
     Other nodes may have published it, and what is staged may be the only copy: `carry_over` would refuse it for ever.
+    Where another save has the name, as of a second adoption at that time, the shards that lie there are that save's.
     """
     final = root / checkpoint_id
     with translate_errors(str(root), "set aside", checkpoint_id):
+        if is_there(final / MANIFEST_NAME):
+            return
         there = {name: known for name, known in _originals(root, save_id).items() if is_there(final / name)}
         changed = [name for name, known in there.items() if known != signature(os.lstat(final / name))]
         if changed:
