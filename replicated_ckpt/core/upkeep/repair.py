@@ -41,11 +41,6 @@ class NodeView:
     is_leaving: bool = False
     writable_bytes: int | None = None
 
-    @property
-    def with_invalid_manifest(self) -> tuple[str, ...]:
-        """Checkpoints of which it has files of ours and no manifest that is believed."""
-        return tuple(found.checkpoint_id for found in self.remains if found.is_ours)
-
 
 def plan_repair(
     manifest_by_save: Mapping[str, Manifest],
@@ -79,13 +74,15 @@ def plan_repair(
 class _Checkpoint:
     """What the nodes have of one id: its saves, as `saves_found` orders them, and nodes whose files are of none of them.
 
-    `foreign` are files of this package, `unmanaged` those that stock torch may have written.
+    `foreign` are files of this package, `unmanaged` those that stock torch may have written. Of the foreign ones those on
+    nodes in `left` are of a save that a user has removed elsewhere: its manifest is not missed.
     """
 
     checkpoint_id: str
     saves: tuple[SeenSave, ...]
     foreign: frozenset[str] = frozenset()
     unmanaged: frozenset[str] = frozenset()
+    left: frozenset[str] = frozenset()
 
     @property
     def lineages(self) -> Mapping[str, Sequence[SeenSave]]:
@@ -122,7 +119,7 @@ def _checkpoints(
     for node in there:
         for one in node.remains if node.presence is Presence.UP else ():
             remains.setdefault(one.checkpoint_id, []).append(one)
-    look = _Look(manifest_by_save, there)
+    look = _Look(manifest_by_save, there, [one for save_id, one in manifest_by_save.items() if save_id in going])
     for checkpoint_id in [*found, *(each for each in remains if each not in found)]:
         yield look.at(checkpoint_id, found.get(checkpoint_id, []), remains.get(checkpoint_id, []))
 
@@ -130,8 +127,10 @@ def _checkpoints(
 class _Look:
     """Makes of holdings and remains what is known of each save."""
 
-    def __init__(self, manifest_by_save: Mapping[str, Manifest], there: Sequence[NodeView]) -> None:
-        self._manifests = manifest_by_save
+    def __init__(
+        self, manifest_by_save: Mapping[str, Manifest], there: Sequence[NodeView], going: Sequence[Manifest]
+    ) -> None:
+        self._manifests, self._going = manifest_by_save, going
         self._up = {node.node_id for node in there if node.presence is Presence.UP}
         self._unsure = {node.node_id for node in there if node.presence is Presence.ASSUMED and node.holdings is None}
 
@@ -149,7 +148,9 @@ class _Look:
             else:
                 (foreign if one.is_ours else unmanaged).add(one.node_id)
         seen = tuple(self._see(save, recognized[save.save_id]) for save in found)
-        return _Checkpoint(checkpoint_id, seen, frozenset(foreign), frozenset(unmanaged))
+        gone = [manifest for manifest in self._going if manifest.checkpoint_id == checkpoint_id]
+        left = frozenset(one.node_id for one in remains if any(map(one.matching, gone)))
+        return _Checkpoint(checkpoint_id, seen, frozenset(foreign), frozenset(unmanaged), left)
 
     def _see(self, save: SaveFound, recognized: Sequence[Holding]) -> SeenSave:
         """The save with the files that were recognized as its own on nodes without its manifest."""
@@ -214,7 +215,7 @@ class _Planning:
     def _add_foreign(self, checkpoint: _Checkpoint) -> None:
         """Files of a save that no node knows: their manifest is lost, or on a node that does not answer."""
         waits_for = tuple(sorted(self._silent))
-        for node_id in sorted(checkpoint.foreign):
+        for node_id in sorted(checkpoint.foreign - checkpoint.left):
             place = checkpoint.checkpoint_id, "", MANIFEST_NAME, f"node {node_id}"
             self.short.append(ShortShard(*place, wanted=1, have=int(bool(waits_for)), waits_for=waits_for))
 

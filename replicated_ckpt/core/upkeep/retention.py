@@ -239,7 +239,7 @@ def _candidates(
     in_doubt: bool,
 ) -> Iterator[Candidate]:
     waiting = pending(node.standing for node in up)
-    unbelieved = {checkpoint_id for node in up for checkpoint_id in node.with_invalid_manifest}
+    unbelieved = {one.checkpoint_id for node in up for one in node.remains if one.is_ours}
     for save_id, manifest in manifests.items():
         held_back = NOT_UPLOADED if save_id in waiting else ""
         if not held_back and manifest.checkpoint_id in unbelieved:

@@ -1,7 +1,10 @@
 """Removal by hand: the last good checkpoint of a run is recognized, whatever else lies there."""
 
+from dataclasses import replace
+
 from replicated_ckpt.config import Retention
 from replicated_ckpt.core.upkeep.policy import Standing
+from replicated_ckpt.core.upkeep.remains import Remains
 from replicated_ckpt.core.upkeep.removal import Removable, find_last_good, find_removed, plan_prune
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence, plan_repair
 from replicated_ckpt.core.upkeep.retention import Candidate
@@ -65,3 +68,21 @@ def test_an_older_version_does_not_spread_while_a_node_has_the_removed_one() -> 
     assert find_removed(views) == {old.save_id, new.save_id}
     assert plan_repair({one.save_id: one for one in (old, new)}, views, going=find_removed(views)).actions == ()
     assert find_removed([views[0], views[2]]) == {new.save_id}, "nothing tells that the old one was replaced"
+
+
+def test_a_damaged_manifest_of_what_is_being_removed_is_not_missed() -> None:
+    """One node has removed it, one has it still, and on one its manifest is damaged, which no node restores any more.
+
+    It was said to be lost, on no node that answers, until it was removed on all nodes. Of other files that is true.
+    """
+    of = manifest(1, {shard(0): ("b", "c")})
+    entry = of.shards[shard(0)]
+    own = Remains("c", "step-1", is_ours=True, sizes={shard(0): 100}, crcs={shard(0): entry.crc32c})
+    for remains, is_complete in ((own, True), (replace(own, crcs={shard(0): entry.crc32c + 1}), False)):
+        views = [
+            NodeView("a", Presence.UP, (), standing=Standing(removed=frozenset({of.save_id}))),
+            NodeView("b", Presence.UP, (holding("b", of, shard(0)),)),
+            NodeView("c", Presence.UP, (), remains=(remains,)),
+        ]
+        plan = plan_repair({of.save_id: of}, views, going=find_removed(views))
+        assert (plan.actions, plan.is_complete) == ((), is_complete)
