@@ -34,6 +34,7 @@ def test_a_drained_node_can_vanish(tmp_path: Path) -> None:
         done = command("drain", "--root", nodes[2].root)
         assert (done.returncode, done.stderr) == (ExitCode.OK, ""), done.stdout
         assert f"host2 (node {nodes[2].node_id()}) may be taken down" in done.stdout
+        assert "stop the node, before another one is drained: what lies here counts for that one" in done.stdout
         assert [held(store) for store in nodes[:2]] == [set(RING), set(RING)]
         assert held(nodes[0], "alone") | held(nodes[1], "alone") == {shard(0)}
     shutil.rmtree(nodes[2].root)
