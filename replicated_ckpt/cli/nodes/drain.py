@@ -136,8 +136,8 @@ class _Drained:
         if len(self.seen.held) - 1 < wanted:
             lines.append(f"but {wanted} copies are wanted, and {others} can hold no more than one each")
         lines.append(
-            "next step: end the ranks here first, as they save here again; then stop the node, before another one is drained: "
-            "what lies here counts for that one. If this node never comes back: "
+            "next step: end the ranks here first, as they save here again; then stop the node, before another one is "
+            "drained: what lies here counts for that one. If this node never comes back: "
             f"`replicated-ckpt forget {self.seen.own_node} --root ROOT` on the others"
         )
         return lines
