@@ -1,5 +1,6 @@
 """The question before a load: is there a checkpoint? Every rank gets the same answer, or every rank the same error."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -11,6 +12,8 @@ from replicated_ckpt.dcp.find.rendezvous import AgreedError, meet
 from replicated_ckpt.errors import CheckpointNotFound, StoreUnavailable
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.local.store import LocalStore
+
+log = logging.getLogger(__name__)
 
 
 def look_up(
@@ -28,9 +31,13 @@ def look_up(
     """
     try:
         look = replace(world, is_load=False)
-        return meet(store, look, checkpoint_id, opened_bucket, lineage=lineage).found
+        survey = meet(store, look, checkpoint_id, opened_bucket, lineage=lineage)
     except (AgreedError, CheckpointNotFound) as exc:
         error = exc.error if isinstance(exc, AgreedError) else exc
+    else:
+        if survey.passed_over and world.is_coordinator:
+            log.warning("%s", survey.passed_over)
+        return survey.found
     if not isinstance(error, CheckpointNotFound):
         raise error
     if error.unreached:

@@ -20,6 +20,7 @@ from replicated_ckpt.core.upkeep.remains import Remains, note_lost_manifests, wi
 from replicated_ckpt.dcp.find import absence
 from replicated_ckpt.dcp.find.bucket_look import LOOK_WITHIN_S, BucketLook, InBucket
 from replicated_ckpt.dcp.find.lineage_choice import choose_lineage
+from replicated_ckpt.dcp.find.passed_over import PassedOver, describe_passed_over, find_unread
 from replicated_ckpt.dcp.find.unmanaged_survey import unmanaged_save, unmanaged_warning
 from replicated_ckpt.dcp.node.node import SeenStore
 from replicated_ckpt.errors import (
@@ -52,9 +53,9 @@ class Survey:
 
     `addresses` are the peers that answered; `searched` tells each place that was looked at. `in_bucket` is None if it is
     not there. `unmanaged_warning` is not empty if stock torch wrote it on the nodes' disks: the manifest has no checksums
-    then. `lineages` are those in the directory of its id, the chosen one first; `sequence_max` is the largest of that.
-    `load_id` is the same on all ranks that load together, and no other load's. `silent` are nodes that answered, and then
-    let a time-out pass: they are asked last.
+    then; nor is `passed_over` if something newer is not whole. `lineages` are those in the directory of its id, the chosen
+    one first; `sequence_max` is the largest of that. `load_id` is the same on all ranks that load together, and no other
+    load's. `silent` are nodes that answered, and then let a time-out pass: they are asked last.
     """
 
     manifest_raw: str
@@ -67,6 +68,7 @@ class Survey:
     sequence_max: int = 0
     load_id: str = ""
     silent: tuple[str, ...] = ()
+    passed_over: str = ""
 
     @cached_property
     def manifest(self) -> Manifest:
@@ -86,18 +88,15 @@ class Survey:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "Survey":
-        return cls(
-            fields["manifest_raw"],
-            tuple(Holding.from_json(holding) for holding in fields["holdings"]),
-            tuple(AgentAddress.from_json(address) for address in fields["addresses"]),
-            tuple(fields["searched"]),
-            None if fields["in_bucket"] is None else InBucket(**fields["in_bucket"]),
-            fields["unmanaged_warning"],
-            tuple(LineageFound(**{**found, "nodes": tuple(found["nodes"])}) for found in fields["lineages"]),
-            fields["sequence_max"],
-            fields["load_id"],
-            tuple(fields["silent"]),
-        )
+        values: dict[str, Any] = {
+            **fields,
+            "holdings": tuple(Holding.from_json(holding) for holding in fields["holdings"]),
+            "addresses": tuple(AgentAddress.from_json(address) for address in fields["addresses"]),
+            "in_bucket": None if fields["in_bucket"] is None else InBucket(**fields["in_bucket"]),
+            "lineages": tuple(LineageFound(**{**one, "nodes": tuple(one["nodes"])}) for one in fields["lineages"]),
+            **{name: tuple(fields[name]) for name in ("searched", "silent")},
+        }
+        return cls(**values)
 
 
 class Surveyor:
@@ -138,8 +137,7 @@ class Surveyor:
         self._searched: dict[str, str] = {}
         self._damaged: dict[str, str] = {}
         self._newer = absence.NewerSaves()
-        self._problems: list[str] = []
-        self._ids: set[str] = set()
+        self._problems, self._ids = list[str](), set[str]()
         self._remains: list[Remains] = []
 
     def survey(self, checkpoint_id: str) -> Survey:
@@ -188,18 +186,20 @@ class Surveyor:
         self._ids |= {save.checkpoint_id for save in saves}
         choice = choose_lineage(checkpoint_id, saves, self._lineage)
         self._lineages, self._sequence_max = choice.lineages, choice.sequence_max
-        lost: list[tuple[SaveFound, str, Manifest]] = []
+        passed: list[PassedOver] = []
         for save in choice.saves:
             raw = self._manifest_raw(save)
             if raw is None:
                 self._damaged.setdefault(save.checkpoint_id, MANIFEST_NAME)
+                passed.append(PassedOver(save))
                 continue
             manifest = decode_manifest(raw.encode(), "a holder")
-            bad = save.damaged_copies
-            save = with_remains(save, manifest, self._remains)  # noqa: PLW2901
-            if save.is_whole(manifest.shard_sizes, bad) and save.is_described_to(self._ranks_on, self._hung):
-                return self._survey(save.holdings, raw, save.save_id)
-            lost.append((save, raw, manifest))
+            bad, seen = save.damaged_copies, with_remains(save, manifest, self._remains)
+            if seen.is_whole(manifest.shard_sizes, bad) and seen.is_described_to(self._ranks_on, self._hung):
+                told = describe_passed_over(seen, passed, self._places(), find_unread(self._remains, self._ids))
+                return replace(self._survey(seen.holdings, raw, seen.save_id), passed_over=told)
+            passed.append(PassedOver(seen, raw, manifest))
+        lost = [(one.save, one.raw, one.manifest) for one in passed if one.manifest is not None]
         if not lost:
             self._newer.raise_first(self._places())
             self._problems += note_lost_manifests(self._remains, self._damaged)

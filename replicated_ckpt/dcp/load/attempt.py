@@ -143,6 +143,8 @@ class LoadAttempt:
             self._places = places_of(metadata)
         if self._survey.unmanaged_warning and self._world.is_coordinator:
             warn(self._survey.unmanaged_warning, self._parts.made_at)
+        if self._survey.passed_over and self._world.is_coordinator:
+            warn(self._survey.passed_over, self._parts.made_at)
         if len(self._survey.lineages) > 1:
             warn(describe_lineages(self._survey.lineages), self._parts.made_at)
         return metadata

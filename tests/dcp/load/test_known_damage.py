@@ -1,15 +1,20 @@
-"""A copy that is known to be damaged: what "latest" gives where it is the only one."""
+"""A copy that is known to be damaged: what "latest" gives where it is the only one. A load that goes back so says it."""
 
+import logging
+import re
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from replicated_ckpt import ReplicatedReader, ReplicatedWriter
+from replicated_ckpt import ReplicatedCkptWarning, ReplicatedReader, ReplicatedWriter
 from replicated_ckpt.agent.state.damage import DamageBook
 from replicated_ckpt.core.inventory import Holding, SaveFound
+from replicated_ckpt.dcp.find.passed_over import PassedOver, describe_passed_over
 from replicated_ckpt.stores.local.store import LocalStore
+from tests.agent.checkpoints import findings
 from tests.damage import flip
 
 pytestmark = [
@@ -46,3 +51,58 @@ def test_one_damaged_copy_alone_is_none(
     save = SaveFound("step-1", "1" * 32, 1, tuple(holdings))
     assert bool(save.list_missing({SHARD: 9}, save.damaged_copies)) is is_lacking
     assert save.list_missing({SHARD: 9}) == ()
+
+
+def save(root: Path, step: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ReplicatedCkptWarning)
+        saved = {"x": torch.full((1000,), float(step))}
+        dcp.save(saved, checkpoint_id=f"step-{step}", storage_writer=ReplicatedWriter(root, copies=1))
+
+
+def load(root: Path, checkpoint_id: str = "latest") -> float:
+    found = {"x": torch.zeros(1000)}
+    dcp.load(found, checkpoint_id=checkpoint_id, storage_reader=ReplicatedReader(root))
+    return float(found["x"][0])
+
+
+@pytest.mark.parametrize(
+    ("lost", "told"),
+    [
+        (SHARD, rf"Of 'step-2' \(save \w+, sequence 2\) no intact copy was found of {SHARD}\."),
+        (".manifest.json", r"What may be newer, and has no manifest that is believed: 'step-2'\."),
+    ],
+)
+def test_a_load_of_the_latest_says_what_it_passes_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, lost: str, told: str
+) -> None:
+    """The newest lost a file. The load warns, and who asks for the latest finds it in the log; not while it is whole."""
+    for step in (1, 2):
+        save(tmp_path, step)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ReplicatedCkptWarning)
+        assert load(tmp_path) == 2.0
+    kept = (tmp_path / "step-2" / lost).read_bytes()
+    (tmp_path / "step-2" / lost).write_bytes(b"")
+    said = rf"'step-1' \(save \w+, sequence 1\) is taken, .* {told}"
+    with pytest.warns(ReplicatedCkptWarning, match=said):
+        assert load(tmp_path) == 1.0
+    with caplog.at_level(logging.WARNING):
+        assert ReplicatedReader(tmp_path).latest() == "step-1"
+    assert re.search(said, caplog.text)
+    (tmp_path / "step-2" / lost).write_bytes(kept)
+    assert load(tmp_path) == 2.0
+    assert findings(LocalStore(tmp_path)) == []
+
+
+def test_it_names_what_did_not_answer() -> None:
+    """The next step is to bring those back; what is newer still is counted."""
+    older, newer, newest = (
+        SaveFound("step-1", str(n) * 32, n, (Holding("a", "step-1", str(n) * 32, n, True, {SHARD: 9}),))
+        for n in (1, 2, 3)
+    )
+    places = ["node a at /root (own store)", "node b at host-b:1: not reached (no answer in time)"]
+    said = describe_passed_over(older, [PassedOver(newest), PassedOver(newer)], places)
+    assert "Of 'step-1' (save 33333333, sequence 3) no intact copy was found of .manifest.json" in said
+    assert "nor of 1 other newer checkpoint all that is needed. Not reached: node b at host-b:1. If" in said
+    assert describe_passed_over(newest, [], places) == ""

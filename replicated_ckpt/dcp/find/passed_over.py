@@ -1,0 +1,65 @@
+"""Saves that are newer than the one which a load takes, and of which files are missing: the load goes back, and says so."""
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from replicated_ckpt.core.inventory import SaveFound
+from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
+from replicated_ckpt.core.manifest import Manifest
+from replicated_ckpt.core.upkeep.remains import Remains
+from replicated_ckpt.searched import NOT_REACHED
+from replicated_ckpt.wording import list_some, plural
+
+_SHOWN_MAX = 3
+
+
+@dataclass(frozen=True)
+class PassedOver:
+    """One such save, with its manifest; None: no holder's is believed."""
+
+    save: SaveFound
+    raw: str = ""
+    manifest: Manifest | None = None
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """The files of which no intact copy was found."""
+        if self.manifest is None:
+            return (MANIFEST_NAME,)
+        return self.save.list_missing(self.manifest.shard_sizes, self.save.damaged_copies) or (METADATA_NAME,)
+
+
+def find_unread(remains: Iterable[Remains], known: Collection[str]) -> list[str]:
+    """The checkpoints of this package of which no node that answered has a manifest that is believed."""
+    return sorted({one.checkpoint_id for one in remains if one.is_ours} - {*known})
+
+
+def describe_passed_over(
+    chosen: SaveFound, newer: Sequence[PassedOver], places: Sequence[str], unread: Sequence[str] = ()
+) -> str:
+    """For the warning of a load: what it goes back behind, and why; "" where that is nothing.
+
+    `newer`: the newest first. `unread`: those that may be newer, as `find_unread` gives them.
+    """
+    if not (newer or unread):
+        return ""
+    absent = [place.partition(NOT_REACHED)[0] for place in places if NOT_REACHED in place]
+    sentences = [f"{_name(chosen)} is taken, the newest that is whole."]
+    if newer:
+        missing = list_some(newer[0].missing, _SHOWN_MAX)
+        others = f", nor of {plural(len(newer) - 1, 'other newer checkpoint')} all that is needed" if newer[1:] else ""
+        sentences.append(f"Of {_name(newer[0].save)} no intact copy was found of {missing}{others}.")
+    if unread:
+        named = list_some([*map(repr, unread)], _SHOWN_MAX)
+        sentences.append(f"What may be newer, and has no manifest that is believed: {named}.")
+    if absent:
+        sentences.append(f"Not reached: {list_some(absent, _SHOWN_MAX)}.")
+    sentences.append(
+        "If that is wanted, bring back the nodes with the rest, and load again before the next save; `replicated-ckpt ls "
+        "--root ROOT` lists what is missing."
+    )
+    return " ".join(sentences)
+
+
+def _name(save: SaveFound) -> str:
+    return f"{save.checkpoint_id!r} (save {save.save_id[:8]}, sequence {save.sequence})"
