@@ -3,7 +3,6 @@
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 from replicated_ckpt.drill import processes
 from replicated_ckpt.drill.errors import DrillError
 from replicated_ckpt.drill.evidence import Evidence, JobSpec, count_reports
+from replicated_ckpt.drill.ports import find_free_port
 from replicated_ckpt.errors import HINT_MARK
 
 PACKAGE_PARENT = Path(__file__).resolve().parents[2]
@@ -109,7 +109,7 @@ class Cluster:
         results.mkdir(parents=True)
         spec_path = results / "job.json"
         spec.write(spec_path)
-        port = _free_port()
+        port = find_free_port()
         nodes = tuple(
             self._start_node(
                 f"{name}-{store.name}", store, _torchrun(node, len(stores), ranks_per_node, port, spec_path)
@@ -202,10 +202,3 @@ def _torchrun(node: int, nodes: int, ranks_per_node: int, port: int, spec_path: 
 def _signal_session(node: NodeProcess, number: signal.Signals) -> None:
     with suppress(ProcessLookupError):
         os.killpg(node.process.pid, number)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

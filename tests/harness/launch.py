@@ -4,7 +4,6 @@ import json
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
+from replicated_ckpt.drill.ports import find_free_port
 from tests.harness.node import Node
 from tests.harness.processes import end, is_ending, processes_of, signal_if_running
 from tests.harness.zygote import REPOSITORY, Rank, the_zygote
@@ -88,7 +88,7 @@ class Launch:
     _processes: "list[subprocess.Popen[bytes] | Rank]" = field(default_factory=list)
 
     def start(self, nodes: Sequence[int], counts: Sequence[int], launcher: Launcher) -> None:
-        port, master = _free_port(), self.nodes[nodes[0]].address
+        port, master = find_free_port(), self.nodes[nodes[0]].address
         if launcher == "torchrun":
             for node_rank, (node, count) in enumerate(zip(nodes, counts, strict=True)):
                 self._spawn(node, [*_torchrun(len(nodes), node_rank, count, master, port), *self._worker])
@@ -256,8 +256,3 @@ def inside(node: Node) -> list[str]:
 def _torchrun(nodes: int, node_rank: int, count: int, master: str, port: int) -> list[str]:
     flags = f"--nnodes={nodes} --node-rank={node_rank} --nproc-per-node={count} --master-addr={master}"
     return ["torch.distributed.run", *flags.split(), f"--master-port={port}", "-m"]
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])

@@ -130,6 +130,7 @@ def test_workers_forked_in_a_save_hold_nothing_up(cluster_of: ClusterOf) -> None
         assert loaded == saved["digests"]
 
 
+@pytest.mark.timeout(1900)
 @pytest.mark.parametrize(
     ("saves", "mebibytes", "ack"),
     mark_long([(300, 50, "peer"), (300, 50, "staged"), (16, 8, "staged")], keep=[(16, 8, "staged")]),

@@ -18,6 +18,7 @@ MEMBERS = [1, 2, 3, 4]
 BY_COORDINATOR = {
     *("save: open", "save: number", "save: weigh", "save: collect", "save: finish"),
     *("load: look", "load: plan"),
+    *("save: merge plans", "load: merge plans"),
 }
 SOME = [("save: write", 3), ("save: finish", 0)]
 ALL = [(place, rank) for place in PLACES for rank in ([0] if place in BY_COORDINATOR else [0, 2, 3])]

@@ -45,7 +45,7 @@ def test_the_bucket_alone_answers_wrongly(moto: Server, site_of: SiteOf, kind: K
     site = site_of(moto, 2)
     saved(site)
     site.lose_all()
-    faults = [site.faulty.add(Fault(kind, method="GET", key="__", skip=5 * count, times=1)) for count in range(3)]
+    faults = [site.faulty.add(Fault(kind, method="GET", key="__", skip=2 * count, times=1)) for count in range(3)]
     (found,) = site.cluster.launch([site.load("step-2", COUNT, 2)], nodes=[0]).of(0)
     assert found["same"]
     assert sum(fault.fired for fault in faults) >= 2
