@@ -31,6 +31,7 @@ from replicated_ckpt.core.upkeep.policy import Standing
 from replicated_ckpt.errors import ObjectCorrupt, ReplicatedCkptError, SaveAborted, SaveSuperseded, StoreUnavailable
 from replicated_ckpt.stores.bucket.bucket import Bucket, prefix_of
 from replicated_ckpt.stores.bucket.bucket_save import BucketSave
+from replicated_ckpt.stores.bucket_client.retry import RetryingClient
 from replicated_ckpt.stores.bucket_client.upload_source import UploadSource
 from replicated_ckpt.stores.files.existence import list_prefixed
 from replicated_ckpt.stores.local.directories.committed import descriptions, open_committed_save
@@ -49,6 +50,8 @@ _NOTES_PREFIX = "upload-"
 BUSY_S = 3600.0
 """An agent that ranks started stays that long for an upload that does not move."""
 _FORGOTTEN_MAX = 1024
+LOOK_AGAIN_S = 2.0
+"""How long a look that fails is made again before the whole try has failed."""
 _JOIN_S = 2.0
 
 
@@ -266,7 +269,7 @@ class Uploader:
 
     def _advance(self, manifest: Manifest, upload: UploadProgress) -> bool:
         """Uploads what is this node's to upload now; whether the save is committed in the bucket afterwards."""
-        bucket, save_id = self._targets.bucket(upload.state.url), manifest.save_id
+        bucket, save_id = self._open_patiently(upload.state.url), manifest.save_id
         there = bucket.save_of(manifest.checkpoint_id)
         if there is not None and self._is_whole(bucket, manifest, there, upload):
             tidy_after(bucket, manifest, there)
@@ -289,6 +292,13 @@ class Uploader:
         take_back_removed(self._service, bucket, manifest)
         retire_in_bucket(self._service, bucket, manifest)
         return True
+
+    def _open_patiently(self, url: str) -> Bucket:
+        """A try has some twenty looks, and one that fails puts all of it off, ever longer: each gets LOOK_AGAIN_S."""
+        client, within_s = self._targets.bucket(url).client, LOOK_AGAIN_S
+        return Bucket(
+            RetryingClient(client, within_s=within_s, look_within_s=within_s, is_given_up=self._stopping.is_set)
+        )
 
     def _is_whole(self, bucket: Bucket, manifest: Manifest, there: BucketSave, upload: UploadProgress) -> bool:
         """Whether a save is what is committed there, with all its objects; more closely for an order by hand."""

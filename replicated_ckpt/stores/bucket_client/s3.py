@@ -343,7 +343,7 @@ def _botocore_client(target: ObjectTarget) -> Any:
         connect_timeout=CONNECT_TIMEOUT_S,
         read_timeout=READ_TIMEOUT_S,
         max_pool_connections=32,
-        retries={"total_max_attempts": 1},  # the uploader has the one retry loop; retries multiply
+        retries={"total_max_attempts": 1},  # ours are the only retries: they multiply
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",
         s3={"payload_signing_enabled": False, "addressing_style": "auto"},
