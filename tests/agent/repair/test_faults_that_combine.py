@@ -4,8 +4,9 @@ import contextlib
 import os
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -388,14 +389,19 @@ print(len(store.catalog.holdings("n")), len(RemainsReader(store, "n").find()), l
 """
 
 
+@pytest.fixture
+def open_to_others() -> Iterator[Path]:
+    """A directory that other users may enter: those of pytest are closed again whenever another run of it begins."""
+    with tempfile.TemporaryDirectory() as name:
+        path = Path(name)
+        path.chmod(0o755)
+        yield path
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root makes files of other users")
-def test_what_a_file_system_keeps_for_itself_blinds_nobody(tmp_path: Path) -> None:
+def test_what_a_file_system_keeps_for_itself_blinds_nobody(open_to_others: Path) -> None:
     """A root that is a mount has lost+found, which only root reads: the checkpoints next to it are found."""
-    tmp_path.chmod(0o755)
-    for parent in tmp_path.parents:
-        if str(parent).startswith("/tmp/"):
-            parent.chmod(0o755)
-    root = tmp_path / "root"
+    root = open_to_others / "root"
     (root / "lost+found").mkdir(parents=True)
     (root / "lost+found").chmod(0o700)
     (root / "step-1").mkdir()
