@@ -13,7 +13,7 @@ _TRIES = 100
 def find_free_port() -> int:
     """One of 127.0.0.1 that is free, and that Linux gives to nothing which asks for any port: so it is a moment later, too.
 
-    Where there is none of that kind, any that is free now.
+    If no port of that kind is free, it is any that is free now.
     """
     first_given = int(_GIVEN_PORTS.read_text().split()[0])
     ports = range(_FIRST_PORT, max(_FIRST_PORT, first_given))

@@ -123,12 +123,10 @@ class PeerBook:
     def _merge(self, news: Mapping[str, AgentAddress], returned: Collection[str], left: Collection[str] = ()) -> None:
         with self._lock:
             known = self._read()
-            merged = {
-                **{node: peer for node, peer in known.peers.items() if node not in news},
-                **news,
-            }  # met last, last
+            met_before = {node: peer for node, peer in known.peers.items() if node not in news}
             still_away = (known.away | set(left)) - set(returned)
-            after = _Known(merged, still_away, known.forgotten - news.keys())
+            # met last, last: a book that is full loses its first
+            after = _Known({**met_before, **news}, still_away, known.forgotten - news.keys())
             if after != known:
                 self._write(after)
 
@@ -150,9 +148,8 @@ class PeerBook:
             return known
         away, forgotten = set[str](), set[str]()
         for entry in entries if isinstance(entries, list) else []:
-            with contextlib.suppress(
-                ValueError, KeyError, TypeError, AttributeError
-            ):  # one that is none hides no other
+            # a wrong entry hides no right one
+            with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
                 if entry.get("forgotten"):
                     forgotten.add(str(entry["node_id"]))
                     continue

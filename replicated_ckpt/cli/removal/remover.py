@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import cached_property
 from shlex import quote
 
 from replicated_ckpt.agent.peers.address_book import PeerBook
@@ -189,8 +190,11 @@ class Remover:
         """
         manifest = self.seen.manifests.get(row.save_id)
         meant = set() if manifest is None else {node.node_id for node in manifest.nodes}
-        forgotten = PeerBook(self._store.root_agent_directory()).read_forgotten()
-        return sorted(meant - self.seen.held.keys() - (forgotten - self.seen.unreached.keys()))
+        return sorted(meant - self.seen.held.keys() - (self._forgotten - self.seen.unreached.keys()))
+
+    @cached_property
+    def _forgotten(self) -> frozenset[str]:
+        return PeerBook(self._store.root_agent_directory()).read_forgotten()
 
     def _remove_from_bucket(self, row: CheckpointSeen, *, is_last: bool, outcome: Removed) -> None:
         """Before this node's copy goes: a removal that is cut off is found, and done, by the same command again."""
@@ -225,9 +229,8 @@ class Remover:
         for node, ids in sorted(outcome.still_on.items()):
             lines.append(f"still on {self.seen.label(node)}: {_shorten(ids)}")
         for node, ids in sorted(outcome.not_reached.items()):
-            why = (
-                "was not reached" if node in self.seen.unreached else "was not asked, as its address is not known here"
-            )
+            is_known = node in self.seen.unreached
+            why = "was not reached" if is_known else "was not asked, as its address is not known here"
             lines.append(f"{self.seen.label(node)} {why}, and may hold {_shorten(ids)}")
         if outcome.still_on or outcome.not_reached:
             lines.append(
