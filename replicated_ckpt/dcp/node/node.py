@@ -24,7 +24,8 @@ from replicated_ckpt.stores.peer.tls import can_encrypt, is_loopback, is_network
 
 log = logging.getLogger(__name__)
 
-_DOCUMENTATION_ADDRESS = "192.0.2.1"
+_DOCUMENTATION_ADDRESSES = ("192.0.2.1", "2001:db8::1")
+"""No network has them, so that their route is the default route. Source: RFC 5737, RFC 3849."""
 _PLAIN_WARNING = (
     "Nodes talk to each other without encryption, as this Python has no package `cryptography` to make a certificate with. "
     f"`pip install cryptography` on all nodes; or, where the network is trusted, set {PLAIN_ENV}=1."
@@ -195,8 +196,8 @@ def find_host() -> tuple[str, str]:
     address = _source_address(master)
     if address is not None and not is_loopback(address):
         return address, f"the route of {name} to MASTER_ADDR={master}"
-    address = _source_address(_DOCUMENTATION_ADDRESS)
-    return address or "127.0.0.1", f"the default route of {name}, as MASTER_ADDR={master} is itself"
+    default_routes = filter(None, map(_source_address, _DOCUMENTATION_ADDRESSES))
+    return next(default_routes, "127.0.0.1"), f"the default route of {name}, as MASTER_ADDR={master} is itself"
 
 
 def _source_address(destination: str) -> str | None:

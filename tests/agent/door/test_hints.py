@@ -3,6 +3,8 @@
 import errno
 import json
 import os
+import shlex
+import shutil
 import socket
 import subprocess
 import sys
@@ -43,6 +45,7 @@ from tests.agent.repair.test_reprotect import stores
 from tests.agent.repair.test_verify_repair import command
 from tests.cli.commands import MAIN
 from tests.damage import flip
+from tests.harness.launch import base_environment
 
 HINT = "Turn the key to the left."
 
@@ -135,6 +138,27 @@ def test_an_address_says_who_gave_it(monkeypatch: pytest.MonkeyPatch) -> None:
     host, origin = find_host()
     assert host == "127.0.0.1"
     assert "MASTER_ADDR=127.0.0.1" in origin
+
+
+_IPV6_ALONE = "ip link set lo up && ip -6 address add 2001:db8:1::5/128 dev lo nodad && ip -6 route add default dev lo"
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("ip"), reason="a network of its own needs root and `ip`")
+def test_a_host_without_ipv4_is_reached_by_the_route_that_it_has() -> None:
+    """Also where the coordinator's name leads to its own loopback address, as it may on the coordinator itself."""
+    ask = "from replicated_ckpt.dcp.node.node import find_host; print(find_host()[0])"
+    command = f'{_IPV6_ALONE} && exec {shlex.quote(sys.executable)} -c "{ask}"'
+    name_of_loopback = {"MASTER_ADDR": "127.1"}  # no address in the strict sense, so it is looked up as a name is
+    environment = {key: value for key, value in base_environment().items() if key != HOST_ENV} | name_of_loopback
+    done = subprocess.run(
+        ["unshare", "--net", "sh", "-c", command],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.stdout.split() == ["2001:db8:1::5"], done.stderr
 
 
 def test_an_address_book_is_named_and_keeps_who_gave_the_address(tmp_path: Path) -> None:
