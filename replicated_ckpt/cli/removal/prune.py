@@ -35,7 +35,7 @@ def _number(text: str) -> int:
 def run(arguments: argparse.Namespace) -> int:
     """Exit code: OK if all that is to go is gone everywhere; FAILED if something was refused, or other nodes have it."""
     retention = Retention(keep_last=arguments.keep_last, keep_every=arguments.keep_every)
-    remover = Remover(open_store(arguments.root), arguments)
+    remover = Remover.look(open_store(arguments.root), arguments)
     verdicts = plan_prune(remover.removables(), retention, remover.wanted_by)
     going = {(verdict.checkpoint_id, verdict.save_id) for verdict in verdicts if not verdict.is_kept}
     chosen = [row for row in remover.rows if (row.checkpoint_id, row.save_id) in going]

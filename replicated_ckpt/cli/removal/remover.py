@@ -1,11 +1,12 @@
 """What `rm` and `prune` have in common: saves go from this node, and with the last copy on a node from the bucket."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import cached_property
 from shlex import quote
+from typing import Any, Self
 
 from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.agent.state.policies import PolicyBook
@@ -25,6 +26,7 @@ from replicated_ckpt.errors import ReplicatedCkptError
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.bucket.removal import remove_save
 from replicated_ckpt.stores.bucket_client.opening import open_client
+from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.wording import describe_bytes, list_some
@@ -66,18 +68,30 @@ class Removed:
 
 
 class Remover:
-    """Looks at the nodes, then removes what its caller chooses, by this node's agent. A dry run starts none."""
+    """Removes what its caller chooses of the saves that `look` has seen, by this node's agent. A dry run starts none."""
 
-    def __init__(self, store: LocalStore, arguments: argparse.Namespace) -> None:
-        self._store, self._force = store, arguments.force
-        self._keeps_bucket = arguments.keep_in_bucket
-        self._target = None if arguments.object_store is None else name_bucket(arguments.object_store, store)
-        if not arguments.dry_run:
-            self._own: AgentAddress = start_agent(store)
-        self.seen: NodesSeen = look_at_nodes(store)
-        self.rows: list[CheckpointSeen] = list_checkpoints(
-            self.seen, None if self._target is None else list_bucket(self._target)
-        )
+    def __init__(
+        self,
+        store: LocalStore,
+        arguments: argparse.Namespace,
+        agent: AgentAddress | None,
+        target: ObjectTarget | None,
+        seen: NodesSeen,
+        rows: Sequence[CheckpointSeen],
+    ) -> None:
+        self._store, self._agent, self._target = store, agent, target
+        self._force, self._keeps_bucket = arguments.force, arguments.keep_in_bucket
+        self.seen = seen
+        self.rows = rows
+
+    @classmethod
+    def look(cls, store: LocalStore, arguments: argparse.Namespace) -> Self:
+        """Starts this node's agent, and looks at the nodes and the bucket. Raises: AgentUnavailable, StoreError."""
+        target = None if arguments.object_store is None else name_bucket(arguments.object_store, store)
+        agent = None if arguments.dry_run else start_agent(store)
+        seen = look_at_nodes(store)
+        rows = list_checkpoints(seen, None if target is None else list_bucket(target))
+        return cls(store, arguments, agent, target, seen, rows)
 
     def removables(self) -> list[Removable]:
         """The saves as the decision sees them; without those that no manifest tells of, and renamed directories."""
@@ -148,8 +162,7 @@ class Remover:
 
     def _remove(self, row: CheckpointSeen, outcome: Removed) -> None:
         named = {"checkpoint_id": row.checkpoint_id, "save_id": row.save_id, "force": self._force}
-        with AgentClient(self._own) as client:
-            why = client.call("POST", "/v1/remove", {**named, "is_asked": True})["why"]
+        why = self._ask_agent("/v1/remove", {**named, "is_asked": True})["why"]
         if why:
             outcome.kept[row.checkpoint_id] = f"{why}; wait for it to end, or use --force"
             return
@@ -159,8 +172,7 @@ class Remover:
             for node in nodes:
                 book.setdefault(node, []).append(row.checkpoint_id)
         self._remove_from_bucket(row, is_last=not others and not silent, outcome=outcome)
-        with AgentClient(self._own) as client:
-            answer = client.call("POST", "/v1/remove", named)
+        answer = self._ask_agent("/v1/remove", named)
         for url, ids in outcome.removed_from.items():  # an upload that knew nothing of this may have ended meanwhile
             if row.checkpoint_id in ids:
                 self._remove_from(url, row)
@@ -214,8 +226,12 @@ class Remover:
                 remove_save(Bucket(there), row.checkpoint_id, row.save_id, self.seen.manifests.get(row.save_id))
             return
         named = {"checkpoint_id": row.checkpoint_id, "save_id": row.save_id, "url": url}
-        with AgentClient(self._own) as client, say_if_slow(url):
-            client.call("POST", "/v1/object/remove", named)
+        with say_if_slow(url):
+            self._ask_agent("/v1/object/remove", named)
+
+    def _ask_agent(self, path: str, document: Mapping[str, Any]) -> Mapping[str, Any]:
+        with AgentClient(self._agent or start_agent(self._store)) as client:
+            return client.call("POST", path, document)
 
     def describe(self, outcome: Removed) -> list[str]:
         """What was done, what was not and why, and what to do where copies are left."""

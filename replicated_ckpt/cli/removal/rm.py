@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Exit code: OK if no node that is known has it any more; FAILED if it was refused, or others have it still."""
     store = open_store(arguments.root)
-    remover = Remover(store, arguments)
+    remover = Remover.look(store, arguments)
     listed = [row for row in remover.rows if row.checkpoint_id == arguments.id]
     chosen = [row for row in listed if row.save_id]
     if listed and not chosen:
