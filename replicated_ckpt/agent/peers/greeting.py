@@ -14,7 +14,7 @@ from replicated_ckpt.agent.peers.address_book import INTRODUCE_HINT, PeerBook
 from replicated_ckpt.agent.peers.call_backs import CallBacks
 from replicated_ckpt.agent.peers.who import Who, ask_who
 from replicated_ckpt.agent.state.endpoint import Endpoint
-from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptError, StoreDenied, StoreError
+from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptError, StoreDenied, StoreError, StoreUnavailable
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.fan_out import FanOut
 
@@ -80,12 +80,17 @@ class Greeter:
             self._note(address, error)
 
     def _note(self, address: AgentAddress, error: ReplicatedCkptError | None) -> None:
-        """What became of a greeting. That this is a second agent of its node is a warning, once."""
+        """What became of a greeting. That this is a second agent of its node is a warning, once.
+
+        A peer that has not looked, as this agent greets too often, or that does not answer, says nothing new of that.
+        """
         is_twin, node_id = isinstance(error, ConfigInvalid), address.node_id
         with self._lock:
-            was_twin = self._refusals.pop(node_id, None) is not None
+            was_twin = node_id in self._refusals
             if is_twin:
                 self._refusals[node_id] = str(error)
+            elif not isinstance(error, StoreUnavailable):
+                self._refusals.pop(node_id, None)
         if error is not None:
             level = logging.WARNING if is_twin and not was_twin else logging.INFO
             log.log(level, "could not greet %s: %s", address.label, error.message)
@@ -114,7 +119,8 @@ def heed_hello(book: PeerBook, said: AgentAddress, from_host: str, call_backs: C
     """Notes that a known node is there, and where its agent listens now, after it has said so when it was called back.
 
     A node that answers at the address that is known has not moved, whatever was announced. Its host changes only where its
-    certificate is pinned: over plain HTTP the token alone would lead every peer of the node to a thief of it.
+    certificate is pinned: over plain HTTP the token alone would lead every peer of the node to a thief of it. An agent may
+    count fewer starts than the one that is known: its disk was put back.
 
     Raises:
         StoreDenied: this is not that node, or an earlier agent of it; nothing has changed. ConfigInvalid: so has nothing,
@@ -122,7 +128,6 @@ def heed_hello(book: PeerBook, said: AgentAddress, from_host: str, call_backs: C
     """
     known = _identify_named(book, said)
     if known.tls_sha256 not in ("", said.tls_sha256):
-        _check_incarnation(said, known)
         with call_backs.take_turn(known.node_id, from_host):
             book.learn([_renew(known, said)])
         return
@@ -135,7 +140,6 @@ def heed_hello(book: PeerBook, said: AgentAddress, from_host: str, call_backs: C
     there, here = asked.results.get(before), asked.results.get(announced)
     if there is not None and here is not None and known.node_id == here.node_id and there.is_twin_of(here):
         raise book.twins.note(known, announced)
-    _check_incarnation(said, known)
     if there is not None and there != expected and there.node_id == known.node_id and before != announced:
         raise _denial(said, "it answers at the address that is known, and says otherwise")
     found = [address for address in (before, announced) if asked.results.get(address) == expected]
@@ -143,12 +147,6 @@ def heed_hello(book: PeerBook, said: AgentAddress, from_host: str, call_backs: C
         log.info("called back at %s:%d: %s", announced.host, announced.port, asked.errors.get(announced) or there)
         raise _denial(said, f"called back at {announced.host}:{announced.port}, it does not say so itself")
     book.learn(found[:1])
-
-
-def _check_incarnation(said: AgentAddress, known: AgentAddress) -> None:
-    """Raises StoreDenied: an earlier agent of the node has said this."""
-    if said.incarnation < known.incarnation:
-        raise _denial(said, "it has been started again since")
 
 
 def _renew(known: AgentAddress, said: AgentAddress) -> AgentAddress:

@@ -3,10 +3,16 @@
 import shutil
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from replicated_ckpt.agent.peers.address_book import PeerBook
+from replicated_ckpt.agent.peers.greeting import Greeter
+from replicated_ckpt.agent.state.endpoint import Endpoint
 from replicated_ckpt.cli.exit_codes import ExitCode
+from replicated_ckpt.errors import ConfigInvalid, StoreUnavailable
+from replicated_ckpt.stores.peer.client import AgentAddress
 from tests.agent.agents import RunningAgent, peers_of, running_agent, wait_for
 from tests.cli.commands import as_json
 
@@ -57,3 +63,18 @@ def test_a_cloned_disk_is_named_while_both_agents_run(tmp_path: Path, starts: in
         assert known["port"] == node.endpoint.port, "what the clone said of itself was not believed"
     log = (roots[0] / "agent.out").read_text()
     assert log.count("WARNING replicated_ckpt.agent.peers.twins: Two agents are node") == 1
+
+
+def test_a_peer_that_says_nothing_new_takes_nothing_back(tmp_path: Path) -> None:
+    """It has not looked, as this agent greets too often, or it is silent: `status` of the second agent stays degraded."""
+    book = PeerBook(tmp_path)
+    book.learn([AgentAddress("a" * 12, "127.0.0.1", 1, "t" * 32)])
+    greeter = Greeter(book, Endpoint("b" * 12, "127.0.0.1", 2, "t" * 32, 1, "0"))
+    unheard = StoreUnavailable("a peer", "hear", "node b", "greets too often")
+    answers = [ConfigInvalid("Two agents are node b."), unheard, unheard, None]
+    said = []
+    with mock.patch.object(Greeter, "_tell", side_effect=answers):
+        for _ in answers:
+            greeter.greet_all()
+            said.append([*greeter.describe_refusals()])
+    assert said == [[str(answers[0])]] * 3 + [[]]

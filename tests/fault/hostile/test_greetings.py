@@ -142,13 +142,25 @@ def test_a_node_is_believed_where_it_answers(pair: Pair) -> None:
     pair.introduce(old)
     pair.hear("hello", pair.known)
     assert book(pair.first) == {pair.known.node_id: replace(pair.known, host="127.0.0.1")}
-    with pytest.raises(StoreDenied, match="started again"):
+    with pytest.raises(StoreDenied, match="does not say so itself"):
         pair.hear("hello", replace(pair.known, incarnation=0))
     with pytest.raises(StoreDenied, match="certificate is another one"):
         pair.hear("hello", replace(pair.known, tls_sha256="b" * 64))
     with pytest.raises(StoreDenied):
         pair.hear("hello", replace(pair.known, tls_sha256=""))
     assert book(pair.first)[pair.known.node_id].port == pair.known.port
+
+
+def test_a_node_whose_disk_was_put_back_is_found_again(pair: Pair) -> None:
+    """Its agent counts fewer starts than its peer knows: it is believed where it listens now, and when it leaves."""
+    pair.introduce(replace(pair.known, port=free_port(), incarnation=pair.known.incarnation + 3))
+    pair.hear("hello", pair.known)
+    assert book(pair.first) == {pair.known.node_id: pair.known}
+    with pair.second.client() as owner:
+        owner.call("POST", "/v1/peers", {"peers": [pair.first.endpoint.address().to_json()]})
+    pair.second.signal(signal.SIGTERM)
+    assert pair.second.process.wait(20) == 0
+    assert pair.is_away()
 
 
 def test_without_tls_a_node_moves_on_its_own_host_alone(tmp_path: Path) -> None:
