@@ -1,5 +1,6 @@
 """Retention as one process uses it, with a real agent and an S3 server: each tier keeps what its own policy says."""
 
+import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,6 +16,8 @@ from replicated_ckpt import ReplicatedReader, ReplicatedWriter, Retention
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.state.endpoint import read_endpoint
 from replicated_ckpt.agent.uploads.bucket_retention import retire_in_bucket
+from replicated_ckpt.cli.exit_codes import ExitCode
+from replicated_ckpt.cli.main import main
 from replicated_ckpt.core.manifest import UploadEntry
 from replicated_ckpt.core.upkeep.policy import Policy
 from replicated_ckpt.errors import ConfigInvalid
@@ -73,6 +76,59 @@ def test_each_tier_keeps_what_its_policy_says(root: Path, where: Mapping[str, An
     assert f"from {where['object_store']}: its sequence 1 is older than 2, of the newest 2" in log
     assert "testsecret" not in log
     assert not list((root / ".agent").glob("upload-*"))
+
+
+def columns_of(root: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
+    """By checkpoint, what `ls` says of the bucket, of which it knows by the agents alone."""
+    capsys.readouterr()
+    assert main(["ls", "--root", str(root), "--start-agents", "--json"]) == ExitCode.OK
+    return {row["checkpoint_id"]: row["bucket"] for row in json.loads(capsys.readouterr().out)["checkpoints"]}
+
+
+def test_ls_says_that_the_bucket_has_given_a_checkpoint_up(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the agent that has removed it there, and by one that starts anew: no step names the bucket for a lost file."""
+    url = f"file://{tmp_path}/bucket"
+    writer = ReplicatedWriter(root, retention=ALL, object_retention=ONE, object_store=url)
+    for number in (1, 2):
+        save(writer, f"step-{number}", number)
+        writer.wait()
+    wanted = {"step-2": "there", "step-1": "not there"}
+    wait_for(lambda: columns_of(root, capsys) == wanted, 20, "what the agent has removed")
+    stop_agent(root)
+    wait_for(lambda: columns_of(root, capsys) == wanted, 20, "what the next agent has found")
+    (root / "step-1" / "__0_0.distcp").unlink()
+    assert main(["ls", "--root", str(root)]) == ExitCode.OK
+    assert "next step for step-1: load an older checkpoint" in capsys.readouterr().out
+    assert main(["verify", "step-2", "--root", str(root)]) == ExitCode.OK
+
+
+def test_verify_names_what_an_older_bucket_has_as_another_save(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The bucket was put back to before a save was replaced: the newer one is on the nodes alone."""
+    bucket, url = tmp_path / "bucket", f"file://{tmp_path}/bucket"
+    writer = ReplicatedWriter(root, overwrite=True, object_store=url)
+    for number in (1, 2):
+        save(writer, f"step-{number}", number)
+    writer.wait()
+    shutil.copytree(bucket, tmp_path / "older")
+    save(writer, "step-2", 3)
+    save(writer, "step-3", 3)
+    writer.wait()
+    verify = ["verify", "--root", str(root), "--object-store", url]
+    assert main(verify) == ExitCode.OK
+    assert "another save" not in capsys.readouterr().out
+    shutil.rmtree(bucket)
+    (tmp_path / "older").rename(bucket)
+    assert main(verify) == ExitCode.OK
+    said = capsys.readouterr().out
+    assert f"not in {url}, and on the nodes alone: step-3" in said
+    assert f"in {url} as another save than the nodes' newest one: step-2" in said
+    for checkpoint_id in ("step-2", "step-3"):
+        assert main(["upload", checkpoint_id, "--root", str(root)]) == ExitCode.OK
+    assert_loads(ReplicatedReader(object_store=url), "step-2", 3)
 
 
 @pytest.mark.long

@@ -182,11 +182,12 @@ def test_an_order_to_a_second_bucket_is_carried_out(tmp_path: Path, monkeypatch:
     targets.learn(ObjectTarget.check(second, {}))
     manifest = checkpointed([service.store], 1, {shard(0): (0,)}, copies=1, size_bytes=3000, url=first)
 
-    def order(*_: object) -> None:
+    def order(*_: object) -> frozenset[str]:
         uploader.orders.take(manifest.save_id, second)
         state = uploader.state_of(manifest.save_id)
         assert state is not None
         assert (state.state, state.url) == ("pending", second)
+        return frozenset()
 
     if when == "before":
         uploader.state_of(manifest.save_id)

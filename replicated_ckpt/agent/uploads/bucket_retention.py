@@ -1,14 +1,14 @@
 """Retention in the bucket: what goes when a newer save has come, and what is not brought any more."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.state.policies import PolicyBook
 from replicated_ckpt.agent.state.upload_orders import OrderBook
+from replicated_ckpt.agent.uploads.upload_progress import UploadProgress
 from replicated_ckpt.config import Retention
-from replicated_ckpt.core.bucket.upload_plan import UploadState
 from replicated_ckpt.core.manifest import Manifest, decode_manifest
 from replicated_ckpt.core.notes import metrics_of
 from replicated_ckpt.core.upkeep.policy import Standing, scope_of
@@ -34,27 +34,29 @@ _REFUSED_MAX = 16
 """Of the checkpoints that may not be deleted so many are tried after each save."""
 
 
-def standing_of(service: NodeService, orders: OrderBook, states: Mapping[str, UploadState]) -> Standing:
+def standing_of(service: NodeService, orders: OrderBook, uploads: Mapping[str, UploadProgress]) -> Standing:
     """What this node says of its policies and uploads. One of which it does not know that it is over is not.
 
     The last ones stay uploaded when they are retired here: other nodes may not have looked into the bucket since.
     """
     removed = service.removals.read_all()
+    states = {save_id: upload.state for save_id, upload in uploads.items()}
     asked = (orders.apply(manifest) for _, manifest in service.store.catalog.committed())
     url_by_save = {
         one.save_id: one.upload.url for one in asked if one.upload is not None and one.save_id not in removed
     }
     over = [
         save_id
-        for save_id, state in list(states.items())
+        for save_id, state in states.items()
         if state.state != "pending" and state.url == url_by_save.get(save_id, state.url)  # not of an order before
     ]
     wanted = frozenset(url_by_save)
     uploading = wanted.difference(over)
     ordered = frozenset(filter(orders.is_ordered, uploading))
-    unable = frozenset(save_id for save_id, state in list(states.items()) if state.is_denied) & uploading
+    unable = frozenset(save_id for save_id, state in states.items() if state.is_denied) & uploading
     uploaded = frozenset(wanted.intersection(over)).union(over[-TOLD_MAX:])
-    return Standing(service.policies.read_all(), uploading, uploaded, ordered, removed, unable)
+    absent = frozenset(save_id for save_id in uploaded if uploads[save_id].is_absent)
+    return Standing(service.policies.read_all(), uploading, uploaded, ordered, removed, unable, absent)
 
 
 def check_wanted(service: NodeService, bucket: Bucket, manifest: Manifest) -> None:
@@ -102,27 +104,30 @@ def _check_not_removed(service: NodeService, manifest: Manifest) -> None:
         )
 
 
-def retire_in_bucket(service: NodeService, bucket: Bucket, manifest: Manifest) -> None:
+def retire_in_bucket(service: NodeService, bucket: Bucket, manifest: Manifest) -> Collection[str]:
     """Removes what the bucket keeps no longer, now that this save is there. What cannot be removed is logged and stays.
 
     Newest first: what has just been replaced goes, however many older ones may not be deleted, as a legal hold is on them.
+    Returns the saves that are gone.
     """
-    retention = _retention(service.policies, bucket, manifest)
+    retention, gone = _retention(service.policies, bucket, manifest), set[str]()
     if retention is None:
-        return
+        return gone
     refusals: list[StoreDenied] = []
     try:
         for verdict in judge(_there(bucket, manifest, retention), retention):
             if verdict.is_kept or len(refusals) == _REFUSED_MAX:
                 continue
             try:
-                _remove(bucket, verdict)
+                if _remove(bucket, verdict):
+                    gone.add(verdict.save_id)
             except StoreDenied as exc:
                 refusals.append(exc)
         if refusals:
             raise refusals[0]
     except ReplicatedCkptError as exc:
         log.warning("%s keeps more than it should: %s", bucket.client.target.url, exc)
+    return gone
 
 
 def tidy_after(bucket: Bucket, manifest: Manifest, there: BucketSave) -> None:
@@ -160,17 +165,19 @@ def _there(bucket: Bucket, manifest: Manifest, retention: Retention) -> Sequence
     ]
 
 
-def _remove(bucket: Bucket, verdict: Verdict) -> None:
+def _remove(bucket: Bucket, verdict: Verdict) -> bool:
+    """Whether the save is not there now: it may have been replaced since it was listed. Raises StoreError."""
     there, url = bucket.save_of(verdict.checkpoint_id), bucket.client.target.url
-    if there is None or there.save_id != verdict.save_id:  # it may have been replaced since it was listed
-        return
+    if there is None or there.save_id != verdict.save_id:
+        return True
     with suppress(ManifestInvalid, ObjectMissing):  # what is damaged goes like the others
         try:
             decode_manifest(bucket.manifest_raw(there), url)
         except ManifestVersionUnknown as exc:
             log.warning("%s stays in %s: %s", verdict.checkpoint_id, url, exc)
-            return
+            return False
     if bucket.save_of(verdict.checkpoint_id) != there:  # what is deleted is what has the name then
-        return
+        return True
     bucket.remove(there)
     log.info("removed %s (save %s) from %s: %s", verdict.checkpoint_id, verdict.save_id, url, verdict.rule)
+    return True

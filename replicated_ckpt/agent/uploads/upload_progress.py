@@ -14,19 +14,28 @@ RETRY_FIRST_S, RETRY_MAX_S = 0.5, 60.0
 
 @dataclass
 class UploadProgress:
-    """`state` is what others are told, `intact` the shards that were found so in the bucket. Times are the uploader's."""
+    """`state` is what others are told, `intact` the shards that were found so in the bucket. Times are the uploader's.
+
+    `is_retired`: it was there, and this agent has removed it since, as the bucket's retention says.
+    """
 
     state: UploadState
     first_seen: float
     moved_at: float
     due: float = 0.0
     intact: set[str] = field(default_factory=set)
+    is_retired: bool = False
     _wait_s: float = WAIT_FIRST_S
     _failing_since: float | None = None
 
     @property
     def is_pending(self) -> bool:
         return self.state.state == "pending"
+
+    @property
+    def is_absent(self) -> bool:
+        """Whether it is known not to be in the bucket, and will not come there."""
+        return self.is_retired or self.state.state == "superseded"
 
     def end(self, state: str, why: str = "") -> None:
         """It is "committed" or "superseded"."""

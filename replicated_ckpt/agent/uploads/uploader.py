@@ -117,8 +117,7 @@ class Uploader:
 
     def standing(self) -> Standing:
         """What this node says of its policies of retention and its uploads. From any thread."""
-        states = {save_id: upload.state for save_id, upload in self._read_uploads().items()}
-        return standing_of(self._service, self.orders, states)
+        return standing_of(self._service, self.orders, self._read_uploads())
 
     def state_of(self, save_id: str) -> UploadState | None:
         """How far a save has come; the caller waits, so it is looked at soon. None: not here, or not to be uploaded."""
@@ -290,7 +289,9 @@ class Uploader:
             raw_manifest, raw_metadata = descriptions(directory, manifest)
         bucket.commit(manifest, raw_manifest, raw_metadata)
         take_back_removed(self._service, bucket, manifest)
-        retire_in_bucket(self._service, bucket, manifest)
+        uploads = self._read_uploads()
+        for gone in uploads.keys() & retire_in_bucket(self._service, bucket, manifest):
+            uploads[gone].is_retired = uploads[gone].state.url == upload.state.url
         return True
 
     def _open_patiently(self, url: str) -> Bucket:

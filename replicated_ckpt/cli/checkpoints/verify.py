@@ -4,7 +4,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -22,6 +22,7 @@ from replicated_ckpt.cli.look.start import add_start_argument, open_store_of
 from replicated_ckpt.cli.look.table import format_duration
 from replicated_ckpt.cli.look.unmanaged import print_audits, worst_code
 from replicated_ckpt.cli.look.waiting import say_if_slow
+from replicated_ckpt.core.inventory import saves_found
 from replicated_ckpt.core.layout import LATEST
 from replicated_ckpt.core.upkeep.finding import Finding
 from replicated_ckpt.core.upkeep.repair_plan import ShortShard
@@ -80,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
         document = {**as_json(audit), "seconds": round(seconds, 3), **others, "object_store": there.to_json()}
         print(json.dumps(document, indent=2))
     else:
-        _print_bucket(there, audit.checkpoint_ids)
+        _print_bucket(there, _list_newest(audit))
     if there.problem is not None:
         raise there.problem
     codes = (
@@ -95,13 +96,14 @@ def run(arguments: argparse.Namespace) -> int:
 class _InBucket:
     """What was read in the bucket. `unchecked` were written by stock torch, without checksums. `problem`: it is unread.
 
-    `newer`: only a newer version reads them.
+    `newer`: only a newer version reads them. `save_ids`: of all that is committed there.
     """
 
     url: str = ""
     checkpoint_ids: tuple[str, ...] = ()
     unchecked: tuple[str, ...] = ()
     newer: tuple[str, ...] = ()
+    save_ids: tuple[str, ...] = ()
     bytes_read: int = 0
     findings: tuple[Finding, ...] = ()
     problem: StoreError | None = None
@@ -131,12 +133,21 @@ def _read(target: ObjectTarget, checkpoint_id: str | None) -> _InBucket:
         tuple(inspector.checkpoint_ids),
         tuple(inspector.unchecked),
         tuple(inspector.newer),
+        tuple(save.save_id for save in saves),
         inspector.bytes_read,
         findings,
     )
 
 
-def _print_bucket(there: _InBucket, on_nodes: Sequence[str]) -> None:
+def _list_newest(audit: Audit) -> Mapping[str, str]:
+    """By checkpoint on the nodes, the save that a load from them takes; "" where no manifest is believed."""
+    holdings = [holding for reading in audit.readings for holding in reading.held.holdings]
+    newest: dict[str, str] = dict.fromkeys(audit.checkpoint_ids, "")
+    return newest | {save.checkpoint_id: save.save_id for save in reversed(saves_found(holdings))}
+
+
+def _print_bucket(there: _InBucket, on_nodes: Mapping[str, str]) -> None:
+    """`on_nodes`: the newest save of each checkpoint there."""
     for finding in there.findings:
         print(finding)
     for checkpoint_id in there.unchecked:
@@ -147,6 +158,9 @@ def _print_bucket(there: _InBucket, on_nodes: Sequence[str]) -> None:
         absent = [one for one in on_nodes if one not in {*there.checkpoint_ids, *there.unchecked, *there.newer}]
         if absent:
             print(f"not in {there.url}, and on the nodes alone: {', '.join(absent)}")
+        others = [one for one in there.checkpoint_ids if on_nodes.get(one) and on_nodes[one] not in there.save_ids]
+        if others:
+            print(f"in {there.url} as another save than the nodes' newest one: {', '.join(others)}")
         found = "intact" if there.checkpoint_ids else "no checkpoint to verify"
         verdict = "NOT intact" if there.findings else found
         print(

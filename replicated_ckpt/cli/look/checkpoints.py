@@ -195,10 +195,12 @@ def _bucket_state(
         is_there = (save.checkpoint_id, save.save_id) in in_bucket
         return "there" if is_there else "" if manifest is None or manifest.upload is None else "not there"
     standings = [held.standing for held in seen.held.values()]
-    if any(save.save_id in standing.uploaded for standing in standings):
-        return "there"
     if save.save_id in pending(standings):
         return "on its way"
+    if any(save.save_id in standing.absent for standing in standings):
+        return "not there"
+    if any(save.save_id in standing.uploaded for standing in standings):
+        return "there"
     return "" if manifest is None or manifest.upload is None else "unknown"
 
 

@@ -94,7 +94,8 @@ class Standing:
     `uploading`: saves that it takes for not yet in the bucket. `uploaded`: those of which it knows that they are, or are
     not wanted there. `ordered`: those of `uploading` that a user has ordered by hand, whatever else is known of them.
     `removed`: saves that the node's own user has removed by hand. `unable`: those of `uploading` that it cannot bring
-    itself: no rank there has named the bucket, or its key is refused. `is_busy`: it may be making copies now.
+    itself: no rank there has named the bucket, or its key is refused. `absent`: those of `uploaded` that the bucket does
+    not have, as it has removed them, or would not keep them. `is_busy`: it may be making copies now.
     """
 
     policies: tuple[Policy, ...] = ()
@@ -103,6 +104,7 @@ class Standing:
     ordered: frozenset[str] = frozenset()
     removed: frozenset[str] = frozenset()
     unable: frozenset[str] = frozenset()
+    absent: frozenset[str] = frozenset()
     is_busy: bool = field(default=False, kw_only=True)
 
     def to_json(self) -> dict[str, Any]:
@@ -113,6 +115,7 @@ class Standing:
             "ordered": sorted(self.ordered),
             "removed": sorted(self.removed),
             "unable": sorted(self.unable),
+            "absent": sorted(self.absent),
             "is_busy": self.is_busy,
         }
 
@@ -121,11 +124,12 @@ class Standing:
         """As `to_json` wrote it; an agent of an older version says nothing. Raises as `Policy.from_json` does."""
         return cls(
             tuple(Policy.from_json(entry) for entry in fields.get("policies", ())),
-            *(_save_ids(fields.get(name, ())) for name in ("uploading", "uploaded", "ordered", "removed", "unable")),
+            *(_save_ids(fields.get(name, ())) for name in _SAVES),
             is_busy=fields.get("is_busy") is True,
         )
 
 
+_SAVES = ("uploading", "uploaded", "ordered", "removed", "unable", "absent")
 NOTHING_SAID = Standing()
 
 
