@@ -1,6 +1,6 @@
-"""Saves that are newer than the one which a load takes, and of which files are missing: the load goes back, and says so."""
+"""What may be newer than the save that a load takes: saves of which files are missing, and what silent nodes may have."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from replicated_ckpt.core.inventory import SaveFound
@@ -59,6 +59,22 @@ def describe_passed_over(
         "--root ROOT` lists what is missing."
     )
     return " ".join(sentences)
+
+
+def describe_silent(chosen: SaveFound, manifest: Manifest, own_node: str, searched: Mapping[str, str]) -> str:
+    """For the same warning: that no other node of a save was reached; they may have gone on without this one.
+
+    `searched`: by node, each place that was looked at. "" where one of them has answered, or none was asked.
+    """
+    others = [searched[node.node_id] for node in manifest.nodes if node.node_id in searched.keys() - {own_node}]
+    if not others or any(NOT_REACHED not in place for place in others):
+        return ""
+    silent = list_some([place.partition(NOT_REACHED)[0] for place in others], _SHOWN_MAX)
+    return (
+        f"{_name(chosen)} is taken, and of the other nodes that took part in it none was reached: {silent}. What they have "
+        "saved since then without this node is not seen. If there may be such, bring one of them back, and load again "
+        "before the next save."
+    )
 
 
 def _name(save: SaveFound) -> str:

@@ -20,7 +20,7 @@ from replicated_ckpt.core.upkeep.remains import Remains, note_lost_manifests, wi
 from replicated_ckpt.dcp.find import absence
 from replicated_ckpt.dcp.find.bucket_look import LOOK_WITHIN_S, BucketLook, InBucket
 from replicated_ckpt.dcp.find.lineage_choice import choose_lineage
-from replicated_ckpt.dcp.find.passed_over import PassedOver, describe_passed_over, find_unread
+from replicated_ckpt.dcp.find.passed_over import PassedOver, describe_passed_over, describe_silent, find_unread
 from replicated_ckpt.dcp.find.unmanaged_survey import unmanaged_save, unmanaged_warning
 from replicated_ckpt.dcp.node.node import SeenStore
 from replicated_ckpt.errors import (
@@ -43,7 +43,6 @@ from replicated_ckpt.stores.peer.fan_out import FanOut
 from replicated_ckpt.stores.peer.paths import file_path
 
 log = logging.getLogger(__name__)
-
 SURVEY_TIMEOUT_S = 3.0
 
 
@@ -53,9 +52,9 @@ class Survey:
 
     `addresses` are the peers that answered; `searched` tells each place that was looked at. `in_bucket` is None if it is
     not there. `unmanaged_warning` is not empty if stock torch wrote it on the nodes' disks: the manifest has no checksums
-    then; nor is `passed_over` if something newer is not whole. `lineages` are those in the directory of its id, the chosen
-    one first; `sequence_max` is the largest of that. `load_id` is the same on all ranks that load together, and no other
-    load's. `silent` are nodes that answered, and then let a time-out pass: they are asked last.
+    then; nor is `passed_over` if something newer is not whole, or silent nodes may have some. `lineages` are those in the
+    directory of its id, the chosen one first; `sequence_max` is the largest of that. `load_id` is the same on all ranks
+    that load together, and no other load's. `silent` are nodes that answered, and then let a time-out pass.
     """
 
     manifest_raw: str
@@ -137,8 +136,7 @@ class Surveyor:
         self._searched: dict[str, str] = {}
         self._damaged: dict[str, str] = {}
         self._newer = absence.NewerSaves()
-        self._problems, self._ids = list[str](), set[str]()
-        self._remains: list[Remains] = []
+        self._problems, self._ids, self._remains = list[str](), set[str](), list[Remains]()
 
     def survey(self, checkpoint_id: str) -> Survey:
         """The newest save that `checkpoint_id` (or "latest") means.
@@ -197,6 +195,8 @@ class Surveyor:
             bad, seen = save.damaged_copies, with_remains(save, manifest, self._remains)
             if seen.is_whole(manifest.shard_sizes, bad) and seen.is_described_to(self._ranks_on, self._hung):
                 told = describe_passed_over(seen, passed, self._places(), find_unread(self._remains, self._ids))
+                if checkpoint_id == LATEST:
+                    told = told or describe_silent(seen, manifest, self._own_node, self._searched)
                 return replace(self._survey(seen.holdings, raw, seen.save_id), passed_over=told)
             passed.append(PassedOver(seen, raw, manifest))
         lost = [(one.save, one.raw, one.manifest) for one in passed if one.manifest is not None]

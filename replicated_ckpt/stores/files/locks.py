@@ -104,11 +104,13 @@ class HeldLock:
     def release(self) -> None:
         """Ends the lock, also where a fork has the descriptor still. Nothing, where this is a fork, or it was released.
 
-        An interrupt right here ends it, too: the next save of this process would wait for it in vain.
+        An interrupt right here ends it, too: the next save of this process would wait for it in vain. So does an error, as
+        of a network file system: what the lock was for is done by now.
         """
         try:
             if self.is_held:
-                fcntl.flock(self.fd, fcntl.LOCK_UN)
+                with contextlib.suppress(OSError):
+                    fcntl.flock(self.fd, fcntl.LOCK_UN)
         finally:
             self.close()
 

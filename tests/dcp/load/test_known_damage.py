@@ -14,7 +14,8 @@ from replicated_ckpt.agent.state.damage import DamageBook
 from replicated_ckpt.core.inventory import Holding, SaveFound
 from replicated_ckpt.dcp.find.passed_over import PassedOver, describe_passed_over
 from replicated_ckpt.stores.local.store import LocalStore
-from tests.agent.checkpoints import findings
+from tests.agent.agents import running_agent
+from tests.agent.checkpoints import checkpointed, findings, introduced
 from tests.damage import flip
 
 pytestmark = [
@@ -93,6 +94,26 @@ def test_a_load_of_the_latest_says_what_it_passes_over(
     (tmp_path / "step-2" / lost).write_bytes(kept)
     assert load(tmp_path) == 2.0
     assert findings(LocalStore(tmp_path)) == []
+
+
+def test_a_node_that_is_alone_says_what_it_cannot_see(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its disk may have been put back, or the others have gone on: silent, they are named; not once one has answered."""
+    nodes = [LocalStore(tmp_path / name) for name in ("here", "there")]
+    checkpointed(nodes, 1, {SHARD: (0, 1)})
+    with running_agent(nodes[1].root) as there:
+        introduced(nodes[0], [there.endpoint.address()])
+        with caplog.at_level(logging.WARNING):
+            assert ReplicatedReader(nodes[0].root).latest() == "step-1"
+        assert caplog.text == ""
+    with caplog.at_level(logging.WARNING):
+        assert ReplicatedReader(nodes[0].root).exists("step-1")
+        assert caplog.text == "", "it was named"
+        assert ReplicatedReader(nodes[0].root).latest() == "step-1"
+    said = (
+        rf"'step-1' .* is taken, and of the other nodes .* none was reached: node {nodes[1].node_id()} at .* not seen\."
+    )
+    assert re.search(said, caplog.text)
+    assert [findings(store) for store in nodes] == [[], []]
 
 
 def test_it_names_what_did_not_answer() -> None:
