@@ -1,6 +1,7 @@
 """The question before a load: is there a checkpoint? Every rank gets the same answer, or every rank the same error."""
 
 import logging
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -14,6 +15,9 @@ from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.local.store import LocalStore
 
 log = logging.getLogger(__name__)
+
+_told: deque[str] = deque(maxlen=16)
+"""What this process has logged last of newer checkpoints: not again, as one restore looks several times."""
 
 
 def look_up(
@@ -35,8 +39,9 @@ def look_up(
     except (AgreedError, CheckpointNotFound) as exc:
         error = exc.error if isinstance(exc, AgreedError) else exc
     else:
-        if survey.passed_over and world.is_coordinator:
+        if survey.passed_over and survey.passed_over not in _told and world.is_coordinator:
             log.warning("%s", survey.passed_over)
+            _told.append(survey.passed_over)
         return survey.found
     if not isinstance(error, CheckpointNotFound):
         raise error

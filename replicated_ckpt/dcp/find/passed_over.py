@@ -71,9 +71,9 @@ def describe_silent(chosen: SaveFound, manifest: Manifest, own_node: str, search
         return ""
     silent = list_some([place.partition(NOT_REACHED)[0] for place in others], _SHOWN_MAX)
     return (
-        f"{_name(chosen)} is taken, and of the other nodes that took part in it none was reached: {silent}. What they have "
-        "saved since then without this node is not seen. If there may be such, bring one of them back, and load again "
-        "before the next save."
+        f"{_name(chosen)} is the newest that was found. Of its other nodes none was reached: {silent}. "
+        "What they have saved since then without this node is not seen. If there may be such, bring one of them back, and "
+        "load again before the next save."
     )
 
 
