@@ -59,6 +59,7 @@ class RepairRoutes:
             "give-up": self._give_up,
             "remove": self._remove,
             "forget": self._forget,
+            "drained": self._drain,
         }
 
     def answer(self, verb: str, request: Request) -> Answer:
@@ -177,6 +178,11 @@ class RepairRoutes:
         """The user says that a node never comes back: it is taken out of the address book."""
         is_known = self._service.peers.forget(str(fields["node_id"]))
         return json_answer(self._reprotector.wake, is_known=is_known)
+
+    def _drain(self, fields: Mapping[str, Any], _: Request) -> Answer:
+        """The user takes this node down, or does not after all: known until the agent ends, or a save is opened here."""
+        self._service.is_drained = fields["is_drained"] is True
+        return json_answer()
 
     def _verify(self, fields: Mapping[str, Any], request: Request) -> Answer:
         """Reads everything here, or one checkpoint, and says what is wrong and what is intact.

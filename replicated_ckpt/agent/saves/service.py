@@ -78,7 +78,7 @@ class NodeService:
         self.finisher = Finisher(store, self.peers, self.hand_overs, self.commit, give_up)
         self._opened_at: dict[str, float] = {}
         self._started_at = time.monotonic()
-        self._is_leaving = False
+        self._is_leaving, self.is_drained = False, False
         self._fence, self._reserved = Fence(), ReservedSequences(store, self.histories)
         self.adoption_locks = AdoptionLocks()
 
@@ -121,6 +121,7 @@ class NodeService:
             CheckpointExists, StoreError. StoreUnavailable: this agent was told to stop.
         """
         self.pins.end(intent.session.partition(WRITER)[0])
+        self.is_drained = False  # it is used again
         found = self.leftovers(intent)  # not again once that is done: a later save may be open by then
         completed = self._complete_decided(leftover.intent for leftover in found)
         leftovers = tuple(leftover for leftover in found if leftover.intent.save_id not in completed)

@@ -22,6 +22,7 @@ from replicated_ckpt.stores.files.durable import translate_errors
 from replicated_ckpt.stores.local.memory_tier import find_memory_tier
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.versions.others import others_in
+from replicated_ckpt.stores.peer.client import AgentClient
 from replicated_ckpt.wording import describe_bytes, list_some, plural
 
 HELP = "Have the copies of this node made on other nodes, and say whether it may be taken down."
@@ -47,7 +48,9 @@ def run(arguments: argparse.Namespace) -> int:
     """
     store = open_store(arguments.root)
     if not arguments.dry_run:
-        start_agent(store)
+        _say(
+            store, is_drained=True
+        )  # first: of two drains at once the later one counts on nothing that goes with the other
         read_all(store)  # the agents know of every bad copy then
     done = 0
     failed: dict[str, str] = {}
@@ -59,11 +62,19 @@ def run(arguments: argparse.Namespace) -> int:
         done += len(plan.actions)
         failed = carry_out(plan, seen.addresses, seen.label)
     drained = _Drained(seen, plan, done, failed, _list_what_stays(store, seen), _list_others(store))
+    if not (arguments.dry_run or drained.is_empty):
+        _say(store, is_drained=False)
     if arguments.json:
         print(json.dumps(drained.to_json(), indent=2))
     else:
         print("\n".join(drained.describe(store)))
     return ExitCode.OK if drained.is_empty else ExitCode.FAILED
+
+
+def _say(store: LocalStore, *, is_drained: bool) -> None:
+    """Has this node's agent tell the others. Raises AgentUnavailable, StoreError."""
+    with AgentClient(start_agent(store)) as client:
+        client.call("POST", "/v1/drained", {"is_drained": is_drained})
 
 
 @dataclass(frozen=True)
@@ -96,8 +107,15 @@ class _Drained:
         }
 
     @property
+    def _drained_before(self) -> list[str]:
+        """Other nodes that answer and are taken down, too."""
+        return [
+            node for node, held in self.seen.held.items() if held.standing.is_drained and node != self.seen.own_node
+        ]
+
+    @property
     def _has_others(self) -> bool:
-        return self.seen.nodes_known > 1
+        return self.seen.nodes_known > 1 + len(self._drained_before)
 
     def _name_shortage(self) -> str:
         if self.seen.unreached:
@@ -124,29 +142,32 @@ class _Drained:
         lines += [f"failed: {what}: {why}" for what, why in self.failed.items()]
         lines += [f"not drained: {what}" for what in self.stays]
         lines += self._name_not_copied(store)
-        others = plural(len(self.seen.held) - 1, "other node")
+        gone = self._drained_before
+        lines += [f"drained before, so not counted: {self.seen.list_names(gone)}"] if gone else []
+        other_count = len(self.seen.held) - 1 - len(gone)
+        others = plural(other_count, "other node")
         label = self.seen.label(self.seen.own_node)
         if not self.is_empty:
-            there = f"too few copies on the {others} that answered" if len(self.seen.held) > 1 else "no copy elsewhere"
+            there = f"too few copies on the {others} that answered" if other_count else "no copy elsewhere"
             lines.append(f"{label} must stay up: what is listed above has {there}")
             lines += [] if self._has_others else [_ALONE]
             return [*lines, *self.seen.describe_unreached(), *advise_on_silence(self.seen, store.root)]
         lines.append(f"{label} may be taken down: every checkpoint has its copies on the {others} that answered")
         wanted = max((manifest.copies for manifest in self.seen.manifests.values()), default=1)
-        if len(self.seen.held) - 1 < wanted:
+        if other_count < wanted:
             lines.append(f"but {wanted} copies are wanted, and {others} can hold no more than one each")
         lines.append(
-            "next step: end the ranks here first, as they save here again; then stop the node, before another one is "
-            "drained: what lies here counts for that one. If this node never comes back: "
+            "next step: end the ranks here first, as they save here again; then stop the node. What lies here counts for "
+            "no other drain until its agent ends, or a rank saves here. If this node never comes back: "
             f"`replicated-ckpt forget {self.seen.own_node} --root ROOT` on the others"
         )
         return lines
 
 
 def _plan(seen: NodesSeen) -> RepairPlan:
-    """What makes up for this node's copies on those that answer; one that is silent is not counted on."""
+    """What makes up for this node's copies on those that answer and stay; one that is silent is not counted on."""
     up = [held.view_of(node) for node, held in seen.held.items()]
-    views = [replace(view, is_leaving=view.node_id == seen.own_node) for view in up]
+    views = [replace(view, is_leaving=view.node_id == seen.own_node or view.standing.is_drained) for view in up]
     return plan_repair(seen.manifests, views, going=find_retired(seen.manifests, views) | find_removed(views))
 
 

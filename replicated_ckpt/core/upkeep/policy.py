@@ -95,7 +95,8 @@ class Standing:
     not wanted there. `ordered`: those of `uploading` that a user has ordered by hand, whatever else is known of them.
     `removed`: saves that the node's own user has removed by hand. `unable`: those of `uploading` that it cannot bring
     itself: no rank there has named the bucket, or its key is refused. `absent`: those of `uploaded` that the bucket does
-    not have, as it has removed them, or would not keep them. `is_busy`: it may be making copies now.
+    not have, as it has removed them, or would not keep them. `is_busy`: it may be making copies now. `is_drained`: its user
+    is taking it down, so what lies there counts for no other node that is drained.
     """
 
     policies: tuple[Policy, ...] = ()
@@ -106,6 +107,7 @@ class Standing:
     unable: frozenset[str] = frozenset()
     absent: frozenset[str] = frozenset()
     is_busy: bool = field(default=False, kw_only=True)
+    is_drained: bool = field(default=False, kw_only=True)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -117,6 +119,7 @@ class Standing:
             "unable": sorted(self.unable),
             "absent": sorted(self.absent),
             "is_busy": self.is_busy,
+            "is_drained": self.is_drained,
         }
 
     @classmethod
@@ -126,6 +129,7 @@ class Standing:
             tuple(Policy.from_json(entry) for entry in fields.get("policies", ())),
             *(_save_ids(fields.get(name, ())) for name in _SAVES),
             is_busy=fields.get("is_busy") is True,
+            is_drained=fields.get("is_drained") is True,
         )
 
 

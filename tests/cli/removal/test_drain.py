@@ -34,13 +34,50 @@ def test_a_drained_node_can_vanish(tmp_path: Path) -> None:
         done = command("drain", "--root", nodes[2].root)
         assert (done.returncode, done.stderr) == (ExitCode.OK, ""), done.stdout
         assert f"host2 (node {nodes[2].node_id()}) may be taken down" in done.stdout
-        assert "stop the node, before another one is drained: what lies here counts for that one" in done.stdout
+        assert "What lies here counts for no other drain until its agent ends" in done.stdout
         assert [held(store) for store in nodes[:2]] == [set(RING), set(RING)]
         assert held(nodes[0], "alone") | held(nodes[1], "alone") == {shard(0)}
     shutil.rmtree(nodes[2].root)
     with agents(nodes[:2], *PATIENT):
         for store in nodes[:2]:
             assert command("forget", "host2", "--root", store.root).returncode == ExitCode.OK
+        assert command("verify", "--root", nodes[0].root).returncode == ExitCode.OK
+
+
+def test_of_two_nodes_that_are_drained_neither_counts_on_the_other(tmp_path: Path) -> None:
+    """One after the other while both are up: the only copy of a checkpoint goes on to the node that stays."""
+    nodes = stores(tmp_path, 3)
+    checkpointed(nodes, 1, {shard(0): (0,)}, copies=1)
+    with agents(nodes, *PATIENT):
+        assert command("drain", "--root", nodes[0].root).returncode == ExitCode.OK
+        taker, last = sorted(nodes[1:], key=held, reverse=True)
+        assert (held(taker), held(last)) == ({shard(0)}, set())
+        done = command("drain", "--root", taker.root)
+        assert (done.returncode, done.stderr) == (ExitCode.OK, ""), done.stdout
+        assert "drained before, so not counted: host0" in done.stdout
+        assert "its copies on the 1 other node that answered" in done.stdout
+        assert held(last) == {shard(0)}
+        assert command("verify", "--root", last.root).returncode == ExitCode.OK
+
+
+def test_a_drained_node_counts_again_once_it_is_used_again(tmp_path: Path) -> None:
+    """Of two nodes the second one must stay; not any more once the first one's agent has ended, or a save was opened."""
+    nodes = stores(tmp_path, 2)
+    checkpointed(nodes, 1, {shard(0): (0, 1)})
+
+    def drain(index: int) -> ExitCode:
+        done = command("drain", "--root", nodes[index].root)
+        assert ("no other node for a copy: step-1" in done.stdout) == (done.returncode != ExitCode.OK), done.stdout
+        return ExitCode(done.returncode)
+
+    with agents(nodes, *PATIENT):
+        assert [drain(0), drain(1)] == [ExitCode.OK, ExitCode.FAILED]
+    with agents(nodes, *PATIENT) as running:
+        assert [drain(1), drain(0)] == [ExitCode.OK, ExitCode.FAILED]
+        with running[1].client() as client:
+            opening = {"checkpoint_id": "step-2", "session": "s", "overwrite": False, "coordinator": "", "peers": []}
+            client.call("POST", f"/v1/saves/{2:032x}", opening)
+        assert drain(0) == ExitCode.OK
         assert command("verify", "--root", nodes[0].root).returncode == ExitCode.OK
 
 
