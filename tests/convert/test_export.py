@@ -202,6 +202,25 @@ def test_what_a_killed_export_left_is_taken_over(saved: Saved, tmp_path: Path) -
     assert entries(tmp_path) == ["out"]
 
 
+@pytest.mark.parametrize("format_", ["torch", "dcp"])
+def test_what_cannot_be_cleared_away_at_the_end_fails_nothing(
+    saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format_: str
+) -> None:
+    """The output is at its place, read back: it was said to have failed. The next export clears the rest away."""
+    place = tmp_path / "out"
+    exported(saved, place, format_)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "rmdir", refuse)
+        exported(saved, place, format_, overwrite=True)
+    assert len(entries(tmp_path)) == 2, "something was left"
+    exported(saved, place, format_, overwrite=True)
+    assert entries(tmp_path) == ["out"]
+
+
 def test_one_that_another_process_publishes_at_that_moment_is_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

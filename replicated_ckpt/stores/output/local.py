@@ -134,17 +134,17 @@ class LocalOutput(Output):
 
     def _give_names(self) -> None:
         self._check()
+        replaced = self._path.with_name(f".{self._path.name}.replaced")
         with translate_errors(self.label, "publish", self._path.name):
             if self._is_directory:
-                replaced = self._path.with_name(f".{self._path.name}.replaced")
-                remove_tree(replaced)  # left by one that was killed: no directory takes the name of a full one
+                remove_tree(replaced)  # left by an earlier one: no directory takes the name of a full one
                 publish_directory(self._part, self._path, replaced, is_kept=False)
-                remove_tree(replaced)
             else:
                 (name,) = self.written
                 self.part(name).replace(self._path)
-                self._part.rmdir()
             fsync_directory(self._path.parent)
+        with contextlib.suppress(OSError):  # it is at its place: the next one of this name removes what is left here
+            remove_tree(replaced if self._is_directory else self._part)
 
     def _remove_parts(self) -> None:
         with contextlib.suppress(OSError):
