@@ -7,6 +7,12 @@ NOT_REACHED = ": not reached"
 MOVED = "another job has replaced or removed it there since"
 """Of a place that had the checkpoint when the load began."""
 OBJECT_STORE = "the object store"
+_SHORTAGES = ("Too many open files", "Cannot allocate memory")
+
+
+def is_shortage(text: str) -> bool:
+    """Whether an error tells of a process that can open no file now: that says nothing of what lies there."""
+    return any(shortage in text for shortage in _SHORTAGES)
 
 
 def next_step(searched: Sequence[str], *, is_latest: bool) -> str:
@@ -15,7 +21,9 @@ def next_step(searched: Sequence[str], *, is_latest: bool) -> str:
         return "Load again: it is looked for anew, and what has taken its place is found."
     absent = [place.partition(NOT_REACHED)[0] for place in searched if NOT_REACHED in place]
     step = "No store that was searched has it: bring back a node that is not named above, if one held a copy"
-    if any("PermissionError" in place for place in searched):
+    if any(map(is_shortage, searched)):
+        step = "Raise `ulimit -n`, or what else is short where a file could not be read, and load again"
+    elif any("PermissionError" in place for place in searched):
         step = "Let the user who loads read what is named above (`ls -l` shows whose it is), and load again"
     elif absent or not searched:
         step = f"{_bring_back(absent)}, and load again"

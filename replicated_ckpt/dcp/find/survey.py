@@ -35,6 +35,7 @@ from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.bucket.bucket_save import OF_NEWER_FORMAT, BucketSave
 from replicated_ckpt.stores.bucket.manifest_of import manifest_in
 from replicated_ckpt.stores.files.plain import read_plain
+from replicated_ckpt.stores.files.shortage import raise_shortage
 from replicated_ckpt.stores.local.remains import RemainsReader
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
@@ -127,10 +128,8 @@ class Surveyor:
         self.listed: set[tuple[str, str]] = set()
         self.moved: set[tuple[str, str]] = set()
         self.unanswered: dict[str, ReplicatedCkptError] = {}
-        self._bucket = bucket
+        self._store, self._own_node, self._bucket = store, own_node, bucket
         self._in_bucket: dict[str, BucketSave] = {}
-        self._store = store
-        self._own_node = own_node
         self._by_node = {peer.node_id: peer for peer in peers}
         self._own_address = self._by_node.pop(own_node, None)
         self._searched: dict[str, str] = {}
@@ -277,6 +276,7 @@ class Surveyor:
                     return raw.decode()
                 self.moved.add((holding.node_id, save.save_id))
             except (ReplicatedCkptError, OSError) as exc:
+                raise_shortage(exc, self._store.root / holding.checkpoint_id / MANIFEST_NAME)  # no reason to go back
                 if isinstance(exc, ObjectMissing | FileNotFoundError):
                     self.moved.add((holding.node_id, save.save_id))
                 self._newer.note_refusal(exc, self._searched[holding.node_id], holding.checkpoint_id)

@@ -10,6 +10,7 @@ from replicated_ckpt.config import Retention
 from replicated_ckpt.core.lineage import Version
 from replicated_ckpt.dcp.find.listing import Listed
 from replicated_ckpt.errors import ObjectUnsafe, ReplicatedCkptError
+from replicated_ckpt.searched import is_shortage
 
 GENERATIONS = 2
 """So many checkpoints the memory tier keeps; the one that is being written comes on top."""
@@ -19,10 +20,13 @@ _ON_DISK_ONLY = ("object_store", "storage_options", "object_every", "object_rete
 def is_of_tier(error: CheckpointException) -> bool:
     """Whether a load may go on to what lies elsewhere: the bytes are the matter, not the state or what the caller allows.
 
-    The same on all ranks: each is given the errors of all.
+    Nor a rank that can open no file now: what memory has may be intact, and newer. The same on all ranks: each is given the
+    errors of all.
     """
-    errors = [each for each, _ in error.failures.values()]
-    return any(isinstance(each, ReplicatedCkptError) and not isinstance(each, ObjectUnsafe) for each in errors)
+    ours = [each for each, _ in error.failures.values() if isinstance(each, ReplicatedCkptError)]
+    return any(not isinstance(each, ObjectUnsafe) for each in ours) and not any(
+        is_shortage(each.message) for each in ours
+    )
 
 
 def is_older(version: Version, others: list[Version]) -> bool:

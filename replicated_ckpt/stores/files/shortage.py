@@ -42,11 +42,11 @@ def translate_read_errors(store: str, op: str, key: str) -> Iterator[None]:
         raise ObjectCorrupt(store, op, key, exc.detail, exc.hint) from exc.__cause__
 
 
-def raise_shortage(exc: OSError, path: Path) -> None:
-    """For what handles the error of reading `path`.
+def raise_shortage(exc: Exception, path: Path) -> None:
+    """For what handles the error of reading `path`. Another one than the system's passes.
 
     Raises:
         StoreError: it is for want of descriptors or memory, which says nothing of this file.
     """
-    if exc.errno in SHORTAGES:
+    if isinstance(exc, OSError) and exc.errno in SHORTAGES:
         raise store_error_of(exc, str(path.parent), "read", path.name) from exc

@@ -1,18 +1,23 @@
 """A copy that is known to be damaged: what "latest" gives where it is the only one. A load that goes back so says it."""
 
+import errno
 import logging
+import os
 import re
 import warnings
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 from replicated_ckpt import ReplicatedCkptWarning, ReplicatedReader, ReplicatedWriter
 from replicated_ckpt.agent.state.damage import DamageBook
 from replicated_ckpt.core.inventory import Holding, SaveFound
 from replicated_ckpt.dcp.find.passed_over import PassedOver, describe_passed_over
+from replicated_ckpt.stores.files import plain
 from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.agents import running_agent
 from tests.agent.checkpoints import checkpointed, findings, introduced
@@ -92,6 +97,26 @@ def test_a_load_of_the_latest_says_what_it_passes_over(
         assert ReplicatedReader(tmp_path).latest() == "step-1"
     assert re.search(said, caplog.text)
     (tmp_path / "step-2" / lost).write_bytes(kept)
+    assert load(tmp_path) == 2.0
+    assert findings(LocalStore(tmp_path)) == []
+
+
+def test_a_process_that_can_open_no_file_goes_back_to_none(tmp_path: Path) -> None:
+    """The newest one's manifest is there, and is not read now: that is an error, and no older checkpoint is taken."""
+    for step in (1, 2):
+        save(tmp_path, step)
+    manifest, real = tmp_path / "step-2" / ".manifest.json", plain.read_plain
+
+    def read(path: Path) -> bytes:
+        if path == manifest:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return real(path)
+
+    with (
+        mock.patch("replicated_ckpt.dcp.find.survey.read_plain", read),
+        pytest.raises(CheckpointException, match="Too many open files"),
+    ):
+        load(tmp_path)
     assert load(tmp_path) == 2.0
     assert findings(LocalStore(tmp_path)) == []
 

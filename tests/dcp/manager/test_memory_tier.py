@@ -1,5 +1,6 @@
 """The memory tier of one process: which store a save goes to, which one a load takes, and what cannot be a tier."""
 
+import errno
 import logging
 import os
 import shutil
@@ -211,6 +212,28 @@ def test_a_load_that_memory_cannot_give_warns_once(root: Path, memory: Path, cap
     assert len(told) == 1
     assert str(memory) in told[0]
     assert "ShardLost" in told[0]
+
+
+@pytest.mark.parametrize("what", [".metadata", "__0_0.distcp"])
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.ENOMEM], ids=errno.errorcode.get)
+def test_a_process_that_can_open_no_file_gets_no_older_step(root: Path, memory: Path, what: str, code: int) -> None:
+    """Neither memory's nor the disk's: what could not be opened is intact, and loads once it can."""
+
+    def refuse(name: Any, *arguments: Any, dir_fd: int | None = None, **named: Any) -> int:
+        below = Path("/") if dir_fd is None else Path(f"/proc/self/fd/{dir_fd}").readlink()
+        if isinstance(name, str | os.PathLike) and below / name == memory / "step-3" / what:
+            raise OSError(code, os.strerror(code))
+        return real(name, *arguments, dir_fd=dir_fd, **named)
+
+    real = os.open
+    with opened(root, memory, spill_every=2) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state(step))
+    with opened(root, memory, spill_every=2) as manager:
+        with mock.patch.object(os, "open", refuse), pytest.raises(CheckpointException, match=os.strerror(code)):
+            manager.restore(state(-1))
+        assert manager.restore(found := state(-1)) == 3
+    assert torch.equal(found["w"], state(3)["w"])
 
 
 def damage_step(memory: Path, step: int) -> None:
