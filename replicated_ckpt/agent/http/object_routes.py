@@ -10,7 +10,7 @@ from replicated_ckpt.agent.state.targets import UNKNOWN_HINT, TargetBook
 from replicated_ckpt.agent.uploads.probe import Prober
 from replicated_ckpt.agent.uploads.uploader import Uploader
 from replicated_ckpt.core.layout import is_checkpoint_id, is_save_id
-from replicated_ckpt.core.manifest import Manifest
+from replicated_ckpt.core.manifest import Manifest, decode_manifest
 from replicated_ckpt.errors import ConfigInvalid, ObjectMissing
 from replicated_ckpt.stores.bucket.removal import remove_save
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
@@ -81,10 +81,14 @@ class ObjectRoutes:
         checkpoint_id, save_id = fields["checkpoint_id"], fields["save_id"]
         if not (is_checkpoint_id(checkpoint_id) and is_save_id(save_id)):
             raise ConfigInvalid("remove: no save of a checkpoint is named.")
+        told = decode_manifest(fields["manifest"].encode(), "the command") if fields.get("manifest") else None
+        if told is not None and (told.checkpoint_id, told.save_id) != (checkpoint_id, save_id):
+            raise ConfigInvalid("remove: the manifest is of another save.")
+        manifest = self._manifest_of(save_id) or told
         self.uploader.orders.forget(save_id)
         bucket = self._targets.bucket(str(fields["url"]))
         with self.uploader.held.hold(save_id):
-            is_removed = remove_save(bucket, checkpoint_id, save_id, self._manifest_of(save_id))
+            is_removed = remove_save(bucket, checkpoint_id, save_id, manifest)
         return json_answer(is_removed=is_removed)
 
     def _manifest_of(self, save_id: str) -> Manifest | None:

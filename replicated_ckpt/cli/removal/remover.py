@@ -221,11 +221,14 @@ class Remover:
             outcome.removed_from.setdefault(url, []).append(row.checkpoint_id)
 
     def _remove_from(self, url: str, row: CheckpointSeen) -> None:
+        manifest = self.seen.manifests.get(row.save_id)  # the agent may have removed its own by now
         if self._target is not None and url == self._target.url:
             with say_if_slow(url), closing(open_client(self._target)) as there:  # with credentials of the environment
-                remove_save(Bucket(there), row.checkpoint_id, row.save_id, self.seen.manifests.get(row.save_id))
+                remove_save(Bucket(there), row.checkpoint_id, row.save_id, manifest)
             return
-        named = {"checkpoint_id": row.checkpoint_id, "save_id": row.save_id, "url": url}
+        raw = b"" if manifest is None else manifest.encode()
+        told = raw.decode() if len(raw) <= _TOLD_BYTES_MAX else ""
+        named = {"checkpoint_id": row.checkpoint_id, "save_id": row.save_id, "url": url, "manifest": told}
         with say_if_slow(url):
             self._ask_agent("/v1/object/remove", named)
 
@@ -263,6 +266,8 @@ class Remover:
 
 
 _SHOWN_MAX = 5
+_TOLD_BYTES_MAX = 1 << 20
+"""A larger manifest is not sent to the agent: then what had arrived of a save without a mark may stay in the bucket."""
 
 
 def _shorten(ids: Sequence[str]) -> str:

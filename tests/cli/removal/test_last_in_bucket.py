@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 
 from replicated_ckpt.agent.peers.address_book import PeerBook
+from replicated_ckpt.agent.state.targets import TargetBook
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.checkpoints import CheckpointSeen
 from replicated_ckpt.cli.main import main
 from replicated_ckpt.cli.removal.remover import Removed, Remover
+from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.local.store import LocalStore
+from tests.agent.agents import wait_for
 from tests.agent.checkpoints import checkpointed, findings
 from tests.agent.repair.test_reprotect import PAIR, agents, stores
 from tests.cli.commands import command
@@ -61,6 +64,32 @@ def test_run_on_all_nodes_at_once_it_goes_from_the_bucket(
     assert codes == [ExitCode.FAILED, ExitCode.OK]
     assert gone_from_bucket == [(URL, "step-1")]
     assert said.endswith(f"removed from {URL}: step-1\n"), "of the last one"
+    assert [findings(store) for store in nodes] == [[], []]
+
+
+def test_what_a_half_upload_has_brought_goes_with_the_last_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Run on all nodes at once: no mark tells of it, and the manifest that names its shards is gone from the nodes."""
+    url, carry_out = f"file://{tmp_path}/bucket", Remover.carry_out
+    nodes = stores(tmp_path, 2)
+    for number in (1, 2):
+        checkpointed(nodes, number, PAIR, checkpoint_id=f"step-{number}", url=url)
+    TargetBook(nodes[0].agent_directory()).learn(ObjectTarget.check(url, {}))  # the other one brings nothing
+
+    def carried_out_late(self: Remover, chosen: Sequence[CheckpointSeen]) -> Removed:
+        monkeypatch.setattr(Remover, "carry_out", carry_out)
+        assert remove(nodes[1]) == ExitCode.FAILED
+        return carry_out(self, chosen)
+
+    def arrived() -> list[str]:
+        return sorted(path.parent.name for path in (tmp_path / "bucket").rglob("*.distcp"))
+
+    with agents(nodes, "--lost-after-s", "600"):
+        wait_for(lambda: arrived() == ["step-1", "step-2"], 30, "half of each upload")
+        monkeypatch.setattr(Remover, "carry_out", carried_out_late)
+        assert remove(nodes[0]) == ExitCode.OK, capsys.readouterr().out
+    assert arrived() == ["step-2"]
     assert [findings(store) for store in nodes] == [[], []]
 
 
