@@ -18,7 +18,15 @@ from replicated_ckpt.cli.main import main
 from replicated_ckpt.core.chunk import Chunk
 from replicated_ckpt.dcp.convert.entries import source
 from replicated_ckpt.dcp.convert.entries.progress import Progress
-from replicated_ckpt.errors import CheckpointNotFound, ConfigInvalid, ObjectCorrupt, ObjectUnsafe, ShardLost, StoreFull
+from replicated_ckpt.errors import (
+    CheckpointNotFound,
+    ConfigInvalid,
+    ObjectCorrupt,
+    ObjectUnsafe,
+    ShardLost,
+    StoreError,
+    StoreFull,
+)
 from replicated_ckpt.stores.files import durable
 from replicated_ckpt.stores.output import local as output_local
 from tests.convert import states
@@ -200,6 +208,23 @@ def test_what_a_killed_export_left_is_taken_over(saved: Saved, tmp_path: Path) -
     ):
         exported(saved, place, "dcp")
     assert entries(tmp_path) == ["out"]
+
+
+def test_what_is_not_read_back_is_an_error_of_ours(
+    saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk fails under what was written there, at the last look: no defect of ours, and nothing is left."""
+    read = Path.read_bytes
+
+    def fail(path: Path) -> bytes:
+        if path.is_relative_to(tmp_path / ".out.part"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", fail)
+    with pytest.raises(StoreError, match=r"read back .* Input/output error"):
+        exported(saved, tmp_path / "out", "dcp")
+    assert entries(tmp_path) == []
 
 
 @pytest.mark.parametrize("format_", ["torch", "dcp"])

@@ -17,6 +17,7 @@ from replicated_ckpt.dcp.convert.safetensors.sink import SafetensorsSink
 from replicated_ckpt.dcp.convert.torch_file.sink import TorchSink
 from replicated_ckpt.environment import make_absolute
 from replicated_ckpt.errors import ConfigInvalid
+from replicated_ckpt.stores.files.durable import translate_errors
 from replicated_ckpt.stores.output.local import LocalOutput
 from replicated_ckpt.stores.output.output import Output
 
@@ -114,7 +115,9 @@ def _write(sink: Sink, source: Source, contents: Contents, output: Output, repor
         reporter.verifying()
         output.verify()
         if isinstance(output, LocalOutput):
-            sink.check(output.part("" if sink.is_directory else next(iter(output.written))), contents)
+            name = next(iter(output.written))
+            with translate_errors(output.label, "read back", name):
+                sink.check(output.part("" if sink.is_directory else name), contents)
         output.publish()
 
 
