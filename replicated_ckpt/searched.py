@@ -1,5 +1,7 @@
-"""What an error says of the places where a load looked for a shard, and the next step. No other module is imported here."""
+"""What an error says of the places where a load looked for a shard, and the next step. It imports no module of ours."""
 
+import errno
+import os
 from collections.abc import Sequence
 
 NOT_REACHED = ": not reached"
@@ -7,7 +9,7 @@ NOT_REACHED = ": not reached"
 MOVED = "another job has replaced or removed it there since"
 """Of a place that had the checkpoint when the load began."""
 OBJECT_STORE = "the object store"
-_SHORTAGES = ("Too many open files", "Cannot allocate memory")
+_SHORTAGES = tuple(map(os.strerror, (errno.EMFILE, errno.ENFILE, errno.ENOMEM)))
 
 
 def is_shortage(text: str) -> bool:

@@ -48,9 +48,8 @@ def run(arguments: argparse.Namespace) -> int:
     """
     store = open_store(arguments.root)
     if not arguments.dry_run:
-        _say(
-            store, is_drained=True
-        )  # first: of two drains at once the later one counts on nothing that goes with the other
+        # First: of two drains at once the later one counts on nothing that goes with the other.
+        _tell_agent(store, is_drained=True)
         read_all(store)  # the agents know of every bad copy then
     done = 0
     failed: dict[str, str] = {}
@@ -63,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
         failed = carry_out(plan, seen.addresses, seen.label)
     drained = _Drained(seen, plan, done, failed, _list_what_stays(store, seen), _list_others(store))
     if not (arguments.dry_run or drained.is_empty):
-        _say(store, is_drained=False)
+        _tell_agent(store, is_drained=False)
     if arguments.json:
         print(json.dumps(drained.to_json(), indent=2))
     else:
@@ -71,8 +70,8 @@ def run(arguments: argparse.Namespace) -> int:
     return ExitCode.OK if drained.is_empty else ExitCode.FAILED
 
 
-def _say(store: LocalStore, *, is_drained: bool) -> None:
-    """Has this node's agent tell the others. Raises AgentUnavailable, StoreError."""
+def _tell_agent(store: LocalStore, *, is_drained: bool) -> None:
+    """This node's agent says so to the others, for as long as it runs. Raises AgentUnavailable, StoreError."""
     with AgentClient(start_agent(store)) as client:
         client.call("POST", "/v1/drained", {"is_drained": is_drained})
 
