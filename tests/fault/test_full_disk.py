@@ -7,7 +7,7 @@ import signal
 import socket
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -16,7 +16,9 @@ import pytest
 from replicated_ckpt import Retention
 from replicated_ckpt.agent.repair.mender import Mender
 from replicated_ckpt.agent.saves.service import NodeService
+from replicated_ckpt.agent.state.endpoint import read_endpoint
 from replicated_ckpt.cli.exit_codes import ExitCode
+from replicated_ckpt.core.layout import AGENT_DIR
 from replicated_ckpt.core.upkeep.finding import Problem
 from replicated_ckpt.core.upkeep.policy import NODES, Policy
 from replicated_ckpt.core.upkeep.repair_plan import CopyShard
@@ -138,6 +140,18 @@ def test_a_disk_that_is_full_to_the_last_byte_can_be_pruned(cluster: Cluster, *,
         check_pruning(store)
 
 
+@pytest.mark.parametrize("is_running", [False, True])
+def test_a_disk_without_inodes_can_be_pruned(cluster: Cluster, *, is_running: bool) -> None:
+    """Its numbers say that bytes are free, as they do where a user's quota is used up: so that is tried."""
+    store = LocalStore(cluster.nodes[1].disk)
+    for number in (1, 2, 3):
+        checkpointed([store], number, {shard(0): [0]}, copies=1, checkpoint_id=f"step-{number}", size_bytes=50_000)
+    assert command("prune", "--keep-last", "3", "--root", store.root).returncode == ExitCode.OK
+    stop_agent(store.root)
+    with running_agent(store.root) if is_running else nullcontext():
+        check_pruning(store, fill_inodes)
+
+
 def test_a_disk_that_is_full_to_the_last_byte_keeps_no_retention_from_freeing_it(cluster: Cluster) -> None:
     """Nor does it keep a load's checkpoint from staying: what an agent would note of either can wait."""
     stores = [LocalStore(node.disk) for node in cluster.nodes[:2]]
@@ -172,7 +186,21 @@ def fill(store: LocalStore) -> None:
         collections.deque(map(filler.write, itertools.repeat(bytes(512))), maxlen=0)
 
 
-def check_pruning(store: LocalStore) -> None:
+def stop_agent(root: Path) -> None:
+    endpoint = read_endpoint(root / AGENT_DIR)
+    assert endpoint is not None
+    os.kill(endpoint.pid, signal.SIGTERM)
+    wait_for(lambda: read_endpoint(root / AGENT_DIR) is None, 30, "the end of the agent that the command has started")
+
+
+def fill_inodes(store: LocalStore) -> None:
+    filler = store.root / "filler"
+    filler.mkdir()
+    with pytest.raises(OSError, match="No space left"):
+        collections.deque(map(Path.touch, (filler / str(number) for number in itertools.count())), maxlen=0)
+
+
+def check_pruning(store: LocalStore, fill: Callable[[LocalStore], None] = fill) -> None:
     fill(store)
     done = command("prune", "--keep-last", "2", "--root", store.root)
     assert (done.returncode, done.stderr) == (ExitCode.OK, "")

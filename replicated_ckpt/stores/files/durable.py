@@ -24,6 +24,10 @@ _HINT_BY_ERRNO = {
         "The disk has failed there: see `dmesg`. What it cannot read is loaded from other nodes; to save, or if it reads "
         "nothing at all, pass a root on another disk.",
     ),
+    **dict.fromkeys(
+        (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP),
+        "The file system there cannot do that: pass a root on one with locks, as ext4 or XFS.",
+    ),
     errno.ESTALE: "The shared file system has lost it: mount it again. A root belongs on the node's own disk.",
     errno.EMFILE: "This process has too many open files: raise `ulimit -n`.",
     errno.ENFILE: "This host has too many open files: see `sysctl fs.file-max`.",
@@ -33,6 +37,10 @@ _HINT_BY_ERRNO = {
     errno.ENAMETOOLONG: "Use a shorter checkpoint id, or a shorter root.",
     errno.ENOTDIR: "A file lies where a directory must be: pass another root, or move the file away.",
 }
+_QUOTA_HINT = (
+    "A quota is used up, which `df` need not show (`quota -s`, `btrfs qgroup show`): raise it, or `replicated-ckpt prune "
+    "--root ROOT --keep-last N`. Then save again."
+)
 SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 """What the system says that opens no file at all now, for want of descriptors or memory."""
 _REFUSALS = (errno.EACCES, errno.EPERM, errno.ESTALE, *SHORTAGES)
@@ -57,7 +65,7 @@ def is_full(exc: OSError) -> bool:
 def store_error_of(exc: OSError, store: str, op: str, key: str) -> StoreError:
     detail = f"{type(exc).__name__}: {exc.strerror or exc}"
     if is_full(exc):
-        return StoreFull(store, op, key, detail)
+        return StoreFull(store, op, key, detail, _QUOTA_HINT if exc.errno == errno.EDQUOT else None)
     if exc.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return StoreDenied(store, op, key, detail, _denied_hint(store, key, exc))
     return StoreError(store, op, key, detail, _HINT_BY_ERRNO.get(exc.errno or 0))
@@ -76,7 +84,12 @@ def _denied_hint(store: str, key: str, exc: OSError) -> str:
     place = exc.filename or store
     if not str(place).startswith("/"):  # it was opened from its directory
         place = f"{store}/{key}"
-    return f"Let user {os.geteuid()} read and write {place} (`ls -ld` shows whose it is), or pass another root."
+    allow = f"Let user {os.geteuid()} read and write {place} (`ls -ld` shows whose it is)"
+    if exc.errno == errno.EPERM:
+        return (
+            f"{allow}. If so, it is immutable (`lsattr`), or its file system has no modes, as FAT: pass another root."
+        )
+    return f"{allow}, or pass another root."
 
 
 def fsync_directory(path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from replicated_ckpt.core.one_line import one_line
+from replicated_ckpt.stores.files.durable import write_all
 from replicated_ckpt.stores.files.plain import closing_fd
 
 _TRIED_BYTES = 4096
@@ -56,11 +57,11 @@ def find_free_bytes(path: Path) -> int:
     return found.f_bavail * found.f_frsize if found.f_blocks else _UNLIMITED_BYTES
 
 
-def find_write_error(directory: Path) -> OSError | None:
+def find_write_error(directory: Path, size_bytes: int = _TRIED_BYTES) -> OSError | None:
     """What keeps a file from being written in a directory now; None: nothing, as far as can be told. It leaves nothing."""
     try:
         with closing_fd(os.open(directory, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o600)) as fd:
-            os.write(fd, bytes(_TRIED_BYTES))
+            write_all(fd, bytes(size_bytes))
     except OSError as exc:
         return None if exc.errno in _CANNOT_TELL else exc
     return None

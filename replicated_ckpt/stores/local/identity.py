@@ -1,5 +1,6 @@
 """A node's identity: made once, durably, in a file of its store's root."""
 
+import errno
 import json
 import os
 import uuid
@@ -10,6 +11,7 @@ from replicated_ckpt.errors import ConfigInvalid
 from replicated_ckpt.stores.files.durable import fsync_directory, make_root, translate_errors, write_file
 from replicated_ckpt.stores.files.existence import is_there, list_prefixed
 from replicated_ckpt.stores.files.ownership import claim_root
+from replicated_ckpt.stores.files.renames import rename_if_free
 from replicated_ckpt.stores.local.room_to_start import keep_room_to_start
 from replicated_ckpt.wording import plural
 
@@ -31,14 +33,24 @@ def ensure_identity(root: Path) -> str:
             fresh = path.with_name(f".{NODE_NAME}.{uuid.uuid4().hex}")
             write_file(fresh, json.dumps({"node_id": uuid.uuid4().hex[:12]}).encode())
             try:
-                os.link(fresh, path)
-            except FileExistsError:
-                pass  # another rank of this node was first; its identity is the node's
+                _name_if_free(fresh, path)
             finally:
-                fresh.unlink()
+                fresh.unlink(missing_ok=True)
             keep_room_to_start(root)
         fsync_directory(root)  # also the name that another process has just made
     return read_identity(root)
+
+
+def _name_if_free(fresh: Path, path: Path) -> None:
+    """Unless another rank of this node was first: its identity is the node's. A file system may have no hard links."""
+    try:
+        os.link(fresh, path)
+    except FileExistsError:
+        return
+    except OSError as exc:
+        if exc.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
+        rename_if_free(fresh, path)
 
 
 def check_place(root: Path) -> None:

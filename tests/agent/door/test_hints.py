@@ -256,6 +256,9 @@ def test_each_kind_of_bucket_has_its_own_package() -> None:
         (errno.EFBIG, StoreError, "ulimit -f"),
         (errno.EXDEV, StoreError, "volume"),
         (errno.ENOSPC, StoreFull, "Free space"),
+        (errno.EDQUOT, StoreFull, "quota -s"),
+        (errno.EPERM, StoreDenied, "no modes, as FAT"),
+        (errno.ENOLCK, StoreError, "with locks"),
     ],
 )
 def test_what_the_disk_says_has_a_next_step_of_its_own(number: int, kind: type[StoreError], step: str) -> None:

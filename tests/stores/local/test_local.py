@@ -32,6 +32,7 @@ from replicated_ckpt.errors import (
 )
 from replicated_ckpt.stores.files import renames
 from replicated_ckpt.stores.files.durable import store_error_of
+from replicated_ckpt.stores.local import identity
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.shard_file import FileSink, ShardFile
 from replicated_ckpt.stores.local.store import LocalStore
@@ -97,6 +98,26 @@ def test_identity_is_made_once(tmp_path: Path) -> None:
     (tmp_path / "node" / "node.json").write_text("{}")
     with pytest.raises(ConfigInvalid, match="no node identity"):
         LocalStore(tmp_path / "node").node_id()
+
+
+@pytest.mark.parametrize("can_keep_a_name", [True, False])
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP])
+def test_identity_is_made_where_files_have_one_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, can_keep_a_name: bool
+) -> None:
+    """As on a file system without hard links; the second of two processes takes what the first has made."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "link", refuse)
+    if not can_keep_a_name:
+        monkeypatch.setattr(renames, "_renameat2", lambda *_: False)
+    first = LocalStore(tmp_path / "node").node_id()
+    fresh = tmp_path / "node" / ".node.json.fresh"
+    fresh.write_text(f'{{"node_id": "{first}x"}}')
+    identity._name_if_free(fresh, tmp_path / "node" / "node.json")
+    assert LocalStore(tmp_path / "node").node_id() == first
 
 
 def test_nothing_counts_before_the_commit(tmp_path: Path) -> None:
