@@ -3,7 +3,7 @@
 import contextlib
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
@@ -87,14 +87,14 @@ class Survey:
         return {**asdict(self), "holdings": [holding.to_json() for holding in self.holdings]}
 
     @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> "Survey":
-        values: dict[str, Any] = {
-            **fields,
-            "holdings": tuple(Holding.from_json(holding) for holding in fields["holdings"]),
-            "addresses": tuple(AgentAddress.from_json(address) for address in fields["addresses"]),
-            "in_bucket": None if fields["in_bucket"] is None else InBucket(**fields["in_bucket"]),
-            "lineages": tuple(LineageFound(**{**one, "nodes": tuple(one["nodes"])}) for one in fields["lineages"]),
-            **{name: tuple(fields[name]) for name in ("searched", "silent")},
+    def from_json(cls, told: Mapping[str, Any]) -> "Survey":
+        """What a coordinator of another release says besides is left out; what it does not say yet is empty."""
+        values = {each.name: told[each.name] for each in fields(cls) if each.name in told} | {
+            "holdings": tuple(Holding.from_json(holding) for holding in told["holdings"]),
+            "addresses": tuple(AgentAddress.from_json(address) for address in told["addresses"]),
+            "in_bucket": None if told["in_bucket"] is None else InBucket(**told["in_bucket"]),
+            "lineages": tuple(LineageFound(**{**one, "nodes": tuple(one["nodes"])}) for one in told["lineages"]),
+            **{name: tuple(told.get(name, ())) for name in ("searched", "silent")},
         }
         return cls(**values)
 

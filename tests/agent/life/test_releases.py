@@ -1,10 +1,12 @@
 """Releases that cannot talk to each other: each is told which one runs where, and what to do."""
 
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 
 from replicated_ckpt.agent.start.launch import ensure_agent
 from replicated_ckpt.agent.state.endpoint import Endpoint, read_endpoint
+from replicated_ckpt.dcp.find.survey import Survey
 from replicated_ckpt.errors import ConfigInvalid
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentClient
@@ -51,6 +54,15 @@ def test_an_agent_refuses_another_protocol(tmp_path: Path, release: tuple[int, s
         assert f"runs {__version__} (protocol {PROTOCOL})" in caught.value.message
         assert WHAT_TO_DO in caught.value.hint
         client.call("POST", "/v1/shutdown")
+
+
+def test_what_another_release_of_the_protocol_says_or_does_not_say_of_a_load_is_taken() -> None:
+    """A coordinator of a later one says more, one of an earlier one does not say which nodes are silent."""
+    survey = Survey("{}", (), (), ("node a",), silent=("b",))
+    told = survey.to_json()
+    assert Survey.from_json(json.loads(json.dumps({**told, "of_a_later_release": 1}))) == survey
+    del told["silent"], told["passed_over"]
+    assert Survey.from_json(json.loads(json.dumps(told))) == replace(survey, silent=())
 
 
 def test_an_older_agent_gives_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
