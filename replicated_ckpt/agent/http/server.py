@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Mapping
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from io import BufferedIOBase, BufferedReader
 from typing import Any, cast
 
@@ -18,6 +18,7 @@ from replicated_ckpt.agent.http.disk_errors import disk_error_of
 from replicated_ckpt.agent.http.routes import Routes
 from replicated_ckpt.agent.http.strangers import Strangers
 from replicated_ckpt.agent.requests.body import Body, Head
+from replicated_ckpt.agent.requests.dual_stack import DualStackServer
 from replicated_ckpt.agent.requests.file_answer import FileAnswer
 from replicated_ckpt.agent.requests.heartbeat import Heartbeat
 from replicated_ckpt.agent.requests.releases import check_release
@@ -81,7 +82,7 @@ def describe_refusal(error: ReplicatedCkptError) -> dict[str, str]:
     return {"error": error.message, "kind": type(error).__name__, "hint": error.hint}
 
 
-class AgentServer(ThreadingHTTPServer):
+class AgentServer(DualStackServer):
     """Listens for one agent. At most CONNECTIONS_MAX connections are open; for one more, one that waits is closed."""
 
     daemon_threads = True
@@ -90,7 +91,6 @@ class AgentServer(ThreadingHTTPServer):
     def __init__(
         self, bind: tuple[str, int], tokens: Tokens, routes: Routes, tls: ssl.SSLContext | None = None
     ) -> None:
-        self.address_family = socket.AF_INET6 if ":" in bind[0] else socket.AF_INET
         self.tokens = tokens
         self.routes = routes
         self._tls = tls

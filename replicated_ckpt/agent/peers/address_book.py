@@ -162,5 +162,7 @@ class PeerBook:
 
 def listening_host(directory: Path) -> str:
     """Where an agent without `--host` listens: on loopback, unless a node that it has met is on another host."""
-    peers = PeerBook(directory).read_all()
-    return "127.0.0.1" if all(is_loopback(peer.host) for peer in peers) else "0.0.0.0"  # noqa: S104 - a token guards it
+    hosts = [peer.host for peer in PeerBook(directory).read_all()]
+    if all(map(is_loopback, hosts)):
+        return "127.0.0.1"
+    return "::" if any(":" in host for host in hosts) else "0.0.0.0"  # noqa: S104 - a token guards it

@@ -1,5 +1,6 @@
 """This process's node: its store, its agent, and what the others must know of it."""
 
+import ipaddress
 import logging
 import os
 import socket
@@ -15,11 +16,11 @@ from replicated_ckpt.core.layout import NODE_NAME
 from replicated_ckpt.core.upkeep.remains import Remains
 from replicated_ckpt.dcp.runtime.caller import warn
 from replicated_ckpt.environment import HOST_ENV, PLAIN_ENV
-from replicated_ckpt.errors import AgentUnavailable
+from replicated_ckpt.errors import AgentUnavailable, ConfigInvalid
 from replicated_ckpt.stores.files.durable import translate_errors
 from replicated_ckpt.stores.files.existence import is_there
 from replicated_ckpt.stores.local.store import NO_NODE, LocalStore
-from replicated_ckpt.stores.peer.client import AgentAddress
+from replicated_ckpt.stores.peer.client import HOST_PATTERN, AgentAddress
 from replicated_ckpt.stores.peer.tls import can_encrypt, is_loopback, is_network_trusted
 
 log = logging.getLogger(__name__)
@@ -185,19 +186,40 @@ def find_host() -> tuple[str, str]:
 
     REPLICATED_CKPT_HOST if set; else the address from which this host reaches MASTER_ADDR. Where MASTER_ADDR is this
     host under a real name, that may be a loopback address, which means nothing to the others: then the address of the
-    default route. Where MASTER_ADDR itself says loopback, all nodes are on this host.
+    default route; so it is where the route has a link-local address, which is none without the name of an interface.
+    Where MASTER_ADDR itself says loopback, all nodes are on this host.
+
+    Raises:
+        ConfigInvalid: REPLICATED_CKPT_HOST is no host, or this one has link-local addresses alone.
     """
     override, name = os.environ.get(HOST_ENV), socket.gethostname()
     if override:
-        return override, f"{HOST_ENV} on {name}"
+        return _host_in(override), f"{HOST_ENV} on {name}"
     master = os.environ.get("MASTER_ADDR", "127.0.0.1")
     if master == "localhost" or is_loopback(master):
         return "127.0.0.1", f"MASTER_ADDR={master} on {name}: all nodes are on one host"
     address = _source_address(master)
-    if address is not None and not is_loopback(address):
+    is_bound = address is not None and _is_link_local(address)
+    if address is not None and not is_loopback(address) and not is_bound:
         return address, f"the route of {name} to MASTER_ADDR={master}"
-    default_routes = filter(None, map(_source_address, _DOCUMENTATION_ADDRESSES))
-    return next(default_routes, "127.0.0.1"), f"the default route of {name}, as MASTER_ADDR={master} is itself"
+    routes = [found for found in map(_source_address, _DOCUMENTATION_ADDRESSES) if found and not _is_link_local(found)]
+    if is_bound and not routes:
+        hint = f"Set {HOST_ENV} on each node to an address under which the others reach it, or MASTER_ADDR to another."
+        raise ConfigInvalid(f"{name} reaches MASTER_ADDR={master} from {address} alone, which is link-local.", hint)
+    why = "is link-local" if is_bound else "is itself"
+    return next(iter(routes), "127.0.0.1"), f"the default route of {name}, as MASTER_ADDR={master} {why}"
+
+
+def _host_in(text: str) -> str:
+    """The name or address that a user has written, an IPv6 address with brackets or without."""
+    host = text[1:-1] if text.startswith("[") and text.endswith("]") else text
+    if not HOST_PATTERN.fullmatch(host):
+        raise ConfigInvalid(f"{HOST_ENV} is no host name and no address: {text!r}.", "Give one, without a port.")
+    return host
+
+
+def _is_link_local(address: str) -> bool:
+    return ":" in address and ipaddress.ip_address(address).is_link_local
 
 
 def _source_address(destination: str) -> str | None:

@@ -38,7 +38,7 @@ _ACK_BYTES_MAX = 1 << 16
 _PIECE_BYTES = 16 << 20
 _ORIGIN_CHARS = 300
 _NODE_ID = re.compile(r"[0-9A-Za-z._-]{1,64}")
-_HOST = re.compile(r"[0-9A-Za-z.:%_-]{0,255}")
+HOST_PATTERN = re.compile(r"[0-9A-Za-z.:%_-]{0,255}")
 _TOKEN = re.compile(r"[ -~]{0,256}")
 _SHA256 = re.compile(r"([0-9a-f]{64})?")
 
@@ -88,7 +88,7 @@ class AgentAddress:
             "".join(filter(str.isprintable, str(fields.get("origin", ""))))[:_ORIGIN_CHARS],
         )
         texts = (address.node_id, address.host, address.token, address.tls_sha256)
-        patterns = (_NODE_ID, _HOST, _TOKEN, _SHA256)
+        patterns = (_NODE_ID, HOST_PATTERN, _TOKEN, _SHA256)
         is_spelt = all(pattern.fullmatch(text) for pattern, text in zip(patterns, texts, strict=True))
         if not (is_spelt and 0 <= address.port <= 65535 and 0 <= address.incarnation <= 1 << 62):
             raise ValueError(f"no address of an agent: {address.label!r}"[:400])

@@ -1,0 +1,96 @@
+"""Where an agent listens, and under which address other nodes are told to look for it, by IPv4 and by IPv6."""
+
+import socket
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+
+import pytest
+
+from replicated_ckpt.agent.peers.address_book import PeerBook, listening_host
+from replicated_ckpt.agent.requests.dual_stack import DualStackServer
+from replicated_ckpt.dcp.node import node
+from replicated_ckpt.dcp.node.node import find_host
+from replicated_ckpt.environment import HOST_ENV
+from replicated_ckpt.errors import ConfigInvalid
+from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
+from tests.agent.agents import running_agent
+
+needs_ipv6 = pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this host has no IPv6")
+
+
+@needs_ipv6
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+@pytest.mark.parametrize("everywhere", ["0.0.0.0", "::"])
+def test_an_agent_on_all_addresses_is_reached_by_ipv4_and_ipv6(tmp_path: Path, everywhere: str, host: str) -> None:
+    """As on a network of IPv6 alone, with the 0.0.0.0 of the files for launchers."""
+    with running_agent(tmp_path / "node", "--host", everywhere) as agent:
+        port, tls = agent.endpoint.port, agent.endpoint.tls_sha256
+        address = AgentAddress(agent.endpoint.node_id, host, port, agent.endpoint.owner_token, tls_sha256=tls)
+        with AgentClient(address) as client:
+            assert client.call("GET", "/v1/status")["node_id"] == agent.endpoint.node_id
+
+
+@needs_ipv6
+@pytest.mark.parametrize("everywhere", ["0.0.0.0", "::"])
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_who_connects_by_ipv4_is_seen_under_that_address(everywhere: str, host: str) -> None:
+    """A peer's greeting comes from the address that is written into the book."""
+    with DualStackServer((everywhere, 0), BaseHTTPRequestHandler) as server:
+        assert server.server_address[0] == everywhere
+        with socket.create_connection((host, server.server_port)):
+            request, found = server.get_request()
+            request.close()
+    assert found[0] == host
+
+
+def test_no_name_is_looked_up_to_listen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where this host's name is in no file and DNS does not answer, that took longer than ranks wait for an agent."""
+    monkeypatch.setattr(socket, "gethostbyaddr", lambda name: pytest.fail(f"looked up {name}"))
+    DualStackServer(("0.0.0.0", 0), BaseHTTPRequestHandler).server_close()
+
+
+@pytest.mark.parametrize(
+    ("peers", "host"),
+    [([], "127.0.0.1"), (["127.0.0.1"], "127.0.0.1"), (["127.0.0.1", "10.0.0.2"], "0.0.0.0"), (["fd00::b"], "::")],
+)
+def test_an_agent_listens_where_the_nodes_that_it_has_met_reach_it(tmp_path: Path, peers: list[str], host: str) -> None:
+    """An agent that was started again by hand heard no peer whose address is of IPv6."""
+    directory = LocalStore(tmp_path).agent_directory()
+    met = [AgentAddress(f"{number:012x}", peer, 7777, "t", tls_sha256="a" * 64) for number, peer in enumerate(peers)]
+    PeerBook(directory).learn(met)
+    assert listening_host(directory) == host
+
+
+@pytest.mark.parametrize(
+    ("said", "host"), [("[fd00::a]", "fd00::a"), ("fd00::a", "fd00::a"), ("node-3.cluster", "node-3.cluster")]
+)
+def test_an_address_is_taken_as_users_write_it(monkeypatch: pytest.MonkeyPatch, said: str, host: str) -> None:
+    """An IPv6 address with the brackets that URLs need, too."""
+    monkeypatch.setenv(HOST_ENV, said)
+    assert find_host()[0] == host
+
+
+@pytest.mark.parametrize("said", ["http://node-3", "node 3", "[fd00::a]:29600"])
+def test_what_is_no_address_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, said: str) -> None:
+    """By the rank that was given it: the coordinator met it as a bare ValueError."""
+    monkeypatch.setenv(HOST_ENV, said)
+    with pytest.raises(ConfigInvalid, match=HOST_ENV):
+        find_host()
+
+
+@pytest.mark.parametrize("has_default_route", [True, False])
+def test_a_link_local_address_is_given_to_no_other_host(
+    monkeypatch: pytest.MonkeyPatch, has_default_route: bool
+) -> None:
+    """It is none without the name of an interface there: the one of the default route is, or the user names one."""
+    routes = {"fe80::b%eth0": "fe80::a", "2001:db8::1": "fd00::a" if has_default_route else None}
+    monkeypatch.setattr(node, "_source_address", routes.get)
+    monkeypatch.delenv(HOST_ENV, raising=False)
+    monkeypatch.setenv("MASTER_ADDR", "fe80::b%eth0")
+    if has_default_route:
+        assert find_host()[0] == "fd00::a"
+    else:
+        with pytest.raises(ConfigInvalid, match="link-local") as raised:
+            find_host()
+        assert HOST_ENV in raised.value.hint
