@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--root", required=True, help="the node's store, a directory on its own disk")
     parser.add_argument(
         "--host",
-        help="address to listen on (default: 127.0.0.1, or 0.0.0.0, all, by IPv6 too, once it has met nodes of other hosts)",
+        help="address to listen on (default: 127.0.0.1, or 0.0.0.0, all, IPv6 too, once it has met nodes of other hosts)",
     )
     add = parser.add_argument
     add(
