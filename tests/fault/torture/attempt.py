@@ -31,6 +31,7 @@ class Attempt:
     lineage: str = ""
     sequence: int = 0
     saw: frozenset[int] = frozenset()
+    met: frozenset[int] = frozenset()
     is_blind: bool = False
     was_whole: bool = False
     is_spoilt: bool = False

@@ -381,7 +381,7 @@ class Course:
         """A save that has paused goes on to its end."""
         self.slow.remove(slow)
         if slow.operation.paused_at == BEFORE_OPENING:
-            slow.attempt.saw &= self.oracle.seen_by(slow.attempt.checkpoint_id, slow.job.nodes)
+            self.oracle.go_on(slow.attempt, slow.job.nodes)
         if not slow.operation.is_over:
             self.cluster.resume(slow.operation)
         self.end_slow(slow)

@@ -43,18 +43,26 @@ class Oracle:
     ) -> Attempt:
         """A save by these nodes begins."""
         self._time += 1
-        saw = self.seen_by(checkpoint_id, nodes)
+        met = self.met_by(checkpoint_id, nodes)
         is_blind = not any(found.run == run and found.readable_on & set(nodes) for found in self.attempts)
         began = len(self.attempts) + 1, checkpoint_id, ranks, run, self._time, is_stock
-        attempt = Attempt(*began, saw=saw, is_blind=is_blind)
+        attempt = Attempt(*began, met=met, saw=self._seen_with(met), is_blind=is_blind)
         self.attempts.append(attempt)
         return attempt
 
-    def seen_by(self, checkpoint_id: str, nodes: Collection[int]) -> frozenset[int]:
-        """The saves of a checkpoint that lie on these nodes, and those that they saw."""
+    def met_by(self, checkpoint_id: str, nodes: Collection[int]) -> frozenset[int]:
+        """The saves of a checkpoint that lie on these nodes."""
         self.look()
-        there = [found for found in self.of_id(checkpoint_id) if found.readable_on & set(nodes)]
-        return frozenset(number for found in there for number in (found.number, *found.saw))
+        return frozenset(found.number for found in self.of_id(checkpoint_id) if found.readable_on & set(nodes))
+
+    def go_on(self, attempt: Attempt, nodes: Collection[int]) -> None:
+        """A save that had paused before it was opened goes on, and meets what lies there still."""
+        attempt.met &= self.met_by(attempt.checkpoint_id, nodes)
+        attempt.saw = self._seen_with(attempt.met)
+
+    def _seen_with(self, met: Collection[int]) -> frozenset[int]:
+        """These saves, and those that they saw."""
+        return frozenset(seen for number in met for seen in (number, *self.attempts[number - 1].saw))
 
     def end(self, attempt: Attempt, *, is_acknowledged: bool) -> None:
         """A save returned, or raised."""
@@ -231,18 +239,27 @@ class Oracle:
         return len(set(saved)) == len(saved) and len({lineage for lineage, _ in saved}) < 2 and not has_stocks_order
 
     def rival_ids(self) -> set[str]:
-        """Checkpoints of which saves of several lineages lie on disks that never saw each other: each keeps its nodes."""
+        """Checkpoints of which saves of several lineages lie on disks, and none names the other: each keeps its nodes."""
         named = [found for found in self.attempts if found.published_by_part.get(MANIFEST)]
         return {one.checkpoint_id for one in named if self.has_rival(one)}
 
     def has_rival(self, attempt: Attempt) -> bool:
-        """Whether a save of another lineage has the name, and neither saw the other: no node may take one for the newer."""
+        """Whether a save of another lineage has the name, and neither names the other: they have no order."""
         return any(
             other.published_by_part.get(MANIFEST)
             and other.lineage != attempt.lineage
-            and not (other.number in attempt.saw or attempt.number in other.saw)
+            and not (other.number in self._named_by(attempt) or attempt.number in self._named_by(other))
             for other in self.of_id(attempt.checkpoint_id)
         )
+
+    def _named_by(self, attempt: Attempt) -> set[int]:
+        """What its manifest names as replaced: saves of other lineages that it met, and what those that it met name.
+
+        That one of these had replaced an older one of its own lineage is not told any more, once it is replaced itself.
+        """
+        met = [self.attempts[number - 1] for number in attempt.met]
+        own = {found.number for found in met if found.lineage != attempt.lineage}
+        return own.union(*map(self._named_by, met))
 
     def has_nameless(self) -> bool:
         """Whether a checkpoint lies anywhere whose manifest is not there, or cannot be read."""
