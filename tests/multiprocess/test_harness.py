@@ -90,15 +90,13 @@ def shown_of(pid: int) -> dict[str, object]:
     """What a process has that it does not make itself, as /proc shows it; files of an agent and directories come and go."""
     proc = Path(f"/proc/{pid}")
     texts = {name: (proc / name).read_bytes().rstrip(b"\0").split(b"\0") for name in ("cmdline", "environ")}
-    targets = open_files(pid)
+    kept = [path for path in open_files(pid) if path.startswith("/") and not path.endswith(" (deleted)")]
     return {
         "command": texts["cmdline"],
         "environment": sorted(texts["environ"]),
         "folder": (proc / "cwd").readlink(),
         "umask": next(line for line in (proc / "status").read_text().splitlines() if line.startswith("Umask:")),
-        "files": {
-            path for path in targets if path.startswith("/") and "/.agent" not in path and not Path(path).is_dir()
-        },
+        "files": {path for path in kept if "/.agent" not in path and not Path(path).is_dir()},
         "leads a session": os.getsid(pid) == pid,
         "has torch": "libtorch" in (proc / "maps").read_text(),
     }
