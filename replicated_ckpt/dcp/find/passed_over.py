@@ -62,14 +62,16 @@ def describe_passed_over(
 
 
 def describe_silent(chosen: SaveFound, manifest: Manifest, own_node: str, searched: Mapping[str, str]) -> str:
-    """For the same warning: that no other node of a save was reached; they may have gone on without this one.
+    """For the same warning: that this node is alone, and the others of the save may have gone on without it.
 
-    `searched`: by node, each place that was looked at. "" where one of them has answered, or none was asked.
+    `searched`: by node, each place that was looked at. "" where one has answered, also one that takes the place of a node
+    that was lost, or where no other node of the save was asked.
     """
-    others = [searched[node.node_id] for node in manifest.nodes if node.node_id in searched.keys() - {own_node}]
-    if not others or any(NOT_REACHED not in place for place in others):
+    others = {node: place for node, place in searched.items() if node != own_node}
+    asked = [others[node.node_id] for node in manifest.nodes if node.node_id in others]
+    if not asked or any(NOT_REACHED not in place for place in others.values()):
         return ""
-    silent = list_some([place.partition(NOT_REACHED)[0] for place in others], _SHOWN_MAX)
+    silent = list_some([place.partition(NOT_REACHED)[0] for place in asked], _SHOWN_MAX)
     return (
         f"{_name(chosen)} is the newest that was found. Of its other nodes none was reached: {silent}. "
         "What they have saved since then without this node is not seen. If there may be such, bring one of them back, and "
