@@ -52,8 +52,7 @@ class Retirer:
         if set(own) == set(told):
             careful = plan_retention(manifests, views, agreed, in_doubt=True) if in_doubt else plan
             by_own_word = plan_retention(manifests, views, confirm(agreed, own)).retired
-            part = careful.in_turn(self._service.node_id)
-            self.carry_out(part.only(plan.retired & (by_own_word | self._find_brought(manifests))))
+            self.carry_out(careful.only(plan.retired & (by_own_word | self._find_brought(manifests))))
         if not any(policy.tier == NODES and policy.retention for policy in own):
             self._drop_recycled()  # no checkpoint goes that would bring new ones
         self._finish_removals()

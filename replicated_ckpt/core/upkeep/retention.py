@@ -148,21 +148,6 @@ class RetentionPlan:
         """The same with the removals of these saves alone."""
         return replace(self, removals=tuple(removal for removal in self.removals if removal.save_id in save_ids))
 
-    def in_turn(self, node_id: str) -> "RetentionPlan":
-        """The part of one node, but for what is newer than a version that another node still has.
-
-        That one would have the name again, should its node be kept from removing it, as while a load reads it there.
-        """
-        elsewhere: dict[str, set[str]] = {}
-        part = []
-        for removal in reversed(self.removals):
-            others = elsewhere.setdefault(removal.checkpoint_id, set())
-            if removal.node_id != node_id:
-                others.add(removal.save_id)
-            elif others <= {removal.save_id}:
-                part.append(removal)
-        return replace(self, removals=tuple(reversed(part)))
-
     def of_node(self, node_id: str) -> tuple[Removal, ...]:
         """The part that one node has to do, oldest checkpoint first."""
         return tuple(removal for removal in reversed(self.removals) if removal.node_id == node_id)

@@ -178,26 +178,6 @@ def test_the_later_policy_holds_on_all_nodes(tmp_path: Path) -> None:
             gone_to(stores, [2, 3])
 
 
-def test_a_version_outlives_an_older_one_that_another_node_keeps(tmp_path: Path) -> None:
-    """As a load reads it there, or its directory cannot be moved: the older one would have the name, and be loaded."""
-    stores = [LocalStore(tmp_path / f"node{index}") for index in range(2)]
-    for number, on in ((1, [1]), (2, [0])):
-        checkpointed(stores, number, {shard(0): on}, on=on, copies=1, checkpoint_id="step-1", size_bytes=SMALL)
-    for number in (3, 4):
-        checkpointed(stores, number, PAIR, checkpoint_id=f"step-{number}", size_bytes=SMALL)
-    with agents(stores) as running:
-        with running[1].peer() as client:
-            load = {"lineage": "", "sequence": 5, "save_id": f"{1:032x}", "reader": "session/1"}
-            assert client.call("POST", "/v1/sequence", load) == {"is_here": True}
-        for agent in running:
-            tell(agent, Retention(keep_last=2), revision=5)
-        stays(stores, *running)
-        assert [there(store) for store in stores] == [[1, 3, 4], [1, 3, 4]]
-        with running[1].peer() as client:  # the reader has gone on to another checkpoint
-            assert client.call("POST", "/v1/sequence", {**load, "save_id": f"{4:032x}"}) == {"is_here": True}
-        gone_to(stores, [3, 4])
-
-
 def test_a_peer_cannot_have_anything_removed(tmp_path: Path) -> None:
     """However late the policy that it says it has: a node removes for its own ranks only."""
     stores = stored(tmp_path, 2, (1, 2, 3))
