@@ -25,7 +25,7 @@ from replicated_ckpt.core.upkeep.repair_plan import CopyShard
 from replicated_ckpt.errors import StoreFull
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.throttle import Pace
-from tests.agent.agents import running_agent, wait_for
+from tests.agent.agents import running_agent, stop_agent, wait_for
 from tests.agent.checkpoints import checkpointed, findings, held, shard
 from tests.agent.repair.test_reprotect import PAIR, agents, protected
 from tests.cli.commands import command
@@ -147,6 +147,7 @@ def test_a_disk_without_inodes_can_be_pruned(cluster: Cluster, *, is_running: bo
     for number in (1, 2, 3):
         checkpointed([store], number, {shard(0): [0]}, copies=1, checkpoint_id=f"step-{number}", size_bytes=50_000)
     assert command("prune", "--keep-last", "3", "--root", store.root).returncode == ExitCode.OK
+    assert read_endpoint(store.root / AGENT_DIR) is not None, "the command has started no agent"
     stop_agent(store.root)
     with running_agent(store.root) if is_running else nullcontext():
         check_pruning(store, fill_inodes)
@@ -184,13 +185,6 @@ def saved(stores: list[LocalStore], number: int) -> None:
 def fill(store: LocalStore) -> None:
     with (store.root / "filler").open("wb", buffering=0) as filler, pytest.raises(OSError, match="No space left"):
         collections.deque(map(filler.write, itertools.repeat(bytes(512))), maxlen=0)
-
-
-def stop_agent(root: Path) -> None:
-    endpoint = read_endpoint(root / AGENT_DIR)
-    assert endpoint is not None
-    os.kill(endpoint.pid, signal.SIGTERM)
-    wait_for(lambda: read_endpoint(root / AGENT_DIR) is None, 30, "the end of the agent that the command has started")
 
 
 def fill_inodes(store: LocalStore) -> None:

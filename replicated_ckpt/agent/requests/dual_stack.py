@@ -5,7 +5,7 @@ import socketserver
 from http.server import ThreadingHTTPServer
 from typing import Any
 
-ALL_ADDRESSES = "0.0.0.0"  # noqa: S104 - whoever connects shows a token
+ALL_ADDRESSES = "0.0.0.0"  # noqa: S104 - a token guards it
 _MAPPED = "::ffff:"
 """An IPv4 address as a socket for both sees it begins so. Source: RFC 4291, 2.5.5.2."""
 

@@ -24,9 +24,9 @@ def is_of_tier(error: CheckpointException) -> bool:
     errors of all.
     """
     ours = [each for each, _ in error.failures.values() if isinstance(each, ReplicatedCkptError)]
-    return any(not isinstance(each, ObjectUnsafe) for each in ours) and not any(
-        is_shortage(each.message) for each in ours
-    )
+    if any(is_shortage(each.message) for each in ours):
+        return False
+    return any(not isinstance(each, ObjectUnsafe) for each in ours)
 
 
 def is_older(version: Version, others: list[Version]) -> bool:

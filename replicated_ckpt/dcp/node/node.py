@@ -186,7 +186,7 @@ def find_host() -> tuple[str, str]:
 
     REPLICATED_CKPT_HOST if set; else the address from which this host reaches MASTER_ADDR. Where MASTER_ADDR is this
     host under a real name, that may be a loopback address, which means nothing to the others: then the address of the
-    default route; so it is where the route has a link-local address, which is none without the name of an interface.
+    default route; so it is where the route has a link-local address, which needs the name of an interface with it.
     Where MASTER_ADDR itself says loopback, all nodes are on this host.
 
     Raises:

@@ -83,7 +83,7 @@ def test_what_is_no_address_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, 
 def test_a_link_local_address_is_given_to_no_other_host(
     monkeypatch: pytest.MonkeyPatch, has_default_route: bool
 ) -> None:
-    """It is none without the name of an interface there: the one of the default route is, or the user names one."""
+    """It needs the name of an interface there: the one of the default route is given, or the user names one."""
     routes = {"fe80::b%eth0": "fe80::a", "2001:db8::1": "fd00::a" if has_default_route else None}
     monkeypatch.setattr(node, "_source_address", routes.get)
     monkeypatch.delenv(HOST_ENV, raising=False)

@@ -109,7 +109,6 @@ def test_a_file_system_without_locks_is_an_error_of_ours(tmp_path: Path, monkeyp
     assert open_below(tmp_path) == []
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting another disk needs root")
 def test_a_release_that_fails_fails_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a network file system, at the end of an import that was whole: the lock ends with its descriptor."""
     held = FileLock.take_within(tmp_path / "lock", 0.0)
@@ -120,6 +119,7 @@ def test_a_release_that_fails_fails_nothing(tmp_path: Path, monkeypatch: pytest.
     assert not FileLock.is_taken(tmp_path / "lock")
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting another disk needs root")
 def test_a_lock_is_not_taken_for_one_on_another_disk(tmp_path: Path) -> None:
     """The disk under an agent is replaced by a snapshot, or by a fresh one: its files have the same numbers."""
     mount, path = ["mount", "-t", "tmpfs", "tmpfs", str(tmp_path)], tmp_path / "lock"
