@@ -33,6 +33,7 @@ def checkpointed(
     url: str = "",
     has_own_prefix: bool = False,
     lineage: str = "",
+    replaces: Sequence[str] = (),
 ) -> Manifest:
     """A committed checkpoint: each shard in the stores of these indices, the owner's first, on all stores or on `on`.
 
@@ -61,6 +62,7 @@ def checkpointed(
         },
         upload=UploadEntry(url, has_own_prefix, len(METADATA), crc32c(METADATA)) if url else None,
         lineage=lineage,
+        replaces=tuple(replaces),
     )
     for index in range(len(stores)) if on is None else on:
         store = stores[index]

@@ -131,8 +131,8 @@ class Retirer:
         remove = retire if removal.rule == BY_HAND else recycle
         if not remove(self._service.store.root, removal.checkpoint_id, removal.save_id):
             return False
-        if removal.rule != BY_HAND:  # a node that was away meanwhile may have it staged
-            self._service.store.note_given_up(removal.save_id)
+        if removal.rule != BY_HAND:  # a node that was away meanwhile may have it staged, or a part of it
+            self._service.store.note_given_up(removal.save_id, is_saved_over=removal.is_of_other_run)
         self.removed += 1
         log.info("removed %s (save %s): %s", removal.checkpoint_id, removal.save_id, removal.rule)
         return True

@@ -39,6 +39,7 @@ class Verdict:
     sequence: int
     is_kept: bool
     rule: str
+    is_of_other_run: bool = field(default=False, kw_only=True)
 
     def __str__(self) -> str:
         return f"{self.checkpoint_id} (save {self.save_id}) {'stays' if self.is_kept else 'goes'}: {self.rule}"
@@ -116,12 +117,13 @@ def _judge_one(
 
 @dataclass(frozen=True)
 class Removal:
-    """One node removes what it holds of a save."""
+    """One node removes what it holds of a save. `is_of_other_run`: one that this run has saved over."""
 
     node_id: str
     checkpoint_id: str
     save_id: str
     rule: str
+    is_of_other_run: bool = field(default=False, kw_only=True)
 
     def __str__(self) -> str:
         return f"node {self.node_id}: remove {self.checkpoint_id} (save {self.save_id}): {self.rule}"
@@ -182,9 +184,16 @@ def plan_retention(
         if policy.tier == NODES and policy.retention is not None:
             mine = {save_id: found for save_id, found in manifest_by_save.items() if _is_under(found, policy)}
             verdicts += judge(list(_candidates(mine, up, holdings, in_doubt=in_doubt)), policy.retention)
-    verdicts += list(_replaced_by_those_that_go(verdicts, manifest_by_save, holdings))
+    gone = frozenset[str]().union(*(node.standing.saved_over for node in up))
+    verdicts += list(_replaced_by_those_that_go(verdicts, manifest_by_save, holdings, gone))
     removals = tuple(
-        Removal(node_id, verdict.checkpoint_id, verdict.save_id, verdict.rule)
+        Removal(
+            node_id,
+            verdict.checkpoint_id,
+            verdict.save_id,
+            verdict.rule,
+            is_of_other_run=verdict.is_of_other_run,
+        )
         for verdict in verdicts
         if not verdict.is_kept
         for node_id in sorted(holding.node_id for holding in holdings[verdict.save_id])
@@ -199,23 +208,29 @@ def find_retired(manifest_by_save: Mapping[str, Manifest], nodes: Sequence[NodeV
 
 
 def _replaced_by_those_that_go(
-    verdicts: Sequence[Verdict], manifest_by_save: Mapping[str, Manifest], holdings: Mapping[str, Sequence[Holding]]
+    verdicts: Sequence[Verdict],
+    manifest_by_save: Mapping[str, Manifest],
+    holdings: Mapping[str, Sequence[Holding]],
+    gone: Collection[str],
 ) -> Iterator[Verdict]:
     """Other runs' checkpoints that a user has saved over, and that are there still, as a load read them at that time.
 
     Else they would be that checkpoint once more. They come last here, so a node removes them before what tells of them.
-    What a save was to replace that is not whole has not given way to it, and stays.
+    What a save was to replace that is not whole has not given way to it, and stays. Those that are `gone` from some node
+    had given way there, and the other nodes may have retired the newer one since.
     """
     judged = {verdict.save_id for verdict in verdicts}
-    going = (verdict.save_id for verdict in verdicts if not verdict.is_kept)
-    whole = {save_id for save_id in going if _copies(manifest_by_save[save_id], holdings[save_id])}
-    for verdict in [verdict for verdict in verdicts if verdict.save_id in whole]:
-        for save_id in manifest_by_save[verdict.save_id].replaces:
+    for verdict in [verdict for verdict in verdicts if not verdict.is_kept]:
+        newer = manifest_by_save[verdict.save_id]
+        is_whole = _copies(newer, holdings[newer.save_id]) > 0
+        for save_id in newer.replaces:
             old = manifest_by_save.get(save_id)
-            if old is not None and old.checkpoint_id == verdict.checkpoint_id and save_id not in judged:
+            if old is None or old.checkpoint_id != verdict.checkpoint_id or save_id in judged:
+                continue
+            if is_whole or save_id in gone:
                 judged.add(save_id)
                 rule = f"save {verdict.save_id} has replaced it, and goes, too"
-                yield Verdict(old.checkpoint_id, save_id, old.sequence, is_kept=False, rule=rule)
+                yield Verdict(old.checkpoint_id, save_id, old.sequence, is_kept=False, rule=rule, is_of_other_run=True)
 
 
 def _is_under(manifest: Manifest, policy: Policy) -> bool:

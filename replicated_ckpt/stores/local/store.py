@@ -43,7 +43,7 @@ from replicated_ckpt.stores.files.locks import HeldLock, exclusive
 from replicated_ckpt.stores.files.ownership import make_private
 from replicated_ckpt.stores.files.plain import open_plain
 from replicated_ckpt.stores.local.directories.catalog import Catalog
-from replicated_ckpt.stores.local.directories.given_up import GivenUpNotes
+from replicated_ckpt.stores.local.directories.given_up import SAVED_OVER, GivenUpNotes
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.identity import check_place, ensure_identity, find_identity
 from replicated_ckpt.stores.local.versions import others, replaced
@@ -73,6 +73,7 @@ class LocalStore:
         self.catalog = Catalog(self.root)
         self.places = PlaceNotes(self.root)
         self.given_up = GivenUpNotes(self.root)
+        self.saved_over = GivenUpNotes(self.root, SAVED_OVER)
         self._private: os.stat_result | None = None
 
     def __repr__(self) -> str:
@@ -223,6 +224,8 @@ class LocalStore:
             failpoints.reach("commit.durable")
             others.remove_broken_off(final)  # of a process that began to write while the save was being published
             others.remove_carried(self.root, trash, name)
+            if is_over and before is not None and before.lineage != manifest.lineage:
+                self._note(self.saved_over, before.save_id)
             self._forget(save_id)
             held = tuple(sorted(self.catalog.shard_sizes(name)))
         failpoints.reach("commit.done")
@@ -304,17 +307,20 @@ class LocalStore:
             if not (unless_decided and self.is_decided(save_id)):
                 self._discard(save_id)
 
-    def note_given_up(self, save_id: str) -> None:
-        """Notes that no node needs what is staged of a save: it is over, or the policy of retention has removed it here."""
+    def note_given_up(self, save_id: str, *, is_saved_over: bool = False) -> None:
+        """Notes that a save is over, or removed by retention: what is staged of it is not needed. `is_saved_over`: it was
+        another run's, and what replaced it was seen whole."""
         with translate_errors(str(self.root), "note", save_id), exclusive(self.root / STAGING_DIR):
-            self._note_given_up(save_id)
+            self._note(self.given_up, save_id)
+            if is_saved_over:
+                self._note(self.saved_over, save_id)
 
-    def _note_given_up(self, save_id: str) -> None:
+    def _note(self, notes: GivenUpNotes, save_id: str) -> None:
         try:
             self.agent_directory()
-            self.given_up.note(save_id)
+            notes.note(save_id)
         except StoreError as exc:
-            log.warning("a node that has a part of save %s removes it once all others answer, as %s", save_id, exc)
+            log.warning("a part of save %s elsewhere goes once all others answer, or by hand, as %s", save_id, exc)
 
     def _discard(self, save_id: str) -> None:
         staging, intent, was_staged = self.staging(save_id), self.intent_of(save_id), self.is_staged(save_id)
@@ -332,7 +338,7 @@ class LocalStore:
                 others.remove_trash(self.root, trash, staging.parent)
         is_sure = was_staged or not any(self.catalog.with_invalid_manifest())  # else a damaged one here may be it
         if is_own and is_sure and self.catalog.checkpoint_of(save_id) is None:
-            self._note_given_up(save_id)  # while the intent is there: of a crash before, the next start has it noted
+            self._note(self.given_up, save_id)  # before the intent goes: of a crash before, the next start has it noted
         self._forget(save_id)
 
     def remove_incoming(self) -> None:

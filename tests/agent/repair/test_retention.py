@@ -3,10 +3,11 @@
 import itertools
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,6 +28,7 @@ PATIENT = (*QUICK, "--lost-after-s", "60")
 RING = {shard(0): (0, 1), shard(1): (1, 2), shard(2): (2, 0)}
 PAIR = {shard(0): (0, 1), shard(1): (1, 0)}
 SMALL = 3000
+OURS, OTHER = "a" * 16, "b" * 16
 SETTLED_S = 1.5
 """Some rounds of re-protection, woken."""
 
@@ -46,9 +48,7 @@ def meet(*running: RunningAgent) -> None:
 
 
 def tell(agent: RunningAgent, retention: Retention | None, *, revision: int, scope: str = "") -> None:
-    document = {"policies": [Policy(scope, NODES, revision, retention).to_json()]}
-    with agent.client() as client:
-        client.call("POST", "/v1/retention", document)
+    tell_policies(agent, [Policy(scope, NODES, revision, retention).to_json()])
 
 
 def stored(folder: Path, count: int, numbers: Sequence[int]) -> list[LocalStore]:
@@ -176,6 +176,53 @@ def test_the_later_policy_holds_on_all_nodes(tmp_path: Path) -> None:
             assert there(stores[1]) == [1, 2, 3]
             tell(other, Retention(keep_last=2), revision=10)
             gone_to(stores, [2, 3])
+
+
+@pytest.mark.parametrize("gone_by", ["commit", "newer one seen whole", "retention"])
+def test_a_part_of_another_runs_checkpoint_that_was_saved_over_does_not_come_back(tmp_path: Path, gone_by: str) -> None:
+    """A node brings it that was away while the others dropped it, and retired what had replaced it: it goes there, too."""
+    stores = [LocalStore(tmp_path / f"node{index}") for index in range(3)]
+    theirs = checkpointed(stores, 9, {shard(0): (0,)}, copies=1, size_bytes=SMALL, lineage=OTHER)
+    ours = {shard(0): (0,)} if gone_by == "commit" else {shard(0): (0,), shard(1): (1,)}
+    checkpointed(stores, 1, ours, copies=1, size_bytes=SMALL, lineage=OURS, replaces=[theirs.save_id])
+    for number in (2, 3):
+        checkpointed(stores, number, RING, checkpoint_id=f"step-{number}", size_bytes=SMALL, lineage=OURS)
+    policies = [Policy("", NODES, 3, Retention(keep_last=2), lineage=OURS).to_json()]
+    with ExitStack() as stack:
+        running = [stack.enter_context(running_agent(store.root, *QUICK)) for store in stores[:2]]
+        load = {"lineage": "", "sequence": 3, "save_id": theirs.save_id, "reader": "session/1"}
+        if gone_by == "retention":
+            assert [read_by(agent, load) for agent in running] == [True, True]
+        meet(*running)
+        if gone_by == "newer one seen whole":
+            wait_for(lambda: not any(store.catalog.list_replaced() for store in stores[:2]), 20, "the end of it")
+        for agent in running:
+            tell_policies(agent, policies)
+        if gone_by == "retention":
+            stays(stores[:2], *running)
+            for agent in running:  # the reader has gone on to another checkpoint
+                read_by(agent, {**load, "save_id": f"{3:032x}"})
+        gone_to(stores[:2], [2, 3])
+        assert not any(store.catalog.list_replaced() for store in stores[:2])
+        assert there(stores[2]) == [1, 2, 3]
+    with agents(stores) as running:
+        for agent in running:
+            tell_policies(agent, policies)
+        gone_to(stores, [2, 3])
+        wait_for(lambda: not stores[2].catalog.list_replaced(), 20, "the end of it there, too")
+        stays(stores, *running)
+    for store in stores:
+        assert findings(store) == []
+
+
+def read_by(agent: RunningAgent, load: Mapping[str, Any]) -> bool:
+    with agent.peer() as client:
+        return bool(client.call("POST", "/v1/sequence", load)["is_here"])
+
+
+def tell_policies(agent: RunningAgent, policies: Sequence[Mapping[str, Any]]) -> None:
+    with agent.client() as client:
+        client.call("POST", "/v1/retention", {"policies": policies})
 
 
 def test_a_peer_cannot_have_anything_removed(tmp_path: Path) -> None:

@@ -3,9 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+import pytest
+
 from replicated_ckpt import Retention
 from replicated_ckpt.core.manifest import Manifest
-from replicated_ckpt.core.upkeep.policy import NODES, Policy
+from replicated_ckpt.core.upkeep.policy import NODES, Policy, Standing
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
 from replicated_ckpt.core.upkeep.retention import RetentionPlan, plan_retention, without_retired
 from replicated_ckpt.core.upkeep.whole_versions import find_whole_versions
@@ -53,6 +55,21 @@ def test_what_a_save_was_to_replace_that_is_not_whole_stays() -> None:
     held[0] = replace(held[0], sizes=dict(list(held[0].sizes.items())[:1]))
     plan = plan_retention(by_save(saves), [NodeView("a", Presence.UP, tuple(held))], [KEEP_TWO])
     assert plan.retired == {over.save_id}
+
+
+@pytest.mark.parametrize("is_saved_over", [False, True])
+def test_what_a_node_brings_back_of_a_replaced_one_goes_if_others_saw_what_replaced_it(is_saved_over: bool) -> None:
+    """The newer one is not whole any more, as the others have retired it. A removal by hand there says nothing of it."""
+    (old,) = of_run(OTHER, 9)
+    over = replace(of_run(OURS, 1)[0], checkpoint_id=old.checkpoint_id, replaces=(old.save_id,))
+    saves = [over, *of_run(OURS, 2, 3), old]
+    held = [replace(holding("a", one), lineage=one.lineage) for one in saves]
+    held[0] = replace(held[0], sizes=dict(list(held[0].sizes.items())[:1]))
+    gone = frozenset({old.save_id})
+    said = Standing(removed=gone, saved_over=gone if is_saved_over else frozenset())
+    nodes = [NodeView("a", Presence.UP, tuple(held)), NodeView("b", Presence.UP, (), standing=said)]
+    plan = plan_retention(by_save(saves), nodes, [KEEP_TWO])
+    assert plan.retired == ({over.save_id, old.save_id} if is_saved_over else {over.save_id})
 
 
 def test_what_has_another_name_by_now_does_not_go_with_the_save_that_replaced_it() -> None:

@@ -1,4 +1,4 @@
-"""Notes of the saves that are over here: their coordinator's node gave them up, or retention has removed them."""
+"""Notes of the saves that are over here: given up by their coordinator's node, removed by retention, or saved over."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,8 @@ from replicated_ckpt.stores.files.durable import translate_errors, write_file
 from replicated_ckpt.stores.files.plain import read_plain
 from replicated_ckpt.stores.files.shortage import raise_shortage
 
-_NAME = "given-up.json"
+GIVEN_UP = "given-up.json"
+SAVED_OVER = "saved-over.json"
 GIVEN_UP_MAX = 4096
 """The oldest are forgotten. A node that asks for one of those waits for the other nodes of that save instead."""
 
@@ -19,8 +20,9 @@ class GivenUpNotes:
     A store without the note knows nothing of the save. It may have decided it, and been put back to an earlier state since.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, name: str = GIVEN_UP) -> None:
         self._root = root
+        self._name = name
 
     def note(self, save_id: str) -> None:
         """Notes durably a save of which nothing is staged here any more. The caller holds the lock of the staging area,
@@ -29,20 +31,24 @@ class GivenUpNotes:
         Raises:
             StoreError: it is not noted.
         """
-        with translate_errors(str(self._root), "write", f"{AGENT_DIR}/{_NAME}"):
+        with translate_errors(str(self._root), "write", f"{AGENT_DIR}/{self._name}"):
             noted = self._read()
             if save_id not in noted:
                 kept = [*noted, save_id][-GIVEN_UP_MAX:]
-                write_file(self._root / AGENT_DIR / _NAME, json.dumps(kept).encode())
+                write_file(self._root / AGENT_DIR / self._name, json.dumps(kept).encode())
 
     def has(self, save_id: str) -> bool:
         """Raises StoreError: no file can be read now, for want of descriptors or memory."""
-        with translate_errors(str(self._root), "read", f"{AGENT_DIR}/{_NAME}"):
-            return save_id in self._read()
+        return save_id in self.read_all()
+
+    def read_all(self) -> list[str]:
+        """Raises StoreError: as `has` does."""
+        with translate_errors(str(self._root), "read", f"{AGENT_DIR}/{self._name}"):
+            return self._read()
 
     def _read(self) -> list[str]:
         """A file that cannot be believed counts as none: that only has nodes wait for more answers."""
-        path = self._root / AGENT_DIR / _NAME
+        path = self._root / AGENT_DIR / self._name
         try:
             return save_ids_in(json.loads(read_plain(path)))
         except OSError as exc:
