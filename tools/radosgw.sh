@@ -111,7 +111,7 @@ mon_data = $work/mon
 osd_data = $work/osd
 keyring = $work/osd/keyring
 [client.admin]
-rgw_frontends = beast endpoint=127.0.0.1:$1
+rgw_frontends = beast endpoint=127.0.0.1:$1 tcp_nodelay=1
 rgw_data = $work/rgw
 rgw_dns_name =
 rgw_gc_obj_min_wait = 1

@@ -101,6 +101,26 @@ def test_what_is_removed_during_its_upload_leaves_nothing_there(tmp_path: Path, 
     assert not uploader.is_busy
 
 
+@pytest.mark.timeout(60)
+def test_two_shards_of_a_node_are_brought_at_once(tmp_path: Path) -> None:
+    """What one costs in round trips goes on next to the bytes of the other: each has arrived before either is done."""
+    url = f"file://{tmp_path}/bucket/run"
+    uploader, service, targets = uploading(tmp_path / "node", url)
+    shards = {shard(rank): (0,) for rank in range(4)}
+    manifest = checkpointed([service.store], 1, shards, copies=1, size_bytes=3000, url=url)
+    meeting = threading.Barrier(2)
+
+    def meet(_: str) -> None:
+        meeting.wait(30)
+
+    with failpoints.arm("upload.shard-arrived", meet):
+        uploader.round()
+    assert not meeting.broken
+    there = targets.bucket(url).save_of("step-1")
+    assert there is not None
+    assert (there.save_id, set(there.sizes)) == (manifest.save_id, set(shards))
+
+
 def test_an_agent_that_was_stopped_in_its_commit_takes_no_newer_mark_away(tmp_path: Path) -> None:
     """Where a store has no conditional writes, its mark went over that of a newer save, and had no shards any more."""
     url = f"file://{tmp_path}/bucket/run"

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from replicated_ckpt.core.bucket.upload_plan import UploadState
 from replicated_ckpt.errors import CheckpointExists, ConfigInvalid, ReplicatedCkptError, StoreDenied
 
-WAIT_FIRST_S, WAIT_MAX_S = 0.3, 10.0
+WAIT_FIRST_S, WAIT_MAX_S = 0.1, 10.0
 """How long between two looks for the shards of the others."""
 RETRY_FIRST_S, RETRY_MAX_S = 0.5, 60.0
 """How long between two tries after an error; drawn between half and all of it, so that nodes do not try in step."""

@@ -50,6 +50,8 @@ _NOTES_PREFIX = "upload-"
 BUSY_S = 3600.0
 """An agent that ranks started stays that long for an upload that does not move."""
 _FORGOTTEN_MAX = 1024
+SHARDS_PARALLEL = 2
+"""Each of them in PARTS_PARALLEL parts at once, of 16 MiB of memory."""
 LOOK_AGAIN_S = 2.0
 """How long a look that fails is made again before the whole try has failed."""
 _JOIN_S = 2.0
@@ -276,11 +278,9 @@ class Uploader:
         bucket.check_place(manifest, there)  # also of a save that lacks a shard, and will never be whole
         check_wanted(self._service, bucket, manifest)
         missing = set(manifest.shards) - self._find_intact(bucket, manifest, upload)
-        for name in sorted(self._mine(manifest, missing, upload)):
-            self._bring(bucket, manifest, name, upload)
-            self.held.check(save_id)
-            take_back_removed(self._service, bucket, manifest)
-            missing.discard(name)
+        mine = self._mine(manifest, missing, upload)
+        self._bring_all(bucket, manifest, sorted(mine), upload)
+        missing -= mine
         if missing or not prefix_of(manifest):
             missing = manifest.shards.keys() - self._find_intact(bucket, manifest, upload)
         if missing:
@@ -337,6 +337,16 @@ class Uploader:
             mine |= {name for name in others if choose_uploader(manifest, name, views, own) == own}
         return mine
 
+    def _bring_all(self, bucket: Bucket, manifest: Manifest, names: Sequence[str], upload: UploadProgress) -> None:
+        """Some at once: what each costs in round trips goes on next to the bytes of another."""
+
+        def bring(name: str) -> None:
+            self._bring(bucket, manifest, name, upload)
+            self.held.check(manifest.save_id)
+            take_back_removed(self._service, bucket, manifest)
+
+        FanOut.run(names, bring, most=SHARDS_PARALLEL, until_error=True).raise_first()
+
     def _bring(self, bucket: Bucket, manifest: Manifest, name: str, upload: UploadProgress) -> None:
         entry, store, save_id = manifest.shards[name], self._service.store, manifest.save_id
         label = f"node {self._service.node_id} at {store.root}"
@@ -351,8 +361,9 @@ class Uploader:
             if exc.store == label:
                 self._on_bad(manifest.checkpoint_id, save_id, name, exc.message)
             raise
-        upload.state.bytes_sent += entry.size_bytes
-        upload.intact.add(name)
+        with self._lock:
+            upload.state.bytes_sent += entry.size_bytes
+            upload.intact.add(name)
 
     def _wait_for_pace(self, save_id: str, upload: UploadProgress, size_bytes: int) -> None:
         self.held.check(save_id)

@@ -33,7 +33,8 @@ PROBE_S = 15.0
 """The agent looks into the bucket for less; for long only after its start, which may be later than that of this process."""
 GIVE_UP_S = 120.0
 """`wait` does not wait longer for a bucket of which every try has failed for that long."""
-_POLL_FIRST_S, _POLL_MAX_S = 0.05, 1.0
+_POLL_FIRST_S, _POLL_MAX_S, _POLL_SHARE = 0.02, 1.0, 0.05
+"""The agent is asked again after this share of the time that was waited so far: so much longer a wait takes at most."""
 _GONE = "this node knows nothing of it any more: it was given up, replaced or removed."
 
 
@@ -170,7 +171,7 @@ class ObjectTier:
         if self._target.is_process_local:
             return ""
         ask_agent(self._store, "POST", "/v1/object/again", {"save_id": save_id})
-        pause_s = _POLL_FIRST_S
+        began = time.monotonic()
         while True:
             try:
                 state = UploadState(**ask_agent(self._store, "GET", f"/v1/object/saves/{save_id}"))
@@ -192,5 +193,5 @@ class ObjectTier:
             if time.monotonic() > deadline:
                 why = state.error or "the time-out is over, and its upload goes on."
                 raise UploadFailed(checkpoint_id, state.url, why)
-            time.sleep(pause_s)
-            pause_s = min(_POLL_MAX_S, 1.3 * pause_s)
+            waited_s = time.monotonic() - began
+            time.sleep(min(_POLL_MAX_S, max(_POLL_FIRST_S, _POLL_SHARE * waited_s)))

@@ -28,7 +28,6 @@ from replicated_ckpt.errors import (
     ManifestVersionUnknown,
     ObjectCorrupt,
     ObjectMissing,
-    ReplicatedCkptError,
     SaveAborted,
     SaveSuperseded,
     StoreDenied,
@@ -259,11 +258,9 @@ class Bucket:
         ]
         if before is not None and before.mark is not None:
             steps.append(partial(self._remove_files, before))
-        for step in steps:  # each for itself: credentials that may write are often not allowed to list uploads
-            try:
-                step()
-            except ReplicatedCkptError as exc:
-                log.warning("some objects of %s may stay: %s", manifest.checkpoint_id, exc)
+        tidied = FanOut.run(steps, lambda step: step())
+        for exc in tidied.errors.values():  # each for itself: who may write is often not allowed to list uploads
+            log.warning("some objects of %s may stay: %s", manifest.checkpoint_id, exc)
 
     def remove(self, save: BucketSave) -> None:
         """Deletes a checkpoint, its mark first: interrupted at any point, what is left is no checkpoint."""

@@ -19,23 +19,28 @@ Result = TypeVar("Result")
 class FanOut(Generic[Key, Result]):
     """Outcomes by key: `results` where the call returned, `errors` where it raised one of our errors."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, until_error: bool = False) -> None:
+        self._until_error = until_error
         self.results: dict[Key, Result] = {}
         self.errors: dict[Key, ReplicatedCkptError] = {}
         self._bug: BaseException | None = None
 
     @classmethod
-    def run(cls, keys: Iterable[Key], call: Callable[[Key], Result]) -> "FanOut[Key, Result]":
-        """Calls `call(key)` for every key, on at most PARALLEL_MAX threads; returns when all have ended.
+    def run(
+        cls, keys: Iterable[Key], call: Callable[[Key], Result], *, most: int = PARALLEL_MAX, until_error: bool = False
+    ) -> "FanOut[Key, Result]":
+        """Calls `call(key)` for every key, on at most so many threads; returns when all have ended.
+
+        `until_error`: no call begins once another one has raised.
 
         Plain threads, as a thread pool refuses new work once the interpreter has begun to exit, where a save may still
         be under way.
         """
-        outcome = cls()
+        outcome = cls(until_error=until_error)
         waiting: queue.SimpleQueue[Key] = queue.SimpleQueue()
         for key in keys:
             waiting.put(key)
-        count = min(PARALLEL_MAX, waiting.qsize())
+        count = min(most, waiting.qsize())
         threads = outcome._start_threads(count - 1, waiting, call)
         outcome._work(waiting, call)
         for thread in threads:
@@ -60,7 +65,7 @@ class FanOut(Generic[Key, Result]):
         return threads
 
     def _work(self, waiting: "queue.SimpleQueue[Key]", call: Callable[[Key], Result]) -> None:
-        while True:
+        while not (self._until_error and (self.errors or self._bug)):
             try:
                 key = waiting.get_nowait()
             except queue.Empty:

@@ -239,9 +239,14 @@ def _no_deadline(*_: Any) -> Iterator[None]:
     yield
 
 
-def _run_inline(keys: Any, call: Callable[[Any], Any]) -> fanout.FanOut[Any, Any]:
+def _run_inline(
+    keys: Any, call: Callable[[Any], Any], *, most: int = 0, until_error: bool = False
+) -> fanout.FanOut[Any, Any]:
+    """One call after the other, whatever the `most` at once."""
     outcome = fanout.FanOut[Any, Any]()
     for key in keys:
+        if until_error and outcome.errors:
+            break
         try:
             outcome.results[key] = call(key)
         except ReplicatedCkptError as exc:
