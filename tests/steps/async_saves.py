@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 import tempfile
+import threading
 import time
 from concurrent.futures import Future
 from multiprocessing import get_context
@@ -135,6 +136,40 @@ def save_ahead(context: Context, kinds: list[str], checkpoint_ids: list[str]) ->
     assert writer.last_save is not None
     copies = writer.last_save.copies_made
     return {"digests": saved, "seen": seen, "there": there, "reported": reported, "copies": copies}
+
+
+def save_over_unseen(context: Context, kinds: list[str], writers: int) -> dict[str, Any]:
+    """Two saves under one name. Ranks but the coordinator's look for the end of the first when the second is committed."""
+    reported, told, may_look = list[str](), list[str](), threading.Event()
+    options: dict[str, Any] = {"ack": "staged", "overwrite": True}
+    used = [
+        ReplicatedWriter(context.root, on_save=lambda report: reported.append(report.save_id), **options)
+        for _ in range(writers)
+    ]
+    if context.rank != 0:
+        for writer in used:
+            _hold_back(writer, may_look)
+    for seed in range(2):
+        states = build_all(context, kinds, seed)
+        future = dcp.async_save(dict(states), checkpoint_id="step-1", storage_writer=used[-seed])
+        assert isinstance(future, Future)
+        future.result(timeout=100)
+    if context.rank == 0:
+        used[-1].wait(100, ack="peer")
+    dist.barrier()
+    may_look.set()
+    for writer in used:
+        try:
+            writer.wait(100, ack="peer")
+        except ReplicatedCkptError as exc:
+            told.append(str(exc))
+    return {"digests": digests_of(states), "reported": len(reported), "told": told}
+
+
+def _hold_back(writer: ReplicatedWriter, may_look: threading.Event) -> None:
+    """Whether a save is staged still, this rank sees no sooner than it may look."""
+    look = writer.store.is_staged
+    writer.store.is_staged = lambda save_id: may_look.wait(100) and look(save_id)  # type: ignore[method-assign]
 
 
 def save_fails_late(context: Context, kinds: list[str]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-from replicated_ckpt.dcp.c10d.blackboard import Blackboard
+from replicated_ckpt.dcp.c10d.blackboard import COORDINATOR, Blackboard
 from replicated_ckpt.dcp.hand_over.held_save import HeldSave
 from replicated_ckpt.dcp.hand_over.outcome import is_told_committed
 from replicated_ckpt.errors import MeetingFailed, StoreUnavailable
@@ -16,6 +16,8 @@ FOLLOWED_FAILED_S = 30.0
 """The same, where its agent hangs or has died over the shard: by then the coordinator's agent has given the save up."""
 TOLD_EVERY_S = 5.0
 """How often it looks what the coordinator's rank has said of the end: of a thousand ranks each look is a message."""
+ASKED_FOR_S = 10.0
+"""So long it looks for that word of a save that is not on its node any more: it comes right after the end."""
 _LOOK_FIRST_S, _LOOK_MAX_S = 0.02, 0.5
 _UNKNOWN = "The coordinator's node does not say; `replicated-ckpt status` names the nodes that this save waits for."
 
@@ -46,6 +48,23 @@ class Patience:
             if self._is_told(now):
                 return True
             self._check_time(now)
+        return False
+
+    def ask_coordinator(self) -> bool:
+        """Whether a save that is not on this node any more was committed: a newer one may have replaced it since.
+
+        False: the coordinator's rank does not say.
+
+        Raises: what the coordinator's rank has failed with.
+        """
+        until = time.monotonic() + ASKED_FOR_S
+        while self._board is not None and time.monotonic() < until:
+            is_gone = COORDINATOR in self._board.find_lost()  # before the word: it may say it and end
+            if self._is_told(self._told_at):
+                return True
+            if is_gone:
+                return False
+            time.sleep(_LOOK_MAX_S)
         return False
 
     def _check_time(self, now: float) -> None:

@@ -272,7 +272,7 @@ class SaveAttempt:
         """A rank that is not the coordinator's sees in its own store how the save ends, and asks no agent.
 
         It reports after the save before, which it may see later. Where this node cannot publish the save, as with a full
-        disk, the coordinator's rank says whether it is committed.
+        disk, or a newer one has replaced it here already, the coordinator's rank says whether it is committed.
         """
         ending.acknowledge()
         save_id = self._decision.save_id
@@ -286,7 +286,7 @@ class SaveAttempt:
         is_here = self._store.catalog.checkpoint_of(save_id) is not None
         if is_told and not is_here:
             log.warning("%s is committed, and not published on this node yet", self._decision.checkpoint_id)
-        if is_told or is_here:
+        if is_told or is_here or patience.ask_coordinator():
             self._report_committed()
         elif not self._is_left:  # else a newer save may have taken its place by now
             raise explain_unseen(self._store, self._decision.checkpoint_id, save_id)

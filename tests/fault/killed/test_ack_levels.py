@@ -90,6 +90,17 @@ def test_a_save_that_falls_behind_is_queued(cluster: Cluster) -> None:
         assert results.digests(index + 1) == [told["digests"][index] for told in results.of(0)]
 
 
+@pytest.mark.parametrize("writers", mark_long([1, 2], keep=[2]))
+def test_a_save_that_a_newer_one_has_replaced_was_committed(cluster: Cluster, writers: int) -> None:
+    """A rank that sees its end only then learns so from the coordinator's: `wait` raises nothing, `on_save` is called."""
+    slow = {failpoints.ENV: "agent.writing=sleep:2"}
+    cluster.start_agents({0: slow, 1: slow}, idle_exit_s=AGENTS_STAY_S)
+    save = call("async_saves.save_over_unseen", kinds=KINDS, writers=writers)
+    results = cluster.launch([save, call("state.load", kinds=KINDS, checkpoint_id="step-1")], nodes=[0, 1])
+    assert [(told["reported"], told["told"]) for told in results.of(0)] == [(2, [])] * 2
+    assert results.digests(1) == [told["digests"] for told in results.of(0)]
+
+
 def test_what_is_looked_for_waits_for_the_commit(cluster: Cluster) -> None:
     """`find`, `load` and `delete` of the object that saved see a save that was acknowledged as staged, on every rank."""
     slow = {failpoints.ENV: "agent.writing=sleep:3"}
