@@ -37,6 +37,8 @@ class Segment:
         self._memory = mmap.mmap(self.descriptor, size_bytes)  # with a descriptor of its own
         self._pinned: PinnedPages | None = None
         self._is_to_be_pinned = True
+        self.is_kept = True
+        """Whether it is idle, and not freed, once it is given back."""
         self._ask_for_huge_pages()
 
     @property
@@ -125,8 +127,10 @@ def pin_lease(lease: memoryview) -> None:
 
 
 def drop_idle_segments() -> None:
-    """Gives their memory back. Those in use are not touched."""
+    """Gives their memory back. Of those in use each goes once nothing refers to what was copied there."""
     with _taking:
+        for segment in list(_leased.values()):
+            segment.is_kept = False
         _idle.clear()
 
 
@@ -136,7 +140,7 @@ def _give_back(segment: Segment, pid: int, lease: int) -> None:
     After a fork the memory is the parent's: what the child gave back, it would write over.
     """
     _leased.pop(lease, None)
-    if os.getpid() == pid:
+    if os.getpid() == pid and segment.is_kept:
         _idle.append(segment)
 
 

@@ -230,7 +230,10 @@ class Stager:
         self._written.set()
 
     def close(self, await_written: Callable[[], object]) -> None:
-        """Waits for the save before, and as `stage` for agents; then frees the memory that no copy lies in any more."""
+        """Waits for the save before, and as `stage` for agents; then frees the memory that no copy lies in any more.
+
+        Memory with a copy that something still refers to, as the thread that saved may for a moment, goes with it.
+        """
         self.wait_for_last()
         await_written()
         drop_idle_segments()

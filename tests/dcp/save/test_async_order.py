@@ -1,5 +1,6 @@
 """Saves never mix, of one writer or of several: whatever their states are made of, and whichever call of DCP makes them."""
 
+import gc
 import math
 import queue
 import resource
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed._functional_collectives import all_reduce
-from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint import DefaultSavePlanner, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 
 from replicated_ckpt import CheckpointManager, ReplicatedWriter
@@ -25,7 +26,7 @@ from replicated_ckpt.dcp.staging.segment import StagingRefused, lease_segment
 from replicated_ckpt.dcp.staging.state_copy import StateCopy
 from replicated_ckpt.errors import ConfigInvalid, StoreUnavailable
 from tests.agent.agents import running_agent
-from tests.dcp.save.test_async_staging import TIMEOUT_S, Gated, loaded, start, verified
+from tests.dcp.save.test_async_staging import TIMEOUT_S, Gated, count_descriptors, loaded, start, verified
 from tests.gloo import group_of_one
 
 pytestmark = [
@@ -290,6 +291,18 @@ def test_a_manager_whose_save_failed_frees_its_memory(tmp_path: Path) -> None:
     with pytest.raises(CheckpointException):
         manager.close()
     assert segment._idle == []
+
+
+def test_a_copy_that_outlives_its_writer_takes_its_memory_along(tmp_path: Path) -> None:
+    """A planner has the state still when `close` returns, as the thread that saved may: then nothing keeps the memory."""
+    writer, planner = ReplicatedWriter(tmp_path), DefaultSavePlanner()
+    start({"t": torch.ones(5000)}, writer, "step-1", planner).result(TIMEOUT_S)
+    writer.close()
+    assert count_descriptors() > 0
+    del planner
+    gc.collect()
+    assert count_descriptors() == 0
+    verified(tmp_path, "step-1")
 
 
 def test_what_a_collective_still_writes_is_waited_for() -> None:
