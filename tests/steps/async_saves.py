@@ -245,6 +245,18 @@ def descriptors_of_saves(context: Context, saves: int) -> list[int]:
     return counts
 
 
+def connections_of_kept_writers(context: Context, saves: int) -> list[int]:
+    """How many connections this node's agent has to ranks after each save, with a writer for each that is kept."""
+    counts, writers = [], [ReplicatedWriter(context.root) for _ in range(saves)]
+    for number, writer in enumerate(writers):
+        state = {f"rank{context.rank}": torch.ones(1 << 18)}
+        future = dcp.async_save(state, checkpoint_id=f"step-{number}", storage_writer=writer)
+        assert isinstance(future, Future)
+        future.result(timeout=60)
+        counts.append(_local_connections(agent_of(context.root)))
+    return counts
+
+
 def bytes_of_saves(context: Context, mebibytes: int) -> dict[str, int]:
     """Bytes that this process writes to files from the end of staging to the end of a save: by the agent, and by itself."""
     state = {f"rank{context.rank}": torch.ones(mebibytes << 18)}

@@ -61,8 +61,7 @@ class SaveAttempt:
 
     Whatever a step raises once the save was opened, KeyboardInterrupt too, the save is given up first on every node that
     answers: nothing of it counts then. One that may be decided is not: it is published, or given up by agents. This rank
-    holds the save, for agents to see, until the commit or `close`; only the coordinator is told by DCP when a save has
-    ended. One thread at a time.
+    holds the save, for agents to see, until it learns of its end, or `close`. One thread at a time.
     """
 
     def __init__(
@@ -248,6 +247,8 @@ class SaveAttempt:
         outcome = tell_metadata(collectives.broadcast_object, value, self._store, self._reference)
         if not isinstance(outcome, CheckpointException):
             self._learn_committed()
+        if self.ending is None:
+            self.close()
         return outcome
 
     def _learn_committed(self) -> None:

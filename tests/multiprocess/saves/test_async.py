@@ -4,6 +4,8 @@ import sys
 
 import pytest
 
+from replicated_ckpt.cli.exit_codes import ExitCode
+from replicated_ckpt.cli.main import main
 from tests.harness.cluster import call
 from tests.harness.launch import COLLECTIVE_TIMEOUT_ENV
 from tests.marks import mark_long
@@ -116,6 +118,15 @@ def test_a_writer_for_each_save_leaves_nothing_open(cluster_of: ClusterOf) -> No
     saves = call("async_saves.descriptors_of_saves", saves=24)
     for counts in cluster_of(2).launch([saves], nodes=[0, 1], timeout_s=280.0).of(0):
         assert min(counts[-6:]) <= max(counts[6:12]) + 2, counts
+
+
+def test_a_writer_that_is_kept_holds_nothing_of_a_save_that_is_over(cluster_of: ClusterOf) -> None:
+    """On no rank: an agent has a thread for each connection, and takes no shards once it has many."""
+    cluster = cluster_of(2)
+    results = cluster.launch([call("async_saves.connections_of_kept_writers", saves=5)], nodes=[0, 1])
+    for counts in results.of(0):
+        assert counts[-1] <= counts[0] + 1, counts
+    assert main(["verify", "--root", str(cluster.nodes[0].disk), "step-4"]) in (ExitCode.OK, ExitCode.UNREACHABLE)
 
 
 @pytest.mark.long
