@@ -13,16 +13,19 @@ from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.state.targets import TargetBook
 from replicated_ckpt.agent.uploads import uploader as uploader_module
 from replicated_ckpt.agent.uploads.bucket_retention import TOLD_MAX
+from replicated_ckpt.agent.uploads.held import UploadHeld
 from replicated_ckpt.agent.uploads.uploader import BUSY_S, Uploader
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.errors import StoreUnavailable
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.bucket.bucket_save import BucketSave
+from replicated_ckpt.stores.bucket.removal import remove_save
 from replicated_ckpt.stores.bucket_client.client import PART_BYTES
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.versions.retire import retire
 from replicated_ckpt.stores.throttle import Pace
+from tests.agent.agents import wait_for
 from tests.agent.checkpoints import checkpointed, findings, shard
 from tests.buckets.servers import Server
 
@@ -99,6 +102,53 @@ def test_what_is_removed_during_its_upload_leaves_nothing_there(tmp_path: Path, 
     assert list(service.store.catalog.committed()) == [], "the upload has come to that point"
     assert [path.name for path in (tmp_path / "bucket").rglob("*") if path.is_file()] == []
     assert not uploader.is_busy
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("has_own_prefix", [False, True])
+def test_what_is_removed_between_two_parts_leaves_no_unfinished_upload(
+    moto: Server, tmp_path: Path, *, has_own_prefix: bool
+) -> None:
+    """Its parts are in no listing of the bucket, and are paid for."""
+    bucket, store = moto.make_bucket(f"between-parts-{int(has_own_prefix)}"), LocalStore(tmp_path / "node")
+    target = ObjectTarget.check(f"s3://{bucket}/run", moto.storage_options())
+    targets = TargetBook(store.agent_directory())
+    targets.learn(target)
+    shards = {shard(0): (0,), shard(1): (0,)}
+    manifest = checkpointed(
+        [store], 1, shards, copies=1, size_bytes=6 * PART_BYTES, url=target.url, has_own_prefix=has_own_prefix
+    )
+    stopping = threading.Event()
+    uploader = Uploader(NodeService(store), targets, Pace(1e12, stopping), Patience(), stopping, lambda *_: None)
+    removals: list[threading.Thread] = []
+    holds = threading.Event()
+
+    def remove() -> None:
+        with uploader.held.hold(manifest.save_id):
+            remove_save(targets.bucket(target.url), "step-1", manifest.save_id, manifest)
+
+    def begin_removal(_: str) -> None:
+        if not removals:
+            removals.append(threading.Thread(target=remove))
+            removals[0].start()
+            wait_for(lambda: is_held(uploader, manifest.save_id), 30, "the removal holds it")
+            holds.set()
+        holds.wait(30)
+
+    with failpoints.arm("upload.part-sent", begin_removal):
+        uploader.round()
+    removals[0].join(30)
+    assert targets.bucket(target.url).save_of("step-1") is None
+    listed = moto.client().list_multipart_uploads(Bucket=bucket)
+    assert [upload["Key"] for upload in listed.get("Uploads", ())] == []
+
+
+def is_held(uploader: Uploader, save_id: str) -> bool:
+    try:
+        uploader.held.check(save_id)
+    except UploadHeld:
+        return True
+    return False
 
 
 @pytest.mark.timeout(60)

@@ -161,7 +161,8 @@ class Auditor:
         self._inspector = inspector
         findings = tuple(inspector.inspect(checkpoint_id))
         directory = self._store.root_agent_directory()
-        standing = Standing(PolicyBook(directory).read_all(), removed=RemovalBook(directory).read_all())
+        policies, removed = PolicyBook(directory).read_all(), RemovalBook(directory).read_all()
+        standing = Standing(policies, removed=removed, saved_over=self._store.saved_over.read_gone())
         holdings, remains = tuple(inspector.holdings), tuple(inspector.remains)
         newer = tuple(self._store.catalog.of_newer_format(checkpoint_id))
         held = Held(holdings, remains, standing, measure_room(self._store.root), newer)

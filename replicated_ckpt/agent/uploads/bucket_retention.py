@@ -39,12 +39,9 @@ def standing_of(service: NodeService, orders: OrderBook, uploads: Mapping[str, U
 
     The last ones stay uploaded when they are retired here: other nodes may not have looked into the bucket since.
     """
-    committed = [manifest for _, manifest in service.store.catalog.committed()]
-    here = {manifest.save_id for manifest in committed}
-    saved_over = frozenset(service.store.saved_over.read_all()) - here  # unless it was put back
-    removed = service.removals.read_all() | saved_over
+    removed = service.removals.read_all()
     states = {save_id: upload.state for save_id, upload in uploads.items()}
-    asked = map(orders.apply, committed)
+    asked = (orders.apply(manifest) for _, manifest in service.store.catalog.committed())
     url_by_save = {
         one.save_id: one.upload.url for one in asked if one.upload is not None and one.save_id not in removed
     }
@@ -59,7 +56,7 @@ def standing_of(service: NodeService, orders: OrderBook, uploads: Mapping[str, U
     unable = frozenset(save_id for save_id, state in states.items() if state.is_denied) & uploading
     uploaded = frozenset(wanted.intersection(over)).union(over[-TOLD_MAX:])
     absent = frozenset(save_id for save_id in uploaded if uploads[save_id].is_absent)
-    saves = uploading, uploaded, ordered, removed, unable, absent, saved_over
+    saves = uploading, uploaded, ordered, removed, unable, absent, service.store.saved_over.read_gone()
     return Standing(service.policies.read_all(), *saves, is_drained=service.is_drained)
 
 

@@ -178,7 +178,8 @@ def _look_at_own(store: LocalStore, own: str, *, asks: bool) -> Held:
         except ReplicatedCkptError as exc:
             log.info("this process looks at the store itself: %s", exc)
     directory = store.root_agent_directory()
-    standing = Standing(PolicyBook(directory).read_all(), removed=RemovalBook(directory).read_all())
+    policies, removed = PolicyBook(directory).read_all(), RemovalBook(directory).read_all()
+    standing = Standing(policies, removed=removed, saved_over=store.saved_over.read_gone())
     holdings = DamageBook.mark_noted(store, store.catalog.holdings(own))
     remains, newer = RemainsReader(store, own).find(), tuple(store.catalog.of_newer_format())
     return Held(holdings, remains, standing, measure_room(store.root), newer)

@@ -93,11 +93,11 @@ class Standing:
 
     `uploading`: saves that it takes for not yet in the bucket. `uploaded`: those of which it knows that they are, or are
     not wanted there. `ordered`: those of `uploading` that a user has ordered by hand, whatever else is known of them.
-    `removed`: saves that the node's own user has removed by hand, or that another run's save has replaced there. `unable`:
-    those of `uploading` that it cannot bring itself: no rank there has named the bucket, or its key is refused. `absent`:
-    those of `uploaded` that the bucket does not have, as it has removed them, or would not keep them. `saved_over`: those
-    of `removed` that are gone there as another run's save, which was seen whole, has replaced them. `is_busy`: it may be
-    making copies now. `is_drained`: its user is taking it down, so what lies there counts for no other drained node.
+    `removed`: saves that the node's own user has removed by hand. `unable`: those of `uploading` that it cannot bring
+    itself: no rank there has named the bucket, or its key is refused. `absent`: those of `uploaded` that the bucket does
+    not have, as it has removed them, or would not keep them. `saved_over`: saves that are gone there as another run's
+    save, which was seen whole, has replaced them. `is_busy`: it may be making copies now. `is_drained`: its user is taking
+    it down, so what lies there counts for no other drained node.
     """
 
     policies: tuple[Policy, ...] = ()

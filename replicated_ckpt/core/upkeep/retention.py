@@ -131,10 +131,14 @@ class Removal:
 
 @dataclass(frozen=True)
 class RetentionPlan:
-    """What the nodes keep no longer. `removals` are of nodes that answer; those that come back plan for themselves."""
+    """What the nodes keep no longer. `removals` are of nodes that answer; those that come back plan for themselves.
+
+    `left`: parts of saves that other nodes know to be saved over; none looks after them, or misses the rest.
+    """
 
     verdicts: tuple[Verdict, ...] = ()
     removals: tuple[Removal, ...] = ()
+    left: frozenset[str] = frozenset()
 
     @property
     def retired(self) -> frozenset[str]:
@@ -184,40 +188,43 @@ def plan_retention(
         if policy.tier == NODES and policy.retention is not None:
             mine = {save_id: found for save_id, found in manifest_by_save.items() if _is_under(found, policy)}
             verdicts += judge(list(_candidates(mine, up, holdings, in_doubt=in_doubt)), policy.retention)
-    gone = frozenset[str]().union(*(node.standing.saved_over for node in up))
-    verdicts += list(_replaced_by_those_that_go(verdicts, manifest_by_save, holdings, gone))
+    left = _find_left(manifest_by_save, up, holdings)
+    verdicts += list(_replaced_by_those_that_go(verdicts, manifest_by_save, holdings, left))
     removals = tuple(
-        Removal(
-            node_id,
-            verdict.checkpoint_id,
-            verdict.save_id,
-            verdict.rule,
-            is_of_other_run=verdict.is_of_other_run,
-        )
-        for verdict in verdicts
-        if not verdict.is_kept
-        for node_id in sorted(holding.node_id for holding in holdings[verdict.save_id])
+        Removal(node_id, gone.checkpoint_id, gone.save_id, gone.rule, is_of_other_run=gone.is_of_other_run)
+        for gone in verdicts
+        if not gone.is_kept
+        for node_id in sorted(holding.node_id for holding in holdings[gone.save_id])
     )
-    return RetentionPlan(tuple(verdicts), removals)
+    return RetentionPlan(tuple(verdicts), removals, left)
 
 
 def find_retired(manifest_by_save: Mapping[str, Manifest], nodes: Sequence[NodeView]) -> frozenset[str]:
-    """The saves that the policies of their runs keep no more, as these nodes tell them."""
+    """The saves that the policies of their runs keep no more, as these nodes tell them, or of which parts are left."""
     policies = agree(policy for node in nodes for policy in node.standing.policies)
-    return plan_retention(manifest_by_save, nodes, policies).retired
+    plan = plan_retention(manifest_by_save, nodes, policies)
+    return plan.retired | plan.left
+
+
+def _find_left(
+    manifest_by_save: Mapping[str, Manifest], up: Sequence[NodeView], holdings: Mapping[str, Sequence[Holding]]
+) -> frozenset[str]:
+    """A whole one is a checkpoint like any other: a node was away with it, or a user has put it back."""
+    gone = frozenset[str]().union(*(node.standing.saved_over for node in up))
+    return frozenset(one for one in gone & manifest_by_save.keys() if not _copies(manifest_by_save[one], holdings[one]))
 
 
 def _replaced_by_those_that_go(
     verdicts: Sequence[Verdict],
     manifest_by_save: Mapping[str, Manifest],
     holdings: Mapping[str, Sequence[Holding]],
-    gone: Collection[str],
+    left: Collection[str],
 ) -> Iterator[Verdict]:
     """Other runs' checkpoints that a user has saved over, and that are there still, as a load read them at that time.
 
     Else they would be that checkpoint once more. They come last here, so a node removes them before what tells of them.
-    What a save was to replace that is not whole has not given way to it, and stays. Those that are `gone` from some node
-    had given way there, and the other nodes may have retired the newer one since.
+    What a save was to replace that is not whole has not given way to it, and stays. Parts that are `left` had given way on
+    some node, and the other nodes may have retired the newer one since.
     """
     judged = {verdict.save_id for verdict in verdicts}
     for verdict in [verdict for verdict in verdicts if not verdict.is_kept]:
@@ -227,7 +234,7 @@ def _replaced_by_those_that_go(
             old = manifest_by_save.get(save_id)
             if old is None or old.checkpoint_id != verdict.checkpoint_id or save_id in judged:
                 continue
-            if is_whole or save_id in gone:
+            if is_whole or save_id in left:
                 judged.add(save_id)
                 rule = f"save {verdict.save_id} has replaced it, and goes, too"
                 yield Verdict(old.checkpoint_id, save_id, old.sequence, is_kept=False, rule=rule, is_of_other_run=True)

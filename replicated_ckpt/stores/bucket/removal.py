@@ -5,7 +5,7 @@ import logging
 from replicated_ckpt.core.bucket.commit_mark import own_prefix
 from replicated_ckpt.core.layout import MANIFEST_NAME, is_save_id
 from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX, Manifest, decode_manifest
-from replicated_ckpt.errors import ManifestInvalid, ManifestVersionUnknown, ObjectCorrupt, ObjectMissing
+from replicated_ckpt.errors import ManifestInvalid, ManifestVersionUnknown, ObjectCorrupt, ObjectMissing, StoreError
 from replicated_ckpt.stores.bucket.bucket import Bucket, key_of, prefix_of
 from replicated_ckpt.stores.bucket.bucket_save import BucketSave, is_superseded
 
@@ -27,6 +27,7 @@ def remove_save(bucket: Bucket, checkpoint_id: str, save_id: str, manifest: Mani
         return True
     if manifest is not None and _is_its_own_place(manifest, there):
         bucket.client.delete(_list_arrived(bucket, manifest))
+        _end_unfinished(bucket, manifest)
     return False
 
 
@@ -64,6 +65,14 @@ def _read_manifest(bucket: Bucket, directory: str) -> Manifest | None:
 def _is_its_own_place(manifest: Manifest, there: BucketSave | None) -> bool:
     """Whether no other save that is committed there has its files in the same place."""
     return bool(prefix_of(manifest)) or there is None or (there.mark is not None and bool(there.mark.prefix))
+
+
+def _end_unfinished(bucket: Bucket, manifest: Manifest) -> None:
+    """No commit does, as none follows. Who may write and delete is often not allowed to list uploads."""
+    try:
+        bucket.client.end_unfinished(key_of(manifest, "__"), 0)
+    except StoreError as exc:
+        log.warning("parts of %s may stay in the bucket, in unfinished uploads: %s", manifest.checkpoint_id, exc)
 
 
 def _list_arrived(bucket: Bucket, manifest: Manifest) -> list[str]:

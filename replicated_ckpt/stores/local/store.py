@@ -43,7 +43,7 @@ from replicated_ckpt.stores.files.locks import HeldLock, exclusive
 from replicated_ckpt.stores.files.ownership import make_private
 from replicated_ckpt.stores.files.plain import open_plain
 from replicated_ckpt.stores.local.directories.catalog import Catalog
-from replicated_ckpt.stores.local.directories.given_up import SAVED_OVER, GivenUpNotes
+from replicated_ckpt.stores.local.directories.given_up import GivenUpNotes, SavedOverNotes
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.identity import check_place, ensure_identity, find_identity
 from replicated_ckpt.stores.local.versions import others, replaced
@@ -73,7 +73,7 @@ class LocalStore:
         self.catalog = Catalog(self.root)
         self.places = PlaceNotes(self.root)
         self.given_up = GivenUpNotes(self.root)
-        self.saved_over = GivenUpNotes(self.root, SAVED_OVER)
+        self.saved_over = SavedOverNotes(self.root)
         self._private: os.stat_result | None = None
 
     def __repr__(self) -> str:
@@ -224,7 +224,7 @@ class LocalStore:
             failpoints.reach("commit.durable")
             others.remove_broken_off(final)  # of a process that began to write while the save was being published
             others.remove_carried(self.root, trash, name)
-            if is_over and before is not None and before.lineage != manifest.lineage:
+            if is_over and before is not None and before.checkpoint_id == name and before.lineage != manifest.lineage:
                 self._note(self.saved_over, before.save_id)
             self._forget(save_id)
             held = tuple(sorted(self.catalog.shard_sizes(name)))

@@ -9,7 +9,7 @@ from replicated_ckpt import Retention
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.upkeep.policy import NODES, Policy, Standing
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
-from replicated_ckpt.core.upkeep.retention import RetentionPlan, plan_retention, without_retired
+from replicated_ckpt.core.upkeep.retention import RetentionPlan, find_retired, plan_retention, without_retired
 from replicated_ckpt.core.upkeep.whole_versions import find_whole_versions
 from tests.core.upkeep.test_retention import NAMES, by_save, holding, manifest, save_id
 
@@ -64,12 +64,29 @@ def test_what_a_node_brings_back_of_a_replaced_one_goes_if_others_saw_what_repla
     over = replace(of_run(OURS, 1)[0], checkpoint_id=old.checkpoint_id, replaces=(old.save_id,))
     saves = [over, *of_run(OURS, 2, 3), old]
     held = [replace(holding("a", one), lineage=one.lineage) for one in saves]
-    held[0] = replace(held[0], sizes=dict(list(held[0].sizes.items())[:1]))
+    held[0], part = (replace(one, sizes=dict(list(one.sizes.items())[:1])) for one in (held[0], held[-1]))
     gone = frozenset({old.save_id})
-    said = Standing(removed=gone, saved_over=gone if is_saved_over else frozenset())
-    nodes = [NodeView("a", Presence.UP, tuple(held)), NodeView("b", Presence.UP, (), standing=said)]
-    plan = plan_retention(by_save(saves), nodes, [KEEP_TWO])
+    said = Standing(saved_over=gone) if is_saved_over else Standing(removed=gone)
+    there = NodeView("b", Presence.UP, (), standing=said)
+    plan = plan_retention(by_save(saves), [NodeView("a", Presence.UP, (*held[:-1], part)), there], [KEEP_TWO])
     assert plan.retired == ({over.save_id, old.save_id} if is_saved_over else {over.save_id})
+    assert plan.left == (gone if is_saved_over else frozenset())
+    whole = plan_retention(by_save(saves), [NodeView("a", Presence.UP, tuple(held)), there], [KEEP_TWO])
+    assert whole.retired == {over.save_id}, "a whole one gives way to a whole one alone"
+    assert not whole.left
+
+
+def test_a_part_that_is_left_goes_by_its_nodes_own_word_alone() -> None:
+    """That others know it to be saved over has none look after it. What removes it is the policy of the newer one."""
+    (old,) = of_run(OTHER, 9)
+    part = replace(holding("a", old, NAMES[:1]), lineage=OTHER)
+    there = NodeView("b", Presence.UP, (), standing=Standing(saved_over=frozenset({old.save_id})))
+    views = [NodeView("a", Presence.UP, (part,)), there]
+    plan = plan_retention(by_save([old]), views, [KEEP_TWO])
+    assert not plan.retired
+    assert not plan.removals
+    assert plan.left == {old.save_id}
+    assert find_retired(by_save([old]), views) == {old.save_id}
 
 
 def test_what_has_another_name_by_now_does_not_go_with_the_save_that_replaced_it() -> None:
