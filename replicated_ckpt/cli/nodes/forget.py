@@ -4,6 +4,7 @@ import argparse
 import json
 from shlex import quote
 
+from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look import unmanaged
 from replicated_ckpt.cli.look.checkpoints import DAMAGED, list_checkpoints
@@ -27,21 +28,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit code: OK if it was forgotten; FAILED if it may hold the last copy of something, and nothing was changed.
+    """Exit code: OK if it was forgotten, now or before; FAILED if it may hold the last copy of something: it stays.
 
     Raises:
         ConfigInvalid: no such node is in the book, or it answers. StoreError, AgentUnavailable
     """
     store = open_store(arguments.root)
     seen = look_at_nodes(store)
-    node = find_node(seen, arguments.node)
-    if node not in seen.unreached:
+    forgotten = _find_forgotten(store, seen, arguments.node)
+    node = forgotten or find_node(seen, arguments.node)
+    if not forgotten and node not in seen.unreached:
         hint = "Only a node that never comes back is forgotten: end its agent first, once its copies are elsewhere."
         raise ConfigInvalid(f"{seen.label(node)} answers.", hint)
-    losses = _list_losses(store, seen, node)
+    losses = {} if forgotten else _list_losses(store, seen, node)
     doubts = [str(save) for save in list_staged_saves(store) if node in save.nodes]
     is_done = not losses or arguments.force
-    if is_done:
+    if is_done and not forgotten:
         with AgentClient(start_agent(store)) as client:
             client.call("POST", "/v1/forget", {"node_id": node})
     if arguments.json:
@@ -49,6 +51,13 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         _print(seen, node, losses, doubts, is_done=is_done, root=str(store.root))
     return ExitCode.OK if is_done else ExitCode.FAILED
+
+
+def _find_forgotten(store: LocalStore, seen: NodesSeen, named: str) -> str:
+    """The node of that name that was forgotten before, as by a command that did not get its answer; "": none was."""
+    book = PeerBook(store.root_agent_directory()).read_forgotten() - seen.addresses.keys()
+    found = [node for node in book if named in (node, seen.name(node))]
+    return found[0] if len(found) == 1 else ""
 
 
 def find_node(seen: NodesSeen, named: str) -> str:
