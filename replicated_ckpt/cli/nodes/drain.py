@@ -54,6 +54,8 @@ def run(arguments: argparse.Namespace) -> int:
     done = 0
     failed: dict[str, str] = {}
     for _ in range(ROUNDS_MAX):
+        if not arguments.dry_run:
+            _tell_agent(store, is_drained=True)  # once more: that has taken long, and another agent may run by now
         seen = look_at_nodes(store)
         plan = _plan(seen)
         if arguments.dry_run or not plan.actions or failed:

@@ -1,6 +1,9 @@
 """`drain` makes copies elsewhere first, and says that a node may be taken down only when it may."""
 
 import shutil
+import signal
+from argparse import Namespace
+from contextlib import ExitStack
 from pathlib import Path
 from unittest import mock
 
@@ -8,11 +11,13 @@ import pytest
 
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.nodes import look_at_nodes
+from replicated_ckpt.cli.nodes import drain
 from replicated_ckpt.cli.nodes.drain import _Drained, _list_others, _plan
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
+from tests.agent.agents import running_agent
 from tests.agent.checkpoints import checkpointed, held, shard
-from tests.agent.repair.test_reprotect import RING, agents, stores
+from tests.agent.repair.test_reprotect import RING, agents, meet, stores
 from tests.cli.commands import as_json, command
 from tests.damage import flip
 
@@ -65,19 +70,42 @@ def test_a_drained_node_counts_again_once_it_is_used_again(tmp_path: Path) -> No
     nodes = stores(tmp_path, 2)
     checkpointed(nodes, 1, {shard(0): (0, 1)})
 
-    def drain(index: int) -> ExitCode:
+    def drained(index: int) -> ExitCode:
         done = command("drain", "--root", nodes[index].root)
         assert ("no other node for a copy: step-1" in done.stdout) == (done.returncode != ExitCode.OK), done.stdout
         return ExitCode(done.returncode)
 
     with agents(nodes, *PATIENT):
-        assert [drain(0), drain(1)] == [ExitCode.OK, ExitCode.FAILED]
+        assert [drained(0), drained(1)] == [ExitCode.OK, ExitCode.FAILED]
     with agents(nodes, *PATIENT) as running:
-        assert [drain(1), drain(0)] == [ExitCode.OK, ExitCode.FAILED]
+        assert [drained(1), drained(0)] == [ExitCode.OK, ExitCode.FAILED]
         with running[1].client() as client:
             opening = {"checkpoint_id": "step-2", "session": "s", "overwrite": False, "coordinator": "", "peers": []}
             client.call("POST", f"/v1/saves/{2:032x}", opening)
-        assert drain(0) == ExitCode.OK
+        assert drained(0) == ExitCode.OK
+        assert command("verify", "--root", nodes[0].root).returncode == ExitCode.OK
+
+
+def test_an_agent_that_is_started_again_meanwhile_says_so_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It counted for the next drain, and both nodes were said to be no more needed: with them each copy was gone."""
+    nodes = stores(tmp_path, 2)
+    checkpointed(nodes, 1, {shard(0): (0, 1)})
+    with agents(nodes, *PATIENT) as running, ExitStack() as stack:
+
+        def start_again(_: LocalStore) -> None:
+            running[0].signal(signal.SIGKILL)
+            running[0].process.wait(10)
+            again = stack.enter_context(running_agent(nodes[0].root, *PATIENT))
+            meet(again, running[1])
+
+        monkeypatch.setattr(drain, "read_all", start_again)
+        assert drain.run(Namespace(root=nodes[0].root, dry_run=False, json=False)) == ExitCode.OK
+        assert "counts for no other drain until its agent ends" in " ".join(capsys.readouterr().out.split())
+        done = command("drain", "--root", nodes[1].root)
+        assert done.returncode == ExitCode.FAILED, done.stdout
+        assert "drained before, so not counted: host0" in done.stdout
         assert command("verify", "--root", nodes[0].root).returncode == ExitCode.OK
 
 
