@@ -67,6 +67,11 @@ class CheckpointSeen:
         return self.state in (WHOLE, IN_BUCKET, REMOVED, RETIRED)
 
     @property
+    def is_lost(self) -> bool:
+        """Whether no node can hold some of its files, also of one that goes with intent."""
+        return self.state == LOST or bool(self.missing and not self.not_reached)
+
+    @property
     def has_few_nodes(self) -> bool:
         """Whether it has fewer copies than wanted, and as many as there are nodes."""
         return self.state == WHOLE and (self.copies_seen or 0) < (self.copies_wanted or 0)

@@ -12,7 +12,7 @@ from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.agent.state.policies import PolicyBook
 from replicated_ckpt.cli.checkpoints.ls import list_bucket, name_bucket
 from replicated_ckpt.cli.exit_codes import ExitCode
-from replicated_ckpt.cli.look.checkpoints import IN_BUCKET, LOST, CheckpointSeen, list_checkpoints
+from replicated_ckpt.cli.look.checkpoints import IN_BUCKET, CheckpointSeen, list_checkpoints
 from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
 from replicated_ckpt.cli.look.start import start_agent
 from replicated_ckpt.cli.look.waiting import say_if_slow
@@ -97,7 +97,7 @@ class Remover:
         """The saves as the decision sees them; without those that no manifest tells of, and renamed directories."""
         waiting = pending(held.standing for held in self.seen.held.values())
         return [
-            Removable(self._candidate(row, waiting), row.lineage, is_lost=row.state == LOST)
+            Removable(self._candidate(row, waiting), row.lineage, is_lost=row.is_lost)
             for row in self.rows
             if (row.save_id in self.seen.manifests or row.state == IN_BUCKET)
             and self.seen.renamed_from(row.checkpoint_id, row.save_id) is None

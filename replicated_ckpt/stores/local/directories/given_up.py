@@ -54,7 +54,7 @@ class GivenUpNotes:
         """A file that cannot be believed counts as none: that only has nodes wait for more answers."""
         path = self._root / AGENT_DIR / self._name
         try:
-            return save_ids_in(json.loads(read_plain(path)))
+            return save_ids_in(json.loads(read_plain(path)))[-GIVEN_UP_MAX:]
         except OSError as exc:
             raise_shortage(exc, path)
         except (ValueError, RecursionError):
