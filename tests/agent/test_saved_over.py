@@ -70,6 +70,28 @@ def test_what_a_user_has_put_back_is_looked_after_also_when_a_node_loses_it(tmp_
     assert [findings(store) for store in stores] == [[], [], []]
 
 
+def test_a_whole_checkpoint_with_which_a_node_was_away_gets_its_copies_again(tmp_path: Path) -> None:
+    """What had replaced it is retired by now: it is the checkpoint of its name, and a single copy was all that it had."""
+    stores = [LocalStore(tmp_path / f"node{index}") for index in range(3)]
+    ours, pair = {shard(0): (0,), shard(1): (0,)}, {shard(0): (2, 0), shard(1): (2, 1)}
+    theirs = checkpointed(stores, 9, pair, size_bytes=SMALL, lineage=OTHER)
+    checkpointed(stores, 1, ours, copies=1, size_bytes=SMALL, on=(0, 1), lineage=OURS, replaces=[theirs.save_id])
+    for number in (2, 3):
+        checkpointed(stores, number, RING, checkpoint_id=f"step-{number}", size_bytes=SMALL, lineage=OURS)
+    policies = [Policy("", NODES, 3, Retention(keep_last=2), lineage=OURS).to_json()]
+    with agents(stores[:2]) as running:
+        for agent in running:
+            tell_policies(agent, policies)
+        gone_to(stores[:2], [2, 3])
+        wait_for(lambda: not any(store.catalog.list_replaced() for store in stores[:2]), 20, "the end of it")
+    assert [is_noted(store, theirs.save_id) for store in stores] == [True, True, False]
+    with agents(stores):
+        wait_for(lambda: [held(store) for store in stores[:2]] == [{shard(0)}, {shard(1)}], 20, "its copies again")
+        wait_for(lambda: not any(is_noted(store, theirs.save_id) for store in stores), 20, "the end of the notes")
+        assert command("verify", "--root", stores[0].root).returncode == ExitCode.OK
+    assert [findings(store) for store in stores] == [[], [], []]
+
+
 def test_a_whole_checkpoint_that_was_put_back_stays_when_a_part_of_what_replaced_it_comes_back(tmp_path: Path) -> None:
     """A node that was away brings a part of the newer one, which all had retired: by a note elsewhere the old one went."""
     stores = [LocalStore(tmp_path / f"node{index}") for index in range(3)]
