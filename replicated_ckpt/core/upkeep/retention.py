@@ -188,8 +188,10 @@ def plan_retention(
         if policy.tier == NODES and policy.retention is not None:
             mine = {save_id: found for save_id, found in manifest_by_save.items() if _is_under(found, policy)}
             verdicts += judge(list(_candidates(mine, up, holdings, in_doubt=in_doubt)), policy.retention)
-    left = _find_left(manifest_by_save, up, holdings)
-    verdicts += list(_replaced_by_those_that_go(verdicts, manifest_by_save, holdings, left))
+    gone = frozenset[str]().union(*(node.standing.saved_over for node in up)) & manifest_by_save.keys()
+    left = frozenset(one for one in gone if not _copies(manifest_by_save[one], holdings[one]))
+    aside = frozenset(one for one in gone if all(holding.is_replaced for holding in holdings[one]))
+    verdicts += list(_replaced_by_those_that_go(verdicts, manifest_by_save, holdings, left | aside))
     removals = tuple(
         Removal(node_id, gone.checkpoint_id, gone.save_id, gone.rule, is_of_other_run=gone.is_of_other_run)
         for gone in verdicts
@@ -206,25 +208,18 @@ def find_retired(manifest_by_save: Mapping[str, Manifest], nodes: Sequence[NodeV
     return plan.retired | plan.left
 
 
-def _find_left(
-    manifest_by_save: Mapping[str, Manifest], up: Sequence[NodeView], holdings: Mapping[str, Sequence[Holding]]
-) -> frozenset[str]:
-    """A whole one is a checkpoint like any other: a node was away with it, or a user has put it back."""
-    gone = frozenset[str]().union(*(node.standing.saved_over for node in up))
-    return frozenset(one for one in gone & manifest_by_save.keys() if not _copies(manifest_by_save[one], holdings[one]))
-
-
 def _replaced_by_those_that_go(
     verdicts: Sequence[Verdict],
     manifest_by_save: Mapping[str, Manifest],
     holdings: Mapping[str, Sequence[Holding]],
-    left: Collection[str],
+    given_way: Collection[str],
 ) -> Iterator[Verdict]:
     """Other runs' checkpoints that a user has saved over, and that are there still, as a load read them at that time.
 
     Else they would be that checkpoint once more. They come last here, so a node removes them before what tells of them.
-    What a save was to replace that is not whole has not given way to it, and stays. Parts that are `left` had given way on
-    some node, and the other nodes may have retired the newer one since.
+    What a save was to replace that is not whole has not given way to it, and stays, but for what has `given_way` on some
+    node, by its note: the other nodes may have retired the newer one since. Of that, one that is whole, and has its name on
+    some node, is a checkpoint like any other: a node was away with it, or a user has put it back.
     """
     judged = {verdict.save_id for verdict in verdicts}
     for verdict in [verdict for verdict in verdicts if not verdict.is_kept]:
@@ -234,7 +229,7 @@ def _replaced_by_those_that_go(
             old = manifest_by_save.get(save_id)
             if old is None or old.checkpoint_id != verdict.checkpoint_id or save_id in judged:
                 continue
-            if is_whole or save_id in left:
+            if is_whole or save_id in given_way:
                 judged.add(save_id)
                 rule = f"save {verdict.save_id} has replaced it, and goes, too"
                 yield Verdict(old.checkpoint_id, save_id, old.sequence, is_kept=False, rule=rule, is_of_other_run=True)

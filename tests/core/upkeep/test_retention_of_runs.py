@@ -74,6 +74,10 @@ def test_what_a_node_brings_back_of_a_replaced_one_goes_if_others_saw_what_repla
     whole = plan_retention(by_save(saves), [NodeView("a", Presence.UP, tuple(held)), there], [KEEP_TWO])
     assert whole.retired == {over.save_id}, "a whole one gives way to a whole one alone"
     assert not whole.left
+    aside = replace(held[-1], is_replaced=True)
+    read = plan_retention(by_save(saves), [NodeView("a", Presence.UP, (*held[:-1], aside)), there], [KEEP_TWO])
+    assert read.retired == plan.retired, "one that is aside, as a load has read it, was not put back"
+    assert not read.left
 
 
 def test_a_part_that_is_left_goes_by_its_nodes_own_word_alone() -> None:
