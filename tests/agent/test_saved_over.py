@@ -2,6 +2,7 @@
 
 import shutil
 import signal
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -11,16 +12,19 @@ from replicated_ckpt import Retention
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.core.upkeep.policy import NODES, Policy
 from replicated_ckpt.stores.local.store import LocalStore
-from tests.agent.agents import wait_for
+from tests.agent.agents import running_agent, wait_for
 from tests.agent.checkpoints import checkpointed, findings, held, shard
 from tests.agent.repair.test_retention import (
     OTHER,
     OURS,
+    PAIR,
+    QUICK,
     RING,
     SMALL,
     agents,
     gone_to,
     meet,
+    read_by,
     stays,
     tell_policies,
     there,
@@ -90,6 +94,31 @@ def test_a_whole_checkpoint_with_which_a_node_was_away_gets_its_copies_again(tmp
         wait_for(lambda: not any(is_noted(store, theirs.save_id) for store in stores), 20, "the end of the notes")
         assert command("verify", "--root", stores[0].root).returncode == ExitCode.OK
     assert [findings(store) for store in stores] == [[], [], []]
+
+
+def test_what_a_load_reads_on_one_node_while_another_one_retires_it_goes_there_later(tmp_path: Path) -> None:
+    """It lies there whole, and has lost its name: of what had replaced it the other node's part is gone by then."""
+    stores = [LocalStore(tmp_path / f"node{index}") for index in range(2)]
+    theirs = checkpointed(stores, 9, {shard(0): (0,)}, copies=1, size_bytes=SMALL, lineage=OTHER)
+    ours = {shard(0): (0,), shard(1): (1,)}
+    checkpointed(stores, 1, ours, copies=1, size_bytes=SMALL, lineage=OURS, replaces=[theirs.save_id])
+    for number in (2, 3):
+        checkpointed(stores, number, PAIR, checkpoint_id=f"step-{number}", size_bytes=SMALL, lineage=OURS)
+    policies = [Policy("", NODES, 3, Retention(keep_last=2), lineage=OURS).to_json()]
+    load = {"lineage": "", "sequence": 3, "save_id": theirs.save_id, "reader": "session/1"}
+    with ExitStack() as stack:
+        running = [stack.enter_context(running_agent(store.root, *QUICK)) for store in stores]
+        assert [read_by(agent, load) for agent in running] == [True, True]
+        meet(*running)
+        for agent in running:
+            tell_policies(agent, policies)
+        stays(stores, *running)
+        for agent, store in (*zip(running, stores, strict=True),)[::-1]:  # the reader has gone on to another checkpoint
+            read_by(agent, {**load, "save_id": f"{3:032x}"})
+            gone_to([store], [2, 3])
+        assert not any(store.catalog.list_replaced() for store in stores)
+        stays(stores, *running)
+    assert [findings(store) for store in stores] == [[], []]
 
 
 def test_a_whole_checkpoint_that_was_put_back_stays_when_a_part_of_what_replaced_it_comes_back(tmp_path: Path) -> None:
