@@ -45,7 +45,7 @@ from replicated_ckpt.dcp.runtime.callback import call_back
 from replicated_ckpt.dcp.runtime.caller import warn
 from replicated_ckpt.dcp.runtime.torch_private import Collectives, follow_step
 from replicated_ckpt.dcp.save.commit import commit_save
-from replicated_ckpt.dcp.save.numbering import assign_sequence
+from replicated_ckpt.dcp.save.numbering import assign_sequence, open_unheard
 from replicated_ckpt.dcp.save.report import SaveReport, report_ranks, report_save
 from replicated_ckpt.dcp.save.shard_writer import WrittenShard
 from replicated_ckpt.dcp.save.writer_parts import WriterParts
@@ -328,7 +328,7 @@ class SaveAttempt:
     ) -> tuple[list[WriteResult], Receipt]:
         decision, rank, config, began = self._decision, self._world.rank, self._config, time.monotonic()
         if decision.node_of(rank).node_id in decision.unreached:
-            self._store.begin(decision.intent)
+            open_unheard(self._store, decision, self._post.node.host)
         self._held.hold(self._store, decision.save_id)
         if rank == decision.ranks_of(decision.node_of(rank).node_id)[0]:
             self._store.places.note(decision.save_id, decision.lineage, decision.sequence, decision.replaces)

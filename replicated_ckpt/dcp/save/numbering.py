@@ -3,11 +3,14 @@
 import uuid
 from dataclasses import replace
 
+from replicated_ckpt.agent.state.sequence_floor import SequenceFloor
 from replicated_ckpt.core.lineage import Histories, History, join_replaced, merge_histories, newest_lineage
 from replicated_ckpt.core.upkeep.policy import scope_of
 from replicated_ckpt.dcp.agreement.decision import SaveDecision
 from replicated_ckpt.dcp.agreement.nodes import Opened
 from replicated_ckpt.dcp.save.bucket import ObjectTier
+from replicated_ckpt.errors import StoreUnavailable
+from replicated_ckpt.stores.local.store import LocalStore
 
 Seen = tuple[str, int] | None
 """The lineage that this process continues, and the largest sequence that it has seen of it."""
@@ -40,6 +43,27 @@ def assign_sequence(
     if found.problem:
         problems = [*problems, f"{found.problem} The copies on the nodes are made"]
     return replace(decision, upload=found.plan), [*unreached, *problems]
+
+
+def open_unheard(store: LocalStore, decision: SaveDecision, host: str) -> None:
+    """Opens a save in the store of a node that was not heard when it began: its place was found without this one's word.
+
+    Raises:
+        StoreUnavailable: this node knows a save that is as new, or newer. Loads would take that one; nothing is open.
+    """
+    heard = SequenceFloor(store.agent_directory()).read_all().get(decision.lineage, 0)
+    here = store.catalog.histories(scope_of(decision.checkpoint_id)).get(decision.lineage, History(0)).sequence
+    if decision.sequence <= max(heard, here):
+        raise StoreUnavailable(
+            f"the agent of node {store.read_node_id()} ({host})",
+            "open",
+            decision.checkpoint_id,
+            f"it did not answer when the save began. This node alone knows save {max(heard, here)} of the run, "
+            f"and this would be save {decision.sequence}: loads would take the older state.",
+            "Save again, which asks the agent anew. While that does not answer, load the newest checkpoint first: "
+            "this process counts on from there.",
+        )
+    store.begin(decision.intent)
 
 
 def _place_in_lineage(decision: SaveDecision, histories: Histories, seen: Seen) -> tuple[SaveDecision, list[str]]:

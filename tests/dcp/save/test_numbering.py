@@ -1,0 +1,51 @@
+"""The place of a save: a node that was not heard when it began may know a newer one than the nodes that were."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from replicated_ckpt.agent.state.sequence_floor import SequenceFloor
+from replicated_ckpt.dcp.agreement.decision import SaveDecision
+from replicated_ckpt.dcp.save.numbering import open_unheard
+from replicated_ckpt.errors import StoreUnavailable
+from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.peer.client import AgentAddress
+from tests.agent.checkpoints import checkpointed, findings, shard
+from tests.dcp.load.test_silent_peers import decision_of
+
+RUN = "a" * 16
+
+
+def decided(store: LocalStore, sequence: int) -> SaveDecision:
+    own = AgentAddress(store.node_id(), "127.0.0.1", 1, "token")
+    return replace(decision_of(own), save_id="f" * 32, checkpoint_id="step-4", sequence=sequence, lineage=RUN)
+
+
+@pytest.mark.parametrize("how", ["saved here", "heard of"])
+def test_a_node_that_was_not_heard_opens_no_save_that_is_older_than_one_it_knows(tmp_path: Path, how: str) -> None:
+    """Its agent had died when the save began, and the coordinator's node had been away: loads took the older state."""
+    store = LocalStore(tmp_path)
+    if how == "saved here":
+        checkpointed([store], 4, {shard(0): (0,)}, copies=1, size_bytes=3000, checkpoint_id="step-3", lineage=RUN)
+    else:
+        SequenceFloor(store.agent_directory()).raise_to({RUN: 4})
+    for sequence in (3, 4):
+        with pytest.raises(
+            StoreUnavailable, match=f"knows save 4 of the run, and this would be save {sequence}"
+        ) as raised:
+            open_unheard(store, decided(store, sequence), "host3")
+        assert "load the newest checkpoint first" in raised.value.hint
+        assert not store.list_staged()
+    open_unheard(store, decided(store, 5), "host3")
+    assert [intent.checkpoint_id for intent in store.list_staged()] == ["step-4"]
+    assert findings(store) == []
+
+
+def test_another_runs_saves_say_nothing_of_this_one(tmp_path: Path) -> None:
+    """Sequences go by lineage."""
+    store = LocalStore(tmp_path)
+    checkpointed([store], 9, {shard(0): (0,)}, copies=1, size_bytes=3000, checkpoint_id="step-3", lineage="b" * 16)
+    open_unheard(store, decided(store, 1), "host3")
+    assert store.list_staged()
+    assert findings(store) == []
