@@ -80,7 +80,8 @@ class SavedOverNotes(GivenUpNotes):
         Raises:
             StoreError: they are noted still.
         """
-        if not self._find_here().intersection(self.read_all()):
+        noted = self.read_all()
+        if not noted or not self._find_here().intersection(noted):  # without notes, as a rule, nothing is looked at
             return
         what = translate_errors(str(self._root), "write", f"{AGENT_DIR}/{self._name}")
         with what, exclusive(self._root / STAGING_DIR):
