@@ -16,7 +16,7 @@ from replicated_ckpt.agent.saves import service
 from replicated_ckpt.agent.start import launch
 from replicated_ckpt.agent.state import rights, targets
 from replicated_ckpt.agent.state.endpoint import Endpoint
-from replicated_ckpt.agent.uploads import upload_progress
+from replicated_ckpt.agent.uploads import upload_progress, uploader
 from replicated_ckpt.cli.checkpoints import repair
 from replicated_ckpt.cli.look import nodes, start
 from replicated_ckpt.core.integrity.checksum import FOOTER_TAIL_BYTES, BlockHasher, tables_of_size
@@ -146,6 +146,7 @@ def pretences(cluster: "Cluster") -> Iterator[AbstractContextManager[Any]]:
         (targets, "open_client", partial(_open_bucket, cluster)),
         (reader_parts, "open_client", partial(_open_bucket, cluster)),
         (reader_parts, "RetryingClient", partial(RetryingClient, clock=cluster.now, sleep=cluster.wait)),
+        (uploader, "RetryingClient", partial(RetryingClient, clock=cluster.now, sleep=cluster.wait)),
         (catalog, "decode_manifest", known_manifests),
         (committed, "decode_manifest", known_manifests),
         (catalog, "leads_out", _never),  # there are no symbolic links here, and it is a fifth of all work
