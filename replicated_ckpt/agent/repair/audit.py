@@ -160,9 +160,7 @@ class Auditor:
         self._own_bytes = inspector.sum_sizes(checkpoint_id)
         self._inspector = inspector
         findings = tuple(inspector.inspect(checkpoint_id))
-        directory = self._store.root_agent_directory()
-        policies, removed = PolicyBook(directory).read_all(), RemovalBook(directory).read_all()
-        standing = Standing(policies, removed=removed, saved_over=self._store.saved_over.read_gone())
+        standing = read_standing(self._store)
         holdings, remains = tuple(inspector.holdings), tuple(inspector.remains)
         newer = tuple(self._store.catalog.of_newer_format(checkpoint_id))
         held = Held(holdings, remains, standing, measure_room(self._store.root), newer)
@@ -177,6 +175,13 @@ class Auditor:
             last = tuple(held[peer.node_id]) if peer.node_id in held else None
             views.append(NodeView(peer.node_id, Presence.ASSUMED, last))
         return views
+
+
+def read_standing(store: LocalStore) -> Standing:
+    """What this node's agents have noted of it, where none runs that would say more. Raises StoreError."""
+    directory = store.root_agent_directory()
+    policies, removed = PolicyBook(directory).read_all(), RemovalBook(directory).read_all()
+    return Standing(policies, removed=removed, saved_over=store.saved_over.read_gone())
 
 
 def _plan(manifests: Mapping[str, Manifest], views: Sequence[NodeView]) -> RepairPlan:

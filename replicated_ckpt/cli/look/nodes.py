@@ -13,15 +13,13 @@ from typing import Any
 from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.agent.peers.manifests import ManifestBook
 from replicated_ckpt.agent.peers.watch import Held, describe_silence, parse_held, runs_no_agent
+from replicated_ckpt.agent.repair.audit import read_standing
 from replicated_ckpt.agent.start.launch import running_agent
 from replicated_ckpt.agent.state.damage import DamageBook
 from replicated_ckpt.agent.state.endpoint import listening_endpoint
-from replicated_ckpt.agent.state.policies import PolicyBook
-from replicated_ckpt.agent.state.removals import RemovalBook
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.one_line import one_line
-from replicated_ckpt.core.upkeep.policy import Standing
 from replicated_ckpt.core.upkeep.remains import Remains
 from replicated_ckpt.core.upkeep.retention import find_retired
 from replicated_ckpt.environment import PLAIN_ENV
@@ -177,12 +175,9 @@ def _look_at_own(store: LocalStore, own: str, *, asks: bool) -> Held:
             return _ask(endpoint.local_address())
         except ReplicatedCkptError as exc:
             log.info("this process looks at the store itself: %s", exc)
-    directory = store.root_agent_directory()
-    policies, removed = PolicyBook(directory).read_all(), RemovalBook(directory).read_all()
-    standing = Standing(policies, removed=removed, saved_over=store.saved_over.read_gone())
     holdings = DamageBook.mark_noted(store, store.catalog.holdings(own))
     remains, newer = RemainsReader(store, own).find(), tuple(store.catalog.of_newer_format())
-    return Held(holdings, remains, standing, measure_room(store.root), newer)
+    return Held(holdings, remains, read_standing(store), measure_room(store.root), newer)
 
 
 def _ask(address: AgentAddress) -> Held:

@@ -193,10 +193,10 @@ def plan_retention(
     aside = frozenset(one for one in gone if all(holding.is_replaced for holding in holdings[one]))
     verdicts += list(_replaced_by_those_that_go(verdicts, manifest_by_save, holdings, left | aside))
     removals = tuple(
-        Removal(node_id, gone.checkpoint_id, gone.save_id, gone.rule, is_of_other_run=gone.is_of_other_run)
-        for gone in verdicts
-        if not gone.is_kept
-        for node_id in sorted(holding.node_id for holding in holdings[gone.save_id])
+        Removal(node_id, going.checkpoint_id, going.save_id, going.rule, is_of_other_run=going.is_of_other_run)
+        for going in verdicts
+        if not going.is_kept
+        for node_id in sorted(holding.node_id for holding in holdings[going.save_id])
     )
     return RetentionPlan(tuple(verdicts), removals, left)
 

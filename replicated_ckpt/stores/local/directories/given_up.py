@@ -86,7 +86,7 @@ class SavedOverNotes(GivenUpNotes):
         what = translate_errors(str(self._root), "write", f"{AGENT_DIR}/{self._name}")
         with what, exclusive(self._root / STAGING_DIR):
             here = self._find_here()
-            self._write([noted for noted in self._read() if noted not in here])
+            self._write([save_id for save_id in self._read() if save_id not in here])
 
     def _find_here(self) -> frozenset[str]:
         """What goes by another name, as a user has copied it, is another checkpoint."""
