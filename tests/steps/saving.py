@@ -109,8 +109,14 @@ def count_threads_of_gloo(context: Context, closes_late: bool) -> dict[str, int]
     Managers are closed before `destroy_process_group`, or after it.
     """
 
+    def name_of(thread: Path) -> str:
+        try:
+            return thread.read_text()
+        except (FileNotFoundError, ProcessLookupError):  # it has ended since it was listed
+            return ""
+
     def count() -> int:
-        return sum(path.read_text().startswith("pt_gloo") for path in Path("/proc/self/task").glob("*/comm"))
+        return sum(name_of(path).startswith("pt_gloo") for path in Path("/proc/self/task").glob("*/comm"))
 
     def close_all() -> None:
         for manager in managers:
