@@ -10,7 +10,8 @@ from replicated_ckpt.errors import ReplicatedCkptError
 
 log = logging.getLogger(__name__)
 
-_PAUSE_S = 0.3
+_PAUSE_FIRST_S, _PAUSE_MAX_S = 0.3, 3.0
+"""Each look asks all nodes of the save, one look for each shard that a rank had handed over."""
 FOLLOW_S = 60.0
 """So long after the last word of the coordinator's node. From then on re-protection settles it, as any save left behind."""
 STAY_S = 90.0
@@ -34,7 +35,7 @@ def follow_orphan(service: NodeService, save_id: str) -> None:
     works on the save it is asked on, however long other nodes write. An agent that ranks started does not leave meanwhile.
     """
     with service.hand_overs.following():
-        until = time.monotonic() + FOLLOW_S
+        until, pause_s = time.monotonic() + FOLLOW_S, _PAUSE_FIRST_S
         while time.monotonic() < until:
             try:
                 if not service.store.is_staged(save_id):
@@ -43,7 +44,8 @@ def follow_orphan(service: NodeService, save_id: str) -> None:
                     until = time.monotonic() + FOLLOW_S
             except (ReplicatedCkptError, OSError) as exc:  # it was published or given up, or the disk refuses
                 log.info("what becomes of save %s is looked at again soon: %s", save_id, exc)
-            time.sleep(_PAUSE_S)
+            time.sleep(pause_s)
+            pause_s = min(_PAUSE_MAX_S, 1.3 * pause_s)
 
 
 def _is_in_doubt(service: NodeService, save_id: str) -> bool:

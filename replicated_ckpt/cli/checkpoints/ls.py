@@ -100,11 +100,11 @@ def _print(store: LocalStore, seen: NodesSeen, rows: Sequence[CheckpointSeen]) -
         print(describe_newer(newer))
     staged = list_staged_saves(store)
     for save in staged:
-        print(f"in doubt: {save}; {describe_wait(save.nodes, seen)}")
+        print(f"in doubt: {save}; {describe_wait(save, seen)}")
     listed = {row.checkpoint_id for row in rows if row.save_id}
     for one in seen.remains:
         if one.is_ours and one.checkpoint_id in listed:
             print(f"{seen.label(one.node_id)}: its manifest of {one.checkpoint_id} is damaged; `repair` restores it")
-    steps = [step for save in staged for step in advise_on_doubt(save.checkpoint_id, save.nodes, seen, store.root)]
+    steps = [step for save in staged for step in advise_on_doubt(save, seen, store.root)]
     for line in [*describe_rivals(rows, seen), *seen.describe_unreached(), *steps, *advise(rows, seen, store.root)]:
         print(line)

@@ -209,13 +209,13 @@ def _print_doubts(store: LocalStore, audit: Audit, lost: Sequence[str]) -> None:
         print(f"in doubt: {save}")
         for node in save.nodes:
             print(f"  {where[node]}")
-        if lost:
+        if lost and not save.blocked_by:
             print(
                 f"to do: {describe_loss(save, lost, [h for reading in audit.readings for h in reading.held.holdings])}"
             )
             continue
-        print(f"  {describe_wait(save.nodes, seen)}")
-        for line in advise_on_doubt(save.checkpoint_id, save.nodes, seen, store.root):
+        print(f"  {describe_wait(save, seen)}")
+        for line in advise_on_doubt(save, seen, store.root):
             print(line)
 
 

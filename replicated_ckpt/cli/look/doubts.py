@@ -1,5 +1,6 @@
 """Saves in doubt as the command line shows them, and the way out for nodes that never come back."""
 
+import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ class StagedSave:
     size_bytes: int
     nodes: tuple[str, ...]
     """The other nodes of the save."""
+    blocked_by: str = ""
+    """The save that has its name here, if this one is decided: no other node's answer ends that."""
 
     def __str__(self) -> str:
         nodes = ", ".join(self.nodes) or "none"
@@ -45,6 +48,7 @@ def list_staged_saves(store: LocalStore) -> list[StagedSave]:
             intent.checkpoint_id,
             _sum_staged_bytes(store, intent),
             tuple(node for node in intent.nodes if node != own),
+            _find_blocking(store, intent.save_id, intent.checkpoint_id),
         )
         for intent in store.list_staged()
         if not store.is_held(intent.save_id)
@@ -59,17 +63,36 @@ class WaitingSave:
     checkpoint_id: str
     nodes: tuple[str, ...]
     failure: str = ""
+    blocked_by: str = ""
 
     def describe(self, seen: NodesSeen) -> str:
         why = f"could not be settled, which is tried again: {self.failure}" if self.failure else ""
-        return f"save {self.save_id} of {self.checkpoint_id}: {why or describe_wait(self.nodes, seen)}"
+        return f"save {self.save_id} of {self.checkpoint_id}: {why or describe_wait(self, seen)}"
 
 
 def list_waiting(store: LocalStore, told: Sequence[Mapping[str, Any]] | None) -> list[WaitingSave]:
     """The saves in doubt as this node's agent told them; as the disk shows them where no agent did (None)."""
     if told is None:
-        return [WaitingSave(one.save_id, one.checkpoint_id, one.nodes) for one in list_staged_saves(store)]
-    return [WaitingSave(one["save_id"], one["checkpoint_id"], tuple(one["waits_for"]), one["failure"]) for one in told]
+        staged = list_staged_saves(store)
+        return [WaitingSave(one.save_id, one.checkpoint_id, one.nodes, blocked_by=one.blocked_by) for one in staged]
+    return [
+        WaitingSave(
+            one["save_id"],
+            one["checkpoint_id"],
+            tuple(one["waits_for"]),
+            one["failure"],
+            _find_blocking(store, one["save_id"], one["checkpoint_id"]),
+        )
+        for one in told
+    ]
+
+
+def _find_blocking(store: LocalStore, save_id: str, checkpoint_id: str) -> str:
+    """The save that keeps a decided one from its name; none if it is not decided, or that cannot be seen."""
+    with contextlib.suppress(ReplicatedCkptError, OSError):
+        named = store.catalog.find_manifest(checkpoint_id)
+        return named.save_id if named is not None and store.is_decided(save_id) else ""
+    return ""
 
 
 def waits_for_any(store: LocalStore) -> bool:
@@ -82,23 +105,28 @@ def waits_for_any(store: LocalStore) -> bool:
     return bool(list_waiting(store, None if agent is None else agent["in_doubt"]))
 
 
-def describe_wait(nodes: Sequence[str], seen: NodesSeen) -> str:
-    """Which of the nodes of a save in doubt its end waits for."""
-    missing = _find_missing(nodes, seen)
+def describe_wait(save: StagedSave | WaitingSave, seen: NodesSeen) -> str:
+    """What the end of a save in doubt waits for: which of its nodes, or the end of another save."""
+    if save.blocked_by:
+        return (
+            f"it is decided, and save {save.blocked_by} has its name on this node: it goes once a newer save of its run is "
+            f"whole, and is published if the directory {save.checkpoint_id} is renamed here"
+        )
+    missing = _find_missing(save.nodes, seen)
     if not missing:
         return "all its nodes answer: the next save, load or round of re-protection settles it"
     how = {node: "not reached" if node in seen.unreached else "never met" for node in missing}
     return "waits for " + ", ".join(f"{seen.label(node)}, {how[node]}" for node in missing)
 
 
-def advise_on_doubt(checkpoint_id: str, nodes: Sequence[str], seen: NodesSeen, root: Path) -> list[str]:
+def advise_on_doubt(save: StagedSave | WaitingSave, seen: NodesSeen, root: Path) -> list[str]:
     """The next step for a save in doubt, where a node that it waits for does not answer."""
-    missing = _find_missing(nodes, seen)
+    missing = [] if save.blocked_by else _find_missing(save.nodes, seen)
     lost = " ".join(f"--lost {node}" for node in missing)
     step = (
-        f"next step for the save of {checkpoint_id} in doubt: bring back {seen.list_names(missing)}; if that cannot be, "
-        f"`replicated-ckpt repair --root {quote(str(root))} {lost} --dry-run` says what would be lost; without --dry-run "
-        "it is given up"
+        f"next step for the save of {save.checkpoint_id} in doubt: bring back {seen.list_names(missing)}; if that cannot "
+        f"be, `replicated-ckpt repair --root {quote(str(root))} {lost} --dry-run` says what would be lost; without "
+        "--dry-run it is given up"
     )
     return [step] if missing else []
 

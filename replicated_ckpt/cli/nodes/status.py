@@ -143,9 +143,7 @@ class _State:
     def _next_steps(self, store: LocalStore) -> list[str]:
         runs = self.is_silent or self.agent is not None
         start = [] if runs else ["next step: --start-agents starts this node's agent, as does a load"]
-        steps = [
-            step for one in self.doubts for step in advise_on_doubt(one.checkpoint_id, one.nodes, self.seen, store.root)
-        ]
+        steps = [step for one in self.doubts for step in advise_on_doubt(one, self.seen, store.root)]
         return [*start, *steps, *advise(self.rows, self.seen, store.root)]
 
     def _nodes(self) -> list[str]:

@@ -102,6 +102,10 @@ class NewerSaves:
         if isinstance(error, ManifestVersionUnknown):
             self.note(place, checkpoint_id)
 
+    def tell(self) -> tuple[str, ...]:
+        """Each in words, with where it lies."""
+        return tuple(self._told_by_id.values())
+
     def raise_first(self, searched: Sequence[str]) -> None:
         """Where nothing else was found. Raises ManifestVersionUnknown: there is one."""
         for told in self._told_by_id.values():

@@ -54,7 +54,7 @@ class _Lister(Surveyor):
         for save in choose_lineage(LATEST, saves_found(self._look(None)), self._lineage).saves:
             manifest = self._read_manifest(save)
             if manifest is not None:
-                seen = with_remains(save, manifest, self._remains)
+                seen = with_remains(save, manifest, self.remains)
                 place = save.version.lineage, save.sequence
                 of_manifest = manifest.created_unix_s, seen.is_whole(manifest.shard_sizes), manifest.notes
                 found.append(Listed(manifest.checkpoint_id, *of_manifest, *place))

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 from replicated_ckpt.agent.peers.address_book import PeerBook
+from replicated_ckpt.core.inventory import SaveFound
 from replicated_ckpt.core.protocol.settlement import Answer
 from replicated_ckpt.dcp.find.survey import Survey, Surveyor
 from replicated_ckpt.errors import CheckpointAmbiguous, CheckpointExists, CheckpointNotFound, ManifestInvalid, ShardLost
@@ -18,7 +19,8 @@ def check_gives_way(store: LocalStore, own_node: str, nodes: Iterable[AgentAddre
     """Looks whether what has a checkpoint's name can still be loaded. `nodes` are those of the save that wants the name.
 
     It gives way only if its manifest says which nodes may hold a part of it, all of them have answered, none still
-    publishes it, and a part is missing all the same. A node that does not answer may have that part.
+    publishes it, and a part is missing all the same. A node that does not answer may have that part. And only if nothing
+    else has the name anywhere: another run's save, or files that are not certain to be of this one.
 
     Raises:
         CheckpointExists: it stays; says why.
@@ -35,6 +37,7 @@ def check_gives_way(store: LocalStore, own_node: str, nodes: Iterable[AgentAddre
             "Save with ReplicatedWriter(..., overwrite=True) to give it up, or move its directory away on every node.",
         ) from exc
     _check_may_go(survey, checkpoint_id, store)
+    _check_is_alone(survey, surveyor)
     missing = ", ".join(survey.found.list_missing(survey.manifest.shard_sizes)) or "the metadata"
     unreached = [*surveyor.unreached, *_unreached_of_manifest(survey, own_node), *_publishing(survey, own_node)]
     if store.is_staged(survey.manifest.save_id):
@@ -57,6 +60,27 @@ def _check_may_go(survey: Survey, checkpoint_id: str, store: LocalStore) -> None
             f"Checkpoint {checkpoint_id!r} exists; the nodes hold a part of it, and {upload.url} may hold all of it.",
             "Load it from there, or save with ReplicatedWriter(..., overwrite=True) to give the old one up.",
         )
+
+
+def _check_is_alone(survey: Survey, surveyor: Surveyor) -> None:
+    """What else has the name would be saved over, too, and only this save was looked at."""
+    manifest = survey.manifest
+    others = [save for save in surveyor.saves if save.version.lineage != manifest.lineage]
+    unknown = [each for each in surveyor.remains if not each.sizes or each.sizes.keys() - each.matching(manifest)]
+    found = [
+        *(f"save {save.save_id} of another run on node {', '.join(_nodes_of(save))}" for save in others),
+        *(f"files on node {each.node_id} that no readable manifest describes" for each in unknown),
+        *surveyor.newer.tell(),
+    ]
+    if found:
+        raise CheckpointExists(
+            f"Checkpoint {manifest.checkpoint_id!r} exists and is not whole, and more has this name: {'; '.join(found)}.",
+            "Save under another id, or move that away, or with ReplicatedWriter(..., overwrite=True) give all of it up.",
+        )
+
+
+def _nodes_of(save: SaveFound) -> list[str]:
+    return sorted({holding.node_id for holding in save.holdings})
 
 
 def _unreached_of_manifest(survey: Survey, own_node: str) -> list[str]:

@@ -102,7 +102,7 @@ class Survey:
 class Surveyor:
     """Looks at this node's store and the bucket directly and at the peers' stores through their agents.
 
-    `listed` are the saves that each node and the bucket had, by node; `moved` those of them that were gone a moment later,
+    `saves`, `remains` and `newer` are what was found; `listed` the saves by node, and `moved` those of them that were gone
     when their manifest was asked for; `unanswered` the peers that gave no answer, or none any more, and how.
     """
 
@@ -129,13 +129,13 @@ class Surveyor:
         self.moved: set[tuple[str, str]] = set()
         self.unanswered: dict[str, ReplicatedCkptError] = {}
         self._store, self._own_node, self._bucket = store, own_node, bucket
-        self._in_bucket: dict[str, BucketSave] = {}
         self._by_node = {peer.node_id: peer for peer in peers}
         self._own_address = self._by_node.pop(own_node, None)
         self._searched: dict[str, str] = {}
-        self._damaged: dict[str, str] = {}
-        self._newer = absence.NewerSaves()
-        self._problems, self._ids, self._remains = list[str](), set[str](), list[Remains]()
+        self._damaged, self._in_bucket = dict[str, str](), dict[str, BucketSave]()
+        self.newer = absence.NewerSaves()
+        self._problems, self._ids = list[str](), set[str]()
+        self.saves, self.remains = tuple[SaveFound, ...](), list[Remains]()
 
     def survey(self, checkpoint_id: str) -> Survey:
         """The newest save that `checkpoint_id` (or "latest") means.
@@ -178,10 +178,10 @@ class Surveyor:
         return self._choose(checkpoint_id, [*holdings, *self._holdings_in_bucket(look)])
 
     def _choose(self, checkpoint_id: str, holdings: Sequence[Holding]) -> Survey:
-        saves: Sequence[SaveFound] = saves_found(holdings)
+        self.saves = saves_found(holdings)
         self.listed = {(held.node_id, held.save_id) for held in holdings}
-        self._ids |= {save.checkpoint_id for save in saves}
-        choice = choose_lineage(checkpoint_id, saves, self._lineage)
+        self._ids |= {save.checkpoint_id for save in self.saves}
+        choice = choose_lineage(checkpoint_id, self.saves, self._lineage)
         self._lineages, self._sequence_max = choice.lineages, choice.sequence_max
         passed: list[PassedOver] = []
         for save in choice.saves:
@@ -191,17 +191,17 @@ class Surveyor:
                 passed.append(PassedOver(save))
                 continue
             manifest = decode_manifest(raw.encode(), "a holder")
-            bad, seen = save.damaged_copies, with_remains(save, manifest, self._remains)
+            bad, seen = save.damaged_copies, with_remains(save, manifest, self.remains)
             if seen.is_whole(manifest.shard_sizes, bad) and seen.is_described_to(self._ranks_on, self._hung):
-                told = describe_passed_over(seen, passed, self._places(), find_unread(self._remains, self._ids))
+                told = describe_passed_over(seen, passed, self._places(), find_unread(self.remains, self._ids))
                 if checkpoint_id == LATEST:
                     told = told or describe_silent(seen, manifest, self._own_node, self._searched)
                 return replace(self._survey(seen.holdings, raw, seen.save_id), passed_over=told)
             passed.append(PassedOver(seen, raw, manifest))
         lost = [(one.save, one.raw, one.manifest) for one in passed if one.manifest is not None]
         if not lost:
-            self._newer.raise_first(self._places())
-            self._problems += note_lost_manifests(self._remains, self._damaged)
+            self.newer.raise_first(self._places())
+            self._problems += note_lost_manifests(self.remains, self._damaged)
             if self._damaged:
                 raise absence.describe_unreadable(self._damaged, self._places(), is_latest=checkpoint_id == LATEST)
             raise absence.describe_absence(self._store, checkpoint_id, self._places(), self.unreached)
@@ -212,8 +212,8 @@ class Surveyor:
 
     def _holdings(self, checkpoint_id: str | None) -> list[Holding]:
         holdings = [*DamageBook.mark_noted(self._store, self._store.catalog.holdings(self._own_node, checkpoint_id))]
-        self._remains += RemainsReader(self._store, self._own_node).find(checkpoint_id)
-        self._newer.note(str(self._store.root), *self._store.catalog.of_newer_format(checkpoint_id))
+        self.remains += RemainsReader(self._store, self._own_node).find(checkpoint_id)
+        self.newer.note(str(self._store.root), *self._store.catalog.of_newer_format(checkpoint_id))
         self._searched |= absence.name_own_store(self._store, self._own_node)
         path = "/v1/holdings" + ("" if checkpoint_id is None else f"?{urlencode({'checkpoint_id': checkpoint_id})}")
 
@@ -225,13 +225,13 @@ class Surveyor:
         outcome = FanOut.run([node for node in self._by_node if node not in self._silent], ask)
         outcome.errors.update({node: self._silent[node] for node in self._by_node if node in self._silent})
         holdings += [holding for store in self._seen.values() for holding in store.holdings]
-        self._remains += [remains for store in self._seen.values() for remains in store.remains]
+        self.remains += [remains for store in self._seen.values() for remains in store.remains]
         self._searched |= {node: f"node {node} by its own ranks ({store.why})" for node, store in self._seen.items()}
         for node, found in outcome.results.items():
             holdings += found.holdings
-            self._remains += found.remains
+            self.remains += found.remains
             self._searched[node] = self._by_node[node].label
-            self._newer.note(self._searched[node], *found.newer)
+            self.newer.note(self._searched[node], *found.newer)
         self.unanswered = dict(outcome.errors)
         for node, error in outcome.errors.items():
             self._not_reached(node, f"{self._by_node[node].label}: not reached ({error.message})")
@@ -247,7 +247,7 @@ class Surveyor:
             self._not_reached(OBJECT_NODE, f"{url}: not reached ({exc.message})")
             return []
         self._searched[OBJECT_NODE] = url
-        self._newer.note(url, *(save.checkpoint_id for save in found if save.problem == OF_NEWER_FORMAT))
+        self.newer.note(url, *(save.checkpoint_id for save in found if save.problem == OF_NEWER_FORMAT))
         for save in found:
             if save.problem:
                 self._damaged[save.checkpoint_id] = METADATA_NAME
@@ -279,7 +279,7 @@ class Surveyor:
                 raise_shortage(exc, self._store.root / holding.checkpoint_id / MANIFEST_NAME)  # no reason to go back
                 if isinstance(exc, ObjectMissing | FileNotFoundError):
                     self.moved.add((holding.node_id, save.save_id))
-                self._newer.note_refusal(exc, self._searched[holding.node_id], holding.checkpoint_id)
+                self.newer.note_refusal(exc, self._searched[holding.node_id], holding.checkpoint_id)
                 if isinstance(exc, StoreUnavailable) and is_time_out(exc):
                     self.unanswered[holding.node_id] = exc
                 log.warning("manifest of %s on node %s: %s", holding.checkpoint_id, holding.node_id, exc)

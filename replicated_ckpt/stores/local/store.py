@@ -140,9 +140,9 @@ class LocalStore:
         self.final(intent.checkpoint_id)  # refuses what is no id
         staging = self.staging(intent.save_id)
         with translate_errors(str(self.root), "begin", intent.checkpoint_id):
-            check_replaceable(self.root, intent.checkpoint_id, intent)
-            make_directories(staging.parent, self.root)
             replaces = self.catalog.find_manifest(intent.checkpoint_id)
+            check_replaceable(self.root, intent.checkpoint_id, intent)  # refuses what was published since it was read
+            make_directories(staging.parent, self.root)
             asked = "" if replaces is None or not replaces_others else replaces.save_id
             intent = replace(intent, replaces=asked)
             if intent.nodes or not self.intent_of(intent.save_id).nodes:  # else it is staged, and that knows its nodes

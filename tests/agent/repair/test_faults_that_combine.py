@@ -22,6 +22,7 @@ from replicated_ckpt.agent.settling.outlived import drop_outlived
 from replicated_ckpt.agent.settling.settle import settle
 from replicated_ckpt.cli.look.doubts import list_waiting
 from replicated_ckpt.cli.look.nodes import look_at_nodes
+from replicated_ckpt.cli.main import main
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, REPLACED_DIR
@@ -231,8 +232,13 @@ def test_a_decided_save_that_its_coordinators_node_has_given_up_goes(service: No
     assert service.doubts.read_all() == ()
 
 
-def test_a_decided_save_is_not_given_up_for_a_lost_node(service: NodeService) -> None:
-    """No rank works on it, as was said: another run's save has its name, and it is published once that is renamed."""
+def test_a_decided_save_is_not_given_up_for_a_lost_node(
+    service: NodeService, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No rank works on it, as was said: another run's save has its name, and it is published once that is renamed.
+
+    Commands say so, too, and do not advise to give up what is not given up.
+    """
     mine = stage(service, NEW, 4, RUN, service.node_id, is_decided=False)
     stage(service, OLD, 3, ANOTHER, service.node_id)
     service.commit(OLD)
@@ -240,6 +246,12 @@ def test_a_decided_save_is_not_given_up_for_a_lost_node(service: NodeService) ->
     with pytest.raises(ConfigInvalid, match=f"it is decided, and save {OLD} has its name") as raised:
         settling.give_up_lost(service, NEW, [OTHER])
     assert f"If you rename {service.store.root}/step-10" in raised.value.hint
+    for command in (["ls"], ["repair", "--dry-run"], ["repair", "--dry-run", "--lost", OTHER]):
+        main([*command, "--root", str(service.store.root)])
+        said = capsys.readouterr().out
+        assert f"it is decided, and save {OLD} has its name on this node" in said
+        assert "--lost" not in said
+        assert "to do: give up" not in said
     (service.store.root / "step-10").rename(service.store.root / "theirs")
     assert settling.give_up_lost(service, NEW, [OTHER]) == ()
     assert service.store.catalog.checkpoint_of(NEW) == "step-10"
@@ -255,11 +267,16 @@ def test_what_a_crash_left_of_a_save_that_was_published_and_retired_goes(service
     assert service.store.list_staged() == ()
 
 
-@pytest.mark.parametrize("name", [MANIFEST_NAME, METADATA_NAME])
-def test_a_damaged_decision_is_not_taken_for_none(service: NodeService, name: str) -> None:
-    """Its coordinator's node has decided, cannot read what, and reaches nobody: another node may have published it."""
+@pytest.mark.parametrize("damage", ["manifest", "metadata", "metadata is gone"])
+def test_a_damaged_decision_is_not_taken_for_none(service: NodeService, damage: str) -> None:
+    """Its coordinator's node has decided, cannot read what, and reaches no other: one may have published it."""
     stage(service, NEW, 2, RUN, service.node_id)
-    flip(service.store.staging(NEW) / name, 3 if name == METADATA_NAME else 60)
+    if damage == "manifest":
+        flip(service.store.staging(NEW) / MANIFEST_NAME, 60)
+    elif damage == "metadata":
+        flip(service.store.staging(NEW) / METADATA_NAME, 3)
+    else:
+        (service.store.staging(NEW) / METADATA_NAME).unlink()
     service.recover()
     settle(service, service.find_abandoned(0.0), [])
     assert is_staged(service, NEW)

@@ -111,6 +111,28 @@ def test_nodes_that_answer_say_whether_a_checkpoint_is_whole(tmp_path: Path, is_
         assert loaded(stores[0].root) == 2.0
 
 
+@pytest.mark.parametrize("kept", ["run", "stock", "manifest"])
+def test_what_else_has_the_name_stays(tmp_path: Path, kept: str) -> None:
+    """One that is lost gives way to nothing that would go with it: another run's, stock torch's, one without manifest."""
+    stores = [LocalStore(tmp_path / f"node{index}") for index in range(2)]
+    if kept == "stock":
+        dcp.save({"w": torch.ones(8)}, checkpoint_id=stores[0].root / "step-1")
+    else:
+        checkpointed(stores[:1], 1, {shard(0): (0,)}, copies=1, lineage="a" * 16)
+    if kept == "manifest":
+        (stores[0].root / "step-1" / MANIFEST_NAME).write_bytes(b"{")
+    before = {path: path.read_bytes() for path in (stores[0].root / "step-1").iterdir()}
+    save(stores[1].root)
+    (stores[1].root / "step-1" / shard(0)).unlink()
+    with running_agent(stores[0].root) as first, running_agent(stores[1].root) as second:
+        introduced(stores[0], [first.endpoint.address(), second.endpoint.address()])
+        error = refusal(stores[0].root)
+    assert isinstance(error, CheckpointExists)
+    assert stores[0].node_id() in error.message
+    assert "overwrite=True" in error.hint
+    assert {path: path.read_bytes() for path in (stores[0].root / "step-1").iterdir()} == before
+
+
 def test_what_is_being_published_stays(tmp_path: Path) -> None:
     """A save that one node has published and another still stages gets whole: it is not taken for lost."""
     stores = [LocalStore(tmp_path / f"node{index}") for index in range(2)]

@@ -19,6 +19,7 @@ from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
 from replicated_ckpt.core.upkeep.policy import NODES, Policy
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
 from replicated_ckpt.errors import ObjectMissing, SaveSuperseded
+from replicated_ckpt.stores.files.durable import make_directories
 from replicated_ckpt.stores.local.directories.committed import open_committed_save
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.shard_file import FileSink
@@ -40,6 +41,7 @@ def open_save(
     checkpoint_id: str = "last",
     replaces: tuple[str, ...] = (),
     is_whole: bool = True,
+    overwrite: bool = True,
 ) -> Manifest:
     """Stages and decides a save; its second shard lies here only if `is_whole`."""
     contents = {name: f"{number}{name}".encode() * 100 for name in (HERE, ELSEWHERE)}
@@ -60,7 +62,7 @@ def open_save(
         lineage=lineage,
         replaces=replaces,
     )
-    store.begin(Intent(manifest.save_id, checkpoint_id, "test", overwrite=True))
+    store.begin(Intent(manifest.save_id, checkpoint_id, "test", overwrite=overwrite))
     for name in (HERE, ELSEWHERE) if is_whole else (HERE,):
         sink = FileSink.create(store.path_of_staged(manifest.save_id, name))
         sink.write(memoryview(contents[name] + tables[name].encode()))
@@ -79,6 +81,26 @@ def published(store: LocalStore) -> str:
 def read(store: LocalStore, manifest: Manifest, name: str) -> bytes:
     with open(store.open_file("last", manifest.save_id, name), "rb") as file:  # noqa: PTH123 - a descriptor
         return file.read()
+
+
+def test_a_save_replaces_nothing_that_was_published_while_it_was_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without `overwrite` the name was free when it was looked at: another run's save has it since, and keeps it."""
+    store = LocalStore(tmp_path)
+    theirs = open_save(store, 2, OTHER)
+    make = make_directories
+
+    def publish_meanwhile(path: Path, above: Path) -> None:
+        monkeypatch.setattr("replicated_ckpt.stores.local.store.make_directories", make)
+        make(path, above)
+        store.commit(theirs.save_id)
+
+    monkeypatch.setattr("replicated_ckpt.stores.local.store.make_directories", publish_meanwhile)
+    ours = open_save(store, 3, overwrite=False)
+    with pytest.raises(SaveSuperseded, match=theirs.save_id):
+        store.commit(ours.save_id)
+    assert published(store) == theirs.save_id
 
 
 def test_an_older_save_never_takes_the_name_of_a_newer_one(tmp_path: Path) -> None:

@@ -46,14 +46,17 @@ def has_decision(staging: Path, save_id: str) -> bool:
 
 
 def has_damaged_decision(staging: Path, save_id: str) -> bool:
-    """Whether there was one, and its manifest or metadata cannot be believed any more.
+    """Whether there was one, and its manifest or metadata cannot be believed any more, or its metadata is gone.
 
-    What a crash has left there of the version that the save replaced is none.
+    Metadata is written first, so a manifest without it was a decision. What a crash has left there of the version that
+    the save replaced is none.
     """
     try:
         read_decision(staging, save_id)
-    except (FileNotFoundError, NotADirectoryError, ManifestVersionUnknown):
+    except ManifestVersionUnknown:
         return False
+    except (FileNotFoundError, NotADirectoryError):
+        return _is_of(staging, save_id)
     except ObjectCorrupt:
         return True
     except ManifestInvalid:
@@ -65,6 +68,8 @@ def _is_of(staging: Path, save_id: str) -> bool:
     """Whether the manifest staged there is of this save, as far as it tells."""
     try:
         return _read_manifest(staging).save_id == save_id
+    except (FileNotFoundError, NotADirectoryError):
+        return False
     except ManifestInvalid:
         return True
 
