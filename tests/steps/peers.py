@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
@@ -20,6 +21,7 @@ from tests.stopwatch import Stopwatch
 
 PIECE_ELEMENTS = 1 << 18  # one MiB of float32
 AGENT_LOG_WAIT_S = 0.05
+OVER_WITHIN_S = 40.0
 
 
 def pieces(rank: int, count: int, seed: int) -> dict[str, torch.Tensor]:
@@ -47,7 +49,10 @@ class SignallingPlanner(DefaultSavePlanner):
 def save_while_an_agent_fails(
     context: Context, checkpoint_id: str, victim: int, how: str, count: int, **writer: Any
 ) -> dict[str, Any]:
-    """Saves pieces; the agent of node `victim` gets SIGKILL or SIGSTOP in the middle. Says how it went on this rank."""
+    """Saves pieces; the agent of node `victim` gets SIGKILL or SIGSTOP in the middle. Says how it went on this rank.
+
+    Once it is over, if it is acknowledged before.
+    """
     planner = SignallingPlanner(context, victim, getattr(signal, how), count)
     stopwatch = Stopwatch()
     storage_writer = context.writer(**writer)
@@ -57,6 +62,8 @@ def save_while_an_agent_fails(
         )
     except CheckpointException as exc:
         return {"seconds": stopwatch.stop(), **failure(exc)}
+    storage_writer.wait(OVER_WITHIN_S)
+    dist.barrier()  # a stopped agent stays so until it is over everywhere
     return {"seconds": stopwatch.stop(), "report": report_of(storage_writer.last_save)}
 
 

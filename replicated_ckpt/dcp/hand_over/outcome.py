@@ -38,6 +38,14 @@ def telling_end(board: Blackboard | None, store: LocalStore, save_id: str) -> It
     _tell(board, save_id, None)
 
 
+def tell_committed(board: Blackboard | None, save_id: str) -> None:
+    """Coordinator: a save that ranks wrote themselves is committed. A rank whose node has not published it looks for that.
+
+    What else it ends with DCP tells all ranks.
+    """
+    _tell(board, save_id, None)
+
+
 def _describe_standing(store: LocalStore, save_id: str) -> str:
     """What the coordinator's node has of a save that its rank could not complete."""
     with contextlib.suppress(ReplicatedCkptError, OSError):

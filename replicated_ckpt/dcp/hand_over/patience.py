@@ -59,7 +59,10 @@ class Patience:
         """
         until = time.monotonic() + ASKED_FOR_S
         while self._board is not None and time.monotonic() < until:
-            is_gone = COORDINATOR in self._board.find_lost()  # before the word: it may say it and end
+            try:
+                is_gone = COORDINATOR in self._board.find_lost()  # before the word: it may say it and end
+            except MeetingFailed:  # as in `_is_told`
+                return False
             if self._is_told(self._told_at):
                 return True
             if is_gone:

@@ -36,7 +36,7 @@ from replicated_ckpt.dcp.find.standing import check_gives_way
 from replicated_ckpt.dcp.hand_over.ending import Ending, await_last, find_last, keep_last
 from replicated_ckpt.dcp.hand_over.finishing import Handing
 from replicated_ckpt.dcp.hand_over.held_save import HeldSave
-from replicated_ckpt.dcp.hand_over.outcome import explain_unseen, telling_end
+from replicated_ckpt.dcp.hand_over.outcome import explain_unseen, tell_committed, telling_end
 from replicated_ckpt.dcp.hand_over.patience import Patience
 from replicated_ckpt.dcp.metadata.saved_metadata import SavedMetadata, tell_metadata
 from replicated_ckpt.dcp.node.node import present_again
@@ -82,8 +82,7 @@ class SaveAttempt:
         self._held, self._keep_report = HeldSave(), keep_report
         self._receipts: Sequence[Receipt] = []
         self._reference: SavedMetadata | None = None
-        self._is_left = False
-        self._is_undecided = False
+        self._is_left = self._is_undecided = False
         self.version: Version | None = None
         """The save's place in its lineage, once this rank writes."""
         self.ending: Ending | None = None
@@ -121,8 +120,7 @@ class SaveAttempt:
         posts = [SavePost.from_json(post) for post in raw_posts] or [self._post]
         decision = replace(decide(posts, config.copies, uuid.uuid4().hex, plans), ticket=secrets.token_hex(16))
         self._cluster: Cluster = LoneNode(self._store) if board is None else cluster_of(decision, self._world.rank)
-        known = self._parts.layouts.save_id
-        session = self._world.session_of_writer(self._parts.name)
+        known, session = self._parts.layouts.save_id, self._world.session_of_writer(self._parts.name)
         self._decision = replace(decision, session=session, overwrite=config.overwrite, known_layout=known)
         if self._parts.memory is not None:
             self._parts.memory.check(self._decision, posts, plans)
@@ -193,6 +191,8 @@ class SaveAttempt:
                 keep_last(self._world.session, self.ending)
         if self.ending is None:
             self._commit(receipts, metadata, results)
+            if self._config.ack == "staged":
+                tell_committed(board, decision.save_id)
         else:
             self.ending.wait_for_acknowledgement(decision.save_id)
         return decision.upload is not None

@@ -96,8 +96,8 @@ class ShardWriter:
         """
         wanted = self._choose_places(decision, rank)
         results: list[WriteResult] = []
-        layout = ShardLayout(staged)
         try:
+            layout = ShardLayout(staged)
             try:
                 self._lay_out(plan, planner, wanted.name, results, layout)
                 layout.finish()

@@ -10,6 +10,7 @@ from torch.nn.parameter import is_lazy
 
 from replicated_ckpt.dcp.runtime.gc_pause import put_off
 from replicated_ckpt.dcp.runtime.torch_private import DTensor, ShardedTensor, local_part, with_local_part, with_shards
+from replicated_ckpt.dcp.staging.segment import StagingRefused
 from replicated_ckpt.dcp.tensors.container import is_freed, is_plain
 from replicated_ckpt.dcp.tensors.device_copy import DeviceCopies
 from replicated_ckpt.dcp.tensors.memory import empty_tensor
@@ -141,11 +142,12 @@ class StateCopy:
             made: Any = tensor
             names, context = made.__tensor_flatten__()
             parts = {name: self._copy(getattr(tensor, name)) for name in names}
-            return type(made).__tensor_unflatten__(parts, context, tensor.size(), tensor.stride())
-        return tensor if tensor.is_meta else self._copy_object(tensor)
+            return _like(tensor, type(made).__tensor_unflatten__(parts, context, tensor.size(), tensor.stride()))
+        return tensor if tensor.is_meta else _like(tensor, self._copy_object(tensor))
 
     def _copy_plain(self, plain: torch.Tensor, key: _Key) -> torch.Tensor:
-        if is_freed(plain):  # writing it fails, on all ranks
+        if is_freed(plain):
+            self._leave(plain, "it has a tensor whose storage was freed")
             return plain
         if key not in self._places:  # there are no bytes in it
             return empty_tensor(tuple(plain.shape), plain.dtype, plain.stride())
@@ -171,21 +173,34 @@ class StateCopy:
         return there
 
     def _copy_object(self, value: Any) -> Any:
-        """What can be neither copied nor pickled stays as it is: writing it fails, as in a synchronous save, on all ranks.
-
-        An error here would be this rank's alone, and the others would wait for it. Of a container of such a kind, what
-        is in it is copied: DCP saves the values of any Mapping, list or tuple.
-        """
+        """Of a container that cannot be copied as one, what is in it is: DCP saves the values of any Mapping or list."""
+        failure: Exception | None = None
         for copy_value in (_copy_deeply, _copy_by_pickle):
             try:
                 return copy_value(value, self._memo)
-            except Exception:  # noqa: BLE001 - its own code runs
-                self._memo = {}  # parts of what failed are in it
+            except Exception as exc:  # noqa: BLE001 - its own code runs
+                self._memo, failure = {}, exc  # parts of what failed are in it
         if isinstance(value, Mapping):
             return {key: self._copy(inner) for key, inner in value.items()}
-        if isinstance(value, list | tuple):
+        if isinstance(value, list):
             return list(map(self._copy, value))
-        return value
+        return self._leave(value, f"a value of {type(value).__name__} cannot be copied: {failure}")
+
+    def _leave(self, value: Any, why: str) -> Any:
+        """The value itself, for a process that gets it now; or it is saved without a copy, as a synchronous save does.
+
+        What cannot be copied may be saved all the same, and would be as it is by then; or refused, on all ranks.
+        """
+        if self._memory is None:
+            return value
+        raise StagingRefused(f"The state is not copied, as {why.rstrip('.')}.")
+
+
+def _like(tensor: torch.Tensor, copied: torch.Tensor) -> torch.Tensor:
+    """The copy, with the original's `requires_grad`, which what it was made of does not tell."""
+    if tensor.requires_grad and not copied.requires_grad:
+        copied.requires_grad_()
+    return copied
 
 
 def _begin_storage(part: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, Self
 
 import pytest
 import torch
@@ -367,6 +367,96 @@ def test_a_state_whose_copying_fails_fails_in_the_background(tmp_path: Path, kin
     failed = start({"odd": odd, "t": torch.ones(3)}, ReplicatedWriter(tmp_path), "a")
     assert isinstance(failed.exception(TIMEOUT_S), CheckpointException)
     assert not (tmp_path / "a").exists()
+
+
+class OneWay:
+    """Can be saved, and not be made again from what was saved."""
+
+    is_closed = True
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def __setstate__(self, values: dict[str, int]) -> None:
+        if self.is_closed:
+            raise RuntimeError("it is made anew")
+        self.__dict__.update(values)
+
+
+class Kept(NamedTuple):
+    """A tuple with a tensor, which is one value to DCP."""
+
+    average: torch.Tensor
+    error: OneWay
+
+
+def test_what_can_be_saved_and_not_copied_is_saved_before_it_may_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint is that of a synchronous save at the call: nothing of it is as it was when the thread came to it."""
+    state: dict[str, Any] = {"odd": OneWay(1), "kept": Kept(torch.ones(3), OneWay(1)), "t": torch.ones(5)}
+    writer = ReplicatedWriter(tmp_path)
+    dcp.save(state, checkpoint_id="sync", storage_writer=writer)
+    future = start(state, writer, "async")
+    state["odd"].value = state["kept"].error.value = 7
+    state["kept"].average.fill_(7)
+    state["t"].fill_(7)
+    future.result(TIMEOUT_S)
+    assert described(tmp_path, "async").keys() == described(tmp_path, "sync").keys()
+    monkeypatch.setattr(OneWay, "is_closed", False)
+    into: dict[str, Any] = {"odd": OneWay(0), "kept": Kept(torch.zeros(3), OneWay(0)), "t": torch.zeros(5)}
+    dcp.load(into, checkpoint_id="async", storage_reader=ReplicatedReader(tmp_path, trust_pickles=True))
+    assert (into["odd"].value, into["kept"].error.value) == (1, 1)
+    assert bool((into["kept"].average == 1).all())
+    assert bool((into["t"] == 1).all())
+    verified(tmp_path, "async")
+
+
+def test_a_freed_tensor_is_refused_though_it_has_values_soon(tmp_path: Path) -> None:
+    """As by a synchronous save: FSDP's next step would fill it again before the thread came to it."""
+    freed = torch.ones(1000)
+    freed.untyped_storage().resize_(0)
+    failed = start({"freed": freed, "t": torch.ones(3)}, ReplicatedWriter(tmp_path), "a")
+    freed.untyped_storage().resize_(4000)
+    freed.fill_(7)
+    assert isinstance(failed.exception(TIMEOUT_S), CheckpointException)
+    assert not (tmp_path / "a").exists()
+
+
+class Pair(torch.Tensor):
+    """A tensor that is made of two."""
+
+    one: torch.Tensor
+    other: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, one: torch.Tensor, other: torch.Tensor) -> Self:
+        made = torch.Tensor._make_wrapper_subclass(cls, one.shape, dtype=one.dtype)
+        made.one, made.other = one, other
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, *_: Any) -> NoReturn:
+        raise NotImplementedError
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["one", "other"], None
+
+    @staticmethod
+    def __tensor_unflatten__(parts: dict[str, torch.Tensor], *_: Any) -> "Pair":
+        return Pair(parts["one"], parts["other"])
+
+
+def test_copies_need_a_gradient_where_the_originals_do() -> None:
+    """`.metadata` says it of each tensor, as a synchronous save's does."""
+    pair, sparse = Pair(torch.ones(3), torch.zeros(3)), torch.eye(3).to_sparse()
+    state = {
+        "pair": pair.requires_grad_(),
+        "sparse": sparse.requires_grad_(),
+        "frozen": Pair(torch.ones(3), torch.ones(3)),
+    }
+    copied = StateCopy(state).make(memoryview(bytearray(4096)))
+    assert [each.requires_grad for each in copied.values()] == [True, True, False]
 
 
 def test_what_deepcopy_refuses_is_pickled(tmp_path: Path) -> None:

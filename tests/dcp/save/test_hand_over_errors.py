@@ -1,20 +1,28 @@
 """What the hand-over of a shard or a save to this node's agent says when it cannot be done."""
 
+import errno
 import os
 import resource
 import time
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 
+from replicated_ckpt import ReplicatedWriter
 from replicated_ckpt.agent.saves.finish import Outline
 from replicated_ckpt.agent.state.log_file import LOG_NAME
+from replicated_ckpt.cli.exit_codes import ExitCode
+from replicated_ckpt.cli.main import main
 from replicated_ckpt.core.manifest import Manifest, NodeEntry
 from replicated_ckpt.dcp.hand_over import finishing, layout
 from replicated_ckpt.dcp.hand_over.finishing import AgentSilent, Handing, finish_by_agent
 from replicated_ckpt.dcp.hand_over.layout import ShardLayout, TooMuchElsewhere
 from replicated_ckpt.errors import StoreUnavailable
 from replicated_ckpt.stores.local.store import LocalStore
+from tests.agent.agents import running_agent
+from tests.gloo import group_of_one
 
 SAVE = "5" * 32
 
@@ -74,3 +82,23 @@ def test_a_shard_for_which_there_is_no_memory_is_not_handed_over() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(shard.between)
+
+
+@pytest.mark.filterwarnings("ignore::replicated_ckpt.errors.ReplicatedCkptWarning")
+def test_a_rank_that_gets_no_descriptor_for_the_hand_over_writes_its_shard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What was staged is saved: only what lies between the tensors has no memory of its own."""
+    make = os.memfd_create
+
+    def refuse(name: str, *flags: int) -> int:
+        if name == "replicated-ckpt-between":
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return make(name, *flags)
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    with running_agent(tmp_path, "--idle-exit-s", "60"), group_of_one():
+        state, writer = {"t": torch.ones(1 << 16)}, ReplicatedWriter(tmp_path)
+        dcp.async_save(state, checkpoint_id="step-1", storage_writer=writer).result(60.0)  # type: ignore[union-attr]
+    assert "this rank writes its shards itself" in caplog.text
+    assert main(["verify", "step-1", "--root", str(tmp_path)]) == ExitCode.OK
