@@ -127,6 +127,7 @@ class Schedule:
         group = [node.index for node in cluster.nodes]
         cluster.wait(HELD_S + 100)
         course.load(group, "latest", readers=1)
+        course.oracle.look()  # what the load has completed may be whole only until a policy takes it
         cluster.protect()
         for node in cluster.nodes if course.wiped else ():  # the disks that are lost will never answer
             cluster.repair(node.index, lost=sorted(course.wiped & list_known_nodes(LocalStore(node.root))))
