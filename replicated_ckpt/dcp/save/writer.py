@@ -228,9 +228,9 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
     def close(self) -> None:
         """Waits for this writer's save, and frees the memory that copies of states have left in this process.
 
-        A later `async_save` takes new memory.
+        A later `async_save` takes new memory. Out of `on_save` it waits for no save.
         """
-        self._stager.close(self.await_end)
+        self._stager.close(self.await_end, waits=not is_ending_here())
 
     # What DCP calls, in order ------------------------------------------------------------------------------------
 

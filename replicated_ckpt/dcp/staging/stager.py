@@ -229,12 +229,14 @@ class Stager:
         """Nothing of what was staged is read any more, whether it was written or that failed."""
         self._written.set()
 
-    def close(self, await_written: Callable[[], object]) -> None:
+    def close(self, await_written: Callable[[], object], *, waits: bool = True) -> None:
         """Waits for the save before, and as `stage` for agents; then frees the memory that no copy lies in any more.
 
-        Memory with a copy that something still refers to, as the thread that saved may for a moment, goes with it.
+        Memory with a copy that something still refers to, as the thread that saved may for a moment, goes with it. `waits`
+        is False for what a save calls itself: a later one waits for that, and would be waited for.
         """
-        self.wait_for_last()
+        if waits:
+            self.wait_for_last()
         await_written()
         drop_idle_segments()
 

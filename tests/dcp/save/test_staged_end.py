@@ -318,8 +318,11 @@ def test_what_an_ending_calls_does_not_wait_for_it(tmp_path: Path, gate: threadi
 
     writer._attempt = acknowledged(tmp_path, [])
     writer._attempt.ending = Ending(work)
+    next_save: Future[Any] = Future()  # it waits for this one, before it is opened
+    writer._stager.follow(next_save)
     gate.set()
     writer._attempt.ending.end.result(TIMEOUT_S)
+    assert not next_save.done()
 
 
 def test_wait_raises_a_failure_whose_future_was_not_kept(tmp_path: Path) -> None:
