@@ -15,6 +15,7 @@ from replicated_ckpt.core.layout import LATEST
 from replicated_ckpt.core.notes import encode_notes
 from replicated_ckpt.core.upkeep.retention import Candidate, find_best
 from replicated_ckpt.dcp.agreement.alike import check_ranks_alike
+from replicated_ckpt.dcp.c10d.lent_group import is_first_rank
 from replicated_ckpt.dcp.find.listing import Listed
 from replicated_ckpt.dcp.load.report import LoadReport
 from replicated_ckpt.dcp.named_checkpoints import NamedCheckpoints
@@ -213,9 +214,9 @@ class CheckpointManager:
     def _prepare(
         self, call: str, step: int, metrics: Mapping[str, Any] | None, metadata: Mapping[str, Any] | None
     ) -> tuple[str, Mapping[str, Any]]:
-        """The id and the notes of the next save, once the one before has ended."""
+        """The id and the notes of the next save, once the one before has ended. Rank 0's notes count."""
         self._check_open(call)
-        checkpoint_id, notes = id_of(step), encode_notes(metrics, metadata)
+        checkpoint_id, notes = id_of(step), encode_notes(metrics, metadata) if is_first_rank() else {}
         self._settle()
         self._save_callback.begin()
         return checkpoint_id, notes

@@ -21,6 +21,7 @@ from replicated_ckpt.dcp.removal import delete_everywhere
 from replicated_ckpt.dcp.save.bucket import WAIT_TIMEOUT_S
 from replicated_ckpt.dcp.save.report import SaveReport
 from replicated_ckpt.dcp.save.writer import ReplicatedWriter
+from replicated_ckpt.errors import ReplicatedCkptError
 
 _OF_READER_TOO = ("object_store", "storage_options")
 
@@ -97,8 +98,14 @@ class NamedCheckpoints:
         )
 
     def load(self, checkpoint_id: str, state: dict[str, Any], planner: LoadPlanner | None = None) -> str:
-        """Fills `state`; the name of what was loaded, where "latest" was asked for. As `find`, of an asynchronous save."""
+        """Fills `state`; the name of what was loaded, where "latest" was asked for. As `find`, of an asynchronous save.
+
+        What is saved after an older checkpoint was loaded is newer than all that there is, in the bucket, too.
+        """
         self.writer.await_end()
+        if checkpoint_id != LATEST:
+            with contextlib.suppress(ReplicatedCkptError):  # alike on all ranks
+                self.reader.latest()
         with self.use_group() as group, contextlib.ExitStack() as stack:
             stack.callback(self.reader.let_go)
             dcp.load(

@@ -282,6 +282,9 @@ class TieredCheckpoints:
 
     def load(self, checkpoint_id: str, state: dict[str, Any], planner: LoadPlanner | None = None) -> str:
         """As NamedCheckpoints, from the tier that has the newer one; if memory's cannot be loaded, the next one."""
+        if checkpoint_id != LATEST:
+            with contextlib.suppress(ReplicatedCkptError):  # alike on all ranks
+                self._look(LATEST)
         return self._load_first(checkpoint_id, self._look(checkpoint_id), state, planner)
 
     def load_newest(

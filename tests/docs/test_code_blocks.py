@@ -196,7 +196,7 @@ def test_the_object_stores_example_runs(tmp_path: Path) -> None:
     """What was saved is in the bucket once `wait` has returned, and loads from there alone."""
     state = {"model": torch.arange(4)}
     (code,) = runnable_code("docs/object-store.md")
-    assert "writer.wait()" in code
+    assert 'writer.wait(ack="object")' in code
     names = run("docs/object-store.md", tmp_path)
     assert isinstance(names["writer"], ReplicatedWriter)
     dcp.load(state, storage_reader=dcp.FileSystemReader(tmp_path / "bucket" / "run-42" / "step-1000"))

@@ -222,7 +222,7 @@ def test_a_save_that_comes_while_the_one_before_is_judged_stays(
     for manifest in (first, newest):
         bucket.commit(manifest, manifest.encode(), METADATA)
     service = NodeService(LocalStore(store))
-    service.policies.learn([Policy("", bucket.client.target.url, 1, ONE)])
+    service.policies.learn([Policy("", bucket.client.target.url, 3, ONE)])
     look = bucket.manifest_raw
 
     def look_slowly(save: BucketSave) -> bytes:

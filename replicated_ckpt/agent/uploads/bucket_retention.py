@@ -41,7 +41,8 @@ def standing_of(service: NodeService, orders: OrderBook, uploads: Mapping[str, U
     """
     removed = service.removals.read_all()
     states = {save_id: upload.state for save_id, upload in uploads.items()}
-    asked = (orders.apply(manifest) for _, manifest in service.store.catalog.committed())
+    found = service.store.catalog.committed()
+    asked = (orders.apply(manifest) for name, manifest in found if name == manifest.checkpoint_id)
     url_by_save = {
         one.save_id: one.upload.url for one in asked if one.upload is not None and one.save_id not in removed
     }
@@ -69,13 +70,12 @@ def check_wanted(service: NodeService, bucket: Bucket, manifest: Manifest) -> No
         SaveAborted: it would not, or this node's user has removed the save meanwhile. StoreError
     """
     _check_not_removed(service, manifest)
-    retention = _retention(service.policies, bucket, manifest)
     histories = service.store.catalog.histories(scope_of(manifest.checkpoint_id))
     newest = histories.get(manifest.lineage)
-    if retention is None or newest is None or manifest.sequence >= newest.sequence:
+    if newest is None or manifest.sequence >= newest.sequence:
         return
     own = Candidate(manifest.checkpoint_id, manifest.save_id, manifest.sequence, metrics=metrics_of(manifest.notes))
-    for verdict in judge([own, *_there(bucket, manifest, retention)], retention):
+    for verdict in _judge(service.policies, bucket, manifest, own):
         if verdict.save_id == manifest.save_id and not verdict.is_kept:
             remove_save(bucket, manifest.checkpoint_id, manifest.save_id, manifest)
             raise SaveAborted(
@@ -111,12 +111,9 @@ def retire_in_bucket(service: NodeService, bucket: Bucket, manifest: Manifest) -
     Newest first: what has just been replaced goes, however many older ones may not be deleted, as a legal hold is on them.
     Returns the saves that are gone.
     """
-    retention, gone = _retention(service.policies, bucket, manifest), set[str]()
-    if retention is None:
-        return gone
-    refusals: list[StoreDenied] = []
+    refusals, gone = list[StoreDenied](), set[str]()
     try:
-        for verdict in judge(_there(bucket, manifest, retention), retention):
+        for verdict in _judge(service.policies, bucket, manifest):
             if verdict.is_kept or len(refusals) == _REFUSED_MAX:
                 continue
             try:
@@ -139,9 +136,19 @@ def tidy_after(bucket: Bucket, manifest: Manifest, there: BucketSave) -> None:
         log.warning("some objects of %s may stay: %s", manifest.checkpoint_id, exc)
 
 
-def _retention(policies: PolicyBook, bucket: Bucket, manifest: Manifest) -> Retention | None:
+def _judge(policies: PolicyBook, bucket: Bucket, manifest: Manifest, *besides: Candidate) -> Sequence[Verdict]:
+    """What becomes of this run's saves there, and of those `besides`, by what this node's ranks have told of that bucket.
+
+    Empty if nothing is to go, or the run has gone on without this node: it may want something else by now.
+    """
     policy = policies.of(scope_of(manifest.checkpoint_id), bucket.client.target.url, manifest.lineage)
-    return None if policy is None else policy.retention
+    if policy is None or policy.retention is None:
+        return ()
+    there = _there(bucket, manifest, policy.retention)
+    if any(one.sequence > policy.revision for one in there):
+        log.info("nothing goes from %s: its newest saves may be under another policy", bucket.client.target.url)
+        return ()
+    return judge([*besides, *there], policy.retention)
 
 
 def _there(bucket: Bucket, manifest: Manifest, retention: Retention) -> Sequence[Candidate]:

@@ -189,7 +189,9 @@ class Uploader:
     def _find_wanted(self) -> list[tuple[Manifest, UploadProgress]]:
         """The saves here that are to be uploaded and are not known to be in the bucket, by what is committed here now."""
         removed, catalog = self._service.removals.read_all(), self._service.store.catalog
-        committed = [manifest for _, manifest in catalog.committed()]
+        committed = [
+            manifest for name, manifest in catalog.committed() if name == manifest.checkpoint_id
+        ]  # not renamed
         replaced = list(catalog.read_replaced())
         with self._lock:
             committed += self._find_left(replaced)

@@ -173,7 +173,9 @@ def _count_copies(row: CheckpointSeen, save: SeenSave, seen: NodesSeen) -> Check
     short = {*missing, *(shard for shard, number in counts.items() if number < wanted)}
     assumed: dict[str, Collection[str]] = {**save.assumed, METADATA_NAME: save.assumed_metadata}
     silent = {node for name in short for node in assumed[name]}
-    may_be_there = all(assumed[name] for name in missing)
+    if missing:  # any silent node may have got a copy that was made since
+        silent |= seen.unreached.keys()
+    may_be_there = all(assumed[name] or seen.unreached for name in missing)
     state = WHOLE if least >= min(wanted, seen.nodes_known) else SHORT if least else NOT_SEEN if may_be_there else LOST
     nodes = tuple(sorted(node for node in save.holders if node in seen.held))
     removed_on = seen.removed_on(row.checkpoint_id, row.save_id)
@@ -272,7 +274,8 @@ def _advise_on_lost(row: CheckpointSeen, has_other_version: bool, root: Path) ->
     step += 'load an older checkpoint, as "latest" does; bring back a disk that has the lost files'
     if has_other_version:
         return f"{step}; another version has this name, too, which `rm` would remove with it"
-    return f"{step}, or give it up: `replicated-ckpt rm {quote(row.checkpoint_id)} --root {quote(str(root))}`"
+    keeps = " --keep-in-bucket" if row.bucket in ("there", "unknown") else ""
+    return f"{step}, or give it up: `replicated-ckpt rm {quote(row.checkpoint_id)} --root {quote(str(root))}{keeps}`"
 
 
 _NOT_GOOD = {

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from shlex import quote
 from typing import Any
@@ -46,23 +47,24 @@ def run(arguments: argparse.Namespace) -> int:
 
     Every byte was read then, as by `verify`: a copy that is bad counts for nothing, and is made anew.
     """
-    store = open_store(arguments.root)
+    store, unread = open_store(arguments.root), frozenset[str]()
     if not arguments.dry_run:
         # First: of two drains at once the later one counts on nothing that goes with the other.
         _tell_agent(store, is_drained=True)
-        read_all(store)  # the agents know of every bad copy then
+        unread = read_all(store).silent_nodes  # the agents of all others know of every bad copy then
     done = 0
     failed: dict[str, str] = {}
     for _ in range(ROUNDS_MAX):
         if not arguments.dry_run:
             _tell_agent(store, is_drained=True)  # once more: that has taken long, and another agent may run by now
         seen = look_at_nodes(store)
-        plan = _plan(seen)
+        plan = _plan(seen, unread)
         if arguments.dry_run or not plan.actions or failed:
             break
         done += len(plan.actions)
         failed = carry_out(plan, seen.addresses, seen.label)
-    drained = _Drained(seen, plan, done, failed, _list_what_stays(store, seen), _list_others(store))
+    stays, others = _list_what_stays(store, seen), _list_others(store)
+    drained = _Drained(seen, plan, done, failed, stays, others, unread & seen.held.keys())
     if not (arguments.dry_run or drained.is_empty):
         _tell_agent(store, is_drained=False)
     if arguments.json:
@@ -82,7 +84,8 @@ def _tell_agent(store: LocalStore, *, is_drained: bool) -> None:
 class _Drained:
     """How far it has come. `plan`: what is still to be copied; `stays`: what only this node can bring elsewhere.
 
-    `not_copied`: files in checkpoints' directories that are no part of these; no node makes copies of such.
+    `not_copied`: files in checkpoints' directories that are no part of these; no node makes copies of such. `unread`: nodes
+    that answer, and did not when they were asked to read what they hold, so that it counts for nothing.
     """
 
     seen: NodesSeen
@@ -91,6 +94,7 @@ class _Drained:
     failed: dict[str, str]
     stays: list[str]
     not_copied: list[str]
+    unread: frozenset[str] = frozenset()
 
     @property
     def is_empty(self) -> bool:
@@ -105,6 +109,7 @@ class _Drained:
             "stays": self.stays,
             "not_copied": self.not_copied,
             "not_reached": sorted(self.seen.unreached),
+            "not_read": sorted(self.unread),
         }
 
     @property
@@ -145,7 +150,10 @@ class _Drained:
         lines += self._name_not_copied(store)
         gone = self._drained_before
         lines += [f"drained before, so not counted: {self.seen.list_names(gone)}"] if gone else []
-        other_count = len(self.seen.held) - 1 - len(gone)
+        if self.unread:
+            names = self.seen.list_names(self.unread)
+            lines.append(f"not read, as it stopped to answer, so not counted: {names}; run the same command again")
+        other_count = len(self.seen.held) - 1 - len(self.unread.union(gone))
         others = plural(other_count, "other node")
         label = self.seen.label(self.seen.own_node)
         if not self.is_empty:
@@ -165,9 +173,9 @@ class _Drained:
         return lines
 
 
-def _plan(seen: NodesSeen) -> RepairPlan:
+def _plan(seen: NodesSeen, unread: Collection[str] = ()) -> RepairPlan:
     """What makes up for this node's copies on those that answer and stay; one that is silent is not counted on."""
-    up = [held.view_of(node) for node, held in seen.held.items()]
+    up = [held.view_of(node) for node, held in seen.held.items() if node not in unread]
     views = [replace(view, is_leaving=view.node_id == seen.own_node or view.standing.is_drained) for view in up]
     return plan_repair(seen.manifests, views, going=find_retired(seen.manifests, views) | find_removed(views))
 

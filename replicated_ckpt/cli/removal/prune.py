@@ -9,8 +9,12 @@ from replicated_ckpt.cli.look.root import open_store
 from replicated_ckpt.cli.removal.remover import Removed, Remover, add_removal_arguments
 from replicated_ckpt.config import Retention
 from replicated_ckpt.core.upkeep.removal import plan_prune
+from replicated_ckpt.wording import plural
 
-HELP = "Remove all but the newest checkpoints of each run from this node, and from the bucket as `rm` does."
+HELP = (
+    "Remove all but the newest checkpoints of each run from this node, and from the bucket as `rm` does, unless the job "
+    "has a policy of its own for that."
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,12 +40,19 @@ def run(arguments: argparse.Namespace) -> int:
     """Exit code: OK if all that is to go is gone everywhere; FAILED if something was refused, or other nodes have it."""
     retention = Retention(keep_last=arguments.keep_last, keep_every=arguments.keep_every)
     remover = Remover.look(open_store(arguments.root), arguments)
-    verdicts = plan_prune(remover.removables(), retention, remover.wanted_by)
+    remover.leaves_to_policies = True
+    others = set() if arguments.force else remover.find_others()
+    removables = [one for one in remover.removables() if one.candidate.save_id not in others]
+    verdicts = plan_prune(removables, retention, remover.wanted_by)
     going = {(verdict.checkpoint_id, verdict.save_id) for verdict in verdicts if not verdict.is_kept}
     chosen = [row for row in remover.rows if (row.checkpoint_id, row.save_id) in going]
     if not arguments.json:
         for line in (*map(str, verdicts), *remover.seen.describe_unreached()):
             print(line)
+        if others:
+            print(
+                f"left alone, as only the bucket has them, of runs that no node here has: {plural(len(others), 'save')}"
+            )
     outcome = Removed() if arguments.dry_run else remover.carry_out(chosen)
     if arguments.json:
         plan = [

@@ -19,7 +19,7 @@ from replicated_ckpt.cli.look.waiting import say_if_slow
 from replicated_ckpt.config import Retention
 from replicated_ckpt.core.notes import metrics_of
 from replicated_ckpt.core.one_line import one_line
-from replicated_ckpt.core.upkeep.policy import NODES, pending
+from replicated_ckpt.core.upkeep.policy import NODES, pending, scope_of
 from replicated_ckpt.core.upkeep.removal import Removable
 from replicated_ckpt.core.upkeep.retention import NOT_UPLOADED, Candidate
 from replicated_ckpt.errors import ReplicatedCkptError
@@ -58,6 +58,7 @@ class Removed:
     still_on: dict[str, list[str]] = field(default_factory=dict)
     not_reached: dict[str, list[str]] = field(default_factory=dict)
     still_in_bucket: dict[str, str] = field(default_factory=dict)
+    left_to_policy: dict[str, str] = field(default_factory=dict)
     freed_bytes: int = 0
 
     @property
@@ -68,7 +69,9 @@ class Removed:
 
 
 class Remover:
-    """Removes what its caller chooses of the saves that `look` has seen, by this node's agent. A dry run starts none."""
+    """Removes what its caller chooses of the saves that `look` has seen, by this node's agent. A dry run starts none.
+
+    `leaves_to_policies`: nothing goes from a bucket that the job has a policy for, but from one that the user has named."""
 
     def __init__(
         self,
@@ -81,6 +84,7 @@ class Remover:
     ) -> None:
         self._store, self._agent, self._target = store, agent, target
         self._force, self._keeps_bucket = arguments.force, arguments.keep_in_bucket
+        self.leaves_to_policies = False
         self.seen = seen
         self.rows = rows
 
@@ -97,11 +101,15 @@ class Remover:
         """The saves as the decision sees them; without those that no manifest tells of, and renamed directories."""
         waiting = pending(held.standing for held in self.seen.held.values())
         return [
-            Removable(self._candidate(row, waiting), row.lineage, is_lost=row.is_lost)
+            Removable(self._candidate(row, waiting), row.lineage, is_lost=self._is_lost(row))
             for row in self.rows
             if (row.save_id in self.seen.manifests or row.state == IN_BUCKET)
             and self.seen.renamed_from(row.checkpoint_id, row.save_id) is None
         ]
+
+    def _is_lost(self, row: CheckpointSeen) -> bool:
+        """Whether nothing whole goes with it: not on nodes, and not in the bucket, which may have it."""
+        return row.is_lost and (self._keeps_bucket or row.bucket not in ("there", "unknown"))
 
     def _candidate(self, row: CheckpointSeen, waiting: frozenset[str]) -> Candidate:
         wanted = min(row.copies_wanted or 1, len(self.seen.held))
@@ -116,11 +124,16 @@ class Remover:
             metrics={} if manifest is None else metrics_of(manifest.notes),
         )
 
-    def wanted_by(self, run: tuple[str, str]) -> Retention | None:
-        """What the ranks of this node want kept of a run here, by its scope and lineage; None: they have not said."""
+    def find_others(self) -> set[str]:
+        """The saves in the bucket of runs that no node here has: another cluster's, unless this one has none at all."""
+        runs = {row.lineage for row in self.rows if row.state != IN_BUCKET} - {""}
+        return {row.save_id for row in self.rows if runs and row.state == IN_BUCKET and row.lineage not in runs}
+
+    def wanted_by(self, run: tuple[str, str], tier: str = NODES) -> Retention | None:
+        """What the ranks of this node want kept of a run there, by its scope and lineage; None: they have not said."""
         said = self.seen.held[self.seen.own_node].standing.policies
         policies = said or PolicyBook(self._store.root_agent_directory()).read_all()  # no agent runs
-        return next((one.retention for one in policies if one.tier == NODES and (one.scope, one.lineage) == run), None)
+        return next((one.retention for one in policies if one.tier == tier and (one.scope, one.lineage) == run), None)
 
     def carry_out(self, chosen: Sequence[CheckpointSeen]) -> Removed:
         """Removes each, the oldest first; what stands in the way of one keeps no other checkpoint.
@@ -198,10 +211,11 @@ class Remover:
     def _silent_holders(self, row: CheckpointSeen) -> list[str]:
         """Nodes that did not answer, or were not asked as their address is not known, and were meant to hold some of it.
 
-        Those that the user has had forgotten never come back.
+        Without a manifest, as of one in the bucket alone, any that did not answer may be. Those that the user has had
+        forgotten never come back.
         """
         manifest = self.seen.manifests.get(row.save_id)
-        meant = set() if manifest is None else {node.node_id for node in manifest.nodes}
+        meant = {*self.seen.unreached} if manifest is None else {node.node_id for node in manifest.nodes}
         return sorted(meant - self.seen.held.keys() - (self._forgotten - self.seen.unreached.keys()))
 
     @cached_property
@@ -214,11 +228,19 @@ class Remover:
         upload = None if manifest is None else manifest.upload
         urls = {*([] if upload is None else [upload.url]), *([] if self._target is None else [self._target.url])}
         for url in sorted(urls):
+            if self._is_left_to_policy(url, row):
+                outcome.left_to_policy[row.checkpoint_id] = url
+                continue
             if self._keeps_bucket or not is_last:
                 outcome.still_in_bucket[row.checkpoint_id] = url
                 continue
             self._remove_from(url, row)
             outcome.removed_from.setdefault(url, []).append(row.checkpoint_id)
+
+    def _is_left_to_policy(self, url: str, row: CheckpointSeen) -> bool:
+        if not self.leaves_to_policies or (self._target is not None and url == self._target.url):
+            return False
+        return self.wanted_by((scope_of(row.checkpoint_id), row.lineage), url) is not None
 
     def _remove_from(self, url: str, row: CheckpointSeen) -> None:
         manifest = self.seen.manifests.get(row.save_id)  # the agent may have removed its own by now
@@ -262,6 +284,10 @@ class Remover:
             if not self._keeps_bucket and any(set(ids) & set(silent) for silent in outcome.not_reached.values()):
                 why += f", or once no node has it the same command with `--object-store {quote(url)}`"
             lines.append(f"not removed from {url}: {_shorten(ids)}{why}")
+        for url in sorted(set(outcome.left_to_policy.values())):
+            ids = [checkpoint_id for checkpoint_id, there in outcome.left_to_policy.items() if there == url]
+            named = f"`--object-store {quote(url)}` has the same command remove there, too"
+            lines.append(f"left in {url} to the job's own policy for it: {_shorten(ids)}; {named}")
         return lines
 
 

@@ -64,10 +64,18 @@ def _find_refusal(remover: Remover, chosen: Sequence[CheckpointSeen], *, keeps_b
     if not keeps_bucket and runs and any(row.state == IN_BUCKET and row.lineage not in runs for row in chosen):
         return "in the bucket is of a run that no node here has; --keep-in-bucket leaves that"
     if find_last_good(remover.removables(), {row.save_id for row in chosen}):
-        if any(row.copies_seen or row.state == IN_BUCKET for row in chosen):
-            return "is the last good checkpoint of its run"
-        silent = remover.seen.list_names(remover.seen.unreached) or "a node that is not known here"
-        return f"may be the last good checkpoint of its run: none was seen whole, as {silent} did not answer"
+        return _describe_last_good(remover, chosen)
+    if keeps_bucket and any(row.bucket == "on its way" and {*row.nodes} <= {remover.seen.own_node} for row in chosen):
+        return "is not in its bucket yet, as its upload has not ended, and on no other node"
     if any(row.save_id not in remover.seen.manifests and row.state != IN_BUCKET for row in chosen):
         return "lies on other nodes only, and none could give its manifest: it may be the last good one of its run"
     return ""
+
+
+def _describe_last_good(remover: Remover, chosen: Sequence[CheckpointSeen]) -> str:
+    if any(row.copies_seen or row.state == IN_BUCKET or row.bucket == "there" for row in chosen):
+        return "is the last good checkpoint of its run"
+    if all(row.is_lost for row in chosen):
+        return "may be the last good checkpoint of its run: whether its bucket has it is not known"
+    silent = remover.seen.list_names(remover.seen.unreached) or "a node that is not known here"
+    return f"may be the last good checkpoint of its run: none was seen whole, as {silent} did not answer"

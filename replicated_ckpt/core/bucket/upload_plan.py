@@ -65,6 +65,7 @@ def _holds(view: NodeView, manifest: Manifest, shard: str) -> bool:
         return view.node_id in (entry.owner_node, *entry.holders)
     return any(
         holding.save_id == manifest.save_id
+        and holding.checkpoint_id == manifest.checkpoint_id  # else it was renamed, and is brought by no agent
         and not holding.is_replaced
         and holding.sizes.get(shard) == manifest.shards[shard].size_bytes
         and shard not in holding.damaged

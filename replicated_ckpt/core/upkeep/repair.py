@@ -232,7 +232,7 @@ class _Planning:
                 self.set_aside.append(SetAside(node_id, found.checkpoint_id, found.save_id, shard))
         if not save.with_metadata:
             members = {node.node_id for node in save.manifest.nodes}
-            assumed = save.assumed_metadata
+            assumed = save.assumed_metadata or self._unsure
             self._add_short(save, METADATA_NAME, len(assumed), members | assumed, is_in_doubt=is_in_doubt)
         for shard in sorted(save.manifest.shards):
             self._add_copies(save, shard, takers, is_in_doubt=is_in_doubt)
@@ -253,8 +253,8 @@ class _Planning:
             place = (node_id, save.found.checkpoint_id, save.found.save_id, shard)
             self.copy.append(CopyShard(*place, entry.size_bytes, sources, node_id in damaged))
         if len(held.union(chosen)) < wanted or not (held or chosen) or not here.issubset(chosen):
-            have = len(held) or int(save.can_give(shard))
-            self._add_short(save, shard, have, set(entry.holders) | held, is_in_doubt=is_in_doubt)
+            have = len(held) or int(save.can_give(shard) or bool(self._unsure))  # such a node may have got a copy since
+            self._add_short(save, shard, have, set(entry.holders) | (held or self._unsure), is_in_doubt=is_in_doubt)
 
     def _sources(self, save: SeenSave, shard: str) -> tuple[str, ...]:
         """Nodes that give the shard: intact copies first, the owner's before others, then those without a footer."""

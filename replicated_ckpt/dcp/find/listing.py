@@ -56,7 +56,8 @@ class _Lister(Surveyor):
             if manifest is not None:
                 seen = with_remains(save, manifest, self.remains)
                 place = save.version.lineage, save.sequence
-                of_manifest = manifest.created_unix_s, seen.is_whole(manifest.shard_sizes), manifest.notes
+                is_whole = seen.is_whole(manifest.shard_sizes, seen.damaged_copies)
+                of_manifest = manifest.created_unix_s, is_whole, manifest.notes
                 found.append(Listed(manifest.checkpoint_id, *of_manifest, *place))
         return tuple(found)
 

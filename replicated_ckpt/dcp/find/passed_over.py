@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from replicated_ckpt.core.inventory import SaveFound
-from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
+from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, OBJECT_NODE
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.upkeep.remains import Remains
 from replicated_ckpt.searched import NOT_REACHED
@@ -64,10 +64,17 @@ def describe_passed_over(
 def describe_silent(chosen: SaveFound, manifest: Manifest, own_node: str, searched: Mapping[str, str]) -> str:
     """For the same warning: that this node is alone, and the others of the save may have gone on without it.
 
-    `searched`: by node, each place that was looked at. "" where one has answered, also one that takes the place of a node
-    that was lost, or where no other node of the save was asked.
+    Or that the bucket did not answer, which may have what nodes have brought there that are lost. `searched`: by node, each
+    place that was looked at. "" where one has answered, also one that takes the place of a node that was lost, or where no
+    other node of the save was asked.
     """
-    others = {node: place for node, place in searched.items() if node != own_node}
+    bucket = searched.get(OBJECT_NODE, "")
+    if NOT_REACHED in bucket:
+        return (
+            f"{_name(chosen)} is the newest that was found on the nodes. Not reached: {bucket.partition(NOT_REACHED)[0]}, "
+            "so what it has newer is not seen. If there may be such, load again before the next save."
+        )
+    others = {node: place for node, place in searched.items() if node not in (own_node, OBJECT_NODE)}
     asked = [others[node.node_id] for node in manifest.nodes if node.node_id in others]
     if not asked or any(NOT_REACHED not in place for place in others.values()):
         return ""

@@ -161,7 +161,7 @@ class Surveyor:
             self._searched[node] = f"{self._by_node.pop(node).label}: not reached ({error.message})"
         self._problems += save.refused
         survey = self._survey(save.holdings, save.manifest.encode().decode())
-        return replace(survey, unmanaged_warning=unmanaged_warning(save))
+        return replace(survey, unmanaged_warning=unmanaged_warning(save, because if checkpoint_id == LATEST else None))
 
     def _survey_once(self, checkpoint_id: str) -> Survey:
         wanted = None if checkpoint_id == LATEST else checkpoint_id

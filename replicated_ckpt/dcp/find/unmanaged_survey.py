@@ -52,8 +52,9 @@ def _without_metadata(checkpoint: UnmanagedCheckpoint, searched: Sequence[str]) 
     )
 
 
-def unmanaged_warning(save: UnmanagedSave) -> str:
-    """What a load of such a checkpoint warns about."""
+def unmanaged_warning(save: UnmanagedSave, because: ReplicatedCkptError | None) -> str:
+    """What a load of such a checkpoint warns about. `because`: why none of ours is loaded, where "latest" was asked for."""
+    newer = f" It is taken though newer ones are there: {because.message}" if isinstance(because, ShardLost) else ""
     later = ", ".join(save.written_later)
     return (
         f"{save.checkpoint_id} has no manifest: stock torch wrote it, or it is lost on every node that was reached. "
@@ -62,5 +63,5 @@ def unmanaged_warning(save: UnmanagedSave) -> str:
         f"{'There are no copies' if save.copies < 2 else f'Each shard was found {save.copies} times'}. "
         + (f"Written later than .metadata, so perhaps by another save: {later}. " if later else "")
         + "`replicated-ckpt repair` makes checksums and copies of what stock torch wrote; where the manifest is lost, save "
-        "it anew."
+        f"it anew.{newer}"
     )

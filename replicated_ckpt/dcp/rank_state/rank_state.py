@@ -19,7 +19,7 @@ _NOT_OURS = "Load a checkpoint whose state had a RankState at this place, or lea
 
 
 class WorldSizeChanged(ReplicatedCkptError):
-    """A RankState was saved by another number of ranks. What else the load was given is loaded; no RankState is."""
+    """A RankState was saved by another number of ranks. Tensors are loaded by then, and what has keys before its own."""
 
     default_hint = (
         'Start as many ranks as saved, or pass RankState(on_other_world="keep"): generators and data then stay as the '
@@ -45,8 +45,9 @@ class RankState(Stateful):
     the load, so what draws random numbers between that and the next step has to do so in an undisturbed run as well.
 
     Args:
-        on_other_world: another number of ranks loads it. "raise": WorldSizeChanged; the rest of the state is loaded by
-            then. "keep": generators and parts stay as they are, and rank 0 warns once per load.
+        on_other_world: another number of ranks loads it. "raise": WorldSizeChanged; tensors are loaded by then, and
+            what has keys that sort before its own. "keep": generators and parts stay as they are, and rank 0 warns once
+            per load.
         trust_pickles: a part's state may name any class; a writer of the checkpoint runs code here.
         parts: by name, what each rank saves for itself: data loaders, samplers, a counter. A part is loaded by its name.
 

@@ -52,7 +52,9 @@ class ReplayedLoader(Stateful):
         return 0
 
     def is_epoch_over(self) -> bool:
-        """Whether the next batch will be one of a new epoch."""
+        """Whether the next batch will be one of a new epoch; after a load, of the next one after that which was saved."""
+        if self._loaded is not None:
+            return bool(self._loaded["is_over"])
         try:
             return self._is_exhausted or self._yielded >= len(self)
         except TypeError:

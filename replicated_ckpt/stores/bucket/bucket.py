@@ -83,8 +83,7 @@ class Bucket:
         if METADATA_NAME in listing.sizes and is_checkpoint_id(checkpoint_id):
             save = self._save(checkpoint_id, listing)
             return [] if save is None else [save], []
-        below = [name for name in listing.directories if not is_save_id(name) and is_checkpoint_id(directory + name)]
-        return [], [f"{directory}{name}/" for name in below]
+        return [], [f"{directory}{name}/" for name in listing.directories if is_checkpoint_id(directory + name)]
 
     def save_of(self, checkpoint_id: str) -> BucketSave | None:
         """The committed save of one checkpoint, if there is one."""

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import inspect
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -72,8 +73,8 @@ class _PacedCallback(Callback):  # type: ignore[misc]
 class FsspecClient:
     """An ObjectClient over fsspec. See ObjectClient for the contract.
 
-    A file system whose write is not atomic (`file://`) may show a short object after a crash; it is not taken for a
-    shard, as sizes and checksums are compared before a commit and at every read.
+    On a file system (`file://`) an object is written under another name first, which a crash may leave. After a loss of
+    power it may be short. It is not taken for a shard: sizes and checksums are compared before a commit and at every read.
     """
 
     def __init__(self, target: ObjectTarget) -> None:
@@ -98,6 +99,22 @@ class FsspecClient:
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{key}".rstrip("/")
+
+    @contextlib.contextmanager
+    def _at_once(self, key: str) -> Iterator[str]:
+        """Where the block writes an object that comes to its key whole, or not at all: what was there stays until then."""
+        path = self._path(key)
+        if self.target.scheme not in ("file", "local"):  # others show an object once it was sent
+            yield path
+            return
+        part = f"{path}.{uuid.uuid4().hex}.part"
+        try:
+            yield part
+            self._ask("mv", part, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self._ask("rm_file", part)
+            raise
 
     def list_keys(self, directory: str) -> Listing:
         path = self._path(directory)
@@ -140,8 +157,8 @@ class FsspecClient:
             return int(self._ask("size", self._path(key)))
 
     def put(self, key: str, data: bytes) -> None:
-        with self.translate_errors("write", key):
-            self._ask("pipe_file", self._path(key), data)
+        with self.translate_errors("write", key), self._at_once(key) as path:
+            self._ask("pipe_file", path, data)
 
     def version(self, key: str) -> str:
         """Nothing: fsspec has no conditional writes that all its back ends agree on."""
@@ -155,10 +172,10 @@ class FsspecClient:
 
     def put_shard(self, key: str, source: UploadSource, paced: Paced) -> None:
         source.check_all()
-        with self.translate_errors("write", key):
+        with self.translate_errors("write", key), self._at_once(key) as path:
             is_s3 = self.target.scheme in ("s3", "s3a")
             extra = {"chunksize": PART_BYTES, "max_concurrency": PARTS_PARALLEL} if is_s3 else {}
-            self._fs.put_file(source.path, self._path(key), callback=_PacedCallback(paced), **extra)
+            self._fs.put_file(source.path, path, callback=_PacedCallback(paced), **extra)
         found = self.size_bytes(key)
         if found != source.size_bytes:
             detail = f"expected {source.size_bytes} bytes, the store holds {found}"

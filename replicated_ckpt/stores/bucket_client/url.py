@@ -54,6 +54,9 @@ class ObjectTarget:
         scheme, _, place = url.partition("://")
         if scheme not in SCHEMES:
             raise ConfigInvalid(f"object_store cannot be {scheme[:80]!r}: it is one of {', '.join(SCHEMES)}.")
+        if scheme in ("file", "local") and not place.startswith("/"):
+            hint = f"Name it by its whole path, {scheme}:///share/checkpoints, say, the same on all nodes."
+            raise ConfigInvalid(f"object_store {url!r} is a relative path, and agents run in another directory.", hint)
         if "@" in place.partition("/")[0] and scheme in ("s3", "s3a", "gs", "memory"):
             raise ConfigInvalid("object_store must not carry credentials.", "Pass them as storage_options.")
         if "?" in url or "#" in url:

@@ -9,8 +9,10 @@ from unittest import mock
 
 import pytest
 
+from replicated_ckpt.agent.repair.audit import Audit
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.nodes import look_at_nodes
+from replicated_ckpt.cli.look.progress import read_all
 from replicated_ckpt.cli.nodes import drain
 from replicated_ckpt.cli.nodes.drain import _Drained, _list_others, _plan
 from replicated_ckpt.stores.local.directories.intent import Intent
@@ -94,11 +96,12 @@ def test_an_agent_that_is_started_again_meanwhile_says_so_too(
     checkpointed(nodes, 1, {shard(0): (0, 1)})
     with agents(nodes, *PATIENT) as running, ExitStack() as stack:
 
-        def start_again(_: LocalStore) -> None:
+        def start_again(store: LocalStore) -> Audit:
             running[0].signal(signal.SIGKILL)
             running[0].process.wait(10)
             again = stack.enter_context(running_agent(nodes[0].root, *PATIENT))
             meet(again, running[1])
+            return read_all(store)
 
         monkeypatch.setattr(drain, "read_all", start_again)
         assert drain.run(Namespace(root=nodes[0].root, dry_run=False, json=False)) == ExitCode.OK
@@ -106,6 +109,32 @@ def test_an_agent_that_is_started_again_meanwhile_says_so_too(
         done = command("drain", "--root", nodes[1].root)
         assert done.returncode == ExitCode.FAILED, done.stdout
         assert "drained before, so not counted: host0" in done.stdout
+        assert command("verify", "--root", nodes[0].root).returncode == ExitCode.OK
+
+
+def test_a_node_that_was_not_read_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its agent dies while it reads, and the next one answers before copies are counted: its only other copy is bad."""
+    nodes = stores(tmp_path, 2)
+    checkpointed(nodes, 1, {shard(0): (0, 1)})
+    flip(nodes[1].root / "step-1" / shard(0))
+    with agents(nodes, *PATIENT) as running, ExitStack() as stack:
+
+        def break_off(store: LocalStore) -> Audit:
+            running[1].signal(signal.SIGKILL)
+            running[1].process.wait(10)
+            found = read_all(store)
+            meet(running[0], stack.enter_context(running_agent(nodes[1].root, *PATIENT)))
+            return found
+
+        monkeypatch.setattr(drain, "read_all", break_off)
+        assert drain.run(Namespace(root=nodes[0].root, dry_run=False, json=False)) == ExitCode.FAILED
+        said = " ".join(capsys.readouterr().out.split())
+        assert "not read, as it stopped to answer, so not counted: host1" in said
+        assert "must stay up" in said
+        monkeypatch.undo()
+        assert command("drain", "--root", nodes[0].root).returncode == ExitCode.OK, "the same command again"
         assert command("verify", "--root", nodes[0].root).returncode == ExitCode.OK
 
 

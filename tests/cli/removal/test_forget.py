@@ -15,7 +15,7 @@ from replicated_ckpt.cli.nodes.forget import find_node
 from replicated_ckpt.errors import ConfigInvalid
 from replicated_ckpt.stores.peer.client import AgentAddress
 from tests.agent.agents import wait_for
-from tests.agent.checkpoints import checkpointed, held, shard
+from tests.agent.checkpoints import checkpointed, held, introduced, shard
 from tests.agent.repair.test_reprotect import RING, agents, stores
 from tests.agent.scattered import ID, scattered
 from tests.cli.commands import as_json, command
@@ -49,6 +49,28 @@ def test_a_node_that_never_comes_back_is_not_waited_for(tmp_path: Path) -> None:
             assert f"forgotten: host2 (node {gone}) is not waited for any more" in done.stdout
         done = command("forget", "host7", "--root", nodes[0].root)
         assert (done.returncode, "is no node of this node's address book" in done.stderr) == (ExitCode.USAGE, True)
+
+
+def test_a_node_that_got_a_copy_later_may_have_the_only_one(tmp_path: Path) -> None:
+    """The manifest does not name it, as the copy was made for a node that is lost: it may hold what no other one has."""
+    nodes = stores(tmp_path, 3)
+    checkpointed(nodes, 1, {shard(0): (0, 2)})
+    shutil.copy(nodes[0].root / "step-1" / shard(0), nodes[1].root / "step-1" / shard(0))
+    shutil.rmtree(nodes[2].root)
+    (nodes[0].root / "step-1" / shard(0)).unlink()
+    introduced(nodes[0], [AgentAddress(nodes[1].node_id(), "127.0.0.1", 1, "token")])
+    with agents(nodes[:1], *PATIENT):
+        done = command("forget", nodes[1].node_id(), "--root", nodes[0].root)
+        assert done.returncode == ExitCode.FAILED, done.stdout
+        assert f"would be lost: step-1: {shard(0)}" in done.stdout
+        assert "1 file not seen" in command("ls", "--root", nodes[0].root).stdout
+        done = command("verify", "--root", nodes[0].root)
+        assert done.returncode == ExitCode.FAILED, done.stdout
+        (short,) = (line for line in done.stdout.splitlines() if "1 of 2 copies; bring back" in line)
+        assert f"node {nodes[1].node_id()} (host1)" in short
+    with agents(nodes[:2], *PATIENT):
+        wait_for(lambda: held(nodes[0]) == {shard(0)}, 30, "a copy of what that node has")
+        assert command("verify", "--root", nodes[0].root).returncode == ExitCode.OK
 
 
 def test_a_host_that_several_nodes_share_names_none(tmp_path: Path) -> None:

@@ -9,20 +9,25 @@ from typing import Any
 import pytest
 
 from replicated_ckpt.agent.peers.address_book import PeerBook
+from replicated_ckpt.agent.state.policies import PolicyBook
 from replicated_ckpt.agent.state.targets import TargetBook
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.checkpoints import CheckpointSeen
 from replicated_ckpt.cli.main import main
 from replicated_ckpt.cli.removal.remover import Removed, Remover
+from replicated_ckpt.config import Retention
+from replicated_ckpt.core.upkeep.policy import Policy
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.agents import wait_for
-from tests.agent.checkpoints import checkpointed, findings
-from tests.agent.repair.test_reprotect import PAIR, agents, stores
+from tests.agent.checkpoints import checkpointed, findings, shard
+from tests.agent.repair.test_reprotect import PAIR, agents, protected, status, stores
 from tests.cli.commands import command
+from tests.damage import flip
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(180)]
 URL = "s3://bucket/run"
+RUN = "a" * 16
 
 
 def uploaded(folder: Path) -> list[LocalStore]:
@@ -120,4 +125,144 @@ def test_a_forgotten_node_is_not_waited_for(tmp_path: Path, gone_from_bucket: li
         assert len(PeerBook(nodes[0].root / ".agent").read_forgotten()) == 1
         assert remove(nodes[0]) == ExitCode.OK
     assert set(gone_from_bucket) == {(URL, "step-1")}
+    assert findings(nodes[0]) == []
+
+
+def brought_to_bucket(folder: Path, nodes: Sequence[LocalStore], count: int) -> tuple[str, Path]:
+    """Checkpoints of one run that each node's agent, once it runs, brings to a bucket: its URL, and its directory."""
+    url = f"file://{folder}/bucket"
+    for number in range(1, count + 1):
+        holders = {shard(0): tuple(range(len(nodes)))}
+        checkpointed(nodes, number, holders, checkpoint_id=f"step-{number}", url=url, lineage=RUN, copies=len(nodes))
+    for store in nodes:
+        TargetBook(store.agent_directory()).learn(ObjectTarget.check(url, {}))
+    return url, folder / "bucket"
+
+
+def marks(bucket: Path) -> list[str]:
+    return sorted(path.parent.name for path in bucket.rglob(".metadata"))
+
+
+def test_what_is_lost_on_nodes_is_not_the_last_good_one_in_the_bucket(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The bucket alone has it whole: neither `rm` takes it from there, nor does a next step of `ls` or `verify`."""
+    nodes = stores(tmp_path, 1)
+    url, bucket = brought_to_bucket(tmp_path, nodes, 1)
+    root = str(nodes[0].root)
+    with agents(nodes):
+        wait_for(lambda: marks(bucket) == ["step-1"], 30, "the upload")
+        flip(nodes[0].root / "step-1" / shard(0))
+        assert main(["verify", "--root", root]) == ExitCode.SHARD_LOST
+        assert main(["rm", "step-1", "--root", root]) == ExitCode.FAILED
+        assert "refused: step-1 is the last good checkpoint of its run" in capsys.readouterr().out
+        assert main(["ls", "--root", root]) == ExitCode.OK
+        assert f"`replicated-ckpt rm step-1 --root {root} --keep-in-bucket`" in capsys.readouterr().out
+        assert main(["rm", "step-1", "--root", root, "--keep-in-bucket"]) == ExitCode.OK
+    assert marks(bucket) == ["step-1"]
+    assert findings(nodes[0]) == []
+    assert main(["verify", "--root", root, "--object-store", url]) == ExitCode.OK
+
+
+def test_a_node_that_is_not_reached_keeps_it_in_the_bucket(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Gone from this node it is in the bucket alone, as far as can be seen: no manifest tells which nodes have it."""
+    nodes = stores(tmp_path, 2)
+    url, bucket = brought_to_bucket(tmp_path, nodes, 2)
+    with agents(nodes) as running:
+        wait_for(lambda: marks(bucket) == ["step-1", "step-2"], 30, "the uploads")
+        running[1].signal(signal.SIGKILL)
+        running[1].process.wait(10)
+        assert remove(nodes[0]) == ExitCode.UNREACHABLE
+        again = ["rm", "step-1", "--root", str(nodes[0].root), "--object-store", url]
+        assert main(again) == ExitCode.UNREACHABLE
+        assert "was not reached, and may hold step-1" in capsys.readouterr().out
+        assert marks(bucket) == ["step-1", "step-2"]
+        assert command("forget", "host1", "--root", nodes[0].root).returncode == ExitCode.OK
+        assert main(again) == ExitCode.OK
+    assert marks(bucket) == ["step-2"]
+    assert [findings(store) for store in nodes] == [[], []]
+
+
+def test_prune_leaves_a_bucket_to_the_policy_for_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A full disk is no reason to take from the bucket what the job wants kept there; named, it goes there, too."""
+    nodes = stores(tmp_path, 1)
+    url, bucket = brought_to_bucket(tmp_path, nodes, 3)
+    kept = Policy("", url, 3, Retention(keep_last=3), RUN)
+    PolicyBook(nodes[0].agent_directory()).learn([kept])
+    prune = ["prune", "--keep-last", "1", "--root", str(nodes[0].root)]
+    with agents(nodes):
+        wait_for(lambda: marks(bucket) == ["step-1", "step-2", "step-3"], 30, "the uploads")
+        assert main(prune) == ExitCode.OK
+        said = capsys.readouterr().out
+        assert f"left in {url} to the job's own policy for it: step-1, step-2; `--object-store {url}`" in said
+        assert "removed from" not in said
+        assert marks(bucket) == ["step-1", "step-2", "step-3"]
+        assert main([*prune, "--object-store", url]) == ExitCode.OK
+    assert marks(bucket) == ["step-3"]
+    assert findings(nodes[0]) == []
+
+
+def test_a_node_that_was_away_removes_nothing_newer_from_the_bucket(tmp_path: Path) -> None:
+    """Its ranks wanted one kept; the run has gone on without it, and keeps all: it brings what it owes, and no more."""
+    away, others = stores(tmp_path, 2)
+    url, bucket = brought_to_bucket(tmp_path, [away], 1)
+    PolicyBook(away.agent_directory()).learn([Policy("", url, 1, Retention(keep_last=1), RUN)])
+    for number in (2, 3):
+        name = f"step-{number}"
+        checkpointed([others], number, {shard(0): (0,)}, checkpoint_id=name, url=url, lineage=RUN, copies=1)
+    TargetBook(others.agent_directory()).learn(ObjectTarget.check(url, {}))
+    PolicyBook(others.agent_directory()).learn([Policy("", url, 3, Retention(keep_last=9), RUN)])
+    with agents([others]):
+        wait_for(lambda: marks(bucket) == ["step-2", "step-3"], 30, "the run's uploads")
+    with agents([away]) as running:
+        wait_for(lambda: marks(bucket) == ["step-1", "step-2", "step-3"], 30, "the one that was owed")
+        wait_for(protected(*running), 30, "rest")
+    assert marks(bucket) == ["step-1", "step-2", "step-3"]
+    assert [findings(store) for store in (away, others)] == [[], []]
+
+
+def test_prune_leaves_another_clusters_runs_in_the_bucket(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two clusters share a prefix: what no node here has is not this one's to remove, as `rm` says of a single one."""
+    nodes, theirs = stores(tmp_path, 1), LocalStore(tmp_path / "theirs")
+    url, bucket = brought_to_bucket(tmp_path, nodes, 2)
+    for number in (11, 12):
+        name = f"other-{number}"
+        checkpointed([theirs], number, {shard(0): (0,)}, checkpoint_id=name, url=url, lineage="b" * 16, copies=1)
+    TargetBook(theirs.agent_directory()).learn(ObjectTarget.check(url, {}))
+    with agents([theirs]):
+        wait_for(lambda: marks(bucket) == ["other-11", "other-12"], 30, "their uploads")
+    with agents(nodes):
+        wait_for(lambda: len(marks(bucket)) == 4, 30, "ours")
+        prune = ["prune", "--keep-last", "1", "--root", str(nodes[0].root), "--object-store", url]
+        assert main(prune) == ExitCode.OK
+        assert (
+            "left alone, as only the bucket has them, of runs that no node here has: 2 saves" in capsys.readouterr().out
+        )
+        assert marks(bucket) == ["other-11", "other-12", "step-2"]
+        assert main([*prune, "--force"]) == ExitCode.OK
+    assert marks(bucket) == ["other-12", "step-2"]
+    assert [findings(store) for store in (*nodes, theirs)] == [[], []]
+
+
+def test_what_is_not_in_its_bucket_yet_is_not_left_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`--keep-in-bucket` is for what is there: a save whose upload has not ended would be nowhere."""
+    nodes = stores(tmp_path, 1)
+    checkpointed(nodes, 1, {shard(0): (0,)}, url=URL, lineage=RUN, copies=1)  # of which no rank has told the agent how
+    checkpointed(nodes, 2, {shard(0): (0,)}, checkpoint_id="step-2", url=URL, lineage=RUN, copies=1)
+    with agents(nodes):
+        assert main(["rm", "step-1", "--root", str(nodes[0].root), "--keep-in-bucket"]) == ExitCode.FAILED
+        assert "is not in its bucket yet, as its upload has not ended" in capsys.readouterr().out
+    assert findings(nodes[0]) == []
+    assert (nodes[0].root / "step-1").exists()
+
+
+def test_a_checkpoint_that_was_renamed_before_its_upload_is_not_waited_for(tmp_path: Path) -> None:
+    """It is another checkpoint now, and none of the bucket's: its agent tried for ever, and `drain` waited for that."""
+    nodes = stores(tmp_path, 1)
+    (tmp_path / "bucket").mkdir()
+    brought_to_bucket(tmp_path, nodes, 1)
+    (nodes[0].root / "step-1").rename(nodes[0].root / "best")
+    with agents(nodes) as running:
+        wait_for(protected(*running), 30, "a first round")
+        assert status(running[0])["object_store"]["pending"] == {}
     assert findings(nodes[0]) == []

@@ -13,10 +13,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from replicated_ckpt import ReplicatedCkptWarning, ReplicatedReader, ReplicatedWriter
+from replicated_ckpt import CheckpointManager, ReplicatedCkptWarning, ReplicatedReader, ReplicatedWriter
 from replicated_ckpt.agent.state.damage import DamageBook
-from replicated_ckpt.core.inventory import Holding, SaveFound
-from replicated_ckpt.dcp.find.passed_over import PassedOver, describe_passed_over
+from replicated_ckpt.core.inventory import Holding, SaveFound, saves_found
+from replicated_ckpt.core.layout import OBJECT_NODE
+from replicated_ckpt.dcp.find.passed_over import PassedOver, describe_passed_over, describe_silent
 from replicated_ckpt.stores.files import plain
 from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.agents import running_agent
@@ -138,6 +139,54 @@ def test_a_node_that_is_alone_says_what_it_cannot_see(tmp_path: Path, caplog: py
     said = rf"'step-1' .* Of its other nodes none was reached: node {nodes[1].node_id()} at .* is not seen\."
     assert len(re.findall(said, caplog.text)) == 1
     assert [findings(store) for store in nodes] == [[], []]
+
+
+def test_a_bucket_that_does_not_answer_may_have_a_newer_one(tmp_path: Path) -> None:
+    """Nodes that are lost have brought it there: what this node has is loaded, and not said to be the newest."""
+    store = LocalStore(tmp_path)
+    manifest = checkpointed([store], 1, {SHARD: (0,)}, copies=1)
+    found = saves_found(store.catalog.holdings(store.node_id()))[0]
+    places = {store.node_id(): "own", OBJECT_NODE: "s3://b/run: not reached (no answer within 5 s)"}
+    said = describe_silent(found, manifest, store.node_id(), places)
+    assert "Not reached: s3://b/run, so what it has newer is not seen" in said
+    assert describe_silent(found, manifest, store.node_id(), {**places, OBJECT_NODE: "s3://b/run"}) == ""
+
+
+def test_a_bucket_that_answers_is_no_other_node(tmp_path: Path) -> None:
+    """It may have every tenth checkpoint alone: the silent nodes of the save are named all the same."""
+    nodes = [LocalStore(tmp_path / name) for name in ("here", "there")]
+    manifest = checkpointed(nodes, 1, {SHARD: (0, 1)})
+    here, there = (store.node_id() for store in nodes)
+    found = saves_found(nodes[0].catalog.holdings(here))[0]
+    places = {here: "own", there: "node b: not reached (no agent)", OBJECT_NODE: "s3://b/run"}
+    assert "none was reached: node b. What they have saved" in describe_silent(found, manifest, here, places)
+
+
+def test_a_load_of_what_stock_torch_wrote_says_that_newer_ones_are_lost(tmp_path: Path) -> None:
+    """The only one of ours has lost a shard, and an older one by stock torch lies there: the warning names both."""
+    dcp.save({"x": torch.full((1000,), 1.0)}, checkpoint_id=tmp_path / "step-1")
+    save(tmp_path, 2)
+    lost = tmp_path / "step-2" / SHARD
+    kept = lost.read_bytes()
+    lost.unlink()
+    with pytest.warns(ReplicatedCkptWarning, match=f"step-1 has no manifest.* newer ones are there: .*step-2.*{SHARD}"):
+        assert load(tmp_path) == 1.0
+    lost.write_bytes(kept)
+    assert load(tmp_path) == 2.0
+    assert findings(LocalStore(tmp_path)) == []
+
+
+def test_a_step_that_is_known_to_be_damaged_is_no_step(tmp_path: Path) -> None:
+    """`all_steps` and `best_step` name what `restore` gives, and sizes alone do not tell."""
+    with CheckpointManager(tmp_path, copies=1, preempt_on=()) as manager:
+        for step in (1, 2):
+            manager.save(step, {"x": torch.full((1000,), float(step))}, metrics={"loss": 1.0 / step})
+        store, good = LocalStore(tmp_path), (tmp_path / "step-2" / SHARD).read_bytes()
+        flip(tmp_path / "step-2" / SHARD, 100)
+        DamageBook(store).mark("step-2", store.catalog.manifest("step-2").save_id, SHARD)
+        assert (manager.all_steps(), manager.best_step("loss")) == ((1,), 1)
+        (tmp_path / "step-2" / SHARD).write_bytes(good)
+    assert findings(store) == []
 
 
 def test_it_names_what_did_not_answer() -> None:

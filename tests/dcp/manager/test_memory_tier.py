@@ -107,6 +107,38 @@ def test_metrics_and_notes_of_both_tiers_are_seen(root: Path, memory: Path) -> N
     assert torch.equal(found["w"], state(2)["w"])
 
 
+@pytest.mark.parametrize(("kind", "newest"), [("memory", 5), ("bucket", 3)])
+def test_what_is_saved_after_an_older_step_was_restored_is_the_newest(
+    root: Path, tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch, kind: str, newest: int
+) -> None:
+    """What the run left behind lies in another tier, to which the saves that follow do not go: they are newer."""
+    options: dict[str, Any] = {"memory": memory, "spill_every": 2}
+    if kind == "bucket":
+        (tmp_path / "bucket").mkdir()
+        options = {"object_store": f"file://{tmp_path}/bucket", "object_every": 2}
+
+    def begun() -> CheckpointManager:
+        monkeypatch.setattr(seen_lineage, "_seen", {})  # another process
+        return CheckpointManager(root, copies=1, preempt_on=(), **options)
+
+    with begun() as manager:
+        for step in range(1, 7):
+            manager.save(step, state(step))
+        manager.wait()
+    lost = memory if kind == "memory" else root
+    stop_agent(lost)
+    shutil.rmtree(lost)
+    with begun() as manager:
+        assert manager.restore(state(-1), 2) == 2
+        for step in range(3, newest + 1):
+            manager.save(step, state(10 * step))
+    with begun() as manager:
+        found = state(-1)
+        assert manager.restore(found) == newest
+    assert torch.equal(found["w"], state(10 * newest)["w"])
+    assert main(["verify", "--root", str(root)]) == ExitCode.OK
+
+
 def test_what_the_disk_has_newer_is_loaded(root: Path, memory: Path) -> None:
     """A job that ran without its memory tier went further: its checkpoint goes before memory's, and so do its sequences."""
     with opened(root, memory, spill_every=100) as manager:

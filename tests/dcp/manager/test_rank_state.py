@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
 
 from replicated_ckpt import (
     CheckpointManager,
@@ -231,3 +232,30 @@ def test_a_loader_with_a_state_of_its_own_goes_on(at: int, left: list[int], *, y
     again = ReplayedLoader(OwnState(yields_next=yields_next))
     again.load_state_dict(loader.state_dict())
     assert [list(again), list(again)] == [left, [1, 2, 3]]
+
+
+@pytest.mark.parametrize("at", [4, 6])
+def test_a_program_that_counts_epochs_goes_on_in_the_right_one(tmp_path: Path, at: int) -> None:
+    """Saved with an epoch's last batch, the next one is of the next epoch: its sampler is to be told that number."""
+
+    def run(root: Path, until: int) -> list[list[int]]:
+        data = TensorDataset(torch.arange(12))
+        sampler: DistributedSampler[Any] = DistributedSampler(data, 2, 0, seed=7)
+        loader = ReplayedLoader(DataLoader(data, batch_size=2, sampler=sampler))
+        state: dict[str, Any] = {"epoch": 0, "rank": RankState(data=loader)}
+        seen: list[list[int]] = []
+        with CheckpointManager(root, copies=1, preempt_on=()) as manager:
+            step = manager.restore(state) or 0
+            for epoch in count(state["epoch"] + loader.is_epoch_over()):
+                state["epoch"] = epoch
+                sampler.set_epoch(epoch)
+                for (batch,) in loader:
+                    step += 1
+                    seen.append(batch.tolist())
+                    if step == until:
+                        manager.save(step, state)
+                        return seen
+        raise AssertionError("there is always a next epoch")
+
+    whole = run(tmp_path / "undisturbed", 9)
+    assert run(tmp_path / "other", at) + run(tmp_path / "other", 9) == whole

@@ -1,6 +1,7 @@
 """What a bucket of checkpoints promises, over every client there is; their own contract is in test_contracts.py."""
 
 import contextlib
+import errno
 import os
 import random
 import time
@@ -357,3 +358,44 @@ def test_fsspecs_configuration_holds_where_no_option_is_given(moto: Server, monk
     elsewhere = open_client(ObjectTarget.check(f"s3://{bucket}/x", {"endpoint_url": "http://127.0.0.1:9"}))
     with pytest.raises(StoreUnavailable):
         elsewhere.list_keys("")
+
+
+def test_an_object_on_a_file_system_is_there_whole_or_as_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The share is full in the middle of a write: the mark of the checkpoint before, and a committed shard, stay."""
+    client = FsspecClient(ObjectTarget.check(f"file://{tmp_path}/bucket", None))
+    client.put("last/.metadata", b"before")
+    write = client._fs.pipe_file
+
+    def write_half(path: str, data: bytes) -> None:
+        write(path, data[: len(data) // 2])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(client._fs, "pipe_file", write_half)
+    with pytest.raises(StoreError, match="No space left"):
+        client.put("last/.metadata", b"after it")
+    assert client.list_keys("last/").sizes == {".metadata": 6}
+    monkeypatch.undo()
+    client.put("last/.metadata", b"after it")
+    assert (tmp_path / "bucket" / "last" / ".metadata").read_bytes() == b"after it"
+
+
+def test_a_checkpoint_whose_id_looks_like_a_saves_is_listed(tmp_path: Path) -> None:
+    """Ids of runs are often 32 hexadecimal digits: what is in a bucket alone would be found by its whole name only."""
+    store, run = LocalStore(tmp_path / "node"), uuid4().hex
+    url = f"file://{tmp_path}/bucket"
+    manifest = checkpointed([store], 1, {shard(0): (0,)}, copies=1, checkpoint_id=f"{run}/step-1", url=url)
+    bucket = Bucket(open_client(ObjectTarget.check(url, None)))
+    brought(bucket, (store, manifest), tmp_path)
+    bucket.commit(manifest, manifest.encode(), METADATA)
+    for scope in (None, run):
+        assert [save.checkpoint_id for save in bucket.saves(scope)] == [f"{run}/step-1"]
+
+
+@pytest.mark.parametrize("scheme", ["file", "local"])
+def test_a_bucket_by_a_relative_path_is_refused(scheme: str) -> None:
+    """A rank resolves it against its directory, the agent against another: nothing would be where it is looked for."""
+    with pytest.raises(ConfigInvalid, match="is a relative path") as raised:
+        ObjectTarget.check(f"{scheme}://shared/bucket", None)
+    assert f"{scheme}:///share" in raised.value.hint

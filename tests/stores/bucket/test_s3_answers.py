@@ -233,7 +233,7 @@ def test_what_may_not_be_deleted_keeps_no_other(client: S3Client, proxy: FaultyB
     for key in (f"step-2/{METADATA_NAME}", f"step-4/{shard(0)}"):
         proxy.add(Fault("status", method="DELETE", key=key, status=403, code="AccessDenied"))
     service = NodeService(LocalStore(tmp_path / "node"))
-    service.policies.learn([Policy("", client.target.url, 1, Retention(keep_last=1))])
+    service.policies.learn([Policy("", client.target.url, 9, Retention(keep_last=1))])
     retire_in_bucket(service, Bucket(client), newest)
     assert {save.checkpoint_id for save in Bucket(client).saves()} == {"step-2", "step-5"}
     assert set(client.list_keys("step-4/").sizes) == {shard(0), MANIFEST_NAME}
