@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -83,6 +84,34 @@ def test_what_is_removed_before_its_upload_stays_here(tmp_path: Path) -> None:
     assert targets.bucket(url).save_of("step-1") is None
     assert uploader.state_of(manifest.save_id) is None
     assert not uploader.standing().uploading
+
+
+@pytest.mark.parametrize("has_own_prefix", [True, False])
+def test_what_stock_torch_wrote_is_not_written_over_unseen(tmp_path: Path, has_own_prefix: bool) -> None:
+    """The bucket could not be asked at the save, or stock came later: it stays, and the upload says why it ends."""
+    url, there = f"file://{tmp_path}/bucket/run", tmp_path / "bucket" / "run" / "step-1"
+    there.mkdir(parents=True)
+    stock = {".metadata": b"a pickle of stock's" * 20, "__0_0.distcp": b"x" * 3000}
+    for name, data in stock.items():
+        (there / name).write_bytes(data)
+    uploader, service, targets = uploading(tmp_path / "node", url)
+    given: dict[str, Any] = {"copies": 1, "size_bytes": 3000, "url": url, "has_own_prefix": has_own_prefix}
+    manifest = checkpointed([service.store], 1, {shard(0): (0,)}, **given)
+    uploader.round()
+    state = uploader.state_of(manifest.save_id)
+    assert state is not None
+    assert "was written by stock torch, unknown at this save" in state.error
+    assert {name: (there / name).read_bytes() for name in stock} == stock
+    found = targets.bucket(url).save_of("step-1")
+    assert found is not None
+    given |= {"has_own_prefix": True, "replaces": [found.save_id]}
+    newer = checkpointed([service.store], 2, {shard(0): (0,)}, **given)
+    uploader.try_now()
+    uploader.round()
+    found = targets.bucket(url).save_of("step-1")
+    assert found is not None
+    assert found.save_id == newer.save_id, "a save that was to go over it"
+    assert findings(service.store) == []
 
 
 @pytest.mark.parametrize("point", ["upload.shard-arrived", "upload.manifest-put", "upload.marked"])

@@ -59,7 +59,7 @@ class Prober:
             there = None if is_empty else bucket.save_of(checkpoint_id)
             histories = self._histories(url, bucket, scope_of(checkpoint_id))
             save_id = there.save_id if there else ""
-            named = asdict(Named(save_id, there.mark.lineage)) if there and there.mark else None
+            named = asdict(Named(save_id, there.mark.lineage if there.mark else "")) if there else None
             told = {"is_empty": is_empty, "save_id": save_id, "named": named, "histories": histories}
             found.append({**_NOTHING, **told})
         except ReplicatedCkptError as exc:

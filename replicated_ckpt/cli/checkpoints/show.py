@@ -7,6 +7,7 @@ from typing import Any
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.absent import describe_absent
 from replicated_ckpt.cli.look.checkpoints import (
+    DAMAGED,
     LOST,
     NOT_SEEN,
     CheckpointSeen,
@@ -60,7 +61,8 @@ def run(arguments: argparse.Namespace) -> int:
             print(line)
     if not rows[0].save_id or not known:
         return ExitCode.FAILED
-    return {LOST: ExitCode.SHARD_LOST, NOT_SEEN: ExitCode.UNREACHABLE}.get(rows[0].state, ExitCode.OK)
+    codes = {LOST: ExitCode.SHARD_LOST, NOT_SEEN: ExitCode.UNREACHABLE, DAMAGED: ExitCode.FAILED}
+    return codes.get(rows[0].state, ExitCode.OK)
 
 
 def _details(save: SeenSave) -> dict[str, Any]:

@@ -233,9 +233,18 @@ class Bucket:
         raise ObjectCorrupt(self.client.target.url, "commit", key, "what is read back is not what was written")
 
     def check_place(self, manifest: Manifest, there: BucketSave | None) -> None:
-        """Nothing goes over a save of another run that was not to be replaced: two jobs may both have found the id free."""
+        """Nothing goes over a save of another run that was not to be replaced: two jobs may both have found the id free.
+
+        Nor over what has no mark: what stock torch wrote, and what only a newer version reads. One of ours whose mark is
+        damaged gives way, as a write that broke off leaves it.
+        """
         place = f"{manifest.checkpoint_id!r} in {self.client.target.url}"
-        if there is None or there.mark is None or there.save_id == manifest.save_id:
+        if there is None or there.save_id == manifest.save_id:
+            return
+        if there.mark is None:
+            if there.problem in ("", OF_NEWER_FORMAT) and there.save_id not in manifest.replaces:
+                what = "was written by stock torch" if not there.problem else f"is of a newer format: {there.problem}"
+                raise SaveSuperseded(f"{place} {what}, unknown at this save.", _TAKEN)
             return
         if is_superseded(manifest, there):
             if there.mark.lineage != manifest.lineage:
