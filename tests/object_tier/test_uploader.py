@@ -26,7 +26,7 @@ from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.versions.retire import retire
 from replicated_ckpt.stores.throttle import Pace
-from tests.agent.agents import wait_for
+from tests.agent.agents import running_agent, wait_for
 from tests.agent.checkpoints import checkpointed, findings, shard
 from tests.buckets.servers import Server
 
@@ -84,6 +84,32 @@ def test_what_is_removed_before_its_upload_stays_here(tmp_path: Path) -> None:
     assert targets.bucket(url).save_of("step-1") is None
     assert uploader.state_of(manifest.save_id) is None
     assert not uploader.standing().uploading
+
+
+def test_a_removal_here_takes_nothing_back_that_another_node_has(tmp_path: Path) -> None:
+    """The request for a shard took longer than `rm` waits, and the other node, which keeps the save, has committed it."""
+    url = f"file://{tmp_path}/bucket/run"
+    uploader, service, targets = uploading(tmp_path / "here", url)
+    other, mark = LocalStore(tmp_path / "there"), tmp_path / "bucket" / "run" / "step-1" / ".metadata"
+    TargetBook(other.agent_directory()).learn(ObjectTarget.check(url, {}))
+    holders = {shard(0): (0, 1), shard(1): (1, 0)}
+    manifest = checkpointed([service.store, other], 1, holders, size_bytes=3000, url=url)
+    with running_agent(other.root, "--round-every-s", "0.2") as there:
+        service.peers.learn([there.endpoint.address()])
+
+        def remove(_: str) -> None:
+            wait_for(mark.exists, 30, "the commit by the other node")
+            service.removals.take(manifest.save_id)
+
+        with failpoints.arm("upload.shard-arrived", remove):
+            uploader.round()
+        state = uploader.state_of(manifest.save_id)
+        assert state is not None
+        assert "was removed on this node" in state.error
+        found = targets.bucket(url).save_of("step-1")
+        assert found is not None
+        assert found.save_id == manifest.save_id
+    assert findings(other) == []
 
 
 @pytest.mark.parametrize("has_own_prefix", [True, False])

@@ -1,7 +1,7 @@
 """Retention in the bucket: what goes when a newer save has come, and what is not brought any more."""
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 
 from replicated_ckpt.agent.saves.service import NodeService
@@ -12,6 +12,7 @@ from replicated_ckpt.config import Retention
 from replicated_ckpt.core.manifest import Manifest, decode_manifest
 from replicated_ckpt.core.notes import metrics_of
 from replicated_ckpt.core.upkeep.policy import Standing, scope_of
+from replicated_ckpt.core.upkeep.repair import NodeView, Presence
 from replicated_ckpt.core.upkeep.retention import Candidate, Verdict, judge
 from replicated_ckpt.errors import (
     ManifestInvalid,
@@ -84,8 +85,12 @@ def check_wanted(service: NodeService, bucket: Bucket, manifest: Manifest) -> No
             )
 
 
-def take_back_removed(service: NodeService, bucket: Bucket, manifest: Manifest) -> None:
+def take_back_removed(
+    service: NodeService, bucket: Bucket, manifest: Manifest, look: Callable[[], Sequence[NodeView]]
+) -> None:
     """Removes from the bucket what was just brought there, if this node's user has removed the save during its upload.
+
+    Where another node that answers has it still, what is in the bucket is that one's, too, and stays.
 
     Raises:
         SaveAborted: so it was. StoreError: it is still in the bucket.
@@ -93,8 +98,14 @@ def take_back_removed(service: NodeService, bucket: Bucket, manifest: Manifest) 
     try:
         _check_not_removed(service, manifest)
     except SaveAborted:
-        remove_save(bucket, manifest.checkpoint_id, manifest.save_id, manifest)
+        if not any(_keeps(view, manifest.save_id) for view in look()):
+            remove_save(bucket, manifest.checkpoint_id, manifest.save_id, manifest)
         raise
+
+
+def _keeps(view: NodeView, save_id: str) -> bool:
+    is_here = any(holding.save_id == save_id for holding in view.holdings or ())
+    return view.presence is Presence.UP and is_here and save_id not in view.standing.removed
 
 
 def _check_not_removed(service: NodeService, manifest: Manifest) -> None:

@@ -28,6 +28,7 @@ from replicated_ckpt.agent.uploads.upload_progress import RETRY_MAX_S, UploadPro
 from replicated_ckpt.core.bucket.upload_plan import UploadState, choose_uploader
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.upkeep.policy import Standing
+from replicated_ckpt.core.upkeep.repair import NodeView
 from replicated_ckpt.errors import ObjectCorrupt, ReplicatedCkptError, SaveAborted, SaveSuperseded, StoreUnavailable
 from replicated_ckpt.stores.bucket.bucket import Bucket, prefix_of
 from replicated_ckpt.stores.bucket.bucket_save import BucketSave
@@ -75,6 +76,7 @@ class Uploader:
         self._pace = pace
         self._pace_lock = threading.Lock()
         self._patience = patience
+        self._watch_lock = threading.Lock()
         self._watch = PeerWatch(service.peers, replace(patience, away_after_s=0.0), clock)
         self._stopping = stopping
         self._on_bad = on_bad
@@ -290,7 +292,7 @@ class Uploader:
         with open_committed_save(self._service.store.root, manifest.checkpoint_id, save_id) as (directory, _):
             raw_manifest, raw_metadata = descriptions(directory, manifest)
         bucket.commit(manifest, raw_manifest, raw_metadata)
-        take_back_removed(self._service, bucket, manifest)
+        take_back_removed(self._service, bucket, manifest, self._look)
         uploads = self._read_uploads()
         for gone in uploads.keys() & retire_in_bucket(self._service, bucket, manifest):
             uploads[gone].is_retired = uploads[gone].state.url == upload.state.url
@@ -335,9 +337,14 @@ class Uploader:
         mine = {name for name in missing & held if manifest.shards[name].owner_node == own}
         others = (missing & held) - mine
         if others and self._clock() - upload.first_seen > self._patience.lost_after_s / 3:
-            views = self._watch.look()
+            views = self._look()
             mine |= {name for name in others if choose_uploader(manifest, name, views, own) == own}
         return mine
+
+    def _look(self) -> Sequence[NodeView]:
+        """What other nodes hold now. From any thread of an upload."""
+        with self._watch_lock:
+            return self._watch.look()
 
     def _bring_all(self, bucket: Bucket, manifest: Manifest, names: Sequence[str], upload: UploadProgress) -> None:
         """Some at once: what each costs in round trips goes on next to the bytes of another."""
@@ -345,7 +352,7 @@ class Uploader:
         def bring(name: str) -> None:
             self._bring(bucket, manifest, name, upload)
             self.held.check(manifest.save_id)
-            take_back_removed(self._service, bucket, manifest)
+            take_back_removed(self._service, bucket, manifest, self._look)
 
         FanOut.run(names, bring, most=SHARDS_PARALLEL, until_error=True).raise_first()
 
