@@ -28,13 +28,14 @@ UP, SILENT, GONE = Presence.UP, Presence.ASSUMED, Presence.GONE
 def node(name: str, presence: Presence, what: str = "whole") -> NodeView:
     """A node that holds the shard whole, a damaged or no copy of it, or of which nothing was heard; or cannot upload.
 
-    "replaced": a newer save has the name there.
+    "replaced": a newer save has the name there. "ordered": its user has ordered the upload.
     """
     if what == "unheard":
         return NodeView(name, presence, None)
     sizes = {} if what == "none" else {SHARD: SIZE}
     damaged = (SHARD,) if what == "damaged" else ()
-    standing = Standing(unable=frozenset({SAVE} if what == "unable" else ()))
+    unable, ordered = (frozenset({SAVE} if what == word else ()) for word in ("unable", "ordered"))
+    standing = Standing(unable=unable, ordered=ordered)
     held = Holding(name, "step-1", SAVE, 1, True, sizes, damaged=damaged, is_replaced=what == "replaced")
     return NodeView(name, presence, (held,), standing=standing)
 
@@ -66,3 +67,11 @@ def node(name: str, presence: Presence, what: str = "whole") -> NodeView:
 def test_the_first_in_line_that_has_it_uploads(own: str, others: list[NodeView], chosen: str | None) -> None:
     """The owner, then who was meant to hold it, then anybody; one that is only silent is waited for."""
     assert choose_uploader(MANIFEST, SHARD, others, own) == chosen
+
+
+@pytest.mark.parametrize(("what", "chosen"), [("whole", "buddy"), ("ordered", "owner")])
+def test_an_order_by_hand_is_carried_out_by_nodes_that_have_it(what: str, chosen: str) -> None:
+    """A node whose ranks have never named that bucket refuses the order, and would be waited for without end."""
+    others = [node("owner", UP, what)]
+    assert choose_uploader(MANIFEST, SHARD, others, "buddy", is_ordered=True) == chosen
+    assert choose_uploader(MANIFEST, SHARD, others, "buddy") == "owner"

@@ -338,7 +338,9 @@ class Uploader:
         others = (missing & held) - mine
         if others and self._clock() - upload.first_seen > self._patience.lost_after_s / 3:
             views = self._look()
-            mine |= {name for name in others if choose_uploader(manifest, name, views, own) == own}
+            is_ordered = self.orders.is_ordered(manifest.save_id)
+            chosen = partial(choose_uploader, manifest, views=views, own_node=own, is_ordered=is_ordered)
+            mine |= {name for name in others if chosen(name) == own}
         return mine
 
     def _look(self) -> Sequence[NodeView]:

@@ -126,7 +126,7 @@ def _order(store: LocalStore, manifest: Manifest, target: ObjectTarget, *, is_ne
         except ReplicatedCkptError as exc:
             if address is own:
                 raise
-            print(f"not ordered at {address.label}: {exc.message}")
+            print(f"not ordered at {address.label}, so what it has comes from nodes that have the order: {exc.message}")
 
 
 def _wait_for_upload(store: LocalStore, manifest: Manifest, target: ObjectTarget, timeout_s: float) -> UploadState:

@@ -34,12 +34,15 @@ class UploadState:
     bytes_sent: int = 0
 
 
-def choose_uploader(manifest: Manifest, shard: str, views: Sequence[NodeView], own_node: str) -> str | None:
+def choose_uploader(
+    manifest: Manifest, shard: str, views: Sequence[NodeView], own_node: str, *, is_ordered: bool = False
+) -> str | None:
     """The node that is to bring `shard` to the bucket, as `own_node`, which holds it, sees the others.
 
     In order: the owner, the other intended holders, then any holder by name. None: one that comes first is silent and not
     given up yet, or no node holds it. One that was never heard is taken to hold what it was meant to; one that says that it
-    cannot is passed over, and so is one where a newer save has the name: it uploads that.
+    cannot is passed over, and so is one where a newer save has the name: it uploads that. `is_ordered`: the user has had
+    it ordered here by hand; a node without such an order brings nothing there.
     """
     entry = manifest.shards[shard]
     view_by_node = {view.node_id: view for view in views}
@@ -53,7 +56,8 @@ def choose_uploader(manifest: Manifest, shard: str, views: Sequence[NodeView], o
         view = view_by_node.get(node)
         if view is None or view.presence is Presence.GONE or node not in holders:
             continue
-        if manifest.save_id in view.standing.unable:
+        standing = view.standing
+        if manifest.save_id in standing.unable or (is_ordered and manifest.save_id not in standing.ordered):
             continue
         return node if view.presence is Presence.UP else None
     return None
