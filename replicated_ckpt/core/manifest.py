@@ -155,7 +155,7 @@ def decode_manifest(raw: bytes, source: str) -> Manifest:
         if fields["version"] != VERSION:
             raise ManifestVersionUnknown(f"The manifest at {source} has format version {fields['version']!r}.")
         return _check(_from_fields(fields), source)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as exc:
         raise ManifestInvalid(f"The manifest at {source} does not parse: {type(exc).__name__}: {exc}.") from exc
 
 

@@ -11,6 +11,14 @@ NOTES_BYTES_MAX = 1 << 16
 _KEYS = {"metrics", "metadata"}
 
 
+class RefusedNotes(dict[str, Any]):
+    """Notes that cannot be kept: the save that is given them raises `error`, where all its ranks learn of it."""
+
+    def __init__(self, error: ConfigInvalid) -> None:
+        super().__init__()
+        self.error = error
+
+
 def encode_notes(metrics: Mapping[str, Any] | None, metadata: Mapping[str, Any] | None) -> Mapping[str, Any]:
     """Notes as a manifest keeps them. Metrics are numbers, or tensors of one element; what is not finite is kept as NaN.
 
@@ -25,7 +33,7 @@ def encode_notes(metrics: Mapping[str, Any] | None, metadata: Mapping[str, Any] 
         if metadata:
             notes["metadata"] = json.loads(json.dumps(dict(metadata), allow_nan=False))
         return check_notes(notes)
-    except (AttributeError, TypeError, ValueError, RuntimeError) as exc:  # the last of a tensor of several elements
+    except (AttributeError, TypeError, ValueError, ArithmeticError, RuntimeError) as exc:  # the last: of many elements
         raise ConfigInvalid(
             f"metrics and metadata cannot be kept with the checkpoint: {type(exc).__name__}: {exc}.",
             f"metrics are numbers by name, metadata is what JSON can say; both together at most {NOTES_BYTES_MAX} bytes.",

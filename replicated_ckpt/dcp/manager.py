@@ -12,10 +12,8 @@ from torch.distributed.checkpoint.planner import LoadPlanner
 
 from replicated_ckpt.config import Ack, BestIs, ManagerConfig, Retention
 from replicated_ckpt.core.layout import LATEST
-from replicated_ckpt.core.notes import encode_notes
 from replicated_ckpt.core.upkeep.retention import Candidate, find_best
 from replicated_ckpt.dcp.agreement.alike import check_ranks_alike
-from replicated_ckpt.dcp.c10d.lent_group import is_first_rank
 from replicated_ckpt.dcp.find.listing import Listed
 from replicated_ckpt.dcp.load.report import LoadReport
 from replicated_ckpt.dcp.named_checkpoints import NamedCheckpoints
@@ -25,7 +23,7 @@ from replicated_ckpt.dcp.runtime.failures import describe_failure
 from replicated_ckpt.dcp.save.bucket import WAIT_TIMEOUT_S
 from replicated_ckpt.dcp.save.report import SaveReport
 from replicated_ckpt.dcp.save_callback import SaveCallback
-from replicated_ckpt.dcp.steps import StepNotes, find_step, id_of, notes_of, step_of
+from replicated_ckpt.dcp.steps import StepNotes, find_step, id_of, notes_of, notes_of_rank, step_of
 from replicated_ckpt.dcp.tiered_checkpoints import TieredCheckpoints
 from replicated_ckpt.errors import CheckpointNotFound, ConfigInvalid, ManagerClosed, ReplicatedCkptError
 
@@ -181,7 +179,7 @@ class CheckpointManager:
         Raises:
             CheckpointException, ReplicatedCkptError: this save failed, or the asynchronous one before it, upon which
                 nothing was saved now. The checkpoints before stand. ConfigInvalid: the step is no whole number from 0,
-                or the notes cannot be kept; nothing was saved.
+                or the notes cannot be kept (of several ranks, in a CheckpointException); nothing was saved.
         """
         checkpoint_id, notes = self._prepare("save", step, metrics, metadata)
         self._checkpoints.save(checkpoint_id, state, notes)
@@ -216,7 +214,7 @@ class CheckpointManager:
     ) -> tuple[str, Mapping[str, Any]]:
         """The id and the notes of the next save, once the one before has ended. Rank 0's notes count."""
         self._check_open(call)
-        checkpoint_id, notes = id_of(step), encode_notes(metrics, metadata) if is_first_rank() else {}
+        checkpoint_id, notes = id_of(step), notes_of_rank(metrics, metadata)
         self._settle()
         self._save_callback.begin()
         return checkpoint_id, notes

@@ -1,6 +1,7 @@
 """Checkpoints under names of the caller's: saved, loaded and removed by all ranks of a job, over one group."""
 
 import contextlib
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
@@ -15,15 +16,31 @@ from replicated_ckpt.dcp.find.listing import Listed, list_checkpoints
 from replicated_ckpt.dcp.load.reader import ReplicatedReader
 from replicated_ckpt.dcp.load.report import LoadReport
 from replicated_ckpt.dcp.memory.left_tier import join_left_tier
+from replicated_ckpt.dcp.node.seen_lineage import forgotten_on_error
 from replicated_ckpt.dcp.planning.cached_planner import CachedSavePlanner
 from replicated_ckpt.dcp.rank_state.planner import RankStatePlanner
 from replicated_ckpt.dcp.removal import delete_everywhere
 from replicated_ckpt.dcp.save.bucket import WAIT_TIMEOUT_S
 from replicated_ckpt.dcp.save.report import SaveReport
 from replicated_ckpt.dcp.save.writer import ReplicatedWriter
-from replicated_ckpt.errors import ReplicatedCkptError
+from replicated_ckpt.errors import MeetingFailed, RankFailed, ReplicatedCkptError
+
+log = logging.getLogger(__name__)
 
 _OF_READER_TOO = ("object_store", "storage_options")
+
+
+def see_newest(look: Callable[[], object]) -> None:
+    """Before an older checkpoint is loaded: what is saved after it is newer than all there is, in the bucket, too.
+
+    Raises MeetingFailed, RankFailed: the ranks do not meet. What else is wrong with the newest is nothing to this load.
+    """
+    try:
+        look()
+    except (MeetingFailed, RankFailed):
+        raise
+    except ReplicatedCkptError as exc:  # alike on all ranks
+        log.info("the newest checkpoint is not known before an older one is loaded: %s", exc)
 
 
 class NamedCheckpoints:
@@ -71,7 +88,7 @@ class NamedCheckpoints:
     def save(self, checkpoint_id: str, state: Mapping[str, Any], notes: Mapping[str, Any] | None = None) -> None:
         """Returns when the checkpoint is committed. One of that name stays loadable until then."""
         self._look_for_left_tier(checkpoint_id)
-        self.writer.note(notes or {})
+        self.writer.note({} if notes is None else notes)
         with self.use_group() as group:
             dcp.save(
                 dict(state),
@@ -87,7 +104,7 @@ class NamedCheckpoints:
     ) -> Future[Any]:
         """Copies the state and returns; the future is done when the checkpoint is committed. One at a time."""
         self._look_for_left_tier(checkpoint_id)
-        self.writer.note(notes or {})
+        self.writer.note({} if notes is None else notes)
         # No stager is given, so this is a future and no AsyncSaveResponse.
         return dcp.async_save(  # type: ignore[return-value]
             dict(state),
@@ -98,16 +115,13 @@ class NamedCheckpoints:
         )
 
     def load(self, checkpoint_id: str, state: dict[str, Any], planner: LoadPlanner | None = None) -> str:
-        """Fills `state`; the name of what was loaded, where "latest" was asked for. As `find`, of an asynchronous save.
-
-        What is saved after an older checkpoint was loaded is newer than all that there is, in the bucket, too.
-        """
+        """Fills `state`; the name of what was loaded, where "latest" was asked for. As `find`, of an asynchronous save."""
         self.writer.await_end()
-        if checkpoint_id != LATEST:
-            with contextlib.suppress(ReplicatedCkptError):  # alike on all ranks
-                self.reader.latest()
         with self.use_group() as group, contextlib.ExitStack() as stack:
+            stack.enter_context(forgotten_on_error(self.writer.store))
             stack.callback(self.reader.let_go)
+            if checkpoint_id != LATEST:
+                see_newest(self.reader.latest)
             dcp.load(
                 state,
                 checkpoint_id=checkpoint_id,

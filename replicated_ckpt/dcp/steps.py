@@ -5,7 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from replicated_ckpt.core.notes import metrics_of
+import torch.distributed as dist
+
+from replicated_ckpt.core.notes import RefusedNotes, encode_notes, metrics_of
 from replicated_ckpt.dcp.find.listing import Listed
 from replicated_ckpt.errors import ConfigInvalid
 
@@ -43,6 +45,22 @@ class StepNotes:
     saved_unix_s: float
     metrics: Mapping[str, float] = field(default_factory=dict)
     metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+def notes_of_rank(metrics: Mapping[str, Any] | None, metadata: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """What this rank keeps with a save: rank 0's counts. What that cannot keep fails the save, so that all ranks learn it.
+
+    Raises ConfigInvalid: it cannot be kept, and this process is alone.
+    """
+    is_alone = not dist.is_available() or not dist.is_initialized()
+    if not is_alone and dist.get_rank():
+        return {}
+    try:
+        return encode_notes(metrics, metadata)
+    except ConfigInvalid as exc:
+        if is_alone:
+            raise
+        return RefusedNotes(exc)
 
 
 def notes_of(step: int, listed: Listed) -> StepNotes:

@@ -32,8 +32,8 @@ from replicated_ckpt.dcp.memory.tiers import (
     options_of_memory,
     version_of,
 )
-from replicated_ckpt.dcp.named_checkpoints import NamedCheckpoints
-from replicated_ckpt.dcp.node.seen_lineage import join_lineages, remember
+from replicated_ckpt.dcp.named_checkpoints import NamedCheckpoints, see_newest
+from replicated_ckpt.dcp.node.seen_lineage import forgotten_on_error, join_lineages, remember
 from replicated_ckpt.dcp.runtime.failures import describe_failure
 from replicated_ckpt.dcp.save.bucket import WAIT_TIMEOUT_S, check_timeout
 from replicated_ckpt.dcp.save.report import SaveReport
@@ -282,10 +282,10 @@ class TieredCheckpoints:
 
     def load(self, checkpoint_id: str, state: dict[str, Any], planner: LoadPlanner | None = None) -> str:
         """As NamedCheckpoints, from the tier that has the newer one; if memory's cannot be loaded, the next one."""
-        if checkpoint_id != LATEST:
-            with contextlib.suppress(ReplicatedCkptError):  # alike on all ranks
-                self._look(LATEST)
-        return self._load_first(checkpoint_id, self._look(checkpoint_id), state, planner)
+        with forgotten_on_error(*(tier.writer.store for tier in self._tiers)):
+            if checkpoint_id != LATEST:
+                see_newest(lambda: self._look(LATEST))
+            return self._load_first(checkpoint_id, self._look(checkpoint_id), state, planner)
 
     def load_newest(
         self, state: dict[str, Any], check: Callable[[str], object], planner: LoadPlanner | None = None

@@ -1,6 +1,7 @@
 """What an agent keeps across restarts: several threads tell it at once, the disk may be full, and nothing told is lost."""
 
 import errno
+import json
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -173,3 +174,12 @@ def test_a_loss_that_is_known_stays_known_while_the_disk_does_not_say(
 
 def refuse_to_open(path: object, *_: object, **__: object) -> int:
     raise OSError(errno.EMFILE, "Too many open files", path)
+
+
+def test_a_target_that_is_none_any_more_takes_no_other_with_it(tmp_path: Path) -> None:
+    """An earlier release kept a relative path: credentials of other buckets would be gone with it."""
+    TargetBook(tmp_path).learn(ObjectTarget.from_json({"url": "s3://b/x", "options": {"key": "k"}}))
+    path = tmp_path / "targets.json"
+    told = json.loads(path.read_text())
+    path.write_text(json.dumps([{"url": "file://scratch/x", "options": {}}, *told]))
+    assert TargetBook(tmp_path).read_all() == ("s3://b/x",)

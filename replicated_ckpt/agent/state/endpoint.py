@@ -138,7 +138,9 @@ def next_identity(directory: Path, node_id: str) -> Identity:
         fields = json.loads(read_private(directory / _IDENTITY_NAME))
         token, owner_token = str(fields["token"]), str(fields["owner_token"])
         if fields.get("node_id", node_id) == node_id:
-            return Identity(token, int(fields["port"]), int(fields["incarnation"]) + 1, owner_token, node_id)
+            port, incarnation = int(fields["port"]), int(fields["incarnation"]) + 1
+            if 0 <= port < 1 << 16 and 0 < incarnation < 1 << 62:  # else a bit of it is not as it was
+                return Identity(token, port, incarnation, owner_token, node_id)
     except FileNotFoundError:
         return Identity.draw(1, node_id)
     except OSError as exc:

@@ -3,6 +3,7 @@
 import logging
 import threading
 from pathlib import Path
+from typing import Any
 
 from replicated_ckpt.agent.state.note_file import NoteFile
 from replicated_ckpt.errors import ConfigInvalid
@@ -25,7 +26,7 @@ class TargetBook:
     def __init__(self, directory: Path) -> None:
         self._file = NoteFile(directory / _NAME, 0o600)
         self._lock = threading.Lock()
-        targets = self._file.read(lambda told: [ObjectTarget.from_json(fields) for fields in told]) or []
+        targets = self._file.read(lambda told: [target for fields in told if (target := _parse(fields))]) or []
         self._target_by_url = {target.url: target for target in targets}
         self._bucket_by_url: dict[str, Bucket] = {}
 
@@ -68,6 +69,15 @@ class TargetBook:
         with self._lock:
             is_current = self._target_by_url.get(url) == target
             return self._bucket_by_url.setdefault(url, opened) if is_current else opened
+
+
+def _parse(fields: Any) -> ObjectTarget | None:
+    """None: this version takes it for no target. The others of the book stay."""
+    try:
+        return ObjectTarget.from_json(fields)
+    except (ConfigInvalid, KeyError, TypeError, ValueError) as exc:
+        log.warning("an object store is not known any more: %s", exc)
+        return None
 
 
 UNKNOWN_HINT = "It is named again when a rank here saves, or with `replicated-ckpt upload --to URL`."

@@ -11,9 +11,11 @@ from typing import Any
 from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.cli.look.nodes import NodesSeen, ask_own_status
 from replicated_ckpt.core.inventory import Holding, saves_found
+from replicated_ckpt.core.protocol.settlement import may_publish
 from replicated_ckpt.errors import ReplicatedCkptError
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.local.versions.staged_decision import read_decision
 from replicated_ckpt.wording import describe_bytes
 
 log = logging.getLogger(__name__)
@@ -88,10 +90,13 @@ def list_waiting(store: LocalStore, told: Sequence[Mapping[str, Any]] | None) ->
 
 
 def _find_blocking(store: LocalStore, save_id: str, checkpoint_id: str) -> str:
-    """The save that keeps a decided one from its name; none if it is not decided, or that cannot be seen."""
+    """The save that keeps a decided one from its name; "" if it is not decided, takes the name, or that cannot be seen."""
     with contextlib.suppress(ReplicatedCkptError, OSError):
-        named = store.catalog.find_manifest(checkpoint_id)
-        return named.save_id if named is not None and store.is_decided(save_id) else ""
+        named, intent = store.catalog.find_manifest(checkpoint_id), store.intent_of(save_id)
+        decided = None if named is None else read_decision(store.staging(save_id), save_id)
+        if named is not None and decided is not None:
+            takes = not intent.adopts and may_publish(decided.version, named.version, intent.replaces)
+            return "" if takes else named.save_id
     return ""
 
 

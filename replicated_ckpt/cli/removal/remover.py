@@ -270,8 +270,8 @@ class Remover:
         for node, ids in sorted(outcome.still_on.items()):
             lines.append(f"still on {self.seen.label(node)}: {_shorten(ids)}")
         for node, ids in sorted(outcome.not_reached.items()):
-            is_known = node in self.seen.unreached
-            why = "was not reached" if is_known else "was not asked, as its address is not known here"
+            gone = f"was not reached (if it never comes back: `replicated-ckpt forget {node}` first)"
+            why = gone if node in self.seen.unreached else "was not asked, as its address is not known here"
             lines.append(f"{self.seen.label(node)} {why}, and may hold {_shorten(ids)}")
         if outcome.still_on or outcome.not_reached:
             lines.append(

@@ -108,11 +108,6 @@ def borrow_group() -> LentGroup | None:
     return _POOLS[world].lend()
 
 
-def is_first_rank() -> bool:
-    """Whether this process is rank 0 of its job; true without one."""
-    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
-
-
 def agree_on_first(group: Any, look: Callable[[], T]) -> T:
     """What rank 0 of a group of all ranks finds, given to all of them; what it raises, all raise.
 

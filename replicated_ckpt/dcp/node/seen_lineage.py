@@ -1,6 +1,7 @@
 """What this process has loaded and saved: the next save in that directory of checkpoints continues the same lineage."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +21,20 @@ def remember(store: LocalStore, checkpoint_id: str, newest: Version) -> None:
     if known is not None and known[0] == newest.lineage:
         sequence = max(sequence, known[1])
     _seen[key] = newest.lineage, sequence
+
+
+@contextmanager
+def forgotten_on_error(*stores: LocalStore) -> Iterator[None]:
+    """If the block raises, what this process saves next in these stores goes on with what it went on with before."""
+    roots = {store.root for store in stores}
+    before = {key: seen for key, seen in _seen.items() if key[0] in roots}
+    try:
+        yield
+    except BaseException:
+        for key in [key for key in _seen if key[0] in roots]:
+            del _seen[key]
+        _seen.update(before)
+        raise
 
 
 def find_seen_lineage(store: LocalStore, scope: str) -> tuple[str, int] | None:

@@ -191,7 +191,7 @@ class SaveAttempt:
                 keep_last(self._world.session, self.ending)
         if self.ending is None:
             self._commit(receipts, metadata, results)
-            if self._config.ack == "staged":
+            if self._config.ack == "staged" and self._reference is None:  # there were problems
                 tell_committed(board, decision.save_id)
         else:
             self.ending.wait_for_acknowledgement(decision.save_id)

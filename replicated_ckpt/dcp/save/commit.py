@@ -16,6 +16,7 @@ from replicated_ckpt.core.bucket.commit_mark import own_prefix
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry, UploadEntry, decode_manifest
+from replicated_ckpt.core.notes import RefusedNotes
 from replicated_ckpt.core.protocol.placement import intended_holders
 from replicated_ckpt.dcp.agreement.decision import Receipt, SaveDecision, ShardReceipt
 from replicated_ckpt.dcp.agreement.nodes import Cluster, Committed
@@ -53,6 +54,7 @@ def commit_save(
 
     Raises:
         SaveAborted: an item lies in a shard that no rank has written, or an agent could not write one.
+        ConfigInvalid: the notes cannot be kept.
         CheckpointExists: another save of this id was faster, and this one is to replace none.
         AckNotReached: the decision is durable here, but no holder of some shard has published it; or, if
         `on_degraded` says so, fewer holders than acknowledged their copies have. It will be completed all the same.
@@ -60,6 +62,8 @@ def commit_save(
     """
     layouts = layouts or KeptLayouts()
     with _giving_up(cluster, decision.save_id):
+        if isinstance(notes, RefusedNotes):
+            raise notes.error
         with put_off():
             shards = _shard_entries(decision, receipts)
             same, layout = lay_out(decision, shards, metadata, results, layouts)

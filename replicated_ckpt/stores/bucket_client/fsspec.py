@@ -2,11 +2,13 @@
 
 import contextlib
 import errno
+import glob
 import inspect
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import fsspec
@@ -73,8 +75,9 @@ class _PacedCallback(Callback):  # type: ignore[misc]
 class FsspecClient:
     """An ObjectClient over fsspec. See ObjectClient for the contract.
 
-    On a file system (`file://`) an object is written under another name first, which a crash may leave. After a loss of
-    power it may be short. It is not taken for a shard: sizes and checksums are compared before a commit and at every read.
+    On a file system (`file://`) an object is written under another name first; what a crash leaves of that goes with the
+    object. After a loss of power it may be short. It is not taken for a shard: sizes and checksums are compared before a
+    commit and at every read.
     """
 
     def __init__(self, target: ObjectTarget) -> None:
@@ -97,6 +100,10 @@ class FsspecClient:
                 f"{target.url} cannot be reached through fsspec: {detail}.", "Correct the URL or storage_options."
             ) from None
 
+    @property
+    def _is_local(self) -> bool:
+        return self.target.scheme in ("file", "local")
+
     def _path(self, key: str) -> str:
         return f"{self._root}/{key}".rstrip("/")
 
@@ -104,7 +111,7 @@ class FsspecClient:
     def _at_once(self, key: str) -> Iterator[str]:
         """Where the block writes an object that comes to its key whole, or not at all: what was there stays until then."""
         path = self._path(key)
-        if self.target.scheme not in ("file", "local"):  # others show an object once it was sent
+        if not self._is_local:  # others show an object once it was sent
             yield path
             return
         part = f"{path}.{uuid.uuid4().hex}.part"
@@ -183,8 +190,12 @@ class FsspecClient:
 
     def delete(self, keys: Sequence[str]) -> None:
         for key in keys:
+            path = self._path(key)
             with self.translate_errors("delete", key), contextlib.suppress(FileNotFoundError):
-                self._ask("rm_file", self._path(key))
+                if self._is_local:
+                    for part in Path(path).parent.glob(f"{glob.escape(Path(path).name)}.*.part"):  # a crash has left it
+                        part.unlink()
+                self._ask("rm_file", path)
 
     def end_unfinished(self, prefix: str, older_than_s: float) -> int:
         """Nothing: fsspec has no name for it; a life-cycle rule of the bucket does it."""

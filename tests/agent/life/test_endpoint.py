@@ -1,6 +1,7 @@
 """The file that says where an agent listens: whoever removes old files, or a full disk, keeps no rank from it for long."""
 
 import errno
+import json
 import signal
 import socket
 from pathlib import Path
@@ -11,7 +12,7 @@ from replicated_ckpt.agent import process as life
 from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.agent.start import launch
 from replicated_ckpt.agent.start.launch import ensure_agent
-from replicated_ckpt.agent.state.endpoint import read_endpoint
+from replicated_ckpt.agent.state.endpoint import keep_identity, next_identity, read_endpoint
 from replicated_ckpt.config import AgentConfig
 from replicated_ckpt.errors import StoreFull
 from replicated_ckpt.stores.local.store import LocalStore
@@ -92,3 +93,13 @@ def test_an_agent_that_a_full_disk_keeps_from_starting_says_so(tmp_path: Path, m
     with signals_given_back(), pytest.raises(StoreFull, match="No space left"):
         life.Agent(AgentConfig(str(tmp_path))).run()
     assert not (tmp_path / ".agent" / "endpoint.json").exists()
+
+
+@pytest.mark.parametrize("wrong", [{"port": 69600}, {"port": -1}, {"incarnation": 1 << 62}])
+def test_an_identity_with_a_flipped_bit_is_drawn_anew(tmp_path: Path, wrong: dict[str, int]) -> None:
+    """A port that there is not would end each start of the agent."""
+    keep_identity(tmp_path, kept := next_identity(tmp_path, "node"))
+    assert next_identity(tmp_path, "node").token == kept.token
+    path = tmp_path / "identity.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **wrong}))
+    assert next_identity(tmp_path, "node").token != kept.token

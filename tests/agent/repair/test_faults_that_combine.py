@@ -20,7 +20,7 @@ from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.settling import settle as settling
 from replicated_ckpt.agent.settling.outlived import drop_outlived
 from replicated_ckpt.agent.settling.settle import settle
-from replicated_ckpt.cli.look.doubts import list_waiting
+from replicated_ckpt.cli.look.doubts import list_staged_saves, list_waiting
 from replicated_ckpt.cli.look.nodes import look_at_nodes
 from replicated_ckpt.cli.main import main
 from replicated_ckpt.core.integrity.checksum import crc32c
@@ -281,6 +281,17 @@ def test_a_damaged_decision_is_not_taken_for_none(service: NodeService, damage: 
     settle(service, service.find_abandoned(0.0), [])
     assert is_staged(service, NEW)
     assert service.answer_to_settle(NEW, is_over=True, is_left=True)["state"] != "unknown"
+
+
+def test_a_decided_save_that_takes_its_name_is_blocked_by_nothing(service: NodeService) -> None:
+    """A crash came between its decision and the name: the next start publishes it over the version that it replaces."""
+    stage(service, OLD, 1, RUN, service.node_id)
+    service.commit(OLD)
+    stage(service, NEW, 2, RUN, service.node_id)
+    (shown,) = list_staged_saves(service.store)
+    assert (shown.save_id, shown.blocked_by) == (NEW, "")
+    service.recover()
+    assert service.store.catalog.checkpoint_of(NEW) == "step-10"
 
 
 def test_a_damaged_checkpoint_keeps_no_save_from_being_given_up(service: NodeService) -> None:

@@ -1,5 +1,6 @@
 """CheckpointManager's steps: which there are, what was noted with them, which is the best, and what `close` ends."""
 
+import shutil
 from collections.abc import Callable
 from math import isnan
 from pathlib import Path
@@ -8,13 +9,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 from replicated_ckpt import CheckpointManager, ReplicatedWriter, Retention
+from replicated_ckpt.cli.exit_codes import ExitCode
+from replicated_ckpt.cli.main import main
 from replicated_ckpt.config import Ack
 from replicated_ckpt.core.notes import NOTES_BYTES_MAX
 from replicated_ckpt.dcp.save.report import SaveReport
-from replicated_ckpt.errors import CheckpointNotFound, ConfigInvalid, ManagerClosed, ShardLost
+from replicated_ckpt.errors import CheckpointNotFound, ConfigInvalid, ManagerClosed, ReplicatedCkptError, ShardLost
+from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.agents import wait_for
+from tests.gloo import group_of_one
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
@@ -216,3 +222,40 @@ def test_help_tells_all() -> None:
     assert [name for name in arguments if name not in text] == []
     public = {name: member for name, member in vars(CheckpointManager).items() if name[0] != "_"}
     assert [name for name, member in public.items() if not (member.__doc__ or "").strip()] == []
+
+
+def test_notes_that_cannot_be_kept_fail_the_save_on_all_ranks(root: Path) -> None:
+    """Rank 0 does not raise alone, before the others wait for it in the save; the next one is as ever."""
+    with group_of_one(), CheckpointManager(root, copies=1, preempt_on=()) as manager:
+        with pytest.raises(CheckpointException) as raised:
+            manager.save(1, {"x": torch.ones(3)}, metrics={"loss": "bad", "huge": 10**400})
+        assert isinstance(raised.value.failures[0][0], ConfigInvalid)
+        manager.save(2, {"x": torch.ones(3)}, metrics={"loss": 1.0})
+        assert manager.all_steps() == (2,)
+    assert main(["verify", "--root", str(root)]) == ExitCode.OK
+
+
+@pytest.mark.parametrize("metrics", [{"huge": 10**400}, {"loss": "bad"}])
+def test_a_metric_that_is_no_number_is_refused(tmp_path: Path, metrics: dict[str, Any]) -> None:
+    """One that no float holds, too."""
+    with CheckpointManager(tmp_path, copies=1, preempt_on=()) as manager, pytest.raises(ConfigInvalid):
+        manager.save(1, {"x": torch.ones(3)}, metrics=metrics)
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoints of several runs")
+def test_a_restore_that_fails_leaves_the_run_as_it_was(tmp_path: Path) -> None:
+    """Another run's newer checkpoint lies in the root: it was looked at, and what is saved next is of this run."""
+    state = {"x": torch.ones(3)}
+    with CheckpointManager(tmp_path / "ours", copies=1, preempt_on=()) as manager:
+        manager.save(1, state)
+        with CheckpointManager(tmp_path / "theirs", copies=1, preempt_on=()) as other:
+            other.save(7, state)
+        shutil.copytree(tmp_path / "theirs" / "step-7", tmp_path / "ours" / "step-7")
+        with pytest.raises((CheckpointException, ReplicatedCkptError)):
+            manager.restore(state, 99)
+        manager.save(2, state)
+    catalog = LocalStore(tmp_path / "ours").catalog
+    assert (
+        catalog.manifest("step-2").lineage == catalog.manifest("step-1").lineage != catalog.manifest("step-7").lineage
+    )
+    assert main(["verify", "step-2", "--root", str(tmp_path / "ours")]) == ExitCode.OK

@@ -379,6 +379,9 @@ def test_an_object_on_a_file_system_is_there_whole_or_as_before(
     monkeypatch.undo()
     client.put("last/.metadata", b"after it")
     assert (tmp_path / "bucket" / "last" / ".metadata").read_bytes() == b"after it"
+    (tmp_path / "bucket" / "last" / ".metadata.5.part").write_bytes(b"of an agent that was killed")
+    client.delete(["last/.metadata"])
+    assert client.list_keys("last/").sizes == {}
 
 
 def test_a_checkpoint_whose_id_looks_like_a_saves_is_listed(tmp_path: Path) -> None:
