@@ -107,7 +107,7 @@ def test_in_a_bucket_it_is_neither_damaged_nor_retired(
     assert "not checked: step-1 in file://" in capsys.readouterr().out
     newest = replace(manifest, checkpoint_id="step-2", save_id="2" * 32, sequence=2)
     bucket.commit(newest, newest.encode(), METADATA)
-    policy = SimpleNamespace(retention=Retention(keep_last=1))
+    policy = SimpleNamespace(retention=Retention(keep_last=1), revision=9)
     service: Any = SimpleNamespace(policies=SimpleNamespace(of=lambda *_: policy))
     retire_in_bucket(service, bucket, newest)
     assert {save.checkpoint_id for save in bucket.saves()} == {"step-1", "step-2"}

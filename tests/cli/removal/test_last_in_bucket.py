@@ -175,7 +175,7 @@ def test_a_node_that_is_not_reached_keeps_it_in_the_bucket(tmp_path: Path, capsy
         assert remove(nodes[0]) == ExitCode.UNREACHABLE
         again = ["rm", "step-1", "--root", str(nodes[0].root), "--object-store", url]
         assert main(again) == ExitCode.UNREACHABLE
-        assert "was not reached, and may hold step-1" in capsys.readouterr().out
+        assert f"`replicated-ckpt forget {nodes[1].node_id()}` first), and may hold step-1" in capsys.readouterr().out
         assert marks(bucket) == ["step-1", "step-2"]
         assert command("forget", "host1", "--root", nodes[0].root).returncode == ExitCode.OK
         assert main(again) == ExitCode.OK
