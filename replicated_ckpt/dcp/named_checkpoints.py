@@ -65,7 +65,7 @@ class NamedCheckpoints:
         shared = {name: given[name] for name in _OF_READER_TOO if name in given}
         loading = {"expect_partial": True, **shared, **(reader_options or {})}
         self.writer = ReplicatedWriter(root, **given)
-        self._has_asked_of_tier = is_tier
+        self._is_tier = self._has_asked_of_tier = is_tier
         self._planner = CachedSavePlanner()
         self._lent: LentGroup | None = borrow_group()
         self.reader = ReplicatedReader(root, process_group=self._group, **loading)
@@ -120,7 +120,7 @@ class NamedCheckpoints:
         with self.use_group() as group, contextlib.ExitStack() as stack:
             stack.enter_context(forgotten_on_error(self.writer.store))
             stack.callback(self.reader.let_go)
-            if checkpoint_id != LATEST:
+            if checkpoint_id != LATEST and not self._is_tier:  # of two tiers the caller has looked at both
                 see_newest(self.reader.latest)
             dcp.load(
                 state,

@@ -86,7 +86,7 @@ class FsspecClient:
         if target.scheme in ("s3", "s3a"):
             defaults |= _S3FS_DEFAULTS
             target = replace(target, options=_without_redirects(target.options))
-        if target.scheme in ("file", "local"):
+        if target.is_directory:
             defaults = {"auto_mkdir": True}
         if target.is_process_local:
             defaults = {}
@@ -100,18 +100,14 @@ class FsspecClient:
                 f"{target.url} cannot be reached through fsspec: {detail}.", "Correct the URL or storage_options."
             ) from None
 
-    @property
-    def _is_local(self) -> bool:
-        return self.target.scheme in ("file", "local")
-
     def _path(self, key: str) -> str:
         return f"{self._root}/{key}".rstrip("/")
 
-    @contextlib.contextmanager
+    @contextmanager
     def _at_once(self, key: str) -> Iterator[str]:
         """Where the block writes an object that comes to its key whole, or not at all: what was there stays until then."""
         path = self._path(key)
-        if not self._is_local:  # others show an object once it was sent
+        if not self.target.is_directory:  # others show an object once it was sent
             yield path
             return
         part = f"{path}.{uuid.uuid4().hex}.part"
@@ -192,9 +188,9 @@ class FsspecClient:
         for key in keys:
             path = self._path(key)
             with self.translate_errors("delete", key), contextlib.suppress(FileNotFoundError):
-                if self._is_local:
+                if self.target.is_directory:
                     for part in Path(path).parent.glob(f"{glob.escape(Path(path).name)}.*.part"):  # a crash has left it
-                        part.unlink()
+                        part.unlink(missing_ok=True)
                 self._ask("rm_file", path)
 
     def end_unfinished(self, prefix: str, older_than_s: float) -> int:

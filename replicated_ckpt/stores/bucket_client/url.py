@@ -13,6 +13,7 @@ from replicated_ckpt.stores.bucket_client.environment import with_environment
 from replicated_ckpt.stores.files.existence import is_there
 
 SCHEMES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oci", "oss", "file", "local", "memory")
+_DIRECTORIES = ("file", "local")
 """Places for objects. fsspec knows more: archives, caches, shells, other people's servers; none of them is a bucket."""
 PROCESS_LOCAL_SCHEMES = ("memory",)
 _SECRET_CHARS_MIN = 4
@@ -54,7 +55,7 @@ class ObjectTarget:
         scheme, _, place = url.partition("://")
         if scheme not in SCHEMES:
             raise ConfigInvalid(f"object_store cannot be {scheme[:80]!r}: it is one of {', '.join(SCHEMES)}.")
-        if scheme in ("file", "local") and not place.startswith("/"):
+        if scheme in _DIRECTORIES and not place.startswith("/"):
             hint = f"Name it by its whole path, {scheme}:///share/checkpoints, say, the same on all nodes."
             raise ConfigInvalid(f"object_store {url!r} is a relative path, and agents run in another directory.", hint)
         if "@" in place.partition("/")[0] and scheme in ("s3", "s3a", "gs", "memory"):
@@ -69,13 +70,18 @@ class ObjectTarget:
     def scheme(self) -> str:
         return self.url.partition("://")[0]
 
+    @property
+    def is_directory(self) -> bool:
+        """Whether it is a directory of a file system, which all nodes mount."""
+        return self.scheme in _DIRECTORIES
+
     def check_is_apart(self, root: str | os.PathLike[str] | None) -> None:
         """Raises ConfigInvalid: it is a node's store, or a directory in which `root` lies, or that lies in it.
 
         Each would take the other's files for its own: the mark in the bucket's `.metadata` is damage on a node. With
         `root` None only the first is asked.
         """
-        if self.scheme not in ("file", "local"):
+        if not self.is_directory:
             return
         there = Path(os.path.realpath(self.url.partition("://")[2]))
         with contextlib.suppress(OSError):  # what cannot be looked at is told by the first that reads or writes there

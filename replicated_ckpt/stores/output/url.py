@@ -50,7 +50,7 @@ class _Files(FsspecClient):
 
     def move(self, path: str, to: str) -> None:
         with self.translate_errors("publish", to):
-            if self.target.scheme in ("file", "local"):  # its move made no directory in 2025
+            if self.target.is_directory:  # its move made no directory in 2025
                 self._fs.makedirs(self._path(to).rpartition("/")[0], exist_ok=True)
             self._fs.mv(self._path(path), self._path(to))
 

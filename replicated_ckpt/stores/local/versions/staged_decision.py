@@ -49,7 +49,7 @@ def has_damaged_decision(staging: Path, save_id: str) -> bool:
     """Whether there was one, and its manifest or metadata cannot be believed any more, or its metadata is gone.
 
     Metadata is written first, so a manifest without it was a decision. What a crash has left there of the version that
-    the save replaced is none.
+    the save replaced does not count.
     """
     try:
         read_decision(staging, save_id)
