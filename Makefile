@@ -39,7 +39,7 @@ FAST    := not multiprocess and not fault and not long and not radosgw
 unexport PYTHONDONTWRITEBYTECODE
 PYTEST   = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 15 --ignore tests/frameworks
 
-.PHONY: test test-all drill torture fuzz bench-bucket bench-planning check fast lint types install clean bench bench-peers frameworks megatron referee compat audit docs dist
+.PHONY: test test-all drill torture fuzz bench-bucket bench-planning check fast lint types hints install clean bench bench-peers frameworks megatron referee compat audit docs dist
 .DEFAULT_GOAL := test
 
 test: $(STAMP)
@@ -103,7 +103,7 @@ dist:
 	@.venv-dist/bin/python -m build --outdir dist . && .venv-dist/bin/twine check --strict dist/*
 	@$(PYTHON) tools/wheel_alone.py dist/*.whl $(if $(TORCH),--torch $(TORCH)) $(ARGS)
 
-check: lint types fast
+check: lint types fast hints
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -114,6 +114,9 @@ types: $(STAMP)
 
 fast: $(STAMP)
 	@$(BIN)/python -m pytest -m "$(FAST)" $(ARGS)
+
+hints:
+	@$(PYTHON) tools/hints.py
 
 install: $(STAMP)
 

@@ -1,16 +1,13 @@
-"""Rooms: how many files a folder has, and that imports go in no circle, between files or between folders."""
+"""Rooms: imports go in no circle, between files or between folders."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
-from pathlib import PurePath
 
 import pytest
 
 from tests.style.package_source import Source, imported_names, sources_of
 
-FILES_MAX = 13
 FOLDERS = ("replicated_ckpt", "benchmarks")
-FOUND_BY_CALL = "tests/steps"  # call("state.save") is `save` of state.py
 Graph = Mapping[str, set[str]]
 
 
@@ -42,16 +39,6 @@ def circle_in(graph: Graph) -> list[str]:
         circle: list[str] = exc.args[1]
         return circle
     return []
-
-
-@pytest.mark.parametrize("folder", [*FOLDERS, "tests"])
-def test_no_folder_is_crowded(folder: str) -> None:
-    """About a dozen files, so that what is looked for is found by the folders' names. A step is found by its call."""
-    counts: dict[str, int] = {}
-    for source in sources_of(folder):
-        room, name = str(PurePath(source.path).parent), PurePath(source.path).name
-        counts[room] = counts.get(room, 0) + (name != "__init__.py")
-    assert {room for room, count in counts.items() if count > FILES_MAX} <= {FOUND_BY_CALL}
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
