@@ -96,7 +96,7 @@ def try_variant(name: str, runs: int, base: Path) -> bool:
             pids.append(pid)
         codes.update(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids)
     threads = Counter(int(path.read_text()) for path in root.glob("threads-*"))
-    print(f"{name}: {runs} runs of 2, threads left {dict(threads)}, exit codes {dict(codes)}", flush=True)  # noqa: T201
+    print(f"{name}: {runs} runs of 2, threads left {dict(threads)}, exit codes {dict(codes)}", flush=True)
     return True
 
 
@@ -111,7 +111,7 @@ def main() -> None:
     gc.collect()
     gc.freeze()  # ranks are forks of this process: what they do not write to they need not copy
     base = Path(tempfile.mkdtemp(prefix="exit-status-"))
-    print(f"logs in {base}", flush=True)  # noqa: T201 - a command prints
+    print(f"logs in {base}", flush=True)
     for name in arguments.only or VARIANTS:
         if not try_variant(name, arguments.runs, base):
             return

@@ -17,4 +17,4 @@ def read_lowest(pyproject: str) -> dict[str, str]:
 
 if __name__ == "__main__":
     text = (Path(__file__).resolve().parents[1] / "pyproject.toml").read_text()
-    print(*(f"{name}=={version}" for name, version in read_lowest(text).items()), sep="\n")  # noqa: T201 - a command prints
+    print(*(f"{name}=={version}" for name, version in read_lowest(text).items()), sep="\n")

@@ -20,7 +20,7 @@ def main() -> None:
         exec(block[1].replace(_ROOT, f"{folder}/ckpt"), names)  # noqa: S102 - it is ours
         if not (Path(folder) / "ckpt" / "step-1000" / ".metadata").is_file():
             raise SystemExit("the ten lines have saved nothing")
-    print("the ten lines run")  # noqa: T201 - a command prints
+    print("the ten lines run")
 
 
 if __name__ == "__main__":
