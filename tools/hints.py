@@ -1,6 +1,6 @@
 """Prints sizes of the package and its documents as hints. `make check` runs it; no figure here fails anything.
 
-    python tools/hints.py
+python tools/hints.py
 """
 
 import ast
@@ -21,7 +21,9 @@ SENTENCE_WORDS = 25
 
 def read_modules(folder: str) -> dict[str, str]:
     """The text of each Python module below `folder`, by its path in the repository."""
-    return {path.relative_to(ROOT).as_posix(): path.read_text("utf-8") for path in sorted((ROOT / folder).rglob("*.py"))}
+    return {
+        path.relative_to(ROOT).as_posix(): path.read_text("utf-8") for path in sorted((ROOT / folder).rglob("*.py"))
+    }
 
 
 def find_long_functions(path: str, text: str) -> Iterator[str]:
@@ -64,9 +66,12 @@ def print_package() -> None:
 
 def print_documents() -> None:
     """Bytes of the documents, and the length of their sentences."""
-    pages = {path.relative_to(ROOT).as_posix(): path.read_text("utf-8") for path in sorted((ROOT / "docs").glob("*.md"))}
+    pages = {
+        path.relative_to(ROOT).as_posix(): path.read_text("utf-8") for path in sorted((ROOT / "docs").glob("*.md"))
+    }
     sizes = {path: len(text.encode()) for path, text in pages.items()}
-    print(f"docs: {sum(sizes.values()) / 1000:.0f} KB in {len(pages)} pages; README {(ROOT / 'README.md').stat().st_size} B")
+    readme = (ROOT / "README.md").stat().st_size
+    print(f"docs: {sum(sizes.values()) / 1000:.0f} KB in {len(pages)} pages; README {readme} B")
     large = [f"{path} ({size})" for path, size in sizes.items() if size > PAGE_BYTES]
     print(f"  pages over {PAGE_BYTES:,} B:", ", ".join(large) or "none")
     words = [len(sentence.split()) for text in pages.values() for sentence in split_sentences(text)]
