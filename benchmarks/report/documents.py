@@ -1,14 +1,13 @@
-"""Figures in the documents: one page of tables, and plots, of one run, between marks, in place of what was there."""
+"""The figures of one run in docs/measurements.md: tables between marks, in place of what was there, and their plots."""
 
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.report.plots import plots
+from benchmarks.report.page_plots import PLOTS, write_plots
 from benchmarks.suites.results import Results, Row, distinct
 
 BEGIN, END = "<!-- figures of a run: begin -->", "<!-- figures of a run: end -->"
-PLOTS = Path("benchmarks/plots")
 SUMMARY = Path("docs/measurements.md")
 
 
@@ -18,33 +17,32 @@ class NoMarks(Exception):
 
 def written(results: Results, root: Path) -> list[Path]:
     """Fills docs/measurements.md and draws the plots; returns what was written."""
-    folder = root / PLOTS
-    folder.mkdir(parents=True, exist_ok=True)
-    drawn = plots(results)
-    for name, text in drawn.items():
-        (folder / name).write_text(text, encoding="utf-8")
-    _fill(root / SUMMARY, summary(results, sorted(drawn)))
-    return [*(folder / name for name in sorted(drawn)), root / SUMMARY]
+    _fill(root / SUMMARY, summary(results))
+    return [*write_plots(root), root / SUMMARY]
 
 
-def summary(results: Results, drawn: Sequence[str]) -> str:
-    """Times as multiples of stock torch's, a column for each setup, and the plots of saves and loads."""
+def summary(results: Results) -> str:
+    """A table of times as multiples of stock torch's for each suite, a column for each setup, and its plot."""
     lines = [_origin(results), ""]
-    for suite, work in (("save", "save"), ("load", "load"), ("small", "save"), ("small", "load")):
-        rows = [row for row in results.of(suite) if row.work == work and row.samples]
+    for suite, works, what in (
+        ("save", ("save",), "save"),
+        ("load", ("load",), "load"),
+        ("small", ("save", "load"), "small tensors"),
+    ):
+        rows = [row for row in results.of(suite) if row.work in works and row.samples and row.case != row.base]
         if rows:
             setups = distinct(row.setup for row in rows)
-            table = [(case, *_ratios(results, rows, case, setups)) for case in distinct(row.case for row in rows)]
-            what = f"{'small tensors, ' if suite == 'small' else ''}{work}: time, stock = 1"
-            lines += [*_markdown((what, *setups), table), ""]
-    lines += [
-        f"![{name.removesuffix('.svg')}](../{PLOTS}/{name})\n" for name in ("save.svg", "load.svg") if name in drawn
-    ]
+            table = [
+                (f"{work}: {case}" if len(works) > 1 else case, *_ratios(results, rows, work, case, setups))
+                for work, case in dict.fromkeys((row.work, row.case) for row in rows)
+            ]
+            title = f"{what}: time, stock = 1"
+            lines += [*_markdown((title, *setups), table), "", f"![{title}](../{PLOTS}/{suite}.svg)", ""]
     return "\n".join(lines)
 
 
-def _ratios(results: Results, rows: Sequence[Row], case: str, setups: Sequence[str]) -> list[str]:
-    found = {row.setup: results.ratio(row) for row in rows if row.case == case}
+def _ratios(results: Results, rows: Sequence[Row], work: str, case: str, setups: Sequence[str]) -> list[str]:
+    found = {row.setup: results.ratio(row) for row in rows if (row.work, row.case) == (work, case)}
     return ["-" if (ratio := found.get(setup)) is None else f"{ratio:.2f}" for setup in setups]
 
 

@@ -11,7 +11,7 @@ Sample = Mapping[str, float]  # the fields of benchmarks.rank.cost.Sample
 
 @dataclass(frozen=True)
 class Row:
-    """One case in one setup. `limit_s`: what the machine needs for the same at least; `x` is where it stands on a plot.
+    """One case in one setup. `limit_s`: what the machine needs for the same at least; `x` is the size of a case that grows.
 
     Without samples `note` says why there are none. `base` is the case in the same setup that it is compared with.
     """

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from benchmarks.__main__ import main
+from benchmarks.machine import HOME
 from benchmarks.rank import state
 from benchmarks.report.documents import BEGIN, END, NoMarks, written
+from benchmarks.report.page_plots import PLOTS, draw_plots
 from benchmarks.suites.limits import limits_of
 from benchmarks.suites.loading import ALL_LOCAL, REPLACED, SHRUNK, STARTS_AGENTS
 from benchmarks.suites.results import Results, Row, from_json
@@ -122,3 +124,18 @@ def test_a_document_without_marks_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(NoMarks, match=r"measurements\.md"):
         written(Results(MACHINE, {}), tmp_path)
     assert document.read_text() == "no marks"
+
+
+def test_each_plot_of_the_documents_shows_the_table_above_it() -> None:
+    """`python -m benchmarks.report.page_plots` would change no plot, and draws each one that there is."""
+    pages = [page.read_text(encoding="utf-8") for page in (HOME / "docs").glob("*.md")]
+    drawn = {name: text for page in pages for name, text in draw_plots(page)}
+    assert {path.name: path.read_text(encoding="utf-8") for path in (HOME / PLOTS).glob("*.svg")} == drawn
+
+
+def test_a_plot_shows_the_column_that_its_title_names() -> None:
+    """A cell with several runs is drawn as their mean, one without a number not at all."""
+    table = "| way | a, s | b, s |\n|---|--:|--:|\n| ours | 0.2–0.4 (9 s) | 7 |\n| stock | - | 8 |\n"
+    ((name, text),) = draw_plots(f"{table}\n![Time: a, s](../benchmarks/plots/time.svg)\n")
+    labels = [element.text for element in ET.fromstring(text) if element.tag.endswith("text")]
+    assert (name, labels) == ("time.svg", ["Time: a, s", "a, s", "ours", "0.2–0.4 (9 s)"])
