@@ -104,7 +104,7 @@ def test_one_run_and_one_version_say_nothing_of_rivals(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "node0")
     checkpointed([store], 1, {shard(0): (0,)}, copies=1)
     for said in shown(store):
-        assert not [word for word in ("version", "runs in", "in doubt") if word in said]
+        assert not [word for word in ("version", "runs in", "in doubt") if word in said.replace(str(store.root), "")]
     assert as_json("status", "--root", store.root)[1]["rivals"] == []
 
 
@@ -120,7 +120,7 @@ def test_files_that_a_whole_newer_version_replaces_are_missed_by_nobody(tmp_path
     assert "no copy seen" in ls or "lost" in ls
     assert "files are lost" not in status
     assert "an older checkpoint" not in status
-    assert command("status", "--root", store.root).returncode == ExitCode.UNREACHABLE, "no agent runs, and that is all"
+    assert command("status", "--root", store.root).returncode == ExitCode.OK, "no agent runs, and none is needed"
     reading.release()
 
 

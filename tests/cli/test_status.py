@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,12 +15,13 @@ import pytest
 
 from replicated_ckpt import Retention
 from replicated_ckpt.cli.exit_codes import ExitCode
+from replicated_ckpt.stores.files.locks import FileLock
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.versions.replaced import lock_version
 from tests.agent.agents import HOME, running_agent, wait_for
 from tests.agent.checkpoints import checkpointed, shard
-from tests.agent.repair.test_reprotect import PAIR, agents, stores
+from tests.agent.repair.test_reprotect import PAIR, agents, meet, stores
 from tests.agent.repair.test_retention import tell
 from tests.cli.commands import MAIN, as_json, command
 
@@ -46,15 +49,16 @@ def test_good_then_degraded_then_down(tmp_path: Path) -> None:
             wait_for(lambda: client.call("GET", "/v1/status")["protection"]["is_complete"], 30, "the first round")
         done = command("status", "--root", nodes[0].root)
         assert done.returncode == ExitCode.OK, done.stdout
-        assert done.stdout.splitlines()[0].split() == ["NODE", "AGENT", "CHECKPOINTS", "ROOM"]
-        assert done.stdout.splitlines()[-1] == "good"
-        assert "re-protection: every checkpoint had its copies when it last looked" in done.stdout
+        assert done.stdout.splitlines()[0] == "good"
+        assert done.stdout.splitlines()[1].split() == ["NODE", "AGENT", "CHECKPOINTS", "ROOM"]
+        assert "re-protection" not in done.stdout
         assert done.stdout.count(" free") == 2
         running[1].signal(signal.SIGKILL)
         running[1].process.wait()
         done = command("status", "--root", nodes[0].root)
         assert done.returncode == ExitCode.FAILED
-        assert "degraded: step-1: 2 copies, 1 seen: host1 not reached" in done.stdout
+        assert done.stdout.startswith("degraded: step-1: 2 copies, 1 seen: host1 not reached\n")
+        assert "had its copies" not in done.stdout, "the last round was before that"
         assert f"degraded: host1 (node {nodes[1].node_id()}): not reached: no agent runs there" in done.stdout
         assert "next step: on host1" in done.stdout
         code, found = as_json("status", "--root", nodes[0].root)
@@ -76,25 +80,86 @@ def test_good_then_degraded_then_down(tmp_path: Path) -> None:
     assert (code, own["state"], own["reasons"]) == (5, "down", ["this node's agent does not run"])
     done = command("status", "--root", nodes[0].root)
     assert done.returncode == ExitCode.UNREACHABLE
-    assert "down: this node's agent gives no answer: none runs" in done.stdout
+    assert done.stdout.startswith("down: this node's agent gives no answer: none runs, and the last one was killed")
     assert "--start-agents" in done.stdout
 
 
 def test_lost_files_and_the_last_errors_are_said(tmp_path: Path) -> None:
-    """A shard that no node can hold: 4, before all else; warnings of the agent's log are shown."""
+    """A shard that no node can hold: 4, before all else. Of the log: one line for each warning of the agent that runs."""
     store = LocalStore(tmp_path / "node0")
     checkpointed([store], 1, {shard(0): (0,)}, copies=1)
     (store.root / "step-1" / shard(0)).unlink()
     (store.agent_directory() / "log").write_text(
-        "2026-01-01 00:00:00,000 INFO replicated_ckpt: well\n2026-01-01 00:00:01,000 WARNING replicated_ckpt: not well\n"
+        "2026-01-01 00:00:01,000 WARNING replicated_ckpt: of an agent that has ended\n"
+        f"2999-01-01 00:00:00,000 INFO replicated_ckpt: well\n2999-01-01 00:00:01,000 WARNING {'not well ' * 100}\n"
     )
     with running_agent(store.root):
         done = command("status", "--root", store.root)
     assert done.returncode == ExitCode.SHARD_LOST
     assert "files are lost: step-1: 1 file lost" in done.stdout
     assert "short for want" not in done.stdout, "what is lost is counted once"
-    assert "in the agent's log: 2026-01-01 00:00:01,000 WARNING replicated_ckpt: not well" in done.stdout
-    assert "INFO" not in done.stdout
+    (logged,) = (line for line in done.stdout.splitlines() if line.startswith("in the agent's log: "))
+    assert logged.startswith("in the agent's log: 2999-01-01 00:00:01,000 WARNING not well")
+    assert len(logged) <= 200
+
+
+def test_a_lost_node_that_was_replaced_is_a_note(tmp_path: Path) -> None:
+    """Once a new node has its copies nothing is wrong: exit code 0, with a note that `forget` ends on each node.
+
+    Before that `status` is degraded, and `repair --lost`, which it advises, makes the copies.
+    """
+    old, lost, new = nodes = stores(tmp_path, 3)
+    checkpointed(nodes[:2], 1, PAIR)
+    gone = lost.node_id()
+    with agents(nodes[:2], *PATIENT) as running:
+        running[1].signal(signal.SIGKILL)
+        running[1].process.wait()
+        shutil.rmtree(lost.root)
+        done = command("status", "--root", old.root)
+        assert "if host1 never comes back: run the job with a new node in its place" in done.stdout
+        with running_agent(new.root, *PATIENT) as replacement:
+            meet(running[0], replacement)
+            done = command("status", "--root", old.root)
+            assert (done.returncode, done.stdout.startswith("degraded: step-1: ")) == (ExitCode.FAILED, True), (
+                done.stdout
+            )
+            advised = f"replicated-ckpt repair --root {old.root} --lost {gone}"
+            assert f"if host1 never comes back: `{advised}`" in done.stdout
+            command(*advised.split()[1:])
+            done = command("status", "--root", old.root)
+            assert (done.returncode, done.stdout.splitlines()[0]) == (ExitCode.OK, "good"), done.stdout
+            forget = f"replicated-ckpt forget {gone} --root {old.root}"
+            (note,) = (line for line in done.stdout.splitlines() if line.startswith("note: "))
+            assert note.startswith(f"note: host1 (node {gone}): not reached: no agent runs there. No copy is missed")
+            assert f"`{forget}`" in note
+            assert "next step" not in done.stdout
+            code, found = as_json("status", "--root", old.root)
+            assert (code, found["state"], found["reasons"], len(found["notes"])) == (0, "good", [], 1)
+            assert command(*forget.split()[1:]).returncode == ExitCode.OK
+            done = command("status", "--root", old.root)
+            assert (done.returncode, "note: " in done.stdout) == (ExitCode.OK, False), done.stdout
+
+
+def test_a_job_that_has_ended_is_idle(tmp_path: Path) -> None:
+    """Agents that left, as no client and no work was there: exit code 0, and what starts them; `--own-agent` is 5."""
+    nodes = stores(tmp_path, 2)
+    checkpointed(nodes, 1, PAIR)
+    with agents(nodes, "--idle-exit-s", "3") as running:
+        for agent in running:
+            assert agent.process.wait(60) == 0
+    for _ in range(2):  # the first look leaves nothing behind
+        done = command("status", "--root", nodes[0].root)
+        assert (done.returncode, done.stdout.splitlines()[0]) == (ExitCode.OK, "idle"), done.stdout
+    assert f"`replicated-ckpt status --start-agents --root {nodes[0].root}` on each node" in done.stdout
+    assert "fewer copies" not in done.stdout
+    code, found = as_json("status", "--root", nodes[0].root)
+    assert (code, found["state"], found["reasons"]) == (0, "idle", [])
+    assert command("status", "--own-agent", "--root", nodes[0].root).returncode == ExitCode.UNREACHABLE
+    (nodes[0].root / "step-1" / shard(0)).unlink()
+    assert command("status", "--root", nodes[0].root).returncode == ExitCode.OK, "node 1 may have it"
+    with FileLock.take(nodes[0].agent_directory() / "clients", shared=True) or pytest.fail("it is held"):
+        done = command("status", "--root", nodes[0].root)
+    assert (done.returncode, "ranks use this store" in done.stdout) == (ExitCode.UNREACHABLE, True), "a job runs"
 
 
 @pytest.mark.parametrize("pause", ["-3", "0", "nan", "inf", "x"])
@@ -110,6 +175,31 @@ def test_an_upload_is_waited_for_a_time(tmp_path: Path) -> None:
     done = command("upload", "step-1", "--root", tmp_path, "--timeout-s", "-1")
     assert done.returncode == ExitCode.USAGE
     assert "argument --timeout-s: must be a number of seconds above 0, not '-1'" in done.stderr
+
+
+def test_watch_marks_what_has_changed(tmp_path: Path) -> None:
+    """Each look begins with the time; a line that the look before did not have gets a mark, and no other line does."""
+    store = LocalStore(tmp_path / "node0")
+    checkpointed([store], 1, {shard(0): (0,)}, copies=1)
+    whole = [sys.executable, "-c", MAIN, "status", "--root", str(store.root), "--watch", "0.2"]
+    environment = {**os.environ, "PYTHONPATH": str(HOME)}
+    watching = subprocess.Popen(whole, env=environment, stdout=subprocess.PIPE, text=True)
+    try:
+        assert watching.stdout is not None
+        lines = iter(watching.stdout.readline, "")
+        clock = re.compile(
+            r"[0-9]{4}-[0-9]{2}-[0-9]{2} [0-9:]{8}, every 0.2 s until Ctrl-C; \* marks what has changed\n"
+        )
+        assert clock.fullmatch(next(lines))
+        assert next(lines) == "  idle\n"
+        (store.root / "step-1" / shard(0)).unlink()
+        marked = (line for line in lines if line.startswith("*"))
+        assert next(marked) == "* files are lost: step-1: 1 file lost\n"
+        assert clock.fullmatch(next(line for line in lines if line.startswith("2")))
+        assert next(lines) == "  files are lost: step-1: 1 file lost\n"
+    finally:
+        watching.kill()
+        watching.wait()
 
 
 def test_watch_goes_on_until_it_is_interrupted(tmp_path: Path) -> None:

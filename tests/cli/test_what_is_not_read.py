@@ -121,9 +121,8 @@ def test_what_is_of_a_newer_format_on_another_node_is_told_alike(
         assert main(["ls", *root]) == ExitCode.OK
         assert NEWER in capsys.readouterr().out
         for verb in (["status"], ["verify"], ["repair", "--dry-run"]):
-            code = main([*verb, *root])
+            assert main([*verb, *root]) == ExitCode.FAILED, verb
             assert NEWER in capsys.readouterr().out, verb
-            assert code == (ExitCode.UNREACHABLE if verb == ["status"] else ExitCode.FAILED), verb
         for verb in (["show"], ["verify"], ["repair", "--dry-run"], ["rm"]):
             assert main([*verb, "step-1", *root]) == ExitCode.FAILED, verb
             assert "Upgrade replicated_ckpt" in capsys.readouterr().err, verb

@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from replicated_ckpt.cli.exit_codes import ExitCode
+from replicated_ckpt.stores.local.store import LocalStore
+from tests.cli.commands import command
 from tests.harness.cluster import Call, call
 from tests.multiprocess.conftest import ClusterOf
 from tests.steps.states import digests
@@ -154,3 +157,23 @@ def test_the_shortest_job_goes_on_after_a_loss(cluster_of: ClusterOf) -> None:
     second = cluster.launch([run], nodes=[0, 1]).of(0)[0]
     assert second[0].startswith("starting at step 2")
     assert second[1:] == first[2:]
+
+
+def test_getting_started_ends_with_a_good_status(cluster_of: ClusterOf) -> None:
+    """Two nodes train, one loses its disk, a blank one takes its place: what `status` advises ends with exit code 0."""
+    cluster = cluster_of(2)
+    run = [example("fashion_mnist", "--steps", steps, "--save-every", "2") for steps in ("4", "6")]
+    cluster.launch(run[:1], nodes=[0, 1])
+    root, gone = cluster.nodes[0].disk, LocalStore(cluster.nodes[1].disk).node_id()
+    shutil.rmtree(cluster.nodes[1].disk)
+    assert cluster.launch(run[1:], nodes=[0, 1]).of(0)[0][0].startswith("starting at step 4")
+    advised = f"replicated-ckpt repair --root {root} --lost {gone}"
+    if f"`{advised}`" in command("status", "--root", root).stdout:  # else it has had its 30 s
+        assert command(*advised.split()[1:]).returncode == ExitCode.OK
+    done = command("status", "--root", root)
+    assert (done.returncode, done.stdout.splitlines()[0]) == (ExitCode.OK, "good"), done.stdout
+    assert f"`replicated-ckpt forget {gone} --root {root}`" in done.stdout
+    assert command("verify", "step-4", "--root", root).stdout.splitlines()[-1].endswith("1 node did not answer")
+    cluster.stop_agents()
+    done = command("status", "--root", root)
+    assert (done.returncode, done.stdout.splitlines()[0]) == (ExitCode.OK, "idle"), done.stdout

@@ -200,7 +200,7 @@ def shut_out_clients(directory: Path) -> bool:
 
 def has_clients(directory: Path) -> bool:
     """Whether any process still uses this root's agent; a process that died holds no lock."""
-    return FileLock.is_taken(directory / _CLIENTS_NAME)
+    return is_there(directory / _CLIENTS_NAME) and FileLock.is_taken(directory / _CLIENTS_NAME)
 
 
 class AlreadyServed(AgentUnavailable):

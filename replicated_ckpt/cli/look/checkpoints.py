@@ -2,14 +2,20 @@
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from shlex import quote
 from typing import Any
 
 from replicated_ckpt.agent.repair.audit import is_removed_everywhere
-from replicated_ckpt.cli.look.nodes import NodesSeen, advise_on_silence, advise_on_strangers
+from replicated_ckpt.cli.look.nodes import (
+    NodesSeen,
+    advise_on_lost,
+    advise_on_silence,
+    advise_on_strangers,
+    describe_spare,
+)
 from replicated_ckpt.cli.look.table import format_moment
 from replicated_ckpt.core.inventory import SaveFound, saves_found
 from replicated_ckpt.core.layout import METADATA_NAME, OBJECT_NODE
@@ -222,12 +228,14 @@ def _list_damaged(seen: NodesSeen, listed: set[str]) -> Iterator[CheckpointSeen]
         yield CheckpointSeen(checkpoint_id, DAMAGED, nodes, size_bytes=sum(s for _, s in found), note=DAMAGED)
 
 
-def describe_totals(rows: Iterable[CheckpointSeen], seen: NodesSeen) -> str:
-    """The line below the table: what there is in all, and what is not as it should be."""
-    rows = list(rows)
+def describe_totals(
+    rows: Sequence[CheckpointSeen], seen: NodesSeen, bad: Sequence[CheckpointSeen] | None = None
+) -> str:
+    """The line below the table: what there is in all, and what is not as it should be: of `bad`, or of all."""
     size = describe_bytes(sum(row.size_bytes or 0 for row in rows))
     nodes = f"{len(seen.held)} of {plural(len(seen.held) + len(seen.unreached), 'node')} answered"
-    by_state: Mapping[str, int] = {state: sum(row.state == state for row in rows) for state in _NOT_GOOD}
+    judged = rows if bad is None else bad
+    by_state: Mapping[str, int] = {state: sum(row.state == state for row in judged) for state in _NOT_GOOD}
     wrong = [f"{number} {words}" for state, number in by_state.items() if number and (words := _NOT_GOOD[state])]
     return f"{plural(len(rows), 'checkpoint')}, {size} in one copy of each; {nodes}" + "".join(
         f"; {one}" for one in wrong
@@ -244,14 +252,38 @@ def without_outlived(rows: Sequence[CheckpointSeen]) -> list[CheckpointSeen]:
     return [row for row in rows if row.sequence >= whole.get((row.checkpoint_id, row.lineage), -1)]
 
 
+def find_needed(rows: Sequence[CheckpointSeen], seen: NodesSeen) -> set[str]:
+    """The nodes that did not answer and may hold what a checkpoint misses; the others' copies are all elsewhere."""
+    missed = set[str]()
+    for row in without_outlived(rows):
+        if not row.is_good:
+            missed.update(seen.unreached if row.state == DAMAGED else row.not_reached)
+    return missed & seen.unreached.keys()
+
+
 def advise(rows: Sequence[CheckpointSeen], seen: NodesSeen, root: Path) -> list[str]:
-    """The next step for each checkpoint that no node which answered can mend, and for nodes that did not answer."""
+    """As `advise_on_missing`, and a note for each other node that did not answer."""
+    spare = seen.unreached.keys() - find_needed(rows, seen)
+    return [*advise_on_missing(rows, seen, root), *describe_spare(seen, root, spare)]
+
+
+def advise_on_missing(rows: Sequence[CheckpointSeen], seen: NodesSeen, root: Path) -> list[str]:
+    """The next step for each checkpoint that no node which answered can mend, and for the nodes that it misses."""
     by_id = Counter(row.checkpoint_id for row in rows)
     damaged = [_advise_on_damaged(row, seen, root) for row in rows if row.state == DAMAGED]
     wanted = without_outlived(rows)
     lost = [_advise_on_lost(row, by_id[row.checkpoint_id] > 1, root) for row in wanted if row.state == LOST]
-    strangers = {node for row in wanted if row.state in (SHORT, NOT_SEEN) for node in row.not_reached}
-    return [*damaged, *lost, *advise_on_strangers(strangers, seen), *advise_on_silence(seen, root)]
+    short = [row for row in wanted if row.state in (SHORT, NOT_SEEN)]
+    strangers = {node for row in short for node in row.not_reached}
+    needed = find_needed(rows, seen)
+    copies_wanted = max((row.copies_wanted or 0 for row in short), default=0)
+    return [
+        *damaged,
+        *lost,
+        *advise_on_strangers(strangers, seen),
+        *advise_on_silence(seen, needed),
+        *advise_on_lost(seen, root, needed, copies_wanted),
+    ]
 
 
 def _advise_on_damaged(row: CheckpointSeen, seen: NodesSeen, root: Path) -> str:

@@ -4,7 +4,7 @@ import contextlib
 import ipaddress
 import logging
 import ssl
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from shlex import quote
@@ -29,6 +29,7 @@ from replicated_ckpt.stores.local.store import NO_NODE, LocalStore
 from replicated_ckpt.stores.local.versions.recycled import measure_room
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.fan_out import FanOut
+from replicated_ckpt.wording import plural
 
 log = logging.getLogger(__name__)
 
@@ -109,10 +110,11 @@ class NodesSeen:
         name = self.name(node)
         return name if node in name or node == NO_NODE else f"{name} (node {node})"
 
-    def describe_unreached(self) -> list[str]:
+    def describe_unreached(self, nodes: Iterable[str] | None = None) -> list[str]:
+        """A line for each of these nodes that did not answer, for all of them if None."""
         return [
             f"{self.label(node)}: not reached: {describe_silence(self.unreached[node])}{self._place(node)}"
-            for node in sorted(self.unreached)
+            for node in sorted(self.unreached if nodes is None else nodes)
         ]
 
     def _place(self, node: str) -> str:
@@ -185,19 +187,20 @@ def _ask(address: AgentAddress) -> Held:
         return parse_held(client.call("GET", "/v1/holdings"), address)
 
 
-def advise_on_silence(seen: NodesSeen, root: object) -> list[str]:
-    """What to do about nodes that did not answer; nothing where all did."""
-    down = {node for node, error in seen.unreached.items() if runs_no_agent(error)}
-    others = {node: error for node, error in seen.unreached.items() if isinstance(error, StoreDenied | ConfigInvalid)}
-    mixed = {node for node, error in seen.unreached.items() if isinstance(error.__cause__, ssl.SSLError)}
-    silent = seen.unreached.keys() - down - others.keys() - mixed
+def advise_on_silence(seen: NodesSeen, nodes: Collection[str]) -> list[str]:
+    """How to bring back these nodes, which did not answer."""
+    silent = {node: seen.unreached[node] for node in nodes}
+    down = {node for node, error in silent.items() if runs_no_agent(error)}
+    others = {node: error for node, error in silent.items() if isinstance(error, StoreDenied | ConfigInvalid)}
+    mixed = {node for node, error in silent.items() if isinstance(error.__cause__, ssl.SSLError)}
+    hung = silent.keys() - down - others.keys() - mixed
     start = (
         f"next step: on {seen.list_names(down)} run `replicated-ckpt agent --root ROOT`, or a command with "
         "--start-agents, whose agent stays for a minute; a job starts them, too. If one runs there, this node has an old "
         "address of it: the next save or load with ranks on both tells the new one"
     )
     look = (
-        f"next step: on {seen.list_names(silent)}, if the host is up, run `replicated-ckpt status --root ROOT`: it says "
+        f"next step: on {seen.list_names(hung)}, if the host is up, run `replicated-ckpt status --root ROOT`: it says "
         "whether the agent is stopped; if it runs, a firewall may drop its port"
     )
     plain = (
@@ -205,11 +208,27 @@ def advise_on_silence(seen: NodesSeen, root: object) -> list[str]:
         f"{seen.list_names(mixed)} and not here, or here and not there"
     )
     refused = [f"next step for {seen.name(node)}: {error.hint}" for node, error in sorted(others.items())]
-    named = next(iter(seen.unreached)) if len(seen.unreached) == 1 else "NODE"
-    who = seen.name(named) if named in seen.unreached else "a node"
-    lost = f"if {who} never comes back: `replicated-ckpt repair --root {quote(str(root))} --lost {named}`"
-    steps = [*([start] if down else []), *([look] if silent else []), *([plain] if mixed else []), *refused]
-    return [*steps, *([lost] if seen.unreached else [])]
+    return [*([start] if down else []), *([look] if hung else []), *([plain] if mixed else []), *refused]
+
+
+def advise_on_lost(seen: NodesSeen, root: object, nodes: Collection[str], copies_wanted: int) -> list[str]:
+    """What to do about these nodes, each of which a checkpoint misses, if they never come back."""
+    if nodes and len(seen.held) < copies_wanted:
+        room = f"{plural(len(seen.held), 'node')} cannot hold {copies_wanted} copies"
+        names = seen.list_names(nodes)
+        return [f"if {names} never comes back: run the job with a new node in its place, which gets the copies; {room}"]
+    repair = f"replicated-ckpt repair --root {quote(str(root))} --lost"
+    return [f"if {seen.name(node)} never comes back: `{repair} {node}` makes its copies anew" for node in sorted(nodes)]
+
+
+def describe_spare(seen: NodesSeen, root: object, nodes: Iterable[str]) -> list[str]:
+    """A note for each of these nodes, which did not answer, and whose copies are all on other nodes."""
+    forget = f"replicated-ckpt forget {{}} --root {quote(str(root))}"
+    return [
+        f"{seen.label(node)}: not reached: {describe_silence(seen.unreached[node])}. No copy is missed without it. If it "
+        f"never comes back: `{forget.format(node)}`, and the same on each other node"
+        for node in sorted(nodes)
+    ]
 
 
 def advise_on_strangers(nodes: Iterable[str], seen: NodesSeen) -> list[str]:

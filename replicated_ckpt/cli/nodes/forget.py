@@ -2,12 +2,13 @@
 
 import argparse
 import json
+from collections.abc import Sequence
 from shlex import quote
 
 from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look import unmanaged
-from replicated_ckpt.cli.look.checkpoints import DAMAGED, list_checkpoints
+from replicated_ckpt.cli.look.checkpoints import DAMAGED, CheckpointSeen, find_needed, list_checkpoints
 from replicated_ckpt.cli.look.doubts import list_staged_saves
 from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
 from replicated_ckpt.cli.look.root import open_store
@@ -40,7 +41,8 @@ def run(arguments: argparse.Namespace) -> int:
     if not forgotten and node not in seen.unreached:
         hint = "Only a node that never comes back is forgotten: end its agent first, once its copies are elsewhere."
         raise ConfigInvalid(f"{seen.label(node)} answers.", hint)
-    losses = {} if forgotten else _list_losses(store, seen, node)
+    rows = list_checkpoints(seen)
+    losses = {} if forgotten else _list_losses(store, seen, rows, node)
     doubts = [str(save) for save in list_staged_saves(store) if node in save.nodes]
     is_done = not losses or arguments.force
     if is_done and not forgotten:
@@ -49,7 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps({"node_id": node, "is_forgotten": is_done, "losses": losses, "in_doubt": doubts}, indent=2))
     else:
-        _print(seen, node, losses, doubts, is_done=is_done, root=str(store.root))
+        is_missed = not forgotten and node in find_needed(rows, seen)
+        _print(seen, node, losses, doubts, is_done=is_done, is_missed=is_missed, root=str(store.root))
     return ExitCode.OK if is_done else ExitCode.FAILED
 
 
@@ -76,12 +79,11 @@ def find_node(seen: NodesSeen, named: str) -> str:
     return found[0]
 
 
-def _list_losses(store: LocalStore, seen: NodesSeen, node: str) -> dict[str, list[str]]:
+def _list_losses(store: LocalStore, seen: NodesSeen, rows: Sequence[CheckpointSeen], node: str) -> dict[str, list[str]]:
     """By checkpoint, the files of which no node showed a copy, and this one may hold one.
 
     Where no manifest says who was meant to hold what, any silent node may hold what is missing, the manifest to begin with.
     """
-    rows = list_checkpoints(seen)
     losses = {row.checkpoint_id: list(row.missing) for row in rows if row.missing and node in row.not_reached}
     losses |= {row.checkpoint_id: [MANIFEST_NAME] for row in rows if row.state == DAMAGED}
     stock = unmanaged.list_rows(store, seen, {row.checkpoint_id for row in rows})
@@ -89,7 +91,14 @@ def _list_losses(store: LocalStore, seen: NodesSeen, node: str) -> dict[str, lis
 
 
 def _print(
-    seen: NodesSeen, node: str, losses: dict[str, list[str]], doubts: list[str], *, is_done: bool, root: str
+    seen: NodesSeen,
+    node: str,
+    losses: dict[str, list[str]],
+    doubts: list[str],
+    *,
+    is_done: bool,
+    is_missed: bool,
+    root: str,
 ) -> None:
     label = seen.label(node)
     for checkpoint_id, names in losses.items():
@@ -99,7 +108,8 @@ def _print(
         print(f"refused: {label} stays in the address book; nothing was changed")
         print("next step: bring it back, if only for a minute with `replicated-ckpt agent --root ROOT`; or --force")
         return
-    print(f"forgotten: {label} is not waited for any more; copies that it held are made anew where nodes are left")
+    copies = "copies that it held are made anew where nodes are left" if is_missed else "no copy is missed without it"
+    print(f"forgotten: {label} is not waited for any more; {copies}")
     for doubt in doubts:
         print(f"in doubt: {doubt}")
     if doubts:

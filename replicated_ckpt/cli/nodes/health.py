@@ -1,37 +1,55 @@
 """What `status` concludes: from the nodes, the checkpoints and this node's agent to one word and its reasons."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from shlex import quote
 from typing import Any
 
+from replicated_ckpt.agent.peers.watch import runs_no_agent
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.absent import describe_newer
-from replicated_ckpt.cli.look.checkpoints import LOST, CheckpointSeen, without_outlived
+from replicated_ckpt.cli.look.checkpoints import (
+    LOST,
+    NOT_SEEN,
+    SHORT,
+    CheckpointSeen,
+    find_needed,
+    without_outlived,
+)
 from replicated_ckpt.cli.look.doubts import WaitingSave
-from replicated_ckpt.cli.look.nodes import NodesSeen
+from replicated_ckpt.cli.look.nodes import NodesSeen, describe_spare
 from replicated_ckpt.cli.look.table import format_duration
 from replicated_ckpt.stores.files.room import Room
-from replicated_ckpt.wording import describe_bytes, plural
+from replicated_ckpt.wording import describe_bytes, list_some, plural
 
 ROOM_SHARE_MIN = 0.05
 """With less of its file system free, a node's next save may fail."""
+_NAMED_MAX = 4
 
 
 @dataclass(frozen=True)
 class Health:
-    """What is not as it should be, in words, by how bad it is."""
+    """What is not as it should be, in words, by how bad it is.
+
+    `bad`: the checkpoints that lack something. `notes`: what a reader may want to do, though nothing is wrong. `is_idle`:
+    no agent runs, and none is needed.
+    """
 
     found: tuple[tuple[ExitCode, str], ...]
     """The worst first."""
+    bad: tuple[CheckpointSeen, ...] = ()
+    notes: tuple[str, ...] = ()
+    is_idle: bool = False
 
     @property
     def code(self) -> ExitCode:
-        """0 (good), 1 (degraded), 4 (lost) or 5 (down)."""
+        """0 (good, idle), 1 (degraded), 4 (lost) or 5 (down)."""
         return self.found[0][0] if self.found else ExitCode.OK
 
     @property
     def word(self) -> str:
-        return _WORDS[self.code]
+        return "idle" if self.is_idle and not self.found else _WORDS[self.code]
 
     @property
     def reasons(self) -> list[str]:
@@ -39,8 +57,11 @@ class Health:
 
     @property
     def lines(self) -> list[str]:
-        """Each reason behind its word; the word alone if all is well."""
-        return [f"{_WORDS[code]}: {why}" for code, why in self.found] or [self.word]
+        """Each finding behind its word, the worst first; the word of the whole if there is none. Then the notes."""
+        return [
+            *([f"{_WORDS[code]}: {why}" for code, why in self.found] or [self.word]),
+            *(f"note: {note}" for note in self.notes),
+        ]
 
 
 _WORDS = {
@@ -57,23 +78,52 @@ def judge_health(
     agent: Mapping[str, Any] | None,
     why_down: str,
     doubts: Sequence[WaitingSave],
+    root: Path,
 ) -> Health:
-    """`agent`: what this node's agent says of itself, None if nothing, as `why_down` says."""
-    rows = without_outlived(rows)
-    bad = [(row.state, f"{row.checkpoint_id}: {row.describe_copies(seen)}") for row in rows if not row.is_good]
-    found = [(ExitCode.SHARD_LOST, why) for state, why in bad if state == LOST]
-    if agent is None:
+    """`agent`: what this node's agent says of itself. None and no `why_down`: it has left, as no job runs."""
+    is_idle = agent is None and not why_down
+    idle = frozenset(node for node, error in seen.unreached.items() if is_idle and runs_no_agent(error))
+    bad = [row for row in without_outlived(rows) if not (row.is_good or _waits_for_idle(row, idle))]
+    needed = find_needed(bad, seen) | {node for one in doubts for node in one.nodes if node in seen.unreached}
+    found = [(ExitCode.SHARD_LOST, why) for why in _describe(bad, seen, is_lost=True)]
+    if why_down:
         found.append((ExitCode.UNREACHABLE, f"this node's agent gives no answer: {why_down}"))
     degraded = [
         *_unwritable(seen),
-        *(why for state, why in bad if state != LOST),
+        *_describe(bad, seen, is_lost=False),
         *map(describe_newer, seen.newer),
-        *seen.describe_unreached(),
+        *seen.describe_unreached(needed),
         *_crowded(seen),
         *(f"in doubt: {one.describe(seen)}" for one in doubts),
         *(() if agent is None else _failing(agent)),
     ]
-    return Health((*found, *((ExitCode.FAILED, why) for why in degraded)))
+    notes = [_describe_idle(seen, idle, root)] if is_idle else []
+    notes += describe_spare(seen, root, seen.unreached.keys() - needed - idle)
+    found += [(ExitCode.FAILED, why) for why in degraded]
+    return Health(tuple(found), tuple(bad), tuple(notes), is_idle)
+
+
+def _waits_for_idle(row: CheckpointSeen, idle: Collection[str]) -> bool:
+    """Whether all that was not seen of it may lie on nodes whose agents have left, too."""
+    return row.state in (SHORT, NOT_SEEN) and bool(row.not_reached) and idle >= set(row.not_reached)
+
+
+def _describe(bad: Sequence[CheckpointSeen], seen: NodesSeen, *, is_lost: bool) -> Iterator[str]:
+    """One line for all checkpoints of which the same is to be said."""
+    by_words: dict[str, list[str]] = {}
+    for row in bad:
+        if (row.state == LOST) == is_lost:
+            by_words.setdefault(row.describe_copies(seen), []).append(row.checkpoint_id)
+    for words, names in by_words.items():
+        yield f"{list_some(names, _NAMED_MAX)}: {words}"
+
+
+def _describe_idle(seen: NodesSeen, idle: Collection[str], root: Path) -> str:
+    others = f", nor on {seen.list_names(idle)}: copies there were not looked for" if idle else ""
+    start = f"`replicated-ckpt status --start-agents --root {quote(str(root))}`{' on each node' if idle else ''}"
+    return (
+        f"no job uses this store, and no agent runs here{others}. The next save or load starts agents; so does {start}"
+    )
 
 
 def _unwritable(seen: NodesSeen) -> Iterator[str]:
@@ -105,24 +155,33 @@ def _failing(agent: Mapping[str, Any]) -> Iterator[str]:
             yield f"upload of {upload['checkpoint_id']} to {upload['url']} fails since {since}: {upload['error']}"
 
 
-def describe_uploads(agent: Mapping[str, Any]) -> str:
-    uploads = agent["object_store"]
-    failing = sum(1 for upload in uploads["pending"].values() if upload["error"])
-    said = f"{len(uploads['pending'])} on their way, {uploads['done']} done since the agent started"
-    return said + (f", {failing} failing" if failing else "")
+def describe_work(agent: Mapping[str, Any], *, is_good: bool) -> list[str]:
+    """What this node's agent has to do, and has done: a line for re-protection and one for uploads, if there is any."""
+    return [*_describe_protection(agent["protection"], is_good=is_good), *_describe_uploads(agent["object_store"])]
 
 
-def describe_protection(agent: Mapping[str, Any]) -> str:
-    found = agent["protection"]
+def _describe_uploads(uploads: Mapping[str, Any]) -> Iterator[str]:
+    if uploads["pending"] or uploads["done"]:
+        failing = sum(1 for upload in uploads["pending"].values() if upload["error"])
+        said = f"uploads: {len(uploads['pending'])} on their way, {uploads['done']} done since the agent started"
+        yield said + (f", {failing} failing" if failing else "")
+
+
+def _describe_protection(found: Mapping[str, Any], *, is_good: bool) -> Iterator[str]:
+    """`is_good`: every checkpoint has its copies now, whatever the last round found."""
+    if is_good and not found["planned"]:
+        return
     if not found["rounds"]:
-        return "it has not looked yet"
-    if found["is_complete"]:
-        return "every checkpoint had its copies when it last looked"
+        yield "re-protection: it has not looked yet"
+        return
+    if found["is_complete"] or found["in_doubt"]:
+        yield "re-protection: waits for the nodes that do not answer (agent: --lost-after-s, --away-after-s), then copies"
+        return
     planned = plural(found["planned"], "action")
     work = f"{planned} planned on all nodes together, {found['done']} done here in the last round"
     counts = {**found, "short": found["short"] - found["lost"]}
     stuck = [f"{counts[name]} {words}" for name, words in _STUCK.items() if counts[name]]
-    return "; ".join([work, *stuck])
+    yield "re-protection: " + "; ".join([work, *stuck])
 
 
 _STUCK = {"short": "short for want of nodes or of copies", "lost": "lost"}

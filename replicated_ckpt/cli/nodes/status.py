@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -11,23 +12,27 @@ from typing import Any
 
 from replicated_ckpt.agent.peers.watch import describe_silence
 from replicated_ckpt.agent.start.launch import running_agent
+from replicated_ckpt.agent.state.endpoint import has_clients, read_endpoint
 from replicated_ckpt.agent.state.log_file import LOG_NAME
 from replicated_ckpt.cli.exit_codes import ExitCode
-from replicated_ckpt.cli.look.checkpoints import CheckpointSeen, advise, describe_totals, list_checkpoints
+from replicated_ckpt.cli.look.checkpoints import CheckpointSeen, advise_on_missing, describe_totals, list_checkpoints
 from replicated_ckpt.cli.look.doubts import WaitingSave, advise_on_doubt, list_waiting
 from replicated_ckpt.cli.look.memory_tier import describe_memory_tier
 from replicated_ckpt.cli.look.nodes import NodesSeen, ask_own_status, look_at_nodes
 from replicated_ckpt.cli.look.rivals import describe_rivals
 from replicated_ckpt.cli.look.start import add_start_argument, open_store_of
-from replicated_ckpt.cli.look.table import format_duration, format_table, parse_seconds
-from replicated_ckpt.cli.nodes.health import Health, describe_protection, describe_room, describe_uploads, judge_health
+from replicated_ckpt.cli.look.table import format_moment, format_table, parse_seconds
+from replicated_ckpt.cli.nodes.health import Health, describe_room, describe_work, judge_health
 from replicated_ckpt.errors import ReplicatedCkptError
 from replicated_ckpt.stores.local.store import LocalStore
 
-HELP = "Show how the nodes, the copies, the uploads and the disks are. Exit code: 0 good, 1 degraded, 4 lost, 5 down."
+HELP = "Show how nodes, copies, uploads and disks are. Exit code: 0 good or idle, 1 degraded, 4 files are lost, 5 down."
 _WATCH_EVERY_S = 2.0
 _LOG_BYTES = 64 << 10
 _ERRORS_MAX = 3
+_LOG_COLUMNS = 200
+_LOG_MOMENT = "%Y-%m-%d %H:%M:%S"
+"""How a line of the agent's log begins."""
 _CLEAR = "\x1b[H\x1b[2J"
 
 
@@ -39,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=parse_seconds,
         const=_WATCH_EVERY_S,
         metavar="SECONDS",
-        help=f"show it again and again, every {_WATCH_EVERY_S:.0f} s unless told, until Ctrl-C",
+        help=f"show it again and again, every {_WATCH_EVERY_S:.0f} s by default, and mark what has changed",
     )
     add_start_argument(parser)
     parser.add_argument("--own-agent", action="store_true", help="only whether this node's agent answers: 0, or 5")
@@ -47,19 +52,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit code: OK (good), FAILED (degraded), SHARD_LOST (files that no node can hold), UNREACHABLE (no agent here)."""
+    """Exit code: OK (good, idle), FAILED (degraded), SHARD_LOST (files that no node can hold), UNREACHABLE (down)."""
     store = open_store_of(arguments)
+    before: Sequence[str] | None = None
     while True:
         state: _State | _OwnAgent = _ask_own_agent(store) if arguments.own_agent else _look(store)
-        if arguments.watch is not None and sys.stdout.isatty():
-            print(_CLEAR, end="")
         if arguments.json:
             print(json.dumps(state.to_json(), indent=None if arguments.watch else 2), flush=True)
-        else:
+        elif arguments.watch is None:
             print(state.text(store), flush=True)
+        else:
+            lines = state.text(store).splitlines()
+            _show_again(lines, before, arguments.watch)
+            before = lines
         if arguments.watch is None:
             return state.code
         time.sleep(arguments.watch)
+
+
+def _show_again(lines: Sequence[str], before: Sequence[str] | None, every_s: float) -> None:
+    """The lines below a clock, with a mark at each that the look before did not have."""
+    clear = _CLEAR if sys.stdout.isatty() else ""
+    print(f"{clear}{format_moment(time.time())}, every {every_s:g} s until Ctrl-C; * marks what has changed")
+    changed = set(lines).difference(lines if before is None else before)
+    print("\n".join(f"{'*' if line in changed else ' '} {line}" for line in lines), flush=True)
 
 
 @dataclass(frozen=True)
@@ -123,6 +139,7 @@ class _State:
             "state": self.health.word,
             "exit_code": int(self.health.code),
             "reasons": self.health.reasons,
+            "notes": list(self.health.notes),
             "node_id": self.seen.own_node,
             "nodes": nodes,
             "checkpoints": [row.to_json() for row in self.rows],
@@ -133,18 +150,25 @@ class _State:
         }
 
     def text(self, store: LocalStore) -> str:
-        lines = [format_table(("NODE", "AGENT", "CHECKPOINTS", "ROOM"), list(map(self._cells, self._nodes())))]
-        lines += [f"copies: {describe_totals(self.rows, self.seen)}", *self.memory_tier]
+        """The verdict first, what to do about it, and then what there is."""
+        lines = [*self.health.lines, *self._next_steps(store), *describe_rivals(self.rows, self.seen)]
+        lines += [format_table(("NODE", "AGENT", "CHECKPOINTS", "ROOM"), list(map(self._cells, self._nodes())))]
+        lines += [f"copies: {describe_totals(self.rows, self.seen, self.health.bad)}", *self.memory_tier]
         if self.agent is not None:
-            lines += [f"re-protection: {describe_protection(self.agent)}", f"uploads: {describe_uploads(self.agent)}"]
-        lines += [f"in the agent's log: {line}" for line in self.errors]
-        return "\n".join([*lines, *self.health.lines, *describe_rivals(self.rows, self.seen), *self._next_steps(store)])
+            lines += describe_work(self.agent, is_good=not self.health.bad)
+        if self.health.found:
+            columns = shutil.get_terminal_size((_LOG_COLUMNS, 0)).columns
+            lines += [f"in the agent's log: {line}"[:columns] for line in self.errors]
+        return "\n".join(lines)
 
     def _next_steps(self, store: LocalStore) -> list[str]:
-        runs = self.is_silent or self.agent is not None
-        start = [] if runs else ["next step: --start-agents starts this node's agent, as does a load"]
+        if not self.health.found:
+            return []
+        is_down = self.agent is None and not (self.is_silent or self.health.is_idle)
+        start = ["next step: --start-agents starts this node's agent, as does a save or a load"] if is_down else []
         steps = [step for one in self.doubts for step in advise_on_doubt(one, self.seen, store.root)]
-        return [*start, *steps, *advise(self.rows, self.seen, store.root)]
+        rows = self.health.bad if self.health.is_idle else self.rows
+        return [*start, *steps, *advise_on_missing(rows, self.seen, store.root)]
 
     def _nodes(self) -> list[str]:
         own = self.seen.own_node
@@ -157,25 +181,41 @@ class _State:
         if node == self.seen.own_node and self.agent is None:
             agent = "no answer" if self.is_silent else "none"
         elif node == self.seen.own_node and self.agent is not None:
-            agent = f"up for {format_duration(self.agent['uptime_s'])}, pid {self.agent['pid']}"
+            since = time.localtime(time.time() - self.agent["uptime_s"])
+            agent = f"up since {time.strftime('%Y-%m-%d %H:%M', since)}, pid {self.agent['pid']}"
         return self.seen.label(node), agent, str(len(held.holdings)), describe_room(held.room)
 
 
 def _look(store: LocalStore) -> _State:
-    agent, why_down, is_silent = None, "none runs", False
+    agent, why_down, is_silent = None, "", False
     try:
         agent = ask_own_status(store)
     except ReplicatedCkptError as exc:
         why_down, is_silent = str(exc), True
+    if agent is None and not is_silent:
+        why_down = _describe_end(store)
     seen = look_at_nodes(store, asks_own=not is_silent)
     rows = list_checkpoints(seen)
     doubts = list_waiting(store, None if agent is None else agent["in_doubt"])
-    health = judge_health(seen, rows, agent, why_down, doubts)
-    return _State(seen, rows, agent, is_silent, _read_last_errors(store), health, doubts, describe_memory_tier(store))
+    health = judge_health(seen, rows, agent, why_down, doubts, store.root)
+    errors = _read_last_errors(store, 0.0 if agent is None else time.time() - agent["uptime_s"])
+    return _State(seen, rows, agent, is_silent, errors, health, doubts, describe_memory_tier(store))
 
 
-def _read_last_errors(store: LocalStore) -> list[str]:
-    """The last warnings and errors of this node's agent, where ranks or a command have started it."""
+def _describe_end(store: LocalStore) -> str:
+    """What is wrong with it that no agent runs here; "": it has left in good order, and no rank uses the store."""
+    directory = store.root_agent_directory()
+    try:
+        if has_clients(directory):
+            return "none runs, and ranks use this store"
+        was_killed = read_endpoint(directory) is not None
+    except ReplicatedCkptError as exc:
+        return f"none is seen: {exc.message}"
+    return f"none runs, and the last one was killed; its log is {directory / LOG_NAME}" if was_killed else ""
+
+
+def _read_last_errors(store: LocalStore, since_unix_s: float) -> list[str]:
+    """The last warnings and errors of this node's agent since then, where ranks or a command have started it."""
     path = store.root_agent_directory() / LOG_NAME
     try:
         with path.open("rb") as file:
@@ -183,4 +223,5 @@ def _read_last_errors(store: LocalStore) -> list[str]:
             lines = file.read().decode(errors="replace").splitlines()
     except OSError:
         return []
-    return [line for line in lines if " WARNING " in line or " ERROR " in line][-_ERRORS_MAX:]
+    since = time.strftime(_LOG_MOMENT, time.localtime(since_unix_s))
+    return [line for line in lines if (" WARNING " in line or " ERROR " in line) and line >= since][-_ERRORS_MAX:]
