@@ -16,6 +16,7 @@ from replicated_ckpt.agent.uploads import uploader as uploader_module
 from replicated_ckpt.agent.uploads.bucket_retention import TOLD_MAX
 from replicated_ckpt.agent.uploads.held import UploadHeld
 from replicated_ckpt.agent.uploads.uploader import BUSY_S, Uploader
+from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.errors import StoreUnavailable
 from replicated_ckpt.stores.bucket.bucket import Bucket
@@ -28,7 +29,9 @@ from replicated_ckpt.stores.local.versions.retire import retire
 from replicated_ckpt.stores.throttle import Pace
 from tests.agent.agents import running_agent, wait_for
 from tests.agent.checkpoints import checkpointed, findings, shard
+from tests.agent.repair.test_reprotect import RING, agents, meet, stores
 from tests.buckets.servers import Server
+from tests.cli.commands import command
 
 
 class LongHours(Pace):
@@ -504,3 +507,39 @@ def test_a_bucket_that_hangs_holds_up_no_other(tmp_path: Path, monkeypatch: pyte
     )
     assert all("it hangs" in upload["error"] for upload in pending.values())
     assert len(pending) == 3
+
+
+def test_an_upload_that_cannot_end_fails_at_once(tmp_path: Path) -> None:
+    """No peer names a bucket to a node: shards on nodes without the order are named with them. One more order ends it."""
+    nodes = stores(tmp_path, 3)
+    checkpointed(nodes, 1, RING)
+    url = f"file://{tmp_path}/bucket"
+    with agents(nodes, "--lost-after-s", "6"):
+        order = ("upload", "step-1", "--to", url, "--root")
+        done = command(*order, nodes[0].root)
+        assert (done.returncode, done.stdout) == (ExitCode.FAILED, "")
+        assert f"no node that has the order holds {shard(1)} (on host1, host2)" in done.stderr
+        assert f": No rank of node {nodes[1].node_id()} has named" in done.stderr
+        assert f"`replicated-ckpt upload step-1 --to {url} --root ROOT`" in done.stderr
+        done = command(*order, nodes[2].root, "--no-wait")
+        assert (done.returncode, done.stderr) == (ExitCode.OK, "")
+        assert done.stdout.endswith(f"step-1: the upload to {url} is ordered\n")
+        done = command(*order, nodes[0].root)
+        assert (done.returncode, done.stdout.splitlines()[-1]) == (ExitCode.OK, f"step-1: committed in {url}"), (
+            done.stderr
+        )
+
+
+def test_an_upload_that_waits_names_what_it_waits_for(tmp_path: Path) -> None:
+    """Another node cannot bring a shard: how many are there, and which of which node is not, meanwhile and in the error."""
+    here, other = nodes = stores(tmp_path, 2)
+    url = f"file://{tmp_path}/bucket"
+    checkpointed(nodes, 1, {shard(0): (0,), shard(1): (1,)}, copies=1)
+    (tmp_path / "bucket" / "step-1" / shard(1)).mkdir(parents=True)  # no file can be written there
+    with agents(nodes):
+        order = ("upload", "step-1", "--to", url, "--root")
+        assert command(*order, other.root, "--no-wait").returncode == ExitCode.OK
+        done = command(*order, here.root, "--timeout-s", "6")
+    how_far = f"1 of 2 shards are in {url}; it waits for {shard(1)} of host1 (node {other.node_id()})"
+    assert (done.returncode, done.stderr.splitlines()[0]) == (ExitCode.FAILED, f"step-1: {how_far}")
+    assert f"the time-out is over: {how_far}." in done.stderr

@@ -56,6 +56,7 @@ SHARDS_PARALLEL = 2
 LOOK_AGAIN_S = 2.0
 """How long a look that fails is made again before the whole try has failed."""
 _JOIN_S = 2.0
+_MISSING_MAX = 8
 
 
 class Uploader:
@@ -322,8 +323,12 @@ class Uploader:
         if arrived == manifest.shards.keys() and not prefix_of(manifest):
             upload.intact.clear()
         looked = FanOut.run(arrived - upload.intact, partial(bucket.is_intact, manifest)).raise_first()
-        upload.intact.update(name for name, is_intact in looked.items() if is_intact)
-        return arrived & upload.intact
+        with self._lock:
+            upload.intact.update(name for name, is_intact in looked.items() if is_intact)
+            there = arrived & upload.intact
+            upload.state.shards_there = len(there)
+            upload.state.missing = sorted(manifest.shards.keys() - there)[:_MISSING_MAX]
+        return there
 
     def _mine(self, manifest: Manifest, missing: set[str], upload: UploadProgress) -> set[str]:
         """Those of the missing shards that this node brings: its own, and those whose owners are gone."""
@@ -375,6 +380,7 @@ class Uploader:
         with self._lock:
             upload.state.bytes_sent += entry.size_bytes
             upload.intact.add(name)
+            upload.state.shards_there += 1
 
     def _wait_for_pace(self, save_id: str, upload: UploadProgress, size_bytes: int) -> None:
         self.held.check(save_id)

@@ -1,7 +1,9 @@
 """`replicated-ckpt upload ID`: brings one checkpoint to the object store by hand, or waits for one that is on its way."""
 
 import argparse
+import sys
 import time
+from collections.abc import Collection, Mapping
 from contextlib import closing
 from shlex import quote
 
@@ -10,13 +12,15 @@ from replicated_ckpt.agent.start.launch import ensure_agent
 from replicated_ckpt.cli.checkpoints.ls import name_bucket
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.absent import describe_absent
-from replicated_ckpt.cli.look.nodes import look_at_nodes
+from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
 from replicated_ckpt.cli.look.root import open_store
 from replicated_ckpt.cli.look.table import parse_seconds
 from replicated_ckpt.core.bucket.upload_plan import UploadState
 from replicated_ckpt.core.layout import LATEST
 from replicated_ckpt.core.manifest import Manifest
+from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.errors import (
+    HINT_MARK,
     CheckpointExists,
     CheckpointNotFound,
     ConfigInvalid,
@@ -31,10 +35,14 @@ from replicated_ckpt.stores.bucket.bucket_save import BucketSave
 from replicated_ckpt.stores.bucket_client.opening import open_client
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.local.store import LocalStore
-from replicated_ckpt.stores.peer.client import AgentClient
+from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
+from replicated_ckpt.stores.peer.fan_out import FanOut
+from replicated_ckpt.wording import list_some, plural
 
 HELP = "Upload one checkpoint to the object store by hand, or wait for one that is on its way there."
 _POLL_S = 0.3
+_SAID_EVERY_S = 3.0
+_SHOWN_MAX = 4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,9 +75,14 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigInvalid(f"{url} is memory of one process.", "Name a bucket that others can see.")
     if arguments.to is not None:
         _check_replaceable(manifest, target)
-    _order(store, manifest, target, is_new=arguments.to is not None)
+    ordered, refused = _order(store, manifest, target, is_new=arguments.to is not None)
+    stuck = _find_stuck(store, manifest, target, ordered, refused)
+    if stuck and not arguments.no_wait:
+        raise UploadFailed(arguments.id, target.url, stuck)
+    for address, error in () if stuck else refused.items():
+        print(f"not ordered at {address.label}, so what it has comes from nodes that have the order: {error.message}")
     if arguments.no_wait:
-        print(f"{arguments.id}: the upload to {target.url} is ordered")
+        print(f"{arguments.id}: the upload to {target.url} is ordered{'' if not stuck else f', but {stuck}'}")
         return ExitCode.OK
     state = _wait_for_upload(store, manifest, target, arguments.timeout_s)
     if state.state == "superseded":
@@ -113,24 +126,69 @@ def _save_in(manifest: Manifest, target: ObjectTarget) -> BucketSave | None:
         return Bucket(client).save_of(manifest.checkpoint_id)
 
 
-def _order(store: LocalStore, manifest: Manifest, target: ObjectTarget, *, is_new: bool) -> None:
-    """Gives the order to every agent that answers; this node's must. `is_new`: this node's agent is told of the bucket."""
+def _order(
+    store: LocalStore, manifest: Manifest, target: ObjectTarget, *, is_new: bool
+) -> tuple[set[str], Mapping[AgentAddress, ReplicatedCkptError]]:
+    """Gives the order to every agent; this node's must take it. Returns the nodes that have it, and why others have not.
+
+    `is_new`: this node's agent is told of the bucket. To other nodes no peer may name one.
+    """
     own = ensure_agent(store).local_address()
     peers = [peer for peer in PeerBook(store.root_agent_directory()).read_all() if peer.node_id != own.node_id]
-    for address in (own, *peers):
-        try:
-            with AgentClient(address) as client:
-                if address is own and is_new:
-                    client.call("POST", "/v1/object/target", target.to_json())
-                client.call("POST", "/v1/object/upload", {"save_id": manifest.save_id, "url": target.url})
-        except ReplicatedCkptError as exc:
-            if address is own:
-                raise
-            print(f"not ordered at {address.label}, so what it has comes from nodes that have the order: {exc.message}")
+
+    def order(address: AgentAddress) -> None:
+        with AgentClient(address) as client:
+            if address is own and is_new:
+                client.call("POST", "/v1/object/target", target.to_json())
+            client.call("POST", "/v1/object/upload", {"save_id": manifest.save_id, "url": target.url})
+
+    order(own)
+    outcome = FanOut.run(peers, order)
+    return {own.node_id, *(address.node_id for address in outcome.results)}, outcome.errors
+
+
+def _find_stuck(
+    store: LocalStore,
+    manifest: Manifest,
+    target: ObjectTarget,
+    ordered: Collection[str],
+    refused: Mapping[AgentAddress, ReplicatedCkptError],
+) -> str:
+    """What is not in the bucket and on no node with the order, in words with the next step; "" if all can get there."""
+    seen = look_at_nodes(store)
+    holders = {name: _find_holders(manifest, name, seen) for name in manifest.shards}
+    stuck = {name for name, nodes in holders.items() if nodes.isdisjoint(ordered)}
+    if stuck:
+        with closing(open_client(target)) as client:
+            stuck -= Bucket(client).find_arrived(manifest)
+    if not stuck:
+        return ""
+    shards = [f"{name} (on {seen.list_names(holders[name]) or 'no node that answers'})" for name in sorted(stuck)]
+    message_by_node = {address.node_id: error.message for address, error in refused.items()}
+    nodes = sorted({node for name in stuck for node in holders[name]})
+    why = [message_by_node.get(node, f"This node has no address of {seen.label(node)}.") for node in nodes]
+    return (
+        f"no node that has the order holds {list_some(shards, _SHOWN_MAX, 'shard')}. {' '.join(why)}{HINT_MARK}The order "
+        "stands on this node. Give it on one node that holds each of these, too: `replicated-ckpt upload "
+        f"{quote(manifest.checkpoint_id)} --to {quote(target.url)} --root ROOT`."
+    )
+
+
+def _find_holders(manifest: Manifest, name: str, seen: NodesSeen) -> set[str]:
+    """The nodes that have an intact copy, and those that did not answer and were meant to have one."""
+    entry = manifest.shards[name]
+    here = {
+        holding.node_id
+        for holding in seen.holdings
+        if holding.save_id == manifest.save_id
+        and holding.sizes.get(name) == entry.size_bytes
+        and name not in holding.damaged
+    }
+    return here | (set(entry.holders) - seen.held.keys())
 
 
 def _wait_for_upload(store: LocalStore, manifest: Manifest, target: ObjectTarget, timeout_s: float) -> UploadState:
-    deadline = time.monotonic() + timeout_s
+    deadline, said, say_at = time.monotonic() + timeout_s, "", time.monotonic() + _SAID_EVERY_S
     while True:
         with AgentClient(ensure_agent(store).local_address()) as client:
             state = UploadState(**client.call("GET", f"/v1/object/saves/{manifest.save_id}"))
@@ -141,6 +199,22 @@ def _wait_for_upload(store: LocalStore, manifest: Manifest, target: ObjectTarget
             return UploadState(manifest.checkpoint_id, target.url, "committed")
         if state.state != "pending":
             return state
+        how_far = _describe_progress(state, manifest)
         if state.is_denied or time.monotonic() > deadline:
-            raise UploadFailed(manifest.checkpoint_id, target.url, state.error or "the time-out is over.")
+            raise UploadFailed(manifest.checkpoint_id, target.url, state.error or f"the time-out is over: {how_far}.")
+        if how_far != said and time.monotonic() > say_at:
+            print(f"{manifest.checkpoint_id}: {how_far}", file=sys.stderr, flush=True)
+            said, say_at = how_far, time.monotonic() + _SAID_EVERY_S
         time.sleep(_POLL_S)
+
+
+def _describe_progress(state: UploadState, manifest: Manifest) -> str:
+    """How many shards are there, and the nodes that were to bring the others."""
+    labels = {node.node_id: f"{node.host} (node {node.node_id})" for node in manifest.nodes}
+    owners = [(name, manifest.shards[name].owner_node) for name in state.missing if name in manifest.shards]
+    waits = [one_line(f"{name} of {labels.get(node, node)}") for name, node in owners]
+    number, count = state.shards_there, len(manifest.shards)
+    missing = f"; it waits for {list_some(waits, _SHOWN_MAX)}" if waits else ""
+    return f"{number} of {plural(count, 'shard')} are in {state.url}{missing}" + (
+        f"; the last try failed: {one_line(state.error)}" if state.error else ""
+    )

@@ -1,7 +1,7 @@
 """Uploads as values: that a save is to be uploaded, how far it has come, and which node brings which shard."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
@@ -20,7 +20,8 @@ class UploadState:
     """How far one save has come, as this node knows. `state`: "pending", "committed" or "superseded".
 
     `kind` is the class of the last error, `is_denied` one that trying again does not help, also where it is superseded by
-    another run's save, `failing_s` since when every try has failed.
+    another run's save, `failing_s` since when every try has failed. `shards_there`: how many the last look found in the
+    bucket, `missing` the names of some others.
     """
 
     checkpoint_id: str
@@ -32,6 +33,8 @@ class UploadState:
     is_denied: bool = False
     failing_s: float = 0.0
     bytes_sent: int = 0
+    shards_there: int = 0
+    missing: list[str] = field(default_factory=list)
 
 
 def choose_uploader(
