@@ -1,5 +1,6 @@
 """Steps: a rank of many ends, or leaves, in the middle of a save or load; what the others learn, and what works then."""
 
+import logging
 import os
 import signal
 import threading
@@ -18,9 +19,10 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import SavePlan
 
-from replicated_ckpt import ReplicatedWriter
-from replicated_ckpt.dcp.c10d import presence
+from replicated_ckpt import CheckpointManager, ReplicatedWriter
+from replicated_ckpt.dcp.c10d import blackboard, presence
 from replicated_ckpt.dcp.c10d.world import watch_group
+from tests.steps import state
 from tests.steps.context import Context
 from tests.steps.errors import breaks, load, save_kept
 from tests.steps.load_faults import await_others
@@ -30,6 +32,7 @@ from tests.stopwatch import Stopwatch
 _INTERRUPT_EVERY_S = 2.0
 _SETTLED_WITHIN_S = 5.0
 _GROUP_S = 5.0
+_SAY_AFTER_S = 5.0
 
 
 def breaks_among_many(
@@ -50,6 +53,39 @@ def breaks_among_many(
             found["staged"] = _staged_once_settled(context)
         await_others(context.roots[0].parent, context.rank, len(members))
         return found
+
+
+def waits_for_late(context: Context, verb: str, late: int) -> list[str]:
+    """A save or load that rank `late` calls once another rank has named it in its log; what this rank has logged.
+
+    `verb` "manager": a manager is made, whose ranks borrow a process group.
+    """
+    logged: list[str] = []
+    come = context.roots[0].parent / f"{verb}-{late}"
+
+    class Naming(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            logged.append(record.getMessage())
+            come.touch()
+
+    handler = Naming(logging.WARNING)
+    logger = logging.getLogger(blackboard.__name__)
+    logger.addHandler(handler)
+    try:
+        with mock.patch.object(blackboard, "SAY_AFTER_S", _SAY_AFTER_S):
+            while context.rank == late and not come.exists():
+                time.sleep(0.05)
+            match verb:
+                case "save":
+                    state.save(context, ["plain"], "step-1")
+                case "load":
+                    state.load(context, ["plain"], "step-1")
+                case "manager":
+                    with CheckpointManager(context.root):
+                        pass
+    finally:
+        logger.removeHandler(handler)
+    return logged
 
 
 def _staged_once_settled(context: Context) -> list[str]:

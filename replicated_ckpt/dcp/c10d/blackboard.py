@@ -9,6 +9,8 @@ With a job secret each post, and each note of a decision, carries a mark that on
 import contextlib
 import hashlib
 import json
+import logging
+import math
 import uuid
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -23,12 +25,17 @@ from replicated_ckpt.dcp.c10d.kept_decisions import STAYS, KeptDecisions
 from replicated_ckpt.dcp.c10d.once_per_node import read_once_per_node
 from replicated_ckpt.dcp.c10d.posted_error import pack_error, unpack_error
 from replicated_ckpt.dcp.c10d.presence import describe_ended, describe_stopped
-from replicated_ckpt.dcp.c10d.waiting import LINGER_S, POLL_S, AnsweringStore, Wait, reaching_store
+from replicated_ckpt.dcp.c10d.waiting import LINGER_S, POLL_S, SAY_AFTER_S, AnsweringStore, Wait, reaching_store
 from replicated_ckpt.errors import MeetingFailed, PeerProtocolError, ReplicatedCkptError
 from replicated_ckpt.version import RELEASE
+from replicated_ckpt.wording import list_some
+
+log = logging.getLogger(__name__)
 
 COORDINATOR = 0
 _LEFT = "left"
+_WAITING, _SAID = "waiting", "waiting/said"
+_NAMED_MAX = 16
 _POLL_MAX_S = 0.1
 _POLL_PER_RANK_S = 0.001
 """All ranks together ask the store some thousand times in a second, however many they are."""
@@ -128,7 +135,12 @@ class Blackboard:
         says why, and the nonce that it claims, which is only good for telling that rank. Once a rank is known to have
         failed, by its post or because its process is gone, the others are waited for no longer than LINGER_S.
         """
-        wait = Wait(deadline_s, self._pause_max_s)
+        with self.waiting(deadline_s) as wait:
+            return self._collect(topic, wait, stale)
+
+    def _collect(
+        self, topic: str, wait: Wait, stale: Sequence[str | None]
+    ) -> tuple[list[dict[str, Any] | None], ReplicatedCkptError | None]:
         found: dict[int, dict[str, Any]] = {}
         problem: ReplicatedCkptError | None = None
         while True:
@@ -143,6 +155,7 @@ class Blackboard:
                 absent = [rank for rank in absent if rank not in lost]
                 if problem is not None or any("error" in post for post in found.values()):
                     wait.end_within(LINGER_S)
+                self.say_if_long(wait, f"this {topic}", absent)
             if not absent or is_over:
                 if absent and problem is None:
                     problem = self._describe_late(topic, absent, wait.waited_s)
@@ -236,11 +249,18 @@ class Blackboard:
             RankFailed: a rank's process has ended, and no decision comes. MeetingFailed: none came within `deadline_s`.
             JobSecretMismatch, ConfigInvalid: it is not believed. PeerProtocolError: nor that, or this rank's post is gone.
         """
-        wait = Wait(deadline_s, self._pause_max_s)
+        with self.waiting(deadline_s) as wait:
+            return self._await_decision(topic, nonce, wait, deadline_s, before)
+
+    def _await_decision(
+        self, topic: str, nonce: str, wait: Wait, deadline_s: float, before: str | None
+    ) -> dict[str, Any]:
         check_own_at_s = 0.0
         while True:
             is_over, is_look = wait.is_over, wait.is_look_due()
             lost = self.find_lost() if is_look else ()  # before the answer: one may decide and end
+            if is_look:
+                self.say_if_long(wait, f"this {topic}")
             found = self._answer(topic, "decided", nonce)
             if found is None and wait.is_long:
                 found = self._answer(topic, "absent", str(before))
@@ -277,23 +297,59 @@ class Blackboard:
         """Whether this rank has said that it left a collective of the group, so that its end tells nothing more."""
         return self.read_post(_LEFT, rank) is not None
 
-    def await_all(self, name: str, deadline_s: float) -> Sequence[int]:
+    def await_all(self, name: str, deadline_s: float, what: str) -> Sequence[int]:
         """Returns once every rank has called this with this name; or, by number, the ranks that have ended instead.
 
         A collective notices a death only at the neighbours of the rank that died. No other call has the name. After
-        `deadline_s` this returns none: what the caller does then has a bound of its own.
+        `deadline_s` this returns none: what the caller does then has a bound of its own. `what`: for `say_if_long`.
         """
-        wait = Wait(deadline_s, self._pause_max_s)
         with reaching_store():
             here = self._store.add(name, 1)
-        while here < self._size and not wait.is_over:
-            lost = self.find_lost() if wait.is_look_due() else ()
-            if lost:
-                return lost
-            wait.pause()
-            with reaching_store():
-                here = self._store.add(name, 0)
+        with self.waiting(deadline_s) as wait:
+            while here < self._size and not wait.is_over:
+                if wait.is_look_due():
+                    if lost := self.find_lost():
+                        return lost
+                    self.say_if_long(wait, what)
+                wait.pause()
+                with reaching_store():
+                    here = self._store.add(name, 0)
         return ()
+
+    @contextlib.contextmanager
+    def waiting(self, deadline_s: float = math.inf) -> Iterator[Wait]:
+        """A wait for other ranks, during which those see by `say_if_long` that this rank waits, too."""
+        wait = Wait(deadline_s, self._pause_max_s)
+        try:
+            yield wait
+        finally:
+            if wait.is_noted:
+                self.forget(f"{_WAITING}/{self._rank}")
+            if wait.is_said:
+                self.forget(_SAID)
+
+    def say_if_long(self, wait: Wait, what: str, absent: Sequence[int] = ()) -> None:
+        """Called at each look of a wait. Once that is long, the first rank to see it names those that do not wait as well.
+
+        `absent`: the ranks that are waited for, where this rank has found them itself.
+
+        Raises:
+            MeetingFailed: the c10d store does not answer.
+        """
+        with reaching_store():
+            if not wait.is_noted:
+                self._store.set(f"{_WAITING}/{self._rank}", "")
+                wait.is_noted = True
+            if wait.is_said or wait.waited_s < SAY_AFTER_S:
+                return
+            wait.is_said = True
+            if self._store.add(_SAID, 1) > 1:
+                return
+            others = (rank for rank in range(self._size) if rank != self._rank)
+            ranks = absent or [rank for rank in others if not self._store.check([f"{_WAITING}/{rank}"])]
+        named = list_some([str(rank) for rank in ranks], _NAMED_MAX)
+        whom = f"for ranks {named}, which are busy or have not called it" if ranks else "and so has every other rank"
+        log.warning("rank %d has waited %.0f s in %s %s", self._rank, wait.waited_s, what, whom)
 
     def forget(self, name: str) -> None:
         """Of a name for which all ranks have been awaited nothing stays on the store."""

@@ -11,10 +11,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from replicated_ckpt.dcp.c10d.presence import check_is_rank
 from replicated_ckpt.dcp.c10d.watched_group import is_broken
-from replicated_ckpt.dcp.c10d.world import watch_group
+from replicated_ckpt.dcp.c10d.world import await_ranks, watch_group
 from replicated_ckpt.errors import ConfigInvalid, RankFailed, ReplicatedCkptError
 
 T = TypeVar("T")
+_FIRST_GROUP_S = 300.0
 GROUPS_MAX = 512
 """Lent at once in one process; beyond that, they are not given back."""
 
@@ -97,13 +98,14 @@ def borrow_group() -> LentGroup | None:
     """A group that no other user of this process has on any rank; None where there is no job of several processes.
 
     Raises:
-        ConfigInvalid: this process was forked from a rank; or too many are in use.
+        ConfigInvalid: this process was forked from a rank; or too many are in use. RankFailed: a rank has ended.
     """
     if not dist.is_available() or not dist.is_initialized():
         return None
     check_is_rank()
     world = dist.group.WORLD
     if world not in _POOLS:
+        await_ranks(world, "group pool", _FIRST_GROUP_S, "making a CheckpointManager")  # torch's own wait names no rank
         _POOLS[world] = _Pool()
     return _POOLS[world].lend()
 

@@ -16,6 +16,8 @@ from replicated_ckpt.errors import MeetingFailed
 LOOK_AFTER_S = 1.5
 """So long a wait asks for nothing but what it waits for: then also for ranks that have failed, one by one."""
 LOOK_EVERY_S = 1.0
+SAY_AFTER_S = 30.0
+"""After so long a wait names in the log, once, the ranks that it waits for."""
 LINGER_S = 5.0
 """How long the coordinator of a load waits for the other ranks once one has failed."""
 _STORE_HINT = (
@@ -83,13 +85,17 @@ class AnsweringStore:
 
 
 class Wait:
-    """One wait on the blackboard: its pauses grow, and from time to time the ranks are looked for that have ended."""
+    """One wait for other ranks: its pauses grow, and from time to time the ranks are looked for that have ended.
+
+    `is_noted`: the other ranks see that this one waits. `is_said`: the log names the ranks that are waited for.
+    """
 
     def __init__(self, deadline_s: float, pause_max_s: float) -> None:
         self._began = time.monotonic()
         self._until = self._began + deadline_s
         self._next_look = self._began + LOOK_AFTER_S
         self._pause_s, self._pause_max_s = POLL_S, pause_max_s
+        self.is_noted = self.is_said = False
 
     @property
     def waited_s(self) -> float:

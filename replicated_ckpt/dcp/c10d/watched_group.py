@@ -168,19 +168,22 @@ class WatchedGroup:
     def _finish(self, work: Any) -> None:
         """Returns once the collective has come to its end on this rank."""
         patience_s = LOOK_AFTER_S
-        while True:
-            try:
-                if _is_over(work, patience_s):
-                    return
-            except RuntimeError as exc:
-                raise self._break(*self._seek(exc)) from exc
-            patience_s = self._look_every_s
-            missed = self._look()
-            if missed is not None:
-                raise self._break(*missed)
+        with self._board.waiting() as wait:
+            while True:
+                try:
+                    if _is_over(work, patience_s):
+                        return
+                except RuntimeError as exc:
+                    raise self._break(*self._seek(exc)) from exc
+                patience_s = self._look_every_s
+                missed = self._look(wait)
+                if missed is not None:
+                    raise self._break(*missed)
 
-    def _look(self) -> Missed | None:
+    def _look(self, wait: Wait | None = None) -> Missed | None:
         try:
+            if wait is not None:
+                self._board.say_if_long(wait, "a collective of a save or load")
             lost = [rank for rank in self._board.find_lost() if not self._board.has_left(rank)]
             return (lost[0], describe_ended(lost)) if lost else self._board.find_left()
         except ReplicatedCkptError as exc:  # the c10d store does not answer

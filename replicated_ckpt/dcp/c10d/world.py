@@ -13,7 +13,7 @@ import torch.distributed as dist
 from replicated_ckpt.dcp.c10d.blackboard import COORDINATOR, Blackboard
 from replicated_ckpt.dcp.c10d.job_secret import Seal
 from replicated_ckpt.dcp.c10d.kept_decisions import KeptDecisions
-from replicated_ckpt.dcp.c10d.presence import Presence, announce, check_is_rank
+from replicated_ckpt.dcp.c10d.presence import Presence, announce, check_is_rank, describe_ended
 from replicated_ckpt.dcp.c10d.waiting import AnsweringStore, reaching_store
 from replicated_ckpt.dcp.c10d.watched_group import WatchedGroup
 from replicated_ckpt.dcp.runtime.torch_private import default_store, find_async_call, find_call, use_collectives
@@ -135,6 +135,16 @@ def watch_group(group: Any) -> WatchedGroup:
     found = _set_up_meeting(group, str(group.group_name))[1]
     assert found is not None, "it is a gloo group"
     return found
+
+
+def await_ranks(group: Any, name: str, deadline_s: float, what: str) -> None:
+    """Returns once all ranks of a group have called this with this name, which no other call has, or after `deadline_s`.
+
+    Raises RankFailed: the process of one has ended. MeetingFailed: the c10d store does not answer.
+    """
+    lost = _set_up_meeting(group, str(group.group_name))[0].await_all(name, deadline_s, what)
+    if lost:
+        raise describe_ended(lost)
 
 
 def _set_up_meeting(group: Any, name: str) -> tuple[Blackboard, WatchedGroup | None]:

@@ -308,7 +308,7 @@ class LoadAttempt:
         self._forget_metadata()
         board = None if self._world.watched is not None else self._world.blackboard
         arrival = f"load/arrived/{self._survey.load_id}"
-        if board is not None and (lost := board.await_all(arrival, MEETING_TIMEOUT_S)):
+        if board is not None and (lost := board.await_all(arrival, MEETING_TIMEOUT_S, "this load")):
             return outcomes_without(lost, collectives, value)
         outcomes, reports = tell_end(collectives, value, self._report)
         if board is not None and self._world.is_coordinator:

@@ -97,3 +97,17 @@ def test_ranks_that_call_torchs_collectives_take_part(cluster_of: ClusterOf) -> 
     for rank, turns in enumerate(results.of(0)):
         given = {"scattered": [f"{rank}" * 3**rank], "everywhere": lengths, "told": lengths[0], "is_all_gathered": True}
         assert turns == [given] * ranks
+
+
+LATE = [("save", 0), ("load", 2), ("manager", 1)]
+
+
+def test_a_rank_that_does_not_come_is_named(cluster_of: ClusterOf) -> None:
+    """Whatever the ranks wait in: after half a minute one of them names, once, those that take no part."""
+    cluster = cluster_of(2)
+    calls = [call("missing.waits_for_late", verb=verb, late=late) for verb, late in LATE]
+    results = cluster.launch(calls, nodes=[0, 1], ranks=[1, 2])
+    for number, (verb, late) in enumerate(LATE):
+        said = [line for lines in results.of(number) for line in lines]
+        assert len(said) == 1, (verb, late, said)
+        assert said[0].endswith(f" for ranks {late}, which are busy or have not called it"), (verb, late, said)
