@@ -103,7 +103,7 @@ def judge_health(
     return Health(tuple(found), tuple(bad), tuple(notes), is_idle)
 
 
-def _waits_for_idle(row: CheckpointSeen, idle: Collection[str]) -> bool:
+def _waits_for_idle(row: CheckpointSeen, idle: frozenset[str]) -> bool:
     """Whether all that was not seen of it may lie on nodes whose agents have left, too."""
     return row.state in (SHORT, NOT_SEEN) and bool(row.not_reached) and idle >= set(row.not_reached)
 

@@ -20,7 +20,8 @@ _WAITED_FOR = {
 
 @dataclass(frozen=True)
 class SaveReport:
-    """What one save did on this rank. `copies_made` is the least over this rank's shards, the node's own copy counted.
+    """What one save did on this rank. `copies_made` is the least over this rank's shards, the node's own copy counted; 0,
+    as the sizes are, where this rank has not learned what its node's agent wrote for it.
 
     `seconds`: from the begin of the save to its commit; in `ranks`, to the end of the rank's own writing, or of the
     hand-over to its agent. `phases` are seconds, too: `plan` (until this rank may write; others are waited for),
@@ -80,11 +81,15 @@ class SaveReport:
         phases = {name: spent for name, spent in slowest.phases.items() if name in _WAITED_FOR}
         most = max(phases, key=phases.__getitem__, default="")
         waited = f", {phases[most]:.2f} s for {_WAITED_FOR[most]}" if most else ""
+        nodes, what = (
+            plural(len({one.node_id for one in ranks}), "node"),
+            f"{self.checkpoint_id} (save {self.save_id[:8]})",
+        )
+        made = f"{plural(copies, 'copy')} on {nodes}, {describe_bytes(size)} in {self.seconds:.2f} s "
+        made += f"({describe_bytes(size / max(self.seconds, 1e-9))}/s)"
         return (
-            f"saved {self.checkpoint_id} (save {self.save_id[:8]}): {plural(copies, 'copy')} on "
-            f"{plural(len({one.node_id for one in ranks}), 'node')}, {describe_bytes(size)} in {self.seconds:.2f} s "
-            f"({describe_bytes(size / max(self.seconds, 1e-9))}/s); slowest rank {slowest.rank} on {slowest.host}: written "
-            f"after {slowest.seconds:.2f} s{waited}"
+            f"saved {what}: {made if copies else f'on {nodes} in {self.seconds:.2f} s'}; slowest rank {slowest.rank} on "
+            f"{slowest.host}: written after {slowest.seconds:.2f} s{waited}"
         )
 
 

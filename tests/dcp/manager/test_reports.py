@@ -3,6 +3,8 @@
 import json
 import logging
 import pickle
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,15 @@ def test_a_save_and_a_load_are_one_line_each(tmp_path: Path, caplog: pytest.LogC
     assert loaded.startswith("loaded step-1 (save ")
     assert "8.39 MB local, 0 B from peers, 0 B from the bucket" in loaded
     assert "\n" not in saved + loaded
+
+
+def test_what_an_agent_has_written_and_no_rank_has_learned_is_left_out(tmp_path: Path) -> None:
+    """No "0 copies, 0 B" of a save that was acknowledged as staged: the line has nodes and times alone."""
+    writer = ReplicatedWriter(tmp_path)
+    save(writer)
+    assert writer.last_save is not None
+    line = str(replace(writer.last_save, copies_made=0, bytes_written=0, ranks=()))
+    assert re.match(r"saved step-1 \(save [0-9a-f]{8}\): on 1 node in [0-9.]+ s; slowest rank 0 on ", line), line
 
 
 def test_the_phases_of_a_save_are_measured(tmp_path: Path) -> None:
