@@ -135,9 +135,15 @@ def test_a_lost_node_that_was_replaced_is_a_note(tmp_path: Path) -> None:
             assert "next step" not in done.stdout
             code, found = as_json("status", "--root", old.root)
             assert (code, found["state"], found["reasons"], len(found["notes"])) == (0, "good", [], 1)
-            assert command(*forget.split()[1:]).returncode == ExitCode.OK
+            done = command(*forget.split()[1:])
+            assert (done.returncode, "no copy is missed without it" in done.stdout) == (ExitCode.OK, True), done.stdout
             done = command("status", "--root", old.root)
             assert (done.returncode, "note: " in done.stdout) == (ExitCode.OK, False), done.stdout
+            for agent in (running[0], replacement):
+                agent.signal(signal.SIGTERM)
+                assert agent.process.wait(60) == 0
+        done = command("status", "--root", old.root)
+        assert (done.returncode, done.stdout.splitlines()[0]) == (ExitCode.OK, "idle"), "the new node is not asked now"
 
 
 def test_a_job_that_has_ended_is_idle(tmp_path: Path) -> None:

@@ -10,7 +10,14 @@ from replicated_ckpt.agent.peers.watch import describe_silence
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look import unmanaged
 from replicated_ckpt.cli.look.absent import describe_newer
-from replicated_ckpt.cli.look.checkpoints import HEADER, CheckpointSeen, advise, describe_totals, list_checkpoints
+from replicated_ckpt.cli.look.checkpoints import (
+    HEADER,
+    CheckpointSeen,
+    advise,
+    describe_totals,
+    find_needed,
+    list_checkpoints,
+)
 from replicated_ckpt.cli.look.doubts import advise_on_doubt, describe_wait, list_staged_saves
 from replicated_ckpt.cli.look.memory_tier import describe_memory_tier
 from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
@@ -106,5 +113,10 @@ def _print(store: LocalStore, seen: NodesSeen, rows: Sequence[CheckpointSeen]) -
         if one.is_ours and one.checkpoint_id in listed:
             print(f"{seen.label(one.node_id)}: its manifest of {one.checkpoint_id} is damaged; `repair` restores it")
     steps = [step for save in staged for step in advise_on_doubt(save, seen, store.root)]
-    for line in [*describe_rivals(rows, seen), *seen.describe_unreached(), *steps, *advise(rows, seen, store.root)]:
+    for line in [
+        *describe_rivals(rows, seen),
+        *seen.describe_unreached(find_needed(rows, seen)),
+        *steps,
+        *advise(rows, seen, store.root),
+    ]:
         print(line)

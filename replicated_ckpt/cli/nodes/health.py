@@ -83,7 +83,7 @@ def judge_health(
     """`agent`: what this node's agent says of itself. None and no `why_down`: it has left, as no job runs."""
     is_idle = agent is None and not why_down
     idle = frozenset(node for node, error in seen.unreached.items() if is_idle and runs_no_agent(error))
-    bad = [row for row in without_outlived(rows) if not (row.is_good or _waits_for_idle(row, idle))]
+    bad = [row for row in without_outlived(rows) if not (row.is_good or _waits_for_idle(row, seen, idle))]
     needed = find_needed(bad, seen) | {node for one in doubts for node in one.nodes if node in seen.unreached}
     found = [(ExitCode.SHARD_LOST, why) for why in _describe(bad, seen, is_lost=True)]
     if why_down:
@@ -103,9 +103,10 @@ def judge_health(
     return Health(tuple(found), tuple(bad), tuple(notes), is_idle)
 
 
-def _waits_for_idle(row: CheckpointSeen, idle: frozenset[str]) -> bool:
-    """Whether all that was not seen of it may lie on nodes whose agents have left, too."""
-    return row.state in (SHORT, NOT_SEEN) and bool(row.not_reached) and idle >= set(row.not_reached)
+def _waits_for_idle(row: CheckpointSeen, seen: NodesSeen, idle: Collection[str]) -> bool:
+    """Whether what was not seen of it may lie on nodes whose agents have left, too; a copy may have been made since."""
+    others = [node for node in row.not_reached if node in seen.unreached and node not in idle]
+    return row.state in (SHORT, NOT_SEEN) and bool(row.not_reached) and bool(idle) and not others
 
 
 def _describe(bad: Sequence[CheckpointSeen], seen: NodesSeen, *, is_lost: bool) -> Iterator[str]:
@@ -169,7 +170,7 @@ def _describe_uploads(uploads: Mapping[str, Any]) -> Iterator[str]:
 
 def _describe_protection(found: Mapping[str, Any], *, is_good: bool) -> Iterator[str]:
     """`is_good`: every checkpoint has its copies now, whatever the last round found."""
-    if is_good and not found["planned"]:
+    if is_good:
         return
     if not found["rounds"]:
         yield "re-protection: it has not looked yet"
