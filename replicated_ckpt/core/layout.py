@@ -122,7 +122,7 @@ def _describe_refusal(text: str) -> str:
     part = next(part for part in text.split("/") if not _is_plain_part(part))
     bad = sorted(_NOT_IN_NAMES.intersection(part))
     if not part:
-        return "a part of it is empty" if text else "it is empty"
+        return "it is empty"
     if part[0] in _NOT_FIRST or part[-1] == " ":
         return f"{part!r} starts with {part[0]!r}" if part[0] in _NOT_FIRST else f"{part!r} ends with a space"
     if bad:
@@ -132,6 +132,8 @@ def _describe_refusal(text: str) -> str:
 
 def checkpoint_id_under(root: str, given: str) -> str:
     """Name under `root` that `given` means: a relative name, or an absolute path inside the root.
+
+    Parts that are empty or `.` are left out, as in any path: `./run//step-1/` is `run/step-1`.
 
     Raises:
         ConfigInvalid: it is empty, leaves the root, or has parts that are no plain names.
@@ -145,10 +147,10 @@ def checkpoint_id_under(root: str, given: str) -> str:
                 "Pass a name under the root, step-10 say; the root is the directory of all checkpoints.",
             )
         text = relative
-    text = text.rstrip("/")
+    text = "/".join(part for part in text.split("/") if part not in ("", "."))
     if not is_checkpoint_id(text):
         raise ConfigInvalid(
-            f"checkpoint_id {text!r} is not a valid name under {root!r}: {_describe_refusal(text)}.",
+            f"checkpoint_id {given!r} is not a valid name under {root!r}: {_describe_refusal(text)}.",
             "No part may start with . - ~ or a space, end with a space, hold a control character or one of "
             f"{' '.join(sorted(_NOT_IN_NAMES))}, or have more than {_PART_BYTES_MAX} bytes; there are {PARTS_MAX} parts at "
             "most; 'latest' is reserved.",

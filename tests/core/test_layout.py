@@ -34,7 +34,7 @@ def test_plain_names_are_ids(text: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", ".", "..", "../x", "a/../b", "a//b", "/", ".hidden", "a/.b", "latest", "node.json", "x\0", "a\n"]
+    ["", ".", "..", "../x", "a/../b", "/", ".hidden", "a/.b", "latest", "node.json", "x\0", "a\n", "./latest"]
     + [" a", "a ", "-a", "~a", "a\u202eb", "a\u200bb", "a\ud800", "ü" * 101, "/".join(["ü" * 90] * 3)]
     + ["/".join("abcdefghi")]
     + [f"a{character}b" for character in '*?[]{}<>|"`\\^%$'],
@@ -50,7 +50,7 @@ def test_names_that_hide_or_climb_are_refused(text: str) -> None:
     ("text", "why"),
     [
         ("", "it is empty"),
-        ("a//b", "a part of it is empty"),
+        ("./", "it is empty"),
         ("../x", "'..' starts with '.'"),
         ("run/-a", "'-a' starts with '-'"),
         ("run /b", "'run ' ends with a space"),
@@ -68,6 +68,13 @@ def test_a_refused_name_is_told_why(text: str, why: str) -> None:
     with pytest.raises(ConfigInvalid) as raised:
         checkpoint_id_under("/nvme/ckpt", text)
     assert raised.value.message.endswith(f": {why}.")
+
+
+@pytest.mark.parametrize("text", ["./run/step-1", "run//step-1", "run/./step-1/", ".//run///step-1"])
+def test_a_name_is_read_as_a_path_is(text: str) -> None:
+    """Empty parts and `.` change nothing, as in any path; peers and disks still hold the plain name alone."""
+    assert checkpoint_id_under("/nvme/ckpt", text) == "run/step-1"
+    assert not is_checkpoint_id(text)
 
 
 def test_an_absolute_path_inside_the_root_means_the_name_under_it() -> None:

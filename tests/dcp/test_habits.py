@@ -99,6 +99,50 @@ def test_a_path_outside_the_root_is_no_id(tmp_path: Path) -> None:
     assert "Pass a name under the root" in error.hint
 
 
+@pytest.mark.parametrize(
+    ("root", "given"),
+    [
+        ("real", "./step-1"),
+        ("real", "real/step-1"),
+        ("./real", "real//step-1"),
+        ("link", "link/step-1"),
+        ("link", "{base}/real/step-1"),
+        ("{base}/real", "{base}/link/step-1"),
+        ("{base}/link/new", "{base}/real/new/step-1"),
+    ],
+)
+def test_a_path_below_the_root_means_the_checkpoint_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, root: str, given: str
+) -> None:
+    """Stock storage takes paths: relative ones from the working directory, and such as go by a symbolic link."""
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    monkeypatch.chdir(tmp_path)
+    root, given = (text.format(base=tmp_path) for text in (root, given))
+    save(Path(root), given)
+    reader = ReplicatedReader(root, no_dist=True)
+    assert reader.exists(given)
+    state = {"w": torch.zeros(3)}
+    dcp.load(state, checkpoint_id=given, storage_reader=reader)
+    assert state["w"].tolist() == [1.0] * 3
+    assert reader.checkpoint_id == "step-1"
+    assert [path.parent.name for path in tmp_path.glob("real/**/.metadata")] == ["step-1"]
+
+
+@pytest.mark.parametrize(
+    "given", ["../real/step-1", "real/../step-1", "{base}/other/step-1", "{base}/real", "a/../../b"]
+)
+def test_a_path_that_leaves_the_root_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str) -> None:
+    """Nothing is written outside the root, whichever way the path takes."""
+    (tmp_path / "real").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointException) as raised:
+        save(tmp_path / "real", given.format(base=tmp_path))
+    error, _ = raised.value.failures[0]
+    assert isinstance(error, ConfigInvalid), error
+    assert list(tmp_path.rglob(".metadata")) == []
+
+
 @pytest.mark.parametrize("below", [".", "deeper"])
 def test_a_root_that_is_no_directory_is_an_argument_to_correct(tmp_path: Path, below: str) -> None:
     """A file as root, or as a directory above it: no store failed, and the hint says what a root is."""
@@ -113,10 +157,11 @@ def test_a_root_that_is_no_directory_is_an_argument_to_correct(tmp_path: Path, b
 def test_a_name_that_is_taken_leaves_no_descriptor(tmp_path: Path) -> None:
     """The directory that was looked into is closed at once, and not by the collector of garbage."""
     save(tmp_path, "step-1")
+    writer = ReplicatedWriter(tmp_path, overwrite=False)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         with pytest.raises(CheckpointException) as raised:
-            save(tmp_path, "step-1")
+            dcp.save({"w": torch.ones(3)}, checkpoint_id="step-1", storage_writer=writer, no_dist=True)
     error, _ = raised.value.failures[0]
     assert isinstance(error, CheckpointExists)
     assert [str(each.message) for each in said if each.category is ResourceWarning] == []
