@@ -68,8 +68,7 @@ def train(arguments: argparse.Namespace, device: torch.device) -> None:
     """From wherever we are to `--steps`, with a checkpoint every `--save-every` steps."""
     pixels, labels, source = load_images(arguments.data)
     model, optimizer = build(device)
-    # overwrite: after a loss beyond repair we may pass a step again that was saved before.
-    writer = ReplicatedWriter(arguments.root, copies=arguments.copies, overwrite=True)
+    writer = ReplicatedWriter(arguments.root, copies=arguments.copies)
     step = resume(model, optimizer, ReplicatedReader(arguments.root))
     say(f"starting at step {step} on {dist.get_world_size()} ranks with {source}")
     while step < arguments.steps:

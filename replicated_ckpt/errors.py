@@ -53,7 +53,7 @@ class CheckpointIdMismatch(ReplicatedCkptError):
 
 
 class CheckpointExists(ReplicatedCkptError):
-    """A committed checkpoint of this id exists and `overwrite` is off; it was left untouched."""
+    """A committed checkpoint of this id exists and the save has `overwrite=False`; it was left untouched."""
 
     default_hint = "Use another checkpoint id, or ReplicatedWriter(..., overwrite=True); the old one stays loadable."
 

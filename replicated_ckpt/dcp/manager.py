@@ -63,7 +63,7 @@ class CheckpointManager:
         on_save, on_load: called on every rank with its SaveReport or LoadReport; of an asynchronous save in its thread,
             where a call of this manager would wait for itself, and raises ConfigInvalid.
         writer_options: whatever else ReplicatedWriter takes: on_degraded, object_retention, direct_io, ...
-            A step that was saved before is replaced, as after a loss beyond repair, unless {"overwrite": False}.
+            {"overwrite": False} refuses a step that was saved before, which is replaced otherwise.
 
     It belongs to one thread. `close` gives its process groups to the next manager; they end with the default one.
 
@@ -93,7 +93,7 @@ class CheckpointManager:
         writer_options: Mapping[str, Any] | None = None,
     ) -> None:
         self.config = ManagerConfig(every=every, preempt_on=preempt_on, spill_every=spill_every)
-        how: dict[str, Any] = {"overwrite": True, "retention": retention, "copies": copies, "ack": ack}
+        how: dict[str, Any] = {"retention": retention, "copies": copies, "ack": ack}
         how |= {"object_store": object_store, "storage_options": storage_options, "object_every": object_every}
         how |= {"on_save": on_save, "domain": domain, **(writer_options or {})}
         how["on_save"] = self._save_callback = SaveCallback(how["on_save"])

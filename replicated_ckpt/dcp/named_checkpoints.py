@@ -61,7 +61,7 @@ class NamedCheckpoints:
         *,
         is_tier: bool = False,
     ) -> None:
-        given = {"overwrite": True, **(options or {})}
+        given = options or {}
         shared = {name: given[name] for name in _OF_READER_TOO if name in given}
         loading = {"expect_partial": True, **shared, **(reader_options or {})}
         self.writer = ReplicatedWriter(root, **given)

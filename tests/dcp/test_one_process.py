@@ -214,13 +214,13 @@ def test_metadata_that_contradicts_its_manifest_is_not_believed(tmp_path: Path, 
 
 
 def test_an_existing_id_is_refused_and_stays(tmp_path: Path) -> None:
-    """Without overwrite the second save fails and the first still loads; with it the second replaces the first."""
+    """overwrite=False: the second save fails and the first still loads. By default the second replaces the first."""
     dcp.save(state(0), checkpoint_id="step-1", storage_writer=ReplicatedWriter(tmp_path, copies=1))
     with pytest.raises(CheckpointException) as raised:
-        dcp.save(state(1), checkpoint_id="step-1", storage_writer=ReplicatedWriter(tmp_path, copies=1))
+        dcp.save(state(1), checkpoint_id="step-1", storage_writer=ReplicatedWriter(tmp_path, copies=1, overwrite=False))
     assert isinstance(the_cause(raised.value), CheckpointExists)
     assert_same(loaded(tmp_path, "step-1", state()), state(0))
-    dcp.save(state(1), checkpoint_id="step-1", storage_writer=ReplicatedWriter(tmp_path, copies=1, overwrite=True))
+    dcp.save(state(1), checkpoint_id="step-1", storage_writer=ReplicatedWriter(tmp_path, copies=1))
     assert_same(loaded(tmp_path, "step-1", state()), state(1))
 
 

@@ -119,8 +119,11 @@ def test_what_is_saved_over_another_run_replaces_it_in_the_bucket(
     with mock.patch.object(time, "time", return_value=now + 365 * 86400):
         save(ReplicatedWriter(other, ack="object", **where), "run/step-1", 1)
     stop_agent(other)
-    with pytest.warns(ReplicatedCkptWarning, match="checkpoints of other runs"):
-        save(ReplicatedWriter(root, ack="object", overwrite=True, **where), "run/step-1", 2)
+    with (
+        pytest.warns(ReplicatedCkptWarning, match="checkpoints of other runs"),
+        pytest.warns(ReplicatedCkptWarning, match="this save replaces the checkpoint 'run/step-1'"),
+    ):
+        save(ReplicatedWriter(root, ack="object", **where), "run/step-1", 2)
     url, options = where["object_store"], where["storage_options"]
     assert_loads(FsspecReader(f"{url}/run/step-1", **options), None, 2)
     assert_loads(ReplicatedReader(**where), "run/step-1", 2)
@@ -160,7 +163,7 @@ def test_a_checkpoint_in_the_bucket_is_not_overwritten_by_accident(root: Path, w
     writer.wait()
     stop_agent(root)
     shutil.rmtree(root)
-    writer = ReplicatedWriter(root, **where)
+    writer = ReplicatedWriter(root, overwrite=False, **where)
     with pytest.raises(CheckpointException) as raised, pytest.warns(ReplicatedCkptWarning):
         dcp.save(contents(9), checkpoint_id="step-1", storage_writer=writer)
     assert isinstance(raised.value.failures[0][0], CheckpointExists)

@@ -77,6 +77,7 @@ class Printer:
         warnings.showwarning = lambda message, *_args, **_more: self.note(str(message))
         warnings.filterwarnings("ignore", module="torch")
         warnings.filterwarnings("always", category=ReplicatedCkptWarning)
+        warnings.filterwarnings("ignore", ".* this save replaces", ReplicatedCkptWarning)  # --overwrite asks for it
         return self
 
     def __exit__(self, *exc_info: object) -> None:

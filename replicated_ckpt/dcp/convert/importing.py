@@ -47,7 +47,8 @@ def import_checkpoint(
     Args:
         path: a file of `torch.save`; a `.safetensors` file or a directory of them; or a directory with `.metadata` and
             all shards.
-        copies, overwrite, object_store, storage_options: as for ReplicatedWriter.
+        copies, object_store, storage_options: as for ReplicatedWriter.
+        overwrite: replace a checkpoint of this id. Off: it is refused.
         trust_pickles: unpickle a torch file that is refused otherwise (ObjectUnsafe). Its writer can run code.
 
     Raises:

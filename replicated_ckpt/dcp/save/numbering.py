@@ -1,10 +1,11 @@
 """The place of a save in the order of all saves, and whether it goes to the bucket: the coordinator's last decisions."""
 
 import uuid
+from collections.abc import Sequence
 from dataclasses import replace
 
 from replicated_ckpt.agent.state.sequence_floor import SequenceFloor
-from replicated_ckpt.core.lineage import Histories, History, join_replaced, merge_histories, newest_lineage
+from replicated_ckpt.core.lineage import Histories, History, Named, join_replaced, merge_histories, newest_lineage
 from replicated_ckpt.core.upkeep.policy import scope_of
 from replicated_ckpt.dcp.agreement.decision import SaveDecision
 from replicated_ckpt.dcp.agreement.nodes import Opened
@@ -15,6 +16,8 @@ from replicated_ckpt.stores.local.store import LocalStore
 Seen = tuple[str, int] | None
 """The lineage that this process continues, and the largest sequence that it has seen of it."""
 _told: set[tuple[str, frozenset[str]]] = set()
+_replaced_runs: set[str] = set()
+"""Lineages of which this process has replaced a checkpoint that was not its own, and has warned of it."""
 
 
 def assign_sequence(
@@ -36,12 +39,13 @@ def assign_sequence(
     decision, problems = _place_in_lineage(decision, opened.histories, seen)
     decision = replace(decision, replaces=join_replaced(decision.lineage, opened.named))
     if not object_tier.takes(decision.sequence):
-        return decision, [*unreached, *problems]
+        return decision, [*unreached, *problems, *_describe_replaced(decision, opened.replaces, opened.named, seen)]
     found = object_tier.probe(decision.checkpoint_id, replaces=opened.replaces, overwrite=decision.overwrite)
     decision, problems = _place_in_lineage(decision, merge_histories([opened.histories, found.histories]), seen)
     decision = replace(decision, replaces=join_replaced(decision.lineage, [*opened.named, *found.named]))
     if found.problem:
         problems = [*problems, f"{found.problem} The copies on the nodes are made"]
+    problems += _describe_replaced(decision, opened.replaces, [*opened.named, *found.named], seen)
     return replace(decision, upload=found.plan), [*unreached, *problems]
 
 
@@ -73,6 +77,25 @@ def _place_in_lineage(decision: SaveDecision, histories: Histories, seen: Seen) 
     known = histories.get(lineage, History(0)).sequence
     sequence = max(known, seen[1] if seen is not None else 0) + 1
     return replace(decision, lineage=lineage, sequence=sequence), _rivals(decision.checkpoint_id, lineage, histories)
+
+
+def _describe_replaced(decision: SaveDecision, has_files: bool, named: Sequence[Named], seen: Seen) -> list[str]:
+    """In words, once for each run in a process: the save replaces a checkpoint that this process neither loaded nor saved.
+
+    Not where the save may not overwrite: what it replaces then is lost.
+    """
+    own = None if seen is None else seen[0]
+    runs = {one.lineage for one in named} if named or not has_files else {""}
+    others = runs - {own} - _replaced_runs
+    if not others or not decision.overwrite:
+        return []
+    _replaced_runs.update(others)
+    listed = " and ".join(f"run {name!r}" if name else "no run, without a readable manifest" for name in sorted(others))
+    problem = (
+        f"this save replaces the checkpoint {decision.checkpoint_id!r} of {listed}, which this process has neither loaded "
+        "nor saved. To refuse such a save pass overwrite=False; to continue that run load its checkpoint first"
+    )
+    return [problem]
 
 
 def _rivals(checkpoint_id: str, lineage: str, histories: Histories) -> list[str]:

@@ -70,7 +70,9 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
         domain: failure domain of this node (rack, switch, zone); buddies are in different ones where possible.
         on_degraded: when a copy cannot be made during a save: "warn" (ReplicatedCkptWarning) and go on with fewer, or
             "raise" AckNotReached.
-        overwrite: allow a save to an id that exists; the old checkpoint stays loadable until the new one is committed.
+        overwrite: a save to an id that exists replaces that checkpoint, which loads until the new one is committed. A
+            process warns once (ReplicatedCkptWarning) if it replaces one of a run that it neither loaded nor saved.
+            False: such a save is refused with CheckpointExists, unless parts of the old one are lost for good.
         process_group: ranks of the save; None takes the one passed to `dcp.save`.
         object_store: where every checkpoint goes as well, by the nodes' agents: "s3://bucket/prefix", or any URL that
             fsspec knows. `dcp.save` does not wait for it unless ack="object"; `wait` does.
@@ -107,7 +109,7 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
         ack: Ack = "peer",
         domain: str | None = None,
         on_degraded: OnDegraded = "warn",
-        overwrite: bool = False,
+        overwrite: bool = True,
         process_group: "dist.ProcessGroup | None" = None,
         object_store: str | None = None,
         storage_options: Mapping[str, Any] | None = None,

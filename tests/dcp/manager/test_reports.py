@@ -111,7 +111,7 @@ def test_the_functions_are_called_after_commit_and_load(tmp_path: Path) -> None:
 def test_a_save_that_fails_calls_nobody(tmp_path: Path) -> None:
     """What was not committed is not reported as saved."""
     seen: list[SaveReport] = []
-    writer = ReplicatedWriter(tmp_path, on_save=seen.append)
+    writer = ReplicatedWriter(tmp_path, overwrite=False, on_save=seen.append)
     save(writer)
     with pytest.raises(CheckpointException):
         save(writer)  # it exists

@@ -1,5 +1,6 @@
 """A name that is taken: what is not whole for certain gives way to a save, and everything else stays."""
 
+import multiprocessing
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 
 from replicated_ckpt import ReplicatedReader, ReplicatedWriter
 from replicated_ckpt.core.layout import MANIFEST_NAME
-from replicated_ckpt.errors import CheckpointExists, ConfigInvalid, ReplicatedCkptError
+from replicated_ckpt.errors import CheckpointExists, ConfigInvalid, ReplicatedCkptError, ReplicatedCkptWarning
 from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.agents import running_agent
 from tests.agent.checkpoints import checkpointed, held, introduced, shard
@@ -21,7 +22,7 @@ EACH_ITS_OWN = {shard(0): (0,), shard(1): (1,)}
 
 def save(root: Path, checkpoint_id: str = "step-1", value: float = 2.0) -> None:
     state = {"w": torch.full((8,), value)}
-    dcp.save(state, checkpoint_id=checkpoint_id, storage_writer=ReplicatedWriter(root, copies=1))
+    dcp.save(state, checkpoint_id=checkpoint_id, storage_writer=ReplicatedWriter(root, copies=1, overwrite=False))
 
 
 def loaded(root: Path, checkpoint_id: str = "step-1") -> float:
@@ -155,6 +156,34 @@ def test_what_may_lie_in_a_bucket_stays(tmp_path: Path) -> None:
     error = refusal(tmp_path)
     assert isinstance(error, CheckpointExists)
     assert "s3://bucket/run may hold all of it" in error.message
+
+
+@pytest.mark.parametrize("written_by", ["another run", "stock torch"])
+def test_a_process_warns_once_when_it_replaces_what_is_not_its_own(tmp_path: Path, written_by: str) -> None:
+    """The warning names the checkpoint, its run and overwrite=False; the next save over that run's is silent."""
+    store = LocalStore(tmp_path)
+    for number in (1, 2):
+        if written_by == "stock torch":
+            dcp.save({"w": torch.ones(8)}, checkpoint_id=tmp_path / f"step-{number}")
+        else:
+            checkpointed([store], number, {shard(0): (0,)}, copies=1, lineage="b" * 16)
+    writer = ReplicatedWriter(tmp_path, copies=1)
+    named = "no run, without a readable manifest" if written_by == "stock torch" else f"run '{'b' * 16}'"
+    with pytest.warns(ReplicatedCkptWarning, match=f"'step-1' of {named}.*overwrite=False"):
+        dcp.save({"w": torch.full((8,), 3.0)}, checkpoint_id="step-1", storage_writer=writer)
+    dcp.save({"w": torch.full((8,), 4.0)}, checkpoint_id="step-2", storage_writer=writer)
+    dcp.save({"w": torch.full((8,), 5.0)}, checkpoint_id="step-1", storage_writer=writer)
+    assert [loaded(tmp_path, f"step-{number}") for number in (1, 2)] == [5.0, 4.0]
+
+
+def test_a_process_that_has_loaded_a_run_replaces_its_checkpoints_in_silence(tmp_path: Path) -> None:
+    """A job that resumes and passes a step again is not warned of its own run."""
+    process = multiprocessing.get_context("fork").Process(target=save, args=(tmp_path, "step-1", 1.0))
+    process.start()
+    process.join()
+    assert loaded(tmp_path) == 1.0
+    dcp.save({"w": torch.full((8,), 2.0)}, checkpoint_id="step-1", storage_writer=ReplicatedWriter(tmp_path, copies=1))
+    assert loaded(tmp_path) == 2.0
 
 
 @pytest.mark.parametrize(("first", "second"), [("step-1/ema", "step-1"), ("step-1", "step-1/ema")])

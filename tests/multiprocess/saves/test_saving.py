@@ -70,10 +70,10 @@ def test_every_shard_is_on_two_nodes_and_every_node_has_the_metadata(cluster_of:
     assert results.all_warnings == []
 
 
-def test_an_existing_checkpoint_is_replaced_only_on_request(cluster_of: ClusterOf) -> None:
-    """A second save to an id is refused on every rank and changes nothing; overwrite=True replaces the first."""
-    again = call("state.save_fails", kinds=KINDS, checkpoint_id="step-1", seed=1)
-    calls = [save("step-1", seed=0), again, load("step-1"), save("step-1", seed=2, overwrite=True), load("step-1")]
+def test_an_existing_checkpoint_is_replaced_unless_that_is_refused(cluster_of: ClusterOf) -> None:
+    """overwrite=False: a second save to an id fails on every rank and changes nothing. By default it replaces the first."""
+    again = call("state.save_fails", kinds=KINDS, checkpoint_id="step-1", seed=1, overwrite=False)
+    calls = [save("step-1", seed=0), again, load("step-1"), save("step-1", seed=2), load("step-1")]
     cluster = cluster_of(2)
     results = cluster.launch(calls, nodes=[0, 1])
     assert [failure["types"] for failure in results.of(1)] == [["CheckpointExists"]] * 2
