@@ -6,6 +6,7 @@ import io
 import multiprocessing
 import os
 import pickle
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from multiprocessing.synchronize import Barrier
@@ -222,6 +223,30 @@ def test_an_existing_id_is_refused_and_stays(tmp_path: Path) -> None:
     assert_same(loaded(tmp_path, "step-1", state()), state(0))
     dcp.save(state(1), checkpoint_id="step-1", storage_writer=ReplicatedWriter(tmp_path, copies=1))
     assert_same(loaded(tmp_path, "step-1", state()), state(1))
+
+
+@pytest.mark.parametrize("is_sparse", [False, True], ids=["read in place", "read whole"])
+def test_a_planner_that_gives_another_shape_is_named(tmp_path: Path, is_sparse: bool) -> None:
+    """The error names the planner and both shapes, and does not blame a disk: the checkpoint loads with another planner."""
+
+    class Other(dcp.DefaultLoadPlanner):
+        def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+            del read_item
+            return torch.zeros(1)
+
+    saved, found = ({"w": torch.full((3,), value)} for value in (1.0, 0.0))
+    if is_sparse:
+        saved, found = ({"w": each["w"].to_sparse()} for each in (saved, found))
+    dcp.save(saved, checkpoint_id="step-1", storage_writer=ReplicatedWriter(tmp_path, copies=1))
+    reader = ReplicatedReader(tmp_path)
+    with pytest.raises(CheckpointException) as raised:
+        dcp.load(found, checkpoint_id="step-1", storage_reader=reader, planner=Other())
+    error = the_cause(raised.value)
+    assert isinstance(error, ConfigInvalid), error
+    assert re.search(r"Other asked for \(3,\) of 'w', and .* shape \(1,\)", error.message)
+    assert "disk" not in error.hint
+    dcp.load(found, checkpoint_id="step-1", storage_reader=reader)
+    assert found["w"].to_dense().tolist() == [1.0] * 3
 
 
 def test_a_failed_save_leaves_nothing_and_the_old_one_loads(tmp_path: Path) -> None:

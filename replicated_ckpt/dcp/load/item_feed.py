@@ -44,7 +44,8 @@ class Feed:
         """Bytes of the item from `position` on.
 
         Raises:
-            ObjectCorrupt: they are intact and not what the metadata says. And what the planner raises.
+            ObjectCorrupt: they are intact and not what the metadata says. ConfigInvalid: as `target_of`. And what the
+            planner raises.
         """
         if self._stored is not None and self._destination is None and self._gathered is None:
             missing = len(self._stored.head) - len(self._head)
@@ -75,7 +76,7 @@ class Feed:
                 self._gathered = memoryview(bytearray(self._length))
                 self._gathered[: len(self._head)] = self._head
             return
-        self._target = target_of(self._item, self._planner, tuple(self._item.lengths), self._source).detach()
+        self._target = target_of(self._item, self._planner).detach()
         self._destination, self._rows = destination_for(self._target, stored, self._item)
 
     def finish(self) -> None:

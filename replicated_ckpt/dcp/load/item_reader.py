@@ -32,7 +32,7 @@ class ItemReader:
 
         Raises:
             ObjectUnsafe: the object, or a tensor of a class of its own, is not loaded by default. ObjectCorrupt: the item
-            is intact but not what the metadata says. Nothing was given to the planner.
+            is intact but not what the metadata says. ConfigInvalid: as `target_of`. Nothing was given to the planner.
         """
         name = item.storage_index.fqn
         if item.type == LoadItemType.BYTE_IO:
@@ -45,7 +45,10 @@ class ItemReader:
             raise ObjectUnsafe(name, f"shard {source}", exc.keys) from exc
         except (ValueError, RuntimeError) as exc:
             raise ObjectCorrupt(source, "load", name, f"its bytes are intact but no tensor: {exc}") from exc
-        target = target_of(item, planner, tuple(tensor.size()), source)
+        if tuple(tensor.size()) != tuple(item.lengths):
+            shapes = f"it has the shape {tuple(tensor.size())}, the metadata says {tuple(item.lengths)}"
+            raise ObjectCorrupt(source, "load", name, shapes)
+        target = target_of(item, planner)
         with torch.no_grad():
             target.copy_(tensor)  # a sparse or quantized one gets other parts: a detached view would, and not this one
         planner.commit_tensor(item, target.detach())
@@ -59,14 +62,18 @@ class ItemReader:
             return other_tensor(torch.load(io.BytesIO(raw), weights_only=False))
 
 
-def target_of(item: ReadItem, planner: LoadPlanner, shape: tuple[int, ...], source: str) -> torch.Tensor:
-    """The planner's tensor for an item of that shape.
+def target_of(item: ReadItem, planner: LoadPlanner) -> torch.Tensor:
+    """The planner's tensor for an item.
 
     Raises:
-        ObjectCorrupt: it has another shape.
+        ConfigInvalid: it has another shape than the planner asked for.
     """
     target = planner.resolve_tensor(item)
-    if tuple(target.size()) != shape:
-        shapes = f"it has the shape {shape}, the plan asks for {tuple(target.size())}"
-        raise ObjectCorrupt(source, "load", item.storage_index.fqn, shapes)
+    name, asked, given = item.storage_index.fqn, tuple(item.lengths), tuple(target.size())
+    if given != asked:
+        raise ConfigInvalid(
+            f"The planner {type(planner).__qualname__} asked for {asked} of {name!r}, and its resolve_tensor returned a "
+            f"tensor of the shape {given}.",
+            "Correct the planner: its resolve_tensor must return the shape read_item.lengths. The checkpoint is intact.",
+        )
     return target
