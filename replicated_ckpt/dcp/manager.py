@@ -4,8 +4,7 @@ import contextlib
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from operator import index
-from typing import Any, Self
+from typing import Any, Self, SupportsIndex
 
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import LoadPlanner
@@ -23,7 +22,7 @@ from replicated_ckpt.dcp.runtime.failures import describe_failure
 from replicated_ckpt.dcp.save.bucket import WAIT_TIMEOUT_S
 from replicated_ckpt.dcp.save.report import SaveReport
 from replicated_ckpt.dcp.save_callback import SaveCallback
-from replicated_ckpt.dcp.steps import StepNotes, find_step, id_of, notes_of, notes_of_rank, step_of
+from replicated_ckpt.dcp.steps import StepNotes, check_step, find_step, id_of, notes_of, notes_of_rank, step_of
 from replicated_ckpt.dcp.tiered_checkpoints import TieredCheckpoints
 from replicated_ckpt.errors import CheckpointNotFound, ConfigInvalid, ManagerClosed, ReplicatedCkptError
 
@@ -147,25 +146,22 @@ class CheckpointManager:
 
     # Saving ------------------------------------------------------------------------------------------------------
 
-    def should_save(self, step: int) -> bool:
+    def should_save(self, step: SupportsIndex) -> bool:
         """Whether to save after this step. To be asked once at the end of each step, by all ranks: they agree here.
 
         True at each multiple of `every`, and once after a signal of `preempt_on` at any rank.
 
         Raises:
-            ConfigInvalid: the step is no whole number.
+            ConfigInvalid: the step is no whole number from 0.
         """
         self._check_open("should_save")
         is_news = self._preemption.agree() and not self._announced
         self._announced = self._announced or is_news
-        try:
-            return is_news or index(step) % self.config.every == 0
-        except TypeError as exc:
-            raise ConfigInvalid(f"step must be a whole number from 0, not {step!r}.") from exc
+        return is_news or check_step(step) % self.config.every == 0
 
     def save(
         self,
-        step: int,
+        step: SupportsIndex,
         state: Mapping[str, Any],
         *,
         metrics: Mapping[str, Any] | None = None,
@@ -186,7 +182,7 @@ class CheckpointManager:
 
     def async_save(
         self,
-        step: int,
+        step: SupportsIndex,
         state: Mapping[str, Any],
         *,
         metrics: Mapping[str, Any] | None = None,
@@ -210,7 +206,7 @@ class CheckpointManager:
         self._checkpoints.writer.hold_until_copied()
 
     def _prepare(
-        self, call: str, step: int, metrics: Mapping[str, Any] | None, metadata: Mapping[str, Any] | None
+        self, call: str, step: SupportsIndex, metrics: Mapping[str, Any] | None, metadata: Mapping[str, Any] | None
     ) -> tuple[str, Mapping[str, Any]]:
         """The id and the notes of the next save, once the one before has ended. Rank 0's notes count."""
         self._check_open(call)
@@ -240,7 +236,7 @@ class CheckpointManager:
     # Restoring ---------------------------------------------------------------------------------------------------
 
     def restore(
-        self, state: dict[str, Any], step: int | None = None, *, planner: LoadPlanner | None = None
+        self, state: dict[str, Any], step: SupportsIndex | None = None, *, planner: LoadPlanner | None = None
     ) -> int | None:
         """Loads a checkpoint into `state`, as `dcp.load` does; returns its step. None: there is no checkpoint at all.
 
@@ -284,14 +280,14 @@ class CheckpointManager:
         self._check_open("all_steps")
         return tuple(sorted(self._list_steps()))
 
-    def notes(self, step: int) -> StepNotes:
+    def notes(self, step: SupportsIndex) -> StepNotes:
         """What was kept with a step that can be restored: when it was saved, `metrics` and `metadata`.
 
         Raises:
             CheckpointNotFound: there is no such step. ShardLost, StoreUnavailable: as `all_steps`.
         """
         self._check_open("notes")
-        id_of(step)
+        step = check_step(step)
         found = self._list_steps().get(step)
         if found is None:
             raise CheckpointNotFound(f"There is no step {step} to be restored.", "all_steps() lists those there are.")
@@ -310,7 +306,7 @@ class CheckpointManager:
         best = find_best(ranked, policy)
         return None if best is None else find_step(best.checkpoint_id)
 
-    def delete(self, step: int) -> bool:
+    def delete(self, step: SupportsIndex) -> bool:
         """Removes a step from every node of this job and from the bucket; False: there is none. May be called again.
 
         It is not brought back by re-protection, and may be saved again. A node that took part in saving it and has no

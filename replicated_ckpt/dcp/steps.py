@@ -3,7 +3,8 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from operator import index
+from typing import Any, SupportsIndex
 
 import torch.distributed as dist
 
@@ -12,11 +13,24 @@ from replicated_ckpt.dcp.find.listing import Listed
 from replicated_ckpt.errors import ConfigInvalid
 
 
-def id_of(step: int) -> str:
-    """Raises ConfigInvalid: no whole number from 0."""
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+def check_step(step: SupportsIndex) -> int:
+    """The step as an int: numpy's integers and tensors of one integer are steps, too.
+
+    Raises:
+        ConfigInvalid: it is no whole number from 0.
+    """
+    try:
+        number = index(step)
+    except (TypeError, RuntimeError) as exc:  # a tensor on the meta device has no number
+        raise ConfigInvalid(f"step must be a whole number from 0, not {step!r}.") from exc
+    if isinstance(step, bool) or number < 0:
         raise ConfigInvalid(f"step must be a whole number from 0, not {step!r}.")
-    return f"step-{step}"
+    return number
+
+
+def id_of(step: SupportsIndex) -> str:
+    """Raises ConfigInvalid: as `check_step`."""
+    return f"step-{check_step(step)}"
 
 
 def find_step(checkpoint_id: str) -> int | None:

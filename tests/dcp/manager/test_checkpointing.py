@@ -9,6 +9,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -197,7 +198,20 @@ def test_arguments_that_cannot_work_are_refused(tmp_path: Path, arguments: dict[
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-@pytest.mark.parametrize("step", [-1, True, 1.0])
+@pytest.mark.parametrize("step", [np.int64(2), torch.tensor(2), torch.tensor(2, dtype=torch.int32)])
+def test_a_step_may_be_an_integer_of_numpy_or_torch(tmp_path: Path, step: Any) -> None:
+    """Schedulers and trainers count in these; the manager gives the step back as an int."""
+    found = state(0)
+    with CheckpointManager(tmp_path, every=2) as manager:
+        assert manager.should_save(step)
+        manager.save(step, state(2), metrics={"loss": 1.0})
+        assert manager.restore(found, step) == 2
+        assert (type(manager.all_steps()[0]), manager.notes(step).step) == (int, 2)
+        assert manager.best_step("loss") == 2
+    assert found["step"] == 2
+
+
+@pytest.mark.parametrize("step", [-1, True, 1.0, np.float64(1.0), torch.tensor([1, 2]), torch.tensor(1.0)])
 def test_a_step_is_a_whole_number(tmp_path: Path, step: Any) -> None:
     """What could not be restored by its number is not saved."""
     with CheckpointManager(tmp_path) as manager, pytest.raises(ConfigInvalid, match="step"):
