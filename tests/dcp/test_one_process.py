@@ -268,6 +268,25 @@ def test_a_failed_save_leaves_nothing_and_the_old_one_loads(tmp_path: Path) -> N
     assert_same(loaded(tmp_path, "step-1", state()), state(2))
 
 
+@pytest.mark.parametrize("number", [errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP])
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_a_mount_that_takes_no_modes_is_saved_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, umask: int
+) -> None:
+    """A file that fewer users may read than could is no reason to lose a checkpoint."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fchmod", refuse)
+    before = os.umask(umask)
+    try:
+        dcp.save(state(1), checkpoint_id="step-1", storage_writer=ReplicatedWriter(tmp_path, copies=1))
+    finally:
+        os.umask(before)
+    assert_same(loaded(tmp_path, "step-1", state()), state(1))
+
+
 def test_a_disk_that_fills_up_is_named_whatever_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also while torch itself writes a tensor: the error is of the shard, and says what to do."""
     real, left = durable.write_vector, [6 << 20]

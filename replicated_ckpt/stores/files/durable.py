@@ -26,7 +26,7 @@ _HINT_BY_ERRNO = {
     ),
     **dict.fromkeys(
         (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP),
-        "The file system there cannot do that: pass a root on one with locks, as ext4 or XFS.",
+        "The file system there cannot do that: pass a root on one with locks and file modes, as ext4 or XFS.",
     ),
     errno.ESTALE: "The shared file system has lost it: mount it again. A root belongs on the node's own disk.",
     errno.EMFILE: "This process has too many open files: raise `ulimit -n`.",
@@ -43,6 +43,8 @@ _QUOTA_HINT = (
 )
 SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 """What the system says that opens no file at all now, for want of descriptors or memory."""
+NOT_OFFERED = (errno.EPERM, errno.EACCES, errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+"""What mounts answer a call that they do not offer, as flock or fchmod; NFS locks no directory with EBADF."""
 _REFUSALS = (errno.EACCES, errno.EPERM, errno.ESTALE, *SHORTAGES)
 
 
@@ -178,7 +180,7 @@ def write_file(path: Path, data: bytes, mode: int = 0o644, *, is_flushed: bool =
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
     try:
         with closing_fd(fd):
-            os.fchmod(fd, mode)
+            set_mode(fd, mode)
             write_all(fd, data)
             if is_flushed:
                 os.fsync(fd)
@@ -188,6 +190,23 @@ def write_file(path: Path, data: bytes, mode: int = 0o644, *, is_flushed: bool =
         raise
     if is_flushed:
         fsync_directory(path.parent)
+
+
+def set_mode(fd: int, mode: int) -> None:
+    """Gives a new file its mode, whatever the umask. A mount that takes none may leave it open to fewer users.
+
+    Raises:
+        OSError: the mount takes none, and the file is open to more users than `mode` allows.
+    """
+    try:
+        os.fchmod(fd, mode)
+    except OSError as exc:
+        found = stat.S_IMODE(os.fstat(fd).st_mode)
+        if exc.errno not in NOT_OFFERED:
+            raise
+        if found & ~mode:
+            problem = f"fchmod to {mode:04o} is refused ({exc.strerror}), and the file has the mode {found:04o}"
+            raise OSError(errno.EOPNOTSUPP, problem) from exc
 
 
 def remove_broken_off_writes(directory: Path) -> None:

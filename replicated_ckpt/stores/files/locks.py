@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Protocol, Self
 
 from replicated_ckpt.errors import StoreUnavailable
-from replicated_ckpt.stores.files.durable import translate_errors
+from replicated_ckpt.stores.files.durable import NOT_OFFERED, translate_errors
 from replicated_ckpt.stores.files.existence import is_directory
 
 LOCK_TIMEOUT_S = 120.0
@@ -88,11 +88,15 @@ class HeldLock:
                 raise _held_for_too_long(path, now - began)
 
     def try_take(self, *, shared: bool = False) -> bool:
-        """Takes the lock, or returns False if another process holds it now."""
+        """Takes the lock, or returns False if another process holds it now. Raises OSError, ENOLCK where there are none."""
         try:
             fcntl.flock(self.fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
+        except OSError as exc:
+            if exc.errno not in NOT_OFFERED:
+                raise
+            raise OSError(errno.ENOLCK, f"flock is refused ({exc.strerror})") from exc
         return True
 
     def __enter__(self) -> Self:

@@ -10,7 +10,14 @@ from replicated_ckpt import failpoints
 from replicated_ckpt.core.integrity.checksum import BlockTable
 from replicated_ckpt.errors import SaveAborted
 from replicated_ckpt.stores.files.direct import is_worthwhile, switch_direct_io, write_direct
-from replicated_ckpt.stores.files.durable import fsync_directory, is_full, read_exactly, translate_errors, write_vector
+from replicated_ckpt.stores.files.durable import (
+    fsync_directory,
+    is_full,
+    read_exactly,
+    set_mode,
+    translate_errors,
+    write_vector,
+)
 from replicated_ckpt.stores.files.shortage import translate_read_errors
 from replicated_ckpt.stores.local.store import PART_SUFFIX
 from replicated_ckpt.stores.local.versions.recycled import RecycledFiles
@@ -62,7 +69,7 @@ class FileSink:
                 raise SaveAborted(f"The save that {path} belongs to is not open any more.") from exc
             sink = cls(path, fd, recycled, is_recycled=taken is not None)
             try:
-                os.fchmod(fd, 0o640)  # whatever the umask: who may come this far is said by the directories
+                set_mode(fd, 0o640)  # whatever the umask: who may come this far is said by the directories
                 sink.is_direct = wants_direct and switch_direct_io(fd, on=True)
             except OSError:
                 sink.discard()

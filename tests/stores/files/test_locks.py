@@ -97,15 +97,19 @@ def test_a_lock_that_was_not_taken_is_not_left_behind(tmp_path: Path, monkeypatc
     os.close(fd)
 
 
-def test_a_file_system_without_locks_is_an_error_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As NFS without its lock daemon is. The descriptor is given back."""
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EPERM, errno.EBADF, errno.EINVAL])
+def test_a_file_system_without_locks_is_an_error_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """As NFS without its lock daemon is, or a mount that refuses flock: the hint is about locks, and no permission."""
 
     def refuse(*_: object) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+        raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    with pytest.raises(StoreError, match="No locks available"):
+    with pytest.raises(StoreError, match=f"flock is refused .{os.strerror(number)}") as raised:
         FileLock.take(tmp_path / "lock")
+    assert "pass a root on one with locks" in raised.value.hint
     assert open_below(tmp_path) == []
 
 

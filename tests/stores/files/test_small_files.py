@@ -6,12 +6,13 @@ import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from replicated_ckpt import failpoints
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
-from replicated_ckpt.errors import SaveAborted, StoreFull
+from replicated_ckpt.errors import SaveAborted, StoreError, StoreFull
 from replicated_ckpt.stores.files import durable
 from replicated_ckpt.stores.local.shard_file import FileSink
 from replicated_ckpt.stores.local.store import LocalStore
@@ -80,3 +81,19 @@ def test_what_is_flushed_later_may_have_another_name_by_then(tmp_path: Path, mon
     flush()
     durable.flush_later(first)()
     assert flushed == [final.stat().st_ino]
+
+
+def test_a_secret_is_not_written_where_others_could_read_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mount that refuses fchmod and gives every file the mode 0755, as FAT: no file of the mode 0600 is left there."""
+    path = tmp_path / "token"
+    real = os.open
+    refused = mock.Mock(side_effect=OSError(errno.EPERM, os.strerror(errno.EPERM)))
+    monkeypatch.setattr(os, "fchmod", refused)
+    monkeypatch.setattr(os, "open", lambda at, flags, mode=0o777, **more: real(at, flags, mode | 0o755, **more))
+    with (
+        pytest.raises(StoreError, match="fchmod to 0600 is refused") as raised,
+        durable.translate_errors("/nvme", "write", "token"),
+    ):
+        durable.write_file(path, b"secret", 0o600)
+    assert "file modes" in raised.value.hint
+    assert list(tmp_path.iterdir()) == []
