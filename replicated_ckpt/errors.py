@@ -42,7 +42,9 @@ class CheckpointIdMismatch(ReplicatedCkptError):
     """Ranks passed different checkpoint ids to one save or load; nothing was written or read."""
 
     default_hint = (
-        "Derive the id from the step, or draw it on rank 0 and broadcast it; a timestamp taken on each rank differs."
+        "A timestamp that each rank takes differs. Derive the id from the step, or broadcast rank 0's: `ids = "
+        "[checkpoint_id]; dist.broadcast_object_list(ids, src=0)`. Saves take it by ReplicatedWriter(checkpoint_id_from="
+        '"coordinator").'
     )
 
     def __init__(self, id_by_rank: Mapping[int, str]) -> None:

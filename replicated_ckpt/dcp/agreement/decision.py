@@ -24,7 +24,10 @@ from replicated_ckpt.wording import plural
 
 STAYS = ("nodes", "node_by_rank", "placement")
 """Fields of a decision that are nearly always those of the save before: all that grows with the number of nodes."""
-_NAME_IT = 'Pass dcp.save(..., checkpoint_id="step-10"), say. The deprecated save_state_dict takes none.'
+_NAME_IT = (
+    'Pass dcp.save(..., checkpoint_id="step-10"), say. Where other code calls it, as _Checkpointer does, call '
+    'writer.reset("step-10") before. The deprecated save_state_dict takes no id.'
+)
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,10 @@ _consumed: dict[tuple[str, int], list[str | None]] = {}
 _posted: dict[str, str] = {}
 """Nonce of this process's last post in a load, by process group."""
 
-_NAME_IT = 'Pass dcp.load(..., checkpoint_id="step-10") or "latest", say. The deprecated load_state_dict takes none.'
+_NAME_IT = (
+    'Pass dcp.load(..., checkpoint_id="step-10") or "latest", say. Where other code calls it, as load_state_dict or '
+    '_Checkpointer does, call reader.reset("step-10") before.'
+)
 
 
 class AgreedError(Exception):

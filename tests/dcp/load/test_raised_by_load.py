@@ -64,6 +64,7 @@ def test_a_load_without_an_id_ends_at_once_with_one_error(tmp_path: Path, stopwa
         assert isinstance(error, ConfigInvalid)
         assert "no checkpoint_id" in error.message
         assert "dcp.load(..., checkpoint_id=" in error.hint
+        assert 'reader.reset("step-10")' in error.hint
 
 
 def test_metadata_is_read_by_one_rank_of_a_running_group(tmp_path: Path, stopwatch: Stopwatch) -> None:

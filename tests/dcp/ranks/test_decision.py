@@ -37,10 +37,12 @@ def test_ranks_of_one_store_are_one_node() -> None:
 
 
 def test_differing_ids_are_listed_by_rank() -> None:
-    """The error says who said what."""
+    """The error says who said what, and how ranks come to one id."""
     with pytest.raises(CheckpointIdMismatch, match="rank 1: 'step-2'") as raised:
         decide([post("a"), replace(post("b"), checkpoint_id="step-2")], 2, "0" * 32)
     assert raised.value.id_by_rank == {0: "step-1", 1: "step-2"}
+    for cure in ("dist.broadcast_object_list(ids, src=0)", 'ReplicatedWriter(checkpoint_id_from="coordinator")'):
+        assert cure in raised.value.hint
 
 
 @pytest.mark.parametrize(
