@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from replicated_ckpt import Converted, KeyRules, export_checkpoint, import_checkpoint
+from replicated_ckpt import Converted, KeyRules, ReplicatedWriter, export_checkpoint, import_checkpoint
 from replicated_ckpt.cli.convert.conversion import Printer, describe
 from replicated_ckpt.cli.main import main
 from replicated_ckpt.core.chunk import Chunk
@@ -84,6 +84,18 @@ def test_safetensors_are_read_by_their_own_package(saved: Saved, tmp_path: Path)
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in wanted.values())
     for tensors in files.values():
         assert len(tensors) == 1 or sum(tensor.nbytes for tensor in tensors.values()) <= 200
+
+
+def test_what_safetensors_cannot_hold_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It has the number of entries and the first names, however many there are."""
+    state = {"w": torch.ones(2), **{f"counter{number}": number for number in range(9)}}
+    writer = ReplicatedWriter(tmp_path / "node", copies=1)
+    dcp.save(state, checkpoint_id="step-1", storage_writer=writer)
+    command = ["export", "step-1", "--root", str(tmp_path / "node"), "--to", "safetensors", str(tmp_path / "out")]
+    assert main(command) == 0
+    told = [line for line in capsys.readouterr().err.splitlines() if "counter" in line]
+    names = "counter0, counter1, counter2, counter3 and 5 more"
+    assert told == [f"export: left out 9 entries without a tensor, which safetensors files cannot hold: {names}"]
 
 
 def test_a_dcp_directory_is_read_by_stock_torch(saved: Saved, tmp_path: Path) -> None:

@@ -7,8 +7,10 @@ from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.root import open_store
 from replicated_ckpt.cli.sigterm import stop_on_sigterm
 from replicated_ckpt.errors import ConfigInvalid
+from replicated_ckpt.wording import list_some, plural
 
 HELP = "Write one checkpoint as a torch file, as safetensors, or as a plain DCP directory."
+_SKIPPED_SHOWN_MAX = 4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,7 +61,8 @@ def run(arguments: argparse.Namespace) -> int:
             trust_pickles=arguments.trust_pickles,
             progress=printer.show,
         )
-    for key in done.skipped:
-        printer.note(f"skipped, as it is no tensor: {key}")
+    if done.skipped:
+        entries, names = plural(len(done.skipped), "entry"), list_some(done.skipped, _SKIPPED_SHOWN_MAX)
+        printer.note(f"left out {entries} without a tensor, which {arguments.format} files cannot hold: {names}")
     print(f"{done.checkpoint_id}: {describe(done)} written to {done.place} and read back")
     return ExitCode.OK
