@@ -57,6 +57,9 @@ def test_a_table_with_header_and_totals(tmp_path: Path) -> None:
     assert by_id["final"]["step"] is None
     assert (by_id["run/step-100"]["copies_seen"], by_id["run/step-100"]["copies_wanted"]) == (2, 2)
     assert by_id["run/step-100"]["nodes"] == sorted(store.node_id() for store in nodes)
+    assert {node["node_id"]: node["host"] for node in found["nodes"]} == {
+        store.node_id(): f"host{index}" for index, store in enumerate(nodes)
+    }
 
 
 def test_a_node_without_an_identity_is_this_node(tmp_path: Path) -> None:
@@ -98,7 +101,7 @@ def test_what_retention_removes_meanwhile_is_not_called_damaged(
 
 
 def test_a_node_that_is_not_reached_is_named(tmp_path: Path) -> None:
-    """With its agent gone: 2 copies, 1 seen, which node, in one short line why, and what to do; `verify` says the same."""
+    """With its agent gone: 1 of 2 copies seen, which node, why in one short line, and what to do; so does `verify`."""
     nodes = stores(tmp_path, 2)
     checkpointed(nodes, 1, PAIR)
     with agents(nodes, *PATIENT):
@@ -106,7 +109,7 @@ def test_a_node_that_is_not_reached_is_named(tmp_path: Path) -> None:
     gone = nodes[1].node_id()
     done = command("ls", "--root", nodes[0].root)
     assert done.returncode == ExitCode.OK
-    assert "2 copies, 1 seen: host1 not reached" in line_of(done.stdout, "step-1")
+    assert "1 of 2 copies seen: host1 not reached" in line_of(done.stdout, "step-1")
     assert f"host1 (node {gone}): not reached: no agent runs there (asked at 127.0.0.1:" in done.stdout
     assert "--start-agents" in done.stdout
     assert "if host1 never comes back: run the job with a new node in its place, which gets the copies" in done.stdout
@@ -117,7 +120,7 @@ def test_a_node_that_is_not_reached_is_named(tmp_path: Path) -> None:
     assert [node["is_reached"] for node in found["nodes"] if node["node_id"] == gone] == [False]
     done = command("verify", "--root", nodes[0].root)
     assert done.returncode == ExitCode.UNREACHABLE
-    assert "step-1: 2 copies, 1 seen: host1 not reached" in done.stdout
+    assert "step-1: 1 of 2 copies seen: host1 not reached" in done.stdout
     last = done.stdout.splitlines()[-1]
     assert last.endswith("all that was read is as it was saved; 1 node did not answer"), last
     assert code == ExitCode.OK
@@ -205,7 +208,7 @@ def test_a_damaged_manifest_is_a_line(tmp_path: Path) -> None:
     (nodes[0].root / "step-3" / ".manifest.json").write_bytes(b"\xff\n")
     done = command("ls", "--root", nodes[0].root)
     assert done.returncode == ExitCode.OK, done.stderr
-    assert "1 of 2" in line_of(done.stdout, "step-1") or "2 copies, 1 seen" in line_of(done.stdout, "step-1")
+    assert "1 of 2" in line_of(done.stdout, "step-1")
     assert "manifest damaged" in line_of(done.stdout, "step-2")
     assert "manifest damaged" in line_of(done.stdout, "step-3")
     assert "2 with a damaged manifest" in done.stdout

@@ -5,6 +5,7 @@ import json
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict
+from typing import Any
 
 from replicated_ckpt.agent.peers.watch import describe_silence
 from replicated_ckpt.cli.exit_codes import ExitCode
@@ -85,12 +86,11 @@ def list_bucket(target: ObjectTarget) -> Sequence[BucketSave]:
 
 
 def _print_json(store: LocalStore, seen: NodesSeen, rows: Sequence[CheckpointSeen]) -> None:
-    nodes = [
-        {"node_id": node, "host": seen.addresses[node].host if node in seen.addresses else "", "is_reached": True}
-        for node in sorted(seen.held)
+    nodes: list[dict[str, Any]] = [
+        {"node_id": node, "host": seen.hosts.get(node, ""), "is_reached": True} for node in sorted(seen.held)
     ]
     nodes += [
-        {"node_id": node, "host": seen.addresses[node].host, "is_reached": False, "error": describe_silence(error)}
+        {"node_id": node, "host": seen.hosts.get(node, ""), "is_reached": False, "error": describe_silence(error)}
         for node, error in sorted(seen.unreached.items())
     ]
     staged = [asdict(save) for save in list_staged_saves(store)]

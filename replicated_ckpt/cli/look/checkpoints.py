@@ -102,7 +102,7 @@ class CheckpointSeen:
             removed = f"; removed on {seen.list_names(self.removed_on)}" if self.removed_on else ""
             return f"{plural(len(self.missing), 'file')} {'lost' if self.state == LOST else 'not seen'}{why}{removed}"
         if self.state == SHORT:
-            return f"{self.copies_wanted} copies, {self.copies_seen} seen{why}"
+            return f"{self.copies_seen} of {self.copies_wanted} copies seen{why}"
         few = f", as there {'is' if seen.nodes_known == 1 else 'are'} {plural(seen.nodes_known, 'node')}"
         return f"{self.copies_seen} of {self.copies_wanted}" + (few + why if self.has_few_nodes else "")
 

@@ -60,8 +60,8 @@ class NodesSeen:
         return tuple(address for node, address in self.addresses.items() if node not in self.unreached)
 
     @cached_property
-    def names(self) -> Mapping[str, str]:
-        """What people call each node: its host, and its id where several nodes share one.
+    def hosts(self) -> Mapping[str, str]:
+        """The host of each node.
 
         A name in the address book goes before what a manifest says, which any peer can have written; an IP does not.
         """
@@ -69,9 +69,13 @@ class NodesSeen:
         hosts = dict(said)
         for manifest in sorted(self.manifests.values(), key=lambda manifest: manifest.created_unix_s):
             hosts |= {node.node_id: one_line(node.host, _HOST_CHARS_MAX) for node in manifest.nodes if node.host}
-        hosts |= {node: host for node, host in said.items() if not _is_ip(host)}
-        shared = [host for host in hosts.values() if host]
-        return {node: host if shared.count(host) == 1 else f"{host}/{node}" for node, host in hosts.items()}
+        return hosts | {node: host for node, host in said.items() if not _is_ip(host)}
+
+    @cached_property
+    def names(self) -> Mapping[str, str]:
+        """What people call each node: its host, and its id where several nodes share one."""
+        shared = [host for host in self.hosts.values() if host]
+        return {node: host if shared.count(host) == 1 else f"{host}/{node}" for node, host in self.hosts.items()}
 
     @property
     def nodes_known(self) -> int:
