@@ -37,7 +37,8 @@ def saved_unseen(root: Path, where: Mapping[str, Any], moto: Server) -> Iterator
     with faulty_bucket(moto) as proxy, warnings.catch_warnings():
         warnings.simplefilter("ignore", ReplicatedCkptWarning)
         proxy.away()
-        writer = ReplicatedWriter(root, **{**where, "storage_options": proxy.storage_options()})
+        options = {**where, "storage_options": proxy.storage_options(), "overwrite": False}
+        writer = ReplicatedWriter(root, **options)
         dcp.save(contents(2), checkpoint_id="step-1", storage_writer=writer)
         proxy.back()
         yield writer
