@@ -4,9 +4,11 @@ import os
 import re
 import signal
 from dataclasses import dataclass
-from typing import Literal, get_args
+from operator import index
+from typing import Literal, SupportsIndex, get_args
 
 from replicated_ckpt.environment import (
+    AGENT_ENV_PREFIX,
     DIRECT_IO_ENV,
     PORT_ENV,
     TLS_CERT_ENV,
@@ -57,9 +59,20 @@ def check_callable(name: str, value: object) -> None:
         raise ConfigInvalid(f"{name} must be a function, not {value!r}.")
 
 
-def _check_number(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigInvalid(f"{name} must be a whole number from 1, not {value!r}.")
+def check_number(name: str, value: SupportsIndex, least: int = 1, most: int | None = None) -> int:
+    """The number as an int: numpy's integers and tensors of one integer are numbers, too.
+
+    Raises:
+        ConfigInvalid: it is no whole number from `least` to `most`.
+    """
+    try:
+        number = index(value)
+    except (TypeError, RuntimeError):  # a tensor on the meta device has no number
+        number = least - 1
+    if isinstance(value, bool) or number < least or (most is not None and number > most):
+        bounds = f"from {least}" if most is None else f"from {least} to {most}"
+        raise ConfigInvalid(f"{name} must be a whole number {bounds}, not {value!r}.")
+    return number
 
 
 def check_direct_io(mode: str | None) -> DirectIO:
@@ -113,9 +126,9 @@ class Retention:
             raise ConfigInvalid(f"Retention(keep_best=...) must be the name of a metric, not {self.keep_best!r}.")
         if self.best_is not in get_args(BestIs):
             raise ConfigInvalid(f"Retention(best_is=...) must be one of {get_args(BestIs)}, not {self.best_is!r}.")
-        _check_number("Retention(keep_last=...)", self.keep_last)
+        object.__setattr__(self, "keep_last", check_number("Retention(keep_last=...)", self.keep_last))
         if self.keep_every is not None:
-            _check_number("Retention(keep_every=...)", self.keep_every)
+            object.__setattr__(self, "keep_every", check_number("Retention(keep_every=...)", self.keep_every))
 
 
 @dataclass(frozen=True)
@@ -141,9 +154,9 @@ class WriterConfig:
     overlap: bool = False
 
     def __post_init__(self) -> None:
-        copies, domain = self.copies, self.domain
-        if isinstance(copies, bool) or not isinstance(copies, int) or not 1 <= copies <= _COPIES_MAX:
-            raise ConfigInvalid(f"copies must be a whole number from 1 to {_COPIES_MAX}, not {copies!r}.")
+        domain = self.domain
+        object.__setattr__(self, "copies", check_number("copies", self.copies, most=_COPIES_MAX))
+        object.__setattr__(self, "object_every", check_number("object_every", self.object_every))
         for name, choice, choices in (
             ("ack", self.ack, Ack),
             ("on_degraded", self.on_degraded, OnDegraded),
@@ -151,7 +164,6 @@ class WriterConfig:
         ):
             if choice not in get_args(choices):
                 raise ConfigInvalid(f"{name} must be one of {get_args(choices)}, not {choice!r}.")
-        _check_number("object_every", self.object_every)
         if domain is not None and (not isinstance(domain, str) or not domain):
             raise ConfigInvalid(f"domain must be a name such as a rack's, not {domain!r}.")
         switch, retention = (bool, "True or False"), (Retention | None, "a Retention, Retention(keep_last=3) say")
@@ -227,8 +239,8 @@ class ManagerConfig:
     spill_every: int = 1
 
     def __post_init__(self) -> None:
-        _check_number("every", self.every)
-        _check_number("spill_every", self.spill_every)
+        for name in ("every", "spill_every"):
+            object.__setattr__(self, name, check_number(name, getattr(self, name)))
         names: object = self.preempt_on
         if not isinstance(names, tuple) or not set(names) <= set(signal.Signals.__members__) - {"SIGKILL", "SIGSTOP"}:
             raise ConfigInvalid(
@@ -283,14 +295,16 @@ class AgentConfig:
         paces = ("copy_mib_per_s", "scrub_mib_per_s", "upload_mib_per_s")
         for name in (*paces, "lost_after_s", "away_after_s", "scrub_every_s", "round_every_s", "drain_s"):
             if getattr(self, name) is not None and not getattr(self, name) > 0:
-                raise ConfigInvalid(f"{name} must be positive, not {getattr(self, name)}.")
+                raise ConfigInvalid(f"{_with_variable(name)} must be positive, not {getattr(self, name)}.")
         for name in ("scrub_every_s", "round_every_s"):
             if getattr(self, name) > _PAUSE_S_MAX:
-                raise ConfigInvalid(f"{name} may be {_PAUSE_S_MAX:g} at most, not {getattr(self, name):g}.")
+                raise ConfigInvalid(
+                    f"{_with_variable(name)} may be {_PAUSE_S_MAX:g} at most, not {getattr(self, name):g}."
+                )
         if not 0 <= self.nice <= NICE_MAX:
-            raise ConfigInvalid(f"nice (or REPLICATED_CKPT_AGENT_NICE) must be 0 to {NICE_MAX}, not {self.nice}.")
+            raise ConfigInvalid(f"{_with_variable('nice')} must be 0 to {NICE_MAX}, not {self.nice}.")
         if self.drain_s > DRAIN_S:
-            problem = f"drain_s may be {DRAIN_S:g} at most, not {self.drain_s:g}"
+            problem = f"{_with_variable('drain_s')} may be {DRAIN_S:g} at most, not {self.drain_s:g}"
             raise ConfigInvalid(f"{problem}: a rank that begins a save meanwhile waits no longer for the agent's end.")
         if bool(self.tls_cert) != bool(self.tls_key):
             raise ConfigInvalid(
@@ -298,3 +312,8 @@ class AgentConfig:
             )
         object.__setattr__(self, "direct_io", check_direct_io(self.direct_io))
         object.__setattr__(self, "root", check_root(self.root))
+
+
+def _with_variable(option: str) -> str:
+    """An option of the agent, with the variable that sets it for agents that ranks start."""
+    return f"{option} (or {AGENT_ENV_PREFIX}{option.upper()})"

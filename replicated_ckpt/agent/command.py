@@ -12,7 +12,14 @@ from replicated_ckpt.agent.process import Agent
 from replicated_ckpt.agent.requests.worker_thread import give_way_as_session
 from replicated_ckpt.agent.state.log_file import BoundedLog
 from replicated_ckpt.config import AgentConfig, DirectIO
-from replicated_ckpt.environment import DIRECT_IO_ENV, PLAIN_ENV, PORT_ENV, TLS_CERT_ENV, TLS_KEY_ENV
+from replicated_ckpt.environment import (
+    AGENT_ENV_PREFIX,
+    DIRECT_IO_ENV,
+    PLAIN_ENV,
+    PORT_ENV,
+    TLS_CERT_ENV,
+    TLS_KEY_ENV,
+)
 from replicated_ckpt.stores.files.ownership import GROUP_ENV
 from replicated_ckpt.stores.local.store import LocalStore
 
@@ -65,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_number(parser: argparse.ArgumentParser, option: str, said: str, kind: type[float | int] = float) -> None:
     """An option that is of the environment if it is not given, which agents that ranks start inherit, else the usual."""
     name = option.removeprefix("--").replace("-", "_")
-    variable = f"REPLICATED_CKPT_AGENT_{name.upper()}"
+    variable = f"{AGENT_ENV_PREFIX}{name.upper()}"
 
     def parse(text: str) -> float:
         try:

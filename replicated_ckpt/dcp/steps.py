@@ -3,11 +3,11 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from operator import index
 from typing import Any, SupportsIndex
 
 import torch.distributed as dist
 
+from replicated_ckpt.config import check_number
 from replicated_ckpt.core.notes import RefusedNotes, encode_notes, metrics_of
 from replicated_ckpt.dcp.find.listing import Listed
 from replicated_ckpt.errors import ConfigInvalid
@@ -19,13 +19,7 @@ def check_step(step: SupportsIndex) -> int:
     Raises:
         ConfigInvalid: it is no whole number from 0.
     """
-    try:
-        number = index(step)
-    except (TypeError, RuntimeError) as exc:  # a tensor on the meta device has no number
-        raise ConfigInvalid(f"step must be a whole number from 0, not {step!r}.") from exc
-    if isinstance(step, bool) or number < 0:
-        raise ConfigInvalid(f"step must be a whole number from 0, not {step!r}.")
-    return number
+    return check_number("step", step, least=0)
 
 
 def id_of(step: SupportsIndex) -> str:

@@ -13,6 +13,7 @@ from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -20,7 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import ReadItem
 
-from replicated_ckpt import ReplicatedReader, ReplicatedWriter
+from replicated_ckpt import CheckpointManager, ReplicatedReader, ReplicatedWriter, Retention
 from replicated_ckpt.agent.state.endpoint import Endpoint, write_endpoint
 from replicated_ckpt.config import Ack
 from replicated_ckpt.core.integrity.checksum import BLOCK_BYTES, crc32c
@@ -44,6 +45,7 @@ from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.versions.replaced import lock_version
 from replicated_ckpt.stores.local.versions.retire import retire
 from replicated_ckpt.stores.peer.client import AgentAddress
+from tests.agent.agents import stop_agent
 from tests.damage import flip
 
 pytestmark = [
@@ -544,6 +546,18 @@ def test_arguments_that_cannot_work_are_refused_at_once(tmp_path: Path, argument
     with pytest.raises(ConfigInvalid, match=next(iter(arguments))):
         ReplicatedWriter(tmp_path / "root", **arguments)
     assert not (tmp_path / "root").exists()
+
+
+def test_numbers_may_be_of_numpy(tmp_path: Path) -> None:
+    """Settings are computed with it; what is kept of them is an int, as manifests and policies hold it."""
+    one: Any = np.int64(1)
+    policy = Retention(keep_last=one, keep_every=one)
+    with CheckpointManager(tmp_path, every=one, copies=one, object_every=one, retention=policy) as manager:
+        manager.save(1, state(1))
+        used = manager.last_save
+        numbers = (policy.keep_last, policy.keep_every, manager.config.every, used and used.copies_wanted)
+        assert [(type(number), number) for number in numbers] == [(int, 1)] * 4
+    stop_agent(tmp_path)
 
 
 @pytest.mark.parametrize("root", [None, 3, "", "~/ckpt", "s3://bucket/x"])

@@ -269,18 +269,20 @@ def test_what_the_disk_says_has_a_next_step_of_its_own(number: int, kind: type[S
 
 
 @pytest.mark.parametrize(
-    ("variable", "said"),
+    ("variable", "value", "said"),
     [
-        ("REPLICATED_CKPT_AGENT_NICE", "must be a whole number, not 'x'"),
-        ("REPLICATED_CKPT_AGENT_DRAIN_S", "must be a number, not 'x'"),
-        ("REPLICATED_CKPT_TLS_CERT", "are both needed"),
+        ("REPLICATED_CKPT_AGENT_NICE", "x", "must be a whole number, not 'x'"),
+        ("REPLICATED_CKPT_AGENT_NICE", "20", "must be 0 to 19, not 20"),
+        ("REPLICATED_CKPT_AGENT_DRAIN_S", "x", "must be a number, not 'x'"),
+        ("REPLICATED_CKPT_AGENT_COPY_MIB_PER_S", "-1", "must be positive, not -1"),
+        ("REPLICATED_CKPT_TLS_CERT", "x", "are both needed"),
     ],
 )
 def test_a_variable_that_is_wrong_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, said: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, said: str
 ) -> None:
     """Who set no option is not told of one alone."""
-    monkeypatch.setenv(variable, "x")
+    monkeypatch.setenv(variable, value)
     done = command("agent", tmp_path / "node")
     assert done.returncode == ExitCode.USAGE
     assert variable in done.stderr
