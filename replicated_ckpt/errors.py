@@ -11,7 +11,10 @@ HINT_MARK = " Hint: "
 
 
 class ReplicatedCkptWarning(UserWarning):
-    """Something is weaker than asked for, and nothing is lost: fewer copies than wanted, a bad copy that was replaced."""
+    """Something is weaker than asked for, and nothing is lost: fewer copies than wanted, a bad copy that was replaced.
+
+    Or a save replaces a checkpoint of a run that this process neither loaded nor saved.
+    """
 
 
 class ReplicatedCkptError(Exception):

@@ -129,8 +129,10 @@ def test_a_directory_that_is_there_on_some_nodes_is_saved_into(cluster_of: Clust
     ids = ["step-1", "step-2", "step-3"]
     cluster.launch([call("saving.save_keeping", kinds=KINDS, checkpoint_ids=ids, keep_last=1)], nodes=[0, 1])
     wait_for(lambda: all(node.checkpoints() == {"step-3"} for node in cluster.nodes), 30, "one on each node")
-    again = cluster.launch([save("step-3", seed=7, overwrite=True), load("step-3")], nodes=[0, 1])
+    again = cluster.launch([save("step-3", seed=7), load("step-3"), save("step-3", seed=7)], nodes=[0, 1])
     assert again.digests(1) == again.of(0)
+    (told,) = again.all_warnings  # this job has neither loaded nor saved that run before
+    assert "this save replaces the checkpoint 'step-3' of run" in told
     assert not (cluster.nodes[0].root / "step-1").exists()
     for checkpoint_id in ("step-1", "step-3"):
         assert (cluster.nodes[1].root / checkpoint_id / "tokenizer" / "vocab.txt").read_text() == checkpoint_id
