@@ -25,7 +25,7 @@ _HINT_BY_ERRNO = {
         "nothing at all, pass a root on another disk.",
     ),
     **dict.fromkeys(
-        (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP),
+        (errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP),
         "The file system there cannot do that: pass a root on one with locks and file modes, as ext4 or XFS.",
     ),
     errno.ESTALE: "The shared file system has lost it: mount it again. A root belongs on the node's own disk.",

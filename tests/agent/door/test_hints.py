@@ -259,6 +259,7 @@ def test_each_kind_of_bucket_has_its_own_package() -> None:
         (errno.EDQUOT, StoreFull, "quota -s"),
         (errno.EPERM, StoreDenied, "no modes, as FAT"),
         (errno.ENOLCK, StoreError, "with locks"),
+        (errno.EINVAL, StoreError, "file system there cannot do that"),
     ],
 )
 def test_what_the_disk_says_has_a_next_step_of_its_own(number: int, kind: type[StoreError], step: str) -> None:
