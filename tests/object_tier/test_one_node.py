@@ -29,7 +29,7 @@ from replicated_ckpt.errors import (
     ShardLost,
     UploadFailed,
 )
-from replicated_ckpt.stores.bucket_client.fsspec import FsspecClient
+from replicated_ckpt.stores.bucket_client.directory import DirectoryClient
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.agents import stop_agent
@@ -231,12 +231,12 @@ def test_what_stock_torch_wrote_there_is_held_against_the_checksums_in_it(
 ) -> None:
     """A byte that differs is refused, as on a node's disk; and for that each item leaves the bucket twice, not more."""
 
-    def read(client: FsspecClient, key: str, offset: int, target: memoryview) -> None:
+    def read(client: DirectoryClient, key: str, offset: int, target: memoryview) -> None:
         fetched.append(len(target))
         read_really(client, key, offset, target)
 
-    fetched, read_really = list[int](), FsspecClient.read
-    monkeypatch.setattr(FsspecClient, "read", read)
+    fetched, read_really = list[int](), DirectoryClient.read
+    monkeypatch.setattr(DirectoryClient, "read", read)
     written, reader = torch.rand(6 << 20), ReplicatedReader(object_store=f"file://{tmp_path}")
     dcp.save({"w": written}, checkpoint_id=tmp_path / "theirs")
     found = {"w": torch.zeros(6 << 20)}

@@ -13,6 +13,7 @@ import pytest
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.bucket.shard import ObjectShard
 from replicated_ckpt.stores.bucket_client.client import Listing, ObjectClient
+from replicated_ckpt.stores.bucket_client.directory import DirectoryClient
 from replicated_ckpt.stores.bucket_client.fsspec import FsspecClient
 from replicated_ckpt.stores.bucket_client.retry import RetryingClient
 from replicated_ckpt.stores.bucket_client.s3 import S3Client
@@ -105,13 +106,12 @@ class TestRetryingClient(ObjectClientContract):
         return memory.objects
 
 
-class TestFileClient(ObjectClientContract):
+class TestDirectoryClient(ObjectClientContract):
     has_conditions = False
-    is_paced = False
 
     @pytest.fixture
     def client(self, tmp_path: Path) -> ObjectClient:
-        return FsspecClient(ObjectTarget.check(f"file://{tmp_path}/bucket", None))
+        return DirectoryClient(ObjectTarget.check(f"file://{tmp_path}/bucket", None))
 
     @pytest.fixture
     def raw(self, tmp_path: Path) -> RawObjects:

@@ -2,13 +2,10 @@
 
 import contextlib
 import errno
-import glob
 import inspect
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import fsspec
@@ -73,12 +70,7 @@ class _PacedCallback(Callback):  # type: ignore[misc]
 
 
 class FsspecClient:
-    """An ObjectClient over fsspec. See ObjectClient for the contract.
-
-    On a file system (`file://`) an object is written under another name first; what a crash leaves of that goes with the
-    object. After a loss of power it may be short. It is not taken for a shard: sizes and checksums are compared before a
-    commit and at every read.
-    """
+    """An ObjectClient over fsspec. See ObjectClient for the contract."""
 
     def __init__(self, target: ObjectTarget) -> None:
         self.target = target
@@ -102,22 +94,6 @@ class FsspecClient:
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{key}".rstrip("/")
-
-    @contextmanager
-    def _at_once(self, key: str) -> Iterator[str]:
-        """Where the block writes an object that comes to its key whole, or not at all: what was there stays until then."""
-        path = self._path(key)
-        if not self.target.is_directory:  # others show an object once it was sent
-            yield path
-            return
-        part = f"{path}.{uuid.uuid4().hex}.part"
-        try:
-            yield part
-            self._ask("mv", part, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                self._ask("rm_file", part)
-            raise
 
     def list_keys(self, directory: str) -> Listing:
         path = self._path(directory)
@@ -160,8 +136,8 @@ class FsspecClient:
             return int(self._ask("size", self._path(key)))
 
     def put(self, key: str, data: bytes) -> None:
-        with self.translate_errors("write", key), self._at_once(key) as path:
-            self._ask("pipe_file", path, data)
+        with self.translate_errors("write", key):
+            self._ask("pipe_file", self._path(key), data)
 
     def version(self, key: str) -> str:
         """Nothing: fsspec has no conditional writes that all its back ends agree on."""
@@ -175,10 +151,10 @@ class FsspecClient:
 
     def put_shard(self, key: str, source: UploadSource, paced: Paced) -> None:
         source.check_all()
-        with self.translate_errors("write", key), self._at_once(key) as path:
+        with self.translate_errors("write", key):
             is_s3 = self.target.scheme in ("s3", "s3a")
             extra = {"chunksize": PART_BYTES, "max_concurrency": PARTS_PARALLEL} if is_s3 else {}
-            self._fs.put_file(source.path, path, callback=_PacedCallback(paced), **extra)
+            self._fs.put_file(source.path, self._path(key), callback=_PacedCallback(paced), **extra)
         found = self.size_bytes(key)
         if found != source.size_bytes:
             detail = f"expected {source.size_bytes} bytes, the store holds {found}"
@@ -186,12 +162,8 @@ class FsspecClient:
 
     def delete(self, keys: Sequence[str]) -> None:
         for key in keys:
-            path = self._path(key)
             with self.translate_errors("delete", key), contextlib.suppress(FileNotFoundError):
-                if self.target.is_directory:
-                    for part in Path(path).parent.glob(f"{glob.escape(Path(path).name)}.*.part"):  # a crash has left it
-                        part.unlink(missing_ok=True)
-                self._ask("rm_file", path)
+                self._ask("rm_file", self._path(key))
 
     def end_unfinished(self, prefix: str, older_than_s: float) -> int:
         """Nothing: fsspec has no name for it; a life-cycle rule of the bucket does it."""

@@ -1,10 +1,11 @@
-"""Which client speaks to which bucket: our own for S3, fsspec for everything else."""
+"""Which client speaks to which bucket: our own for S3 and for a directory, fsspec for everything else."""
 
 import importlib.util
 from dataclasses import replace
 from typing import Any
 
 from replicated_ckpt.stores.bucket_client.client import ObjectClient
+from replicated_ckpt.stores.bucket_client.directory import DirectoryClient
 from replicated_ckpt.stores.bucket_client.package import missing_package
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 
@@ -15,12 +16,14 @@ def open_client(target: ObjectTarget) -> ObjectClient:
     """A client for a bucket. Nothing is asked of the bucket yet.
 
     S3 by botocore, which s3fs brings along, wherever the options are ones that it can honour: fewer copies and less CPU
-    time than s3fs (docs/measurements.md has the figures). Anything else by fsspec. What fsspec's configuration has for the
-    scheme, in its files, holds where no option is given.
+    time than s3fs (docs/measurements.md has the figures). A directory by system calls, without options. Anything else by
+    fsspec. What fsspec's configuration has for the scheme, in its files, holds where no option is given.
 
     Raises:
         ConfigInvalid: no package here speaks this scheme, or the options do not fit it.
     """
+    if target.is_directory:
+        return DirectoryClient(target)
     try:
         target = replace(target, options={**_read_configuration(target.scheme), **target.options})
     except ImportError as exc:

@@ -18,7 +18,7 @@ from replicated_ckpt.errors import ObjectCorrupt, ReplicatedCkptError
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.bucket.bucket_save import BucketSave
 from replicated_ckpt.stores.bucket.inspection import BucketInspector
-from replicated_ckpt.stores.bucket_client.fsspec import FsspecClient
+from replicated_ckpt.stores.bucket_client.directory import DirectoryClient
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.inspection import Inspector
@@ -142,7 +142,7 @@ def test_a_mark_counts_no_further_than_a_manifest() -> None:
 
 def test_a_bucket_says_no_size_that_is_believed(tmp_path: Path) -> None:
     """An object of a terabyte, and sizes below zero, are findings and errors of ours, and cost no memory."""
-    bucket = Bucket(FsspecClient(ObjectTarget(f"file://{tmp_path}", {})))
+    bucket = Bucket(DirectoryClient(ObjectTarget(f"file://{tmp_path}", {})))
     directory = tmp_path / "step-1"
     directory.mkdir()
     with (directory / METADATA_NAME).open("wb") as file:

@@ -21,6 +21,7 @@ from replicated_ckpt.errors import (
     CheckpointExists,
     ConfigInvalid,
     ObjectCorrupt,
+    ObjectMissing,
     SaveAborted,
     StoreDenied,
     StoreError,
@@ -29,7 +30,8 @@ from replicated_ckpt.errors import (
 from replicated_ckpt.stores.bucket.bucket import Bucket, key_of
 from replicated_ckpt.stores.bucket.manifest_of import manifest_in
 from replicated_ckpt.stores.bucket.shard import ObjectShard, UnmanagedObjectShard
-from replicated_ckpt.stores.bucket_client.client import PART_BYTES, ObjectClient
+from replicated_ckpt.stores.bucket_client import directory as directory_client
+from replicated_ckpt.stores.bucket_client.client import PART_BYTES, Listing, ObjectClient
 from replicated_ckpt.stores.bucket_client.fsspec import FsspecClient
 from replicated_ckpt.stores.bucket_client.opening import open_client
 from replicated_ckpt.stores.bucket_client.retry import RetryingClient
@@ -364,15 +366,15 @@ def test_an_object_on_a_file_system_is_there_whole_or_as_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The share is full in the middle of a write: the mark of the checkpoint before, and a committed shard, stay."""
-    client = FsspecClient(ObjectTarget.check(f"file://{tmp_path}/bucket", None))
+    client = open_client(ObjectTarget.check(f"file://{tmp_path}/bucket", None))
     client.put("last/.metadata", b"before")
-    write = client._fs.pipe_file
+    write = directory_client.write_all
 
-    def write_half(path: str, data: bytes) -> None:
-        write(path, data[: len(data) // 2])
+    def write_half(fd: int, data: bytes) -> None:
+        write(fd, data[: len(data) // 2])
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(client._fs, "pipe_file", write_half)
+    monkeypatch.setattr(directory_client, "write_all", write_half)
     with pytest.raises(StoreError, match="No space left"):
         client.put("last/.metadata", b"after it")
     assert client.list_keys("last/").sizes == {".metadata": 6}
@@ -382,6 +384,36 @@ def test_an_object_on_a_file_system_is_there_whole_or_as_before(
     (tmp_path / "bucket" / "last" / ".metadata.5.part").write_bytes(b"of an agent that was killed")
     client.delete(["last/.metadata"])
     assert client.list_keys("last/").sizes == {}
+
+
+def test_no_link_in_a_bucket_is_followed(tmp_path: Path) -> None:
+    """A user who can write the shared directory puts links there: nothing outside is listed, read, written or removed."""
+    bucket, private = tmp_path / "bucket", tmp_path / "private"
+    for place in (bucket / "old", private):
+        place.mkdir(parents=True)
+    (private / "file").write_bytes(b"private")
+    (tmp_path / "mounted").symlink_to(bucket)  # the bucket's own place may be a link
+    client = open_client(ObjectTarget.check(f"file://{tmp_path}/mounted", None))
+    (bucket / "linked").symlink_to(private)
+    (bucket / "old" / "inner").symlink_to(private)
+    (bucket / "old" / "file").symlink_to(private / "file")
+    os.mkfifo(bucket / "old" / "pipe")
+    assert client.list_keys("") == Listing({}, ("old",))
+    assert client.list_keys("old/") == client.list_keys("linked/") == client.list_keys("old/inner/") == Listing()
+    for key in ("linked/file", "old/inner/file", "old/file", "old/pipe", "linked"):
+        with pytest.raises(ObjectMissing):
+            client.read(key, 0, memoryview(bytearray(7)))
+        with pytest.raises(ObjectMissing):
+            client.size_bytes(key)
+    for key in ("linked/new", "old/inner/file"):
+        with pytest.raises(StoreError, match="links in a bucket are not followed"):
+            client.put(key, b"written")
+        client.delete([key])
+    client.put("old/file", b"an object in the link's place")
+    client.delete(["linked/file", "old/inner/file", "old/file", "linked"])
+    assert [(path.name, path.read_bytes()) for path in private.iterdir()] == [("file", b"private")]
+    assert client.list_keys("old/") == Listing()
+    assert not (bucket / "linked").is_symlink()  # a link that has an object's name goes, and nothing that it leads to
 
 
 def test_a_checkpoint_whose_id_looks_like_a_saves_is_listed(tmp_path: Path) -> None:

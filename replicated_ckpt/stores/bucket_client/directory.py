@@ -1,0 +1,179 @@
+"""A directory that all nodes mount as a bucket, `file://`. No link below it is followed: others may write there."""
+
+import contextlib
+import errno
+import os
+import stat
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from replicated_ckpt.errors import ObjectCorrupt, ObjectMissing, StoreDenied, StoreError, StoreUnavailable
+from replicated_ckpt.stores.bucket_client.client import AWAY_HINT, Listing, Paced
+from replicated_ckpt.stores.bucket_client.upload_source import UploadSource
+from replicated_ckpt.stores.bucket_client.url import ObjectTarget
+from replicated_ckpt.stores.files.durable import read_exactly, write_all
+from replicated_ckpt.stores.files.plain import closing_fd, open_plain
+
+_PIECE_BYTES = 4 << 20
+_NO_OBJECT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+_LINK_HINT = (
+    "A link or a file lies where the bucket needs a directory, and links in a bucket are not followed. Find out who put it "
+    "there, and remove it."
+)
+
+
+class DirectoryClient:
+    """An ObjectClient over a directory. See ObjectClient for the contract.
+
+    The directory itself may be a link; what lies below it is opened component by component, and a link there is no
+    object and no directory. Each object is written under another name first; what a crash leaves of that goes with the
+    object. After a loss of power an object may be short. It is not taken for a shard: sizes and checksums are compared
+    before a commit and at every read.
+    """
+
+    def __init__(self, target: ObjectTarget) -> None:
+        self.target = target
+        self._root = Path(target.url.partition("://")[2])
+
+    def list_keys(self, directory: str) -> Listing:
+        sizes: dict[str, int] = {}
+        directories = []
+        with self._translate_errors("list", directory):
+            try:
+                with self._open_parent(f"{directory}.") as (fd, name), self._scan(fd, name) as entries:
+                    for entry in entries:
+                        if entry.is_dir(follow_symlinks=False):
+                            directories.append(entry.name)
+                        elif entry.is_file(follow_symlinks=False):
+                            with contextlib.suppress(FileNotFoundError):  # it was removed meanwhile
+                                sizes[entry.name] = entry.stat(follow_symlinks=False).st_size
+            except (FileNotFoundError, NotADirectoryError):
+                return Listing()
+        return Listing(sizes, tuple(directories))
+
+    def read(self, key: str, offset: int, target: memoryview) -> None:
+        if not target:
+            return
+        with (
+            self._translate_errors("read", key),
+            self._open_parent(key) as (directory, name),
+            closing_fd(open_plain(name, os.O_NOFOLLOW, dir_fd=directory)) as fd,
+        ):
+            count = read_exactly(fd, target, offset)
+        if count != len(target):
+            detail = f"asked for {len(target)} bytes at {offset}, got {count}"
+            raise ObjectCorrupt(self.target.url, "read", key, detail)
+
+    def size_bytes(self, key: str) -> int:
+        with self._translate_errors("look at", key), self._open_parent(key) as (directory, name):
+            status = os.stat(name, dir_fd=directory, follow_symlinks=False)
+            if not stat.S_ISREG(status.st_mode):
+                raise FileNotFoundError(errno.ENOENT, "No plain file lies there")
+            return status.st_size
+
+    def put(self, key: str, data: bytes) -> None:
+        with self._write(key) as fd:
+            write_all(fd, data)
+
+    def version(self, key: str) -> str:
+        """Nothing: a file system has no conditional writes."""
+        del key
+        return ""
+
+    def put_over(self, key: str, data: bytes, version: str) -> bool:
+        del version
+        self.put(key, data)
+        return True
+
+    def put_shard(self, key: str, source: UploadSource, paced: Paced) -> None:
+        step = source.piece_bytes(_PIECE_BYTES)
+        memory = memoryview(bytearray(min(step, source.size_bytes)))
+        with self._write(key) as fd:
+            for offset in range(0, source.size_bytes, step):
+                piece = memory[: min(step, source.size_bytes - offset)]
+                paced(len(piece))
+                source.read(offset, piece)
+                write_all(fd, piece)
+        found = self.size_bytes(key)
+        if found != source.size_bytes:
+            detail = f"expected {source.size_bytes} bytes, the store holds {found}"
+            raise ObjectCorrupt(self.target.url, "check", key, detail)
+
+    def delete(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            with (
+                self._translate_errors("delete", key),
+                contextlib.suppress(FileNotFoundError, NotADirectoryError),
+                self._open_parent(key) as (directory, name),
+            ):
+                with self._scan(directory, ".") as entries:
+                    parts = [e.name for e in entries if e.name.startswith(f"{name}.") and e.name.endswith(".part")]
+                for left in (*parts, name):  # a crash has left the parts
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(left, dir_fd=directory)
+
+    def end_unfinished(self, prefix: str, older_than_s: float) -> int:
+        """Nothing: what is unfinished has its object's name in its own, and goes with it."""
+        del prefix, older_than_s
+        return 0
+
+    def close(self) -> None:
+        """Nothing is open between two calls."""
+
+    @contextmanager
+    def _open_parent(self, key: str, *, is_made: bool = False) -> Iterator[tuple[int, str]]:
+        """The directory of an object, open, and the object's name in it. Raises NotADirectoryError for a link there."""
+        *parts, name = key.split("/")
+        if is_made:
+            self._root.mkdir(parents=True, exist_ok=True)
+        with contextlib.ExitStack() as opened:
+            fd = opened.enter_context(closing_fd(os.open(self._root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)))
+            for part in parts:
+                if is_made:
+                    with contextlib.suppress(FileExistsError):
+                        os.mkdir(part, dir_fd=fd)
+                flags = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+                fd = opened.enter_context(closing_fd(os.open(part, flags, dir_fd=fd)))
+            yield fd, name
+
+    @contextmanager
+    def _scan(self, directory: int, name: str) -> Iterator[Iterator[os.DirEntry[str]]]:
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        with closing_fd(os.open(name, flags, dir_fd=directory)) as fd, os.scandir(fd) as entries:
+            yield entries
+
+    @contextmanager
+    def _write(self, key: str) -> Iterator[int]:
+        """The file that the block writes. It comes to its key whole, or not at all: what was there stays until then."""
+        with self._translate_errors("write", key), self._open_parent(key, is_made=True) as (directory, name):
+            part = f"{name}.{uuid.uuid4().hex}.part"
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            try:
+                with closing_fd(os.open(part, flags, 0o666, dir_fd=directory)) as fd:
+                    yield fd
+                os.rename(part, name, src_dir_fd=directory, dst_dir_fd=directory)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.unlink(part, dir_fd=directory)
+                raise
+
+    @contextmanager
+    def _translate_errors(self, op: str, key: str) -> Iterator[None]:
+        try:
+            yield
+        except PermissionError as exc:
+            raise StoreDenied(self.target.url, op, key, _detail(exc)) from exc
+        except (TimeoutError, ConnectionError) as exc:
+            raise StoreUnavailable(self.target.url, op, key, _detail(exc), AWAY_HINT) from exc
+        except OSError as exc:
+            if exc.errno not in _NO_OBJECT:
+                raise StoreError(self.target.url, op, key, _detail(exc)) from exc
+            if op != "write":
+                raise ObjectMissing(self.target.url, op, key, _detail(exc)) from exc
+            raise StoreError(self.target.url, op, key, _detail(exc), _LINK_HINT) from exc
+
+
+def _detail(exc: OSError) -> str:
+    return f"{type(exc).__name__}: {exc.strerror or exc}"
