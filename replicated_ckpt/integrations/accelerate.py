@@ -11,7 +11,7 @@ from typing import Any
 
 from accelerate import Accelerator
 from accelerate.checkpointing import load_accelerator_state, save_accelerator_state
-from accelerate.utils import SCHEDULER_NAME, DistributedType
+from accelerate.utils import RNG_STATE_NAME, SAMPLER_NAME, SCALER_NAME, SCHEDULER_NAME, DistributedType
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -32,6 +32,10 @@ from replicated_ckpt.integrations.directory_files import collect_files, put_file
 
 _MODEL, _OPTIMIZER = "model_{}", "optimizer_{}"
 _SCHEDULER = re.compile(rf"{SCHEDULER_NAME}(_[0-9]+)?\.bin")
+_TORCH_FILES = re.compile(
+    rf"({SCHEDULER_NAME}|{SAMPLER_NAME}|dl_state_dict)(_[0-9]+)?\.bin|{SCALER_NAME}|{RNG_STATE_NAME}_[0-9]+\.pkl"
+)
+"""What Accelerate itself reads of the files; hooks of the program have written, and read, the others."""
 
 
 class PreparedLoader(ReplayedLoader):
@@ -230,7 +234,7 @@ class ReplicatedAccelerator(Accelerator):
         _check_as_many("prepare was given, of schedulers,", self._schedulers, schedulers)
         before = capture_random()
         with tempfile.TemporaryDirectory() as directory:
-            put_files(Path(directory), files)
+            put_files(Path(directory), files, torch_files=_TORCH_FILES, trust_pickles=self._trust_pickles)
             for hook in self._load_model_state_pre_hook.values():
                 hook(models, directory)
             rest = self._schedulers, loaders, rank, self.scaler, None, load_kwargs

@@ -1,10 +1,14 @@
 """A directory of small files that a framework wrote, as bytes that lie in a checkpoint, and back."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
+from replicated_ckpt.dcp.objects.weights_only import save_again
 from replicated_ckpt.errors import ManifestInvalid
 from replicated_ckpt.stores.files.existence import is_plain_file
+
+_TORCH_FILES = re.compile(r".*\.(pt|pth|bin|pkl)")
 
 
 def collect_files(directory: Path) -> dict[str, bytes]:
@@ -13,11 +17,20 @@ def collect_files(directory: Path) -> dict[str, bytes]:
     return {file.relative_to(directory).as_posix(): file.read_bytes() for file in files}
 
 
-def put_files(directory: Path, files: Mapping[str, bytes]) -> None:
+def put_files(
+    directory: Path,
+    files: Mapping[str, bytes],
+    *,
+    torch_files: re.Pattern[str] = _TORCH_FILES,
+    trust_pickles: bool = False,
+) -> None:
     """Writes what `collect_files` has read, as a checkpoint has it.
 
+    The framework reads `torch_files` by `torch.load`. Unless `trust_pickles`, it gets them as this process has read and
+    saved them again: torch's own unpickler bounds neither time nor memory.
+
     Raises:
-        ManifestInvalid: a path leads out of the directory; nothing was written.
+        ManifestInvalid: a path leads out of the directory. ObjectUnsafe: a torch file is not loaded. Nothing was written.
     """
     for path in files:
         if not path or PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts:
@@ -25,7 +38,9 @@ def put_files(directory: Path, files: Mapping[str, bytes]) -> None:
                 f"The checkpoint has a file {path!r}, which would lie outside of the directory of its files.",
                 "No save makes such a checkpoint: find out who can write to it, and load another one.",
             )
-    for path, content in files.items():
+    checked = [] if trust_pickles else [path for path in files if torch_files.fullmatch(path)]
+    again = {path: save_again(memoryview(files[path]), path, "the checkpoint").getvalue() for path in checked}
+    for path, content in {**files, **again}.items():
         file = directory / path
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(content)

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -34,6 +35,8 @@ from replicated_ckpt.integrations.directory_files import collect_files, put_file
 from replicated_ckpt.stores.files.existence import is_there
 
 _MODEL, _OPTIMIZER = "model", "optimizer"
+_FILES = re.compile(rf"{re.escape(TRAINER_STATE_NAME)}|{SCHEDULER_NAME}|{SCALER_NAME}|rng_state(_[0-9]+)?\.pth")
+"""What `_collect_files` writes. Trainer would read other files, too: nothing else of a checkpoint is put in their place."""
 _BEST = "best_so_far"
 """A metric, of those alone that Trainer called the best when it saved them: of equals retention keeps the newest."""
 _COUNTERS = ("_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "_initial_num_input_tokens_seen")
@@ -203,7 +206,7 @@ class ReplicatedTrainerMixin:
         state = wanted_entries()
         self._checkpoints.load(name, state)
         own, first = values_in(state, trust_pickles=self._trust_pickles)
-        files = dict((own or first)["files"])
+        files = {file: raw for file, raw in (own or first)["files"].items() if _FILES.fullmatch(file)}
         saved = json.loads(files[TRAINER_STATE_NAME])
         self._best_path = saved.pop("best_model_checkpoint", None)  # Trainer would look for a directory, and warn
         files[TRAINER_STATE_NAME] = json.dumps(saved).encode()
@@ -216,7 +219,7 @@ class ReplicatedTrainerMixin:
                     f"Checkpoint {name!r} was saved by another number of ranks: each rank gets the schedule, counters "
                     "and callbacks of rank 0. Its random generators stay as they are, and its data is divided anew."
                 )
-        put_files(directory, files)
+        put_files(directory, files, trust_pickles=self._trust_pickles)
         self._restored_from = (name, str(directory))
 
     def _is_ours(self, directory: Any) -> bool:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from replicated_ckpt.dcp.rank_state import by_rank
-from replicated_ckpt.errors import ReplicatedCkptWarning
+from replicated_ckpt.errors import ObjectUnsafe, ReplicatedCkptWarning
 from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.agents import wait_for
 from tests.agent.checkpoints import findings
@@ -114,6 +114,29 @@ def test_a_counter_that_a_version_of_trainer_does_not_have_is_left_out(
             totals.append(trainer._total_loss_scalar)
         assert 0 < totals[0] < totals[1]
         assert findings(LocalStore(tmp_path / "store")) == []
+    finally:
+        end(processes_of(str(tmp_path)))
+
+
+def test_trainer_gets_no_file_that_no_trainer_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user who can write the checkpoint adds weights, or a schedule that runs code: Trainer reads neither."""
+    require("transformers")
+    from replicated_ckpt.integrations import transformers
+
+    trainer, collect = scored(tmp_path, (5,), loads_best=False), transformers.collect_files
+    more = {"model.safetensors": b"", "optimizer.pt": b"", "rng_state_0/x.pth": b""}
+    monkeypatch.setattr(transformers, "collect_files", lambda directory: {**collect(directory), **more})
+    try:
+        trainer.train()
+        trainer._restore_files("checkpoint-1", tmp_path / "a")
+        written = {"scheduler.pt", "trainer_state.json", "rng_state.pth"}
+        assert {path.name for path in (tmp_path / "a").iterdir()} == written
+        more["scheduler.pt"] = b"\x80\x02cos\nsystem\nX\x04\x00\x00\x00true\x85R."
+        trainer.train()
+        with pytest.raises(ObjectUnsafe, match="scheduler"):
+            trainer._restore_files("checkpoint-1", tmp_path / "b")
+        assert not (tmp_path / "b").exists()
+        trainer._close()
     finally:
         end(processes_of(str(tmp_path)))
 

@@ -1,5 +1,8 @@
 """What the integrations share, without a framework: checkpoints under names of others, and a value of each rank."""
 
+import io
+import re
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -94,8 +97,36 @@ def test_files_of_hooks_are_kept_with_those_below(tmp_path: Path) -> None:
     (tmp_path / "a" / "unet" / "deep" / "w.bin").write_bytes(b"2")
     files = collect_files(tmp_path / "a")
     assert files == {"rng.bin": b"1", "unet/deep/w.bin": b"2"}
-    put_files(tmp_path / "b", files)
+    put_files(tmp_path / "b", files, torch_files=re.compile("scheduler.bin"))
     assert collect_files(tmp_path / "b") == files
+
+
+def torch_file(pickled: bytes) -> bytes:
+    """A container as `torch.save` makes it, around any pickle."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as container:
+        container.writestr("archive/data.pkl", pickled)
+        container.writestr("archive/byteorder", "little")
+        container.writestr("archive/version", "3\n")
+    return buffer.getvalue()
+
+
+TAKES_AGES = b"\x80\x02}" + b")" + b"".join(b"q%ch%c\x86" % (n, n) for n in range(60)) + b"K\x01s."
+RUNS_CODE = b"\x80\x02cos\nsystem\nX\x04\x00\x00\x00true\x85R."
+
+
+@pytest.mark.parametrize(
+    "raw", [torch_file(TAKES_AGES), torch_file(RUNS_CODE), RUNS_CODE], ids=["ages", "code", "bare"]
+)
+def test_a_framework_gets_no_file_that_torchs_unpickler_hangs_on(tmp_path: Path, raw: bytes) -> None:
+    """It reads what this process has read, within bounds, and saved again; else nothing of the checkpoint is put there."""
+    with pytest.raises(ObjectUnsafe, match=r"scheduler\.pt"):
+        put_files(tmp_path / "b", {"state.json": b"{}", "scheduler.pt": raw})
+    assert list(tmp_path.iterdir()) == []
+    buffer, written = io.BytesIO(), {"base_lrs": [0.1, 0.2], "last_epoch": 3}
+    torch.save(written, buffer)
+    put_files(tmp_path / "b", {"state.json": b"{}", "scheduler.pt": buffer.getvalue()})
+    assert torch.load(tmp_path / "b" / "scheduler.pt", weights_only=True) == written
 
 
 @pytest.mark.parametrize("path", ["../x", "sub/../../x", "/{root}/x", ""])
