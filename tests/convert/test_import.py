@@ -1,9 +1,11 @@
 """Import: what others wrote becomes a checkpoint of ours, which loads as any other."""
 
 import io
+import itertools
 import json
 import math
 import os
+import pickle
 import shutil
 import struct
 import zipfile
@@ -13,19 +15,23 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 
 from replicated_ckpt import KeyRules, ReplicatedReader, export_checkpoint, import_checkpoint
 from replicated_ckpt.cli.main import main
+from replicated_ckpt.core.chunk import Chunk
 from replicated_ckpt.core.manifest import decode_manifest
 from replicated_ckpt.dcp.convert.entries import source
 from replicated_ckpt.dcp.convert.entries.save_planner import SourcePlanner
 from replicated_ckpt.errors import (
     CheckpointExists,
     ConfigInvalid,
+    ObjectCorrupt,
     ObjectMissing,
     ObjectUnsafe,
     ReplicatedCkptWarning,
     StoreError,
+    StoreFull,
 )
 from tests.convert.states import assert_equal, blank, contents, scheduled, tensors_of
 from tests.fault.hostile.test_hostile_peers import memory_at_most
@@ -55,6 +61,46 @@ def test_a_torch_file_becomes_a_checkpoint(tmp_path: Path, monkeypatch: pytest.M
     assert_equal(loaded(tmp_path / "root", state), state)
     manifest = decode_manifest((tmp_path / "root" / "step-7" / ".manifest.json").read_bytes(), "here")
     assert manifest.copies == 2
+
+
+def overstated(directory: Path) -> Path:
+    """A directory of stock DCP whose .metadata gives a tensor of four numbers 2**50 of them."""
+    dcp.save({"a": torch.arange(4.0)}, checkpoint_id=directory, no_dist=True)
+    metadata, size = dcp.FileSystemReader(directory).read_metadata(), torch.Size((1 << 50,))
+    described = metadata.state_dict_metadata["a"]
+    assert isinstance(described, TensorStorageMetadata)
+    chunk = ChunkStorageMetadata(torch.Size((0,)), size)
+    metadata.state_dict_metadata["a"] = TensorStorageMetadata(described.properties, size, [chunk])
+    (directory / ".metadata").write_bytes(pickle.dumps(metadata))
+    return directory
+
+
+@pytest.mark.parametrize("format_", ["torch", "safetensors", "dcp"])
+def test_a_small_file_that_describes_a_huge_tensor_costs_nothing(tmp_path: Path, format_: Any) -> None:
+    """Import and export compare what `.metadata` says with the item before they list windows of 64 MiB of it."""
+    with pytest.raises(ObjectCorrupt, match=f"a tensor of {1 << 52} bytes in an item of"):
+        imported(overstated(tmp_path / "stock"), tmp_path / "root", "dcp")
+    overstated(tmp_path / "own" / "step-1")
+    refused = pytest.raises(ObjectCorrupt, match=f"a tensor of {1 << 52} bytes in an item of")
+    with pytest.warns(ReplicatedCkptWarning, match="no manifest"), refused:
+        export_checkpoint("step-1", tmp_path / "out", format=format_, root=tmp_path / "own")
+    torch.save({"a": torch.zeros(1).expand(1 << 50)}, tmp_path / "expanded.pth")
+    with pytest.raises(StoreFull, match=f"it takes {1 << 52} bytes"):
+        imported(tmp_path / "expanded.pth", tmp_path / "root", "torch")
+    assert not (tmp_path / "root").exists()
+    assert not (tmp_path / "out").exists()
+
+
+def test_windows_are_listed_as_they_are_read() -> None:
+    """A tensor of any size costs no memory before its first window is wanted."""
+    entry = source.TensorEntry("w", "w", ("w",), torch.float32, (1 << 60,), (Chunk.whole((1 << 60,)),))
+
+    class Zeros:
+        def read(self, parts: list[source.Part]) -> list[torch.Tensor]:
+            return [torch.zeros(1) for _ in parts]
+
+    ((first, _), (second, _)) = itertools.islice(source.stream_tensors(Zeros(), [entry]), 2)  # type: ignore[arg-type]
+    assert first is second is entry
 
 
 def test_tensors_that_are_seen_otherwise_than_they_lie_keep_their_values(tmp_path: Path) -> None:

@@ -21,7 +21,10 @@ from replicated_ckpt.dcp.convert.safetensors.files import safetensors_files
 from replicated_ckpt.dcp.convert.torch_file.source import TorchFile
 from replicated_ckpt.dcp.load.reader import ReplicatedReader
 from replicated_ckpt.dcp.save.writer import ReplicatedWriter
-from replicated_ckpt.errors import ConfigInvalid
+from replicated_ckpt.errors import ConfigInvalid, StoreFull
+from replicated_ckpt.stores.files.durable import translate_errors
+from replicated_ckpt.stores.files.existence import is_there
+from replicated_ckpt.stores.files.room import find_free_bytes
 
 
 def import_checkpoint(
@@ -52,13 +55,15 @@ def import_checkpoint(
         trust_pickles: unpickle a torch file that is refused otherwise (ObjectUnsafe). Its writer can run code.
 
     Raises:
-        ConfigInvalid: there is nothing such at `path`, or a key rule fits nothing. CheckpointExists, StoreError,
+        ConfigInvalid: there is nothing such at `path`, or a key rule fits nothing. ObjectCorrupt: an item is smaller than
+        .metadata says. StoreFull: there is no room for all of it; nothing was written. CheckpointExists, StoreError,
         UploadFailed: as in a save.
     """
     started_at = time.monotonic()
     with closing(open_source(Path(path), format, trust_pickles=trust_pickles)) as source:
         contents = source.contents.chosen(keys or KeyRules())
         source.check(contents)
+        _check_room(Path(root), contents.size_bytes)
         reporter = Reporter(contents.size_bytes, progress)
         planner = SourcePlanner(source, contents, reporter.more)
         writer = ReplicatedWriter(
@@ -84,6 +89,15 @@ def open_source(path: Path, format_: Format, *, trust_pickles: bool) -> Source:
     if format_ == "dcp":
         return dcp_directory(path)
     raise ConfigInvalid(f"format must be one of {get_args(Format)}, not {format_!r}.")
+
+
+def _check_room(root: Path, size_bytes: int) -> None:
+    """Raises StoreFull before the windows of all tensors are listed: a small file may describe tensors of any size."""
+    place = next(path for path in (root.absolute(), *root.absolute().parents) if is_there(path))
+    with translate_errors(str(root), "import", str(root)):
+        free = find_free_bytes(place)
+    if size_bytes > free:
+        raise StoreFull(str(root), "import", str(root), f"it takes {size_bytes} bytes, {free} are free")
 
 
 def _save(writer: ReplicatedWriter, checkpoint_id: str, planner: SourcePlanner) -> None:

@@ -86,13 +86,19 @@ class ItemsSource:
         return info
 
     def check(self, contents: Contents) -> None:
-        infos = [self._info(entry.key, chunk.offsets) for entry in contents.tensors for chunk in entry.chunks]
-        infos += [self._info(entry.key, ()) for entry in contents.objects]
-        for info in infos:
+        infos = [self._info(entry.key, ()) for entry in contents.objects]
+        least_bytes = [0] * len(infos)
+        for entry in contents.tensors:
+            infos += [self._info(entry.key, chunk.offsets) for chunk in entry.chunks]
+            least_bytes += [chunk.elements * entry.dtype.itemsize for chunk in entry.chunks]
+        for info, least in zip(infos, least_bytes, strict=True):
             if getattr(info, "transform_descriptors", None):
                 raise ConfigInvalid(
                     f"{self._label} was saved through stream transforms, which are not read.", _HINT_TRANSFORMED
                 )
+            if info.length < least:
+                detail = f"its .metadata describes a tensor of {least} bytes in an item of {info.length}"
+                raise ObjectCorrupt(self._label, "convert", info.relative_path, detail, _HINT_ITEM)
         self._fetcher.check([(info.relative_path, info.offset, info.length) for info in infos])
 
     def read(self, parts: Sequence[Part]) -> list[torch.Tensor]:

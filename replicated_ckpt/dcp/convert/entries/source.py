@@ -144,13 +144,15 @@ def windows(units: Iterable[Unit]) -> Iterator[list[Unit]]:
 
 def stream_tensors(source: Source, entries: Sequence[TensorEntry]) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
     """The tensors, one after the other, in pieces that together are their elements row by row."""
-    parts = []
+    for group in windows(_windows_of(entries)):
+        yield from zip((part.entry for part in group), source.read(group), strict=True)
+
+
+def _windows_of(entries: Iterable[TensorEntry]) -> Iterator[Part]:
     for entry in entries:
         whole = Chunk.whole(entry.shape)
         check_covered(entry)
-        parts += [Part(entry, chunk) for chunk in whole.runs(whole, WINDOW_BYTES // entry.dtype.itemsize)]
-    for group in windows(parts):
-        yield from zip((part.entry for part in group), source.read(group), strict=True)
+        yield from (Part(entry, chunk) for chunk in whole.runs(whole, WINDOW_BYTES // entry.dtype.itemsize))
 
 
 def check_covered(entry: TensorEntry) -> None:
