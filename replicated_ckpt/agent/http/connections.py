@@ -8,8 +8,12 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from replicated_ckpt.agent.state.rights import Right
+
 log = logging.getLogger(__name__)
 
+OWNER_RESERVE = 64
+SENDER_REQUESTS_MAX = 256
 _WARNING_INTERVAL_S = 60.0
 
 
@@ -18,17 +22,21 @@ class _Connection:
     stream: socket.socket
     is_known: bool = False
     is_working: bool = False
+    is_owner: bool = False
 
 
 class Connections:
     """Connections by the peer's address, the one that has waited longest first. Safe to use concurrently.
 
     So no client without the token can shut out those that have it: a connection that has never shown one is closed first,
-    then one that is between requests, and never one that is being worked for.
+    then one that is between requests, and never one that is being worked for. So that some always wait, requests of others
+    than the owner are bounded: in all, and of one address.
     """
 
-    def __init__(self, maximum: int) -> None:
+    def __init__(self, maximum: int, owner_reserve: int = OWNER_RESERVE, of_sender: int = SENDER_REQUESTS_MAX) -> None:
         self._maximum = maximum
+        self._others_max = maximum - owner_reserve
+        self._of_sender_max = of_sender
         self._lock = threading.Lock()
         self._open: dict[Any, _Connection] = {}
         self._warned_at = -_WARNING_INTERVAL_S
@@ -69,11 +77,19 @@ class Connections:
         with self._lock:
             return peer in self._open and self._open[peer].is_known
 
-    def note_working(self, peer: Any) -> None:
-        """A request with a valid token came, and is being worked on."""
+    def note_working(self, peer: Any, right: Right) -> bool:
+        """A request with a valid token came. Whether it may be worked on; no: as many of its sender are as may be."""
         with self._lock:
-            if peer in self._open:
-                self._open[peer].is_working = self._open[peer].is_known = True
+            connection = self._open.get(peer)
+            if connection is None:  # it was closed meanwhile, to make room
+                return False
+            connection.is_known, connection.is_owner = True, right is Right.OWNER
+            if not connection.is_owner:
+                senders = [other[0] for other, c in self._open.items() if c.is_working and not c.is_owner]
+                if len(senders) >= self._others_max or senders.count(peer[0]) >= self._of_sender_max:
+                    return False
+            connection.is_working = True
+            return True
 
     def note_answered(self, peer: Any) -> None:
         """The request was answered."""

@@ -83,7 +83,10 @@ def describe_refusal(error: ReplicatedCkptError) -> dict[str, str]:
 
 
 class AgentServer(DualStackServer):
-    """Listens for one agent. At most CONNECTIONS_MAX connections are open; for one more, one that waits is closed."""
+    """Listens for one agent. At most CONNECTIONS_MAX connections are open; for one more, one that waits is closed.
+
+    Of them, OWNER_RESERVE are never worked for another than the node's own user.
+    """
 
     daemon_threads = True
     request_queue_size = 256
@@ -169,14 +172,19 @@ class _Handler(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True
     timeout = IDLE_CONNECTION_S
 
-    def parse_request(self) -> bool:
-        """As http.server does it, which would take 6 MiB of headers from any client."""
-        stream = self.rfile
-        self.rfile = cast(BufferedIOBase, Head(stream, HEAD_BYTES_MAX))  # lines are all that is read from it
+    def handle_one_request(self) -> None:
+        """As http.server does it, which would take 6 MiB of headers from any client, and for days."""
+        stream, head = self.rfile, Head(self.rfile, self.connection, HEAD_BYTES_MAX)
+        self.rfile = cast(BufferedIOBase, head)  # lines are all that is read from it
         try:
-            return super().parse_request()
+            super().handle_one_request()
         finally:
             self.rfile = stream
+
+    def parse_request(self) -> bool:
+        is_parsed = super().parse_request()
+        self.rfile = cast(Head, self.rfile).stream
+        return is_parsed
 
     def do_GET(self) -> None:
         self._serve()
@@ -188,7 +196,9 @@ class _Handler(BaseHTTPRequestHandler):
         body = None
         try:
             right = self._find_right()
-            self.server.connections.note_working(self.client_address)
+            if not self.server.connections.note_working(self.client_address, right):
+                what = "as many requests of other nodes are under way as may be; those of the node's own user go on"
+                raise StoreUnavailable("this agent", self.command, self.path[:_LOGGED_CHARS], what)
             body = Body(self.rfile, self.headers)  # so that what is refused is read to its end
             check_release(self.headers, self.path, str(self.client_address[0]))
             heartbeat = Heartbeat(self.wfile, body)
@@ -243,6 +253,8 @@ class _Handler(BaseHTTPRequestHandler):
         socket.socket.shutdown(self.connection, socket.SHUT_WR)  # TLS's own would read on in the clear
         piece = memoryview(bytearray(1 << 20))
         drained = 0
+        if body is not None:
+            body.end_within(IDLE_CONNECTION_S)
         try:
             while body is not None and not body.done and drained < _DRAIN_BYTES_MAX:
                 drained += body.readinto(piece)

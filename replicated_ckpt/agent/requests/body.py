@@ -1,42 +1,61 @@
 """The body of one HTTP request, read piece by piece with a bound on everything."""
 
+import math
 import re
+import socket
+import time
 from email.message import Message
 from http.client import LineTooLong
-from io import BufferedIOBase
+from io import BufferedIOBase, BufferedReader
+from typing import cast
 
 from replicated_ckpt.errors import PeerProtocolError
 
+HEAD_WITHIN_S = 10.0
+DOCUMENT_WITHIN_S = 30.0
+DOCUMENT_BYTES_PER_S = 1 << 20
 _CHUNK_LINE_MAX = 64
 _CHUNK_BYTES_MAX = 1 << 30
 _CHUNK_SIZE = re.compile(rb"([0-9A-Fa-f]{1,8})[ \t]*(;.*)?", re.DOTALL)
 
 
 class Head:
-    """The lines before the body, so many bytes of them in all."""
+    """The lines before the body: so many bytes of them in all, HEAD_WITHIN_S after the first one came."""
 
-    def __init__(self, stream: BufferedIOBase, limit_bytes: int) -> None:
-        self._stream = stream
+    def __init__(self, stream: BufferedIOBase, connection: socket.socket, limit_bytes: int) -> None:
+        self.stream = stream
+        self._connection = connection
         self._left = limit_bytes
+        self._deadline = math.inf
+        self._is_first = True
 
-    def readline(self, limit: int = -1) -> bytes:
+    def readline(self, limit: int) -> bytes:
         """The next line.
 
         Raises:
-            LineTooLong: there are too many bytes; http.server answers with 431.
+            LineTooLong: there are too many bytes; http.server answers with 431. TimeoutError: they came too slowly.
         """
-        line = self._stream.readline(limit)
+        line = bytearray()
+        while len(line) < limit and not line.endswith(b"\n"):
+            if self._deadline < math.inf:
+                self._connection.settimeout(max(self._deadline - time.monotonic(), 0.001))
+            buffered = cast(BufferedReader, self.stream).peek(1)  # one receive at most
+            if not buffered:
+                break
+            self._deadline = min(self._deadline, time.monotonic() + HEAD_WITHIN_S)
+            line += self.stream.read(min(limit - len(line), buffered.find(b"\n") + 1 or len(buffered)))
+        is_first, self._is_first = self._is_first, False
         self._left -= len(line)
-        if self._left < 0:
+        if self._left < 0 and not is_first:  # http.server itself bounds the first one
             raise LineTooLong("header")
-        return line
+        return bytes(line)
 
 
 class Body:
     """Reads a request's body, sized or chunked. One thread.
 
     Raises:
-        PeerProtocolError: its framing is wrong. ConnectionResetError: it ended in the middle.
+        PeerProtocolError: its framing is wrong. ConnectionResetError: it ended in the middle. TimeoutError: it is too slow.
     """
 
     def __init__(self, stream: BufferedIOBase, headers: Message) -> None:
@@ -53,6 +72,11 @@ class Body:
         """As it was said beforehand."""
         self.done = not self._chunked and self._left == 0
         self._first_chunk = True
+        self._deadline = math.inf
+
+    def end_within(self, seconds: float) -> None:
+        """Has reads fail that are not done so many seconds from now: a byte now and then keeps each one going."""
+        self._deadline = time.monotonic() + seconds
 
     def readinto(self, target: memoryview) -> int:
         """Fills `target` with the next bytes; returns how many, fewer than its size only at the end of the body."""
@@ -61,7 +85,9 @@ class Body:
             if self._chunked and self._left == 0:
                 self._next_chunk()
                 continue
-            count = self._stream.readinto(target[filled : filled + self._left])
+            count = self._stream.readinto1(target[filled : filled + self._left])
+            if time.monotonic() > self._deadline:
+                raise TimeoutError("the request's body came too slowly")
             if not count:
                 raise ConnectionResetError("the request's body ended in the middle")
             filled += count
@@ -70,7 +96,8 @@ class Body:
         return filled
 
     def read_all(self, limit_bytes: int) -> bytes:
-        """The whole body, if it is no larger than the limit."""
+        """The whole body, if it is no larger than the limit, and comes at DOCUMENT_BYTES_PER_S at least."""
+        self.end_within(DOCUMENT_WITHIN_S + limit_bytes / DOCUMENT_BYTES_PER_S)
         collected = bytearray()
         piece = memoryview(bytearray(1 << 16))
         while not self.done:

@@ -1,14 +1,21 @@
 """Those who have no token cannot keep out those who have one, nor take memory or disk; requests end where they say."""
 
 import contextlib
+import itertools
 import socket
+import threading
+from collections import deque
 from collections.abc import Iterator
+from email.message import Message
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from replicated_ckpt.agent.http.connections import Connections
 from replicated_ckpt.agent.http.server import CONNECTIONS_MAX, HEAD_BYTES_MAX
+from replicated_ckpt.agent.requests import body
+from replicated_ckpt.agent.state.rights import Right
 from tests.agent.agents import RunningAgent, exchanged, running_agent
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(120)]
@@ -73,12 +80,12 @@ def test_a_known_connection_outlasts_unknown_ones(agent: RunningAgent) -> None:
 
 def test_what_is_worked_on_is_never_closed() -> None:
     """With every connection at work there is no room for one more, and with one waiting there is."""
-    connections = Connections(2)
+    connections = Connections(2, owner_reserve=0)
     pairs = [socket.socketpair() for _ in range(3)]
     assert connections.admit("a", pairs[0][0])
     assert connections.admit("b", pairs[1][0])
-    connections.note_working("a")
-    connections.note_working("b")
+    assert connections.note_working("a", Right.PEER)
+    assert connections.note_working("b", Right.OWNER)
     assert not connections.admit("c", pairs[2][0])
     connections.note_answered("a")
     assert connections.admit("c", pairs[2][0])
@@ -88,6 +95,74 @@ def test_what_is_worked_on_is_never_closed() -> None:
     for one, other in pairs:
         one.close()
         other.close()
+
+
+def test_requests_of_a_peer_that_trickle_keep_no_other_out(agent: RunningAgent) -> None:
+    """More of them than are served, from one address: the node's own user and other nodes are answered."""
+    head = request(agent, "POST /v1/suspects", "Content-Length: 100000", token=agent.endpoint.token)
+    with contextlib.ExitStack() as held:
+        for _ in range(CONNECTIONS_MAX + 30):
+            with contextlib.suppress(OSError):  # one beyond its share is refused
+                held.enter_context(connected(agent)).sendall(head)
+        for _ in range(5):
+            assert_well(agent)
+        other = socket.create_connection(("127.0.0.1", agent.endpoint.port), 10, source_address=("127.0.0.2", 0))
+        held.enter_context(other).sendall(request(agent, "GET /v1/hello", token=agent.endpoint.token))
+        assert other.recv(100).startswith(b"HTTP/1.1 200 ")
+    assert_well(agent)
+
+
+def test_other_nodes_leave_places_to_the_nodes_user() -> None:
+    """However many addresses they come from; and a share of one address is free again once a request was answered."""
+    connections, (stream, other) = Connections(6, owner_reserve=2, of_sender=3), socket.socketpair()
+    peers = [("x", 1), ("x", 2), ("x", 3), ("x", 4), ("y", 1), ("y", 2)]
+    assert all(connections.admit(peer, stream) for peer in peers)
+    worked = [connections.note_working(peer, Right.JOB if peer[1] == 2 else Right.PEER) for peer in peers]
+    assert worked == [True, True, True, False, True, False]
+    assert connections.note_working(("y", 2), Right.OWNER)
+    connections.note_answered(("x", 1))
+    assert connections.note_working(("x", 4), Right.PEER)
+    stream.close()
+    other.close()
+
+
+@contextlib.contextmanager
+def dripping(raw: bytes) -> Iterator[socket.socket]:
+    """A connection on which these bytes come, over and over, one in a while."""
+    ours, theirs = socket.socketpair()
+    ended = threading.Event()
+
+    def drip() -> None:
+        for byte in itertools.cycle(raw):
+            if ended.wait(0.02):
+                return
+            theirs.sendall(bytes([byte]))
+
+    thread = threading.Thread(target=drip)
+    thread.start()
+    try:
+        yield ours
+    finally:
+        ended.set()
+        thread.join()
+        ours.close()
+        theirs.close()
+
+
+def test_a_request_that_trickles_in_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each byte is progress: its head, and a document in its body, have a deadline as a whole."""
+    monkeypatch.setattr(body, "HEAD_WITHIN_S", 0.3)
+    monkeypatch.setattr(body, "DOCUMENT_WITHIN_S", 0.3)
+    headers = Message()
+    headers["Content-Length"] = "1000000"
+    with dripping(b"X: y\r\n") as connection, connection.makefile("rb") as stream:
+        head = body.Head(stream, connection, 1 << 30)
+        with pytest.raises(TimeoutError):
+            deque(iter(partial(head.readline, 65536), b""), maxlen=0)
+    with dripping(b" ") as connection, connection.makefile("rb") as stream:
+        connection.settimeout(10)
+        with pytest.raises(TimeoutError, match="too slowly"):
+            body.Body(stream, headers).read_all(1000)
 
 
 def test_headers_of_strangers_take_no_memory(agent: RunningAgent) -> None:
