@@ -4,7 +4,7 @@ import builtins
 from collections.abc import Mapping, Sequence
 
 from replicated_ckpt.searched import next_step
-from replicated_ckpt.wording import plural
+from replicated_ckpt.wording import escape_controls, plural
 
 HINT_MARK = " Hint: "
 """Between an error's message and its hint, where both are one text."""
@@ -20,16 +20,16 @@ class ReplicatedCkptWarning(UserWarning):
 class ReplicatedCkptError(Exception):
     """Root of all errors of this package.
 
-    `hint` is the operator's next step. The errors cross process boundaries (DCP gathers them by pickle), so every
-    subclass keeps what it was made from in `args`.
+    `hint` is the operator's next step. Message and hint are one line each, whatever names from elsewhere they quote. The
+    errors cross process boundaries (DCP gathers them by pickle), so every subclass keeps what it was made from in `args`.
     """
 
     default_hint = "See docs/runbook.md."
 
     def __init__(self, message: str, hint: str | None = None) -> None:
         super().__init__(message, hint)
-        self.message = message
-        self.hint = hint or self.default_hint
+        self.message = escape_controls(message)
+        self.hint = escape_controls(hint or self.default_hint)
 
     def __str__(self) -> str:
         return f"{self.message}{HINT_MARK}{self.hint}"
@@ -234,7 +234,9 @@ class ObjectUnsafe(ReplicatedCkptError):
         problem = why or f"it names {', '.join(paths)}, which nothing allows"
         allowing = "".join(f"import {module}; " for module in sorted({module for module, _ in names} - {"builtins"}))
         allowing += f"torch.serialization.add_safe_globals([{', '.join(map(_as_safe_global, paths))}])"
-        hint = f"If they are harmless, allow them before the load: `{allowing}`. {self.default_hint}" if names else None
+        is_code = all(part.isidentifier() for path in paths for part in path.split("."))  # and no more than names
+        how = f"If they are harmless, allow them before the load: `{allowing}`. {self.default_hint}"
+        hint = how if names and is_code else None
         super().__init__(f"The object {fqn!r} in {where} is not loaded: {problem}.", hint)
         self.fqn = fqn
         self.where = where

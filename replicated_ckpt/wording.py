@@ -1,4 +1,4 @@
-"""Words that depend on a number, and tables. No other module of the package is imported here."""
+"""Words that depend on a number, texts from elsewhere, and tables. No other module of the package is imported here."""
 
 from collections.abc import Collection, Sequence
 
@@ -24,6 +24,13 @@ def describe_bytes(count: float) -> str:
             return f"{count:.3g} {unit}"
         count /= 1000
     return f"{count:.3g} PB"
+
+
+def escape_controls(text: str) -> str:
+    """Text that may hold names from elsewhere, on one line: what would steer a terminal, or begin a line, as its escape."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def align(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> str:

@@ -8,6 +8,10 @@ class DrillError(ReplicatedCkptError):
 
     default_hint = "Run it again with --keep and read the logs in the work directory."
 
+    def __init__(self, message: str, hint: str | None = None) -> None:
+        super().__init__(message, hint)
+        self.message = message  # it quotes logs of the drill's own processes, line by line
+
 
 class MotoFailed(DrillError):
     """The embedded object store did not start."""

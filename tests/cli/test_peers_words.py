@@ -39,7 +39,7 @@ def test_an_answer_that_is_no_http_steers_no_terminal() -> None:
 def test_what_a_repair_answers_is_one_line_each() -> None:
     """Neither the action nor the error that a peer names makes a line of its own; what is no answer is typed."""
     assert list_failures({"results": [{"action": FORGED, "error": FORGED}]}, "node b") == {
-        "?[2Jwell?may be taken down": "?[2Jwell?may be taken down"
+        r"\x1b[2Jwell\nmay be taken down": r"\x1b[2Jwell\nmay be taken down"
     }
     with pytest.raises(PeerProtocolError, match="node b answered repair wrongly"):
         list_failures({"results": [{"error": "x"}]}, "node b")

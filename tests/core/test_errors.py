@@ -12,6 +12,7 @@ from replicated_ckpt import errors
 from replicated_ckpt.errors import (
     CheckpointNotFound,
     ObjectMissing,
+    ObjectUnsafe,
     ReplicatedCkptError,
     ReplicatedCkptWarning,
     ShardLost,
@@ -184,3 +185,26 @@ def test_an_upload_keeps_the_hint_of_its_last_try() -> None:
     error = UploadFailed("step-1", "s3://b", str(cause))
     assert error.hint == "Open port 9000."
     assert str(error).count("Hint:") == 1
+
+
+def test_no_name_in_an_error_steers_a_terminal() -> None:
+    """Names come from checkpoints and peers: an error quotes them on its own line, also behind a process boundary."""
+    evil = "m\x1b]0;owned\x07\x1b[2J\nFAKE: all is well\n\udcff"
+    for error in (
+        ReplicatedCkptError(evil, evil),
+        CheckpointNotFound(evil, unreached=[evil]),
+        ShardLost("step-1", {evil: evil}, [evil]),
+        ObjectUnsafe(evil, evil, [(evil, evil)], evil),
+        UploadFailed("step-1", "s3://b/x", evil),
+    ):
+        for one in (error, pickle.loads(pickle.dumps(error))):
+            assert str(one).isprintable()
+            assert r"\x1b[2J\nFAKE: all is well\n\udcff" in str(one)
+
+
+def test_no_name_in_a_hint_is_code() -> None:
+    """A user copies the line that allows a class: it holds names alone, whatever an object calls its module."""
+    line = "`import pathlib; torch.serialization.add_safe_globals([pathlib.PosixPath])`"
+    assert line in ObjectUnsafe("x", "shard", [("pathlib", "PosixPath")]).hint
+    evil = ObjectUnsafe("x", "shard", [("os; os.system('evil')", "y")])
+    assert evil.hint == ObjectUnsafe.default_hint

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Self
 
 from replicated_ckpt.core.key_rules import KeyRules
 from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptWarning
-from replicated_ckpt.wording import describe_bytes, plural
+from replicated_ckpt.wording import describe_bytes, escape_controls, plural
 
 if TYPE_CHECKING:
     from replicated_ckpt.dcp.convert.entries.progress import Converted, Progress
@@ -94,4 +94,4 @@ class Printer:
         self.note(f"{progress.step}, {size} ({share:.0%}), {speed}/s")
 
     def note(self, line: str) -> None:
-        print(f"{self._verb}: {line}", file=sys.stderr, flush=True)
+        print(f"{self._verb}: {escape_controls(line)}", file=sys.stderr, flush=True)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from traceback import walk_stack
 
 from replicated_ckpt.errors import ReplicatedCkptWarning
+from replicated_ckpt.wording import escape_controls
 
 _BETWEEN = {"replicated_ckpt", "torch", "concurrent", "contextlib", "functools", "multiprocessing", "threading"}
 """Packages whose lines a user cannot act on: this one, DCP, and what runs them in threads and processes."""
@@ -31,7 +32,7 @@ def find_line() -> Line | None:
 
 def warn(message: str, otherwise: Line | None = None) -> None:
     """Warns at the user's line; where the stack has none, at `otherwise`: where the writer or reader was made, say."""
-    line = find_line() or otherwise
+    line, message = find_line() or otherwise, escape_controls(message)
     if line is None:
         warnings.warn(message, ReplicatedCkptWarning, stacklevel=2)
         return

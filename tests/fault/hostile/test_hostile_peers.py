@@ -131,7 +131,7 @@ def test_a_refusal_is_no_larger_than_it_should_be() -> None:
 def test_a_refusal_is_one_line(body: bytes, status: int) -> None:
     """It goes into logs and onto terminals: a peer's words end no line there, and steer nothing."""
     error = refusal(status, body, "node b", "GET", "/v1/holdings")
-    assert "a?b?[2J" in error.message
+    assert r"a\nb\x1b[2J" in error.message
     assert all(text.isprintable() for text in (error.message, error.hint))
 
 
