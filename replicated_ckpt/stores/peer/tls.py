@@ -56,15 +56,14 @@ def is_plain_allowed(host: str) -> bool:
 
 
 def server_context(certificate: str, key: str) -> ssl.SSLContext:
-    """What an agent accepts connections with: TLS 1.2 or newer.
+    """What an agent accepts connections with: TLS 1.3, in which no session is resumed or negotiated again.
 
     Raises:
         ConfigInvalid: the files are not a certificate and its key.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.num_tickets = 0  # no client resumes a session
-    context.options |= ssl.OP_NO_RENEGOTIATION  # a handshake costs an agent more than its peer
     try:
         context.load_cert_chain(certificate, key)
     except (OSError, ssl.SSLError) as exc:
@@ -96,7 +95,7 @@ def pin_name(sha256: str) -> str:
 def _client_context() -> ssl.SSLContext:
     """The same for all connections: it knows nothing of the other side."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE  # the fingerprint is compared, which is stricter
     return context
