@@ -82,7 +82,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     first = given[:1]
     try:
         try:
-            arguments = parser(first if first and first[0] in VERBS else VERBS).parse_args(given)
+            known = parser(first if first and first[0] in VERBS else VERBS)
+            if any("\0" in text for text in given):  # in this process: no shell passes one on
+                known.error("no argument may hold a NUL")
+            arguments = known.parse_args(given)
             return int(arguments.run(arguments))
         finally:
             sys.stdout.flush()

@@ -222,6 +222,19 @@ def test_what_a_killed_export_left_is_taken_over(saved: Saved, tmp_path: Path) -
     assert entries(tmp_path) == ["out"]
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root acts as another user")
+@pytest.mark.parametrize("format_", ["torch", "dcp"])
+def test_what_another_user_has_prepared_is_not_written_to(saved: Saved, tmp_path: Path, format_: str) -> None:
+    """Its owner could put other bytes there once they were verified, and before they have their name."""
+    part = tmp_path / ".out.part"
+    part.mkdir()
+    os.chown(part, 65534, 65534)
+    with pytest.raises(ConfigInvalid, match=r"\.out\.part is another user's"):
+        exported(saved, tmp_path / "out", format_, keys=KeyRules(include=["model.*"]))
+    assert entries(tmp_path) == [".out.part"]
+    assert entries(part) == []
+
+
 def test_what_is_not_read_back_is_an_error_of_ours(
     saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,13 +8,16 @@ import os
 import pickle
 import shutil
 import struct
+import warnings
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 
 from replicated_ckpt import KeyRules, ReplicatedReader, export_checkpoint, import_checkpoint
@@ -324,3 +327,67 @@ def test_what_is_no_file_hangs_no_import(tmp_path: Path, format_: str, name: str
             file.truncate(1 << 40)
     with memory_at_most(1 << 30), pytest.raises((ConfigInvalid, StoreError)):
         imported(tmp_path, tmp_path / "root", format_)
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
+@pytest.mark.parametrize("way", ["a link", "a pipe"])
+def test_an_import_takes_plain_files_alone(tmp_path: Path, name: str, way: str) -> None:
+    """A link in a directory from elsewhere chooses no other file of the importing user, and a pipe is not waited for."""
+    directory, elsewhere = tmp_path / "stock", tmp_path / "private"
+    dcp.save({"a": torch.arange(4.0)}, checkpoint_id=directory, no_dist=True)
+    (directory / name).rename(elsewhere)
+    if way == "a link":
+        (directory / name).symlink_to(elsewhere)
+    else:
+        os.mkfifo(directory / name)
+    with pytest.raises(
+        (ConfigInvalid, StoreError), match=r"symbolic link\. Hint: Links are not followed|holds no|no such"
+    ):
+        imported(directory, tmp_path / "root", "dcp")
+    assert not (tmp_path / "root").exists()
+
+
+@pytest.mark.parametrize("trust", [False, True])
+def test_a_pipe_is_no_torch_file(tmp_path: Path, *, trust: bool) -> None:
+    """It would be waited for without end."""
+    os.mkfifo(tmp_path / "m.pth")
+    with pytest.raises(ConfigInvalid, match="does not exist"):
+        imported(tmp_path / "m.pth", tmp_path / "root", "torch", trust_pickles=trust)
+
+
+@pytest.mark.parametrize("format_", ["torch", "safetensors", "dcp"])
+def test_a_path_with_a_nul_is_refused(tmp_path: Path, format_: str) -> None:
+    """As any other that cannot be: what a program was given as a path, and what an index names."""
+    with pytest.raises(ConfigInvalid):
+        imported(tmp_path / "a\0b", tmp_path / "root", format_)
+    torch.save({"a": torch.ones(2)}, tmp_path / "m.pth")
+    with pytest.raises(ConfigInvalid):
+        imported(tmp_path / "m.pth", tmp_path / "a\0b", "torch")
+    imported(tmp_path / "m.pth", tmp_path / "root", "torch")
+    with pytest.raises(ConfigInvalid, match="NUL"):
+        export_checkpoint("step-7", tmp_path / "a\0b", format=format_, root=tmp_path / "root")  # type: ignore[arg-type]
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "x\0y.safetensors"}}))
+    with pytest.raises(ConfigInvalid, match="not there"):
+        imported(tmp_path, tmp_path / "root", "safetensors")
+    with pytest.raises(SystemExit):
+        main(["ls", "--root", str(tmp_path / "a\0b")])
+
+
+def test_an_object_larger_than_the_memory_is_an_error_of_ours(tmp_path: Path) -> None:
+    """A sparse file and 300 bytes of `.metadata` make one: import, export and load name it, and how to go without it."""
+    directory = tmp_path / "root" / "step-1"
+    dcp.save({"a": "text"}, checkpoint_id=directory, no_dist=True)
+    metadata = dcp.FileSystemReader(directory).read_metadata()
+    ((index, info),) = metadata.storage_data.items()
+    metadata.storage_data[index] = replace(info, length=8 << 30)
+    (directory / ".metadata").write_bytes(pickle.dumps(metadata))
+    (directory / "__0_0.distcp").write_bytes(b"")
+    os.truncate(directory / "__0_0.distcp", 8 << 30)
+    with warnings.catch_warnings(), memory_at_most(2 << 30):
+        warnings.simplefilter("ignore", ReplicatedCkptWarning)
+        with pytest.raises(StoreError, match=r"an item of 8589934592 bytes .* --exclude"):
+            imported(directory, tmp_path / "other", "dcp")
+        with pytest.raises(StoreError, match=r"an item of 8589934592 bytes .* --exclude"):
+            export_checkpoint("step-1", tmp_path / "out.pth", format="torch", root=tmp_path / "root")
+        with pytest.raises(CheckpointException, match=r"an item of 8589934592 bytes .* --exclude"):
+            loaded(tmp_path / "root", {"a": "text"}, "step-1")

@@ -100,6 +100,8 @@ def _place(
 ) -> Output:
     may_replace = sink.may_replace if overwrite else None
     text = os.fspath(to)
+    if "\0" in text:
+        raise ConfigInvalid(f"{text!r} is no path: it holds a NUL.")
     if "://" in text:
         from replicated_ckpt.stores.output.url import UrlOutput
 

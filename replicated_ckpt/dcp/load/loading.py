@@ -15,7 +15,7 @@ from replicated_ckpt.dcp.load.item_reader import ItemReader
 from replicated_ckpt.dcp.load.shard_reader import ShardReader
 from replicated_ckpt.dcp.runtime.torch_private import StorageInfo
 from replicated_ckpt.dcp.tensors.stored_tensor import StoredTensor
-from replicated_ckpt.errors import ShardLost
+from replicated_ckpt.errors import ShardLost, StoreError
 from replicated_ckpt.stores.node_cache.exchange import Exchange
 
 FeedWindow = Callable[[Window, memoryview], None]
@@ -58,6 +58,11 @@ def windows_for(
     return in_order(windows, shards)
 
 
+_HINT_LARGE = (
+    "Load or convert it on a host with more memory, or leave it out: of the state dict, of an export by --exclude."
+)
+
+
 class ShardItems:
     """The items that are wanted of one shard, fed from its windows, which come in ascending order."""
 
@@ -84,8 +89,18 @@ class ShardItems:
         """Feeds what lies in one window.
 
         Raises:
-            ObjectCorrupt: intact bytes are not what the metadata says. And what the planner raises.
+            ObjectCorrupt: intact bytes are not what the metadata says. StoreError: an item is larger than the memory. And
+            what the planner raises.
         """
+        try:
+            self._take(window, raw)
+        except MemoryError as exc:
+            listed = [one for one, _ in self._open] + self._wanted[max(0, self._next - 1) : self._next]
+            largest = max(listed, key=lambda one: one.info.length)
+            detail = f"an item of {largest.info.length} bytes is more than there is memory for"
+            raise StoreError(self._shard, "load", largest.item.storage_index.fqn, detail, _HINT_LARGE) from exc
+
+    def _take(self, window: Window, raw: memoryview) -> None:
         for one, feed in self._open:
             self._feed(one, feed, window, raw)
         self._open = [(one, feed) for one, feed in self._open if one.end > window.end]

@@ -60,6 +60,8 @@ def _look(path: str | Path, *, follow: bool = True) -> os.stat_result | None:
         if exc.errno in _NOTHING_THERE:
             return None
         raise
+    except ValueError:  # no file has a NUL in its name
+        return None
 
 
 def leads_out(root: Path, checkpoint_id: str) -> bool:

@@ -17,7 +17,10 @@ def open_plain(path: str | Path, flags: int = 0, *, dir_fd: int | None = None) -
     Raises:
         FileNotFoundError: nothing lies there, or a pipe or a device. IsADirectoryError, OSError
     """
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags, dir_fd=dir_fd)
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags, dir_fd=dir_fd)
+    except ValueError as exc:  # a NUL in its name
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path)) from exc
     try:
         mode = os.fstat(fd).st_mode
         if stat.S_ISDIR(mode):
@@ -39,12 +42,12 @@ def closing_fd(fd: int) -> Iterator[int]:
         os.close(fd)
 
 
-def open_plain_file(path: str | Path) -> FileIO:
+def open_plain_file(path: str | Path, flags: int = 0) -> FileIO:
     """As `open_plain`, as a file to read."""
-    return FileIO(open_plain(path), "rb")
+    return FileIO(open_plain(path, flags), "rb")
 
 
-def read_plain(path: str | Path, size_max: int = MANIFEST_BYTES_MAX + 1) -> bytes:
+def read_plain(path: str | Path, size_max: int = MANIFEST_BYTES_MAX + 1, flags: int = 0) -> bytes:
     """The bytes of a file, `size_max` at most: of one that is too large, more than are believed. Else as `open_plain`."""
-    with BufferedReader(open_plain_file(path)) as file:
+    with BufferedReader(open_plain_file(path, flags)) as file:
         return file.read(min(size_max, os.fstat(file.fileno()).st_size + 1))  # all that is asked for is allocated

@@ -101,11 +101,14 @@ class LocalOutput(Output):
             raise
 
     def _take_part(self) -> None:
-        """Locks the directory beside `path`. Raises ConfigInvalid: another process has it, or has just published it."""
+        """Locks the directory beside `path`. Raises ConfigInvalid: another process or user has it, or just published it."""
         try:
             self._part.mkdir(exist_ok=True)
             self._lock = HeldLock(os.open(self._part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC))
-            is_ours = self._lock.try_take() and os.path.samestat(self._part.stat(), os.fstat(self._lock.fd))
+            status = os.fstat(self._lock.fd)
+            if status.st_uid != os.geteuid():  # its owner could put other bytes there, once they were verified
+                raise ConfigInvalid(f"{self._part} is another user's.", "Remove it, or name another place.")
+            is_ours = self._lock.try_take() and os.path.samestat(self._part.stat(), status)
         except FileNotFoundError:
             is_ours = False
         if not is_ours:

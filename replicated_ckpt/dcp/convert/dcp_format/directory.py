@@ -1,5 +1,6 @@
 """A directory that stock DCP wrote, all of it on one file system, as a source."""
 
+import errno
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -7,33 +8,41 @@ from pathlib import Path
 from replicated_ckpt.core.layout import METADATA_NAME
 from replicated_ckpt.dcp.convert.entries.items_source import ItemsSource, Wanted
 from replicated_ckpt.dcp.metadata.metadata import decode_metadata
-from replicated_ckpt.errors import ConfigInvalid, ObjectMissing, StoreError
+from replicated_ckpt.errors import ConfigInvalid, ObjectMissing, StoreDenied, StoreError
 from replicated_ckpt.stores.files.durable import read_exactly, translate_errors
-from replicated_ckpt.stores.files.existence import is_plain_file
-from replicated_ckpt.stores.files.plain import closing_fd, read_plain
+from replicated_ckpt.stores.files.plain import closing_fd, open_plain, read_plain
 from replicated_ckpt.stores.peer.client import FILE_BYTES_MAX
 
 
 class DirectoryFetcher:
-    """Bytes of files in one directory. No checksums of them were taken, so none are compared."""
+    """Bytes of files in one directory. No checksums of them were taken, so none are compared.
+
+    Who can write the directory of another chooses what its links lead to: they are not followed.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
     def fetch(self, wanted: Sequence[Wanted]) -> None:
         for shard in {w.shard: None for w in wanted}:
-            with translate_errors(str(self._directory), "read", shard):
-                fd = os.open(self._directory / shard, os.O_RDONLY | os.O_CLOEXEC)
-            with closing_fd(fd):
+            with closing_fd(self._open(shard)) as fd:
                 for want in (w for w in wanted if w.shard == shard):
-                    want.take(self._read(fd, want))
+                    try:
+                        want.take(self._read(fd, want))
+                    except MemoryError as exc:
+                        detail = f"an item of {want.length} bytes is more than there is memory for"
+                        raise StoreError(str(self._directory), "read", shard, detail, _HINT_LARGE) from exc
+
+    def _open(self, shard: str) -> int:
+        try:
+            return open_plain(self._directory / shard, os.O_NOFOLLOW)
+        except FileNotFoundError as exc:
+            raise ObjectMissing(str(self._directory), "read", shard, "no such file", _HINT) from exc
+        except OSError as exc:
+            raise _unread(self._directory, shard, exc) from exc
 
     def _read(self, fd: int, want: Wanted) -> memoryview:
-        try:
-            raw = memoryview(bytearray(want.length))
-        except MemoryError as exc:
-            detail = f"an item of {want.length} bytes is more than there is memory for"
-            raise StoreError(str(self._directory), "read", want.shard, detail, _HINT_LARGE) from exc
+        raw = memoryview(bytearray(want.length))
         with translate_errors(str(self._directory), "read", want.shard):
             count = read_exactly(fd, raw, want.offset)
         if count != want.length:
@@ -46,10 +55,9 @@ class DirectoryFetcher:
         for shard, offset, length in places:
             ends[shard] = max(ends.get(shard, 0), offset + length)
         for shard, end in ends.items():
-            path = self._directory / shard
-            if not is_plain_file(path):
-                raise ObjectMissing(str(self._directory), "read", shard, "no such file", _HINT)
-            if path.stat().st_size < end:
+            with closing_fd(self._open(shard)) as fd:
+                size_bytes = os.fstat(fd).st_size
+            if size_bytes < end:
                 raise StoreError(str(self._directory), "read", shard, f"it ends before {end}", _HINT_SHORT)
 
     def close(self) -> None:
@@ -65,17 +73,25 @@ _HINT_READ = (
 )
 
 
+_HINT_LINK = "Links are not followed: copy the file here in its place, or name the directory that it leads to."
+
+
+def _unread(directory: Path, name: str, exc: OSError | MemoryError) -> StoreError:
+    if isinstance(exc, OSError) and exc.errno == errno.ELOOP:
+        return StoreDenied(str(directory), "read", name, "it is a symbolic link", _HINT_LINK)
+    return StoreError(str(directory), "read", name, str(exc) or "it is larger than the memory", _HINT_READ)
+
+
 def dcp_directory(path: Path) -> ItemsSource:
     """The checkpoint in a directory.
 
     Raises:
-        ConfigInvalid: there is none. MetadataUnsafe: its .metadata is not what DCP writes.
+        ConfigInvalid: there is none. StoreDenied: it is a link. MetadataUnsafe: its .metadata is not what DCP writes.
     """
     try:
-        raw = read_plain(path / METADATA_NAME, min((path / METADATA_NAME).stat().st_size, FILE_BYTES_MAX))
+        raw = read_plain(path / METADATA_NAME, FILE_BYTES_MAX, os.O_NOFOLLOW)
     except (FileNotFoundError, NotADirectoryError) as exc:
         raise ConfigInvalid(f"{path} holds no .metadata: it is no DCP checkpoint.", _NAME_DIRECTORY) from exc
     except (OSError, MemoryError) as exc:
-        detail = str(exc) or "it is larger than the memory"
-        raise StoreError(str(path), "read", METADATA_NAME, detail, _HINT_READ) from exc
+        raise _unread(path, METADATA_NAME, exc) from exc
     return ItemsSource(decode_metadata(raw, str(path)), DirectoryFetcher(path), str(path))

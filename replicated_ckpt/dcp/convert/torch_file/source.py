@@ -21,6 +21,7 @@ from replicated_ckpt.dcp.tensors.container import is_plain
 from replicated_ckpt.dcp.tensors.memory import memory_of, window_tensor
 from replicated_ckpt.errors import ConfigInvalid, ObjectCorrupt, ObjectUnsafe, StoreError
 from replicated_ckpt.stores.files.durable import read_exactly, translate_errors
+from replicated_ckpt.stores.files.plain import open_plain, open_plain_file
 
 _NAME_FILE = "Name a file of torch.save that this user can read (`ls -l` shows whose it is)."
 _BRING_CLASS = "Install the package, or name the directory of the module in PYTHONPATH; in the version that saved."
@@ -61,7 +62,7 @@ class TorchFile:
                 objects.append(ObjectEntry(key, key, paths[key]))
         self.contents = Contents(tuple(tensors), tuple(objects), tuple(values))
         with translate_errors(str(path.parent), "read", path.name):
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._fd = open_plain(path)
         self._mappings = _mappings(self._fd)
 
     def check(self, contents: Contents) -> None:
@@ -125,10 +126,8 @@ def load_file(path: Path, *, trust_pickles: bool) -> Any:
         ConfigInvalid: it is no such file. ObjectUnsafe: it names what nothing allows. StoreError: it cannot be read.
     """
     try:
-        if trust_pickles:
-            return load_trusted(path, str(path), mmap=True)
-        with path.open("rb") as file:
-            return _map_file(path, file.fileno())
+        with open_plain_file(path) as file:
+            return load_trusted(path, str(path), mmap=True) if trust_pickles else _map_file(path, file.fileno())
     except FileNotFoundError as exc:
         raise ConfigInvalid(f"{path} does not exist.") from exc
     except OSError as exc:
