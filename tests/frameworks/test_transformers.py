@@ -121,11 +121,12 @@ def test_a_counter_that_a_version_of_trainer_does_not_have_is_left_out(
 def test_trainer_gets_no_file_that_no_trainer_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A user who can write the checkpoint adds weights, or a schedule that runs code: Trainer reads neither."""
     require("transformers")
-    from replicated_ckpt.integrations import transformers
+    from replicated_ckpt.integrations.directory_files import collect_files
 
-    trainer, collect = scored(tmp_path, (5,), loads_best=False), transformers.collect_files
+    trainer = scored(tmp_path, (5,), loads_best=False)
     more = {"model.safetensors": b"", "optimizer.pt": b"", "rng_state_0/x.pth": b""}
-    monkeypatch.setattr(transformers, "collect_files", lambda directory: {**collect(directory), **more})
+    collects = "replicated_ckpt.integrations.transformers.collect_files"
+    monkeypatch.setattr(collects, lambda directory: {**collect_files(directory), **more})
     try:
         trainer.train()
         trainer._restore_files("checkpoint-1", tmp_path / "a")

@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator
 from email.message import Message
@@ -101,11 +102,13 @@ def test_requests_of_a_peer_that_trickle_keep_no_other_out(agent: RunningAgent) 
     """More of them than are served, from one address: the node's own user and other nodes are answered."""
     head = request(agent, "POST /v1/suspects", "Content-Length: 100000", token=agent.endpoint.token)
     with contextlib.ExitStack() as held:
-        for _ in range(CONNECTIONS_MAX + 30):
-            with contextlib.suppress(OSError):  # one beyond its share is refused
-                held.enter_context(connected(agent)).sendall(head)
-        for _ in range(5):
+        trickling = [held.enter_context(connected(agent)) for _ in range(CONNECTIONS_MAX + 30)]
+        for piece in (head, *[b" "] * 9):
+            for connection in trickling:
+                with contextlib.suppress(OSError):  # what is beyond its share is refused
+                    connection.sendall(piece)
             assert_well(agent)
+            time.sleep(0.3)
         other = socket.create_connection(("127.0.0.1", agent.endpoint.port), 10, source_address=("127.0.0.2", 0))
         held.enter_context(other).sendall(request(agent, "GET /v1/hello", token=agent.endpoint.token))
         assert other.recv(100).startswith(b"HTTP/1.1 200 ")

@@ -30,7 +30,6 @@ from replicated_ckpt.errors import (
 from replicated_ckpt.stores.bucket.bucket import Bucket, key_of
 from replicated_ckpt.stores.bucket.manifest_of import manifest_in
 from replicated_ckpt.stores.bucket.shard import ObjectShard, UnmanagedObjectShard
-from replicated_ckpt.stores.bucket_client import directory as directory_client
 from replicated_ckpt.stores.bucket_client.client import PART_BYTES, Listing, ObjectClient
 from replicated_ckpt.stores.bucket_client.fsspec import FsspecClient
 from replicated_ckpt.stores.bucket_client.opening import open_client
@@ -38,6 +37,7 @@ from replicated_ckpt.stores.bucket_client.retry import RetryingClient
 from replicated_ckpt.stores.bucket_client.s3 import S3Client
 from replicated_ckpt.stores.bucket_client.upload_source import UploadSource
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
+from replicated_ckpt.stores.files.durable import write_all
 from replicated_ckpt.stores.local.directories.committed import open_directory
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.unmanaged.shard import UncheckedItems
@@ -368,13 +368,12 @@ def test_an_object_on_a_file_system_is_there_whole_or_as_before(
     """The share is full in the middle of a write: the mark of the checkpoint before, and a committed shard, stay."""
     client = open_client(ObjectTarget.check(f"file://{tmp_path}/bucket", None))
     client.put("last/.metadata", b"before")
-    write = directory_client.write_all
 
     def write_half(fd: int, data: bytes) -> None:
-        write(fd, data[: len(data) // 2])
+        write_all(fd, data[: len(data) // 2])
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(directory_client, "write_all", write_half)
+    monkeypatch.setattr("replicated_ckpt.stores.bucket_client.directory.write_all", write_half)
     with pytest.raises(StoreError, match="No space left"):
         client.put("last/.metadata", b"after it")
     assert client.list_keys("last/").sizes == {".metadata": 6}
