@@ -86,7 +86,7 @@ class RepairRoutes:
             heed_goodbye(self._service.peers, said, request.peer_host, self._call_backs)
         return json_answer()
 
-    def _sequence(self, fields: Mapping[str, Any], _: Request) -> Answer:
+    def _sequence(self, fields: Mapping[str, Any], request: Request) -> Answer:
         """A load begins: which checkpoint it reads, and the largest sequence that it has seen of the lineage."""
         lineage, save_id, reader = (str(fields[name]) for name in ("lineage", "save_id", "reader"))
         if not is_lineage(lineage) or not is_save_id(save_id) or len(reader) > _READER_CHARS_MAX:
@@ -94,7 +94,7 @@ class RepairRoutes:
         self._service.sequence_floor.raise_to({lineage: min(int(fields["sequence"]), SEQUENCE_FLOOR_MAX)})
         if not fields.get("is_load", True):
             return json_answer()
-        self._service.pin(save_id, reader)
+        self._service.pin(save_id, reader, request.peer_host)
         return json_answer(is_here=self._service.store.catalog.checkpoint_of(save_id) is not None)
 
     def _suspect(self, fields: Mapping[str, Any], _: Request) -> Answer:

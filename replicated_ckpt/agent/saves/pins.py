@@ -4,12 +4,21 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from replicated_ckpt.stores.files.locks import HeldLock
 
 PIN_S = 300.0
 """How long after a load began, or the last of its reads here, its checkpoint stays whatever the policy says."""
-_PINS_MAX = 1024
+PINS_MAX = 1024
+"""Of one address. One more is not kept: made-up readers push out no pin of a load that is under way."""
+
+
+@dataclass(frozen=True)
+class _Pin:
+    save_id: str
+    until: float
+    sender: str
 
 
 class Pins:
@@ -22,17 +31,21 @@ class Pins:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._by_reader: dict[str, tuple[str, float]] = {}
+        self._by_reader: dict[str, _Pin] = {}
         self._lock_by_save: dict[str, HeldLock] = {}
         weakref.finalize(self, _release_all, self._lock_by_save)
 
-    def pin(self, save_id: str, reader: str, lock: HeldLock | None = None) -> None:
-        """Keeps a save for a reader. `lock`: that on the version, taken over; None: it does not lie here."""
+    def pin(self, save_id: str, reader: str, lock: HeldLock | None = None, sender: str = "") -> None:
+        """Keeps a save for a reader, unless its sender has PINS_MAX others.
+
+        `lock`: that on the version, taken over; None: it does not lie here.
+        """
         with self._lock:
-            self._by_reader.pop(reader, None)
-            self._by_reader[reader] = save_id, self._clock() + PIN_S
-            while len(self._by_reader) > _PINS_MAX:
-                del self._by_reader[next(iter(self._by_reader))]
+            now = self._clock()
+            pins = {other: pin for other, pin in self._by_reader.items() if pin.until > now and other != reader}
+            if sum(pin.sender == sender for pin in pins.values()) < PINS_MAX:
+                pins[reader] = _Pin(save_id, now + PIN_S, sender)
+            self._by_reader = pins
             if lock is not None:
                 self._close(save_id)
                 self._lock_by_save[save_id] = lock
@@ -42,7 +55,9 @@ class Pins:
         """Keeps a save that is pinned for as long again: it is being read."""
         with self._lock:
             until = self._clock() + PIN_S
-            self._by_reader |= dict.fromkeys(self._readers_of(save_id), (save_id, until))
+            self._by_reader |= {
+                reader: replace(self._by_reader[reader], until=until) for reader in self._readers_of(save_id)
+            }
 
     def end(self, session: str) -> None:
         """The ranks of a session save: what they loaded before is read."""
@@ -70,7 +85,7 @@ class Pins:
     def has_any(self) -> bool:
         with self._lock:
             now = self._clock()
-            return any(until > now for _, until in self._by_reader.values())
+            return any(pin.until > now for pin in self._by_reader.values())
 
     def _release(self) -> None:
         for save_id in [save_id for save_id in self._lock_by_save if not self._readers_of(save_id)]:
@@ -83,7 +98,7 @@ class Pins:
 
     def _readers_of(self, save_id: str) -> list[str]:
         now = self._clock()
-        return [reader for reader, (pinned, until) in self._by_reader.items() if pinned == save_id and until > now]
+        return [reader for reader, pin in self._by_reader.items() if pin.save_id == save_id and pin.until > now]
 
 
 def _release_all(lock_by_save: dict[str, HeldLock]) -> None:

@@ -154,11 +154,11 @@ class NodeService:
             opened = frozenset(self._opened_at)
         return opened | {intent.save_id for intent in self.store.list_staged()}
 
-    def pin(self, save_id: str, reader: str) -> None:
-        """Keeps a save from being removed here while a load reads it."""
+    def pin(self, save_id: str, reader: str, sender: str = "") -> None:
+        """Keeps a save from being removed here while a load reads it, which asks from the address `sender`."""
         checkpoint_id = self.store.catalog.checkpoint_of(save_id)
         lock = None if checkpoint_id is None else lock_version(self.store.catalog, checkpoint_id, save_id)
-        self.pins.pin(save_id, reader, lock)
+        self.pins.pin(save_id, reader, lock, sender)
 
     def histories(self, scope: str) -> dict[str, History]:
         """What this node knows of the lineages in a directory of checkpoints: committed here, staged here, or heard of."""

@@ -18,6 +18,7 @@ from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.agent.requests.checks import CHECKS_MAX, Checks
 from replicated_ckpt.agent.requests.request import Request
 from replicated_ckpt.agent.saves.adoption_locks import ADOPTIONS_MAX
+from replicated_ckpt.agent.saves.pins import PINS_MAX, Pins
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, UploadEntry
 from replicated_ckpt.core.upkeep.repair_plan import RepairPlan, RestoreManifest
@@ -472,3 +473,19 @@ def test_no_peer_is_told_of_a_save_under_way(agent: RunningAgent) -> None:
         assert SAVE in str(owner.call("GET", "/v1/status"))
         for path in ("/v1/holdings", "/v1/unmanaged", "/metrics"):
             assert SAVE.encode() not in peer.fetch("GET", path)
+
+
+def test_made_up_readers_push_no_pin_out() -> None:
+    """A peer's token names any number of them: what a load reads stays, and loads of other nodes are heard."""
+    pins = Pins()
+    pins.pin(SAVE, "real/0", sender="10.0.0.1")
+    for number in range(2 * PINS_MAX):
+        pins.pin("0" * 32, f"evil/{number}", sender="10.0.0.1")
+    pins.pin("1" * 32, "real/1", sender="10.0.0.2")
+    assert pins.is_pinned(SAVE)
+    assert pins.is_pinned("1" * 32)
+    pins.pin("2" * 32, "real/0", sender="10.0.0.1")
+    assert not pins.is_pinned(SAVE), "a reader reads one save at a time"
+    pins.drop("0" * 32)
+    pins.pin(SAVE, "real/2", sender="10.0.0.1")
+    assert pins.is_pinned(SAVE)
