@@ -17,6 +17,7 @@ from replicated_ckpt.stores.files.durable import read_exactly, write_all
 from replicated_ckpt.stores.files.plain import closing_fd, open_plain
 
 _PIECE_BYTES = 4 << 20
+_CREATE_TRIES = 100
 _NO_OBJECT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 _LINK_HINT = (
     "A link or a file lies where the bucket needs a directory, and links in a bucket are not followed. Find out who put it "
@@ -113,6 +114,14 @@ class DirectoryClient:
                 for left in (*parts, name):  # a crash has left the parts
                     with contextlib.suppress(FileNotFoundError):
                         os.unlink(left, dir_fd=directory)
+            self._remove_empty(key.split("/")[:-1])
+
+    def _remove_empty(self, parts: list[str]) -> None:
+        """Removes the directories that a deleted object leaves empty: each look into the bucket would list them."""
+        with contextlib.suppress(OSError):  # one holds other objects, or another process has removed it
+            for depth in range(len(parts), 0, -1):
+                with self._open_parent("/".join(parts[:depth])) as (above, name):
+                    os.rmdir(name, dir_fd=above)
 
     def end_unfinished(self, prefix: str, older_than_s: float) -> int:
         """Nothing: what is unfinished has its object's name in its own, and goes with it."""
@@ -147,17 +156,26 @@ class DirectoryClient:
     @contextmanager
     def _write(self, key: str) -> Iterator[int]:
         """The file that the block writes. It comes to its key whole, or not at all: what was there stays until then."""
-        with self._translate_errors("write", key), self._open_parent(key, is_made=True) as (directory, name):
-            part = f"{name}.{uuid.uuid4().hex}.part"
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        with self._translate_errors("write", key), contextlib.ExitStack() as opened:
+            directory, name, part, fd = self._create_part(opened, key)
             try:
-                with closing_fd(os.open(part, flags, 0o666, dir_fd=directory)) as fd:
+                with closing_fd(fd):
                     yield fd
                 os.rename(part, name, src_dir_fd=directory, dst_dir_fd=directory)
             except BaseException:
                 with contextlib.suppress(OSError):
                     os.unlink(part, dir_fd=directory)
                 raise
+
+    def _create_part(self, opened: contextlib.ExitStack, key: str) -> tuple[int, str, str, int]:
+        """Tried again where another process has removed the directory, empty until then, under its feet."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        for _ in range(_CREATE_TRIES):
+            with contextlib.suppress(FileNotFoundError):
+                directory, name = opened.enter_context(self._open_parent(key, is_made=True))
+                part = f"{name}.{uuid.uuid4().hex}.part"
+                return directory, name, part, os.open(part, flags, 0o666, dir_fd=directory)
+        raise FileNotFoundError(errno.ENOENT, "Its directory is removed again and again")
 
     @contextmanager
     def _translate_errors(self, op: str, key: str) -> Iterator[None]:

@@ -40,6 +40,7 @@ from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.files.durable import write_all
 from replicated_ckpt.stores.local.directories.committed import open_directory
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.peer.fan_out import FanOut
 from replicated_ckpt.stores.unmanaged.shard import UncheckedItems
 from replicated_ckpt.stores.verified import Expected
 from replicated_ckpt.testing.shard_files import table_of
@@ -413,6 +414,26 @@ def test_no_link_in_a_bucket_is_followed(tmp_path: Path) -> None:
     assert [(path.name, path.read_bytes()) for path in private.iterdir()] == [("file", b"private")]
     assert client.list_keys("old/") == Listing()
     assert not (bucket / "linked").is_symlink()  # a link that has an object's name goes, and nothing that it leads to
+
+
+def test_no_empty_directory_stays_in_a_bucket(tmp_path: Path) -> None:
+    """Each look would list it; an object that comes at the same time arrives all the same, and other objects stay."""
+    client = open_client(ObjectTarget.check(f"file://{tmp_path}/bucket", None))
+    keys = [f"run/step-{number}/{name}" for number in range(2) for name in (".metadata", "x/__0_0.distcp")]
+    for key in keys:
+        client.put(key, b"x")
+    client.delete(keys[:2])
+    assert client.list_keys("run/").directories == ("step-1",)
+    client.delete(keys)
+    assert list((tmp_path / "bucket").iterdir()) == []
+
+    def come_and_go(number: int) -> None:
+        for _ in range(100):
+            client.put(f"run/step-1/{number}", b"x")
+            client.delete([f"run/step-1/{number}"])
+
+    FanOut.run(range(4), come_and_go).raise_first()
+    assert list((tmp_path / "bucket").iterdir()) == []
 
 
 def test_a_checkpoint_whose_id_looks_like_a_saves_is_listed(tmp_path: Path) -> None:
