@@ -9,6 +9,10 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+from replicated_ckpt.integrations.versions import check_versions
+
+check_versions("accelerate")  # an older one may lack what is imported from it
+
 from accelerate import Accelerator
 from accelerate.checkpointing import load_accelerator_state, save_accelerator_state
 from accelerate.utils import SCHEDULER_NAME, DistributedType

@@ -6,6 +6,10 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from replicated_ckpt.integrations.versions import check_versions
+
+check_versions("lightning")  # an older one may lack what is imported from it
+
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core.optimizer import LightningOptimizer

@@ -10,6 +10,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from replicated_ckpt.integrations.versions import check_versions
+
+check_versions("transformers")  # an older one may lack what is imported from it
+
 import torch
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
