@@ -58,6 +58,18 @@ def test_lightning_goes_on_after_it_ended(
         assert len(scales) > 2 or disturb is preempt
 
 
+@pytest.mark.parametrize(
+    ("hold_at", "begins"),
+    [(11, {"step": 11, "epoch": 1}), (13, {"step": 13, "epoch": 2})],
+    ids=["in the second epoch", "at its end"],
+)
+def test_a_loop_over_fabric_goes_on_in_the_middle(tmp_path: Path, hold_at: int, begins: dict[str, int]) -> None:
+    """The loop of the page, with schedule, dropout, shuffled data: batches, losses, rates and weights are the same bits."""
+    require("lightning")
+    with run_both("fabric_program.py", tmp_path, hold_at, ranks=1) as (undisturbed, disturbed):
+        check_same(undisturbed, disturbed, ("step",), begins)
+
+
 def test_what_was_resumed_from_has_one_path_on_all_nodes(tmp_path: Path) -> None:
     """Lightning asks by path whether a checkpoint may be removed: it is the one that was found, not a node's own."""
     require("lightning")
