@@ -5,6 +5,7 @@ import json
 import os
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -40,8 +41,17 @@ from replicated_ckpt.stores.files.existence import is_there
 _MODEL, _OPTIMIZER = "model", "optimizer"
 _BEST = "best_so_far"
 """A metric, of those alone that Trainer called the best when it saved them: of equals retention keeps the newest."""
-_COUNTERS = ("_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "_initial_num_input_tokens_seen")
-"""What Trainer counts for what it logs, and does not save itself; not all of it in each version. `_tr_loss` is a tensor."""
+_COUNTERS = (
+    "_total_loss_scalar",
+    "_globalstep_last_logged",
+    "_initial_global_step",
+    "_initial_num_input_tokens_seen",
+    "_total_train_tokens",
+)
+"""What Trainer and trl's trainers count for what they log, and do not save; each version has other ones.
+
+`_tr_loss` is a tensor. `_metrics` has lists of numbers since the last log, by mode ("train") and name.
+"""
 
 
 @contextlib.contextmanager
@@ -172,8 +182,16 @@ class ReplicatedTrainerMixin:
         return {
             "elapsed_s": elapsed_s,
             "loss": self._tr_loss.item(),
+            "metrics": {mode: dict(lists) for mode, lists in self._running_metrics().items()},
             **{name: getattr(self, name) for name in _COUNTERS if hasattr(self, name)},
         }
+
+    def _running_metrics(self) -> dict[str, Any]:
+        """trl's, by mode: what its trainers average in their next log."""
+        metrics = getattr(self, "_metrics", None)
+        if isinstance(metrics, dict) and all(isinstance(each, defaultdict) for each in metrics.values()):
+            return metrics
+        return {}
 
     def _plain_optimizer(self) -> Any:
         return getattr(self.optimizer, "optimizer", self.optimizer)
@@ -263,6 +281,8 @@ class ReplicatedTrainerMixin:
             self._elapsed_s = counters["elapsed_s"]
             for name in counters.keys() & _COUNTERS:
                 setattr(self, name, counters[name])
+            for mode, lists in self._running_metrics().items():
+                lists.update(counters.get("metrics", {}).get(mode, {}))  # not saved by older versions
 
     def _finalize_training(self, trial: Any, num_train_samples: Any, start_time: float) -> Any:
         """As Trainer's, over the whole run: its time is what all parts of the run took."""
