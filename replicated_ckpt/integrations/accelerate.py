@@ -47,6 +47,9 @@ class PreparedLoader(ReplayedLoader):
         """Every loader of Accelerate has the methods; they work with `use_stateful_dataloader`."""
         return bool(getattr(self.loader, "use_stateful_dataloader", False))
 
+    def start_workers(self) -> None:
+        iter(self.loader.base_dataloader)
+
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
         if "epoch" not in state:

@@ -10,8 +10,8 @@ from torch.distributed.checkpoint.stateful import Stateful
 from replicated_ckpt.dcp.rank_state.random_state import capture_random, restore_random
 from replicated_ckpt.dcp.runtime.caller import warn
 
-_ITERATIONS = "_num_iter_calls"
-"""Of a loader of Lightning's Fabric: how often it was iterated. It sets its sampler's epoch to that, whatever it was."""
+_ITERATIONS, _PLAIN = "_num_iter_calls", "_dataloader"
+"""Of a loader of Lightning's Fabric: the count of its iterations, its sampler's epoch; and the plain loader in it."""
 
 
 class ReplayedLoader(Stateful):
@@ -52,6 +52,10 @@ class ReplayedLoader(Stateful):
     def has_own_state(self) -> bool:
         """Whether the loader says itself where it stands."""
         return isinstance(self.loader, Stateful)
+
+    def start_workers(self) -> None:
+        """Starts those that outlive an epoch."""
+        iter(getattr(self.loader, _PLAIN, self.loader))
 
     def count_read_ahead(self) -> int:
         """Batches that were yielded and not used yet."""
@@ -191,7 +195,7 @@ class ReplayedLoader(Stateful):
         """Starts workers that had been started there, and sets Fabric's counter. Older versions saved neither."""
         if state.get("has_workers") and not self._has_workers() and not self.has_own_state():
             own = self._capture_own()
-            iter(self.loader)
+            self.start_workers()
             self._is_begun = True
             self._set_own(own)
         if state.get("iterations") is not None:

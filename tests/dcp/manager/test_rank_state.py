@@ -155,7 +155,8 @@ class SetsEpoch:
         return len(self._dataloader)
 
     def __iter__(self) -> Iterator[Any]:
-        self._dataloader.sampler.set_epoch(self._num_iter_calls)
+        if hasattr(self._dataloader.sampler, "set_epoch"):
+            self._dataloader.sampler.set_epoch(self._num_iter_calls)
         self._num_iter_calls += 1
         yield from self._dataloader
 
@@ -169,15 +170,17 @@ def loaders(kind: str) -> Any:
         "workers": {"dataset": Noisy(), "shuffle": True, "num_workers": 1},
         "persistent": persistent,
         "own persistent": {**persistent, "generator": own},
+        "fabric persistent": persistent,
         "no length": {"dataset": Stream()},
         "distributed": {"dataset": Noisy(), "sampler": DistributedSampler(Noisy(), 2, 1)},
         "fabric": {"dataset": Noisy(), "sampler": DistributedSampler(Noisy(), 1, 0)},
     }
     loader: DataLoader[Any] = DataLoader(batch_size=2, **made[kind])
-    return SetsEpoch(loader) if kind == "fabric" else loader
+    return SetsEpoch(loader) if kind.startswith("fabric") else loader
 
 
-KINDS = ["shuffled", "own generator", "workers", "persistent", "own persistent", "no length", "distributed", "fabric"]
+KINDS = ["shuffled", "own generator", "workers", "no length", "distributed", "fabric"]
+KINDS += ["persistent", "own persistent", "fabric persistent"]
 
 
 def read(loader: Any, count: int) -> Iterator[Any]:
