@@ -2,13 +2,16 @@
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from torch import nn
 
 from replicated_ckpt import ReplicatedReader
-from tests.agent.agents import wait_for
+from replicated_ckpt.dcp.rank_state import by_rank
+from tests.agent.agents import stop_agent, wait_for
 from tests.frameworks.jobs import check_same, run_both
 from tests.frameworks.running import require
 
@@ -29,6 +32,55 @@ def test_torchtitan_goes_on_from_a_lost_node(tmp_path: Path, mode: str) -> None:
 
 def keeps(root: Path, names: set[str]) -> bool:
     return {path.name for path in root.glob("step-*")} == names
+
+
+class Part:
+    """A part of a job with a number of its own; of a data loader torchtitan saves one for each rank."""
+
+    def __init__(self, key: str) -> None:
+        self.key, self.value = key, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {self.key: torch.tensor(self.value)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.value = int(state_dict[self.key])
+
+
+def built(directory: Path, trained: Part, model: nn.Module, rank: int = 0, **options: Any) -> Any:
+    from replicated_ckpt.integrations.torchtitan import ReplicatedCheckpointManager
+
+    config = ReplicatedCheckpointManager.Config(
+        enable=True, root=str(directory / "root"), interval=1, copies=1, exclude_from_loading=["dataloader"]
+    )
+    parts = {"optimizers": Part("optimizer"), "lr_schedulers": Part("schedule"), **options}
+    return config.build(
+        dataloader=Part(f"dp_rank_{rank}"),
+        model_parts=[model],
+        states={"train_state": trained},
+        sd_adapter=None,
+        base_folder=str(directory / "dump"),
+        **parts,
+    )
+
+
+def test_another_number_of_ranks_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank loads what two saved, with `exclude_from_loading=["dataloader"]`; its random generators stay as they are."""
+    require("torchtitan")
+    saved, loaded = Part("step"), Part("step")
+    saved.value = 3
+    with monkeypatch.context() as patch:
+        patch.setattr(by_rank, "rank_and_world", lambda: (0, 2))
+        manager = built(tmp_path, saved, nn.Linear(2, 2))
+        manager.save(3, last_step=False)
+        manager.close()
+    manager = built(tmp_path, loaded, nn.Linear(2, 2))
+    before = torch.get_rng_state()
+    assert manager.load()
+    manager.close()
+    assert loaded.value == 3
+    assert torch.equal(before, torch.get_rng_state())
+    stop_agent(tmp_path / "root")
 
 
 @pytest.mark.parametrize("has_folder", [False, True])

@@ -1,5 +1,6 @@
 """DCP's load planner, but that a rank's own item may be absent: the checkpoint is one of another number of ranks."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -17,6 +18,8 @@ class SavedElsewhere(tuple[int, ...]):
 class RankStatePlanner(DefaultLoadPlanner):
     """Loads as DCP's own does. A RankState that was saved by another number of ranks gets no error of DCP's, but its rule.
 
+    It may lie at any level of the state dict.
+
     CheckpointManager uses it; `dcp.load` is passed it as `planner=`. Arguments as of DefaultLoadPlanner.
     """
 
@@ -27,9 +30,18 @@ class RankStatePlanner(DefaultLoadPlanner):
         if metadata is None:
             return
         saved = metadata.state_dict_metadata
-        for name in [name for name in self.state_dict if find_world(name) is not None and name not in saved]:
-            prefix, _, own = name.rpartition(".")
-            holder = state_dict.get(prefix)
-            if isinstance(holder, dict) and own in holder:
+        for name in [name for name in self.mappings if find_world(name) is not None and name not in saved]:
+            *path, own = self.mappings[name]
+            holder = _find(state_dict, path)
+            if isinstance(holder, dict) and isinstance(
+                holder.get(own), bytes | tuple
+            ):  # DCP makes a plain tuple of ours
                 del self.state_dict[name]
-                holder[own] = SavedElsewhere(worlds_under(prefix, saved))
+                holder[own] = SavedElsewhere(worlds_under(name.rpartition(".")[0], saved))
+
+
+def _find(tree: Any, path: Sequence[str | int]) -> Any:
+    """What lies there in a nested state dict; None: a key on the way is no string, which DCP's paths do not tell."""
+    for key in path:
+        tree = tree.get(key) if isinstance(tree, dict) else tree[key] if isinstance(tree, list) else None
+    return tree
