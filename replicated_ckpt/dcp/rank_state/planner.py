@@ -1,12 +1,17 @@
-"""DCP's load planner, but that a rank's own item may be absent: the checkpoint is one of another number of ranks."""
+"""DCP's load planner, but that two things may be absent: a rank's own item, and state that an optimizer did not have."""
 
 from collections.abc import Sequence
+from io import BytesIO
 from typing import Any
 
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import ReadItem
 
+from replicated_ckpt.core.one_line import one_line
+from replicated_ckpt.dcp.planning.unsaved_state import UnsavedState
 from replicated_ckpt.dcp.rank_state.items import find_world, worlds_under
+from replicated_ckpt.errors import ConfigInvalid
 
 
 class SavedElsewhere(tuple[int, ...]):
@@ -16,9 +21,13 @@ class SavedElsewhere(tuple[int, ...]):
 
 
 class RankStatePlanner(DefaultLoadPlanner):
-    """Loads as DCP's own does. A RankState that was saved by another number of ranks gets no error of DCP's, but its rule.
+    """Loads as DCP's own does, with two exceptions. All else that is missing in the checkpoint is DCP's error.
 
-    It may lie at any level of the state dict.
+    A RankState, at any level of the state dict, that was saved by another number of ranks follows its own rule.
+
+    A parameter that had no optimizer state when the checkpoint was saved, as no gradient had come to it, has none after
+    the load: an optimizer from `get_optimizer_state_dict`, at any level, is given an empty state for it. Its state is
+    never left out in part.
 
     CheckpointManager uses it; `dcp.load` is passed it as `planner=`. Arguments as of DefaultLoadPlanner.
     """
@@ -26,6 +35,7 @@ class RankStatePlanner(DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
+        self._unsaved = UnsavedState(state_dict, {} if metadata is None else metadata.state_dict_metadata)
         super().set_up_planner(state_dict, metadata, is_coordinator)
         if metadata is None:
             return
@@ -33,11 +43,27 @@ class RankStatePlanner(DefaultLoadPlanner):
         for name in [name for name in self.mappings if find_world(name) is not None and name not in saved]:
             *path, own = self.mappings[name]
             holder = _find(state_dict, path)
-            if isinstance(holder, dict) and isinstance(
-                holder.get(own), bytes | tuple
-            ):  # DCP makes a plain tuple of ours
+            value = holder.get(own) if isinstance(holder, dict) else None
+            if isinstance(value, bytes | tuple):  # of a SavedElsewhere of an earlier load DCP makes a plain tuple
                 del self.state_dict[name]
                 holder[own] = SavedElsewhere(worlds_under(name.rpartition(".")[0], saved))
+
+    def load_bytes(self, read_item: ReadItem, value: BytesIO) -> None:
+        """As DefaultLoadPlanner.
+
+        Raises:
+            ConfigInvalid: a parameter has no optimizer state, as the optimizer that was saved did not have the parameter.
+        """
+        super().load_bytes(read_item, value)
+        path = self.mappings.get(read_item.dest_index.fqn, ())
+        if self._unsaved.lacking.get(path):
+            unknown = self._unsaved.lacking[path].difference(_find(self.original_state_dict, path))
+            if unknown:
+                names = one_line(", ".join(sorted(map(str, unknown))), 300)
+                raise ConfigInvalid(
+                    f"The optimizer in the checkpoint has no parameter {names}.",
+                    "Make the optimizer with the parameters that it was saved with, in the same groups.",
+                )
 
 
 def _find(tree: Any, path: Sequence[str | int]) -> Any:
