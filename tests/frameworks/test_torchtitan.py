@@ -14,6 +14,7 @@ from replicated_ckpt.dcp.rank_state import by_rank
 from tests.agent.agents import stop_agent, wait_for
 from tests.frameworks.jobs import check_same, run_both
 from tests.frameworks.running import require
+from tests.steps.states import digests
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -81,6 +82,39 @@ def test_another_number_of_ranks_resumes(tmp_path: Path, monkeypatch: pytest.Mon
     assert loaded.value == 3
     assert torch.equal(before, torch.get_rng_state())
     stop_agent(tmp_path / "root")
+
+
+def test_a_parameter_without_a_gradient_stays_without_state(tmp_path: Path) -> None:
+    """torchtitan's own optimizers: an unused head has no state after the load, and is updated as without the restart."""
+    require("torchtitan")
+    from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
+
+    options = {"lr": 0.1, "betas": (0.9, 0.95), "weight_decay": 0.1}
+    groups = [ParamGroupConfig(pattern=it, optimizer_name="AdamW", optimizer_kwargs=options) for it in ("bias", ".*")]
+    jobs = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        heads = nn.ModuleDict({"used": nn.Linear(2, 2), "unused": nn.Linear(2, 2)})
+        config = OptimizersContainer.Config(param_groups=groups, implementation="for-loop")
+        jobs.append((heads, config.build(model_parts=[heads])))
+
+    def train(heads: nn.ModuleDict, optimizers: Any, *names: str) -> None:
+        for name in names:
+            heads[name](torch.ones(2)).square().sum().backward()
+        optimizers.step()
+        optimizers.zero_grad()
+
+    train(*jobs[0], "used")
+    for (heads, optimizers), begins in zip(jobs, (False, True), strict=True):
+        manager = built(tmp_path, Part("step"), heads, optimizers=optimizers)
+        assert manager.load() == begins
+        manager.save(1, last_step=False)
+        manager.close()
+    stop_agent(tmp_path / "root")
+    for job in jobs:
+        train(*job, "used", "unused")
+    states = [(heads.state_dict(), optimizers.state_dict()) for heads, optimizers in jobs]
+    assert digests(states[1]) == digests(states[0])
 
 
 @pytest.mark.parametrize("has_folder", [False, True])

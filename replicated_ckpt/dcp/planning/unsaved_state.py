@@ -1,7 +1,8 @@
 """Optimizer state that no save has written: a parameter without a gradient so far has none, and a load asks for none."""
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -22,6 +23,24 @@ class NeverSaved(dict[Any, Any]):
         """What stood here. Another checkpoint, loaded into the same state dict, may have it."""
 
 
+class SavedNames:
+    """The names that a checkpoint has."""
+
+    def __init__(self, saved: Mapping[str, object]) -> None:
+        self._saved = saved
+
+    def has_any(self, prefix: str, names: Iterable[object]) -> bool:
+        """Whether one of the names, or any other one, lies under the prefix, which ends with a dot."""
+        if any(f"{prefix}{name}" in self._saved for name in names):
+            return True
+        at = bisect_left(self._sorted, prefix)
+        return at < len(self._sorted) and self._sorted[at].startswith(prefix)
+
+    @cached_property
+    def _sorted(self) -> list[str]:
+        return sorted(self._saved)
+
+
 class UnsavedState:
     """Matches the optimizers of a state dict with the names that a checkpoint has. Names of anything else stay asked for.
 
@@ -29,7 +48,7 @@ class UnsavedState:
     """
 
     def __init__(self, state_dict: dict[str, Any], saved: Mapping[str, object]) -> None:
-        self._saved = saved
+        self._names = SavedNames(saved)
         self.lacking: dict[Path, set[Any]] = {}
         """Of a group of parameters, by the path of its list, those that have no state in the checkpoint."""
         for path, optimizer in _find_optimizers(state_dict, ()):
@@ -40,22 +59,34 @@ class UnsavedState:
         states = optimizer[_STATE]
         for name, state in states.items():
             asked = state.asked if isinstance(state, NeverSaved) else state
+            prefix = "".join(f"{key}." for key in (*path, _STATE, name))
             is_asked = isinstance(asked, dict) and bool(asked)
-            states[name] = NeverSaved(asked) if is_asked and not self._has_any((*path, _STATE, name), asked) else asked
+            states[name] = NeverSaved(asked) if is_asked and not self._names.has_any(prefix, asked) else asked
         empty = {name for name, state in states.items() if isinstance(state, NeverSaved)}
         for index, group in enumerate(optimizer[_GROUPS] if empty else ()):
             self.lacking[(*path, _GROUPS, index, _PARAMETERS)] = empty.intersection(group[_PARAMETERS])
 
-    def _has_any(self, path: Path, asked: dict[Any, Any]) -> bool:
-        prefix = ".".join(map(str, path)) + "."
-        if any(f"{prefix}{name}" in self._saved for name in asked):
-            return True
-        at = bisect_left(self._sorted, prefix)
-        return at < len(self._sorted) and self._sorted[at].startswith(prefix)
 
-    @cached_property
-    def _sorted(self) -> list[str]:
-        return sorted(self._saved)
+def drop_unsaved_state(flat: dict[str, Any], prefix: str, saved: Mapping[str, object]) -> None:
+    """The same of an optimizer with one level, `state.<parameter>.<name>` and `param_groups.<parameter>.<name>`.
+
+    What loads it must take absent names: torchtitan's container does, torch's `set_optimizer_state_dict` does not. The
+    groups' names stay asked for, so each parameter must be one that the saved optimizer had.
+    """
+    parameters = {name[len(_GROUPS) + 1 :].rpartition(".")[0] for name in flat if name.startswith(f"{_GROUPS}.")}
+    asked: dict[str, list[str]] = defaultdict(list)
+    for name in flat:
+        parameter = name.removeprefix(f"{_STATE}.")
+        while parameter and parameter not in parameters:
+            parameter = parameter.rpartition(".")[0]
+        if name.startswith(f"{_STATE}.{parameter}."):
+            asked[parameter].append(name)
+    names = SavedNames(saved)
+    for parameter, of_it in asked.items():
+        under = f"{_STATE}.{parameter}."
+        if not names.has_any(f"{prefix}.{under}", (name.removeprefix(under) for name in of_it)):
+            for name in of_it:
+                del flat[name]
 
 
 def _find_optimizers(tree: Any, path: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
