@@ -12,13 +12,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
 from replicated_ckpt.core.layout import LATEST
 from replicated_ckpt.dcp.named_checkpoints import NamedCheckpoints
@@ -27,6 +21,7 @@ from replicated_ckpt.dcp.rank_state.planner import RankStatePlanner
 from replicated_ckpt.dcp.rank_state.random_state import capture_random, restore_random
 from replicated_ckpt.dcp.rank_state.replay import ReplayedLoader
 from replicated_ckpt.dcp.runtime.caller import warn
+from replicated_ckpt.integrations.optimizer_state import get_saved_state, get_wanted_state, set_loaded_state
 from replicated_ckpt.stores.files.existence import is_directory, is_there
 
 _MODEL, _OPTIMIZER = "state_dict", "optimizer_"
@@ -148,7 +143,7 @@ class ReplicatedStrategy:
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Under the model's own names, each rank's part of it."""
         plain = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        return dict(get_optimizer_state_dict(self.model, plain))
+        return get_saved_state(self.model, plain)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """What `load_checkpoint` has read, as `on_load_checkpoint` has left it."""
@@ -186,11 +181,11 @@ class ReplicatedStrategy:
         state = {_MODEL: get_model_state_dict(self.model), **wanted_entries()}
         optimizers = dict(enumerate(self.optimizers)) if is_fitting else {}
         for index, optimizer in optimizers.items():
-            state[f"{_OPTIMIZER}{index}"] = self.optimizer_state(optimizer)
+            state[f"{_OPTIMIZER}{index}"] = get_wanted_state(self.model, optimizer)
         planner = _Planner(allow_partial_load=not self.lightning_module.strict_loading)
         self._checkpoints.load(self._name(checkpoint_path), state, planner)
         for index, optimizer in optimizers.items() if planner.has_optimizers else ():
-            set_optimizer_state_dict(self.model, optimizer, state[f"{_OPTIMIZER}{index}"])
+            set_loaded_state(self.model, optimizer, state[f"{_OPTIMIZER}{index}"])
         own, first = values_in(state, trust_pickles=self._trust_pickles or weights_only is False)
         if is_fitting and own is not None:
             self._random = own["random"]

@@ -13,7 +13,7 @@ from torchtitan.tools.logging import logger
 from replicated_ckpt.config import Ack, Retention
 from replicated_ckpt.core.layout import LATEST
 from replicated_ckpt.dcp.named_checkpoints import NamedCheckpoints
-from replicated_ckpt.dcp.planning.unsaved_state import drop_unsaved_state
+from replicated_ckpt.dcp.planning.matched_state import drop_unsaved_state
 from replicated_ckpt.dcp.rank_state.by_rank import entries_of, values_in, wanted_entries
 from replicated_ckpt.dcp.rank_state.planner import RankStatePlanner
 from replicated_ckpt.dcp.rank_state.random_state import capture_random, restore_random

@@ -10,6 +10,8 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 from replicated_ckpt import CheckpointManager
+from replicated_ckpt.dcp.named_checkpoints import NamedCheckpoints
+from replicated_ckpt.integrations.optimizer_state import get_saved_state, get_wanted_state, set_loaded_state
 from tests.harness.cluster import Digests
 from tests.steps.context import Context
 from tests.steps.states import digests
@@ -40,7 +42,7 @@ def wrapped(kind: str, model: nn.Module) -> nn.Module:
     if kind == "fsdp2":
         for head in model.heads.children():  # type: ignore[union-attr]  # a ModuleDict
             fully_shard(head)
-        return fully_shard(model)
+        fully_shard(model)
     return model
 
 
@@ -56,7 +58,9 @@ class Trained:
         groups = [
             [value for name, value in named.items() if ("unused" in name) == is_second] for is_second in (False, True)
         ]
-        self.optimizer = torch.optim.AdamW([{"params": groups[0], "lr": 0.1}, {"params": groups[1], "lr": 0.01 + seed}])
+        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(
+            [{"params": groups[0], "lr": 0.1}, {"params": groups[1], "lr": 0.01 + seed}]
+        )
 
     def train(self, *names: str) -> None:
         inputs = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
@@ -100,3 +104,33 @@ def restore_unused(context: Context, kind: str) -> dict[str, Digests]:
         manager.save(2, {"app": first})
         manager.restore({"app": second}, 2)
     return {"first": first.digests(), "second": second.digests()}
+
+
+def save_as_a_framework(context: Context, kind: str) -> Digests:
+    """As an integration does; the unused head has been used as well."""
+    trained = Trained(kind, seed=1)
+    trained.train("used", "unused")
+    checkpoints = NamedCheckpoints(context.root, {"copies": 1})
+    checkpoints.save("step-1", {"optimizer": get_saved_state(trained.model, trained.optimizer)})
+    checkpoints.close()
+    return _of_optimizer(trained)
+
+
+def restore_as_a_framework(context: Context, kind: str) -> Digests:
+    """That head is frozen now."""
+    trained = Trained(kind, seed=2)
+    frozen = [value for name, value in trained.model.named_parameters() if "heads.used" not in name]
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    checkpoints = NamedCheckpoints(context.root)
+    state = {"optimizer": get_wanted_state(trained.model, trained.optimizer)}
+    checkpoints.load("step-1", state)
+    set_loaded_state(trained.model, trained.optimizer, state["optimizer"])
+    checkpoints.close()
+    assert not any(parameter.requires_grad for parameter in frozen)
+    assert all(trained.optimizer.state.values())
+    return _of_optimizer(trained)
+
+
+def _of_optimizer(trained: Trained) -> Digests:
+    return {name: value for name, value in trained.digests().items() if name.startswith("optimizer.")}

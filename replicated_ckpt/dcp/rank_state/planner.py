@@ -9,7 +9,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
 from replicated_ckpt.core.one_line import one_line
-from replicated_ckpt.dcp.planning.unsaved_state import UnsavedState
+from replicated_ckpt.dcp.planning.matched_state import OptimizerMatch
 from replicated_ckpt.dcp.rank_state.items import find_world, worlds_under
 from replicated_ckpt.errors import ConfigInvalid
 
@@ -21,13 +21,12 @@ class SavedElsewhere(tuple[int, ...]):
 
 
 class RankStatePlanner(DefaultLoadPlanner):
-    """Loads as DCP's own does, with two exceptions. All else that is missing in the checkpoint is DCP's error.
+    """Loads as DCP's own does, with two exceptions. Any other missing key is DCP's error.
 
     A RankState, at any level of the state dict, that was saved by another number of ranks follows its own rule.
 
-    A parameter that had no optimizer state when the checkpoint was saved, as no gradient had come to it, has none after
-    the load: an optimizer from `get_optimizer_state_dict`, at any level, is given an empty state for it. Its state is
-    never left out in part.
+    An optimizer from `get_optimizer_state_dict`, at any level, is loaded as it was saved. A parameter that had no state, as
+    no gradient had come to it, is given an empty one. State that a new optimizer does not ask for is loaded as well.
 
     CheckpointManager uses it; `dcp.load` is passed it as `planner=`. Arguments as of DefaultLoadPlanner.
     """
@@ -35,11 +34,11 @@ class RankStatePlanner(DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        self._unsaved = UnsavedState(state_dict, {} if metadata is None else metadata.state_dict_metadata)
+        saved = {} if metadata is None else metadata.state_dict_metadata
+        self._match = OptimizerMatch({} if metadata is None else state_dict, saved)
         super().set_up_planner(state_dict, metadata, is_coordinator)
         if metadata is None:
             return
-        saved = metadata.state_dict_metadata
         for name in [name for name in self.mappings if find_world(name) is not None and name not in saved]:
             *path, own = self.mappings[name]
             holder = _find(state_dict, path)
@@ -56,8 +55,8 @@ class RankStatePlanner(DefaultLoadPlanner):
         """
         super().load_bytes(read_item, value)
         path = self.mappings.get(read_item.dest_index.fqn, ())
-        if self._unsaved.lacking.get(path):
-            unknown = self._unsaved.lacking[path].difference(_find(self.original_state_dict, path))
+        if self._match.lacking.get(path):
+            unknown = self._match.lacking[path].difference(_find(self.original_state_dict, path))
             if unknown:
                 names = one_line(", ".join(sorted(map(str, unknown))), 300)
                 raise ConfigInvalid(
@@ -66,7 +65,7 @@ class RankStatePlanner(DefaultLoadPlanner):
                 )
 
 
-def _find(tree: Any, path: Sequence[str | int]) -> Any:
+def _find(tree: Any, path: Sequence[Any]) -> Any:
     """What lies there in a nested state dict; None: a key on the way is no string, which DCP's paths do not tell."""
     for key in path:
         tree = tree.get(key) if isinstance(tree, dict) else tree[key] if isinstance(tree, list) else None

@@ -10,6 +10,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from replicated_ckpt import CheckpointManager
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.main import main
+from replicated_ckpt.dcp.named_checkpoints import NamedCheckpoints
+from replicated_ckpt.errors import ReplicatedCkptWarning
+from replicated_ckpt.integrations.optimizer_state import get_saved_state, get_wanted_state, set_loaded_state
 from tests.steps.states import digests
 from tests.steps.unused import Trained
 
@@ -46,6 +49,11 @@ def test_training_goes_on_as_without_the_restart(root: Path) -> None:
         for each in (saved, loaded):
             train_on(each)
         assert loaded.digests() == saved.digests()
+        manager.save(2, {"app": saved})  # it has that state now
+        again = Trained("alone", seed=3)
+        again.model.requires_grad_()
+        assert manager.restore({"app": again}) == 2
+        assert again.digests() == saved.digests()
     assert main(["verify", "--root", str(root)]) == ExitCode.OK
 
 
@@ -63,6 +71,51 @@ def test_the_same_state_dict_takes_a_checkpoint_with_that_state(root: Path) -> N
         assert not plain["app"]["optimizer"]["state"]["heads.unused.bias"]
         manager.restore(plain, 2)
     assert digests(plain["app"]) == expected
+
+
+class Late(torch.optim.SGD):
+    """From its third step on it has more state: weights, their mean, a number, and a tensor larger than all else."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for parameter in (
+            parameter for group in self.param_groups for parameter in group["params"] if parameter.requires_grad
+        ):
+            state = self.state[parameter]
+            state["calls"] = state.get("calls", torch.zeros(())) + 1
+            if state["calls"] == 3:
+                state |= {"slow": parameter.detach().clone(), "mean": parameter.detach().mean(), "number": 3}
+                state["large"] = torch.ones(100)
+        return loss
+
+
+def test_state_that_an_optimizer_makes_later_is_loaded(root: Path) -> None:
+    """A new optimizer does not ask for it, and gets it, but for a tensor larger than the parameter, with a warning."""
+    jobs = [Trained("alone", seed=seed) for seed in (1, 2)]
+    for job in jobs:
+        job.optimizer = Late(job.model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(3):
+        jobs[0].train("used", "unused")
+    with opened(root) as manager:
+        manager.save(1, {"app": jobs[0]})
+        with pytest.warns(ReplicatedCkptWarning, match="leaves 4 of"):
+            manager.restore({"app": jobs[1]})
+    for state in jobs[0].optimizer.state.values():
+        del state["large"]
+    assert jobs[1].digests() == jobs[0].digests()
+
+
+def test_a_save_makes_no_step(root: Path) -> None:
+    """An optimizer of a framework that has made no step when it is saved has none afterwards, nor after a load."""
+    jobs = [Trained("alone", seed=seed) for seed in (1, 2)]
+    checkpoints = NamedCheckpoints(root, {"copies": 1})
+    checkpoints.save("a", {"optimizer": get_saved_state(jobs[0].model, jobs[0].optimizer)})
+    state = {"optimizer": get_wanted_state(jobs[1].model, jobs[1].optimizer)}
+    checkpoints.load("a", state)
+    set_loaded_state(jobs[1].model, jobs[1].optimizer, state["optimizer"])
+    checkpoints.close()
+    assert [dict(job.optimizer.state) for job in jobs] == [{}, {}]
+    assert jobs[1].optimizer.param_groups[1]["lr"] == 1.01
 
 
 def lacks_a_part(optimizer: dict[str, Any]) -> None:

@@ -144,3 +144,15 @@ def test_parameters_without_a_gradient_stay_without_state(
     restored = cluster.launch([call("unused.restore_unused", kind=other)], nodes=[0], ranks=others)
     assert restored.agreed(0) == {"first": saved, "second": saved}
     assert restored.all_warnings == []
+
+
+@pytest.mark.parametrize(("kind", "ranks", "other", "others"), mark_long(UNUSED[:5], keep=UNUSED[1:2]))
+def test_a_framework_restores_the_state_of_frozen_parameters(
+    cluster_of: ClusterOf, kind: str, ranks: int, other: str, others: int
+) -> None:
+    """A head that is frozen in the program that loads has its optimizer state, as with stock `load_state_dict`."""
+    cluster = cluster_of(1)
+    saved = cluster.launch([call("unused.save_as_a_framework", kind=kind)], nodes=[0], ranks=ranks).agreed(0)
+    assert [name for name in saved if ".state.heads.unused" in name]
+    restored = cluster.launch([call("unused.restore_as_a_framework", kind=other)], nodes=[0], ranks=others)
+    assert restored.agreed(0) == saved
