@@ -16,13 +16,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
 from replicated_ckpt.core.layout import LATEST
 from replicated_ckpt.dcp.named_checkpoints import NamedCheckpoints
@@ -31,6 +25,7 @@ from replicated_ckpt.dcp.rank_state.planner import RankStatePlanner
 from replicated_ckpt.dcp.rank_state.random_state import capture_random, restore_random
 from replicated_ckpt.dcp.rank_state.replay import ReplayedLoader
 from replicated_ckpt.dcp.runtime.caller import warn
+from replicated_ckpt.integrations.optimizer_state import get_saved_state, get_wanted_state, set_loaded_state
 from replicated_ckpt.stores.files.existence import is_directory, is_there
 
 _MODEL, _OPTIMIZER = "state_dict", "optimizer_"
@@ -155,7 +150,7 @@ class ReplicatedStrategy:
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Under the model's own names, each rank's part of it."""
         plain = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        return dict(get_optimizer_state_dict(self.model, plain))
+        return get_saved_state(self.model, plain)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """What `load_checkpoint` has read, as `on_load_checkpoint` has left it."""
@@ -169,10 +164,13 @@ class ReplicatedStrategy:
             CheckpointException, ReplicatedCkptError: as of ReplicatedReader.
         """
         del checkpoint
-        state: dict[str, Any] = {f"{_OPTIMIZER}{i}": self.optimizer_state(o) for i, o in enumerate(self.optimizers)}
+        state: dict[str, Any] = {
+            f"{_OPTIMIZER}{index}": get_wanted_state(self.model, optimizer)
+            for index, optimizer in enumerate(self.optimizers)
+        }
         self._checkpoints.load(self._loaded_name, state, self._planner())
         for index, optimizer in enumerate(self.optimizers):
-            set_optimizer_state_dict(self.model, optimizer, state[f"{_OPTIMIZER}{index}"])
+            set_loaded_state(self.model, optimizer, state[f"{_OPTIMIZER}{index}"])
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Returns when the checkpoint is committed. A small file at `filepath` says on each node what it is called.

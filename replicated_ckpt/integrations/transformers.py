@@ -16,12 +16,7 @@ from replicated_ckpt.integrations.versions import check_versions
 check_versions("transformers")  # an older one may lack what is imported from it
 
 import torch
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from transformers import Trainer
 from transformers.trainer import SCALER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
@@ -36,6 +31,7 @@ from replicated_ckpt.dcp.rank_state.rank_state import rank_and_world
 from replicated_ckpt.dcp.runtime.caller import warn
 from replicated_ckpt.errors import ConfigInvalid
 from replicated_ckpt.integrations.directory_files import collect_files, put_files
+from replicated_ckpt.integrations.optimizer_state import get_saved_state, get_wanted_state, set_loaded_state
 from replicated_ckpt.stores.files.existence import is_there
 
 _MODEL, _OPTIMIZER = "model", "optimizer"
@@ -138,7 +134,7 @@ class ReplicatedTrainerMixin:
         self._name_best()
         state: dict[str, Any] = {_MODEL: get_model_state_dict(self.model_wrapped)}
         if not self.args.save_only_model:
-            state[_OPTIMIZER] = get_optimizer_state_dict(self.model_wrapped, self._plain_optimizer())
+            state[_OPTIMIZER] = get_saved_state(self.model_wrapped, self._plain_optimizer())
         state |= entries_of({"files": self._collect_files(), "counters": self._collect_counters()})
         metrics = {_BEST: 1} if self.state.best_global_step == self.state.global_step else None
         self._checkpoints.save(
@@ -256,11 +252,11 @@ class ReplicatedTrainerMixin:
         schedule = Path(checkpoint) / SCHEDULER_NAME
         state: dict[str, Any] = {_MODEL: get_model_state_dict(self.model_wrapped)}
         if is_there(schedule):  # not with save_only_model
-            state[_OPTIMIZER] = get_optimizer_state_dict(self.model_wrapped, self._plain_optimizer())
+            state[_OPTIMIZER] = get_wanted_state(self.model_wrapped, self._plain_optimizer())
         self._checkpoints.load(self._restored_from[0], state)
         set_model_state_dict(self.model_wrapped, state[_MODEL])
         if is_there(schedule):
-            set_optimizer_state_dict(self.model_wrapped, self._plain_optimizer(), state[_OPTIMIZER])
+            set_loaded_state(self.model_wrapped, self._plain_optimizer(), state[_OPTIMIZER])
             self.lr_scheduler.load_state_dict(torch.load(schedule, weights_only=not self._trust_pickles))
 
     def _init_training_state(
