@@ -10,6 +10,8 @@ import torch
 from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
 
 from replicated_ckpt.dcp.runtime.torch_private import ShardedTensor
+from replicated_ckpt.errors import ConfigInvalid
+from replicated_ckpt.wording import plural
 
 _STATE, _GROUPS, _PARAMETERS = "state", "param_groups", "params"
 Path = tuple[str | int, ...]
@@ -56,6 +58,9 @@ class OptimizerMatch:
     An optimizer is a dictionary with `state` and a list `param_groups`, at any level, as of `get_optimizer_state_dict`.
     A parameter without any state in the checkpoint is asked for none. Of another one all is asked for that the state dict
     has, and all that the checkpoint has: an optimizer may make a part of its state after some steps only.
+
+    Raises:
+        ConfigInvalid: an optimizer in the checkpoint has more parameter groups.
     """
 
     def __init__(self, state_dict: dict[str, Any], saved: Mapping[str, STORAGE_TYPES]) -> None:
@@ -66,6 +71,7 @@ class OptimizerMatch:
             self._match_optimizer(path, optimizer)
 
     def _match_optimizer(self, path: Path, optimizer: dict[str, Any]) -> None:
+        self._count_groups(path, len(optimizer[_GROUPS]))
         states = optimizer[_STATE]
         lacking = set()
         for name, state in states.items():
@@ -82,6 +88,16 @@ class OptimizerMatch:
                 states[name] = MatchedState(asked, {**asked, **more})
         for index, group in enumerate(optimizer[_GROUPS] if lacking else ()):
             self.lacking[(*path, _GROUPS, index, _PARAMETERS)] = lacking.intersection(group[_PARAMETERS])
+
+    def _count_groups(self, path: Path, now: int) -> None:
+        """DCP leaves out what the checkpoint has of further groups; torch's optimizers refuse to load it."""
+        prefix = "".join(f"{key}." for key in (*path, _GROUPS))
+        saved = len({name.partition(".")[0] for name in self._names.under(prefix)})
+        if saved > now:
+            raise ConfigInvalid(
+                f"An optimizer has {plural(now, 'parameter group')}, and the one in the checkpoint has {saved}.",
+                "Add the groups before the load, in the same order: those that training adds later, too.",
+            )
 
     def _make_others(self, asked: dict[Any, Any], prefix: str, names: list[str]) -> dict[str, torch.Tensor | None]:
         """Of the names that are not asked for: what a load fills. Not of a tensor that is larger than those that are."""

@@ -166,3 +166,20 @@ def test_all_else_is_asked_for(root: Path, key: str) -> None:
         manager.save(1, {"app": saved})
         with pytest.raises(CheckpointException, match=f"Missing key .*{ {'model': 'added'}.get(key, 'optimizer') }"):
             manager.restore({"app": state})
+
+
+def test_a_group_that_only_the_checkpoint_has_is_an_error(root: Path) -> None:
+    """A group that training added, and the resumed program did not: its rate and state were left out without a word."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    one, two = (torch.optim.AdamW(model[0].parameters(), lr=rate) for rate in (0.1, 0.2))
+    two.add_param_group({"params": model[1].parameters(), "lr": 0.3})
+    with opened(root) as manager:
+        manager.save(1, {"optimizer": get_saved_state(model, two)})
+        with pytest.raises(CheckpointException, match="has 1 parameter group, and the one in the checkpoint has 2"):
+            manager.restore({"optimizer": get_wanted_state(model, one)})
+        one.add_param_group({"params": model[1].parameters()})
+        state = {"optimizer": get_wanted_state(model, one)}
+        manager.restore(state)
+        set_loaded_state(model, one, state["optimizer"])
+    assert [group["lr"] for group in one.param_groups] == [0.2, 0.3]
+    assert main(["verify", "--root", str(root)]) == ExitCode.OK
