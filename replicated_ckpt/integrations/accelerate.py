@@ -3,21 +3,20 @@
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+from replicated_ckpt.integrations.versions import check_versions
+
+check_versions("accelerate")  # an older one may lack what is imported from it
+
 from accelerate import Accelerator
 from accelerate.checkpointing import load_accelerator_state, save_accelerator_state
 from accelerate.utils import RNG_STATE_NAME, SAMPLER_NAME, SCALER_NAME, SCHEDULER_NAME, DistributedType
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 
 from replicated_ckpt.config import Retention
@@ -29,6 +28,7 @@ from replicated_ckpt.dcp.rank_state.replay import ReplayedLoader
 from replicated_ckpt.dcp.runtime.caller import warn
 from replicated_ckpt.errors import ConfigInvalid
 from replicated_ckpt.integrations.directory_files import collect_files, put_files
+from replicated_ckpt.integrations.optimizer_state import get_saved_state, get_wanted_state, set_loaded_state
 
 _MODEL, _OPTIMIZER = "model_{}", "optimizer_{}"
 _SCHEDULER = re.compile(rf"{SCHEDULER_NAME}(_[0-9]+)?\.bin")
@@ -46,6 +46,9 @@ class PreparedLoader(ReplayedLoader):
     def has_own_state(self) -> bool:
         """Every loader of Accelerate has the methods; they work with `use_stateful_dataloader`."""
         return bool(getattr(self.loader, "use_stateful_dataloader", False))
+
+    def start_workers(self) -> None:
+        iter(self.loader.base_dataloader)
 
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
@@ -187,7 +190,7 @@ class ReplicatedAccelerator(Accelerator):
         own["registered"] = [each.state_dict() for each in self._custom_objects]
         saved = left if len(left) == len(weights) else weights
         state: dict[str, Any] = {_MODEL.format(index): each for index, each in enumerate(saved)}
-        self._checkpoints.save(name, {**state, **self._optimizer_states(), **entries_of(own)})
+        self._checkpoints.save(name, {**state, **self._optimizer_states(get_saved_state), **entries_of(own)})
         self.project_configuration.iteration += 1
         return name
 
@@ -203,12 +206,12 @@ class ReplicatedAccelerator(Accelerator):
             return None
         models = list(self._models)
         state: dict[str, Any] = {_MODEL.format(i): get_model_state_dict(model) for i, model in enumerate(models)}
-        state |= {**self._optimizer_states(), **wanted_entries()}
+        state |= {**self._optimizer_states(get_wanted_state), **wanted_entries()}
         loaded = self._checkpoints.load(name, state)
         for index, model in enumerate(models):
             set_model_state_dict(model, state[_MODEL.format(index)])
         for index, optimizer in enumerate(self._optimizers):
-            set_optimizer_state_dict(self._model_of(optimizer), optimizer.optimizer, state[_OPTIMIZER.format(index)])
+            set_loaded_state(self._model_of(optimizer), optimizer.optimizer, state[_OPTIMIZER.format(index)])
         own, first = values_in(state, trust_pickles=self._trust_pickles)
         self._load_rest(models, first["files"], None if own is None else own["files"], load_kwargs)
         _check_as_many("register_for_checkpointing was given", self._custom_objects, (own or first)["registered"])
@@ -241,9 +244,9 @@ class ReplicatedAccelerator(Accelerator):
             self.step = load_accelerator_state(directory, [], [], *rest).get("step", self.step)
         restore_random(before)
 
-    def _optimizer_states(self) -> dict[str, Any]:
+    def _optimizer_states(self, get_state: Callable[[Any, Any], dict[str, Any]]) -> dict[str, Any]:
         return {
-            _OPTIMIZER.format(index): get_optimizer_state_dict(self._model_of(each), each.optimizer)
+            _OPTIMIZER.format(index): get_state(self._model_of(each), each.optimizer)
             for index, each in enumerate(self._optimizers)
         }
 

@@ -6,19 +6,17 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from replicated_ckpt.integrations.versions import check_versions
+
+check_versions("lightning")  # an older one may lack what is imported from it
+
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
 from replicated_ckpt.core.layout import LATEST
 from replicated_ckpt.dcp.named_checkpoints import NamedCheckpoints
@@ -27,6 +25,7 @@ from replicated_ckpt.dcp.rank_state.planner import RankStatePlanner
 from replicated_ckpt.dcp.rank_state.random_state import capture_random, restore_random
 from replicated_ckpt.dcp.rank_state.replay import ReplayedLoader
 from replicated_ckpt.dcp.runtime.caller import warn
+from replicated_ckpt.integrations.optimizer_state import get_saved_state, get_wanted_state, set_loaded_state
 from replicated_ckpt.stores.files.existence import is_directory, is_there
 
 _MODEL, _OPTIMIZER = "state_dict", "optimizer_"
@@ -55,19 +54,6 @@ class TrainLoader(ReplayedLoader):
 
     def is_epoch_over(self) -> bool:
         return bool(self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch) or super().is_epoch_over()
-
-
-class _Planner(RankStatePlanner):
-    """A checkpoint may have no optimizers: one that was saved with `save_weights_only`."""
-
-    has_optimizers = True
-
-    def set_up_planner(self, state_dict: dict[str, Any], metadata: Any = None, is_coordinator: bool = False) -> None:
-        super().set_up_planner(state_dict, metadata, is_coordinator)
-        saved = () if metadata is None else metadata.state_dict_metadata
-        if not any(name.startswith(_OPTIMIZER) for name in saved):
-            self.has_optimizers = False
-            self.state_dict = {name: v for name, v in self.state_dict.items() if not name.startswith(_OPTIMIZER)}
 
 
 class _Found(NamedTuple):
@@ -115,25 +101,41 @@ class ReplicatedStrategy:
         self._writer_options = dict(writer_options or {})
         self._trust_pickles = trust_pickles
         self._random: dict[str, Any] | None = None
+        self._restore: Callable[[], None] | None = None
+        self._loaded_name = LATEST
 
     # What Lightning asks a strategy for -----------------------------------------------------------------------------
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """True: tensors are loaded in place."""
-        return True
+        """False: `setup` restores model and callbacks at its end, before `on_fit_start`."""
+        return False
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        """False: `load_checkpoint` has done it."""
-        return False
+        """True: Lightning calls `load_optimizer_state_dict` after `on_fit_start`, where callbacks add parameter groups."""
+        return True
 
     def setup_environment(self) -> None:
-        """Has ranks agree on `ckpt_path` before they restore: each looks at its own disk for "last" and "best"."""
+        """Has ranks agree on `ckpt_path` before they restore: each looks at its own disk for "last" and "best".
+
+        Lightning restores before `setup`, where a model may still be on the meta device. This is put off to the end of it.
+        """
         super().setup_environment()  # type: ignore[misc]  # Lightning's
         connector = self.lightning_module.trainer._checkpoint_connector  # noqa: SLF001 - there is no public way
         if not isinstance(connector.resume_start, partial):
             connector.resume_start = partial(self._resume_alike, connector.resume_start)
+            connector._restore_modules_and_callbacks = partial(  # noqa: SLF001 - there is no public way
+                self._restore_later,
+                connector._restore_modules_and_callbacks,  # noqa: SLF001
+            )
+
+    def setup(self, trainer: Any) -> None:
+        """Also restores model and callbacks: tensors in place, and callbacks before `on_fit_start`."""
+        super().setup(trainer)  # type: ignore[misc]
+        restore, self._restore = self._restore, None
+        if restore is not None:
+            restore()
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """A train loader that goes on in the middle of an epoch."""
@@ -148,7 +150,7 @@ class ReplicatedStrategy:
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Under the model's own names, each rank's part of it."""
         plain = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        return dict(get_optimizer_state_dict(self.model, plain))
+        return get_saved_state(self.model, plain)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """What `load_checkpoint` has read, as `on_load_checkpoint` has left it."""
@@ -156,7 +158,19 @@ class ReplicatedStrategy:
         set_model_state_dict(self.model, copied, options=StateDictOptions(strict=strict))
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Nothing: `load_checkpoint` has done it."""
+        """Reads the optimizers of the checkpoint that `load_checkpoint` has read, into the groups that they have now.
+
+        Raises:
+            CheckpointException, ReplicatedCkptError: as of ReplicatedReader.
+        """
+        del checkpoint
+        state: dict[str, Any] = {
+            f"{_OPTIMIZER}{index}": get_wanted_state(self.model, optimizer)
+            for index, optimizer in enumerate(self.optimizers)
+        }
+        self._checkpoints.load(self._loaded_name, state, self._planner())
+        for index, optimizer in enumerate(self.optimizers):
+            set_loaded_state(self.model, optimizer, state[f"{_OPTIMIZER}{index}"])
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Returns when the checkpoint is committed. A small file at `filepath` says on each node what it is called.
@@ -177,20 +191,14 @@ class ReplicatedStrategy:
             Path(mark).write_text(f"This checkpoint is kept by replicated_ckpt as {name}.\n", encoding="utf-8")
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Reads the model, sets the optimizers to go on with training, and returns all but these as Lightning had it.
+        """Reads the model and what Lightning had of all else. `load_optimizer_state_dict` reads the optimizers later.
 
         Raises:
             CheckpointException, ReplicatedCkptError: as of ReplicatedReader.
         """
         is_fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
         state = {_MODEL: get_model_state_dict(self.model), **wanted_entries()}
-        optimizers = dict(enumerate(self.optimizers)) if is_fitting else {}
-        for index, optimizer in optimizers.items():
-            state[f"{_OPTIMIZER}{index}"] = self.optimizer_state(optimizer)
-        planner = _Planner(allow_partial_load=not self.lightning_module.strict_loading)
-        self._checkpoints.load(self._name(checkpoint_path), state, planner)
-        for index, optimizer in optimizers.items() if planner.has_optimizers else ():
-            set_optimizer_state_dict(self.model, optimizer, state[f"{_OPTIMIZER}{index}"])
+        self._loaded_name = self._checkpoints.load(self._name(checkpoint_path), state, self._planner())
         own, first = values_in(state, trust_pickles=self._trust_pickles or weights_only is False)
         if is_fitting and own is not None:
             self._random = own["random"]
@@ -199,7 +207,10 @@ class ReplicatedStrategy:
                 "The checkpoint was saved by another number of ranks: each rank gets what Lightning saved on rank 0, and "
                 "its random generators stay as they are."
             )
-        return {**(own or first)["rest"], _MODEL: state[_MODEL]}
+        checkpoint = {**(own or first)["rest"], _MODEL: state[_MODEL]}
+        if "lr_schedulers" in checkpoint:  # Lightning saves both or, with save_weights_only, none; it asks for this key
+            checkpoint["optimizer_states"] = []
+        return checkpoint
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Removes a checkpoint from every node and the bucket, for good."""
@@ -257,6 +268,13 @@ class ReplicatedStrategy:
         if dist.is_initialized():
             dist.broadcast_object_list(values, src=0)
         return values[0]
+
+    def _planner(self) -> RankStatePlanner:
+        return RankStatePlanner(allow_partial_load=not self.lightning_module.strict_loading)
+
+    def _restore_later(self, restore: Callable[..., None], *given: Any) -> None:
+        """In the place of Lightning's own restoring of model and callbacks: `setup` does it."""
+        self._restore = partial(restore, *given)
 
     def _resume_alike(
         self, resume_start: Callable[..., None], checkpoint_path: Any = None, weights_only: bool | None = None

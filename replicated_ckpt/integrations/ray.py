@@ -8,6 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from replicated_ckpt.integrations.versions import check_versions
+
+check_versions("ray")  # an older one may lack what is imported from it
+
 import ray.train
 
 from replicated_ckpt.dcp.manager import CheckpointManager

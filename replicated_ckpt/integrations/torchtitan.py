@@ -6,19 +6,34 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtitan.components.checkpointer import MODEL, TRAIN_STATE, CheckpointManager
+from replicated_ckpt.integrations.versions import check_versions
+
+check_versions("torchtitan")  # an older one may lack what is imported from it
+
+from torchtitan.components.checkpointer import MODEL, OPTIMIZER, TRAIN_STATE, CheckpointManager
 from torchtitan.components.checkpointer.dcp import AsyncMode
 from torchtitan.tools.logging import logger
 
 from replicated_ckpt.config import Ack, Retention
 from replicated_ckpt.core.layout import LATEST
 from replicated_ckpt.dcp.named_checkpoints import NamedCheckpoints
+from replicated_ckpt.dcp.planning.matched_state import drop_unsaved_state
 from replicated_ckpt.dcp.rank_state.by_rank import entries_of, values_in, wanted_entries
+from replicated_ckpt.dcp.rank_state.planner import RankStatePlanner
 from replicated_ckpt.dcp.rank_state.random_state import capture_random, restore_random
 from replicated_ckpt.dcp.steps import find_step
 from replicated_ckpt.errors import CheckpointNotFound, ConfigInvalid
 
 _RANDOM = "replicated_ckpt.random"
+
+
+class _Planner(RankStatePlanner):
+    """A parameter without optimizer state in the checkpoint gets none. torchtitan's container takes absent names."""
+
+    def set_up_planner(self, state_dict: dict[str, Any], metadata: Any = None, is_coordinator: bool = False) -> None:
+        if metadata is not None and OPTIMIZER in state_dict:
+            drop_unsaved_state(state_dict[OPTIMIZER], OPTIMIZER, metadata.state_dict_metadata)
+        super().set_up_planner(state_dict, metadata, is_coordinator)
 
 
 class ReplicatedCheckpointManager(CheckpointManager):
@@ -109,7 +124,7 @@ class ReplicatedCheckpointManager(CheckpointManager):
             return
         has_random = TRAIN_STATE in state_dict
         wanted = {**state_dict, _RANDOM: wanted_entries()} if has_random else state_dict
-        self._checkpoints.load(self._name(checkpoint_id), wanted)
+        self._checkpoints.load(self._name(checkpoint_id), wanted, _Planner())
         if MODEL in self.states:
             self.states[MODEL].load_state_dict(wanted)
         own = values_in(wanted[_RANDOM], trust_pickles=False)[0] if has_random else None

@@ -6,18 +6,18 @@ import os
 import re
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from replicated_ckpt.integrations.versions import check_versions
+
+check_versions("transformers")  # an older one may lack what is imported from it
+
 import torch
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from transformers import Trainer
 from transformers.trainer import SCALER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
@@ -32,6 +32,7 @@ from replicated_ckpt.dcp.rank_state.rank_state import rank_and_world
 from replicated_ckpt.dcp.runtime.caller import warn
 from replicated_ckpt.errors import ConfigInvalid
 from replicated_ckpt.integrations.directory_files import collect_files, put_files
+from replicated_ckpt.integrations.optimizer_state import get_saved_state, get_wanted_state, set_loaded_state
 from replicated_ckpt.stores.files.existence import is_there
 
 _MODEL, _OPTIMIZER = "model", "optimizer"
@@ -39,8 +40,17 @@ _FILES = re.compile(rf"{re.escape(TRAINER_STATE_NAME)}|{SCHEDULER_NAME}|{SCALER_
 """What `_collect_files` writes. Trainer would read other files, too: nothing else of a checkpoint is put in their place."""
 _BEST = "best_so_far"
 """A metric, of those alone that Trainer called the best when it saved them: of equals retention keeps the newest."""
-_COUNTERS = ("_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "_initial_num_input_tokens_seen")
-"""What Trainer counts for what it logs, and does not save itself; not all of it in each version. `_tr_loss` is a tensor."""
+_COUNTERS = (
+    "_total_loss_scalar",
+    "_globalstep_last_logged",
+    "_initial_global_step",
+    "_initial_num_input_tokens_seen",
+    "_total_train_tokens",
+)
+"""What Trainer and trl's trainers count for what they log, and do not save; each version has other ones.
+
+`_tr_loss` is a tensor. `_metrics` has lists of numbers since the last log, by mode ("train") and name.
+"""
 
 
 @contextlib.contextmanager
@@ -127,7 +137,7 @@ class ReplicatedTrainerMixin:
         self._name_best()
         state: dict[str, Any] = {_MODEL: get_model_state_dict(self.model_wrapped)}
         if not self.args.save_only_model:
-            state[_OPTIMIZER] = get_optimizer_state_dict(self.model_wrapped, self._plain_optimizer())
+            state[_OPTIMIZER] = get_saved_state(self.model_wrapped, self._plain_optimizer())
         state |= entries_of({"files": self._collect_files(), "counters": self._collect_counters()})
         metrics = {_BEST: 1} if self.state.best_global_step == self.state.global_step else None
         self._checkpoints.save(
@@ -171,8 +181,16 @@ class ReplicatedTrainerMixin:
         return {
             "elapsed_s": elapsed_s,
             "loss": self._tr_loss.item(),
+            "metrics": {mode: dict(lists) for mode, lists in self._running_metrics().items()},
             **{name: getattr(self, name) for name in _COUNTERS if hasattr(self, name)},
         }
+
+    def _running_metrics(self) -> dict[str, Any]:
+        """trl's, by mode: what its trainers average in their next log."""
+        metrics = getattr(self, "_metrics", None)
+        if isinstance(metrics, dict) and all(isinstance(each, defaultdict) for each in metrics.values()):
+            return metrics
+        return {}
 
     def _plain_optimizer(self) -> Any:
         return getattr(self.optimizer, "optimizer", self.optimizer)
@@ -237,11 +255,11 @@ class ReplicatedTrainerMixin:
         schedule = Path(checkpoint) / SCHEDULER_NAME
         state: dict[str, Any] = {_MODEL: get_model_state_dict(self.model_wrapped)}
         if is_there(schedule):  # not with save_only_model
-            state[_OPTIMIZER] = get_optimizer_state_dict(self.model_wrapped, self._plain_optimizer())
+            state[_OPTIMIZER] = get_wanted_state(self.model_wrapped, self._plain_optimizer())
         self._checkpoints.load(self._restored_from[0], state)
         set_model_state_dict(self.model_wrapped, state[_MODEL])
         if is_there(schedule):
-            set_optimizer_state_dict(self.model_wrapped, self._plain_optimizer(), state[_OPTIMIZER])
+            set_loaded_state(self.model_wrapped, self._plain_optimizer(), state[_OPTIMIZER])
             self.lr_scheduler.load_state_dict(torch.load(schedule, weights_only=not self._trust_pickles))
 
     def _init_training_state(
@@ -262,6 +280,8 @@ class ReplicatedTrainerMixin:
             self._elapsed_s = counters["elapsed_s"]
             for name in counters.keys() & _COUNTERS:
                 setattr(self, name, counters[name])
+            for mode, lists in self._running_metrics().items():
+                lists.update(counters.get("metrics", {}).get(mode, {}))  # not saved by older versions
 
     def _finalize_training(self, trial: Any, num_train_samples: Any, start_time: float) -> Any:
         """As Trainer's, over the whole run: its time is what all parts of the run took."""

@@ -75,6 +75,34 @@ def test_nothing_is_skipped_twice(tmp_path: Path, at: int, is_stateful: bool) ->
     assert again == undisturbed[at:]
 
 
+@pytest.mark.parametrize("at", [6, 9])
+def test_workers_that_outlive_an_epoch_change_no_order(tmp_path: Path, at: int) -> None:
+    """With `persistent_workers`, a seed for workers is drawn in the first epoch only: in a resumed process, too."""
+    require("accelerate")
+    from replicated_ckpt.integrations.accelerate import ReplicatedAccelerator
+
+    def made() -> tuple[Any, Any]:
+        torch.manual_seed(4)
+        accelerator = ReplicatedAccelerator(cpu=True, replicated_root=tmp_path, writer_options={"copies": 1})
+        data: Any = range(12)
+        loader: Any = DataLoader(data, batch_size=2, shuffle=True, num_workers=1, persistent_workers=True)
+        return accelerator, accelerator.prepare(loader)
+
+    accelerator, loader = made()
+    undisturbed = []
+    for _ in range(3):
+        for batch in loader:
+            undisturbed.append(batch.tolist())
+            if len(undisturbed) == at:
+                accelerator.save_state("one")
+    accelerator, loader = made()
+    accelerator.load_state()
+    again: list[Any] = []
+    while len(again) < len(undisturbed) - at:
+        again += [batch.tolist() for batch in loader]
+    assert again == undisturbed[at:]
+
+
 @pytest.mark.parametrize("what", ["data loaders", "schedulers", "register_for_checkpointing"])
 def test_another_number_of_parts_is_named(tmp_path: Path, what: str) -> None:
     """It was an error of zip, or of a file in a directory that is gone, and said neither of what nor how many."""

@@ -1,15 +1,21 @@
 """Lightning over our strategies: killed in the middle with a node lost, it ends as an undisturbed run does, bit for bit."""
 
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from replicated_ckpt.stores.local.store import LocalStore
+from tests.agent.checkpoints import findings
 from tests.frameworks.jobs import Job, check_same, preempt, raise_in_a_step, run_both
 from tests.frameworks.running import require
+from tests.harness.processes import end, processes_of
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -52,6 +58,18 @@ def test_lightning_goes_on_after_it_ended(
         assert len(scales) > 2 or disturb is preempt
 
 
+@pytest.mark.parametrize(
+    ("hold_at", "begins"),
+    [(11, {"step": 11, "epoch": 1}), (13, {"step": 13, "epoch": 2})],
+    ids=["in the second epoch", "at its end"],
+)
+def test_a_loop_over_fabric_goes_on_in_the_middle(tmp_path: Path, hold_at: int, begins: dict[str, int]) -> None:
+    """The loop of the page, with schedule, dropout, shuffled data: batches, losses, rates and weights are the same bits."""
+    require("lightning")
+    with run_both("fabric_program.py", tmp_path, hold_at, ranks=1) as (undisturbed, disturbed):
+        check_same(undisturbed, disturbed, ("step",), begins)
+
+
 def test_what_was_resumed_from_has_one_path_on_all_nodes(tmp_path: Path) -> None:
     """Lightning asks by path whether a checkpoint may be removed: it is the one that was found, not a node's own."""
     require("lightning")
@@ -90,3 +108,95 @@ def test_a_hook_gets_the_model_and_may_change_it(tmp_path: Path) -> None:
     loaded["state_dict"]["bias"] = torch.full((3,), 7.0)
     strategy.load_model_state_dict(loaded)
     assert strategy.model.bias.tolist() == [7.0] * 3
+
+
+@pytest.fixture
+def one_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Lightning makes a process group in this process, and leaves it."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        monkeypatch.setenv("MASTER_PORT", str(free.getsockname()[1]))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def finetuned(*, is_sharded: bool) -> Any:
+    """A model whose backbone BackboneFinetuning freezes at first."""
+    import lightning
+
+    class Model(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.backbone, self.head = torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)
+
+        def configure_model(self) -> None:
+            if is_sharded and not isinstance(self.head, FSDPModule):
+                for layer in (self.backbone, self.head):
+                    fully_shard(layer, mesh=self.device_mesh["data_parallel"])
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.head(self.backbone(batch)).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW([each for each in self.parameters() if each.requires_grad], 1e-2)
+
+    return Model()
+
+
+def groups(trainer: Any) -> tuple[list[float], list[float]]:
+    """The rate of each parameter group, and the moments of those parameters that are trained."""
+    (optimizer,) = trainer.optimizers
+    trained = [each for each in optimizer.param_groups[0]["params"] if "exp_avg" in optimizer.state[each]]
+    moments = [optimizer.state[each]["exp_avg"].sum().item() for each in trained]
+    return [group["lr"] for group in optimizer.param_groups], moments
+
+
+@pytest.mark.parametrize("is_sharded", [False, True], ids=["ddp", "fsdp2"])
+def test_callbacks_have_their_state_when_a_fit_starts(tmp_path: Path, one_process: None, is_sharded: bool) -> None:
+    """BackboneFinetuning adds its parameter group again in `on_fit_start`: both groups come back, with their rates."""
+    require("lightning")
+    import lightning
+    from lightning.pytorch.callbacks import BackboneFinetuning, ModelCheckpoint
+    from lightning.pytorch.plugins.environments import LightningEnvironment
+
+    from replicated_ckpt.integrations.lightning import ReplicatedDDPStrategy, ReplicatedModelParallelStrategy
+
+    class Seen(lightning.Callback):
+        at_start: Any = None
+
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            self.at_start = groups(trainer) if trainer.global_step else None
+
+    def fit(steps: int) -> tuple[Any, Any]:
+        options: dict[str, Any] = {"root": tmp_path / "store", "writer_options": {"copies": 1}}
+        if is_sharded:
+            strategy: Any = ReplicatedModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=1, **options)
+        else:
+            strategy = ReplicatedDDPStrategy(find_unused_parameters=True, **options)
+        seen = Seen()
+        trainer = lightning.Trainer(
+            max_steps=steps,
+            accelerator="cpu",
+            devices=1,
+            strategy=strategy,
+            plugins=[LightningEnvironment()],
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            callbacks=[ModelCheckpoint(tmp_path / "out", every_n_train_steps=2), BackboneFinetuning(1), seen],
+        )
+        data: Any = torch.ones(8, 4)
+        loader: Any = torch.utils.data.DataLoader(data, batch_size=2)
+        trainer.fit(finetuned(is_sharded=is_sharded), loader, ckpt_path="latest")
+        return seen.at_start, groups(trainer)
+
+    try:
+        _, saved = fit(8)  # an epoch has 4 steps, and the backbone trains from the second one on
+        resumed, _ = fit(10)
+        assert saved[0] == [1e-2, 1e-3]
+        assert len(saved[1]) == 2
+        assert resumed == saved
+        assert findings(LocalStore(tmp_path / "store")) == []
+    finally:
+        end(processes_of(str(tmp_path)))

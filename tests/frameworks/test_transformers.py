@@ -58,9 +58,10 @@ def scored(root: Path, scores: tuple[int, ...], *, loads_best: bool) -> Any:
 
     class Scored(ReplicatedTrainer):
         def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-            score = scores[self.state.global_step - 1]
-            self.log({"eval_accuracy": score})
-            return {"eval_accuracy": score}
+            metrics: dict[str, float] = {"eval_accuracy": scores[self.state.global_step - 1]}
+            self.log(metrics)
+            self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+            return metrics
 
     every: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
     best: dict[str, Any] = {"metric_for_best_model": "accuracy", "load_best_model_at_end": loads_best}
@@ -158,5 +159,76 @@ def test_generators_stay_with_another_number_of_ranks(tmp_path: Path, monkeypatc
             state = json.loads((directory / "trainer_state.json").read_text())
             assert (state.get("best_model_checkpoint"), Path(trainer._best_path).name) == (None, "checkpoint-1")
         trainer._close()
+    finally:
+        end(processes_of(str(tmp_path)))
+
+
+@pytest.mark.parametrize(("restores", "ends_at"), [(True, 4), (False, 5)])
+def test_early_stopping_counts_on_with_trainers_own_switch(tmp_path: Path, restores: bool, ends_at: int) -> None:
+    """Patience of 3 after a best first step: with `restore_callback_states_from_checkpoint` the count goes on at 1."""
+    require("transformers")
+    from transformers import EarlyStoppingCallback
+
+    try:
+        for scores in ((9, 5), (9, 5, 5, 5, 5, 5, 5)):
+            trainer = scored(tmp_path, scores, loads_best=True)
+            trainer.args.restore_callback_states_from_checkpoint = restores
+            trainer.add_callback(EarlyStoppingCallback(3))
+            trainer.train(resume_from_checkpoint=True)
+        assert trainer.state.global_step == ends_at
+        assert findings(LocalStore(tmp_path / "store")) == []
+    finally:
+        end(processes_of(str(tmp_path)))
+
+
+def tuned(root: Path, steps: int) -> Any:
+    """trl's SFTTrainer of a small model, that logs every third step and saves every second one."""
+    from datasets import Dataset
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
+    from trl import SFTConfig, SFTTrainer
+
+    from replicated_ckpt.integrations.transformers import ReplicatedTrainerMixin
+
+    class ReplicatedSFTTrainer(ReplicatedTrainerMixin, SFTTrainer):
+        """As the page has it."""
+
+    words = Tokenizer(WordLevel({"<pad>": 0, "</s>": 1}, unk_token="<pad>"))
+    size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    set_seed(1)
+    out: dict[str, Any] = {"output_dir": str(root / "out"), "report_to": [], "use_cpu": True, "disable_tqdm": True}
+    return ReplicatedSFTTrainer(
+        model=LlamaForCausalLM(LlamaConfig(vocab_size=50, **size)),
+        args=SFTConfig(
+            max_steps=steps,
+            per_device_train_batch_size=2,
+            logging_steps=3,
+            save_steps=2,
+            lr_scheduler_type="constant",
+            bf16=False,
+            **out,
+        ),
+        train_dataset=Dataset.from_dict({"input_ids": [list(range(2, 5 + index)) for index in range(24)]}),
+        processing_class=PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="</s>"),
+        replicated_root=root / "store",
+        writer_options={"copies": 1},
+    )
+
+
+def test_what_trl_counts_for_its_log_goes_on(tmp_path: Path) -> None:
+    """Tokens seen, and averages since the last log, are those of an undisturbed run, resumed between two logs."""
+    require("trl")
+    logged = []
+    try:
+        for root, parts in ((tmp_path / "undisturbed", (6,)), (tmp_path / "resumed", (4, 6))):
+            for steps in parts:
+                trainer = tuned(root, steps)
+                trainer.train(resume_from_checkpoint=True)
+            (last,) = (each for each in trainer.state.log_history if each["step"] == 6 and "loss" in each)
+            logged.append({name: value for name, value in last.items() if not name.endswith("time")})
+        assert logged[0].keys() >= {"num_tokens", "mean_token_accuracy", "entropy"}
+        assert logged[1] == logged[0]
+        assert findings(LocalStore(tmp_path / "resumed" / "store")) == []
     finally:
         end(processes_of(str(tmp_path)))

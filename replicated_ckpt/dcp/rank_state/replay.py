@@ -8,6 +8,10 @@ import torch
 from torch.distributed.checkpoint.stateful import Stateful
 
 from replicated_ckpt.dcp.rank_state.random_state import capture_random, restore_random
+from replicated_ckpt.dcp.runtime.caller import warn
+
+_ITERATIONS, _PLAIN = "_num_iter_calls", "_dataloader"
+"""Of a loader of Lightning's Fabric: the count of its iterations, its sampler's epoch; and the plain loader in it."""
 
 
 class ReplayedLoader(Stateful):
@@ -18,7 +22,8 @@ class ReplayedLoader(Stateful):
     reads as many batches as were yielded then: those cost the time of reading them. The process's generators are
     afterwards as they were before. If all of an epoch was yielded, the next iteration is a new epoch.
 
-    One iteration at a time. A sampler with `set_epoch` is to be told the epoch before the next batch is asked for.
+    One iteration at a time. Call `set_epoch` of a sampler before the next batch is asked for. After a load, another epoch
+    than the saved one is warned of. Loaders of Lightning's Fabric call it themselves, and go on with the saved epoch.
     """
 
     asks_for_more = True
@@ -28,6 +33,7 @@ class ReplayedLoader(Stateful):
         self.loader = loader
         self._yielded = 0
         self._is_exhausted = False
+        self._is_begun = False
         self._start: dict[str, Any] = {}
         self._loaded: dict[str, Any] | None = None
 
@@ -46,6 +52,10 @@ class ReplayedLoader(Stateful):
     def has_own_state(self) -> bool:
         """Whether the loader says itself where it stands."""
         return isinstance(self.loader, Stateful)
+
+    def start_workers(self) -> None:
+        """Starts those that outlive an epoch."""
+        iter(getattr(self.loader, _PLAIN, self.loader))
 
     def count_read_ahead(self) -> int:
         """Batches that were yielded and not used yet."""
@@ -71,6 +81,8 @@ class ReplayedLoader(Stateful):
             "is_exhausted": self._is_exhausted,
             "start": self._start,
             "generators": self._capture_own(),
+            "iterations": getattr(self.loader, _ITERATIONS, None),
+            "has_workers": self._has_workers(),
         }
         if self.has_own_state():
             state["loader"] = self.loader.state_dict()  # type: ignore[attr-defined]
@@ -86,11 +98,15 @@ class ReplayedLoader(Stateful):
         """A new epoch."""
         self._yielded, self._is_exhausted = 0, False
         self._start = {"asked": capture_random(), "generators": self._capture_own()}
+        self._start |= {"iterations": getattr(self.loader, _ITERATIONS, None), "has_workers": self._has_workers()}
+        self._is_begun = True
         return iter(self.loader)
 
     def _yield_from(self, batches: Iterator[Any]) -> Iterator[Any]:
         self._start.setdefault("first", capture_random())
         for batch in batches:
+            if not self._yielded:
+                self._start["epochs"] = self._epochs()
             self._yielded += 1
             yield batch
         self._is_exhausted = True
@@ -103,6 +119,7 @@ class ReplayedLoader(Stateful):
         if loaded["is_over"] or not loaded["start"]:
             self._set_own(loaded["generators"])
             self._end_epoch(loaded)
+            self._return_to(loaded)
             restore_random(now)
             yield from self._yield_from(self._next_epoch(now) if "loader" in loaded else self._begin())
             return
@@ -132,27 +149,61 @@ class ReplayedLoader(Stateful):
 
     def _replay(self) -> Iterator[Any]:
         """The epoch's iterator behind the batches that were yielded."""
+        self._return_to(self._start)
         restore_random(self._start["asked"])
         self._set_own(self._start["generators"])
         batches = iter(self.loader)
+        self._is_begun = True
         if self._yielded:
             restore_random(self._start["first"])
-        for _ in islice(batches, self._yielded):
-            pass
+        for place, _ in enumerate(islice(batches, self._yielded)):
+            if not place:
+                self._compare_epochs()
         return batches
 
-    def _generators(self) -> list[torch.Generator]:
-        """Those that were given to the loader and its samplers, however they are wrapped in each other; each once."""
-        found: list[Any] = []
+    def _compare_epochs(self) -> None:
+        saved, now = self._start.get("epochs"), self._epochs()
+        if saved is not None and saved != now:
+            warn(
+                f"A data loader goes on with its sampler at epoch {now!r}, and was saved at epoch {saved!r}: the order of "
+                "its samples may differ. Call set_epoch with the saved epoch before the first batch."
+            )
+
+    def _loader_and_samplers(self) -> list[Any]:
+        """However they are wrapped in each other; each once."""
+        found: dict[int, Any] = {}
         holders: list[Any] = [self.loader]
-        seen: set[int] = set()
         while holders:
             holder = holders.pop()
-            if holder is None or id(holder) in seen:
+            if holder is None or id(holder) in found:
                 continue
-            seen.add(id(holder))
-            found.append(getattr(holder, "generator", None))
+            found[id(holder)] = holder
             holders += [getattr(holder, "batch_sampler", None), getattr(holder, "sampler", None)]
+        return list(found.values())
+
+    def _epochs(self) -> list[Any]:
+        """What the samplers were told by `set_epoch`."""
+        return [
+            each.epoch for each in self._loader_and_samplers() if hasattr(each, "set_epoch") and hasattr(each, "epoch")
+        ]
+
+    def _has_workers(self) -> bool:
+        """Whether workers that outlive an epoch were started; those get their seed once, from the process's generator."""
+        return self._is_begun and bool(getattr(self.loader, "persistent_workers", False))
+
+    def _return_to(self, state: dict[str, Any]) -> None:
+        """Starts workers that had been started there, and sets Fabric's counter. Older versions saved neither."""
+        if state.get("has_workers") and not self._has_workers() and not self.has_own_state():
+            own = self._capture_own()
+            self.start_workers()
+            self._is_begun = True
+            self._set_own(own)
+        if state.get("iterations") is not None:
+            setattr(self.loader, _ITERATIONS, state["iterations"])
+
+    def _generators(self) -> list[torch.Generator]:
+        """Those that were given to the loader and its samplers, each once."""
+        found = [getattr(each, "generator", None) for each in self._loader_and_samplers()]
         return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
 
     def _capture_own(self) -> list[torch.Tensor]:

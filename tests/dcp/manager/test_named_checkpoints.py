@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
 from replicated_ckpt import Retention
 from replicated_ckpt.dcp.named_checkpoints import NamedCheckpoints
@@ -62,16 +63,33 @@ def test_a_ranks_value_comes_back_as_it_was(tmp_path: Path) -> None:
         assert value["deep"][1] == (1, None)
 
 
-def test_another_world_gets_rank_0s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rank loads what two saved: there is none of its own, and rank 0's is there."""
+@pytest.mark.parametrize("path", [(), ("random",), ("app", 0, "random")])
+def test_another_world_gets_rank_0s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: tuple[Any, ...]) -> None:
+    """One rank loads what two saved, at any level of the state: there is none of its own, and rank 0's is there."""
+
+    def placed(entries: dict[str, Any]) -> Any:
+        value: Any = entries
+        for key in reversed(path):
+            value = [value] if key == 0 else {key: value}
+        return value
+
     checkpoints = opened(tmp_path)
     with monkeypatch.context() as patch:
         for module in (by_rank, rank_state):
             patch.setattr(module, "rank_and_world", lambda: (0, 2))
-        checkpoints.save("a", entries_of({"rank": 0}))
-    state = wanted_entries()
-    checkpoints.load("a", state)
-    assert values_in(state, trust_pickles=False) == (None, {"rank": 0})
+        checkpoints.save("a", placed(entries_of({"rank": 0})))
+    wanted = wanted_entries()
+    for _ in range(2):  # into the same state dict again, as after a memory tier that could not be read
+        checkpoints.load("a", placed(wanted))
+        assert values_in(wanted, trust_pickles=False) == (None, {"rank": 0})
+
+
+def test_a_name_like_a_ranks_is_still_asked_for(tmp_path: Path) -> None:
+    """Another value under such a name, a tensor say, is not left out without an error."""
+    checkpoints = opened(tmp_path)
+    checkpoints.save("a", {"mine": {"rank-0-of-2": torch.ones(1)}})
+    with pytest.raises(CheckpointException, match=r"mine\.rank-0-of-1"):
+        checkpoints.load("a", {"mine": {"rank-0-of-1": torch.zeros(1)}})
 
 
 class Strange:

@@ -143,16 +143,44 @@ class Stream(IterableDataset[int]):
         return iter(torch.randperm(12).tolist())
 
 
-def loaders(kind: str) -> DataLoader[Any]:
+class SetsEpoch:
+    """A loader as Lightning's Fabric wraps it: at each iteration it sets its sampler's epoch to a count of its own."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        vars(self).update(vars(loader))
+        self._dataloader: Any = loader
+        self._num_iter_calls = 0
+
+    def __len__(self) -> int:
+        return len(self._dataloader)
+
+    def __iter__(self) -> Iterator[Any]:
+        if hasattr(self._dataloader.sampler, "set_epoch"):
+            self._dataloader.sampler.set_epoch(self._num_iter_calls)
+        self._num_iter_calls += 1
+        yield from self._dataloader
+
+
+def loaders(kind: str) -> Any:
     own = torch.Generator().manual_seed(5)
+    persistent = {"dataset": range(12), "shuffle": True, "num_workers": 1, "persistent_workers": True}
     made: dict[str, Any] = {
         "shuffled": {"dataset": Noisy(), "shuffle": True},
         "own generator": {"dataset": Noisy(), "shuffle": True, "generator": own},
         "workers": {"dataset": Noisy(), "shuffle": True, "num_workers": 1},
+        "persistent": persistent,
+        "own persistent": {**persistent, "generator": own},
+        "fabric persistent": persistent,
         "no length": {"dataset": Stream()},
         "distributed": {"dataset": Noisy(), "sampler": DistributedSampler(Noisy(), 2, 1)},
+        "fabric": {"dataset": Noisy(), "sampler": DistributedSampler(Noisy(), 1, 0)},
     }
-    return DataLoader(batch_size=2, **made[kind])
+    loader: DataLoader[Any] = DataLoader(batch_size=2, **made[kind])
+    return SetsEpoch(loader) if kind.startswith("fabric") else loader
+
+
+KINDS = ["shuffled", "own generator", "workers", "no length", "distributed", "fabric"]
+KINDS += ["persistent", "own persistent", "fabric persistent"]
 
 
 def read(loader: Any, count: int) -> Iterator[Any]:
@@ -165,7 +193,7 @@ def read(loader: Any, count: int) -> Iterator[Any]:
                 return
 
 
-@pytest.mark.parametrize("kind", ["shuffled", "own generator", "workers", "no length", "distributed"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("at", [2, 6, 7])
 def test_a_loader_goes_on_in_the_middle(tmp_path: Path, kind: str, at: int) -> None:
     """After a restore batches and draws are those of the undisturbed run: in an epoch, at its end, in the second one."""
@@ -259,3 +287,20 @@ def test_a_program_that_counts_epochs_goes_on_in_the_right_one(tmp_path: Path, a
 
     whole = run(tmp_path / "undisturbed", 9)
     assert run(tmp_path / "other", at) + run(tmp_path / "other", 9) == whole
+
+
+def test_another_epoch_than_the_saved_one_is_warned_of() -> None:
+    """The sampler was told no epoch after the load, or a wrapper sets it: other samples come, which was silent."""
+
+    def loader() -> Any:
+        return ReplayedLoader(DataLoader(range(12), sampler=DistributedSampler(range(12), 1, 0)))  # type: ignore[arg-type]
+
+    one, again, right = loader(), loader(), loader()
+    for each in (one, right):
+        each.sampler.set_epoch(3)
+    next(iter(one))
+    again.load_state_dict(one.state_dict())
+    with pytest.warns(ReplicatedCkptWarning, match=r"at epoch \[0\], and was saved at epoch \[3\]"):
+        next(iter(again))
+    right.load_state_dict(one.state_dict())
+    assert len(list(right)) == 11

@@ -127,3 +127,32 @@ def test_stores_in_memory(cluster_of: ClusterOf) -> None:
         loaded = cluster.launch([call("state.load", kinds=["large"], checkpoint_id="step-1")], nodes=[0, 1])
         cluster.close()
     assert loaded.digests(0) == saved.of(0)
+
+
+UNUSED = [("fsdp2", 2, "fsdp2", 2), ("fsdp2", 2, "fsdp2", 3), ("fsdp2", 3, "alone", 1), ("alone", 1, "fsdp2", 2)]
+UNUSED += [("ddp", 2, "fsdp2", 2), ("fsdp1", 2, "fsdp1", 2), ("fsdp1", 2, "ddp", 3)]
+
+
+@pytest.mark.parametrize(("kind", "ranks", "other", "others"), mark_long(UNUSED, keep=UNUSED[1:2]))
+def test_parameters_without_a_gradient_stay_without_state(
+    cluster_of: ClusterOf, kind: str, ranks: int, other: str, others: int
+) -> None:
+    """A head that was never used, and a frozen one, have no optimizer state after a load either; all else has its bits."""
+    cluster = cluster_of(1)
+    saved = cluster.launch([call("unused.save_unused", kind=kind)], nodes=[0], ranks=ranks).agreed(0)
+    assert not [name for name in saved if "state.heads.used" not in name and ".state." in name]
+    restored = cluster.launch([call("unused.restore_unused", kind=other)], nodes=[0], ranks=others)
+    assert restored.agreed(0) == {"first": saved, "second": saved}
+    assert restored.all_warnings == []
+
+
+@pytest.mark.parametrize(("kind", "ranks", "other", "others"), mark_long(UNUSED[:5], keep=UNUSED[1:2]))
+def test_a_framework_restores_the_state_of_frozen_parameters(
+    cluster_of: ClusterOf, kind: str, ranks: int, other: str, others: int
+) -> None:
+    """A head that is frozen in the program that loads has its optimizer state, as with stock `load_state_dict`."""
+    cluster = cluster_of(1)
+    saved = cluster.launch([call("unused.save_as_a_framework", kind=kind)], nodes=[0], ranks=ranks).agreed(0)
+    assert [name for name in saved if ".state.heads.unused" in name]
+    restored = cluster.launch([call("unused.restore_as_a_framework", kind=other)], nodes=[0], ranks=others)
+    assert restored.agreed(0) == saved

@@ -1,0 +1,170 @@
+"""Optimizer state that only the checkpoint has, or only this process: a load asks for what the checkpoint has."""
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
+
+from replicated_ckpt.dcp.runtime.torch_private import ShardedTensor
+from replicated_ckpt.errors import ConfigInvalid
+from replicated_ckpt.wording import plural
+
+_STATE, _GROUPS, _PARAMETERS = "state", "param_groups", "params"
+Path = tuple[str | int, ...]
+
+
+class MatchedState(dict[Any, Any]):
+    """A parameter's state as one checkpoint has it, in the place of the state that was asked for.
+
+    Empty, if the checkpoint has none. torch's `set_optimizer_state_dict` and `Optimizer.load_state_dict` take that: the
+    optimizer then makes its state with the parameter's first gradient.
+    """
+
+    def __init__(self, asked: dict[Any, Any], values: dict[Any, Any]) -> None:
+        super().__init__(values)
+        self.asked = asked
+        """What stood here: another checkpoint may be loaded into the same state dict."""
+
+
+class StateOf(dict[Any, Any]):
+    """Asks for what a checkpoint has for a parameter of which this process's optimizer has no state: it is frozen."""
+
+    def __init__(self, parameter: torch.Tensor) -> None:
+        super().__init__()
+        self.parameter = parameter
+
+
+class SavedNames:
+    """The names that a checkpoint has."""
+
+    def __init__(self, saved: Mapping[str, object]) -> None:
+        self._sorted = sorted(saved)
+
+    def under(self, prefix: str) -> list[str]:
+        """What follows the prefix in each name that begins with it."""
+        at = end = bisect_left(self._sorted, prefix)
+        while end < len(self._sorted) and self._sorted[end].startswith(prefix):
+            end += 1
+        return [name[len(prefix) :] for name in self._sorted[at:end]]
+
+
+class OptimizerMatch:
+    """Matches the optimizers of a state dict with the names that a checkpoint has. Anything else stays as it is.
+
+    An optimizer is a dictionary with `state` and a list `param_groups`, at any level, as of `get_optimizer_state_dict`.
+    A parameter without any state in the checkpoint is asked for none. Of another one all is asked for that the state dict
+    has, and all that the checkpoint has: an optimizer may make a part of its state after some steps only.
+
+    Raises:
+        ConfigInvalid: an optimizer in the checkpoint has more parameter groups.
+    """
+
+    def __init__(self, state_dict: dict[str, Any], saved: Mapping[str, STORAGE_TYPES]) -> None:
+        self._saved = saved
+        self.lacking: dict[Path, set[Any]] = {}
+        """Of a group of parameters, by the path of its list, those that have no state in the checkpoint."""
+        for path, optimizer in _find_optimizers(state_dict, ()):
+            self._match_optimizer(path, optimizer)
+
+    def _match_optimizer(self, path: Path, optimizer: dict[str, Any]) -> None:
+        self._count_groups(path, len(optimizer[_GROUPS]))
+        states = optimizer[_STATE]
+        lacking = set()
+        for name, state in states.items():
+            if not isinstance(state, dict):
+                continue
+            asked = states[name] = state.asked if isinstance(state, MatchedState) else state
+            prefix = "".join(f"{key}." for key in (*path, _STATE, name))
+            names = self._names.under(prefix)
+            if asked and not names:
+                states[name] = MatchedState(asked, {})
+                lacking.add(name)
+            more = self._make_others(asked, prefix, names)
+            if more:
+                states[name] = MatchedState(asked, {**asked, **more})
+        for index, group in enumerate(optimizer[_GROUPS] if lacking else ()):
+            self.lacking[(*path, _GROUPS, index, _PARAMETERS)] = lacking.intersection(group[_PARAMETERS])
+
+    def _count_groups(self, path: Path, now: int) -> None:
+        """DCP leaves out what the checkpoint has of further groups; torch's optimizers refuse to load it."""
+        prefix = "".join(f"{key}." for key in (*path, _GROUPS))
+        saved = len({name.partition(".")[0] for name in self._names.under(prefix)})
+        if saved > now:
+            raise ConfigInvalid(
+                f"An optimizer has {plural(now, 'parameter group')}, and the one in the checkpoint has {saved}.",
+                "Add the groups before the load, in the same order: those that training adds later, too.",
+            )
+
+    def _make_others(self, asked: dict[Any, Any], prefix: str, names: list[str]) -> dict[str, torch.Tensor | None]:
+        """Of the names that are not asked for: what a load fills. Not of a tensor that is larger than those that are."""
+        known = set(map(str, asked))
+        entries = {name: self._saved[prefix + name] for name in names if name not in known and "." not in name}
+        if not entries:
+            return {}
+        values = [asked.parameter] if isinstance(asked, StateOf) else asked.values()
+        tensors = [value for value in values if isinstance(value, torch.Tensor)]
+        if any(isinstance(tensor, ShardedTensor) for tensor in tensors):  # of FSDP1, which has no `empty_like`
+            return {}
+        largest = max((tensor.numel() for tensor in tensors), default=0)
+        made: dict[str, torch.Tensor | None] = {}
+        for name, entry in entries.items():
+            if not isinstance(entry, TensorStorageMetadata):
+                made[name] = None
+            elif entry.size.numel() <= largest:
+                made[name] = _make_target(entry, tensors)
+        return made
+
+    @cached_property
+    def _names(self) -> SavedNames:
+        return SavedNames(self._saved)
+
+
+def _make_target(entry: TensorStorageMetadata, tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Divided among ranks as one of the same size is."""
+    for tensor in tensors:
+        if tensor.size() == entry.size:
+            return torch.empty_like(tensor, dtype=entry.properties.dtype)
+    return torch.empty(entry.size, dtype=entry.properties.dtype)
+
+
+def drop_unsaved_state(flat: dict[str, Any], prefix: str, saved: Mapping[str, object]) -> None:
+    """The same of an optimizer with one level, `state.<parameter>.<name>` and `param_groups.<parameter>.<name>`.
+
+    What loads it must take absent names: torchtitan's container does, torch's `set_optimizer_state_dict` does not. The
+    groups' names stay asked for, so each parameter must be one that the saved optimizer had.
+    """
+    parameters = {name[len(_GROUPS) + 1 :].rpartition(".")[0] for name in flat if name.startswith(f"{_GROUPS}.")}
+    asked: dict[str, list[str]] = defaultdict(list)
+    for name in flat:
+        parameter = name.removeprefix(f"{_STATE}.")
+        while parameter and parameter not in parameters:
+            parameter = parameter.rpartition(".")[0]
+        if name.startswith(f"{_STATE}.{parameter}."):
+            asked[parameter].append(name)
+    names = SavedNames(saved)
+    for parameter, of_it in asked.items():
+        under = f"{_STATE}.{parameter}."
+        if not names.under(f"{prefix}.{under}"):
+            for name in of_it:
+                del flat[name]
+
+
+def _find_optimizers(tree: Any, path: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+    if isinstance(tree, list):
+        for index, value in enumerate(tree):
+            yield from _find_optimizers(value, (*path, index))
+    if not isinstance(tree, dict):
+        return
+    if isinstance(tree.get(_STATE), dict) and _is_groups(tree.get(_GROUPS)):
+        yield path, tree
+        return
+    for key, value in tree.items():
+        yield from _find_optimizers(value, (*path, str(key)))
+
+
+def _is_groups(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(group, dict) and _PARAMETERS in group for group in value)
