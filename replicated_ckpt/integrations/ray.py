@@ -6,7 +6,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex
 
 from replicated_ckpt.integrations.versions import check_versions
 
@@ -15,6 +15,7 @@ check_versions("ray")  # an older one may lack what is imported from it
 import ray.train
 
 from replicated_ckpt.dcp.manager import CheckpointManager
+from replicated_ckpt.dcp.steps import check_step
 from replicated_ckpt.errors import ConfigInvalid
 
 _REFERENCE = "replicated_ckpt.json"
@@ -44,7 +45,7 @@ class RayCheckpointManager(CheckpointManager):
         self._leaving: set[str] = set()
         self._unreported: tuple[int, Mapping[str, Any] | None] | None = None
 
-    def should_save(self, step: int) -> bool:
+    def should_save(self, step: SupportsIndex) -> bool:
         """As CheckpointManager's, and true once when a node is said to be taken away."""
         is_due = super().should_save(step)
         info = ray.train.get_preemption_info()
@@ -55,7 +56,7 @@ class RayCheckpointManager(CheckpointManager):
 
     def save(
         self,
-        step: int,
+        step: SupportsIndex,
         state: Mapping[str, Any],
         *,
         metrics: Mapping[str, Any] | None = None,
@@ -63,11 +64,11 @@ class RayCheckpointManager(CheckpointManager):
     ) -> None:
         """As CheckpointManager's; Ray knows of it when this returns."""
         super().save(step, state, metrics=metrics, metadata=metadata)
-        _report(step, metrics)
+        _report(check_step(step), metrics)
 
     def async_save(
         self,
-        step: int,
+        step: SupportsIndex,
         state: Mapping[str, Any],
         *,
         metrics: Mapping[str, Any] | None = None,
@@ -75,7 +76,7 @@ class RayCheckpointManager(CheckpointManager):
     ) -> None:
         """As CheckpointManager's; Ray knows of it when the next call has waited for it."""
         super().async_save(step, state, metrics=metrics, metadata=metadata)
-        self._unreported = step, metrics
+        self._unreported = check_step(step), metrics
 
     def close(self) -> None:
         """As CheckpointManager's. While an exception is under way nothing is reported: other workers would have to, too."""

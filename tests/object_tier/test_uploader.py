@@ -29,7 +29,7 @@ from replicated_ckpt.stores.local.versions.retire import retire
 from replicated_ckpt.stores.throttle import Pace
 from tests.agent.agents import running_agent, wait_for
 from tests.agent.checkpoints import checkpointed, findings, shard
-from tests.agent.repair.test_reprotect import RING, agents, meet, stores
+from tests.agent.repair.test_reprotect import RING, agents, stores
 from tests.buckets.servers import Server
 from tests.cli.commands import command
 
