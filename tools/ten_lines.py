@@ -5,7 +5,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-_ROOT = "/tmp/ckpt"  # noqa: S108 - as README says it; nothing is written there
+_ROOT = "/tmp/first-run"  # noqa: S108 - as README says it; nothing is written there
 
 
 def main() -> None:

@@ -24,6 +24,7 @@ NO_STORE = {
     "empty": ExitCode.NOT_FOUND,
     "foreign": ExitCode.NOT_FOUND,
     "store/run/step-1": ExitCode.USAGE,
+    "store/run": ExitCode.USAGE,
     "above": ExitCode.USAGE,
     "far": ExitCode.USAGE,
     "mixed": ExitCode.USAGE,
@@ -34,6 +35,7 @@ SAID = {
     "empty": "is empty",
     "foreign": "no checkpoint lies in it (but notes.txt)",
     "store/run/step-1": "is one checkpoint",
+    "store/run": "lies in another store",
     "above": "is no node's store, and holds 2 stores",
     "far": "is no node's store, and holds 2 stores",
     "mixed": "is no node's store, and holds 1 store",
@@ -69,9 +71,9 @@ def test_what_is_no_store_is_said(places: Path, place: str, verb: str) -> None:
     assert sorted(str(path) for path in places.rglob("*")) == before
 
 
-@pytest.mark.parametrize("place", ["above", "file"])
+@pytest.mark.parametrize("place", ["above", "file", "store/run"])
 def test_an_agent_makes_no_store_there(places: Path, place: str) -> None:
-    """Above other stores it would take their checkpoints for its own. Code and words of `ls`; nothing was made."""
+    """Of a store in another one, each would take the other's checkpoints for its own. Code and words of `ls`."""
     before = sorted(str(path) for path in places.rglob("*"))
     done = command("agent", "--root", places / place)
     assert (done.returncode, done.stdout) == (NO_STORE[place], "")
@@ -79,12 +81,39 @@ def test_an_agent_makes_no_store_there(places: Path, place: str) -> None:
     assert sorted(str(path) for path in places.rglob("*")) == before
 
 
-@pytest.mark.parametrize("make", [LocalStore.node_id, LocalStore.agent_directory])
-def test_a_rank_makes_no_store_above_others(places: Path, make: Callable[[LocalStore], object]) -> None:
-    """Whatever of a store it needs first."""
-    with pytest.raises(ConfigInvalid, match=SAID["above"]):
-        make(LocalStore(places / "above"))
-    assert sorted(path.name for path in (places / "above").iterdir()) == ["node-0", "node-1"]
+@pytest.mark.parametrize("make", [LocalStore.node_id, LocalStore.agent_directory, LocalStore.read_node_id])
+@pytest.mark.parametrize("place", ["above", "far", "store/run", "store/ema"])
+def test_a_rank_makes_no_store_above_others_or_in_one(
+    places: Path, make: Callable[[LocalStore], object], place: str
+) -> None:
+    """Whatever of a store it needs first, if only to read; the directory may not be there yet. Nothing is made."""
+    before = sorted(str(path) for path in places.rglob("*"))
+    with pytest.raises(ConfigInvalid, match=SAID.get(place, "lies in another store")):
+        make(LocalStore(places / place))
+    assert sorted(str(path) for path in places.rglob("*")) == before
+
+
+def test_a_link_into_a_store_is_refused_as_a_root(places: Path, tmp_path: Path) -> None:
+    """The directory that it leads to counts."""
+    (tmp_path / "link").symlink_to(places / "store/run")
+    with pytest.raises(ConfigInvalid, match=SAID["store/run"]):
+        LocalStore(tmp_path / "link").node_id()
+
+
+def test_another_programs_file_above_a_root_is_no_store(tmp_path: Path) -> None:
+    """A node.json without an identity keeps no store from being made below it."""
+    (tmp_path / "node.json").write_text('{"name": "a program of its own"}')
+    assert LocalStore(tmp_path / "ckpt").node_id() == LocalStore(tmp_path / "ckpt").read_node_id()
+
+
+def test_a_store_that_was_copied_into_another_one_is_not_listed_there(places: Path, tmp_path: Path) -> None:
+    """A backup, say: its checkpoints are neither listed nor loaded, nor do they count as damaged, nor as stock torch's."""
+    outer = LocalStore(tmp_path / "outer")
+    checkpointed([outer], 1, {shard(0): (0,)}, checkpoint_id="run/step-1", copies=1, size_bytes=3000)
+    shutil.copytree(places / "store", tmp_path / "outer/run/backup")
+    shutil.copytree(places / "mixed/old", tmp_path / "outer/run/backup/old")
+    found = [[*find()] for find in (outer.catalog.directories, outer.catalog.without_manifest)]
+    assert [[name for name, _ in outer.catalog.committed()], *found] == [["run/step-1"], ["run/step-1"], []]
 
 
 @pytest.mark.parametrize("verb", VERBS)

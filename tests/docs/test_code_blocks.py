@@ -99,6 +99,14 @@ def test_each_block_is_run_or_says_why_not(document: str) -> None:
     assert all(block.language == "python" for block in blocks if block.mark == RUNNABLE)
 
 
+def test_no_root_of_the_pages_lies_in_another_one() -> None:
+    """A reader who follows all of them, on one node, would be refused: a store in a store is."""
+    named = re.compile(r"""(?:--root[ =]"?|ROOT=|NODE_DISK=|root="|save="|(?:tedWriter|tedReader|Manager)\(")(/[\w/-]+)""")
+    roots = {root for document in [*DOCUMENTS, "examples/README.md"] for root in named.findall(text_of(document))}
+    assert {"/tmp/first-run", "/tmp/ckpt/node-", "/nvme/ckpt"} <= roots
+    assert [(inner, outer) for inner in roots for outer in roots if inner.startswith(f"{outer}/")] == []
+
+
 @pytest.mark.parametrize("mark", ["", "<!-- not run: -->\n", "<!-- not run:  -->\n", "<!-- some comment -->\n"])
 def test_a_block_without_a_reason_is_found(mark: str) -> None:
     """The test above can fail."""
@@ -132,7 +140,7 @@ def test_the_readmes_lines_run_twice_in_a_row(tmp_path: Path) -> None:
         names = run("README.md", tmp_path)
         assert names["step"] == 1000
         assert_loaded(names, "step-1000")
-        saved = {path.parent.name for path in (tmp_path / "ckpt").glob("*/.metadata")}
+        saved = {path.parent.name for path in (tmp_path / "first-run").glob("*/.metadata")}
         assert {"step-800", "step-900", "step-1000"} <= saved
 
 

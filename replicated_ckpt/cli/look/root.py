@@ -16,10 +16,15 @@ from replicated_ckpt.core.layout import (
 from replicated_ckpt.environment import TRUST_ROOT_ENV
 from replicated_ckpt.errors import CheckpointNotFound, ConfigInvalid, StoreDenied
 from replicated_ckpt.stores.files.durable import store_error_of, translate_errors
-from replicated_ckpt.stores.files.existence import is_directory, is_plain_file, is_there
+from replicated_ckpt.stores.files.existence import is_directory, is_plain_file
 from replicated_ckpt.stores.files.ownership import find_other_owner
+from replicated_ckpt.stores.local.directories.roots import (
+    describe_store_above,
+    describe_stores_within,
+    find_store_above,
+    find_stores_within,
+)
 from replicated_ckpt.stores.local.store import LocalStore
-from replicated_ckpt.wording import plural
 
 _OF_A_STORE = {NODE_NAME, AGENT_DIR, STAGING_DIR, REPLACED_DIR}
 _NAME_IT = "Name the directory that the ranks of this node save to, the `root` of ReplicatedWriter, with --root."
@@ -104,13 +109,17 @@ def _refuse(root: Path, why: str, owner: str | None, otherwise: str = "") -> Sto
 def _check_content(store: LocalStore, names: list[str]) -> None:
     """No rank or agent has made a store there: it may be one of stock torch's checkpoints, or something else."""
     if {MANIFEST_NAME, METADATA_NAME}.intersection(names) or any(ShardName.parse(name) for name in names):
-        above = next((place for place in store.root.parents if is_there(place / NODE_NAME)), store.root.parent)
-        checkpoint_id = store.root.relative_to(above)
+        real = Path(os.path.realpath(store.root))
+        above = find_store_above(real) or real.parent
+        checkpoint_id = real.relative_to(above)
         hint = f"Name the store: --root {above}. In it this is the checkpoint {str(checkpoint_id)!r}."
         raise ConfigInvalid(f"{store.root} is one checkpoint, and no node's store.", hint)
     if not names:
         hint = f"{_NAME_IT} If this is it, the first save or load of a rank here makes the store."
         raise CheckpointNotFound(f"{store.root} is empty: no store has been made there.", hint)
+    outer = find_store_above(store.root)
+    if outer is not None:
+        raise ConfigInvalid(describe_store_above(store.root, outer), f"Name that store: --root {quote(str(outer))}.")
     _check_no_stores_within(store)
     if next(store.catalog.directories(), None) is None and next(store.catalog.without_manifest(), None) is None:
         shown = ", ".join(names[:_SHOWN_MAX]) + (", ..." if len(names) > _SHOWN_MAX else "")
@@ -122,19 +131,11 @@ def _check_content(store: LocalStore, names: list[str]) -> None:
 
 def _check_no_stores_within(store: LocalStore) -> None:
     """Checkpoints that lie in stores of their own are of those nodes: counted here they would look like one node's."""
-    found = sorted({*store.catalog.directories(), *store.catalog.without_manifest()})
-    store_of = {checkpoint_id: _find_store_above(store.root, checkpoint_id) for checkpoint_id in found}
-    within = sorted({place for place in store_of.values() if place is not None})
+    within = find_stores_within(store.root)
     if not within:
         return
     hint = f"Name one store: {' or '.join(f'--root {quote(str(place))}' for place in within[:_SHOWN_MAX])}."
-    others = [checkpoint_id for checkpoint_id, place in store_of.items() if place is None]
+    others = sorted({*store.catalog.directories(), *store.catalog.without_manifest()})
     if others:
         hint += f" To list {', '.join(others[:_SHOWN_MAX])}, which no store holds, move it to a directory of its own."
-    raise ConfigInvalid(f"{store.root} is no node's store, and holds {plural(len(within), 'store')}.", hint)
-
-
-def _find_store_above(root: Path, checkpoint_id: str) -> Path | None:
-    """The store below `root` in which this checkpoint lies."""
-    above = [root / part for part in Path(checkpoint_id).parents if part != Path()]
-    return next((place for place in above if is_there(place / NODE_NAME)), None)
+    raise ConfigInvalid(describe_stores_within(store.root, within), hint)

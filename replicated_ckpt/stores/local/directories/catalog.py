@@ -29,6 +29,7 @@ from replicated_ckpt.stores.files.durable import translate_errors
 from replicated_ckpt.stores.files.existence import is_there, leads_out
 from replicated_ckpt.stores.files.plain import open_plain_file, read_plain
 from replicated_ckpt.stores.files.shortage import find_unreadable, is_unreadable
+from replicated_ckpt.stores.local.directories.roots import is_store
 
 
 class Catalog:
@@ -240,7 +241,7 @@ class Catalog:
                 yield checkpoint_id
 
     def _checkpoint_ids(self, is_one: Callable[[str], bool], parent: str = "", depth: int = 1) -> Iterator[str]:
-        """Directories of which `is_one` says so, given their path; nothing is looked for in one that is."""
+        """Directories for which `is_one` is true, given their path. These, and other stores, are not looked into."""
         if depth > PARTS_MAX:
             return
         try:
@@ -257,9 +258,10 @@ class Catalog:
                 if _is_closed_to_us(entry):
                     continue
                 is_found = is_one(entry.path)
+                is_closed = is_found or is_store(entry.path)
             if is_found:
                 yield parent + entry.name
-            else:
+            elif not is_closed:
                 yield from self._checkpoint_ids(is_one, f"{parent}{entry.name}/", depth + 1)
 
 
