@@ -76,7 +76,7 @@ class Trainer:
             step += 1
             say(f"step {step}: loss {loss:.9g}")
             if step % self.arguments.save_steps == 0:
-                checkpoint_id = f"{self.output_dir}/checkpoint-{step}"
+                checkpoint_id = f"{self.output_dir}-checkpoint-{step}"  # <- "latest" is of one directory
                 dcp.save(self.state(step), checkpoint_id=checkpoint_id, storage_writer=self.writer)  # <-
                 whole = get_model_state_dict(self.model, options=StateDictOptions(full_state_dict=True))
                 if dist.get_rank() == 0:

@@ -4,8 +4,9 @@ import builtins
 from collections.abc import Mapping, Sequence
 
 from replicated_ckpt.searched import next_step
-from replicated_ckpt.wording import escape_controls, plural
+from replicated_ckpt.wording import escape_controls, list_some, plural
 
+_CHOICES_MAX = 8
 HINT_MARK = " Hint: "
 """Between an error's message and its hint, where both are one text."""
 
@@ -176,6 +177,22 @@ class LineagesMet(ReplicatedCkptError):
         self.args = (checkpoint_id, tuple(lineages), why)
         self.checkpoint_id = checkpoint_id
         self.lineages = tuple(lineages)
+
+
+class LatestAmbiguous(ConfigInvalid):
+    """ "latest" is the newest checkpoint of one directory of ids, and there are several; nothing was read.
+
+    `choices`: what to ask for instead, one for each directory, as "run-a/latest".
+    """
+
+    def __init__(self, choices: Sequence[str]) -> None:
+        named = list_some([*map(repr, choices)], _CHOICES_MAX)
+        super().__init__(
+            f"'latest' is the newest checkpoint of one directory of ids, and checkpoints lie in {len(choices)} of them.",
+            f"Name the directory of the run that you mean: {named}.",
+        )
+        self.args = (tuple(choices),)
+        self.choices = tuple(choices)
 
 
 class MeetingFailed(ReplicatedCkptError):

@@ -88,10 +88,14 @@ def is_checkpoint_id(text: str) -> bool:
     return (
         text.isprintable()
         and 0 < len(text.encode()) <= _ID_BYTES_MAX
-        and text not in (LATEST, NODE_NAME)
+        and not _is_reserved(text)
         and text.count("/") < PARTS_MAX
         and all(map(_is_plain_part, text.split("/")))
     )
+
+
+def _is_reserved(text: str) -> bool:
+    return text == NODE_NAME or text.rpartition("/")[2] == LATEST
 
 
 def check_checkpoint_id(text: str) -> str:
@@ -114,8 +118,8 @@ def _is_plain_part(part: str) -> bool:
 
 def _describe_refusal(text: str) -> str:
     """What of `text` keeps it from being a name under a root."""
-    if not text.isprintable() or len(text.encode()) > _ID_BYTES_MAX or text in (LATEST, NODE_NAME):
-        taken = "that name is reserved" if text in (LATEST, NODE_NAME) else f"it has more than {_ID_BYTES_MAX} bytes"
+    if not text.isprintable() or len(text.encode()) > _ID_BYTES_MAX or _is_reserved(text):
+        taken = "that name is reserved" if _is_reserved(text) else f"it has more than {_ID_BYTES_MAX} bytes"
         return taken if text.isprintable() else "it has a control character"
     if text.count("/") >= PARTS_MAX:
         return f"it has more than {PARTS_MAX} parts"
@@ -153,6 +157,6 @@ def checkpoint_id_under(root: str, given: str) -> str:
             f"checkpoint_id {given!r} is not a valid name under {root!r}: {_describe_refusal(text)}.",
             "No part may start with . - ~ or a space, end with a space, hold a control character or one of "
             f"{' '.join(sorted(_NOT_IN_NAMES))}, or have more than {_PART_BYTES_MAX} bytes; there are {PARTS_MAX} parts at "
-            "most; 'latest' is reserved.",
+            "most; 'latest' is reserved, in each directory.",
         )
     return text

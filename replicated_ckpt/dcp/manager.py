@@ -10,7 +10,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import LoadPlanner
 
 from replicated_ckpt.config import Ack, BestIs, ManagerConfig, Retention
-from replicated_ckpt.core.layout import LATEST
 from replicated_ckpt.core.upkeep.retention import Candidate, find_best
 from replicated_ckpt.dcp.agreement.alike import check_ranks_alike
 from replicated_ckpt.dcp.find.listing import Listed
@@ -22,7 +21,16 @@ from replicated_ckpt.dcp.runtime.failures import describe_failure
 from replicated_ckpt.dcp.save.bucket import WAIT_TIMEOUT_S
 from replicated_ckpt.dcp.save.report import SaveReport
 from replicated_ckpt.dcp.save_callback import SaveCallback
-from replicated_ckpt.dcp.steps import StepNotes, check_step, find_step, id_of, notes_of, notes_of_rank, step_of
+from replicated_ckpt.dcp.steps import (
+    NEWEST_STEP,
+    StepNotes,
+    check_step,
+    find_step,
+    id_of,
+    notes_of,
+    notes_of_rank,
+    step_of,
+)
 from replicated_ckpt.dcp.tiered_checkpoints import TieredCheckpoints
 from replicated_ckpt.errors import CheckpointNotFound, ConfigInvalid, ManagerClosed, ReplicatedCkptError
 
@@ -45,7 +53,7 @@ class CheckpointManager:
                     manager.async_save(step, state, metrics={"loss": loss})
 
     Args:
-        root: this node's store. It should be this job's own: `restore` takes the newest checkpoint in it.
+        root: this node's store. It should be this job's own: `restore` takes the newest `step-<step>` in it.
         every: `should_save` is true at each multiple of it.
         retention: which checkpoints the nodes keep, Retention(keep_last=3) say. None: all of them.
         copies: copies of every shard, the local one counted; with fewer nodes there are as many copies as nodes.
@@ -103,9 +111,11 @@ class CheckpointManager:
         if not has_tier:
             if spill_every != _SPILL_EVERY:
                 raise ConfigInvalid("spill_every needs memory=True, or a directory in a tmpfs.")
-            self._checkpoints = NamedCheckpoints(root, how, load)
+            self._checkpoints = NamedCheckpoints(root, how, load, newest=NEWEST_STEP)
         else:
-            self._checkpoints = TieredCheckpoints(root, memory, spill_every, how, load, lambda: self.preempted)
+            self._checkpoints = TieredCheckpoints(
+                root, memory, spill_every, how, load, NEWEST_STEP, lambda: self.preempted
+            )
         try:
             self._preemption = Preemption(self.config.preempt_on)
         except ConfigInvalid:
@@ -238,7 +248,7 @@ class CheckpointManager:
     def restore(
         self, state: dict[str, Any], step: SupportsIndex | None = None, *, planner: LoadPlanner | None = None
     ) -> int | None:
-        """Loads a checkpoint into `state`, as `dcp.load` does; returns its step. None: there is no checkpoint at all.
+        """Loads a checkpoint into `state`, as `dcp.load` does; returns its step. None: there is no `step-<step>` at all.
 
         `step` None: the newest whole one. Tensors are filled in place; other values are replaced in `state`.
 
@@ -246,14 +256,13 @@ class CheckpointManager:
             CheckpointNotFound: that step was not saved, or is kept no longer. ShardLost: there are checkpoints, and none
                 is whole, or that one is not. StoreUnavailable: nothing was found, but not all answered.
             CheckpointException, ReplicatedCkptError: it could not be loaded, or an asynchronous save failed.
-            ConfigInvalid: the newest checkpoint is no manager's.
         """
         self._check_open("restore")
         checkpoint_id = None if step is None else id_of(step)
         self._settle()
         if checkpoint_id is not None:
             return step_of(self._checkpoints.load(checkpoint_id, state, planner))
-        loaded = self._checkpoints.load_newest(state, step_of, planner)
+        loaded = self._checkpoints.load_newest(state, planner)
         return None if loaded is None else step_of(loaded)
 
     def restore_latest(self, state: dict[str, Any], *, planner: LoadPlanner | None = None) -> int | None:
@@ -261,14 +270,14 @@ class CheckpointManager:
         return self.restore(state, planner=planner)
 
     def latest_step(self) -> int | None:
-        """The step that `restore` would load now; None: there is no checkpoint at all.
+        """The step that `restore` would load now; None: there is no `step-<step>` at all.
 
         Raises:
-            ShardLost, StoreUnavailable: as `restore`. ConfigInvalid: the newest checkpoint is no manager's.
+            ShardLost, StoreUnavailable: as `restore`.
         """
         self._check_open("latest_step")
         self._settle()
-        found = self._checkpoints.find(LATEST)
+        found = self._checkpoints.find(NEWEST_STEP)
         return None if found is None else step_of(found)
 
     def all_steps(self) -> tuple[int, ...]:

@@ -5,12 +5,15 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.planner import LoadPlanner
 
 from replicated_ckpt.core.layout import LATEST
+from replicated_ckpt.core.reading.newest import Newest, is_newest
+from replicated_ckpt.core.upkeep.policy import scope_of
 from replicated_ckpt.dcp.c10d.lent_group import LentGroup, agree_on_first, borrow_group
 from replicated_ckpt.dcp.find.listing import Listed, list_checkpoints
 from replicated_ckpt.dcp.load.reader import ReplicatedReader
@@ -50,6 +53,7 @@ class NamedCheckpoints:
         root: this node's store.
         options: what ReplicatedWriter takes; of them, the bucket is the reader's, too.
         reader_options: other arguments of ReplicatedReader.
+        newest: what "latest" means here, as str(Newest(...)): only names of the caller's form, say.
         is_tier: whether this is one of two tiers, of which the caller knows what an earlier job used.
     """
 
@@ -59,8 +63,10 @@ class NamedCheckpoints:
         options: Mapping[str, Any] | None = None,
         reader_options: Mapping[str, Any] | None = None,
         *,
+        newest: str = LATEST,
         is_tier: bool = False,
     ) -> None:
+        self.newest = newest
         given = options or {}
         shared = {name: given[name] for name in _OF_READER_TOO if name in given}
         loading = {"expect_partial": True, **shared, **(reader_options or {})}
@@ -115,13 +121,14 @@ class NamedCheckpoints:
         )
 
     def load(self, checkpoint_id: str, state: dict[str, Any], planner: LoadPlanner | None = None) -> str:
-        """Fills `state`; the name of what was loaded, where "latest" was asked for. As `find`, of an asynchronous save."""
+        """Fills `state`; the name of what was loaded, where `newest` was asked for. As `find`, of an asynchronous save."""
         self.writer.await_end()
         with self.use_group() as group, contextlib.ExitStack() as stack:
             stack.enter_context(forgotten_on_error(self.writer.store))
             stack.callback(self.reader.let_go)
-            if checkpoint_id != LATEST and not self._is_tier:  # of two tiers the caller has looked at both
-                see_newest(self.reader.latest)
+            if not (is_newest(checkpoint_id) or self._is_tier):  # of two tiers the caller has looked at both
+                beside = str(Newest(scope_of(checkpoint_id))) if self.newest == LATEST else self.newest
+                see_newest(lambda: self.reader.find(beside))
             dcp.load(
                 state,
                 checkpoint_id=checkpoint_id,
@@ -133,25 +140,22 @@ class NamedCheckpoints:
         assert self.reader.last_load is not None
         return self.reader.last_load.checkpoint_id
 
-    def load_newest(
-        self, state: dict[str, Any], check: Callable[[str], object], planner: LoadPlanner | None = None
-    ) -> str | None:
-        """Loads the newest whole checkpoint, if `check` lets its name pass; returns that. None: there is none at all."""
-        newest = self.find(LATEST)
-        if newest is None:
+    def load_newest(self, state: dict[str, Any], planner: LoadPlanner | None = None) -> str | None:
+        """Loads the newest whole checkpoint; returns its name. None: there is none at all."""
+        if self.find(self.newest) is None:
             return None
-        check(newest)
-        return self.load(LATEST, state, planner)  # by its name alone, another run's of that name might be chosen
+        return self.load(self.newest, state, planner)  # by its name alone, another run's of that name might be chosen
 
     def find(self, name: str) -> str | None:
-        """The checkpoint of this name, or the newest whole one for "latest"; None: there is none.
+        """The checkpoint of this name, or the newest whole one for `newest`; None: there is none.
 
         A save that was acknowledged as staged is over first; that it failed is for `raise_failure`, as ranks may differ in
         it. The future of one that is not is the caller's to wait for.
         """
         self.writer.await_end()
-        found = self.reader.latest() if name == LATEST else name if self.reader.exists(name) else None
-        self._look_for_left_tier(found or name)
+        save = self.reader.find(name)
+        found = None if save is None else save.checkpoint_id if is_newest(name) else name
+        self._look_for_left_tier(found or name.removeprefix("./"))
         return found
 
     def _look_for_left_tier(self, checkpoint_id: str) -> None:
@@ -168,10 +172,10 @@ class NamedCheckpoints:
             ShardLost: there are checkpoints, and none is whole. StoreUnavailable: nothing was found, but not all answered.
         """
         self.writer.await_end()
-        if self.reader.latest() is None:
+        if self.reader.find(self.newest) is None:
             return ()
         with self.use_group() as group:
-            listed = agree_on_first(group, lambda: self.reader.look_alone(list_checkpoints))
+            listed = agree_on_first(group, lambda: self.reader.look_alone(partial(list_checkpoints, self.newest)))
         return tuple(each for each in listed if each.is_whole)
 
     def delete(self, checkpoint_id: str) -> bool:

@@ -1,6 +1,5 @@
 """The checkpoints of a CheckpointManager: their names, `step-<step>` and no others, and what a user kept with them."""
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, SupportsIndex
@@ -9,8 +8,13 @@ import torch.distributed as dist
 
 from replicated_ckpt.config import check_number
 from replicated_ckpt.core.notes import RefusedNotes, encode_notes, metrics_of
+from replicated_ckpt.core.reading.newest import Newest, is_of_form
 from replicated_ckpt.dcp.find.listing import Listed
 from replicated_ckpt.errors import ConfigInvalid
+
+_FORM = "step-{}"
+NEWEST_STEP = str(Newest("", _FORM))
+"""What "latest" means to a manager, whatever else lies in its root."""
 
 
 def check_step(step: SupportsIndex) -> int:
@@ -24,25 +28,17 @@ def check_step(step: SupportsIndex) -> int:
 
 def id_of(step: SupportsIndex) -> str:
     """Raises ConfigInvalid: as `check_step`."""
-    return f"step-{check_step(step)}"
+    return _FORM.format(check_step(step))
 
 
 def find_step(checkpoint_id: str) -> int | None:
     """The step of a checkpoint; None: it is not a manager's."""
-    match = re.fullmatch(r"step-(0|[1-9][0-9]*)", checkpoint_id)
-    return None if match is None else int(match[1])
+    return step_of(checkpoint_id) if is_of_form(_FORM, checkpoint_id) else None
 
 
 def step_of(checkpoint_id: str) -> int:
-    """The step of what a load without a step would read. Raises ConfigInvalid: it is not a manager's."""
-    step = find_step(checkpoint_id)
-    if step is None:
-        raise ConfigInvalid(
-            f"The newest checkpoint that can be restored is {checkpoint_id!r}, which no CheckpointManager has saved.",
-            "Give each job a root (and a prefix of the bucket) of its own, or load this one with dcp.load. A manager's own"
-            " steps are in all_steps(), and restored by their number.",
-        )
-    return step
+    """The step of a manager's checkpoint."""
+    return int(checkpoint_id.removeprefix(_FORM.format("")))
 
 
 @dataclass(frozen=True)

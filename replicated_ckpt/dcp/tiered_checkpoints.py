@@ -14,7 +14,6 @@ from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.stateful import Stateful
 
 from replicated_ckpt.core.inventory import SaveFound
-from replicated_ckpt.core.layout import LATEST
 from replicated_ckpt.core.lineage import Version, merge_histories, newest_lineage, newest_version
 from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.core.upkeep.policy import scope_of
@@ -70,13 +69,17 @@ class TieredCheckpoints:
         spill_every: int,
         options: Mapping[str, Any],
         reader_options: Mapping[str, Any],
+        newest: str,
         must_spill: Callable[[], bool] = lambda: False,
     ) -> None:
         memory_root = find_memory_root(root, memory)
-        self._spills, self._must_spill = SpillCount(spill_every), must_spill
-        self.disk = NamedCheckpoints(root, options_of_disk(options, spill_every), reader_options, is_tier=True)
+        self._spills, self._must_spill, self.newest = SpillCount(spill_every), must_spill, newest
+        self.disk = NamedCheckpoints(
+            root, options_of_disk(options, spill_every), reader_options, newest=newest, is_tier=True
+        )
         try:
-            self.memory = NamedCheckpoints(memory_root, options_of_memory(options), reader_options, is_tier=True)
+            in_memory = options_of_memory(options)
+            self.memory = NamedCheckpoints(memory_root, in_memory, reader_options, newest=newest, is_tier=True)
         except ReplicatedCkptError:
             self.disk.close()
             raise
@@ -157,7 +160,7 @@ class TieredCheckpoints:
         """Before the first save of a process that has looked at neither tier: both go on with the newer lineage."""
         if not self._is_joined:
             try:
-                self._look(LATEST)
+                self._look(self.newest)
             except (ShardLost, StoreUnavailable) as exc:  # what there is, is not whole, and still of this run
                 if not self._join_held(checkpoint_id):
                     log.warning(_BEGINS_ANEW, checkpoint_id, one_line(exc))
@@ -236,7 +239,7 @@ class TieredCheckpoints:
     # Looking and loading -----------------------------------------------------------------------------------------
 
     def find(self, name: str) -> str | None:
-        """The checkpoint of this name, or the newest whole one for "latest", in either tier; None: there is none.
+        """The checkpoint of this name, or the newest whole one for `newest`, in either tier; None: there is none.
 
         Raises:
             ShardLost, StoreUnavailable: neither tier has one that is whole, and one of them may have.
@@ -283,19 +286,14 @@ class TieredCheckpoints:
     def load(self, checkpoint_id: str, state: dict[str, Any], planner: LoadPlanner | None = None) -> str:
         """As NamedCheckpoints, from the tier that has the newer one; if memory's cannot be loaded, the next one."""
         with forgotten_on_error(*(tier.writer.store for tier in self._tiers)):
-            if checkpoint_id != LATEST:
-                see_newest(lambda: self._look(LATEST))
+            if checkpoint_id != self.newest:
+                see_newest(lambda: self._look(self.newest))
             return self._load_first(checkpoint_id, self._look(checkpoint_id), state, planner)
 
-    def load_newest(
-        self, state: dict[str, Any], check: Callable[[str], object], planner: LoadPlanner | None = None
-    ) -> str | None:
+    def load_newest(self, state: dict[str, Any], planner: LoadPlanner | None = None) -> str | None:
         """As NamedCheckpoints, of both tiers."""
-        found = self._look(LATEST)
-        if not found:
-            return None
-        check(found[0][1].checkpoint_id)
-        return self._load_first(LATEST, found, state, planner)
+        found = self._look(self.newest)
+        return self._load_first(self.newest, found, state, planner) if found else None
 
     def _load_first(
         self,
@@ -333,7 +331,7 @@ class TieredCheckpoints:
         With sequences: of one name the disk may have an older save.
         """
         on_disk = next((save for tier, save in found if tier is self.disk), None)
-        if checkpoint_id == LATEST:
+        if checkpoint_id == self.newest:
             first = found[0][1]
             oldest = next((save.sequence for _, save in found[1:] if save.version.lineage == first.version.lineage), -1)
             listed: tuple[Listed, ...] = ()

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from replicated_ckpt.config import Retention
 from replicated_ckpt.core.layout import LATEST
+from replicated_ckpt.core.reading.newest import Newest
 from replicated_ckpt.dcp.named_checkpoints import NamedCheckpoints
 from replicated_ckpt.dcp.rank_state.by_rank import entries_of, values_in, wanted_entries
 from replicated_ckpt.dcp.rank_state.random_state import capture_random, restore_random
@@ -201,8 +202,9 @@ class ReplicatedAccelerator(Accelerator):
             CheckpointException, ReplicatedCkptError: as of ReplicatedReader; on every rank alike.
         """
         del kwargs
-        name = LATEST if input_dir is None else Path(input_dir).name
-        if name == LATEST and self._checkpoints.find(LATEST) is None:
+        newest = self._checkpoints.newest
+        name = newest if input_dir is None or Path(input_dir).name == LATEST else Path(input_dir).name
+        if name == newest and self._checkpoints.find(newest) is None:
             return None
         models = list(self._models)
         state: dict[str, Any] = {_MODEL.format(i): get_model_state_dict(model) for i, model in enumerate(models)}
@@ -277,7 +279,8 @@ class ReplicatedAccelerator(Accelerator):
 
     @cached_property
     def _checkpoints(self) -> NamedCheckpoints:
-        return NamedCheckpoints(self._replicated_root, self._writer_options)
+        form = "checkpoint_{}" if self.project_configuration.automatic_checkpoint_naming else ""
+        return NamedCheckpoints(self._replicated_root, self._writer_options, newest=str(Newest("", form)))
 
     def end_training(self) -> None:
         """As Accelerator's; and ends what `save_state` and `load_state` have opened."""

@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
 from replicated_ckpt.core.layout import LATEST
+from replicated_ckpt.core.reading.newest import is_newest
 from replicated_ckpt.dcp.named_checkpoints import NamedCheckpoints
 from replicated_ckpt.dcp.rank_state.by_rank import entries_of, values_in, wanted_entries
 from replicated_ckpt.dcp.rank_state.planner import RankStatePlanner
@@ -250,8 +251,9 @@ class ReplicatedStrategy:
 
     def _name(self, path: Any) -> str:
         """What a path that Lightning names is called in the store: the path below the root, or one part for any other."""
-        if os.fspath(path) == LATEST:
-            return LATEST
+        text: str = os.fspath(path)
+        if is_newest(text):
+            return text
         whole = Path(path).resolve()
         if whole.is_relative_to(self._root):
             return str(whole.relative_to(self._root))
@@ -288,11 +290,11 @@ class ReplicatedStrategy:
         if dist.is_initialized():
             dist.all_gather_object(given, own)
         found = min((each for each in given if each is not None), default=None)
-        if found is None or found.name == LATEST:
-            has_any = found is not None and self._checkpoints.find(LATEST) is not None
+        if found is None or is_newest(found.name):
+            has_any = found is not None and self._checkpoints.find(found.name) is not None
             if found is not None and not has_any:
                 rank_zero_info(f"There is no checkpoint in {self._root} yet: training begins anew.")
-            resume_start(LATEST if has_any else None, weights_only)
+            resume_start(found.name if found is not None and has_any else None, weights_only)
             return
         resume_start(self._root / found.name, weights_only)
         # Lightning removes nothing that lies at this path, and all ranks remove together: roots may differ.

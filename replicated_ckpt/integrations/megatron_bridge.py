@@ -30,7 +30,7 @@ from megatron.bridge.training.utils.checkpoint_utils import (
 from megatron.bridge.utils.instantiate_utils import register_allowed_target_prefix
 
 from replicated_ckpt.config import Retention
-from replicated_ckpt.core.layout import LATEST
+from replicated_ckpt.core.reading.newest import Newest
 from replicated_ckpt.dcp.named_checkpoints import NamedCheckpoints
 from replicated_ckpt.errors import CheckpointNotFound, ConfigInvalid
 from replicated_ckpt.stores.files.existence import is_there
@@ -40,6 +40,7 @@ STORE = "replicated"
 
 _FILES = "replicated_ckpt.files"
 _TRAIN_STATE, _RUN_CONFIG = "train_state", "run_config"
+_NEWEST = str(Newest("", "iter_{:07d}"))
 _MARKER = b"This checkpoint is in ../replicated. This file tells Megatron-Bridge that its format is fsdp_dtensor.\n"
 _REPLACED = ("save_fsdp_dtensor_checkpoint", "_get_filesystem_reader", "cleanup_old_non_persistent_checkpoint")
 
@@ -127,13 +128,15 @@ class ReplicatedCheckpointManager(DefaultCheckpointManager):
     def _checkpoints(self) -> NamedCheckpoints:
         kept = self.checkpoint_config.most_recent_k
         retention = Retention(keep_last=max(1, kept)) if kept > -1 else None
-        return NamedCheckpoints(self._directory / STORE, {"retention": retention, **self.writer_options})
+        return NamedCheckpoints(
+            self._directory / STORE, {"retention": retention, **self.writer_options}, newest=_NEWEST
+        )
 
     def _put_small_files(self) -> None:
         """The newest whole checkpoint's small files, or those of `ckpt_step`, on this node as Bridge writes them on one."""
         latest = Path(get_checkpoint_train_state_filename(str(self._directory), prefix="latest"))
         step = self.checkpoint_config.ckpt_step
-        name = LATEST if step is None else Path(get_checkpoint_name("", step)).name
+        name = _NEWEST if step is None else Path(get_checkpoint_name("", step)).name
         if self._checkpoints.find(name) is None:
             if step is not None:
                 raise CheckpointNotFound(f"There is no checkpoint {name} in {self._directory}.", "Unset ckpt_step.")

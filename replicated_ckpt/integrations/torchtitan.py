@@ -15,14 +15,13 @@ from torchtitan.components.checkpointer.dcp import AsyncMode
 from torchtitan.tools.logging import logger
 
 from replicated_ckpt.config import Ack, Retention
-from replicated_ckpt.core.layout import LATEST
 from replicated_ckpt.dcp.named_checkpoints import NamedCheckpoints
 from replicated_ckpt.dcp.planning.matched_state import drop_unsaved_state
 from replicated_ckpt.dcp.rank_state.by_rank import entries_of, values_in, wanted_entries
 from replicated_ckpt.dcp.rank_state.planner import RankStatePlanner
 from replicated_ckpt.dcp.rank_state.random_state import capture_random, restore_random
-from replicated_ckpt.dcp.steps import find_step
-from replicated_ckpt.errors import CheckpointNotFound, ConfigInvalid
+from replicated_ckpt.dcp.steps import NEWEST_STEP, step_of
+from replicated_ckpt.errors import CheckpointNotFound
 
 _RANDOM = "replicated_ckpt.random"
 
@@ -85,7 +84,7 @@ class ReplicatedCheckpointManager(CheckpointManager):
         options: dict[str, Any] = {"copies": config.copies, "ack": config.ack, "retention": retention}
         if config.object_store is not None:
             options |= {"object_store": config.object_store, "object_every": config.object_every}
-        self._checkpoints = NamedCheckpoints(self._root, options)
+        self._checkpoints = NamedCheckpoints(self._root, options, newest=NEWEST_STEP)
 
     def dcp_save(
         self,
@@ -161,16 +160,8 @@ class ReplicatedCheckpointManager(CheckpointManager):
             return int(super()._find_load_step(folder))
         if self._has_none:
             return -1
-        newest = self._checkpoints.find(LATEST)
-        if newest is None:
-            return -1
-        step = find_step(newest)
-        if step is None:
-            raise ConfigInvalid(
-                f"The newest checkpoint in {self._root} is {newest!r}, which torchtitan has not named.",
-                "Give this job a root of its own.",
-            )
-        return step
+        newest = self._checkpoints.find(NEWEST_STEP)
+        return -1 if newest is None else step_of(newest)
 
     def _purge_stale_checkpoints(self) -> None:
         """Nothing: the agents remove what `keep_latest_k` does not keep, on every node."""

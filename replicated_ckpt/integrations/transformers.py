@@ -24,8 +24,8 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from replicated_ckpt.config import Retention
-from replicated_ckpt.core.layout import LATEST
 from replicated_ckpt.core.notes import encode_notes
+from replicated_ckpt.core.reading.newest import Newest
 from replicated_ckpt.dcp.named_checkpoints import NamedCheckpoints
 from replicated_ckpt.dcp.rank_state.by_rank import entries_of, values_in, wanted_entries
 from replicated_ckpt.dcp.rank_state.rank_state import rank_and_world
@@ -208,7 +208,7 @@ class ReplicatedTrainerMixin:
             if not resume_from_checkpoint:
                 return super().train(None, *args, **kwargs)  # type: ignore[misc]
             found = self._checkpoints.find(
-                LATEST if resume_from_checkpoint is True else Path(resume_from_checkpoint).name
+                self._checkpoints.newest if resume_from_checkpoint is True else Path(resume_from_checkpoint).name
             )
             if found is None:
                 given = None if resume_from_checkpoint is True else resume_from_checkpoint
@@ -296,7 +296,8 @@ class ReplicatedTrainerMixin:
 
     @cached_property
     def _checkpoints(self) -> NamedCheckpoints:
-        return NamedCheckpoints(self._root, self._writer_options)
+        newest = str(Newest("", f"{PREFIX_CHECKPOINT_DIR}-{{}}"))
+        return NamedCheckpoints(self._root, self._writer_options, newest=newest)
 
     def _close(self) -> None:
         if "_checkpoints" in vars(self):

@@ -1,5 +1,6 @@
 """`show` tells all of one checkpoint: each file, where it was seen and where it may be."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from replicated_ckpt.cli.exit_codes import ExitCode
 from tests.agent.checkpoints import checkpointed, shard
 from tests.agent.repair.test_reprotect import RING, agents, stores
 from tests.cli.commands import as_json, command
+from tests.marks import mark_long
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(120)]
 PATIENT = ("--lost-after-s", "600")
@@ -49,9 +51,27 @@ def test_what_is_not_there_is_said(tmp_path: Path) -> None:
     done = command("show", "step-9", "--root", nodes[0].root)
     assert (done.returncode, done.stdout) == (ExitCode.NOT_FOUND, "")
     assert f"`replicated-ckpt ls --root {nodes[0].root}` lists what there is" in done.stderr
-    done = command("show", "latest", "--root", nodes[0].root)
-    assert done.returncode == ExitCode.NOT_FOUND
-    assert "the newest that was seen is 'step-1': name it." in done.stderr
+
+
+@pytest.mark.parametrize("verb", mark_long(["show", "verify", "repair", "upload"], keep=["show"]))
+def test_latest_is_the_newest_of_one_directory_that_can_be_loaded(tmp_path: Path, verb: str) -> None:
+    """As a load chooses it; where checkpoints lie in several directories, each is named with the way to ask for it."""
+    nodes = stores(tmp_path, 1)
+    for sequence, name in enumerate(("a/step-1", "a/step-2", "b/step-9"), 1):
+        checkpointed(nodes, sequence, {shard(0): (0,)}, checkpoint_id=name, copies=1)
+    (nodes[0].root / "b/step-9" / shard(0)).unlink()
+    root = ["--root", str(nodes[0].root)]
+    named = ["--to", f"file://{tmp_path}/bucket"] if verb == "upload" else []
+    done = command(verb, "latest", *root, *named)
+    assert (done.returncode, done.stdout) == (ExitCode.USAGE, "")
+    assert "'a/latest', 'b/latest'" in done.stderr.partition("Hint: ")[2]
+    done = command(verb, "a/latest", *root, *named)
+    assert done.returncode == ExitCode.OK, done.stderr
+    assert verb in ("verify", "repair") or "a/step-2" in done.stdout
+    assert command(verb, "c/latest", *root, *named).returncode == ExitCode.NOT_FOUND
+    (nodes[0].root / "a/step-2" / shard(0)).unlink()
+    shutil.rmtree(nodes[0].root / "b")
+    assert "a/step-1" in command("show", "latest", *root).stdout
 
 
 @pytest.mark.parametrize("verb", ["show", "rm"])

@@ -161,10 +161,10 @@ def test_a_bucket_that_is_none_is_refused_before_anything_is_read(
         assert capsys.readouterr().out == ""
 
 
-def test_the_upload_of_latest_is_told_what_to_name(store: LocalStore, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_upload_of_latest_names_it(store: LocalStore, capsys: pytest.CaptureFixture[str]) -> None:
     """It was said to have no manifest; and a bucket that is empty text is none that was left out."""
     root = ["--root", str(store.root)]
-    assert main(["upload", "latest", *root]) == ExitCode.NOT_FOUND
-    assert "the newest that was seen is 'step-1'" in capsys.readouterr().err
+    assert main(["upload", "latest", *root]) == ExitCode.USAGE
+    assert "The save of 'step-1' named no object store." in capsys.readouterr().err
     assert main(["upload", "step-1", *root, "--to", ""]) == ExitCode.USAGE
     assert "not ''" in capsys.readouterr().err

@@ -34,7 +34,22 @@ def test_plain_names_are_ids(text: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", ".", "..", "../x", "a/../b", "/", ".hidden", "a/.b", "latest", "node.json", "x\0", "a\n", "./latest"]
+    [
+        "",
+        ".",
+        "..",
+        "../x",
+        "a/../b",
+        "/",
+        ".hidden",
+        "a/.b",
+        "latest",
+        "run/latest",
+        "node.json",
+        "x\0",
+        "a\n",
+        "./latest",
+    ]
     + [" a", "a ", "-a", "~a", "a\u202eb", "a\u200bb", "a\ud800", "ü" * 101, "/".join(["ü" * 90] * 3)]
     + ["/".join("abcdefghi")]
     + [f"a{character}b" for character in '*?[]{}<>|"`\\^%$'],
@@ -55,6 +70,7 @@ def test_names_that_hide_or_climb_are_refused(text: str) -> None:
         ("run/-a", "'-a' starts with '-'"),
         ("run /b", "'run ' ends with a space"),
         ("latest", "that name is reserved"),
+        ("run/latest", "that name is reserved"),
         ("a\n", "it has a control character"),
         ("run/a*[1]", "'a*[1]' has * [ ] in it"),
         ("x" * 201, f"'{'x' * 201}' is too long"),

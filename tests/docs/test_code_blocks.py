@@ -101,7 +101,9 @@ def test_each_block_is_run_or_says_why_not(document: str) -> None:
 
 def test_no_root_of_the_pages_lies_in_another_one() -> None:
     """A reader who follows all of them, on one node, would be refused: a store in a store is."""
-    named = re.compile(r"""(?:--root[ =]"?|ROOT=|NODE_DISK=|root="|save="|(?:tedWriter|tedReader|Manager)\(")(/[\w/-]+)""")
+    named = re.compile(
+        r"""(?:--root[ =]"?|ROOT=|NODE_DISK=|root="|save="|(?:tedWriter|tedReader|Manager)\(")(/[\w/-]+)"""
+    )
     roots = {root for document in [*DOCUMENTS, "examples/README.md"] for root in named.findall(text_of(document))}
     assert {"/tmp/first-run", "/tmp/ckpt/node-", "/nvme/ckpt"} <= roots
     assert [(inner, outer) for inner in roots for outer in roots if inner.startswith(f"{outer}/")] == []

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-LINES_ADDED = {"fsdp1_fashion_mnist": 5, "getting_started": 4, "ddp": 6, "timestamped_output": 7}
+LINES_ADDED = {"fsdp1_fashion_mnist": 5, "getting_started": 4, "ddp": 6, "timestamped_output": 8}
 
 
 @pytest.mark.parametrize("name", LINES_ADDED)

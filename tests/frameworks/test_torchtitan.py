@@ -134,7 +134,7 @@ def test_ranks_look_as_often_with_and_without_a_folder(tmp_path: Path, has_folde
         sd_adapter=None,
         base_folder=str(tmp_path / "dump"),
     )
-    with mock.patch.object(ReplicatedReader, "latest", return_value=None) as look:
+    with mock.patch.object(ReplicatedReader, "find", return_value=None) as look:
         assert not manager.load()
     manager.close()
     assert look.call_count == 1

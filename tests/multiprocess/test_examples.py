@@ -109,6 +109,7 @@ def test_a_timestamp_on_each_rank_is_found_or_overruled(cluster_of: ClusterOf) -
     cluster.nodes[0].lose()
     second = cluster.launch([run], nodes=[0, 1], ranks=2).of(0)[0]
     assert second == ["starting at step 4", *first[-2:]]
+    assert cluster.launch([run], nodes=[0, 1], ranks=2).of(0)[0] == second, "of two time stamps"
 
 
 def test_ddp_saves_once_and_loads_everywhere(cluster_of: ClusterOf) -> None:

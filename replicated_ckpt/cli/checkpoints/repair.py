@@ -23,11 +23,11 @@ from replicated_ckpt.cli.look.doubts import (
     list_staged_saves,
     waits_for_any,
 )
+from replicated_ckpt.cli.look.latest import find_id
 from replicated_ckpt.cli.look.nodes import look_at_nodes
 from replicated_ckpt.cli.look.root import open_store
 from replicated_ckpt.cli.look.start import start_agent
 from replicated_ckpt.cli.look.unmanaged import Adoptions
-from replicated_ckpt.core.layout import LATEST
 from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.core.upkeep.repair_plan import RepairPlan, ShortShard
 from replicated_ckpt.errors import ReplicatedCkptError
@@ -44,7 +44,7 @@ HELP = "Set bad files aside, restore them from good copies, and make up for miss
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--root", required=True, help="this node's store, the root that the job saves to")
-    parser.add_argument("id", nargs="?", metavar="ID", help="only this checkpoint (default: all)")
+    parser.add_argument("id", nargs="?", metavar="ID", help="only this checkpoint, or latest (default: all)")
     parser.add_argument("--dry-run", action="store_true", help="print the plan and change nothing")
     parser.add_argument(
         "--lost",
@@ -68,8 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Exit code: OK if everything that was planned is done and no shard is lost; see ExitCode for the rest."""
     store = open_store(arguments.root)
-    if arguments.id == LATEST:
-        raise describe_absent(store, look_at_nodes(store), LATEST)
+    arguments.id = arguments.id and find_id(store, arguments.id)
     if not arguments.dry_run and any(store.catalog.without_manifest()):
         store.node_id()  # who holds shards must have a name
     arguments.lost = find_lost(store, arguments.lost)

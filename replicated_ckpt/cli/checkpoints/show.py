@@ -15,6 +15,7 @@ from replicated_ckpt.cli.look.checkpoints import (
     list_checkpoints,
     see_with_remains,
 )
+from replicated_ckpt.cli.look.latest import find_id
 from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
 from replicated_ckpt.cli.look.start import add_start_argument, open_store_of
 from replicated_ckpt.cli.look.table import format_moment, format_table
@@ -28,7 +29,7 @@ _HEADER = ("FILE", "SIZE", "OF", "COPIES", "ON", "NOT REACHED")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("id", metavar="ID", help="the checkpoint")
+    parser.add_argument("id", metavar="ID", help="the checkpoint, or latest")
     parser.add_argument("--root", required=True, help="this node's store, the root that the job saves to")
     add_start_argument(parser)
     parser.add_argument("--json", action="store_true", help="the same for machines")
@@ -38,6 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Exit code: OK if every file of its newest save was seen; SHARD_LOST, UNREACHABLE or FAILED if not."""
     store = open_store_of(arguments)
     seen = look_at_nodes(store)
+    arguments.id = find_id(store, arguments.id, seen)
     rows = [row for row in list_checkpoints(seen) if row.checkpoint_id == arguments.id]
     if not rows:
         raise describe_absent(store, seen, arguments.id)

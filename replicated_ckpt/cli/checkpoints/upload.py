@@ -11,12 +11,11 @@ from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.agent.start.launch import ensure_agent
 from replicated_ckpt.cli.checkpoints.ls import name_bucket
 from replicated_ckpt.cli.exit_codes import ExitCode
-from replicated_ckpt.cli.look.absent import describe_absent
+from replicated_ckpt.cli.look.latest import find_id
 from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
 from replicated_ckpt.cli.look.root import open_store
 from replicated_ckpt.cli.look.table import parse_seconds
 from replicated_ckpt.core.bucket.upload_plan import UploadState
-from replicated_ckpt.core.layout import LATEST
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.errors import (
@@ -46,7 +45,7 @@ _SHOWN_MAX = 4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("id", metavar="ID", help="the checkpoint")
+    parser.add_argument("id", metavar="ID", help="the checkpoint, or latest")
     parser.add_argument("--root", required=True, help="this node's store, the root that the job saves to")
     parser.add_argument("--to", metavar="URL", help="where to, such as s3://bucket/prefix (default: as its save said)")
     parser.add_argument("--no-wait", action="store_true", help="only give the order")
@@ -66,6 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     and brings its own shards.
     """
     store = open_store(arguments.root)
+    arguments.id = find_id(store, arguments.id)
     manifest = _manifest(store, arguments.id)
     url = manifest.upload.url if arguments.to is None and manifest.upload is not None else arguments.to
     if url is None:
@@ -93,8 +93,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _manifest(store: LocalStore, checkpoint_id: str) -> Manifest:
-    if checkpoint_id == LATEST:
-        raise describe_absent(store, look_at_nodes(store), LATEST)
     try:
         return store.catalog.manifest(checkpoint_id)
     except ManifestVersionUnknown:

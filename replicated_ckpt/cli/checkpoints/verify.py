@@ -16,6 +16,7 @@ from replicated_ckpt.cli.checkpoints.ls import name_bucket
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.absent import describe_absent, describe_newer
 from replicated_ckpt.cli.look.checkpoints import advise, list_checkpoints
+from replicated_ckpt.cli.look.latest import find_id
 from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
 from replicated_ckpt.cli.look.progress import read_all
 from replicated_ckpt.cli.look.start import add_start_argument, open_store_of
@@ -23,7 +24,6 @@ from replicated_ckpt.cli.look.table import format_duration
 from replicated_ckpt.cli.look.unmanaged import print_audits, worst_code
 from replicated_ckpt.cli.look.waiting import say_if_slow
 from replicated_ckpt.core.inventory import saves_found
-from replicated_ckpt.core.layout import LATEST
 from replicated_ckpt.core.upkeep.finding import Finding
 from replicated_ckpt.core.upkeep.repair_plan import ShortShard
 from replicated_ckpt.errors import StoreError
@@ -43,7 +43,7 @@ _WORST_FIRST = (ExitCode.SHARD_LOST, ExitCode.FAILED, ExitCode.UNREACHABLE)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--root", required=True, help="this node's store, the root that the job saves to")
-    parser.add_argument("id", nargs="?", metavar="ID", help="only this checkpoint (default: all)")
+    parser.add_argument("id", nargs="?", metavar="ID", help="only this checkpoint, or latest (default: all)")
     parser.add_argument("--object-store", metavar="URL", help="read what lies there, too, such as s3://bucket/prefix")
     add_start_argument(parser)
     parser.add_argument(
@@ -59,8 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
         CheckpointNotFound, ConfigInvalid, StoreError: also of the bucket; what the nodes hold is printed before.
     """
     store = open_store_of(arguments)
-    if arguments.id == LATEST:
-        raise describe_absent(store, look_at_nodes(store), LATEST)
+    arguments.id = arguments.id and find_id(store, arguments.id)
     target = None if arguments.object_store is None else name_bucket(arguments.object_store, store)
     began_at = time.monotonic()
     audit = read_all(store, arguments.id, shows_progress=arguments.progress)

@@ -3,9 +3,8 @@
 from shlex import quote
 
 from replicated_ckpt.agent.unmanaged.look import UnmanagedLook
-from replicated_ckpt.cli.look.checkpoints import list_checkpoints
 from replicated_ckpt.cli.look.nodes import NodesSeen
-from replicated_ckpt.core.layout import LATEST, is_checkpoint_id
+from replicated_ckpt.core.layout import is_checkpoint_id
 from replicated_ckpt.errors import CheckpointNotFound, ManifestVersionUnknown, ReplicatedCkptError
 from replicated_ckpt.stores.local.store import LocalStore
 
@@ -28,9 +27,6 @@ def describe_absent(store: LocalStore, seen: NodesSeen, checkpoint_id: str, othe
         )
     listing = f"`replicated-ckpt ls --root {quote(str(store.root))}`"
     hint = f"{listing} lists what there is, and which nodes were not reached.{otherwise}"
-    newest = list_checkpoints(seen)[:1] if checkpoint_id == LATEST else []
-    if newest:
-        hint = f"A load chooses the latest; the newest that was seen is {newest[0].checkpoint_id!r}: name it. {hint}"
     unreached = seen.describe_unreached()
     where = f" Not reached: {'; '.join(unreached)}." if unreached else ""
     message = f"No node that was reached holds a checkpoint {checkpoint_id!r}.{where}"

@@ -1,12 +1,13 @@
 """What a load that finds nothing to read says, and the next step."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from shlex import quote
 
 from replicated_ckpt.core.inventory import SaveFound
-from replicated_ckpt.core.layout import LATEST, OBJECT_NODE
+from replicated_ckpt.core.layout import OBJECT_NODE
 from replicated_ckpt.core.manifest import Manifest
+from replicated_ckpt.core.reading.newest import Newest, is_newest
 from replicated_ckpt.errors import (
     CheckpointNotCommitted,
     CheckpointNotFound,
@@ -22,8 +23,11 @@ from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.local.empty_store import EmptyStore
 from replicated_ckpt.stores.local.store import NO_NODE, LocalStore
 from replicated_ckpt.stores.local.versions.replaceable import is_checkpoint
+from replicated_ckpt.wording import list_some
 
 log = logging.getLogger(__name__)
+THERE_ARE_OTHERS = " There are others:"
+_SHOWN_MAX = 3
 
 
 def hint_where_none_is(store: LocalStore, checkpoint_id: str, *, are_all_asked: bool) -> str | None:
@@ -34,7 +38,7 @@ def hint_where_none_is(store: LocalStore, checkpoint_id: str, *, are_all_asked: 
     if not are_all_asked:
         return None
     named = "the bucket" if is_bucket_alone else f"the root {root}"
-    if checkpoint_id != LATEST:
+    if not is_newest(checkpoint_id):
         listed = "" if is_bucket_alone else f" (`replicated-ckpt ls --root {quote(str(root))}` lists them)"
         return f"Check the id{listed}, that {named} is the one that was saved to, and that its nodes take part in the load."
     return (
@@ -70,18 +74,27 @@ def describe_unreadable(damaged: Mapping[str, str], searched: Sequence[str], *, 
 
 
 def describe_absence(
-    store: LocalStore, checkpoint_id: str, searched: Sequence[str], unreached: Sequence[str]
+    store: LocalStore,
+    checkpoint_id: str,
+    searched: Sequence[str],
+    unreached: Sequence[str],
+    others: Collection[str] = (),
 ) -> ReplicatedCkptError:
-    """The error of a load that found no save of its id. `unreached`: the places that may have one, and did not answer."""
+    """The error of a load that found no save of its id. `unreached`: the places that may have one, and did not answer.
+
+    `others`: checkpoints that are there.
+    """
     where = "; ".join(searched)
     if any(intent.checkpoint_id == checkpoint_id for intent in store.list_staged()):
         return CheckpointNotCommitted(
             f"Checkpoint {checkpoint_id!r} was begun and never committed. Searched: {where}.",
             unreached=unreached,
         )
-    what = "No checkpoint at all" if checkpoint_id == LATEST else f"No checkpoint {checkpoint_id!r}"
+    newest = Newest.parse(checkpoint_id)
+    what = f"No checkpoint {checkpoint_id!r}" if newest is None else newest.describe_absence()
+    there = f"{THERE_ARE_OTHERS} {list_some(sorted(map(repr, others)), _SHOWN_MAX)}." if newest and others else ""
     hint = hint_where_none_is(store, checkpoint_id, are_all_asked=not unreached)
-    return CheckpointNotFound(f"{what} was found. Searched: {where}.", hint, unreached=unreached)
+    return CheckpointNotFound(f"{what} was found.{there} Searched: {where}.", hint, unreached=unreached)
 
 
 class NewerSaves:
@@ -89,6 +102,10 @@ class NewerSaves:
 
     def __init__(self) -> None:
         self._told_by_id: dict[str, str] = {}
+
+    @property
+    def ids(self) -> Collection[str]:
+        return self._told_by_id.keys()
 
     def note(self, place: str, *checkpoint_ids: str) -> None:
         for one in checkpoint_ids:
@@ -106,10 +123,11 @@ class NewerSaves:
         """Each in words, with where it lies."""
         return tuple(self._told_by_id.values())
 
-    def raise_first(self, searched: Sequence[str]) -> None:
-        """Where nothing else was found. Raises ManifestVersionUnknown: there is one."""
-        for told in self._told_by_id.values():
-            raise ManifestVersionUnknown(f"{told}. Searched: {'; '.join(searched)}.")
+    def raise_first(self, searched: Sequence[str], is_wanted: Callable[[str], bool]) -> None:
+        """Where nothing else was found. Raises ManifestVersionUnknown: there is one that is wanted."""
+        for checkpoint_id, told in self._told_by_id.items():
+            if is_wanted(checkpoint_id):
+                raise ManifestVersionUnknown(f"{told}. Searched: {'; '.join(searched)}.")
 
 
 def describe_answer(node: str, error: ReplicatedCkptError | OSError) -> str:

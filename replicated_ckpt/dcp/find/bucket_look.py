@@ -33,10 +33,11 @@ class InBucket:
 class BucketLook:
     """Runs on a thread of its own from the start; used by the thread that began it."""
 
-    def __init__(self, bucket: Bucket, checkpoint_id: str | None) -> None:
+    def __init__(self, bucket: Bucket, checkpoint_id: str | None, scope: str | None = None) -> None:
+        """For one checkpoint; None: for all of the directory of ids `scope`, or of all directories."""
         self.url = bucket.client.target.url
         self._bucket = bucket
-        self._checkpoint_id = checkpoint_id
+        self._checkpoint_id, self._scope = checkpoint_id, scope
         self._found: Future[Sequence[BucketSave]] = Future()
         start_worker(self._look, name="rckpt-look")
 
@@ -44,7 +45,7 @@ class BucketLook:
         try:
             self._bucket.client.target.check_is_apart(None)  # here, as a share that hangs is looked at
             if self._checkpoint_id is None:
-                self._found.set_result(self._bucket.saves())
+                self._found.set_result(self._bucket.saves(self._scope))
             else:
                 save = self._bucket.save_of(self._checkpoint_id)
                 self._found.set_result(() if save is None else (save,))

@@ -6,6 +6,7 @@ from datetime import UTC, datetime
 
 from replicated_ckpt.config import NEWEST_LINEAGE, REFUSE_LINEAGES
 from replicated_ckpt.core.inventory import LineageFound, SaveFound, lineages_found
+from replicated_ckpt.core.reading.newest import Newest
 from replicated_ckpt.core.upkeep.policy import scope_of
 from replicated_ckpt.errors import LineagesMet
 
@@ -17,7 +18,7 @@ class LineageChoice:
     """What a load may read: `saves`, newest first, then those that no run of this package made.
 
     `lineages` are all in the directory of the chosen one's newest checkpoint, the chosen one first; `sequence_max` is the
-    largest sequence of that.
+    largest sequence of that, of names that do not fit, too.
     """
 
     saves: tuple[SaveFound, ...]
@@ -25,27 +26,32 @@ class LineageChoice:
     sequence_max: int = 0
 
 
-def choose_lineage(checkpoint_id: str, saves: Sequence[SaveFound], wanted: str) -> LineageChoice:
-    """The saves of one lineage: the one saved last by the clock, or the `wanted` one.
+def choose_lineage(
+    checkpoint_id: str, saves: Sequence[SaveFound], wanted: str, newest: Newest | None = None
+) -> LineageChoice:
+    """The saves of one lineage: the one saved last by the clock, or the `wanted` one. `newest`: only saves that fit it.
 
     Raises:
         LineagesMet: there are several and `wanted` is "refuse", or the wanted one is not among them.
     """
-    found = lineages_found(saves)
+    fitting = [save for save in saves if newest is None or newest.fits(save.checkpoint_id)]
+    found = lineages_found(fitting)
     chosen = next((each for each in found if wanted in (NEWEST_LINEAGE, REFUSE_LINEAGES, each.lineage)), None)
     if chosen is None:
         if found:
             raise LineagesMet(checkpoint_id, tuple(map(describe_lineage, found)), f"none of them is {wanted!r}")
-        return LineageChoice(tuple(saves))
+        return LineageChoice(tuple(fitting))
     scope = scope_of(chosen.newest_id)
-    in_scope = lineages_found(save for save in saves if scope_of(save.checkpoint_id) == scope)
+    in_scope = lineages_found(save for save in fitting if scope_of(save.checkpoint_id) == scope)
     lineages = (chosen, *(each for each in in_scope if each.lineage != chosen.lineage))
     if wanted == REFUSE_LINEAGES and len(lineages) > 1:
         raise LineagesMet(checkpoint_id, tuple(map(describe_lineage, lineages)), "the reader was told to refuse")
-    ours = [save for save in saves if save.version.lineage == chosen.lineage]
-    others = (save for save in saves if save.version.lineage != chosen.lineage)
+    ours = [save for save in fitting if save.version.lineage == chosen.lineage]
+    others = (save for save in fitting if save.version.lineage != chosen.lineage)
     unmanaged = [save for save in others if not save.version.lineage and not save.sequence]
-    return LineageChoice((*ours, *unmanaged), lineages, max(save.sequence for save in ours))
+    beside = (save for save in saves if scope_of(save.checkpoint_id) == scope)
+    sequence_max = max(save.sequence for save in beside if save.version.lineage == chosen.lineage)
+    return LineageChoice((*ours, *unmanaged), lineages, sequence_max)
 
 
 def describe_lineage(found: LineageFound) -> str:

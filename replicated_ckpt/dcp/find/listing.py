@@ -6,8 +6,8 @@ from typing import Any
 
 from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.core.inventory import Holding, SaveFound, saves_found
-from replicated_ckpt.core.layout import LATEST
 from replicated_ckpt.core.manifest import Manifest, decode_manifest
+from replicated_ckpt.core.reading.newest import Newest
 from replicated_ckpt.core.upkeep.remains import with_remains
 from replicated_ckpt.dcp.find.bucket_look import BucketLook
 from replicated_ckpt.dcp.find.lineage_choice import choose_lineage
@@ -49,9 +49,11 @@ class _Lister(Surveyor):
             holdings += self._holdings_in_bucket(BucketLook(self._bucket, checkpoint_id))
         return holdings
 
-    def list(self) -> tuple[Listed, ...]:
-        found = []
-        for save in choose_lineage(LATEST, saves_found(self._look(None)), self._lineage).saves:
+    def list(self, asked: str) -> tuple[Listed, ...]:
+        found, saves, newest = [], saves_found(self._look(None)), Newest.parse(asked)
+        assert newest is not None, asked
+        newest = newest.choose_directory(save.checkpoint_id for save in saves)
+        for save in choose_lineage(asked, saves, self._lineage, newest).saves:
             manifest = self._read_manifest(save)
             if manifest is not None:
                 seen = with_remains(save, manifest, self.remains)
@@ -62,13 +64,15 @@ class _Lister(Surveyor):
         return tuple(found)
 
 
-def list_checkpoints(store: LocalStore, bucket: Bucket | None, lineage: str) -> tuple[Listed, ...]:
-    """The saves of the run that "latest" would choose from, newest first. A node or bucket that does not answer adds none.
+def list_checkpoints(asked: str, store: LocalStore, bucket: Bucket | None, lineage: str) -> tuple[Listed, ...]:
+    """The saves of the run that "latest", as it was `asked` for, would choose from, newest first.
+
+    A node or bucket that does not answer adds none.
 
     Raises:
-        LineagesMet: as for a load.
+        LineagesMet, LatestAmbiguous: as for a load.
     """
-    return _lister(store, bucket, lineage).list()
+    return _lister(store, bucket, lineage).list(asked)
 
 
 def name_saves(

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 from replicated_ckpt.config import NEWEST_LINEAGE
 from replicated_ckpt.core.inventory import SaveFound
-from replicated_ckpt.core.layout import LATEST
+from replicated_ckpt.core.reading.newest import Newest
 from replicated_ckpt.dcp.c10d.world import World
+from replicated_ckpt.dcp.find.absence import THERE_ARE_OTHERS
 from replicated_ckpt.dcp.find.rendezvous import AgreedError, meet
 from replicated_ckpt.errors import CheckpointNotFound, StoreUnavailable
 from replicated_ckpt.stores.bucket.bucket import Bucket
@@ -17,7 +18,7 @@ from replicated_ckpt.stores.local.store import LocalStore
 log = logging.getLogger(__name__)
 
 _told: deque[str] = deque(maxlen=16)
-"""What this process has logged last of newer checkpoints: not again, as one restore looks several times."""
+"""What this process has logged last of checkpoints that are not loaded: not again, as one restore looks several times."""
 
 
 def look_up(
@@ -39,17 +40,24 @@ def look_up(
     except (AgreedError, CheckpointNotFound) as exc:
         error = exc.error if isinstance(exc, AgreedError) else exc
     else:
-        if survey.passed_over and survey.passed_over not in _told and world.is_coordinator:
-            log.warning("%s", survey.passed_over)
-            _told.append(survey.passed_over)
+        _tell_once(world, survey.passed_over)
         return survey.found
     if not isinstance(error, CheckpointNotFound):
         raise error
+    newest = Newest.parse(checkpoint_id)
     if error.unreached:
-        key = "the newest checkpoint" if checkpoint_id == LATEST else checkpoint_id
+        key = checkpoint_id if newest is None else "the newest checkpoint"
         hint = (
             "It may hold the checkpoint: bring it back, or, if it is a bucket, see whether its name and the credentials "
             "are right."
         )
         raise StoreUnavailable("; ".join(error.unreached), "look for", key, "no other store has it", hint)
+    if newest is not None and newest.form and THERE_ARE_OTHERS in error.message:
+        _tell_once(world, f"{error.message} A job that restores here begins anew.")
     return None
+
+
+def _tell_once(world: World, told: str) -> None:
+    if told and told not in _told and world.is_coordinator:
+        log.warning("%s", told)
+        _told.append(told)

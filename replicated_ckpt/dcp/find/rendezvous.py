@@ -13,7 +13,8 @@ from replicated_ckpt.agent.start.launch import is_only_read
 from replicated_ckpt.agent.state.endpoint import listening_endpoint
 from replicated_ckpt.config import NEWEST_LINEAGE
 from replicated_ckpt.core.inventory import Holding
-from replicated_ckpt.core.layout import LATEST
+from replicated_ckpt.core.reading.newest import Newest, is_newest
+from replicated_ckpt.core.upkeep.policy import scope_of
 from replicated_ckpt.core.upkeep.remains import Remains
 from replicated_ckpt.dcp.c10d.blackboard import Blackboard, all_present
 from replicated_ckpt.dcp.c10d.posted_error import pack_error, unpack_error
@@ -156,7 +157,7 @@ def _present(
             node = None if isinstance(store, EmptyStore) else present_for_load(store)
             post: dict[str, Any] = {"checkpoint_id": checkpoint_id, "node": node.to_json() if node else None}
             if node is not None and node.silence:
-                wanted = None if checkpoint_id == LATEST else checkpoint_id
+                wanted = None if is_newest(checkpoint_id) else checkpoint_id
                 post["holdings"] = [each.to_json() for each in store.catalog.holdings(node.node_id, wanted)]
                 post["remains"] = [each.to_json() for each in RemainsReader(store, node.node_id).find(wanted)]
             return post, None
@@ -203,7 +204,13 @@ def _resolve_id(store: LocalStore, given_id: str | os.PathLike[str] | None, worl
         what = "no checkpoint_id" if given_id is None else f"{given_id!r} as its checkpoint_id"
         on_rank = "" if world.blackboard is None else f" on rank {world.rank}"
         raise ConfigInvalid(f"The load was given {what}{on_rank}.", _NAME_IT)
-    return LATEST if os.fspath(given_id) == LATEST else id_under(str(store.root), given_id)
+    newest = Newest.parse(os.fspath(given_id))
+    if newest is None:
+        return id_under(str(store.root), given_id)
+    if newest.directory:  # spelled as any path; the stand-in for its last part is a name that an id may have
+        directory = scope_of(id_under(str(store.root), f"{newest.directory}/step"))
+        newest = replace(newest, directory=directory)
+    return str(newest)
 
 
 def _coordinate(

@@ -14,8 +14,9 @@ from replicated_ckpt.agent.state.damage import DamageBook
 from replicated_ckpt.agent.unmanaged.look import UnmanagedLook
 from replicated_ckpt.config import NEWEST_LINEAGE
 from replicated_ckpt.core.inventory import Holding, LineageFound, SaveFound, saves_found
-from replicated_ckpt.core.layout import LATEST, MANIFEST_NAME, METADATA_NAME, OBJECT_NODE
+from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, OBJECT_NODE
 from replicated_ckpt.core.manifest import Manifest, decode_manifest
+from replicated_ckpt.core.reading.newest import Newest
 from replicated_ckpt.core.upkeep.remains import Remains, note_lost_manifests, with_remains
 from replicated_ckpt.dcp.find import absence
 from replicated_ckpt.dcp.find.bucket_look import LOOK_WITHIN_S, BucketLook, InBucket
@@ -135,6 +136,7 @@ class Surveyor:
         self._damaged, self._in_bucket = dict[str, str](), dict[str, BucketSave]()
         self.newer = absence.NewerSaves()
         self._problems, self._ids = list[str](), set[str]()
+        self._newest: Newest | None = None
         self.saves, self.remains = tuple[SaveFound, ...](), list[Remains]()
 
     def survey(self, checkpoint_id: str) -> Survey:
@@ -147,6 +149,7 @@ class Surveyor:
         Raises:
             CheckpointNotFound, CheckpointNotCommitted: no such save. ManifestVersionUnknown: only a newer version reads it.
             ShardLost: "latest", and no save is whole; or no manifest or mark that says what it consists of is intact.
+            LatestAmbiguous: "latest", and checkpoints lie in several directories of ids.
             CheckpointAmbiguous: what stock torch wrote is of several runs.
         """
         try:
@@ -156,16 +159,18 @@ class Surveyor:
 
     def _survey_unmanaged(self, checkpoint_id: str, because: ReplicatedCkptError) -> Survey:
         look = UnmanagedLook(self._store, self._own_node, self._by_node.values())
-        save = unmanaged_save(look, checkpoint_id, self._ids, self._places(), because)
+        save = unmanaged_save(look, self._newest or checkpoint_id, self._ids, self._places(), because)
         for node, error in look.unreached.items():
             self._searched[node] = f"{self._by_node.pop(node).label}: not reached ({error.message})"
         self._problems += save.refused
         survey = self._survey(save.holdings, save.manifest.encode().decode())
-        return replace(survey, unmanaged_warning=unmanaged_warning(save, because if checkpoint_id == LATEST else None))
+        return replace(survey, unmanaged_warning=unmanaged_warning(save, because if self._newest else None))
 
     def _survey_once(self, checkpoint_id: str) -> Survey:
-        wanted = None if checkpoint_id == LATEST else checkpoint_id
-        look = None if self._bucket is None else BucketLook(self._bucket, wanted)
+        newest = Newest.parse(checkpoint_id)
+        wanted = checkpoint_id if newest is None else None
+        scope = None if newest is None else newest.directory
+        look = None if self._bucket is None else BucketLook(self._bucket, wanted, scope)
         holdings = self._holdings(wanted)
         if look is None:
             return self._choose(checkpoint_id, holdings)
@@ -181,7 +186,8 @@ class Surveyor:
         self.saves = saves_found(holdings)
         self.listed = {(held.node_id, held.save_id) for held in holdings}
         self._ids |= {save.checkpoint_id for save in self.saves}
-        choice = choose_lineage(checkpoint_id, self.saves, self._lineage)
+        self._newest = self._find_directory(checkpoint_id)
+        choice = choose_lineage(checkpoint_id, self.saves, self._lineage, self._newest)
         self._lineages, self._sequence_max = choice.lineages, choice.sequence_max
         passed: list[PassedOver] = []
         for save in choice.saves:
@@ -193,22 +199,42 @@ class Surveyor:
             manifest = decode_manifest(raw.encode(), "a holder")
             bad, seen = save.damaged_copies, with_remains(save, manifest, self.remains)
             if seen.is_whole(manifest.shard_sizes, bad) and seen.is_described_to(self._ranks_on, self._hung):
-                told = describe_passed_over(seen, passed, self._places(), find_unread(self.remains, self._ids))
-                if checkpoint_id == LATEST:
+                told = describe_passed_over(seen, passed, self._places(), self._find_unread())
+                if self._newest is not None:
                     told = told or describe_silent(seen, manifest, self._own_node, self._searched)
                 return replace(self._survey(seen.holdings, raw, seen.save_id), passed_over=told)
             passed.append(PassedOver(seen, raw, manifest))
         lost = [(one.save, one.raw, one.manifest) for one in passed if one.manifest is not None]
         if not lost:
-            self.newer.raise_first(self._places())
-            self._problems += note_lost_manifests(self.remains, self._damaged)
-            if self._damaged:
-                raise absence.describe_unreadable(self._damaged, self._places(), is_latest=checkpoint_id == LATEST)
-            raise absence.describe_absence(self._store, checkpoint_id, self._places(), self.unreached)
+            self.newer.raise_first(self._places(), self._is_wanted)
+            remains = [one for one in self.remains if self._is_wanted(one.checkpoint_id)]
+            self._problems += note_lost_manifests(remains, self._damaged)
+            damaged = {name: file for name, file in self._damaged.items() if self._is_wanted(name)}
+            if damaged:
+                raise absence.describe_unreadable(damaged, self._places(), is_latest=self._newest is not None)
+            raise absence.describe_absence(self._store, checkpoint_id, self._places(), self.unreached, self._ids)
         save, raw, manifest = min(lost, key=lambda found: not found[0].has_any(found[2].shards))
-        if checkpoint_id == LATEST and not save.has_any(manifest.shards):
+        if self._newest is not None and not save.has_any(manifest.shards):
             raise absence.describe_lost(manifest, save, self._places())
         return self._survey(save.holdings, raw, save.save_id)
+
+    def _find_directory(self, checkpoint_id: str) -> Newest | None:
+        """What "latest" means by all that was seen, whatever can be read of it; None: it is one checkpoint's id.
+
+        Raises LatestAmbiguous.
+        """
+        newest = Newest.parse(checkpoint_id)
+        unread = find_unread(self.remains, ())
+        return (
+            None if newest is None else newest.choose_directory({*self._ids, *unread, *self._damaged, *self.newer.ids})
+        )
+
+    def _is_wanted(self, checkpoint_id: str) -> bool:
+        return self._newest is None or self._newest.fits(checkpoint_id)
+
+    def _find_unread(self) -> list[str]:
+        """The checkpoints that "latest" may mean, of which no node that answered has a manifest that is believed."""
+        return [name for name in find_unread(self.remains, self._ids) if self._is_wanted(name)]
 
     def _holdings(self, checkpoint_id: str | None) -> list[Holding]:
         holdings = [*DamageBook.mark_noted(self._store, self._store.catalog.holdings(self._own_node, checkpoint_id))]

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Sequence
 
 from replicated_ckpt.agent.unmanaged.look import UnmanagedLook
-from replicated_ckpt.core.layout import LATEST
+from replicated_ckpt.core.reading.newest import Newest
 from replicated_ckpt.core.unmanaged.survey import UnmanagedCheckpoint, UnmanagedSave
 from replicated_ckpt.errors import CheckpointNotCommitted, CheckpointNotFound, ReplicatedCkptError, ShardLost
 
@@ -14,22 +14,26 @@ _HINT = (
 
 def unmanaged_save(
     look: UnmanagedLook,
-    checkpoint_id: str,
+    asked: Newest | str,
     ours: Collection[str],
     searched: Sequence[str],
     because: ReplicatedCkptError,
 ) -> UnmanagedSave:
-    """The stock checkpoint that `checkpoint_id` (or "latest") means, where nothing of ours is it, `because`.
+    """The stock checkpoint that is `asked` for, by its id or as "latest", where nothing of ours is it, `because`.
 
     An explicit id gives what there is of it, as a load may need only what is left. "latest" gives the newest one, by the
     time of `.metadata`, of which every shard is there.
 
     Raises:
         CheckpointAmbiguous: nodes contradict each other. CheckpointNotCommitted: there are shards and no metadata.
-        ShardLost: "latest", and none is whole. `because`: there is none.
+        ShardLost: "latest", and none is whole. `because`: there is none. LatestAmbiguous
     """
-    wanted = None if checkpoint_id == LATEST else checkpoint_id
+    newest = asked if isinstance(asked, Newest) else None
+    wanted = asked if isinstance(asked, str) else None
     found = look.checkpoints(wanted, ours)
+    if newest is not None:
+        newest = newest.choose_directory(checkpoint.checkpoint_id for checkpoint in found)
+        found = tuple(checkpoint for checkpoint in found if newest.fits(checkpoint.checkpoint_id))
     lost: ShardLost | None = None
     for checkpoint in found:
         if not checkpoint.nodes_with_metadata:

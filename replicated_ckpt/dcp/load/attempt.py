@@ -16,7 +16,8 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
 from replicated_ckpt.core.bucket.commit_mark import own_prefix
 from replicated_ckpt.core.inventory import SaveFound
-from replicated_ckpt.core.layout import LATEST, OBJECT_NODE
+from replicated_ckpt.core.layout import OBJECT_NODE
+from replicated_ckpt.core.reading.newest import is_newest
 from replicated_ckpt.core.reading.source_order import ByteRange
 from replicated_ckpt.core.reading.windows import CELL_BYTES, Window
 from replicated_ckpt.dcp.c10d.world import World
@@ -212,7 +213,8 @@ class LoadAttempt:
         if lost:
             owners = {shard: manifest.owner_of(shard) for shard in lost}
             searched = with_unasked_bucket(self._survey.searched, manifest)
-            raise ShardLost(found.checkpoint_id, owners, searched, self._given_id == LATEST)
+            is_latest = self._given_id is not None and is_newest(os.fspath(self._given_id))
+            raise ShardLost(found.checkpoint_id, owners, searched, is_latest)
 
     def _remote_needs(self, placed: Sequence[_Placed]) -> RemoteNeeds | None:
         """What this rank would fetch from elsewhere, if other ranks of its node may need the same, and who fell silent.

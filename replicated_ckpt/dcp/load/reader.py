@@ -14,7 +14,7 @@ from torch.futures import Future
 
 from replicated_ckpt.config import NEWEST_LINEAGE, ReaderConfig, check_callable, check_root
 from replicated_ckpt.core.inventory import SaveFound
-from replicated_ckpt.core.layout import LATEST
+from replicated_ckpt.core.reading.newest import Newest
 from replicated_ckpt.dcp.c10d.presence import announce
 from replicated_ckpt.dcp.c10d.tellable import make_tellable
 from replicated_ckpt.dcp.c10d.world import world_of_call
@@ -45,7 +45,9 @@ class ReplicatedReader(StorageReader):
     on any number of ranks, on blank nodes too. If no intact copy of a needed shard is left, every rank raises, and the
     error names the shards, their owners and where they were looked for (ShardLost, in DCP's CheckpointException).
 
-    `checkpoint_id="latest"` means the newest checkpoint of which every shard has a copy; every rank gets the same one.
+    `checkpoint_id="latest"` means the newest checkpoint of which every shard has a copy; every rank gets the same one. It
+    is of one directory of ids: where checkpoints lie in several, "run-a/latest" names the newest of `run-a/step-1`,
+    `run-a/step-2`, ..., and "./latest" that of `step-1`, `step-2`, ....
 
     Args:
         root: this node's store. It may be empty (a replaced node), and is then filled with nothing but its identity.
@@ -141,13 +143,16 @@ class ReplicatedReader(StorageReader):
         """
         return self.find(os.fspath(checkpoint_id)) is not None
 
-    def latest(self) -> str | None:
+    def latest(self, directory: str | None = None) -> str | None:
         """The id that "latest" means now, None where no checkpoint is; the same on every rank, and all must ask.
 
+        `directory`: of ids, "run-a" say, or "" for ids of one part. None: the only one in which checkpoints lie.
+
         Raises:
-            ShardLost: there are checkpoints, and none is whole. StoreUnavailable: as for `exists`.
+            LatestAmbiguous: they lie in several. ShardLost: there are checkpoints, and none is whole. StoreUnavailable: as
+                for `exists`.
         """
-        found = self.find(LATEST)
+        found = self.find(str(Newest(directory)))
         return None if found is None else found.checkpoint_id
 
     def find(self, checkpoint_id: str) -> SaveFound | None:

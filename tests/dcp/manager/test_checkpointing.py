@@ -167,16 +167,18 @@ def test_every_so_many_checkpoints_go_to_the_bucket(tmp_path: Path) -> None:
     assert found["step"] == 20
 
 
-def test_only_losses_and_foreign_checkpoints_are_errors(tmp_path: Path) -> None:
-    """No whole checkpoint among some is ShardLost, not a first start; one of another program's name is refused."""
+def test_only_losses_are_errors(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """No whole checkpoint among some is ShardLost, not a first start; names that are not the manager's are no steps."""
     with CheckpointManager(tmp_path / "lost") as manager:
         manager.save(1, state(1))
         (tmp_path / "lost" / "step-1" / "__0_0.distcp").unlink()
         with pytest.raises(ShardLost):
             manager.restore_latest(state(0))
     dcp.save(state(1), checkpoint_id="epoch-1", storage_writer=ReplicatedWriter(tmp_path / "theirs"))
-    with CheckpointManager(tmp_path / "theirs") as manager, pytest.raises(ConfigInvalid, match="epoch-1"):
-        manager.restore_latest(state(0))
+    with CheckpointManager(tmp_path / "theirs") as manager:
+        assert (manager.restore_latest(state(0)), manager.latest_step(), manager.all_steps()) == (None, None, ())
+    (told,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "No checkpoint named step-N was found. There are others: 'epoch-1'." in told
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,13 @@ from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.main import main
 from replicated_ckpt.config import Ack
 from replicated_ckpt.core.notes import NOTES_BYTES_MAX
+from replicated_ckpt.dcp.convert.importing import import_checkpoint
+from replicated_ckpt.dcp.memory.root import find_memory_root
+from replicated_ckpt.dcp.node import seen_lineage
 from replicated_ckpt.dcp.save.report import SaveReport
 from replicated_ckpt.errors import CheckpointNotFound, ConfigInvalid, ManagerClosed, ReplicatedCkptError, ShardLost
 from replicated_ckpt.stores.local.store import LocalStore
-from tests.agent.agents import wait_for
+from tests.agent.agents import stop_agent, wait_for
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
@@ -113,18 +116,14 @@ def test_the_best_step_is_found(root: Path) -> None:
 
 
 def test_other_ids_in_the_root_are_no_steps(root: Path) -> None:
-    """They neither count nor keep the manager's own from being listed; the error names one only if it is the newest."""
+    """They neither count nor keep the manager's own from being listed and restored, also where one is the newest."""
     final: dict[str, Any] = {"checkpoint_id": "final", "no_dist": True}
     with CheckpointManager(root) as manager:
         manager.save(1, state(1), metrics={"loss": 0.5})
         dcp.save(state(7), storage_writer=ReplicatedWriter(root), **final)
         assert (manager.all_steps(), manager.best_step("loss")) == ((1,), 1)
         found = state(0)
-        for look in (manager.latest_step, lambda: manager.restore(found)):
-            with pytest.raises(ConfigInvalid, match="newest checkpoint that can be restored is 'final'") as raised:
-                look()
-            assert "all_steps" in raised.value.hint
-        assert found["step"] == 0
+        assert manager.latest_step() == manager.restore(found) == found["step"] == 1
         assert manager.restore(found, 1) == found["step"] == 1
         manager.save(2, state(2))
         assert (manager.latest_step(), manager.all_steps()) == (2, (1, 2))
@@ -261,3 +260,52 @@ def test_a_restore_that_fails_leaves_the_run_as_it_was(tmp_path: Path) -> None:
         catalog.manifest("step-2").lineage == catalog.manifest("step-1").lineage != catalog.manifest("step-7").lineage
     )
     assert main(["verify", "step-2", "--root", str(tmp_path / "ours")]) == ExitCode.OK
+
+
+def import_beside(root: Path) -> None:
+    """Another run's checkpoint, newer than all, and one in a directory of its own."""
+    torch.save({"x": torch.arange(9)}, root.with_name("x.pt"))
+    for name in ("pretrained", "others/step-9"):
+        import_checkpoint(root.with_name("x.pt"), name, format="torch", root=root, copies=1)
+
+
+@pytest.mark.parametrize(
+    ("change", "newest"),
+    [
+        (lambda root: shutil.copytree(root / "step-3", root / "best"), 3),
+        (lambda root: shutil.move(root / "step-3", root / "step-3-best"), 2),
+        (import_beside, 3),
+    ],
+    ids=["cp", "mv", "import"],
+)
+@pytest.mark.parametrize("memory", [False, True], ids=["disk", "tiers"])
+def test_restore_takes_the_newest_step_of_its_own(
+    root: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], Any], newest: int, memory: bool
+) -> None:
+    """Whatever else lies in the root: copied, renamed or imported there. What is saved next is newer than all of it."""
+    options = {"memory": True, "spill_every": 1} if memory else {}
+    with CheckpointManager(root, copies=1, **options) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state(step))
+    if memory:
+        tier = find_memory_root(root, True)
+        stop_agent(tier)
+        shutil.rmtree(tier)
+    monkeypatch.setattr(seen_lineage, "_seen", {})  # as in another process
+    change(root)
+    monkeypatch.setattr(seen_lineage, "_seen", {})
+    found = state(0)
+    with CheckpointManager(root, copies=1, **options) as manager:
+        assert manager.latest_step() == newest
+        assert manager.all_steps() == tuple(range(1, newest + 1))
+        assert manager.restore(found) == found["step"] == newest
+        manager.save(4, state(4))
+        assert manager.restore(found) == 4
+    catalog = LocalStore(root).catalog
+    saved, before = catalog.manifest("step-4"), catalog.manifest("step-1")
+    others = [manifest.sequence for name, manifest in catalog.committed() if name not in ("step-4", "others/step-9")]
+    assert (saved.lineage, saved.sequence) == (before.lineage, max(others) + 1)
+    if memory:
+        stop_agent(tier)
+        shutil.rmtree(tier)
+    assert main(["verify", "--root", str(root)]) == ExitCode.OK

@@ -8,7 +8,7 @@ from pathlib import Path
 from replicated_ckpt.core.layout import NODE_NAME, PARTS_MAX
 from replicated_ckpt.errors import ConfigInvalid, StoreError
 from replicated_ckpt.stores.files.durable import translate_errors
-from replicated_ckpt.stores.files.existence import is_there
+from replicated_ckpt.stores.files.existence import is_plain_file
 from replicated_ckpt.wording import plural
 
 _SHOWN_MAX = 3
@@ -86,7 +86,7 @@ def _walk_to_stores(directory: Path, depth: int) -> Iterator[Path]:
 def is_store(directory: str | Path) -> bool:
     """Whether a store was made there. One whose node.json cannot be read counts; a closed directory does not."""
     try:
-        return is_there(f"{directory}/{NODE_NAME}") and bool(read_identity(Path(directory)))
+        return is_plain_file(f"{directory}/{NODE_NAME}") and bool(read_identity(Path(directory)))
     except (ConfigInvalid, PermissionError):  # some other file of that name; or nothing in it is seen
         return False
     except StoreError:
