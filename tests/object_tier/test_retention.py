@@ -29,6 +29,7 @@ from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentClient
 from tests.agent.agents import stop_agent, wait_for
 from tests.agent.checkpoints import METADATA, checkpointed
+from tests.marks import mark_long
 from tests.object_tier.test_one_node import assert_loads, contents, save
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -277,3 +278,33 @@ def test_a_policy_that_cannot_work_is_refused(tmp_path: Path, wrong: dict[str, A
     """When the writer is made."""
     with pytest.raises(ConfigInvalid):
         ReplicatedWriter(tmp_path, **wrong)
+
+
+@pytest.mark.parametrize("tier", mark_long(["nodes", "bucket"], keep=["nodes"]))
+def test_a_policy_that_can_remove_nothing_is_told_at_the_first_save(
+    root: Path, where: Mapping[str, Any], recwarn: pytest.WarningsRecorder, tier: str
+) -> None:
+    """A directory for each step fills the disk up. Once for a writer, with names by which the policy works."""
+    policy: dict[str, Any] = {"retention": ONE} if tier == "nodes" else {"object_retention": ONE, **where}
+    writer = ReplicatedWriter(root, copies=1, **policy)
+
+    def tell() -> list[str]:
+        told = [str(each.message) for each in recwarn if "counts the checkpoints" in str(each.message)]
+        recwarn.clear()
+        return told
+
+    dcp.save(contents(0), checkpoint_id="run/step_1/model", storage_writer=writer)
+    (told,) = tell()
+    assert "'run/step_1/model'" in told
+    assert "'run-model/step_1'" in told
+    for number, name in enumerate(("run/step_2/model", "run-model/step_1", "run-model/step_2", "run-model/final"), 1):
+        dcp.save(contents(number), checkpoint_id=name, storage_writer=writer)
+    writer.wait()
+    kept = {"run/step_1/model", "run/step_2/model", "run-model/final"}
+    wait_for(lambda: (on_node(root) if tier == "nodes" else in_bucket(where)) == kept, 20, "the names that it counts")
+    other = ReplicatedWriter(root, copies=1, **policy)
+    for name in ("run-3/step-1", "run-3/final"):
+        dcp.save(contents(5), checkpoint_id=name, storage_writer=other)
+    dcp.save(contents(6), checkpoint_id="run/step_3/model", storage_writer=ReplicatedWriter(root, copies=1))
+    assert tell() == []
+    assert main(["verify", "--root", str(root)]) == ExitCode.OK

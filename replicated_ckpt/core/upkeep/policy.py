@@ -63,6 +63,19 @@ def scope_of(checkpoint_id: str) -> str:
     return dirname(checkpoint_id)
 
 
+def find_series_name(checkpoint_id: str) -> str | None:
+    """A name by which a policy can count a checkpoint whose step is its directory's number: `run-ema/step_10`.
+
+    Each directory of `run/step_10/ema`, `run/step_20/ema` has one checkpoint of each kind, and a policy never removes the
+    newest. None: the id is not of that form.
+    """
+    above, name = scope_of(checkpoint_id), checkpoint_id.rpartition("/")[2]
+    if not above[-1:].isdecimal() or name[-1:].isdecimal():
+        return None
+    run, _, step = above.rpartition("/")
+    return f"{run}-{name}/{step}" if run else f"{name}/{step}"
+
+
 def merge_policies(own: Policy, heard: Policy) -> Policy:
     """The later of two policies of one scope and tier. Where one save brought different ones, everything is kept.
 

@@ -139,6 +139,7 @@ class SaveAttempt:
                 board.decide("save", raw_posts, self._decision.to_json(), stays=STAYS)
             failpoints.reach("coordinator.placed")
             self._warn(list_weaknesses(self._decision, config.copies, posts), of=config.root)  # one text for all saves
+            self._warn(self._parts.retaining.warn_of_name(decision.checkpoint_id), of=config.root)
 
     def write(self, plan: SavePlan, planner: SavePlanner, staged: memoryview | None = None) -> list[WriteResult]:
         """Writes this rank's shard here and at its buddies, and posts the receipt for it to the coordinator.

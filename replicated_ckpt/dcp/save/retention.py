@@ -4,7 +4,7 @@ import logging
 
 from replicated_ckpt.agent.state.policies import NAME
 from replicated_ckpt.config import WriterConfig
-from replicated_ckpt.core.upkeep.policy import NODES, Policy, scope_of
+from replicated_ckpt.core.upkeep.policy import NODES, Policy, find_series_name, scope_of
 from replicated_ckpt.dcp.agreement.decision import SaveDecision
 from replicated_ckpt.dcp.node.local_agent import ask_agent
 from replicated_ckpt.errors import ReplicatedCkptError
@@ -22,6 +22,20 @@ class Retaining:
         self._store = store
         self._config = config
         self._target = target
+        self._last_scope, self._is_warned = "", False
+
+    def warn_of_name(self, checkpoint_id: str) -> list[str]:
+        """What keeps a policy from ever removing checkpoints of such names, once; not amid saves into one directory."""
+        is_first = scope_of(checkpoint_id) != self._last_scope
+        self._last_scope, better = scope_of(checkpoint_id), find_series_name(checkpoint_id)
+        if better is None or self._is_warned or not (is_first and self._is_wanted):
+            return []
+        self._is_warned = True
+        told = (
+            f"retention counts the checkpoints of one directory of ids. {checkpoint_id!r} is named as if each step had a "
+            f"directory of its own: then it removes none. Give each series a directory: {better!r}."
+        )
+        return [told]
 
     def hand_over(self, decision: SaveDecision, rank: int) -> list[str]:
         """Names the policies to this node's agent, once for each node of the save; returns what is wrong. Cheap.
@@ -40,9 +54,12 @@ class Retaining:
                 log.warning("%s", problem)
 
     @property
+    def _is_wanted(self) -> bool:
+        return self._config.retention is not None or self._config.object_retention is not None
+
+    @property
     def _is_used(self) -> bool:
-        is_wanted = self._config.retention is not None or self._config.object_retention is not None
-        return is_wanted or is_there(self._store.root_agent_directory() / NAME)
+        return self._is_wanted or is_there(self._store.root_agent_directory() / NAME)
 
     def _tell(self, decision: SaveDecision, *, is_committed: bool) -> list[str]:
         scope, revision = scope_of(decision.checkpoint_id), decision.sequence

@@ -7,7 +7,7 @@ import pytest
 
 from replicated_ckpt import Retention
 from replicated_ckpt.core.manifest import Manifest
-from replicated_ckpt.core.upkeep.policy import NODES, Policy, Standing
+from replicated_ckpt.core.upkeep.policy import NODES, Policy, Standing, find_series_name
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
 from replicated_ckpt.core.upkeep.retention import RetentionPlan, find_retired, plan_retention, without_retired
 from replicated_ckpt.core.upkeep.whole_versions import find_whole_versions
@@ -161,3 +161,21 @@ def test_a_plan_of_some_saves_removes_no_other() -> None:
         f"step-3 (save {save_id(3)}) stays",
         f"step-2 (save {save_id(2)}) goes",
     ]
+
+
+@pytest.mark.parametrize(
+    ("checkpoint_id", "better"),
+    [
+        ("run/step_10/model", "run-model/step_10"),
+        ("a/b/checkpoint-500/optimizer", "a/b-optimizer/checkpoint-500"),
+        ("iter_0000010/ema", "ema/iter_0000010"),
+        ("step-10", None),
+        ("final", None),
+        ("run/best", None),
+        ("run-3/step-10", None),
+        ("llama-7b/base", None),
+    ],
+)
+def test_an_id_whose_directory_is_a_step_has_a_better_name(checkpoint_id: str, better: str | None) -> None:
+    """In one directory for each series a policy counts them."""
+    assert find_series_name(checkpoint_id) == better

@@ -12,7 +12,7 @@ from replicated_ckpt.stores.local.versions.others import others_in
 
 _ONE_EACH = (
     "An overwrite and the retention rename a checkpoint's whole directory, so no other checkpoint lies in it. "
-    "Name the two side by side: run/step_10 and run/step_10-ema, or run/step_10/model and run/step_10/ema."
+    "Name series side by side, each in a directory of its own: run-model/step_10 and run-ema/step_10."
 )
 
 _USE_ANOTHER = "Use another id; overwrite=True does not help."
