@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from replicated_ckpt.core.domains import list_domains
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import SEQUENCE_MAX, ShardName, is_checkpoint_id, is_lineage, is_save_id
 from replicated_ckpt.core.lineage import Named, Version, check_replaces, moment, order_by_age
@@ -33,12 +34,17 @@ class ShardEntry:
 
 @dataclass(frozen=True)
 class NodeEntry:
-    """A node of the saving world. `ranks` are ranks within the saving process group."""
+    """A node of the saving world. `ranks` are ranks within the saving process group. `boot_id`: of its host then."""
 
     node_id: str
     host: str
     domain: str | None
     ranks: tuple[int, ...]
+    boot_id: str = ""
+
+    @property
+    def domains(self) -> tuple[str, ...]:
+        return list_domains(self.domain, self.boot_id, self.host)
 
 
 @dataclass(frozen=True)
@@ -124,15 +130,17 @@ class Manifest:
         return f"rank {entry.owner_rank} on node {entry.owner_node} ({host})"
 
 
-def find_domains(manifests: Iterable[Manifest]) -> Mapping[str, str | None]:
-    """The failure domain of each node, as the newest save with ranks there names it; of several runs the one saved last.
+def find_domains(manifests: Iterable[Manifest]) -> Mapping[str, tuple[str, ...]]:
+    """The failure domains of each node, as the newest save with ranks there names them.
 
-    Every node comes to have every manifest, so all of them see one domain for a node that was moved between two saves. What
-    stock torch saved, which is adopted with the number 0, names none.
+    Of several runs the one saved last counts. Every node comes to have every manifest, so all of them see one domain for a
+    node that was moved between two saves. What stock torch saved, which is adopted with the number 0, names none.
     """
     saves = {manifest.version: manifest for manifest in manifests if manifest.sequence}
     return {
-        node.node_id: node.domain for version in sorted(saves, key=order_by_age(saves)) for node in saves[version].nodes
+        node.node_id: node.domains
+        for version in sorted(saves, key=order_by_age(saves))
+        for node in saves[version].nodes
     }
 
 
@@ -196,6 +204,7 @@ def _node(fields: Mapping[str, Any]) -> NodeEntry:
         _text(fields["host"]),
         None if domain is None else _text(domain),
         tuple(_count(rank) for rank in fields["ranks"]),
+        _text(fields.get("boot_id", "")),
     )
 
 

@@ -60,6 +60,7 @@ class CheckpointManager:
         ack: as of ReplicatedWriter, when `save` returns, or `wait` after `async_save`. With "staged" the next `async_save`
             need not wait for the copies; `wait` and what reads do.
         domain: failure domain of this node (rack, switch, zone); copies go to other domains where possible.
+            None: REPLICATED_CKPT_DOMAIN, else its host.
         object_store: a bucket where the checkpoints go as well, and `storage_options` to reach it.
         object_every: only every n-th checkpoint goes there; with a memory tier, of those that go to the disk.
         memory: a second store in memory, to which every checkpoint goes, with its copies: True, in /dev/shm, or a directory

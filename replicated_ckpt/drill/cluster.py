@@ -16,6 +16,7 @@ from replicated_ckpt.drill import processes
 from replicated_ckpt.drill.errors import DrillError
 from replicated_ckpt.drill.evidence import Evidence, JobSpec, count_reports
 from replicated_ckpt.drill.ports import find_free_port
+from replicated_ckpt.environment import DOMAIN_ENV
 from replicated_ckpt.errors import HINT_MARK
 
 PACKAGE_PARENT = Path(__file__).resolve().parents[2]
@@ -174,6 +175,7 @@ class Cluster:
             "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # the same, on GPUs
             "GLOO_SOCKET_IFNAME": "lo",  # all nodes are this machine, whatever its name resolves to
             "DRILL_STORE": str(store),
+            DOMAIN_ENV: store.name,  # a node of this machine stands for a host
         }
         with log.open("wb") as output, processes.hold_interrupts():
             process = subprocess.Popen(

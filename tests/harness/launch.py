@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from replicated_ckpt.drill.ports import find_free_port
+from replicated_ckpt.environment import DOMAIN_ENV
 from tests.harness.node import Node
 from tests.harness.processes import end, is_ending, processes_of, signal_if_running
 from tests.harness.zygote import REPOSITORY, Rank, the_zygote
@@ -110,6 +111,7 @@ class Launch:
         return {
             "REPLICATED_CKPT_TEST_LAUNCH": self.marker,
             "REPLICATED_CKPT_TEST_NODE": str(node),
+            DOMAIN_ENV: f"node{node}",  # nodes of one machine stand for hosts
             **self.environment,
             **self.nodes[node].environment,
             **env,

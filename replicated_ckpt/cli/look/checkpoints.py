@@ -38,7 +38,8 @@ _STEP = re.compile(r"(?:^|[^0-9])([0-9]{1,18})$")
 class CheckpointSeen:
     """One save, or files of one, as `ls` lists it; what is not known is None.
 
-    `state`: one of those above. `copies_seen`: of the shard that has fewest. `missing`: files without an intact copy that
+    `state`: one of those above. `copies_seen`: of the shard that has fewest. `hosts_seen`: on how many
+    hosts, or in how many named domains, the copies of a shard are at least. `missing`: files without an intact copy that
     was seen. `not_reached`: nodes that are meant to hold what is short, and did not answer. `removed_on`: nodes whose user
     has removed it. `bucket`: "there", "on its way", "not there", "unknown", or "" where none is wanted. `is_mendable`:
     damaged copies of all that is missing may make an intact one together.
@@ -54,6 +55,7 @@ class CheckpointSeen:
     size_bytes: int | None = None
     copies_wanted: int | None = None
     copies_seen: int | None = None
+    hosts_seen: int | None = None
     missing: tuple[str, ...] = ()
     not_reached: tuple[str, ...] = ()
     removed_on: tuple[str, ...] = ()
@@ -82,6 +84,11 @@ class CheckpointSeen:
         """Whether it has fewer copies than wanted, and as many as there are nodes."""
         return self.state == WHOLE and (self.copies_seen or 0) < (self.copies_wanted or 0)
 
+    @property
+    def shares_host(self) -> bool:
+        """Whether the copies of a shard that are needed lie on fewer hosts, or in fewer domains, than there are copies."""
+        return (self.hosts_seen or 0) < min(self.copies_seen or 0, self.copies_wanted or 0)
+
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "step": self.step}
 
@@ -104,7 +111,8 @@ class CheckpointSeen:
         if self.state == SHORT:
             return f"{self.copies_seen} of {self.copies_wanted} copies seen{why}"
         few = f", as there {'is' if seen.nodes_known == 1 else 'are'} {plural(seen.nodes_known, 'node')}"
-        return f"{self.copies_seen} of {self.copies_wanted}" + (few + why if self.has_few_nodes else "")
+        hosts = f", on {plural(self.hosts_seen or 0, 'host')}" if self.shares_host else ""
+        return f"{self.copies_seen} of {self.copies_wanted}" + (few + why if self.has_few_nodes else "") + hosts
 
     def _describe_going(self, seen: NodesSeen) -> str:
         if self.state == REMOVED:
@@ -175,6 +183,7 @@ def _count_copies(row: CheckpointSeen, save: SeenSave, seen: NodesSeen) -> Check
     missing = [shard for shard, number in sorted(counts.items()) if number == 0]
     missing += [] if save.with_metadata else [METADATA_NAME]
     least = 0 if missing else min(counts.values(), default=len(save.with_metadata))
+    hosts = min((len({seen.domain(node) for node in nodes}) for nodes in save.intact.values()), default=None)
     wanted = save.manifest.copies
     short = {*missing, *(shard for shard, number in counts.items() if number < wanted)}
     assumed: dict[str, Collection[str]] = {**save.assumed, METADATA_NAME: save.assumed_metadata}
@@ -195,6 +204,7 @@ def _count_copies(row: CheckpointSeen, save: SeenSave, seen: NodesSeen) -> Check
         nodes=nodes,
         copies_wanted=wanted,
         copies_seen=least,
+        hosts_seen=hosts,
         missing=tuple(missing),
         not_reached=tuple(sorted(silent)),
         is_mendable=bool(missing and save.with_metadata) and all(map(save.can_give, counts.keys() & {*missing})),
@@ -237,6 +247,8 @@ def describe_totals(
     judged = rows if bad is None else bad
     by_state: Mapping[str, int] = {state: sum(row.state == state for row in judged) for state in _NOT_GOOD}
     wrong = [f"{number} {words}" for state, number in by_state.items() if number and (words := _NOT_GOOD[state])]
+    if shared := sum(row.shares_host for row in rows):
+        wrong.append(f"{shared} with copies of one shard on one host")
     return f"{plural(len(rows), 'checkpoint')}, {size} in one copy of each; {nodes}" + "".join(
         f"; {one}" for one in wrong
     )

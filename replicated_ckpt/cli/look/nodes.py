@@ -18,7 +18,7 @@ from replicated_ckpt.agent.start.launch import running_agent
 from replicated_ckpt.agent.state.damage import DamageBook
 from replicated_ckpt.agent.state.endpoint import listening_endpoint
 from replicated_ckpt.core.inventory import Holding
-from replicated_ckpt.core.manifest import Manifest
+from replicated_ckpt.core.manifest import Manifest, find_domains
 from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.core.upkeep.remains import Remains
 from replicated_ckpt.core.upkeep.retention import find_retired
@@ -76,6 +76,14 @@ class NodesSeen:
         """What people call each node: its host, and its id where several nodes share one."""
         shared = [host for host in self.hosts.values() if host]
         return {node: host if shared.count(host) == 1 else f"{host}/{node}" for node, host in self.hosts.items()}
+
+    @cached_property
+    def _domains(self) -> Mapping[str, tuple[str, ...]]:
+        return find_domains(self.manifests.values())
+
+    def domain(self, node: str) -> str:
+        """What the node fails together with: its host, or the domain that its job names."""
+        return self._domains.get(node, (node,))[0]
 
     @property
     def nodes_known(self) -> int:

@@ -5,7 +5,7 @@ Source: Wang et al., GEMINI, SOSP 2023, section 4 (group placement). Failure dom
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from replicated_ckpt.errors import ConfigInvalid
@@ -13,10 +13,10 @@ from replicated_ckpt.errors import ConfigInvalid
 
 @dataclass(frozen=True)
 class PlacedNode:
-    """A node as placement sees it. Nodes are given in rank order. `domain` None: the node is a domain of its own."""
+    """A node as placement sees it. Nodes are given in rank order. `domains`: see core.domains; (): it fails alone."""
 
     node_id: str
-    domain: str | None = None
+    domains: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,8 @@ class Placement:
     """Who holds copies for whom.
 
     Each group's nodes form a ring; a node's buddies are the `copies - 1` nodes after it there. `copies` may be fewer
-    than wanted when there are fewer nodes. `shared_domain` names the nodes that have a buddy in their own domain.
+    than wanted when there are fewer nodes. `shared_domain` names the nodes of which two copies lie in one domain, of the
+    largest ones.
     """
 
     copies: int
@@ -52,7 +53,7 @@ class Placement:
 
 
 def place_copies(nodes: Sequence[PlacedNode], copies: int) -> Placement:
-    """Placement of `copies` copies over `nodes`.
+    """Placement of `copies` copies over `nodes`: as few nodes as possible share a domain, the largest domains first.
 
     Holds afterwards: every node is in exactly one group; no node is its own buddy; every node has min(copies, nodes) - 1
     buddies, all different; groups have between `copies` and `2 * copies - 1` nodes.
@@ -63,8 +64,31 @@ def place_copies(nodes: Sequence[PlacedNode], copies: int) -> Placement:
     if copies < 1 or not nodes or len({node.node_id for node in nodes}) != len(nodes):
         raise ConfigInvalid(f"Cannot place {copies} copies on nodes {[node.node_id for node in nodes]}.")
     copies = min(copies, len(nodes))
+    levels = _list_levels(nodes)
+
+    def count_sharing(placement: Placement) -> list[int]:
+        return [len(_find_sharing(placement, level)) for level in levels]
+
+    tried: list[Placement] = []
+    for domain_of in levels:
+        tried.append(_place_by(domain_of, nodes, copies))
+        if not any(count_sharing(tried[-1])):
+            break
+    best = min(tried, key=count_sharing)
+    return replace(best, shared_domain=_find_sharing(best, levels[0]))
+
+
+def _list_levels(nodes: Sequence[PlacedNode]) -> list[Mapping[str, str]]:
+    """The domain of each node, for each size of domains, the largest first."""
+    longest = max(nodes, key=lambda node: len(node.domains)).domains
+    return [
+        {node.node_id: node.domains[level] if level < len(node.domains) else f"\0{node.node_id}" for node in nodes}
+        for level in range(len(longest) or 1)
+    ]
+
+
+def _place_by(domain_of: Mapping[str, str], nodes: Sequence[PlacedNode], copies: int) -> Placement:
     rank_of = {node.node_id: index for index, node in enumerate(nodes)}
-    domain_of = {node.node_id: node.domain or f"\0{node.node_id}" for node in nodes}
     groups = _disjoint_groups(nodes, copies, domain_of)
     grouped = {member for group in groups for member in group}
     for node in nodes:
@@ -72,8 +96,7 @@ def place_copies(nodes: Sequence[PlacedNode], copies: int) -> Placement:
             _join(groups, node.node_id, domain_of)
     groups = [_ring(group, copies, domain_of) for group in groups]
     groups.sort(key=lambda group: min(rank_of[member] for member in group))
-    placement = Placement(copies, tuple(tuple(group) for group in groups), ())
-    return Placement(copies, placement.groups, _sharing(placement, domain_of))
+    return Placement(copies, tuple(tuple(group) for group in groups), ())
 
 
 def _disjoint_groups(nodes: Sequence[PlacedNode], copies: int, domain_of: Mapping[str, str]) -> list[list[str]]:
@@ -139,7 +162,7 @@ def _ring(group: list[str], copies: int, domain_of: Mapping[str, str]) -> list[s
     return ring
 
 
-def _sharing(placement: Placement, domain_of: Mapping[str, str]) -> tuple[str, ...]:
+def _find_sharing(placement: Placement, domain_of: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(
         node
         for node, buddies in placement.buddies_by_node.items()

@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from replicated_ckpt.core.domains import find_shared
 from replicated_ckpt.core.inventory import Holding, SaveFound, saves_found
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
 from replicated_ckpt.core.lineage import Version
@@ -162,7 +163,7 @@ class _Look:
 class _Planning:
     """Collects the actions; keeps how many bytes each node is to take."""
 
-    def __init__(self, nodes: Sequence[NodeView], own_node: str | None, domains: Mapping[str, str | None]) -> None:
+    def __init__(self, nodes: Sequence[NodeView], own_node: str | None, domains: Mapping[str, tuple[str, ...]]) -> None:
         self._own_node = own_node
         self._up = {node.node_id for node in nodes if node.presence is Presence.UP}
         self._silent = {node.node_id for node in nodes} - self._up
@@ -274,11 +275,11 @@ class _Planning:
         entry = save.manifest.shards[shard]
         domains, taken, chosen = self._domains, set(taken), list[str]()
 
-        def rank(node: str) -> tuple[bool, bool, bool, int, str]:
-            shares_domain = domains.get(node) is not None and any(domains.get(n) == domains[node] for n in taken)
+        def rank(node: str) -> tuple[bool, bool, tuple[bool, ...], int, str]:
+            shared = find_shared(domains.get(node, ()), (domains.get(other, ()) for other in taken))
             bytes_then = self._bytes_by_node[node] + entry.size_bytes
             is_full = bytes_then > self._writable.get(node, bytes_then)
-            return (is_full, node not in entry.holders, shares_domain, self._bytes_by_node[node], node)
+            return (is_full, node not in entry.holders, shared, self._bytes_by_node[node], node)
 
         while len(chosen) < count:
             candidates = sorted(able - taken)

@@ -11,12 +11,14 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from replicated_ckpt.config import CheckpointIdFrom
 from replicated_ckpt.core.bucket.upload_plan import UploadPlan
+from replicated_ckpt.core.domains import find_shared
 from replicated_ckpt.core.protocol.announced import NOTHING_ANNOUNCED, Announced
 from replicated_ckpt.core.protocol.placement import PlacedNode, Placement, place_copies
 from replicated_ckpt.dcp.agreement.alike import check_wanted_alike
 from replicated_ckpt.dcp.agreement.announcement import announce
 from replicated_ckpt.dcp.node.given_id import id_under
 from replicated_ckpt.dcp.node.node import NodePost
+from replicated_ckpt.environment import DOMAIN_ENV
 from replicated_ckpt.errors import CheckpointIdMismatch, ConfigInvalid
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.peer.client import AgentAddress
@@ -56,8 +58,11 @@ class SaveDecision:
     known_layout: str = ""
 
     def holders_for(self, node_id: str) -> tuple[str, ...]:
-        """All nodes that may take copies for a node, in the order of preference: its buddies first."""
-        order = (*self.placement.buddies_by_node[node_id], *self.placement.substitutes(node_id))
+        """All nodes that may take copies for a node, in the order of preference: its buddies, then nodes of other hosts."""
+        buddies, domains = self.placement.buddies_by_node[node_id], self._domains_by_node
+        taken = [domains[node] for node in (node_id, *buddies) if node not in self._silent]
+        others = self.placement.substitutes(node_id)
+        order = (*buddies, *sorted(others, key=lambda other: find_shared(domains[other], taken)))
         return tuple(node for node in order if node not in self._silent)
 
     def buddies_of(self, node_id: str) -> tuple[str, ...]:
@@ -94,6 +99,10 @@ class SaveDecision:
     @cached_property
     def _silent(self) -> frozenset[str]:
         return frozenset(self.unreached)
+
+    @cached_property
+    def _domains_by_node(self) -> Mapping[str, tuple[str, ...]]:
+        return {node.node_id: node.domains for node in self.nodes}
 
     @cached_property
     def _address_by_node(self) -> Mapping[str, AgentAddress]:
@@ -183,7 +192,7 @@ def decide(posts: Sequence[SavePost], copies: int, save_id: str, plans: Sequence
         0,
         tuple(nodes.values()),
         tuple(place[post.node.node_id] for post in posts),
-        place_copies([PlacedNode(node.node_id, node.domain) for node in nodes.values()], copies),
+        place_copies([PlacedNode(node.node_id, node.domains) for node in nodes.values()], copies),
         announced=announce(plans),
     )
 
@@ -236,10 +245,15 @@ def list_weaknesses(decision: SaveDecision, copies: int, posts: Sequence[SavePos
             f"{copies} copies are wanted, and {nodes} can hold {placement.copies}: start ranks on more nodes, each with a "
             f"root of its own, or ask for {placement.copies} (copies={placement.copies}, or --copies of a command)"
         )
-    if placement.shared_domain and any(node.domain for node in decision.nodes):
-        nodes = " and ".join(f"node {node}" for node in placement.shared_domain)
+    if placement.shared_domain:
+        count = len({node.domains[0] for node in decision.nodes})
+        is_named = any(node.domain for node in decision.nodes)
+        places = plural(count, "failure domain" if is_named else "host")
         found.append(
-            f"{nodes} have a buddy in their own failure domain: spread the job, or correct ReplicatedWriter(domain=...)"
+            f"the {len(decision.nodes)} nodes of this save are {'in' if is_named else 'on'} {places}: for "
+            f"{len(placement.shared_domain)} of them two copies of a shard share one, and are lost with it. Start ranks on "
+            "more hosts; or, where nodes of one host fail apart, name a failure domain for each: "
+            f"ReplicatedWriter(domain=...) or {DOMAIN_ENV}"
         )
     boots: dict[str, set[str]] = {}
     for post in posts:

@@ -11,6 +11,7 @@ from typing import Any
 from replicated_ckpt.agent.start.launch import can_hold_agent, ensure_agent, is_only_read, running_agent
 from replicated_ckpt.agent.start.leaving import await_departure
 from replicated_ckpt.agent.state.endpoint import read_endpoint
+from replicated_ckpt.core.domains import list_domains
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.layout import NODE_NAME
 from replicated_ckpt.core.upkeep.remains import Remains
@@ -51,6 +52,10 @@ class NodePost:
     silence: str = ""
     invitation: str = ""
     root: str = ""
+
+    @property
+    def domains(self) -> tuple[str, ...]:
+        return list_domains(self.domain, self.boot_id, self.host)
 
     def opener(self) -> AgentAddress:
         """The address as the coordinator of the job has it."""
@@ -166,14 +171,21 @@ def _post(
 ) -> NodePost:
     name, root = socket.gethostname(), str(store.root)
     with translate_errors(root, "present", NODE_NAME):
-        boot_id = _BOOT_ID.read_text().strip() if is_there(_BOOT_ID) else name
-        return NodePost(address.node_id, name, boot_id, _inode(store), domain, address, silence, invitation, root)
+        return NodePost(
+            address.node_id, name, _read_boot_id(), _inode(store), domain, address, silence, invitation, root
+        )
 
 
 def present_alone(store: LocalStore, domain: str | None) -> NodePost:
     """Presents this node to this process alone: no agent is started."""
     node_id = store.node_id()
-    return NodePost(node_id, socket.gethostname(), "", _inode(store), domain, AgentAddress(node_id, "", 0, ""))
+    address = AgentAddress(node_id, "", 0, "")
+    return NodePost(node_id, socket.gethostname(), _read_boot_id(), _inode(store), domain, address)
+
+
+def _read_boot_id() -> str:
+    """What all containers of one machine have in common; the host's name where there is none."""
+    return _BOOT_ID.read_text().strip() if is_there(_BOOT_ID) else socket.gethostname()
 
 
 def _inode(store: LocalStore) -> str:

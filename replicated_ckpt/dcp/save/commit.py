@@ -220,7 +220,8 @@ def _describe(
         metadata_bytes=len(raw_metadata),
         metadata_crc32c=crc32c(raw_metadata),
         nodes=tuple(
-            NodeEntry(node.node_id, node.host, node.domain, decision.ranks_of(node.node_id)) for node in decision.nodes
+            NodeEntry(node.node_id, node.host, node.domain, decision.ranks_of(node.node_id), node.boot_id)
+            for node in decision.nodes
         ),
         shards=shards,
         upload=upload,

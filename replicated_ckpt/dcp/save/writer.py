@@ -43,6 +43,7 @@ from replicated_ckpt.dcp.save.retention import Retaining
 from replicated_ckpt.dcp.save.shard_writer import ShardWriter
 from replicated_ckpt.dcp.save.writer_parts import WriterParts
 from replicated_ckpt.dcp.staging.stager import Stager, await_turn
+from replicated_ckpt.environment import DOMAIN_ENV
 from replicated_ckpt.errors import ConfigInvalid, StoreUnavailable
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.local.store import LocalStore
@@ -68,6 +69,7 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
             is killed; `wait` tells when they have. Shards that ranks write themselves are durable then; if all are, it
             is as with "peer".
         domain: failure domain of this node (rack, switch, zone); buddies are in different ones where possible.
+            None: REPLICATED_CKPT_DOMAIN, else its host.
         on_degraded: when a copy cannot be made during a save: "warn" (ReplicatedCkptWarning) and go on with fewer, or
             "raise" AckNotReached.
         overwrite: a save to an id that exists replaces that checkpoint, which loads until the new one is committed. A
@@ -130,7 +132,7 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
             check_root(root),
             copies=copies,
             ack=ack,
-            domain=domain,
+            domain=os.environ.get(DOMAIN_ENV) or None if domain is None else domain,
             on_degraded=on_degraded,
             overwrite=overwrite,
             object_store=object_store,

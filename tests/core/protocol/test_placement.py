@@ -6,12 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from replicated_ckpt.core.domains import list_domains
 from replicated_ckpt.core.protocol.placement import PlacedNode, Placement, intended_holders, place_copies
 from replicated_ckpt.errors import ConfigInvalid
 
 
 def nodes_of(domains: list[str | None]) -> list[PlacedNode]:
-    return [PlacedNode(f"n{index}", domain) for index, domain in enumerate(domains)]
+    return [PlacedNode(f"n{index}", (domain,) if domain else ()) for index, domain in enumerate(domains)]
 
 
 def groups_of(domains: list[str | None], copies: int) -> list[list[int]]:
@@ -67,6 +68,33 @@ def test_a_node_in_a_domain_of_its_own_is_no_obstacle() -> None:
 def test_one_domain_larger_than_its_share_is_reported() -> None:
     """Where buddies must share a domain, the placement says which nodes are weak."""
     assert set(place_copies(nodes_of(["A", "A", "A", "B"]), 2).shared_domain) == {"n1", "n2"}
+
+
+@pytest.mark.parametrize(
+    ("domain", "boots", "names", "shares"),
+    [
+        (None, "aabb", "aabb", 0),  # a disk for each GPU
+        (None, "aabb", "1234", 0),  # a container for each
+        ("zone", "aabb", "aabb", 4),  # one zone: its hosts are still kept apart
+        (None, "aaaa", "1122", 4),  # one machine: its containers are
+    ],
+)
+def test_without_domains_copies_are_on_different_hosts(domain: str | None, boots: str, names: str, shares: int) -> None:
+    """A host is a machine, whatever its containers are called; what cannot be apart by domain is apart by host."""
+    hosts = enumerate(zip(boots, names, strict=True))
+    nodes = [PlacedNode(f"n{index}", list_domains(domain, boot, name)) for index, (boot, name) in hosts]
+    placement = place_copies(nodes, 2)
+    assert placement.groups == (("n0", "n2"), ("n1", "n3"))
+    assert len(placement.shared_domain) == shares
+
+
+def test_a_named_domain_goes_before_the_host() -> None:
+    """Nodes that the user puts into different domains may be each other's buddies, on one host, too."""
+    places = enumerate(zip("1212", "aabb", strict=True))
+    nodes = [PlacedNode(f"n{index}", list_domains(f"rack-{rack}", boot, boot)) for index, (rack, boot) in places]
+    placement = place_copies(nodes, 2)
+    assert placement.groups == (("n0", "n1"), ("n2", "n3"))
+    assert placement.shared_domain == ()
 
 
 @pytest.mark.parametrize(

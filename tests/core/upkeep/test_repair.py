@@ -112,6 +112,20 @@ def test_domains_come_before_balance() -> None:
     assert copies(plan_repair({three.save_id: three}, views)) == [(shard(0), "d", ("a",))]
 
 
+def test_without_domains_a_new_copy_goes_to_another_host() -> None:
+    """The boot id of the newest save tells nodes of one host from others; two containers of it are one host."""
+    plain = manifest(1, {shard(0): ("a", "b")}, domains=dict.fromkeys("abcd", ""))
+    boots = {"a": "boot-1", "b": "boot-2", "c": "boot-1", "d": "boot-2"}
+    hosts = replace(plain, nodes=tuple(replace(node, boot_id=boots[node.node_id]) for node in plain.nodes))
+    views = [
+        NodeView("a", UP, (holding("a", hosts, shard(0)),)),
+        NodeView("b", GONE, None),
+        NodeView("c", UP, (holding("c", hosts),)),
+        NodeView("d", UP, (holding("d", hosts),)),
+    ]
+    assert copies(plan_repair({hosts.save_id: hosts}, views)) == [(shard(0), "d", ("a",))]
+
+
 def test_a_node_is_in_the_domain_that_its_newest_save_names() -> None:
     """One that was moved between two saves counts where it is now, for every node alike, and for copies of older saves.
 

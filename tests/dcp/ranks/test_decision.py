@@ -106,6 +106,35 @@ def test_weaknesses_are_said_in_words() -> None:
     assert list_weaknesses(decide([post("a"), post("b")], 2, "0" * 32), 2, [post("a"), post("b")]) == []
 
 
+def on_hosts(boots: str) -> list[SavePost]:
+    """Nodes n0, n1, ... on these hosts, each in a container of its own."""
+    return [post(f"n{number}", boot_id=boot) for number, boot in enumerate(boots)]
+
+
+def test_a_disk_for_each_rank_has_its_copies_on_another_host() -> None:
+    """Without domains: the buddy is on another host, and so is the node that takes its place; nothing is warned of."""
+    posts = on_hosts("aabbcc")
+    decision = decide(posts, 2, "0" * 32)
+    boots = {node.node_id: node.boot_id for node in decision.nodes}
+    assert all(boots[node] != boots[decision.buddies_of(node)[0]] for node in boots)
+    assert list_weaknesses(decision, 2, posts) == []
+    for lost in "abc":
+        left = replace(decision, unreached=tuple(node for node, boot in boots.items() if boot == lost))
+        kept = boots.keys() - {*left.unreached}
+        assert all(boots[node] != boots[left.buddies_of(node)[0]] for node in kept), f"host {lost} does not answer"
+
+
+@pytest.mark.parametrize(("boots", "hosts", "weak"), [("aaaa", "1 host", 4), ("aaab", "2 hosts", 2)])
+def test_copies_on_one_host_are_warned_of(boots: str, hosts: str, weak: int) -> None:
+    """With the number of hosts, and the way to name domains; where the user has named them, they count."""
+    posts = on_hosts(boots)
+    (said,) = list_weaknesses(decide(posts, 2, "0" * 32), 2, posts)
+    assert said.startswith(f"the 4 nodes of this save are on {hosts}: for {weak} of them two copies")
+    assert "REPLICATED_CKPT_DOMAIN" in said
+    named = [replace(each, node=replace(each.node, domain=f"rack {number}")) for number, each in enumerate(posts)]
+    assert list_weaknesses(decide(named, 2, "0" * 32), 2, named) == []
+
+
 def test_a_receipt_survives_the_blackboard() -> None:
     """What a rank wrote comes back as it was."""
     receipt = Receipt((ShardReceipt("__0_0.distcp", 5, 7, ("a", "b")),))

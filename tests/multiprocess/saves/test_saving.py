@@ -9,6 +9,7 @@ from torch.torch_version import TorchVersion
 
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.main import main
+from replicated_ckpt.environment import DOMAIN_ENV
 from tests.agent.agents import wait_for
 from tests.harness.cluster import Call, call
 from tests.marks import mark_long
@@ -117,6 +118,23 @@ def test_names_of_any_kind_work_on_all_nodes(cluster_of: ClusterOf, capsys: pyte
     said = capsys.readouterr().out  # the job is over, and its agents may have left
     assert "intact" in said or "all that was read is as it was saved" in said
     assert results.all_warnings == []
+
+
+def test_copies_on_one_host_are_warned_of_and_counted(
+    cluster_of: ClusterOf, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two roots on one machine without domains: one warning of the save, and `ls` and `status` count hosts."""
+    cluster = cluster_of(2, environment={DOMAIN_ENV: ""})
+    results = cluster.launch([save("step-1"), load("latest")], nodes=[0, 1])
+    (said,) = results.all_warnings
+    assert "the 2 nodes of this save are on 1 host" in said
+    root = str(cluster.nodes[0].root)
+    for verb in ("ls", "status"):
+        main([verb, "--root", root])
+        listed = capsys.readouterr().out
+        assert "2 of 2 nodes answered; 1 with copies of one shard on one host" in listed
+        assert ("2 of 2, on 1 host" in listed) == (verb == "ls")
+    assert main(["verify", "--root", root, "step-1"]) == ExitCode.OK
 
 
 def test_a_directory_that_is_there_on_some_nodes_is_saved_into(cluster_of: ClusterOf) -> None:
