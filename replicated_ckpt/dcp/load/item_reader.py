@@ -9,6 +9,7 @@ from replicated_ckpt.dcp.objects.values import UnknownName
 from replicated_ckpt.dcp.objects.weights_only import save_again
 from replicated_ckpt.dcp.runtime.torch_private import narrow
 from replicated_ckpt.dcp.tensors.container import TensorReader, other_tensor
+from replicated_ckpt.dcp.tensors.memory import copy_into
 from replicated_ckpt.errors import ConfigInvalid, ObjectCorrupt, ObjectUnsafe
 
 
@@ -49,8 +50,7 @@ class ItemReader:
             shapes = f"it has the shape {tuple(tensor.size())}, the metadata says {tuple(item.lengths)}"
             raise ObjectCorrupt(source, "load", name, shapes)
         target = target_of(item, planner)
-        with torch.no_grad():
-            target.copy_(tensor)  # a sparse or quantized one gets other parts: a detached view would, and not this one
+        copy_into(target, tensor)  # not a detached view: a sparse or quantized one gets other parts, the view would
         planner.commit_tensor(item, target.detach())
 
     def _tensor(self, raw: memoryview) -> torch.Tensor:
@@ -66,7 +66,7 @@ def target_of(item: ReadItem, planner: LoadPlanner) -> torch.Tensor:
     """The planner's tensor for an item.
 
     Raises:
-        ConfigInvalid: it has another shape than the planner asked for.
+        ConfigInvalid: it has another shape than the planner asked for, or several of its elements share memory.
     """
     target = planner.resolve_tensor(item)
     name, asked, given = item.storage_index.fqn, tuple(item.lengths), tuple(target.size())
@@ -75,5 +75,11 @@ def target_of(item: ReadItem, planner: LoadPlanner) -> torch.Tensor:
             f"The planner {type(planner).__qualname__} asked for {asked} of {name!r}, and its resolve_tensor returned a "
             f"tensor of the shape {given}.",
             "Correct the planner: its resolve_tensor must return the shape read_item.lengths. The checkpoint is intact.",
+        )
+    is_strided = target.layout is torch.strided
+    if is_strided and any(step == 0 and size > 1 for size, step in zip(given, target.stride(), strict=True)):
+        what = f"The tensor given for {name!r} has elements that share memory, as expand() makes them"
+        raise ConfigInvalid(
+            f"{what}: nothing can be loaded into it.", "Give the load its clone(), or one made by empty()."
         )
     return target

@@ -9,7 +9,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from replicated_ckpt.core.reading.source_order import ByteRange
 from replicated_ckpt.dcp.runtime.torch_private import narrow
 from replicated_ckpt.dcp.tensors.container import is_plain
-from replicated_ckpt.dcp.tensors.memory import memory_of, tensor_over
+from replicated_ckpt.dcp.tensors.memory import copy_into, memory_of, tensor_over
 from replicated_ckpt.dcp.tensors.pinned import PinnedCopies
 from replicated_ckpt.dcp.tensors.stored_tensor import StoredTensor
 from replicated_ckpt.stores.files.address import address_of
@@ -84,7 +84,7 @@ class Rows:
             rows = tensor_over(self._gathered[: self._filled], self._dtype)
             rows = rows.view(count, *self._row_shape)
             rows = narrow(rows, (0, *self._offsets), (count, *self._lengths))
-            self._target.narrow(0, self._row, count).copy_(rows)
+            copy_into(self._target.narrow(0, self._row, count), rows)
         self._row += count
         self._filled = 0
 

@@ -46,6 +46,15 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(memory).cast("B")
 
 
+def copy_into(target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool = False) -> None:
+    """Copies in place, without autograd; torch lets one made in inference mode be changed in that mode alone."""
+    with (
+        torch.inference_mode(target.is_inference()),
+        torch.no_grad(),
+    ):  # in this order: the first one turns grad on again
+        target.copy_(source, non_blocking=non_blocking)
+
+
 def window_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """A contiguous tensor for the window of a conversion: its memory goes back to the system as soon as it is let go.
 

@@ -5,7 +5,7 @@ import threading
 
 import torch
 
-from replicated_ckpt.dcp.tensors.memory import memory_of
+from replicated_ckpt.dcp.tensors.memory import copy_into, memory_of
 from replicated_ckpt.stores.files.address import address_of
 
 BUFFER_BYTES = 4 << 20
@@ -48,7 +48,7 @@ class PinnedRing:
             buffer, event = self._buffers[self._next], self._events[self._next]
             with torch.cuda.stream(self.stream):
                 target = self._target[self._start : self._start + self._filled]
-                target.copy_(buffer[: self._filled], non_blocking=True)
+                copy_into(target, buffer[: self._filled], non_blocking=True)
                 event.record(self.stream)
             target.record_stream(self.stream)
             self._next = (self._next + 1) % _BUFFERS

@@ -2,6 +2,7 @@
 
 import os
 import traceback
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,48 @@ def test_what_a_target_is_like_does_not_matter(tmp_path: Path) -> None:
     for name, target in targets.items():
         dcp.load({"t": target}, checkpoint_id="step-1", storage_reader=ReplicatedReader(tmp_path))
         assert torch.equal(target, numbered().to(target.dtype)), name
+
+
+class Tagged(torch.Tensor):
+    """A class of the user's."""
+
+
+TARGETS: dict[str, Callable[[torch.dtype, int], torch.Tensor]] = {
+    "leaf": lambda dtype, rows: torch.zeros(rows, 2, dtype=dtype, requires_grad=True),
+    "part of a leaf": lambda dtype, rows: torch.zeros(2, rows, 2, dtype=dtype, requires_grad=True).unbind()[1],
+    "with gaps": lambda dtype, rows: torch.zeros(rows, 2, 2, dtype=dtype)[:, 0],
+    "transposed": lambda dtype, rows: torch.zeros(2, rows, dtype=dtype).t(),
+    "class of its own": lambda dtype, rows: torch.zeros(rows, 2, dtype=dtype).as_subclass(Tagged),
+}
+
+
+@pytest.mark.parametrize("is_inference", [False, True])
+@pytest.mark.parametrize("kind", TARGETS)
+def test_a_target_is_written_in_place_as_stock_does(tmp_path: Path, kind: str, is_inference: bool) -> None:
+    """One of autograd's, one made in inference mode, one with gaps: whatever its size and type, it gets the values."""
+    sizes = {"small": 5, "window": 3000, "large": 600_000}
+    stored = {
+        name: torch.arange(rows * 2, dtype=torch.float32).remainder(100).view(-1, 2) for name, rows in sizes.items()
+    }
+    dcp.save(stored, checkpoint_id="step-1", storage_writer=ReplicatedWriter(tmp_path, copies=1))
+    for dtype in (torch.float32, torch.bfloat16):
+        with torch.inference_mode(is_inference):
+            targets = {name: TARGETS[kind](dtype, rows) for name, rows in sizes.items()}
+        dcp.load(targets, checkpoint_id="step-1", storage_reader=ReplicatedReader(tmp_path))
+        assert all(torch.equal(targets[name].detach(), stored[name].to(dtype)) for name in sizes)
+
+
+@pytest.mark.parametrize("rows", [5, 600_000])
+def test_a_target_with_several_elements_at_one_place_is_refused(tmp_path: Path, rows: int) -> None:
+    """Whatever its size: each row would overwrite the one before."""
+    stored = torch.arange(3 * rows, dtype=torch.float32).view(3, rows)
+    saved(tmp_path, stored)
+    with pytest.raises(CheckpointException, match=r"expand.*: nothing can be loaded into it"):
+        dcp.load(
+            {"t": torch.zeros(1, rows).expand(3, rows)},
+            checkpoint_id="step-1",
+            storage_reader=ReplicatedReader(tmp_path),
+        )
 
 
 def test_what_was_stored_does_not_matter(tmp_path: Path) -> None:
