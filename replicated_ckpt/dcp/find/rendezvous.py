@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from replicated_ckpt.agent.peers.address_book import PeerBook
-from replicated_ckpt.agent.start.launch import is_only_read
+from replicated_ckpt.agent.start.launch import can_hold_agent, is_only_read
 from replicated_ckpt.agent.state.endpoint import listening_endpoint
 from replicated_ckpt.config import NEWEST_LINEAGE
 from replicated_ckpt.core.inventory import Holding
@@ -185,6 +185,8 @@ def _remember(store: LocalStore, survey: Survey) -> Survey:
 def _alone(
     store: LocalStore, world: World, given_id: str | os.PathLike[str] | None, bucket: Bucket | None, lineage: str
 ) -> Survey:
+    if not isinstance(store, EmptyStore) and can_hold_agent(store):
+        store.check_claimable()  # as where several ranks load: a save would be refused
     own, peers, checkpoint_id = store.read_node_id(), _known_peers(store), _resolve_id(store, given_id, world)
     agent = None if is_only_read(store) else listening_endpoint(store.root_agent_directory())
 

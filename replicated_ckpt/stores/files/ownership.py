@@ -24,21 +24,40 @@ _UID_MAP = Path("/proc/self/uid_map")
 def check_root(root: Path) -> None:
     """The root is this user's, and no other user can have put another directory, or a link, in its place.
 
-    A user who can write a directory can rename what lies in it, unless it is sticky, as /tmp is.
+    A user who can write a directory can rename what lies in it, unless it is sticky, as /tmp is. The root may be the host's
+    root's, where this user can write it: kubelet makes volumes with fsGroup so.
 
     Raises:
         StoreDenied: it is not, naming the path, its owner and its mode. OSError
     """
+    resolved = _check_above(root, root)
+    status = resolved.stat()
+    _check_owner(root, resolved, status, _owners_of_root(resolved))
+    _check_mode(root, resolved, status)
+
+
+def _check_above(root: Path, there: Path) -> Path:
+    """Each step on the way to a directory; returns what it is without links."""
     resolved, owners = Path("/"), _owners_above()
-    for path, status in _steps(root):
+    for path, status in _steps(there):
         _check_owner(root, path, status, owners)
         if not stat.S_ISLNK(status.st_mode):
             resolved = path
             if not status.st_mode & stat.S_ISVTX:
-                _check_mode(root, path, status, "; or use a root elsewhere")
-    status = resolved.stat()
-    _check_owner(root, resolved, status, {os.geteuid()})
-    _check_mode(root, resolved, status, "; or use a directory in it as the root, which is then made")
+                _check_mode(root, path, status)
+    return resolved
+
+
+def check_claimable(root: Path) -> None:
+    """Raises what `claim_root` will, before anything is written, and also where the root is still to be made."""
+    there = root
+    while not is_there(there):
+        there = there.parent
+    if there == root:
+        if not _is_open_and_empty(root):
+            check_root(root)
+    else:
+        _check_above(root, there)
 
 
 def claim_root(root: Path) -> None:
@@ -57,7 +76,7 @@ def claim_root(root: Path) -> None:
 def find_other_owner(root: Path) -> str | None:
     """The user whose store it is, where that is not this process's; None where it is, or all users are believed."""
     uid = root.stat().st_uid
-    return None if uid == os.geteuid() or _is_trusted() else _user(uid)
+    return None if uid in _owners_of_root(root) or _is_trusted() else _user(uid)
 
 
 def make_private(root: Path, directory: Path, checked: os.stat_result | None = None) -> os.stat_result:
@@ -80,7 +99,7 @@ def make_private(root: Path, directory: Path, checked: os.stat_result | None = N
     if not stat.S_ISDIR(status.st_mode):
         raise _denial(root, directory, status, "it is no directory", f"Remove {directory}; it is made again.")
     _check_owner(root, directory, status, {os.geteuid()})
-    _check_mode(root, directory, status, "")
+    _check_mode(root, directory, status)
     with os.scandir(directory) as entries:
         for entry in entries:
             try:
@@ -162,8 +181,8 @@ def _share(root: Path) -> None:
         return
     gid = _gid(name)
     status = root.stat()
-    if status.st_gid == gid and stat.S_IMODE(status.st_mode) == SHARED_MODE:
-        return
+    if status.st_gid == gid and (stat.S_IMODE(status.st_mode) == SHARED_MODE or status.st_uid != os.geteuid()):
+        return  # also where it is root's, as a volume with fsGroup is
     try:
         os.chown(root, -1, gid)
         root.chmod(SHARED_MODE)
@@ -200,7 +219,7 @@ def _check_file(root: Path, path: Path, status: os.stat_result) -> None:
         raise _denial(root, path, status, "it is no plain file", f"Remove {path}; it is made again.")
     _check_owner(root, path, status, {os.geteuid()})
     if stat.S_ISREG(status.st_mode):
-        _check_mode(root, path, status, "")
+        _check_mode(root, path, status)
 
 
 def _check_owner(root: Path, path: Path, status: os.stat_result, owners: set[int]) -> None:
@@ -213,25 +232,38 @@ def _check_owner(root: Path, path: Path, status: os.stat_result, owners: set[int
         raise _denial(root, path, status, why, hint)
 
 
-def _check_mode(root: Path, path: Path, status: os.stat_result, otherwise: str) -> None:
+def _check_mode(root: Path, path: Path, status: os.stat_result) -> None:
     open_to = status.st_mode & _OTHERS_WRITE
     if open_to & stat.S_IWGRP and _is_group_trusted(status):
         open_to &= ~stat.S_IWGRP
     if open_to and not _is_trusted():
-        hint = (
-            f"Look at what lies in it, then `chmod go-w {path}`{otherwise}. {TRUST_ROOT_ENV}=1 believes all users of "
-            "this host."
-        )
-        raise _denial(root, path, status, "other users can write it", hint)
+        raise _denial(root, path, status, "other users can write it", _advise_on_mode(path, status, open_to))
+
+
+def _advise_on_mode(path: Path, status: os.stat_result, open_to: int) -> str:
+    """What this user can do, who may not be the owner: kubelet's volumes are root's."""
+    if os.geteuid() in (0, status.st_uid):
+        inside = "in it" if status.st_mode & stat.S_ISVTX else "elsewhere"
+        step = f"Look at what lies in it, then `chmod go-w {path}`; or use a root {inside}. {TRUST_ROOT_ENV}=1 believes all"
+        return f"{step} users of this host."
+    if not open_to & stat.S_IWOTH:
+        gid = status.st_gid
+        return f"If all members of group {gid} may write in {path}, set {GROUP_ENV}={gid}; else use a root elsewhere."
+    if status.st_mode & stat.S_ISVTX:
+        return f"Use a directory in {path} as the root; it is made."
+    return (
+        f"If no other user can reach {path}, as this pod's emptyDir, set {TRUST_ROOT_ENV}=1; else use a root elsewhere."
+    )
 
 
 def _is_group_trusted(status: os.stat_result) -> bool:
     """Whether it is the owner's own group, as systems make it that let groups write by default, or the one that is named.
 
-    Group 0 belongs to no user: containers run processes of any user in it.
+    Of a directory of root's, as a volume with fsGroup is, it is this user's own. Group 0 belongs to no user: containers run
+    processes of any user in it.
     """
     name = os.environ.get(GROUP_ENV)
-    return (0 != status.st_gid == status.st_uid) or bool(name and status.st_gid == _gid(name))
+    return (0 != status.st_gid == (status.st_uid or os.geteuid())) or bool(name and status.st_gid == _gid(name))
 
 
 def _denial(root: Path, path: Path, status: os.stat_result, why: str, hint: str) -> StoreDenied:
@@ -241,6 +273,11 @@ def _denial(root: Path, path: Path, status: os.stat_result, why: str, hint: str)
 
 def _is_trusted() -> bool:
     return is_switched_on(TRUST_ROOT_ENV)
+
+
+def _owners_of_root(root: Path) -> set[int]:
+    """Who may own a root: this user, and the host's root where this user can write there."""
+    return {os.geteuid(), 0} if os.access(root, os.W_OK) else {os.geteuid()}
 
 
 def _owners_above() -> set[int]:

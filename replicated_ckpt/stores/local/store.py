@@ -12,6 +12,7 @@ from replicated_ckpt.core.layout import (
     AGENT_DIR,
     INCOMING_DIR,
     MANIFEST_NAME,
+    NODE_NAME,
     REPLACED_DIR,
     STAGING_DIR,
     TRASH_DIR,
@@ -40,7 +41,7 @@ from replicated_ckpt.stores.files.durable import (
 )
 from replicated_ckpt.stores.files.existence import is_directory, is_there, list_prefixed
 from replicated_ckpt.stores.files.locks import HeldLock, exclusive
-from replicated_ckpt.stores.files.ownership import make_private
+from replicated_ckpt.stores.files.ownership import check_claimable, make_private
 from replicated_ckpt.stores.files.plain import open_plain
 from replicated_ckpt.stores.local.directories.catalog import Catalog
 from replicated_ckpt.stores.local.directories.given_up import GivenUpNotes, SavedOverNotes
@@ -104,6 +105,11 @@ class LocalStore:
                 check_place(self.root)
             self._private = make_private(self.root, path, self._private)
         return path
+
+    def check_claimable(self) -> None:
+        """Raises StoreDenied where `agent_directory` would, as another user can write the root; nothing is made."""
+        with translate_errors(str(self.root), "look at", NODE_NAME):
+            check_claimable(self.root)
 
     def root_agent_directory(self) -> Path:
         """Where the agent's directory is or would be."""

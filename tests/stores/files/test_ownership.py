@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
-from replicated_ckpt import ReplicatedReader, ReplicatedWriter
+from replicated_ckpt import CheckpointManager, ReplicatedReader, ReplicatedWriter
 from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.agent.state.endpoint import read_endpoint
+from replicated_ckpt.cli.main import main
 from replicated_ckpt.config import AgentConfig
 from replicated_ckpt.core.layout import AGENT_DIR
 from replicated_ckpt.environment import PLAIN_ENV, TRUST_ROOT_ENV, is_switched_on
@@ -316,6 +318,48 @@ def test_the_first_save_into_an_empty_root_that_others_can_write_makes_it_privat
     root.chmod(0o777)
     saved(root)
     assert stat.S_IMODE(root.stat().st_mode) == 0o700
+
+
+def saves_and_restores(root: Path, advice: dict[str, str]) -> bool:
+    """What a manager does in a pod. With `advice` it is refused at first, by `restore` and `save` alike, with that hint."""
+    state = {"a": torch.arange(9)}
+    if advice:
+        with CheckpointManager(root, copies=1, preempt_on=()) as manager:
+            with pytest.raises(StoreDenied) as restored:
+                manager.restore(state)
+            with pytest.raises(CheckpointException, match="StoreDenied") as saved:
+                manager.save(1, state)
+        assert all(f"{name}={value}" in str(restored.value.hint) for name, value in advice.items())
+        assert str(saved.value.failures[0][0].hint) == restored.value.hint
+        assert not (root / "node.json").exists()
+    os.environ.update(advice)
+    with CheckpointManager(root, copies=1, preempt_on=()) as manager:
+        assert manager.restore(state) is None
+        manager.save(1, state)
+        assert manager.restore(state) == 1
+    return main(["verify", "--root", str(root), "step-1"]) == 0
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:torch")
+@pytest.mark.parametrize(
+    ("group", "mode", "advice"),
+    [
+        (4321, 0o2775, {}),  # fsGroup is the user's own
+        (STRANGERS, 0o2775, {GROUP_ENV: str(STRANGERS)}),  # fsGroup is another one
+        (0, 0o777, {TRUST_ROOT_ENV: "1"}),  # emptyDir
+        (STRANGERS, 0o2777, {TRUST_ROOT_ENV: "1"}),  # emptyDir with fsGroup
+    ],
+)
+@pytest.mark.parametrize("below", ["", "ckpt"])
+def test_a_volume_of_kubelets_is_used_or_refused_with_what_helps(
+    reachable: Path, group: int, mode: int, advice: dict[str, str], below: str
+) -> None:
+    """It is root's, and its user is not: the first question has the answer of the save, and the hint can be followed."""
+    volume = reachable / "volume"
+    volume.mkdir()
+    os.chown(volume, 0, group)
+    volume.chmod(mode)
+    assert as_user(4321, group or 4321, lambda: saves_and_restores(volume / below, advice))
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:torch")
