@@ -51,6 +51,7 @@ from replicated_ckpt.core.upkeep.policy import Standing
 from replicated_ckpt.errors import ReplicatedCkptError, StoreDenied
 from replicated_ckpt.stores.files.durable import remove_broken_off_writes, translate_errors
 from replicated_ckpt.stores.files.locks import FileLock, holder_of, is_stopped
+from replicated_ckpt.stores.local.identity import FRESH_IDENTITY
 from replicated_ckpt.stores.local.room_to_start import keep_room_to_start, lacks_room_to_start, make_room_to_start
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.versions.recycled import try_room
@@ -88,6 +89,7 @@ class Agent:
         lock = self._take_root(directory)
         with translate_errors(str(store.root), "start", "agent"):
             remove_broken_off_writes(directory)
+            remove_broken_off_writes(store.root, FRESH_IDENTITY)
         make_room_to_start(store.root)
         self._service = NodeService(store, check_direct_io(self.config.direct_io), self.config.nice)
         completed = self._service.recover()

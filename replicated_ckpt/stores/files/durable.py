@@ -209,9 +209,12 @@ def set_mode(fd: int, mode: int) -> None:
             raise OSError(errno.EOPNOTSUPP, problem) from exc
 
 
-def remove_broken_off_writes(directory: Path) -> None:
-    """Removes what `write_file` left in a directory when its process was killed. A process that runs keeps its own."""
-    for path in directory.glob("*.tmp"):
+def remove_broken_off_writes(directory: Path, of: str = "") -> None:
+    """Removes what `write_file` left when its process was killed, under names that begin so.
+
+    A running process keeps its own.
+    """
+    for path in directory.glob(f"{of}*.tmp"):
         pid = path.stem.rpartition(".")[2]
         if pid.isdecimal() and not is_there(f"/proc/{pid}"):
             path.unlink(missing_ok=True)

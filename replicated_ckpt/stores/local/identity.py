@@ -15,6 +15,9 @@ from replicated_ckpt.stores.files.renames import rename_if_free
 from replicated_ckpt.stores.local.directories.roots import check_is_apart, read_identity
 from replicated_ckpt.stores.local.room_to_start import keep_room_to_start
 
+FRESH_IDENTITY = f".{NODE_NAME}."
+"""So begins the name under which an identity is written first."""
+
 
 def ensure_identity(root: Path) -> str:
     """The identity of the store under `root`, made if there is none; racing callers get the same one. It is durable.
@@ -28,7 +31,7 @@ def ensure_identity(root: Path) -> str:
             check_place(root)
             _make_directory(root)
             claim_root(root)
-            fresh = path.with_name(f".{NODE_NAME}.{uuid.uuid4().hex}")
+            fresh = path.with_name(f"{FRESH_IDENTITY}{uuid.uuid4().hex}.{os.getpid()}.tmp")
             write_file(fresh, json.dumps({"node_id": uuid.uuid4().hex[:12]}).encode())
             try:
                 _name_if_free(fresh, path)

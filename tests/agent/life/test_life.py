@@ -63,6 +63,21 @@ def test_an_idle_agent_first_settles_what_ranks_have_left(tmp_path: Path, monkey
     assert list((tmp_path / ".staging").iterdir()) == []
 
 
+def test_what_a_killed_first_start_has_left_is_removed(tmp_path: Path) -> None:
+    """Killed before its identity had its name: the next agent removes the file, and none of the user's."""
+    rank = os.fork()
+    if rank == 0:
+        os.link = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+        LocalStore(tmp_path).node_id()
+    os.waitpid(rank, 0)
+    (tmp_path / f"mine.{rank}.tmp").touch()
+    assert len(list(tmp_path.iterdir())) == 2
+    with signals_given_back():
+        life.Agent(AgentConfig(str(tmp_path), idle_exit_s=0.1, round_every_s=0.2)).run()
+    left = {path.name for path in tmp_path.iterdir()} - {"node.json", ".agent"}
+    assert [name for name in left if "node.json" in name or name.endswith(".tmp")] == [f"mine.{rank}.tmp"]
+
+
 def test_a_store_that_is_another_node_has_other_tokens(tmp_path: Path) -> None:
     """`node.json` came back from a backup, or was removed alone: else each answer would be taken for the former node's."""
     before = next_identity(tmp_path, "a" * 12)
