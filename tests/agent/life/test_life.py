@@ -67,7 +67,7 @@ def test_what_a_killed_first_start_has_left_is_removed(tmp_path: Path) -> None:
     """Killed before its identity had its name: the next agent removes the file, and none of the user's."""
     rank = os.fork()
     if rank == 0:
-        os.link = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+        os.link = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         LocalStore(tmp_path).node_id()
     os.waitpid(rank, 0)
     (tmp_path / f"mine.{rank}.tmp").touch()

@@ -330,7 +330,7 @@ def saves_and_restores(root: Path, advice: dict[str, str]) -> bool:
             with pytest.raises(CheckpointException, match="StoreDenied") as saved:
                 manager.save(1, state)
         assert all(f"{name}={value}" in str(restored.value.hint) for name, value in advice.items())
-        assert str(saved.value.failures[0][0].hint) == restored.value.hint
+        assert str(restored.value.hint) in str(saved.value.failures[0][0])
         assert not (root / "node.json").exists()
     os.environ.update(advice)
     with CheckpointManager(root, copies=1, preempt_on=()) as manager:
