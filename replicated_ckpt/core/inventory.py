@@ -87,8 +87,9 @@ class SaveFound:
     sequence: int
     holdings: tuple[Holding, ...]
 
-    @property
+    @cached_property
     def version(self) -> Version:
+        """What orders it among others; kept, as a plan asks a dozen times for each of all checkpoints."""
         created = max((holding.version.order[1] for holding in self.holdings), default=0.0)
         lineage = next((holding.lineage for holding in self.holdings), "")
         return Version(lineage, self.sequence, created, self.save_id)

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from replicated_ckpt.core.inventory import Holding, SaveFound
 from replicated_ckpt.core.lineage import Version
@@ -29,16 +30,16 @@ class SeenSave:
     with_metadata: frozenset[str]
     assumed_metadata: frozenset[str]
 
-    @property
+    @cached_property
     def version(self) -> Version:
         return replace(self.found.version, replaces=self.manifest.replaces)
 
-    @property
+    @cached_property
     def is_whole(self) -> bool:
         """Whether every shard and the metadata were seen intact: only such a save may take the place of another."""
         return bool(self.with_metadata) and all(self.intact[shard] for shard in self.manifest.shards)
 
-    @property
+    @cached_property
     def may_be_whole(self) -> bool:
         """Whether it is whole once it is mended, and the nodes that do not answer are back."""
         has_metadata = bool(self.with_metadata or self.assumed_metadata)

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cached_property
 
 from replicated_ckpt.core.domains import find_shared
 from replicated_ckpt.core.inventory import Holding, SaveFound, saves_found
@@ -85,7 +86,7 @@ class _Checkpoint:
     unmanaged: frozenset[str] = frozenset()
     left: frozenset[str] = frozenset()
 
-    @property
+    @cached_property
     def lineages(self) -> Mapping[str, Sequence[SeenSave]]:
         """The saves that no whole one replaces, by lineage, newest first; the lineage that was saved last comes first."""
         whole = [save.version for save in self.saves if save.is_whole]
@@ -96,7 +97,7 @@ class _Checkpoint:
             by_lineage.setdefault(save.version.lineage, []).append(save)
         return by_lineage
 
-    @property
+    @cached_property
     def overtaken(self) -> frozenset[str]:
         """Saves that give way to one of another lineage once that one is seen whole."""
         return frozenset(save_id for save in self.saves if save.may_be_whole for save_id in save.manifest.replaces)
