@@ -207,15 +207,6 @@ class RankFailed(ReplicatedCkptError):
     default_hint = "Look at the log of that rank: it has the error with its traceback."
 
 
-class JobSecretMismatch(ReplicatedCkptError):
-    """What lies on the c10d store was written without the job's secret, or with another one; it was not believed."""
-
-    default_hint = (
-        "Give all ranks of the job the same REPLICATED_CKPT_JOB_SECRET (or ..._SECRET_FILE), or none of them any. If they "
-        "have the same, something else writes to this job's c10d store."
-    )
-
-
 class UploadFailed(ReplicatedCkptError):
     """A checkpoint is not in the object store, and waiting longer does not help or was not asked for. Its copies stand."""
 

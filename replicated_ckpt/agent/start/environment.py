@@ -5,8 +5,6 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from replicated_ckpt.environment import JOB_SECRET_ENV, JOB_SECRET_FILE_ENV
-
 _PREFIXES = ("REPLICATED_CKPT_", "LC_")
 _PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")
 _NAMES = {
@@ -24,11 +22,7 @@ _DEPENDENCIES = ("fastcrc", "cryptography", "fsspec", "s3fs")
 
 def agent_environment() -> dict[str, str]:
     """The variables of this process that its agent gets."""
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if (name in _NAMES or name.startswith(_PREFIXES)) and name not in (JOB_SECRET_ENV, JOB_SECRET_FILE_ENV)
-    }
+    return {name: value for name, value in os.environ.items() if name in _NAMES or name.startswith(_PREFIXES)}
 
 
 def isolated_python() -> list[str]:

@@ -3,7 +3,6 @@
 No collective of ours is added: DCP's own order the messages. On a save every rank writes its post before it hands in its
 local plan, and the coordinator decides before it hands out the global one, so what is read is there. On a load the ranks
 meet with a deadline. A nonce in every post, repeated in the decision, makes sure that no rank acts on an earlier call's.
-With a job secret each post, and each note of a decision, carries a mark that only the job's processes can make.
 """
 
 import contextlib
@@ -20,7 +19,6 @@ from typing import Any
 import torch.distributed as dist
 
 from replicated_ckpt.agent.requests.releases import check_rank
-from replicated_ckpt.dcp.c10d.job_secret import Seal, split
 from replicated_ckpt.dcp.c10d.kept_decisions import STAYS, KeptDecisions
 from replicated_ckpt.dcp.c10d.once_per_node import read_once_per_node
 from replicated_ckpt.dcp.c10d.posted_error import pack_error, unpack_error
@@ -64,18 +62,16 @@ class Blackboard:
         rank: int,
         size: int,
         find_lost: Callable[[], Sequence[int]] = tuple,
-        seal: Seal | None = None,
         kept: KeptDecisions | None = None,
         find_stopped: Callable[[], Mapping[int, int]] = dict,
     ) -> None:
-        """`find_lost`: the ranks whose processes are known to have ended. `seal`: the job secret's; None: there is none.
+        """`find_lost`: the ranks whose processes are known to have ended.
 
         `kept`: what this rank has of earlier decisions on this process group. `find_stopped`: the ranks of this host
         whose processes are stopped.
         """
         self._kept = kept or KeptDecisions()
         self.find_lost, self.find_stopped = find_lost, find_stopped
-        self._seal = seal or Seal()
         self._store: Any = store  # its stub lacks methods that are there since torch 2.7, and that values may be bytes
         self._rank = rank
         self._size = size
@@ -100,8 +96,8 @@ class Blackboard:
         """Replaces this rank's post, if it has not been answered."""
         said = {**self._kept.describe_known(topic), "nonce": nonce, "release": RELEASE}
         key, raw = f"{topic}/{self._rank}", encode({**fields, **said})
-        self._posted[topic] = self._seal.mark(key, raw) + raw
-        self._write(key, self._posted[topic])
+        self._posted[topic] = raw
+        self._write(key, raw)
 
     def withdraw(self, topic: str) -> None:
         """Takes this rank's post back: it does not wait any more, and a later call is not to be answered with it."""
@@ -121,8 +117,7 @@ class Blackboard:
 
         Raises:
             RankFailed: a rank that did not post has ended. MeetingFailed: naming the ranks that did not post within
-            `deadline_s`. JobSecretMismatch, ConfigInvalid, PeerProtocolError: a post is not believed. Others: a rank
-            posted that error.
+            `deadline_s`. ConfigInvalid, PeerProtocolError: a post is not believed. Others: a rank posted that error.
         """
         return all_present(*self.collect(topic, deadline_s, stale))
 
@@ -173,18 +168,16 @@ class Blackboard:
         keys = [f"{topic}/{rank}" for rank in ranks]
         with reaching_store():
             if self._store.check(keys):
-                for rank, sealed in zip(ranks, self._all_of(keys), strict=True):
-                    yield rank, self._open(topic, rank, sealed)
+                for rank, raw in zip(ranks, self._all_of(keys), strict=True):
+                    yield rank, self._open(topic, rank, raw)
             elif one_by_one:
                 for rank, key in zip(ranks, keys, strict=True):
                     if self._store.check([key]):
                         yield rank, self._open(topic, rank, self._store.get(key))
 
-    def _open(self, topic: str, rank: int, sealed: bytes) -> dict[str, Any]:
+    def _open(self, topic: str, rank: int, raw: bytes) -> dict[str, Any]:
         key = f"{topic}/{rank}"
-        mark, raw = split(sealed)
         try:
-            self._seal.check(key, raw, mark)
             fields = _decode(key, raw)
             if not isinstance(fields.get("nonce"), str):
                 raise PeerProtocolError(f"{key!r} on the c10d store is no post.", _FOREIGN)
@@ -208,7 +201,7 @@ class Blackboard:
 
         Each rank then gets a note of its own that the decision is there, the nonce that it waits for: what is looked at
         again and again is small, and the decision, which may be large, is read once; once for all ranks of a node that
-        `share_in` one place. The mark of a note is that of both. A rank without a post finds that it was not waited for,
+        `share_in` one place. A rank without a post finds that it was not waited for,
         and by its `stale` nonce that its next post is meant.
         """
         raw = self._encode(topic, posts, fields, stays)
@@ -217,8 +210,7 @@ class Blackboard:
         notes: dict[str, str] = {}
         for rank, post in enumerate(posts):
             kind, nonce = ("absent", str(before[rank])) if post is None else ("decided", str(post["nonce"]))
-            key, signed = f"{topic}/{kind}/{rank}", nonce + digest
-            notes[key] = signed + self._seal.mark(key, signed.encode()).decode()
+            notes[f"{topic}/{kind}/{rank}"] = nonce + digest
         with reaching_store():
             if self._store.has_extended_api():
                 self._store.multi_set(list(notes), list(notes.values()))
@@ -247,7 +239,7 @@ class Blackboard:
 
         Raises:
             RankFailed: a rank's process has ended, and no decision comes. MeetingFailed: none came within `deadline_s`.
-            JobSecretMismatch, ConfigInvalid: it is not believed. PeerProtocolError: nor that, or this rank's post is gone.
+            PeerProtocolError: it is not believed, or this rank's post is gone.
         """
         with self.waiting(deadline_s) as wait:
             return self._await_decision(topic, nonce, wait, deadline_s, before)
@@ -374,9 +366,7 @@ class Blackboard:
             sha256, size = _parse_digest(note[len(nonce) :])
             node = self._node if size >= PACKED_FROM_BYTES else None
             raw = read_once_per_node(node, sha256, lambda: bytes(self._store.get(f"{topic}/decision")))
-        signed = (nonce + _digest(raw)).encode()
-        self._seal.check(key, signed, note[len(signed) :])
-        if not note.startswith(signed):
+        if note != (nonce + _digest(raw)).encode():
             raise MeetingFailed(f"This rank was too late to read what was decided about this {topic}.", _LATE_RANK)
         return self._kept.complete(topic, raw, _decode(f"{topic}/decision", raw))
 

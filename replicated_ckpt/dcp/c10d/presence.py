@@ -16,10 +16,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from replicated_ckpt.dcp.c10d.job_secret import Seal, split
 from replicated_ckpt.dcp.c10d.waiting import AnsweringStore
 from replicated_ckpt.dcp.runtime.torch_private import default_store
-from replicated_ckpt.errors import ConfigInvalid, RankFailed, ReplicatedCkptError
+from replicated_ckpt.errors import ConfigInvalid, RankFailed
 from replicated_ckpt.stores.files.locks import is_stopped, state_and_start
 from replicated_ckpt.wording import list_some
 
@@ -61,8 +60,7 @@ class Presence:
     Safe for concurrent use: an asynchronous save and a load look at once.
     """
 
-    def __init__(self, store: "dist.Store", rank: int, seal: Seal | None = None) -> None:
-        self._seal = seal or Seal()
+    def __init__(self, store: "dist.Store", rank: int) -> None:
         self._store = AnsweringStore(_PREFIX, store)
         self._rank = rank
         self._host: str | None = None
@@ -101,8 +99,7 @@ class Presence:
         return {mate.rank: mate.pid for mate in list(self._mates.values()) if mate.is_stopped()}
 
     def _append(self, name: str, process: Process) -> None:
-        key, raw = f"{name}/{self._store.add(name, 1)}", json.dumps(asdict(process)).encode()
-        self._store.set(key, self._seal.mark(key, raw) + raw)
+        self._store.set(f"{name}/{self._store.add(name, 1)}", json.dumps(asdict(process)).encode())
 
     def _read(self, name: str, done: int, found: dict[int, Process]) -> int:
         """Adds the entries after the first `done`; returns how many are read now. One that is being written comes later."""
@@ -110,12 +107,10 @@ class Presence:
         while done < count and self._store.check([f"{name}/{done + 1}"]):
             done += 1
             key = f"{name}/{done}"
-            mark, raw = split(self._store.get(key))
             try:
-                self._seal.check(key, raw, mark)
-                process = Process(**json.loads(raw))
+                process = Process(**json.loads(self._store.get(key)))
                 found[process.rank] = process
-            except (ReplicatedCkptError, ValueError, TypeError, RecursionError) as exc:
+            except (ValueError, TypeError, RecursionError) as exc:
                 log.warning("what %r on the c10d store says about a process is not believed: %s", key, exc)
         return done
 
@@ -156,7 +151,7 @@ class _Known:
     def presence(self) -> Presence:
         group = dist.group.WORLD
         if self._presence is None or self._group() is not group:
-            self._presence = Presence(default_store(), dist.get_rank(), Seal.of_job("presence"))
+            self._presence = Presence(default_store(), dist.get_rank())
             self._presence.announce()
             self._group = weakref.ref(group)
         return self._presence

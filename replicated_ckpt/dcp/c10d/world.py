@@ -11,7 +11,6 @@ from typing import Any
 import torch.distributed as dist
 
 from replicated_ckpt.dcp.c10d.blackboard import COORDINATOR, Blackboard
-from replicated_ckpt.dcp.c10d.job_secret import Seal
 from replicated_ckpt.dcp.c10d.kept_decisions import KeptDecisions
 from replicated_ckpt.dcp.c10d.presence import Presence, announce, check_is_rank, describe_ended
 from replicated_ckpt.dcp.c10d.waiting import AnsweringStore, reaching_store
@@ -156,7 +155,6 @@ def _set_up_meeting(group: Any, name: str) -> tuple[Blackboard, WatchedGroup | N
         dist.get_rank(group),
         dist.get_world_size(group),
         partial(_find_lost, presence, members),
-        Seal.of_job(name),
         kept,
         partial(_find_stopped, presence, members),
     )

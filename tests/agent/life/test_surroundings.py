@@ -62,7 +62,7 @@ def planted(tmp_path: Path) -> Path:
 
 
 def test_an_agent_gets_exactly_the_variables_that_it_needs(tmp_path: Path) -> None:
-    """Where credentials of a bucket lie goes along; they, paths, libraries and the job's secret stay with the rank."""
+    """Where credentials of a bucket lie goes along; they, paths and libraries stay with the rank."""
     kept = {
         "LANG": "C.UTF-8", "LC_ALL": "C.UTF-8", "TMPDIR": "/tmp", "REPLICATED_CKPT_AGENT_LOST_AFTER_S": "7",
         "AWS_SHARED_CREDENTIALS_FILE": "/x", "AWS_ROLE_ARN": "x", "AWS_WEB_IDENTITY_TOKEN_FILE": "/x",
@@ -70,7 +70,6 @@ def test_an_agent_gets_exactly_the_variables_that_it_needs(tmp_path: Path) -> No
     left = {
         "PYTHONPATH": str(HOME), "PYTHONSTARTUP": "/x", "PYTHONHASHSEED": "0", "LD_AUDIT": "", "AWS_PROFILE": "x",
         "AWS_SECRET_ACCESS_KEY": "x" * 20, "MASTER_ADDR": "x", "RANK": "0", "SSH_AUTH_SOCK": "/x",
-        "REPLICATED_CKPT_JOB_SECRET": "s" * 32, "REPLICATED_CKPT_JOB_SECRET_FILE": "",
     }  # fmt: skip
     _, names = started(tmp_path / "root", {**kept, **left})
     assert sorted(names) == sorted([*kept, "PATH", "HOME", "REPLICATED_CKPT_AGENT_IDLE_S"])

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from benchmarks.planning_world import World, posts
 from replicated_ckpt.dcp.agreement.decision import STAYS, SaveDecision, decide
 from replicated_ckpt.dcp.c10d.blackboard import PACKED_FROM_BYTES, Blackboard
-from replicated_ckpt.dcp.c10d.job_secret import Seal
 from replicated_ckpt.dcp.c10d.kept_decisions import KeptDecisions
 from replicated_ckpt.errors import PeerProtocolError
 
@@ -21,13 +20,13 @@ LARGE = [f"node-{random.Random(number).random()}" for number in range(1000)]
 class Ranks:
     """Ranks on one store. Each call makes their boards anew, as DCP's does; what they keep is of the process group."""
 
-    def __init__(self, ranks: int = RANKS, seal: Seal | None = None) -> None:
-        self.store, self.seal = dist.HashStore(), seal
+    def __init__(self, ranks: int = RANKS) -> None:
+        self.store = dist.HashStore()
         self.kept = [KeptDecisions() for _ in range(ranks)]
 
     def boards(self) -> list[Blackboard]:
         count = len(self.kept)
-        return [Blackboard(self.store, rank, count, seal=self.seal, kept=kept) for rank, kept in enumerate(self.kept)]
+        return [Blackboard(self.store, rank, count, kept=kept) for rank, kept in enumerate(self.kept)]
 
     def call(self, fields: Mapping[str, Any], stays: Sequence[str] = ("nodes",)) -> int:
         """One save: all ranks post, the coordinator decides, all learn just that. Returns the bytes that each read."""
@@ -39,10 +38,9 @@ class Ranks:
         return len(self.store.get("save/decision"))
 
 
-@pytest.mark.parametrize("seal", [None, Seal(b"secret", "group")], ids=["plain", "sealed"])
-def test_what_stays_is_told_once(seal: Seal | None) -> None:
-    """A part of the decision that is the same in the next save is a digest there, with a job secret as well."""
-    ranks = Ranks(seal=seal)
+def test_what_stays_is_told_once() -> None:
+    """A part of the decision that is the same in the next save is a digest there."""
+    ranks = Ranks()
     whole = ranks.call({"nodes": LARGE, "id": "a"})
     assert whole > PACKED_FROM_BYTES
     assert [ranks.call({"nodes": LARGE, "id": name}) < 100 for name in "bcd"] == [True] * 3
