@@ -28,7 +28,6 @@ CASES: tuple[Case, ...] = (
     {"name": "ours, 2 copies, async_save", "way": "ours async", "options": {"copies": 2}},
     {"name": "ours, 2 copies, as CheckpointManager", "way": "ours as managed", "options": {"copies": 2}},
     {"name": "ours, 2 copies, async_save, ack=local", "way": "ours async", "options": {"copies": 2, "ack": "local"}},
-    {"name": "ours, 2 copies, async_save, ack=staged", "way": "ours async", "options": {"copies": 2, "ack": "staged"}},
 )
 ON_GPU: tuple[Case, ...] = (
     {"name": "stock, the same in pinned memory", "way": "stock pinned", "options": {}},

@@ -81,7 +81,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--save-every", type=int, default=5)
     parser.add_argument("--width", type=int, default=1024, help="of the hidden layers: 1024 makes checkpoints of 14 MB")
-    parser.add_argument("--ack", default="staged", choices=["staged", "local", "peer-memory", "peer"])
+    parser.add_argument("--ack", default="peer", choices=["local", "peer-memory", "peer"])
     arguments = parser.parse_args()
     use_gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
     device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if use_gpu else "cpu")

@@ -19,7 +19,7 @@ from replicated_ckpt.environment import (
 )
 from replicated_ckpt.errors import ConfigInvalid
 
-Ack = Literal["staged", "local", "peer-memory", "peer", "object"]
+Ack = Literal["local", "peer-memory", "peer", "object"]
 OnDegraded = Literal["warn", "raise"]
 CheckpointIdFrom = Literal["all", "coordinator"]
 DirectIO = Literal["auto", "on", "off"]
@@ -191,12 +191,11 @@ class WriterConfig:
         levels = get_args(Ack)
         if wanted not in levels:
             raise ConfigInvalid(f"wait(ack=...) must be one of {levels}, not {wanted!r}.")
-        reached = "peer" if self.ack == "staged" else self.ack
         if wanted == "object" and self.object_store is not None:
             return
-        if levels.index(wanted) > levels.index(reached):
+        if levels.index(wanted) > levels.index(self.ack):
             raise ConfigInvalid(
-                f"wait(ack={wanted!r}) would wait for ever: the saves of this writer come to {reached!r}.",
+                f"wait(ack={wanted!r}) would wait for ever: the saves of this writer come to {self.ack!r}.",
                 f"Pass ReplicatedWriter(ack={wanted!r}), or wait for less.",
             )
 

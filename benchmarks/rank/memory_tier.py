@@ -27,7 +27,7 @@ def save_every_step(
     def note(report: SaveReport) -> None:
         copies[report.checkpoint_id] = max(report.copies_made, copies.get(report.checkpoint_id, 0))
 
-    with CheckpointManager(context.root, memory=memory, spill_every=spill_every, ack="staged", on_save=note) as manager:
+    with CheckpointManager(context.root, memory=memory, spill_every=spill_every, on_save=note) as manager:
         manager.async_save(0, state.values)
         manager.wait()
         dist.barrier()

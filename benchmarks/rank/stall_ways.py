@@ -87,7 +87,7 @@ class OursSync(Ours):
     """ReplicatedWriter; training waits for all of it."""
 
     def finish(self, name: str) -> None:
-        """Agents may have work left: with `ack="staged"` all of it, with "local" the copies."""
+        """Agents may have work left: with `ack="local"` the copies."""
         self._writer.wait(ack="local")
         self.settle(name)
 

@@ -57,8 +57,7 @@ class CheckpointManager:
         every: `should_save` is true at each multiple of it.
         retention: which checkpoints the nodes keep, Retention(keep_last=3) say. None: all of them.
         copies: copies of every shard, the local one counted; with fewer nodes there are as many copies as nodes.
-        ack: as of ReplicatedWriter, when `save` returns, or `wait` after `async_save`. With "staged" the next `async_save`
-            need not wait for the copies; `wait` and what reads do.
+        ack: as of ReplicatedWriter, when `save` returns, or `wait` after `async_save`.
         domain: failure domain of this node (rack, switch, zone); copies go to other domains where possible.
             None: REPLICATED_CKPT_DOMAIN, else its host.
         object_store: a bucket where the checkpoints go as well, and `storage_options` to reach it.
@@ -201,8 +200,7 @@ class CheckpointManager:
     ) -> None:
         """Copies the state and returns; the rest is done in the background. Waits for the one before first.
 
-        Arguments as of `save`. What fails in the background is raised by the next call of this manager; with ack="staged"
-        what fails after the acknowledgement, by `wait` and `close`, and it is logged: a later save does not raise it.
+        Arguments as of `save`. What fails in the background is raised by the next call of this manager.
 
         Raises:
             CheckpointException, ReplicatedCkptError: the asynchronous save before it failed; nothing was saved now.
@@ -361,11 +359,9 @@ class CheckpointManager:
         """
         self._check_caller("close")
         self._preemption.close()
-        was_closed, self._is_closed = self._is_closed, True
+        self._is_closed = True
         with contextlib.closing(self._checkpoints):
             self._settle()
-            if not was_closed:
-                self._checkpoints.raise_failure()
 
     def _check_open(self, call: str) -> None:
         if self._is_closed:

@@ -121,8 +121,7 @@ class NamedCheckpoints:
         )
 
     def load(self, checkpoint_id: str, state: dict[str, Any], planner: LoadPlanner | None = None) -> str:
-        """Fills `state`; the name of what was loaded, where `newest` was asked for. As `find`, of an asynchronous save."""
-        self.writer.await_end()
+        """Fills `state`; the name of what was loaded, where `newest` was asked for."""
         with self.use_group() as group, contextlib.ExitStack() as stack:
             stack.enter_context(forgotten_on_error(self.writer.store))
             stack.callback(self.reader.let_go)
@@ -149,10 +148,8 @@ class NamedCheckpoints:
     def find(self, name: str) -> str | None:
         """The checkpoint of this name, or the newest whole one for `newest`; None: there is none.
 
-        A save that was acknowledged as staged is over first; that it failed is for `raise_failure`, as ranks may differ in
-        it. The future of one that is not is the caller's to wait for.
+        The future of an asynchronous save is the caller's to wait for.
         """
-        self.writer.await_end()
         save = self.reader.find(name)
         found = None if save is None else save.checkpoint_id if is_newest(name) else name
         self._look_for_left_tier(found or name.removeprefix("./"))
@@ -171,7 +168,6 @@ class NamedCheckpoints:
         Raises:
             ShardLost: there are checkpoints, and none is whole. StoreUnavailable: nothing was found, but not all answered.
         """
-        self.writer.await_end()
         if self.reader.find(self.newest) is None:
             return ()
         with self.use_group() as group:
@@ -179,8 +175,7 @@ class NamedCheckpoints:
         return tuple(each for each in listed if each.is_whole)
 
     def delete(self, checkpoint_id: str) -> bool:
-        """Removes it from every node and the bucket; False: there is none. As `find`, of an asynchronous save."""
-        self.writer.await_end()
+        """Removes it from every node and the bucket; False: there is none."""
         with self.use_group() as group:
             return delete_everywhere(self.reader, self.writer.store, group, checkpoint_id)
 
@@ -197,10 +192,6 @@ class NamedCheckpoints:
     def wait(self, timeout_s: float = WAIT_TIMEOUT_S) -> tuple[str, ...]:
         """As ReplicatedWriter.wait."""
         return self.writer.wait(timeout_s)
-
-    def raise_failure(self) -> None:
-        """Raises what the last save has failed with after it was acknowledged as staged."""
-        self.writer.raise_failure()
 
     def close(self) -> None:
         """Frees the memory for copies of states, and gives the group to the next who needs one."""

@@ -17,7 +17,7 @@ from replicated_ckpt.core.inventory import SaveFound
 from replicated_ckpt.core.lineage import Version, merge_histories, newest_lineage, newest_version
 from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.core.upkeep.policy import scope_of
-from replicated_ckpt.dcp.c10d.lent_group import agree_on_all, agree_on_first
+from replicated_ckpt.dcp.c10d.lent_group import agree_on_all
 from replicated_ckpt.dcp.find.listing import Listed
 from replicated_ckpt.dcp.load.report import LoadReport
 from replicated_ckpt.dcp.memory.left_tier import join_left_tier
@@ -88,7 +88,7 @@ class TieredCheckpoints:
         for tier in self._tiers:
             tier.writer.use_stager(self._stager)
         self._saver = ThreadPoolExecutor(max_workers=1)
-        self._is_joined, self._is_counted, self._is_spilling = False, False, False
+        self._is_joined, self._is_counted = False, False
         self._loaded_from = self.disk
 
     @property
@@ -139,7 +139,7 @@ class TieredCheckpoints:
         must_spill = self._prepare(checkpoint_id)
         given = {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state.items()}
         try:
-            staged = self._stager.stage(given, self.await_end)
+            staged = self._stager.stage(given)
         except StagingRefused as exc:
             log.warning("%s Training waits in async_save until the state is saved.", exc.message)
             await_device()
@@ -205,7 +205,6 @@ class TieredCheckpoints:
             log.warning(
                 "%s goes to the disk alone: the memory tier at %s: %s", checkpoint_id, root, describe_failure(exc)
             )
-        self._look_after_spill()
         if version is None or must_spill or self._spills.is_due(version):
             self._spill(checkpoint_id, state, notes, version)
             version = self.disk.writer.last_version
@@ -221,16 +220,6 @@ class TieredCheckpoints:
         self.disk.save(checkpoint_id, state, notes)
         assert self.disk.writer.last_version is not None, "it was saved"
         self._spills.note(self.disk.writer.last_version)
-        self._is_spilling = self.disk.writer.config.ack == "staged"
-
-    def _look_after_spill(self) -> None:
-        """A spill that failed after it was acknowledged as staged counts no more: by rank 0's word, as ranks may differ."""
-        if self._is_spilling:
-            with self.disk.use_group() as group:
-                has_failed = agree_on_first(group, self.disk.writer.has_failed)
-            self._is_spilling = has_failed is None
-            if has_failed:
-                self._spills.take_back()
 
     def _join(self, checkpoint_id: str, newest: Version | None) -> None:
         if newest is not None:
@@ -249,7 +238,6 @@ class TieredCheckpoints:
 
     def _look(self, name: str) -> list[tuple[NamedCheckpoints, SaveFound]]:
         """What each tier has of this name, the newer one first."""
-        self.await_end()
         found, problems = self._ask_each(lambda tier: tier.reader.find(name))
         for problem in problems:
             log.warning("one tier is not used, and %s: %s", name, one_line(problem))
@@ -378,16 +366,6 @@ class TieredCheckpoints:
         deadline = time.monotonic() + check_timeout(timeout_s)
         in_memory = self.memory.wait(timeout_s)
         return (*in_memory, *self.disk.wait(max(0.0, deadline - time.monotonic())))
-
-    def await_end(self) -> None:
-        """Returns once what was acknowledged as staged is over, in both tiers."""
-        for tier in self._tiers:
-            tier.writer.await_end()
-
-    def raise_failure(self) -> None:
-        """Raises what the last save has failed with after it was acknowledged as staged."""
-        for tier in self._tiers:
-            tier.raise_failure()
 
     def close(self) -> None:
         """As NamedCheckpoints. The memory tier stays: who starts again finds it."""

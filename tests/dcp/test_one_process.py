@@ -537,7 +537,6 @@ def test_who_did_not_answer_may_hold_the_checkpoint(tmp_path: Path) -> None:
         {"overlap": 1},
         {"retention": 3},
         {"on_save": 3},
-        {"memory": True},
         {"spill_every": 10},
     ],
 )
@@ -607,9 +606,8 @@ def test_the_directory_above_stores_is_no_store(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "reached", "beyond"),
     [
-        ({"ack": "local"}, ["staged", "local"], ["peer-memory", "peer", "object"]),
-        ({"ack": "peer"}, ["staged", "local", "peer-memory", "peer"], ["object"]),
-        ({"ack": "staged"}, ["staged", "local", "peer-memory", "peer"], ["object", "never"]),
+        ({"ack": "local"}, ["local"], ["peer-memory", "peer", "object"]),
+        ({"ack": "peer"}, ["local", "peer-memory", "peer"], ["object", "never"]),
     ],
     ids=str,
 )

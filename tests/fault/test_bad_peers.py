@@ -68,7 +68,7 @@ def test_copies_go_over_the_interface_of_the_agents_addresses(site: Site) -> Non
     """Ranks have one network and agents another: all of an asynchronous save's copies go over the agents'."""
     sent = partial(site.network.sent_bytes, 0)
     before = sent(RANKS), sent(AGENTS)
-    save = call("async_saves.footprint_of_saves", saves=1, mebibytes=COPIED_MIB, ack="peer")
+    save = call("async_saves.footprint_of_saves", saves=1, mebibytes=COPIED_MIB)
     site.cluster.launch([save], nodes=[0, 1])
     assert sent(AGENTS) - before[1] > COPIED_MIB << 20
     assert sent(RANKS) - before[0] < COPIED_MIB << 19

@@ -140,7 +140,7 @@ def test_saves_every_few_steps_are_all_whole(cluster_of: ClusterOf) -> None:
     figure = r"[0-9]+\.[0-9]+"
     every = rf"{figure} ms a step \(median\), {figure} ms \(99 of 100\)"
     assert re.fullmatch(rf"without saves: {every}; {figure} s in all", without), without
-    saving = rf'with ack="staged": {every}; {figure} ms a step that saves; {figure} s in all'
+    saving = rf'with ack="peer": {every}; {figure} ms a step that saves; {figure} s in all'
     assert re.fullmatch(saving, with_saves), with_saves
     assert newest == "newest checkpoint: step 9"
     for node in cluster.nodes:

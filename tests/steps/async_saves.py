@@ -4,7 +4,6 @@ import gc
 import os
 import signal
 import tempfile
-import threading
 import time
 from concurrent.futures import Future
 from multiprocessing import get_context
@@ -23,9 +22,6 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from replicated_ckpt import ReplicatedWriter
 from replicated_ckpt.agent.requests.local_messages import SOCKET_NAME
 from replicated_ckpt.config import Ack
-from replicated_ckpt.core.layout import LATEST
-from replicated_ckpt.dcp.named_checkpoints import NamedCheckpoints
-from replicated_ckpt.errors import ReplicatedCkptError
 from replicated_ckpt.stores.files.locks import FileLock
 from tests.harness.cluster import Digests
 from tests.harness.processes import agent_of, open_files
@@ -105,15 +101,13 @@ def save_breaks_in_process(context: Context, kinds: list[str], checkpoint_id: st
     return str(future.exception(timeout=100))
 
 
-def save_and_die(context: Context, kinds: list[str], ack: Ack, waited: Ack | None) -> None:
-    """Saves in the background, and is killed once that is acknowledged, or once `wait` has returned from `waited`."""
+def save_and_die(context: Context, kinds: list[str], ack: Ack) -> None:
+    """Saves in the background, and is killed once that is acknowledged."""
     states = build_all(context, kinds, 0)
     writer = context.writer(ack=ack)
     future = dcp.async_save(dict(states), checkpoint_id="step-1", storage_writer=writer)
     assert isinstance(future, Future)
     future.result(timeout=100)
-    if waited is not None:
-        writer.wait(100, ack=waited)
     was_there = (context.root / "step-1").exists()
     context.root.with_name(f"seen{context.rank}").write_text(str(was_there))
     os.kill(os.getpid(), signal.SIGKILL)
@@ -122,7 +116,7 @@ def save_and_die(context: Context, kinds: list[str], ack: Ack, waited: Ack | Non
 def save_ahead(context: Context, kinds: list[str], checkpoint_ids: list[str]) -> dict[str, Any]:
     """Saves one after the other as soon as agents have the one before; what lay in the store at each acknowledgement."""
     saved, seen, reported = [], [], list[str]()
-    writer = ReplicatedWriter(context.root, ack="staged", on_save=lambda report: reported.append(report.checkpoint_id))
+    writer = ReplicatedWriter(context.root, on_save=lambda report: reported.append(report.checkpoint_id))
     for seed, checkpoint_id in enumerate(checkpoint_ids):
         states = build_all(context, kinds, seed)
         saved.append(digests_of(states))
@@ -136,57 +130,6 @@ def save_ahead(context: Context, kinds: list[str], checkpoint_ids: list[str]) ->
     assert writer.last_save is not None
     copies = writer.last_save.copies_made
     return {"digests": saved, "seen": seen, "there": there, "reported": reported, "copies": copies}
-
-
-def save_over_unseen(context: Context, kinds: list[str], writers: int) -> dict[str, Any]:
-    """Two saves under one name. Ranks but the coordinator's look for the end of the first when the second is committed."""
-    reported, told, may_look = list[str](), list[str](), threading.Event()
-    options: dict[str, Any] = {"ack": "staged", "overwrite": True}
-    used = [
-        ReplicatedWriter(context.root, on_save=lambda report: reported.append(report.save_id), **options)
-        for _ in range(writers)
-    ]
-    if context.rank != 0:
-        for writer in used:
-            _hold_back(writer, may_look)
-    for seed in range(2):
-        states = build_all(context, kinds, seed)
-        future = dcp.async_save(dict(states), checkpoint_id="step-1", storage_writer=used[-seed])
-        assert isinstance(future, Future)
-        future.result(timeout=100)
-    if context.rank == 0:
-        used[-1].wait(100, ack="peer")
-    dist.barrier()
-    may_look.set()
-    for writer in used:
-        try:
-            writer.wait(100, ack="peer")
-        except ReplicatedCkptError as exc:
-            told.append(str(exc))
-    return {"digests": digests_of(states), "reported": len(reported), "told": told}
-
-
-def _hold_back(writer: ReplicatedWriter, may_look: threading.Event) -> None:
-    """Whether a save is staged still, this rank sees no sooner than it may look."""
-    look = writer.store.is_staged
-    writer.store.is_staged = lambda save_id: may_look.wait(100) and look(save_id)  # type: ignore[method-assign]
-
-
-def save_fails_late(context: Context, kinds: list[str]) -> dict[str, Any]:
-    """A save that is acknowledged and then given up, and a next one; what `wait` raises for each on this rank."""
-    writer, told = context.writer(ack="staged", on_degraded="raise"), list[str]()
-    for checkpoint_id in ("step-1", "step-2"):
-        states = build_all(context, kinds, 0)
-        future = dcp.async_save(dict(states), checkpoint_id=checkpoint_id, storage_writer=writer)
-        assert isinstance(future, Future)
-        future.result(timeout=100)
-        try:
-            writer.wait(100, ack="peer")
-            told.append("")
-        except ReplicatedCkptError as exc:
-            told.append(type(exc).__name__)
-        dist.barrier()
-    return {"told": told, "there": sorted(path.name for path in context.root.glob("step-*"))}
 
 
 def save_breaks(context: Context, kinds: list[str], checkpoint_id: str, phase: str, ranks: list[int]) -> dict[str, Any]:
@@ -282,9 +225,9 @@ def _count_written() -> int:
     return int(counts["wchar"])
 
 
-def footprint_of_saves(context: Context, saves: int, mebibytes: int, ack: Ack) -> list[dict[str, int]]:
+def footprint_of_saves(context: Context, saves: int, mebibytes: int) -> list[dict[str, int]]:
     """What this process and its node's agent hold after each of many saves: resident bytes, descriptors, threads."""
-    state, writer = {f"rank{context.rank}": torch.ones(mebibytes << 18)}, context.writer(overwrite=True, ack=ack)
+    state, writer = {f"rank{context.rank}": torch.ones(mebibytes << 18)}, context.writer(overwrite=True)
     found = []
     for number in range(saves):
         state[f"rank{context.rank}"].fill_(number)
@@ -292,7 +235,7 @@ def footprint_of_saves(context: Context, saves: int, mebibytes: int, ack: Ack) -
         assert isinstance(future, Future)
         future.result(timeout=100)
         del future
-        writer.wait(100, ack="local")
+        writer.wait(100)
         gc.collect()
         agent = agent_of(context.root)
         own = {f"rank {name}": value for name, value in _footprint(os.getpid()).items()}
@@ -336,29 +279,4 @@ def _footprint(pid: int) -> dict[str, int]:
         "bytes": int(status["VmRSS"].split()[0]) << 10,
         "descriptors": len(list((process / "fd").iterdir())),
         "threads": int(status["Threads"]),
-    }
-
-
-def save_and_look(context: Context, kinds: list[str], checkpoint_id: str) -> dict[str, Any]:
-    """A save that is acknowledged as staged, and at once what the same object finds, loads and removes of it."""
-    states = build_all(context, kinds, 0)
-    saved = digests_of(states)
-    checkpoints = NamedCheckpoints(context.root, {"ack": "staged"})
-    checkpoints.save_later(checkpoint_id, dict(states)).result(timeout=100)
-    was_there = (context.root / checkpoint_id).exists()
-    found = checkpoints.find(LATEST)
-    spoil({kind: state.state_dict() for kind, state in states.items()})
-    loaded = checkpoints.load(checkpoint_id, dict(states))
-    is_same = digests_of(states) == saved
-    checkpoints.save_later(f"{checkpoint_id}-b", dict(states)).result(timeout=100)
-    removed = checkpoints.delete(f"{checkpoint_id}-b")
-    checkpoints.close()
-    left = sorted(path.name for path in context.root.glob("step-*"))
-    return {
-        "was_there": was_there,
-        "found": found,
-        "loaded": loaded,
-        "is_same": is_same,
-        "removed": removed,
-        "left": left,
     }

@@ -44,14 +44,13 @@ def train(
     steps: list[int],
     spill_every: int,
     die_after: int | None = None,
-    ack: str = "staged",
     **options: Any,
 ) -> dict[str, Any]:
     """Restores, and saves these steps, each once the one before is in the buddy's memory.
 
     `die_after`: once this step is there, the rank is killed.
     """
-    with _manager(context, spill_every, ack=ack, **options) as manager:
+    with _manager(context, spill_every, **options) as manager:
         restored = manager.restore(_state(context, UNSAVED))
         for step in steps:
             state = _state(context, step)
@@ -68,7 +67,7 @@ def train(
 def train_whatever(context: Context, steps: list[int], spill_every: int) -> list[str]:
     """Saves these steps, each once the one before is over; after which of them `wait` raised that it had failed."""
     failed = []
-    with _manager(context, spill_every, ack="staged") as manager:
+    with _manager(context, spill_every) as manager:
         for step in steps:
             manager.async_save(step, _state(context, step))
             try:
@@ -140,7 +139,7 @@ def train_until_killed(context: Context, spill_every: int, delay_s: float) -> No
     noted = _root(context).parent / f"acknowledged{context.rank}"
     before = [int(path.read_text()) for path in noted.parent.glob("acknowledged?")]
     state = _state(context, UNSAVED)
-    with _manager(context, spill_every, ack="staged") as manager:
+    with _manager(context, spill_every) as manager:
         step = manager.restore(state) or 0
         assert step >= max(before, default=0), f"step {step} was restored, and {before} were acknowledged"
         assert step == 0 or all(bool((value == step).all()) for value in state.values()), state
@@ -166,9 +165,7 @@ def save_many(context: Context, count: int, size_bytes: int, measure_after: list
     roots = [context.root, _root(context)] if is_tiered else [context.root]
     tier = roots[1] if is_tiered else None
     found = []
-    with CheckpointManager(
-        context.root, memory=tier, ack="staged", retention=Retention(keep_last=2), preempt_on=()
-    ) as manager:
+    with CheckpointManager(context.root, memory=tier, retention=Retention(keep_last=2), preempt_on=()) as manager:
         state = {f"own {context.rank}": torch.zeros(size_bytes // 4 // context.world_size)}
         for step in range(1, count + 1):
             state[f"own {context.rank}"].fill_(step)

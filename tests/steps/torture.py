@@ -23,33 +23,28 @@ def save(
     copies: int,
     keep_last: int | None,
     object_store: str | None,
-    handed: str = "",
-    leaves: bool = False,
+    hands_over: bool = False,
 ) -> dict[str, Any]:
     """Saves what this attempt holds, every second time in the background; how many copies were made, or how it failed.
 
-    `handed`: always in the background, with this acknowledgement; `leaves`: the rank ends as soon as it has that.
+    `hands_over`: always in the background.
     """
     state = part_of(contents(attempt, context.world_size), context.rank)
     retention = None if keep_last is None else Retention(keep_last=keep_last)
-    options: dict[str, Any] = {"ack": handed} if handed else {}
-    options |= {"overwrite": overwrite, "copies": copies, "retention": retention, "object_store": object_store}
-    writer = context.writer(**options)
+    writer = context.writer(overwrite=overwrite, copies=copies, retention=retention, object_store=object_store)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", ReplicatedCkptWarning)
         try:
-            if attempt % 2 and not handed:
+            if attempt % 2 and not hands_over:
                 dcp.save(state, checkpoint_id=checkpoint_id, storage_writer=writer)
             else:
                 future: Any = dcp.async_save(state, checkpoint_id=checkpoint_id, storage_writer=writer)
                 future.result()
-                if handed and not leaves:
-                    writer.wait(80, ack="peer")
         except (CheckpointException, ReplicatedCkptError) as exc:
             return failure(exc)
-    assert writer.last_save is not None or leaves
+    assert writer.last_save is not None
     said = [str(entry.message) for entry in caught if issubclass(entry.category, ReplicatedCkptWarning)]
-    return {"copies_made": 0 if writer.last_save is None else writer.last_save.copies_made, "warnings": said}
+    return {"copies_made": writer.last_save.copies_made, "warnings": said}
 
 
 def save_with_stock_torch(context: Context, checkpoint_id: str, attempt: int) -> None:

@@ -4,7 +4,6 @@ import json
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from replicated_ckpt import failpoints
 from replicated_ckpt.agent.saves.finish import Finished, Outline
@@ -29,15 +28,7 @@ class AgentSilent(StoreUnavailable):
     )
 
 
-@dataclass(frozen=True)
-class Handing:
-    """How a rank hands the outline over: what starts its node's agent again, and what is called once that has it."""
-
-    start_agent: Callable[[], object] = lambda: None
-    on_handed: Callable[[], object] = lambda: None
-
-
-def finish_by_agent(store: LocalStore, outline: Outline, handing: Handing) -> Finished:
+def finish_by_agent(store: LocalStore, outline: Outline, start_agent: Callable[[], object]) -> Finished:
     """Has this node's agent end the save, and waits for it. One that dies is started again, and told again.
 
     Raises:
@@ -46,7 +37,7 @@ def finish_by_agent(store: LocalStore, outline: Outline, handing: Handing) -> Fi
     body = json.dumps(outline.to_json()).encode()
     for tries_left in reversed(range(_TRIES)):
         try:
-            return _finish(store, outline.manifest.save_id, body, handing.on_handed)
+            return _finish(store, outline.manifest.save_id, body)
         except AgentSilent:
             raise
         except (StoreUnavailable, ObjectMissing) as exc:  # not known any more: it was started again
@@ -55,13 +46,13 @@ def finish_by_agent(store: LocalStore, outline: Outline, handing: Handing) -> Fi
             log.warning("this node's agent is asked again to finish the save: %s", exc)
         time.sleep(_PAUSE_S)
         try:
-            handing.start_agent()
+            start_agent()
         except BaseException as exc:  # of a start; one that lives may be finishing the save, and decide
             raise AgentSilent("this node's agent", "finish", outline.manifest.save_id, _tell(exc)) from exc
     raise AssertionError("the last try returns or raises")
 
 
-def _finish(store: LocalStore, save_id: str, body: bytes, on_handed: Callable[[], object]) -> Finished:
+def _finish(store: LocalStore, save_id: str, body: bytes) -> Finished:
     endpoint = read_endpoint(store.agent_directory())
     if endpoint is None:
         raise StoreUnavailable("this node's agent", "finish", save_id, "it is not there", LOG_HINT)
@@ -69,7 +60,6 @@ def _finish(store: LocalStore, save_id: str, body: bytes, on_handed: Callable[[]
         try:
             client.put("POST", f"/v1/saves/{save_id}/finish", body)
             failpoints.reach("coordinator.handed-over")
-            on_handed()
             return Finished.from_json(client.call("POST", f"/v1/saves/{save_id}/decision"))
         except ReplicatedCkptError:
             raise  # the agent has given the save up, or is gone

@@ -35,15 +35,6 @@ class HeldSave:
         if follower is not None:
             self._open.callback(follower.leave)
 
-    @property
-    def is_written(self) -> bool:
-        """Whether the agent is done with the shard that it was given, if any."""
-        return self._follower is None or self._follower.end.done()
-
-    def find_failure(self) -> BaseException | None:
-        """What kept the agent from writing the shard that it was given; None: nothing, as far as this rank knows now."""
-        return self._follower.end.exception() if self._follower is not None and self._follower.end.done() else None
-
     def find_written(self) -> WrittenCopies | None:
         """What the agent has written, if it was given a shard, and has said so: it does as it tells the coordinator's."""
         end = None if self._follower is None else self._follower.end

@@ -12,7 +12,6 @@ class SpillCount:
     def __init__(self, every: int) -> None:
         self._every = every
         self._newest: dict[str, int] = {}
-        self._before: dict[str, int] = {}
 
     def learn(self, on_disk: Histories) -> None:
         """What the disks of the job hold when it begins to save."""
@@ -23,10 +22,5 @@ class SpillCount:
         return saved.sequence // self._every > self._newest.get(saved.lineage, 0) // self._every
 
     def note(self, spilled: Version) -> None:
-        """The disk has it, or has acknowledged it as staged."""
-        self._before = dict(self._newest)
+        """The disk has it."""
         self._newest[spilled.lineage] = spilled.sequence
-
-    def take_back(self) -> None:
-        """What was noted last has failed since it was acknowledged as staged."""
-        self._newest = self._before

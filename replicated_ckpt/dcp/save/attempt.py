@@ -33,11 +33,7 @@ from replicated_ckpt.dcp.agreement.nodes import Cluster, LoneNode, Opened, clust
 from replicated_ckpt.dcp.agreement.receipts import check_none_aborted, collect_receipts, make_receipt_post
 from replicated_ckpt.dcp.c10d.world import World
 from replicated_ckpt.dcp.find.standing import check_gives_way
-from replicated_ckpt.dcp.hand_over.ending import Ending, await_last, find_last, keep_last
-from replicated_ckpt.dcp.hand_over.finishing import Handing
 from replicated_ckpt.dcp.hand_over.held_save import HeldSave
-from replicated_ckpt.dcp.hand_over.outcome import explain_unseen, tell_committed, telling_end
-from replicated_ckpt.dcp.hand_over.patience import Patience
 from replicated_ckpt.dcp.metadata.saved_metadata import SavedMetadata, tell_metadata
 from replicated_ckpt.dcp.node.node import present_again
 from replicated_ckpt.dcp.node.seen_lineage import find_seen_lineage, remember
@@ -49,7 +45,7 @@ from replicated_ckpt.dcp.save.numbering import assign_sequence, open_unheard
 from replicated_ckpt.dcp.save.report import SaveReport, report_ranks, report_save
 from replicated_ckpt.dcp.save.shard_writer import WrittenShard
 from replicated_ckpt.dcp.save.writer_parts import WriterParts
-from replicated_ckpt.errors import AckNotReached, CheckpointExists, SaveAborted, StoreUnavailable
+from replicated_ckpt.errors import AckNotReached, CheckpointExists, SaveAborted
 
 log = logging.getLogger(__name__)
 
@@ -82,20 +78,13 @@ class SaveAttempt:
         self._held, self._keep_report = HeldSave(), keep_report
         self._receipts: Sequence[Receipt] = []
         self._reference: SavedMetadata | None = None
-        self._is_left = self._is_undecided = False
+        self._is_undecided = False
         self.version: Version | None = None
         """The save's place in its lineage, once this rank writes."""
-        self.ending: Ending | None = None
-        """Of a save that is acknowledged before it is over; `end` of it is then."""
 
     def present(self) -> None:
-        """Posts to the coordinator what this rank is asked to save as, and where its node can be reached.
-
-        The coordinator's rank waits here until its save before is over, if that was acknowledged as staged.
-        """
+        """Posts to the coordinator what this rank is asked to save as, and where its node can be reached."""
         board = self._world.blackboard
-        if self._world.is_coordinator:
-            await_last(self._world.session)
         checkpoint_id = name_checkpoint(
             self._config.root,
             self._given_id,
@@ -174,8 +163,7 @@ class SaveAttempt:
     def commit(self, metadata: Metadata, results: list[list[WriteResult]]) -> bool:
         """Coordinator: accounts for every shard, makes the decision durable, and has every node publish the save.
 
-        With `ack="staged"` this returns once agents have all that they need for it, if they write a shard; the rest is
-        done in a thread. Returns whether it goes to the bucket, too.
+        Returns whether it goes to the bucket, too.
 
         Raises:
             SaveAborted, AckNotReached, StoreError: at the coordinator; DCP tells all ranks.
@@ -187,34 +175,11 @@ class SaveAttempt:
                 own_node, posts = decision.node_of(self._world.rank).node_id, board.posts("receipt", DECISION_TIMEOUT_S)
                 receipts, self._cluster = collect_receipts(posts, decision, own_node)
             check_none_aborted(receipts, decision)
-            if self._config.ack == "staged" and any(receipt.is_handed for receipt in receipts):
-                self.ending = Ending(partial(self._complete, receipts, metadata, results))
-                keep_last(self._world.session, self.ending)
-        if self.ending is None:
-            self._commit(receipts, metadata, results)
-            if self._config.ack == "staged" and self._reference is None:  # there were problems
-                tell_committed(board, decision.save_id)
-        else:
-            self.ending.wait_for_acknowledgement(decision.save_id)
+        self._commit(receipts, metadata, results)
         return decision.upload is not None
 
-    def _complete(
-        self, receipts: Sequence[Receipt], metadata: Metadata, results: list[list[WriteResult]], ending: Ending
-    ) -> None:
-        """Coordinator: commits in a thread of its own. Agents do it by themselves, too, from the acknowledgement on."""
-        with telling_end(self._world.blackboard, self._store, self._decision.save_id):
-            self._commit(receipts, metadata, results, ending.acknowledge)
-        self._report_committed()
-
-    def _commit(
-        self,
-        receipts: Sequence[Receipt],
-        metadata: Metadata,
-        results: list[list[WriteResult]],
-        on_handed: Callable[[], object] = lambda: None,
-    ) -> None:
+    def _commit(self, receipts: Sequence[Receipt], metadata: Metadata, results: list[list[WriteResult]]) -> None:
         decision = self._decision
-        handing = Handing(self._agent_starter(), on_handed)
         try:
             problems, self._receipts = commit_save(
                 self._store,
@@ -225,7 +190,7 @@ class SaveAttempt:
                 metadata,
                 results,
                 notes=self._notes,
-                handing=handing,
+                start_agent=self._agent_starter(),
                 layouts=self._parts.layouts,
             )
         finally:
@@ -241,57 +206,15 @@ class SaveAttempt:
     def end(self) -> None:
         """Coordinator: the save is over. Where DCP tells its ranks so, each reports then; else this one does now."""
         if not self._is_followed:
-            self._learn_committed()
+            self._report_committed()
 
     def _learn_outcome(self, collectives: Collectives, value: object) -> object:
         """Every rank learns from the coordinator whether the save is committed: the end of it, on this rank."""
         outcome = tell_metadata(collectives.broadcast_object, value, self._store, self._reference)
         if not isinstance(outcome, CheckpointException):
-            self._learn_committed()
-        if self.ending is None:
-            self.close()
+            self._report_committed()
+        self.close()
         return outcome
-
-    def _learn_committed(self) -> None:
-        """The save is committed; or, acknowledged as staged, it will be: then a thread waits for that."""
-        if self.ending is not None:
-            return
-        decision, session = self._decision, self._world.session
-        before = find_last(session)
-        if self._config.ack != "staged" or (
-            before is None and self._store.catalog.save_id_of(decision.checkpoint_id) == decision.save_id
-        ):
-            self._report_committed()
-            return
-        try:
-            self.ending = Ending(partial(self._follow_publication, before))
-            if not self._world.is_coordinator:
-                keep_last(session, self.ending)
-        except StoreUnavailable as exc:
-            self._warn([f"this rank does not learn when the save is over: {exc}"])
-
-    def _follow_publication(self, before: Ending | None, ending: Ending) -> None:
-        """A rank that is not the coordinator's sees in its own store how the save ends, and asks no agent.
-
-        It reports after the save before, which it may see later. Where this node cannot publish the save, as with a full
-        disk, or a newer one has replaced it here already, the coordinator's rank says whether it is committed.
-        """
-        ending.acknowledge()
-        save_id = self._decision.save_id
-        patience = Patience(self._held, self._config.root, save_id, self._world.blackboard)
-        try:
-            is_told = patience.wait_while(partial(self._store.is_staged, save_id))
-        finally:
-            self.close()
-        if before is not None:
-            before.wait()
-        is_here = self._store.catalog.checkpoint_of(save_id) is not None
-        if is_told and not is_here:
-            log.warning("%s is committed, and not published on this node yet", self._decision.checkpoint_id)
-        if is_told or is_here or patience.ask_coordinator():
-            self._report_committed()
-        elif not self._is_left:  # else a newer save may have taken its place by now
-            raise explain_unseen(self._store, self._decision.checkpoint_id, save_id)
 
     def _report_committed(self) -> None:
         now = time.monotonic()
@@ -301,12 +224,6 @@ class SaveAttempt:
         if self._world.is_coordinator:
             log.info("%s", report)
         call_back(self._parts.on_save, report)
-
-    def leave(self) -> None:
-        """The writer goes on to another save. One that is not over is closed when it is."""
-        self._is_left = True
-        if self.ending is None or self.ending.end.done():
-            self.close()
 
     def break_off(self) -> None:
         """The ranks meet no more: the coordinator gives up a save that is open and undecided, and this rank closes it."""

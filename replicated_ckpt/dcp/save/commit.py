@@ -20,7 +20,7 @@ from replicated_ckpt.core.notes import RefusedNotes
 from replicated_ckpt.core.protocol.placement import intended_holders
 from replicated_ckpt.dcp.agreement.decision import Receipt, SaveDecision, ShardReceipt
 from replicated_ckpt.dcp.agreement.nodes import Cluster, Committed
-from replicated_ckpt.dcp.hand_over.finishing import AgentSilent, Handing, finish_by_agent
+from replicated_ckpt.dcp.hand_over.finishing import AgentSilent, finish_by_agent
 from replicated_ckpt.dcp.metadata.metadata import encode_metadata
 from replicated_ckpt.dcp.metadata.metadata_file import encode_metadata_file
 from replicated_ckpt.dcp.metadata.sharing import share_parts
@@ -42,13 +42,14 @@ def commit_save(
     results: Sequence[Sequence[WriteResult]],
     *,
     notes: Mapping[str, Any] | None = None,
-    handing: Handing | None = None,
+    start_agent: Callable[[], object] = lambda: None,
     layouts: KeptLayouts | None = None,
 ) -> tuple[list[str], Sequence[Receipt]]:
     """Ends a save whose shards are all written, or in the hands of agents, which this node's agent then waits for.
 
     Returns what is weaker than wanted, in words, and the receipts, with what agents wrote. The manifest keeps `notes`.
     Where the layout is that of the save before, in `layouts`, so is `.metadata`: it is neither made nor sent again.
+    `start_agent` starts this node's agent again, if it has died.
     Holds afterwards: it is committed on every node that is not named in what is returned. If this raises before the
     decision, the save is given up everywhere; once the decision may be durable it is never given up.
 
@@ -72,7 +73,7 @@ def commit_save(
         store.put_small(decision.save_id, METADATA_NAME, raw_metadata)
         failpoints.reach("coordinator.metadata-staged")
     with _giving_up(cluster, decision.save_id, lambda: _may_be_decided(store, decision.save_id)):
-        manifest, receipts, missed = _decide(store, decision, config, manifest, receipts, handing or Handing())
+        manifest, receipts, missed = _decide(store, decision, config, manifest, receipts, start_agent)
     failpoints.reach("coordinator.decided")
     layouts.keep(layout)
     is_as_before = raw_metadata == layout.raw  # else it has a part for the bucket, which names this save
@@ -123,7 +124,7 @@ def _decide(
     config: WriterConfig,
     manifest: Manifest,
     receipts: Sequence[Receipt],
-    handing: Handing,
+    start_agent: Callable[[], object],
 ) -> tuple[Manifest, Sequence[Receipt], list[str]]:
     """Makes the decision durable, or has this node's agent do it once agents have written.
 
@@ -133,7 +134,7 @@ def _decide(
         check_decidable(store.root, store.intent_of(decision.save_id))
         store.put_small(decision.save_id, MANIFEST_NAME, manifest.encode())
         return manifest, receipts, []
-    finished = finish_by_agent(store, _outline(decision, config, manifest, receipts), handing)
+    finished = finish_by_agent(store, _outline(decision, config, manifest, receipts), start_agent)
     missed = [what for copies in finished.written for what in copies.missed]
     manifest = _read_decided(decision, finished, missed)
     return manifest, [_complete(receipt, manifest, finished) for receipt in receipts], missed

@@ -30,7 +30,6 @@ from replicated_ckpt.core.lineage import Version
 from replicated_ckpt.dcp.c10d.presence import announce
 from replicated_ckpt.dcp.c10d.tellable import make_tellable
 from replicated_ckpt.dcp.c10d.world import telling_if_left, watch_first_step, world_of_call
-from replicated_ckpt.dcp.hand_over.ending import Ending, is_ending_here
 from replicated_ckpt.dcp.memory.limit import MemoryLimit
 from replicated_ckpt.dcp.objects.unloadable import refuse_unloadable_paths
 from replicated_ckpt.dcp.planning.cached_planner import CachedSavePlanner
@@ -64,10 +63,7 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
         copies: copies of every shard, the local one counted. With fewer nodes there are as many as nodes.
         ack: what has happened when `dcp.save` returns, or the future of `dcp.async_save` is done. "local": the shard
             is durable on this node, and the copies follow. "peer-memory": the copies are in the peers' memory. "peer":
-            they are durable there. "object": the checkpoint is committed in the object store, too. "staged", for
-            `dcp.async_save`: agents have all that they need to complete the save as with "peer", even if every trainer
-            is killed; `wait` tells when they have. Shards that ranks write themselves are durable then; if all are, it
-            is as with "peer".
+            they are durable there. "object": the checkpoint is committed in the object store, too.
         domain: failure domain of this node (rack, switch, zone); buddies are in different ones where possible.
             None: REPLICATED_CKPT_DOMAIN, else its host.
         on_degraded: when a copy cannot be made during a save: "warn" (ReplicatedCkptWarning) and go on with fewer, or
@@ -87,11 +83,9 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
         direct_io: how this rank's own file is written: "on", past the page cache where the file system takes it; "off",
             through it; "auto", on for file systems on a block device. None: REPLICATED_CKPT_DIRECT_IO, else "auto".
         on_save: called on every rank with its SaveReport once the save is committed, in the thread that saves. What it
-            raises is logged. Where the hooks are called by something else than DCP, only the coordinator calls it. With
-            ack="staged" a thread of its own calls it.
+            raises is logged. Where the hooks are called by something else than DCP, only the coordinator calls it.
         overlap: `dcp.async_save` returns while GPUs still copy the state, and does not wait for them. Before the state
             changes, as in the optimizer's step, call `hold_until_copied`.
-        memory, spill_every: refused, as a writer has one store: CheckpointManager has the memory tier.
 
     One writer serves many saves, one at a time. For `dcp.async_save` it is the stager, too: the state is copied once, into
     memory that the next save uses again, and a second save waits for the first before it copies. `close` frees that memory.
@@ -122,11 +116,8 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
         direct_io: DirectIO | None = None,
         on_save: Callable[[SaveReport], object] | None = None,
         overlap: bool = False,
-        memory: object = None,
-        spill_every: object = None,
     ) -> None:
         super().__init__()
-        _refuse_tiers(memory, spill_every)
         check_callable("on_save", on_save)
         self.config = WriterConfig(
             check_root(root),
@@ -219,7 +210,7 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
         What does not fit is not copied: a line is logged, and `synchronize_staging` waits for the write.
         """
         with telling_if_left(self._process_group):
-            return self._stager.stage(state_dict, self.await_end)
+            return self._stager.stage(state_dict)
 
     def synchronize_staging(self) -> None:
         """When this returns the tensors that were staged may change. It waits only for a state that was not copied."""
@@ -234,7 +225,7 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
 
         A later `async_save` takes new memory. Out of `on_save` it waits for no save.
         """
-        self._stager.close(self.await_end, waits=not is_ending_here())
+        self._stager.close()
 
     # What DCP calls, in order ------------------------------------------------------------------------------------
 
@@ -267,7 +258,7 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
         self._given_id, self._next_id = self._next_id, None
         notes, self._next_notes = self._next_notes, {}
         if self._attempt is not None:
-            self._attempt.leave()
+            self._attempt.close()
         if not kwargs.get("use_collectives", True):
             raise ConfigInvalid(
                 "use_collectives=False is not supported: a commit needs a coordinator.",
@@ -326,10 +317,9 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
     def wait(self, timeout_s: float = WAIT_TIMEOUT_S, *, ack: Ack | None = None) -> tuple[str, ...]:
         """Waits until this writer's saves are over, and their uploads; returns the ids in the object store. On any rank.
 
-        With `ack` it waits until the last save has come to that level: "staged", or, with the copies that the writer makes,
-        "local", "peer-memory" or "peer", all of which come with the commit. Then the ids are those in the object store with
-        "object", and none else. A save that `ack="staged"` has acknowledged, and that failed later, raises its error here.
-        What `on_save` calls waits neither for its own save, which is committed by then, nor for later ones.
+        With `ack` it waits until the last save has come to that level: with the copies that the writer makes, "local",
+        "peer-memory" or "peer", all of which come with the commit. Then the ids are those in the object store with
+        "object", and none else. What `on_save` calls does not wait for its own save, which is committed by then.
 
         Raises:
             UploadFailed: one is not there, and trying longer does not help, or the time is over; with "object" also if the
@@ -341,36 +331,13 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
         if ack is not None:
             self.config.check_awaitable(ack)
         try:
-            if not is_ending_here():
-                self._stager.wait(timeout_s)
-                if ack != "staged" and (ending := self._find_ending()) is not None:
-                    ending.result(max(0.0, deadline - time.monotonic()))
+            self._stager.wait(timeout_s)
         except TimeoutError as exc:
             why = f"the save is under way after {timeout_s:g} s"
             raise StoreUnavailable(f"store {self.config.root}", "wait", self.checkpoint_id, why, _GOES_ON) from exc
         if ack not in (None, "object"):
             return ()
         return self._parts.object_tier.wait(max(0.0, deadline - time.monotonic()), is_last_wanted=ack == "object")
-
-    def await_end(self) -> None:
-        """Returns once agents have completed what was acknowledged as staged, or have given it up."""
-        if (ending := self._find_ending()) is not None:
-            ending.wait()
-
-    def raise_failure(self) -> None:
-        """Raises what the last save has failed with after it was acknowledged as staged. It waits for the end of it."""
-        if (ending := self._find_ending()) is not None:
-            ending.result()
-
-    def has_failed(self) -> bool | None:
-        """Whether the last save has failed since it was acknowledged as staged; None: it is under way."""
-        if (ending := self._find_ending()) is None:
-            return False
-        return ending.end.exception() is not None if ending.end.done() else None
-
-    def _find_ending(self) -> Ending | None:
-        """Of the last save, if it was acknowledged before it was over. Another thread may begin one meanwhile."""
-        return None if self._attempt is None else self._attempt.ending
 
     def _keep_report(self, report: SaveReport) -> None:
         self.last_save = report
@@ -394,11 +361,3 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
         """False: a writer cannot be guessed from an id alone; DCP asks this only when no writer was passed."""
         del checkpoint_id
         return False
-
-
-def _refuse_tiers(memory: object, spill_every: object) -> None:
-    if memory is not None or spill_every is not None:
-        raise ConfigInvalid(
-            "ReplicatedWriter has one store, and no memory tier: it was given memory= or spill_every=.",
-            "Use CheckpointManager(root, memory=True, spill_every=10), which saves to both and loads from either.",
-        )

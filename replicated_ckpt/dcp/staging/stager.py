@@ -6,7 +6,6 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -99,10 +98,8 @@ class Stager:
         self._returns = threading.Event()
         self._returns.set()
 
-    def stage(self, state_dict: dict[str, Any], await_written: Callable[[], object] = lambda: None) -> dict[str, Any]:
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """A copy of the state; or the state itself, if that does not fit or fails: then `synchronize` waits for the write.
-
-        `await_written` returns once agents read no earlier copy; it is called where memory is short.
 
         Raises:
             StagingRefused: it does not fit or cannot be copied, and it is not `dcp.async_save` that calls.
@@ -115,7 +112,7 @@ class Stager:
         group_name = _find_group(call)
         if group_name is not None:
             await_turn(group_name)
-        staged = self._copy(state_dict, call, await_written)
+        staged = self._copy(state_dict, call)
         if call is not None and not call.in_process:
             self._asked_by = threading.current_thread()
         if group_name is not None:
@@ -124,16 +121,14 @@ class Stager:
         self._returns.clear()
         return staged
 
-    def _copy(
-        self, state_dict: dict[str, Any], call: AsyncCall | None, await_written: Callable[[], object]
-    ) -> dict[str, Any]:
+    def _copy(self, state_dict: dict[str, Any], call: AsyncCall | None) -> dict[str, Any]:
         if call is not None and call.in_process:
             state_copy = StateCopy(state_dict)
             staged = state_copy.make(None)  # DCP moves each of its storages into memory that both processes share
             state_copy.copies.wait()
             return staged
         try:
-            return self._copy_to_segment(state_dict, await_written)
+            return self._copy_to_segment(state_dict)
         except StagingRefused as exc:
             if call is None:
                 raise
@@ -142,10 +137,10 @@ class Stager:
             await_device()
             return state_dict
 
-    def _copy_to_segment(self, state_dict: dict[str, Any], await_written: Callable[[], object]) -> dict[str, Any]:
+    def _copy_to_segment(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         try:
             state_copy = StateCopy(state_dict)
-            memory = _lease_memory(state_copy.size_bytes, await_written)
+            memory = lease_segment(state_copy.size_bytes, share_of_rank)
             if state_copy.is_on_gpu:
                 pin_lease(memory)
             staged = state_copy.make(memory)
@@ -229,15 +224,12 @@ class Stager:
         """Nothing of what was staged is read any more, whether it was written or that failed."""
         self._written.set()
 
-    def close(self, await_written: Callable[[], object], *, waits: bool = True) -> None:
-        """Waits for the save before, and as `stage` for agents; then frees the memory that no copy lies in any more.
+    def close(self) -> None:
+        """Waits for the save before; then frees the memory that no copy lies in any more.
 
-        Memory with a copy that something still refers to, as the thread that saved may for a moment, goes with it. `waits`
-        is False for what a save calls itself: a later one waits for that, and would be waited for.
+        Memory with a copy that something still refers to, as the thread that saved may for a moment, goes with it.
         """
-        if waits:
-            self.wait_for_last()
-        await_written()
+        self.wait_for_last()
         drop_idle_segments()
 
     def wait_for_last(self) -> None:
@@ -263,14 +255,6 @@ def _find_group(call: AsyncCall | None) -> str | None:
         return None
     group: Any = call.process_group or dist.group.WORLD
     return str(group.group_name)
-
-
-def _lease_memory(size_bytes: int, await_written: Callable[[], object]) -> memoryview:
-    try:
-        return lease_segment(size_bytes, share_of_rank)
-    except StagingRefused:
-        await_written()
-        return lease_segment(size_bytes, share_of_rank)
 
 
 def await_device() -> None:

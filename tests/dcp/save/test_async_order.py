@@ -24,8 +24,7 @@ from replicated_ckpt.dcp.runtime.failures import describe_failure
 from replicated_ckpt.dcp.staging import segment, stager
 from replicated_ckpt.dcp.staging.segment import StagingRefused, lease_segment
 from replicated_ckpt.dcp.staging.state_copy import StateCopy
-from replicated_ckpt.errors import ConfigInvalid, StoreUnavailable
-from tests.agent.agents import running_agent
+from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptError, StoreUnavailable
 from tests.dcp.save.test_async_staging import TIMEOUT_S, Gated, count_descriptors, loaded, start, verified
 from tests.gloo import group_of_one
 
@@ -250,24 +249,17 @@ def test_on_save_may_wait_for_its_own_save(tmp_path: Path) -> None:
     verified(tmp_path, "step-1")
 
 
-def test_on_save_does_not_wait_for_the_save_that_waits_for_it(tmp_path: Path) -> None:
-    """With "staged" the next save is opened once this one is over, `on_save` included: each waited for the other one."""
-    is_next, told = threading.Event(), queue.Queue[tuple[str, ...]]()
-
-    def on_save(report: Any) -> None:
-        if report.checkpoint_id == "step-1":
-            assert is_next.wait(TIMEOUT_S)
-            told.put(writer.wait(5.0, ack="peer"))
-
-    writer = ReplicatedWriter(tmp_path, ack="staged", on_save=on_save)
-    with running_agent(tmp_path, "--idle-exit-s", "60"), group_of_one():
-        start({"t": torch.ones(1 << 16)}, writer, "step-1").result(TIMEOUT_S)
-        second = start({"t": torch.ones(1 << 16)}, writer, "step-2")
-        is_next.set()
-        assert told.get(timeout=TIMEOUT_S) == ()
-        second.result(TIMEOUT_S)
-        writer.wait(ack="peer")
-    verified(tmp_path, "step-2")
+def test_wait_raises_a_failure_whose_future_was_not_kept(tmp_path: Path) -> None:
+    """`wait(ack=...)` returning is the acknowledgement: that of a save that has failed never comes."""
+    writer = ReplicatedWriter(tmp_path)
+    saving = dcp.async_save({"lock": threading.Lock()}, checkpoint_id="step-1", storage_writer=writer)
+    writer._stager.wait_for_last()
+    del saving
+    gc.collect()
+    with pytest.raises(ReplicatedCkptError, match="has failed"):
+        writer.wait(TIMEOUT_S, ack="peer")
+    dcp.async_save({"t": torch.ones(3)}, checkpoint_id="step-2", storage_writer=writer)
+    assert writer.wait(TIMEOUT_S, ack="peer") == ()
 
 
 @pytest.mark.parametrize("has_memory", [True, False])

@@ -14,7 +14,7 @@ from replicated_ckpt import ReplicatedWriter
 from replicated_ckpt.core.layout import MANIFEST_NAME
 from replicated_ckpt.dcp.agreement.decision import Receipt, SaveDecision, SavePost, ShardReceipt, decide
 from replicated_ckpt.dcp.agreement.nodes import cluster_of
-from replicated_ckpt.dcp.hand_over.finishing import AgentSilent, Handing, finish_by_agent
+from replicated_ckpt.dcp.hand_over.finishing import AgentSilent, finish_by_agent
 from replicated_ckpt.dcp.node.node import NodePost
 from replicated_ckpt.dcp.save.commit import commit_save
 from replicated_ckpt.errors import StoreError, StoreUnavailable
@@ -126,7 +126,7 @@ def test_a_rank_that_is_interrupted_while_it_hands_over_gives_nothing_up(
         store = LocalStore(tmp_path)
         monkeypatch.setattr(AgentClient, "put", interrupted)
         with pytest.raises(AgentSilent, match="KeyboardInterrupt"):
-            finish_by_agent(store, outline(store.node_id()), Handing())
+            finish_by_agent(store, outline(store.node_id()), lambda: None)
 
 
 def test_an_agent_that_cannot_be_started_again_may_be_finishing_the_save(
@@ -145,4 +145,4 @@ def test_an_agent_that_cannot_be_started_again_may_be_finishing_the_save(
         monkeypatch.setattr(AgentClient, "put", lambda *_: None)
         monkeypatch.setattr(AgentClient, "call", lose)
         with pytest.raises(AgentSilent, match="Too many open files"):
-            finish_by_agent(store, outline(store.node_id()), Handing(start_again))
+            finish_by_agent(store, outline(store.node_id()), start_again)

@@ -17,7 +17,7 @@ from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.main import main
 from replicated_ckpt.core.manifest import Manifest, NodeEntry
 from replicated_ckpt.dcp.hand_over import finishing, layout
-from replicated_ckpt.dcp.hand_over.finishing import AgentSilent, Handing, finish_by_agent
+from replicated_ckpt.dcp.hand_over.finishing import AgentSilent, finish_by_agent
 from replicated_ckpt.dcp.hand_over.layout import ShardLayout, TooMuchElsewhere
 from replicated_ckpt.errors import StoreUnavailable
 from replicated_ckpt.stores.local.store import LocalStore
@@ -51,7 +51,7 @@ def test_an_agent_that_stays_away_is_silent(tmp_path: Path, monkeypatch: pytest.
     store = LocalStore(tmp_path)
     started: list[None] = []
     with pytest.raises(AgentSilent, match=SAVE) as raised:
-        finish_by_agent(store, outline(store.node_id()), Handing(lambda: started.append(None)))
+        finish_by_agent(store, outline(store.node_id()), lambda: started.append(None))
     assert len(started) == 2
     assert f"ROOT/{store.root_agent_directory().name}/{LOG_NAME} " in raised.value.hint
 

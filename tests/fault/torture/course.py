@@ -21,7 +21,7 @@ from tests.fault.torture.attempt import Attempt
 from tests.fault.torture.disks import Disks
 from tests.fault.torture.oracle import MAIN, Oracle, Violation
 from tests.fault.torture.simulated.cluster import Cluster
-from tests.fault.torture.simulated.jobs import FirstError, Job, Policy, Saved
+from tests.fault.torture.simulated.jobs import Job, Policy, Saved
 from tests.fault.torture.simulated.network import Killed
 
 HANDING_SHARE = 0.4
@@ -220,10 +220,10 @@ class Course:
 
     def saved(self, job: Any, attempt: Attempt, *, overwrite: bool) -> Saved:
         """How a save ended; the oracle knows it from that moment on."""
-        handed = {"handed": self.handing.choice(["peer", "staged", "staged"])} if self.hands_over else {}
-        self.cluster.handed.expect() if handed else None
-        saved: Saved = job.save(attempt.checkpoint_id, attempt.number, overwrite=overwrite, **handed)
-        if handed:
+        if self.hands_over:
+            self.cluster.handed.expect()
+        saved: Saved = job.save(attempt.checkpoint_id, attempt.number, overwrite=overwrite, hands_over=self.hands_over)
+        if self.hands_over:
             saved = self.end_handed(job, attempt, saved)
         self.oracle.end(attempt, is_acknowledged=saved.error is None)
         return saved
@@ -235,18 +235,13 @@ class Course:
         had the outline; before that, nothing is left of it.
         """
         self.cluster.handed.finish()
-        error = saved.error or job.find_late_error()
-        if job.has_left:  # what its ranks had no time to learn
-            self.oracle.look()
-            missing = set(job.nodes) - attempt.readable_on
-            late = ReplicatedCkptError(f"agents of nodes {missing} have not completed it") if missing else None
-            error = error or (FirstError([late]) if late else None)
+        error = saved.error
         if job.is_dead:  # a rank that is killed takes the job along
             job.end()
             self.cluster.handed.finish()
         if self.trainers_alone_die and job.is_dead:
             error = self._judge_orphan(job, attempt, error)
-        rank_is_there = not (job.is_dead or job.has_left)  # else the only memory with the shard went with its agent
+        rank_is_there = not job.is_dead  # else the only memory with the shard went with its agent
         if self.agent_alone_dies and error is not None and rank_is_there:
             raise Violation(
                 f"an agent died with a shard in its hands, and its rank did not hand it over again: {error!r}"

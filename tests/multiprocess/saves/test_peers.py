@@ -86,15 +86,14 @@ def test_another_node_takes_the_copy_of_a_killed_agent(cluster_of: ClusterOf) ->
 
 
 @pytest.mark.fault
-@pytest.mark.parametrize("ack", ["peer", "staged"])
-def test_a_stopped_agent_degrades_the_save_and_catches_up(cluster_of: ClusterOf, ack: str) -> None:
+def test_a_stopped_agent_degrades_the_save_and_catches_up(cluster_of: ClusterOf) -> None:
     """With nobody else to take the copy, the save ends in time and says what is missing; later the copy is made up.
 
     It is over then on the rank of the stopped agent, too, whose node cannot publish it.
     """
     cluster = cluster_of(2)
     calls = [
-        call("peers.save_while_an_agent_fails", checkpoint_id="step-1", victim=1, how="SIGSTOP", count=COUNT, ack=ack),
+        call("peers.save_while_an_agent_fails", checkpoint_id="step-1", victim=1, how="SIGSTOP", count=COUNT),
         call("peers.let_go_on", victim=1),
         load("latest", 2),
         call("peers.copies_made", checkpoint_id="step-1", names=shards(2), copies=2, within_s=30.0),

@@ -329,7 +329,6 @@ class RealJob:
         self.nodes = list(nodes)
         self.policy = policy
         self.is_dead = False
-        self.has_left = False
 
     def end(self) -> None:
         self.is_dead = True
@@ -344,9 +343,8 @@ class RealJob:
         attempt = self.cluster.processes.attempt([call(step, **arguments)], nodes=order, ranks=counts)
         return attempt.codes, [values[0] for values in attempt.values if values]
 
-    def save(self, checkpoint_id: str, attempt: int, *, overwrite: bool, handed: str = "") -> Saved:
-        """One save by new processes. Handed over as "staged", every second one's ranks end once that is acknowledged."""
-        self.has_left = handed == "staged" and attempt % 2 == 0
+    def save(self, checkpoint_id: str, attempt: int, *, overwrite: bool, hands_over: bool = False) -> Saved:
+        """One save by new processes."""
         codes, values = self._ran(
             "torture.save",
             checkpoint_id=checkpoint_id,
@@ -355,8 +353,7 @@ class RealJob:
             copies=self.policy.copies,
             keep_last=self.policy.keep_last,
             object_store=self.policy.object_store,
-            handed=handed,
-            leaves=self.has_left,
+            hands_over=hands_over,
         )
         if -signal.SIGKILL in codes:
             self.is_dead = True
@@ -368,9 +365,6 @@ class RealJob:
             return Saved(FirstError([ReplicatedCkptError(text) for text in failed]))
         warnings = tuple(text for value in values for text in value["warnings"])
         return Saved(None, min(value["copies_made"] for value in values), warnings)
-
-    def find_late_error(self) -> BaseException | None:
-        """What a save has failed with since it was acknowledged as staged: its ranks have waited and said so."""
 
     def save_with_stock_torch(self, checkpoint_id: str, attempt: int) -> None:
         """What torch's own writer does on node-local disks."""

@@ -62,9 +62,6 @@ class _Call:
 class Job:
     """The ranks of one world; `nodes[rank]` is the node of each. It lives until it is ended or a rank is killed."""
 
-    has_left = False
-    """Whether its ranks ended as soon as a save was acknowledged as staged: never here."""
-
     def __init__(self, cluster: Cluster, nodes: Sequence[int], policy: Policy) -> None:
         self.cluster = cluster
         self.nodes = list(nodes)
@@ -76,8 +73,7 @@ class Job:
         self.store = dist.HashStore()
         self.session = cluster.draw_uuid().hex
         self._seen: Seen = {}
-        self._writers: dict[tuple[bool, str], list[ReplicatedWriter]] = {}
-        self._last: list[ReplicatedWriter] = []
+        self._writers: dict[tuple[bool, bool], list[ReplicatedWriter]] = {}
 
     @property
     def is_dead(self) -> bool:
@@ -99,20 +95,21 @@ class Job:
 
     # Saving ------------------------------------------------------------------------------------------------------
 
-    def save(self, checkpoint_id: str, attempt: int, *, overwrite: bool, handed: str = "") -> Saved:
+    def save(self, checkpoint_id: str, attempt: int, *, overwrite: bool, hands_over: bool = False) -> Saved:
         """One `dcp.save`; a rank that is killed takes the job along.
 
-        `handed`: one that `dcp.async_save` does in its thread, with this acknowledgement. What ranks and agents still do
-        for it then, threads do.
+        `hands_over`: one that `dcp.async_save` does in its thread, with ack="peer". What ranks and agents still do for it
+        then, threads do.
         """
-        if (overwrite, handed) not in self._writers:
-            kept = [self._writer(node, overwrite=overwrite, ack=handed or self.policy.ack) for node in self.nodes]
-            self._writers[overwrite, handed] = kept
-        writers = self._last = self._writers[overwrite, handed]
+        if (overwrite, hands_over) not in self._writers:
+            ack = "peer" if hands_over else self.policy.ack
+            kept = [self._writer(node, overwrite=overwrite, ack=ack) for node in self.nodes]
+            self._writers[overwrite, hands_over] = kept
+        writers = self._writers[overwrite, hands_over]
         self.cluster.wait(SAVE_S)
         call = _Call()
         try:
-            self._save(writers, call, checkpoint_id, attempt, is_handed=bool(handed))
+            self._save(writers, call, checkpoint_id, attempt, is_handed=hands_over)
         except (ReplicatedCkptError, Killed, FirstError) as exc:
             return Saved(exc)
         else:
@@ -123,16 +120,6 @@ class Job:
                 self.end()
         made = min((writer.last_save.copies_made for writer in writers if writer.last_save is not None), default=0)
         return Saved(None, made, tuple(call.said))
-
-    def find_late_error(self) -> BaseException | None:
-        """What the last save, if it was acknowledged as staged, has failed with since."""
-        attempts = [writer._attempt for writer in self._last[:1]]
-        endings = [each.ending.end for each in attempts if each is not None and each.ending is not None]
-        errors = [end.exception() for end in endings]
-        return next(
-            (FirstError([error]) if isinstance(error, ReplicatedCkptError) else error for error in errors if error),
-            None,
-        )
 
     def _writer(self, node: int, *, overwrite: bool, ack: Any) -> ReplicatedWriter:
         keep_last = self.policy.keep_last

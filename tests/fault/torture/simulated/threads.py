@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -17,7 +16,7 @@ from replicated_ckpt.agent.saves.hand_overs import HandedShard
 from replicated_ckpt.agent.saves.shard_copies import WrittenCopies
 from replicated_ckpt.agent.settling import orphans
 from replicated_ckpt.agent.state.endpoint import Endpoint
-from replicated_ckpt.dcp.hand_over import ending, finishing, follower, held_save
+from replicated_ckpt.dcp.hand_over import finishing, follower, held_save
 from replicated_ckpt.dcp.save import shard_writer
 from replicated_ckpt.errors import StoreUnavailable
 from replicated_ckpt.stores.local.store import LocalStore
@@ -155,7 +154,7 @@ class Threads:
     def pretences(self) -> Iterator[tuple[object, str, object]]:
         """What stands in for threads, and for waiting for them, in the modules of a hand-over."""
         clock = SimpleNamespace(monotonic=self._cluster.now, sleep=self.sleep)
-        for module in (finish, hand_overs, follower, ending):
+        for module in (finish, hand_overs, follower):
             yield module, "start_worker", self.start
             yield module, "Future", partial(FutureInTurn, self)
         for module in (finish, finishing, follower):
@@ -163,8 +162,6 @@ class Threads:
         yield orphans, "time", SimpleNamespace(monotonic=self._cluster.now, sleep=self._sleep_as_orphan)
         yield hand_overs, "Buffers", partial(Buffers, 4, 1 << 16)
         yield held_save, "wait", self._wait_for_all
-        yield ending, "wait", self._wait_for_all
-        yield ending, "threading", SimpleNamespace(Event=partial(EventInTurn, self), get_ident=threading.get_ident)
         yield follower, "hand_over", self.hand_over
         yield shard_writer, "hand_over", self.hand_over
         yield finishing, "read_endpoint", self._read_endpoint
@@ -195,25 +192,6 @@ class FutureInTurn(Future[Any]):
     def exception(self, timeout: float | None = None) -> BaseException | None:
         self._threads.wait_until(self.done, "an end")
         return super().exception(timeout)
-
-
-class EventInTurn:
-    """The acknowledgement of a save: its thread waits where it has set it, and goes on when all have time."""
-
-    def __init__(self, threads: Threads) -> None:
-        self._threads = threads
-        self._is_set = False
-
-    def is_set(self) -> bool:
-        return self._is_set
-
-    def set(self) -> None:
-        is_news, self._is_set = not self._is_set, True
-        if is_news:
-            self._threads.yield_now()
-
-    def wait(self) -> None:
-        self._threads.wait_until(self.is_set, "an acknowledgement")
 
 
 class HandedInTurn:
