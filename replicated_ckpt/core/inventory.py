@@ -149,7 +149,7 @@ class LineageFound:
 def lineages_found(saves: Iterable[SaveFound]) -> tuple[LineageFound, ...]:
     """The lineages of these saves, in the order in which `saves_found` gives them: the one saved last first.
 
-    What is not of this package, or was adopted, and has no lineage, is none.
+    What is not of this package has no lineage, and is none.
     """
     grouped: dict[str, list[SaveFound]] = {}
     for save in saves:

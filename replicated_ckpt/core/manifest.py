@@ -134,7 +134,7 @@ def find_domains(manifests: Iterable[Manifest]) -> Mapping[str, tuple[str, ...]]
     """The failure domains of each node, as the newest save with ranks there names them.
 
     Of several runs the one saved last counts. Every node comes to have every manifest, so all of them see one domain for a
-    node that was moved between two saves. What stock torch saved, which is adopted with the number 0, names none.
+    node that was moved between two saves.
     """
     saves = {manifest.version: manifest for manifest in manifests if manifest.sequence}
     return {

@@ -1,7 +1,7 @@
 """A checkpoint of stock torch, scattered by hand over the stores of a test."""
 
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,33 +33,13 @@ def scattered(
     return contents
 
 
-class Interrupted(dcp.DefaultLoadPlanner):
-    """Has something happen when the checkpoint is found, and nothing of its shards is read."""
-
-    def __init__(self, happens: Callable[[], object]) -> None:
-        super().__init__()
-        self._happens = happens
-
-    def create_local_plan(self) -> dcp.LoadPlan:
-        self._happens()
-        return super().create_local_plan()
-
-
-def loads(
-    store: LocalStore, checkpoint_id: str = ID, seed: int = 1, planner: dcp.DefaultLoadPlanner | None = None
-) -> bool:
+def loads(store: LocalStore, checkpoint_id: str = ID, seed: int = 1) -> bool:
     """Whether one process with this store gets every value that was saved."""
-    return _gives(ReplicatedReader(store.root), checkpoint_id, seed, planner)
+    return _gives(ReplicatedReader(store.root), checkpoint_id, seed)
 
 
-def loads_by_stock_torch(directory: Path, seed: int = 1) -> bool:
-    return _gives(dcp.FileSystemReader(directory), None, seed)
-
-
-def _gives(
-    reader: dcp.StorageReader, checkpoint_id: str | None, seed: int, planner: dcp.DefaultLoadPlanner | None = None
-) -> bool:
+def _gives(reader: dcp.StorageReader, checkpoint_id: str | None, seed: int) -> bool:
     found, expected = state(99), state(seed)
-    dcp.load(found, checkpoint_id=checkpoint_id, storage_reader=reader, planner=planner, no_dist=True)
+    dcp.load(found, checkpoint_id=checkpoint_id, storage_reader=reader, no_dist=True)
     tensors = [name for name, value in expected.items() if isinstance(value, torch.Tensor)]
     return found["step"] == seed and all(bool((found[name] == expected[name]).all()) for name in tensors)

@@ -2,7 +2,6 @@
 
 import pytest
 
-from replicated_ckpt.core.unmanaged.adopting import AdoptUnmanaged, plan_adoption
 from replicated_ckpt.core.unmanaged.survey import UnmanagedFile, UnmanagedHolding, unmanaged_checkpoints
 from replicated_ckpt.errors import CheckpointAmbiguous
 
@@ -73,18 +72,6 @@ def test_the_newest_metadata_comes_first() -> None:
         holding("b", UnmanagedFile(1, 1, 99.0), "ours"),
     ]
     assert [found.checkpoint_id for found in unmanaged_checkpoints(nodes, {"ours"})] == ["new", "old", "none"]
-
-
-def test_only_intact_copies_are_adopted() -> None:
-    """Every node that has a shard intact gives it; without any intact one nothing is adopted, and the plan says why."""
-    nodes = [holding("a", METADATA, r0=shard(100), r1=shard(200)), holding("b", r1=shard(200)), holding("c")]
-    save = unmanaged_checkpoints(nodes)[0].save(NEEDED)
-    plan = plan_adoption(save, {("a", "__1_0.distcp")}, "abc", 2)
-    assert isinstance(plan, AdoptUnmanaged)
-    assert plan.shards_by_node == {"a": ("__0_0.distcp",), "b": ("__1_0.distcp",)}
-    assert (plan.node_ids, plan.size_bytes) == (("a", "b", "c"), 300)
-    assert "no intact __0_0.distcp" in str(plan_adoption(save, {("a", "__0_0.distcp")}, "abc", 2))
-    assert "it is empty" in str(plan_adoption(unmanaged_checkpoints(nodes)[0].save({}), (), "abc", 2))
 
 
 @pytest.mark.parametrize(

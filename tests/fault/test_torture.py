@@ -35,8 +35,8 @@ def quiet() -> Iterator[None]:
 
 @pytest.mark.parametrize("seeds", [SEEDS, long(MORE_SEEDS)], ids=["some", "more"])
 def test_no_schedule_loses_anything(seeds: range) -> None:
-    """Saves, overwrites, kills, outages, histories that meet, slow disks, damage, retention, adoption, a bucket, in random
-    order: with all disks back, what was acknowledged last loads bit for bit."""
+    """Saves, overwrites, kills, outages, histories that meet, slow disks, damage, retention, stock torch, a bucket, at
+    random: with all disks back, what was acknowledged last loads bit for bit."""
     found = {seed: outcome_of(seed) for seed in seeds}
     failed = {seed: "\n".join([*lines, problem]) for seed, (lines, problem, _) in found.items() if problem}
     assert not failed, "\n\n".join(failed.values())

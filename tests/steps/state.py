@@ -53,6 +53,14 @@ def load(context: Context, kinds: list[str], checkpoint_id: str, **reader: Any) 
     return {"digests": after, "report": report_of(storage_reader.last_load)}
 
 
+def load_and_save(context: Context, kinds: list[str], checkpoint_id: str, as_id: str) -> Digests:
+    """Loads a checkpoint and saves what was loaded under another id."""
+    states = build_all(context, kinds, OTHER_SEED)
+    dcp.load(dict(states), checkpoint_id=checkpoint_id, storage_reader=context.reader())
+    dcp.save(dict(states), checkpoint_id=as_id, storage_writer=context.writer())
+    return digests_of(states)
+
+
 def load_partly(context: Context, kinds: list[str], checkpoint_id: str, *, is_allowed: bool) -> dict[str, Any]:
     """Loads a checkpoint that has only some of `kinds`; returns what they hold then, or the error, and what they held."""
     states = build_all(context, kinds, OTHER_SEED)

@@ -28,9 +28,7 @@ from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.versions.recycled import try_room
 from replicated_ckpt.stores.local.versions.replaceable import holds_checkpoint
 from replicated_ckpt.stores.peer.answer import parsing
-from replicated_ckpt.stores.peer.client import AgentAddress
 from replicated_ckpt.stores.peer.copy import BEHIND_HEADER
-from replicated_ckpt.stores.unmanaged.adoption import check_announced
 
 _QUERY_FIELDS_MAX = 8
 _WHO = ("node_id", "incarnation", "is_leaving", "tls_sha256", "start_id")
@@ -104,10 +102,10 @@ class Routes:
                 return json_answer(self._stop)
         raise ObjectMissing("this agent", request.method, request.target[:200], "no such verb")
 
-    def _save(  # noqa: PLR0911, C901 - one return a verb
+    def _save(  # noqa: PLR0911 - one return a verb
         self, request: Request, save_id: str, rest: list[str], settles: str, ticket: str
     ) -> Answer:
-        self._require_end(request, save_id, rest)
+        self._require_end(request, rest)
         match (request.method, *rest):
             case ("GET",):
                 with request.heartbeat:
@@ -130,11 +128,6 @@ class Routes:
                 return json_answer(self._wake_upkeep, held=list(held))
             case ("POST", "written" | "finish" | "decision" as verb):
                 return self._handed.answer(request, save_id, verb)
-            case ("POST", "adopt"):
-                return self._adopt(request, save_id)
-            case ("POST", "keep"):
-                self._service.adoption_locks.keep(save_id)
-                return json_answer()
             case ("POST", "abort"):
                 return self._abort(request, save_id)
         raise ObjectMissing("this agent", request.method, request.target[:200], "no such verb")
@@ -146,14 +139,12 @@ class Routes:
     def _begin(self, request: Request, save_id: str) -> Answer:
         fields = request.document()
         with parsing("A save cannot be opened"):
-            checkpoint_id, adopts = fields["checkpoint_id"], bool(fields.get("adopts", False))
-            peers = self._peers_of_save(request, save_id, checkpoint_id, fields["peers"], adopts=adopts)
+            peers = self._service.learn_peers(fields["peers"])
             intent = Intent(
                 save_id,
-                checkpoint_id,
-                f"adoption/{save_id}" if adopts else str(fields["session"]),
+                fields["checkpoint_id"],
+                str(fields["session"]),
                 bool(fields["overwrite"]),
-                adopts,
                 tuple(sorted({self._service.node_id, *(peer.node_id for peer in peers)})),
                 str(fields.get("coordinator", "")),
                 announced=Announced.from_json(fields.get("announced", {})),
@@ -161,7 +152,6 @@ class Routes:
             )
         if not isinstance(intent.checkpoint_id, str) or not is_checkpoint_id(intent.checkpoint_id):
             raise ConfigInvalid(f"{str(intent.checkpoint_id)[:200]!r} is no checkpoint id.")
-        check_announced(intent)
         if request.connection is not None:  # else its rank may be at a later save, which would be given up for this one
             require_asker(request.connection)
         replaces = holds_checkpoint(self._service.store.final(intent.checkpoint_id))
@@ -172,34 +162,6 @@ class Routes:
                 settle(self._service, leftovers, peers)
         told = {lineage: history.to_json() for lineage, history in histories.items()}
         return json_answer(histories=told, replaces=replaces, named=None if before is None else asdict(before.named))
-
-    def _peers_of_save(
-        self, request: Request, save_id: str, checkpoint_id: object, named: Any, *, adopts: bool
-    ) -> tuple[AgentAddress, ...]:
-        """The other nodes of a save. A job introduces them; an adoption has to do with those that this node knows.
-
-        Raises:
-            StoreDenied: neither. ValueError, KeyError, TypeError: these are no addresses.
-        """
-        if request.right >= Right.JOB:
-            return self._service.learn_peers(named)
-        if not adopts or not self._unmanaged.has(checkpoint_id):
-            request.require(Right.JOB)
-        if self._service.is_known(save_id):
-            raise ConfigInvalid(f"Save {save_id} is there already.", "Repair again: each adoption has a new id.")
-        nodes = {str(peer["node_id"]) for peer in named}
-        return tuple(peer for peer in self._service.peers.read_all() if peer.node_id in nodes)
-
-    def _adopt(self, request: Request, save_id: str) -> Answer:
-        """Shards that stock torch wrote here are staged with footers; answers what their manifest is to say."""
-        given = request.document().get("shards", ())
-        names = [str(name) for name in given] if isinstance(given, list) else [""]
-        if any(ShardName.parse(name) is None for name in names):
-            raise ConfigInvalid("adopt: no shards are named.")
-        with request.heartbeat:
-            tables = self._service.adopt(save_id, names)
-        shards = {name: {"size_bytes": table.file_bytes, "crc32c": table.file_crc()} for name, table in tables.items()}
-        return json_answer(shards=shards)
 
     def _abort(self, request: Request, save_id: str) -> Answer:
         """A peer gives up a save that it takes part in, and none that is decided here.
@@ -223,16 +185,12 @@ class Routes:
         if self._service.store.intent_of(save_id).ticket and not self._admits(save_id, ticket):
             request.require(Right.JOB)
 
-    def _require_end(self, request: Request, save_id: str, rest: Sequence[str]) -> None:
-        """What ends a save is its coordinator's to say: a peer brings shards. It ends adoptions, which peers open.
-
-        Where nothing is staged nothing is ended: a load may have published an adoption before its node says so.
-        """
+    def _require_end(self, request: Request, rest: Sequence[str]) -> None:
+        """What ends a save is its coordinator's to say: a peer brings shards."""
         is_end = rest in (["pull"], ["commit"]) or (
             request.method == "PUT" and any(ShardName.parse(name) is None for name in rest)
         )
-        store = self._service.store
-        if is_end and store.is_staged(save_id) and not store.intent_of(save_id).adopts:
+        if is_end:
             request.require(Right.JOB)
 
     def _receive(self, request: Request, save_id: str, name: str) -> Answer:

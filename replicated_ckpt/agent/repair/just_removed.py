@@ -31,7 +31,7 @@ class JustRemoved:
 
     def actions_to_do(self, part: RepairPlan) -> list[Action]:
         """The part without what would put back what has just gone: that waits, and is done if others have it then still."""
-        waiting = self._gone_since.keys() & {_place_of(action) for action in part.adopt}
+        waiting = self._gone_since.keys() & {_place_of(action) for action in part.restore}
         return [action for action in part.actions if _place_of(action) not in waiting]
 
 

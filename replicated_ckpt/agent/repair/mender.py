@@ -172,9 +172,7 @@ class Mender:
         return True
 
     def _put_manifest(self, directory: Committed, raw_manifest: bytes) -> bool:
-        """False: another one has its name by now, as where an adoption of its files was published meanwhile. With this
-        manifest it would be the same save in a second place.
-        """
+        """False: another save has its name by now. With this manifest it would be the same save in a second place."""
         with exclusive(self._store.root / STAGING_DIR):  # nothing is published here meanwhile
             if not directory.is_in_place():
                 return False

@@ -288,7 +288,7 @@ class Reprotector:
         while self._orders:
             part, may_replace, order = self._orders.popleft()
             try:
-                refused = frozenset() if may_replace else self._not_planned_here(part.adopt)
+                refused = frozenset() if may_replace else self._not_planned_here(part.restore)
                 order.set_result(
                     [(action, _NOT_PLANNED if action in refused else self._try(action)) for action in part.actions]
                 )
@@ -297,12 +297,12 @@ class Reprotector:
             except Exception as exc:  # noqa: BLE001 - the thread that gave the order gets it
                 order.set_exception(exc)
 
-    def _not_planned_here(self, adoptions: Sequence[RestoreManifest]) -> frozenset[RestoreManifest]:
+    def _not_planned_here(self, restored: Sequence[RestoreManifest]) -> frozenset[RestoreManifest]:
         held = self._service.holdings()
-        others = [action for action in adoptions if not is_of_held_save(action, held)]
+        others = [action for action in restored if not is_of_held_save(action, held)]
         if not others:
             return frozenset()
-        return refuse_unplanned(others, plan_repair(*self._look(), self._service.node_id).adopt)
+        return refuse_unplanned(others, plan_repair(*self._look(), self._service.node_id).restore)
 
     def _try(self, action: Action) -> str:
         """Does one action; why it could not be done, or ""."""

@@ -73,7 +73,7 @@ class Draining:
         if service.was_opened_within(OPEN_GRACE_S, service.store.intent_of(save_id)):
             return "it was opened just now"
         if service.is_held(save_id):
-            return "ranks of this node, or an adoption, work on it"
+            return "ranks of this node work on it"
         return "it is not published" if self._is_followed(save_id) else ""
 
     def _is_followed(self, save_id: str) -> bool:

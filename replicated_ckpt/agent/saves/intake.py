@@ -79,18 +79,12 @@ class Intake:
 
 @contextmanager
 def taking_metadata(intent: Intent, size_bytes: int | None) -> Iterator[Take]:
-    """As `Intake.taking`, for `.metadata`, which may have what a file that is believed may have.
-
-    All that is brought of an adoption is its `.metadata`: it has what was announced.
-    """
+    """As `Intake.taking`, for `.metadata`, which may have what a file that is believed may have."""
     count = 0
-    announced = intent.announced.save_bytes_max if intent.adopts else 0
 
     def take(more: int) -> None:
         nonlocal count
         count += more
-        if announced and count > announced:
-            raise _too_much(intent, f"{METADATA_NAME} has more than the {announced} bytes that its opening announced")
         if count > FILE_BYTES_MAX:
             raise _too_much(intent, f"{METADATA_NAME} has more than {FILE_BYTES_MAX} bytes, which none may have")
 

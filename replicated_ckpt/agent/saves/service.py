@@ -12,7 +12,6 @@ from typing import Any
 from replicated_ckpt import failpoints
 from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.agent.requests.body import Body
-from replicated_ckpt.agent.saves.adoption_locks import AdoptionLocks
 from replicated_ckpt.agent.saves.doubts import Doubts, Leftover
 from replicated_ckpt.agent.saves.fence import Fence
 from replicated_ckpt.agent.saves.finish import Finisher, Outline
@@ -25,7 +24,6 @@ from replicated_ckpt.agent.state.damage import DamageBook
 from replicated_ckpt.agent.state.policies import PolicyBook
 from replicated_ckpt.agent.state.removals import RemovalBook
 from replicated_ckpt.agent.state.sequence_floor import SequenceFloor
-from replicated_ckpt.core.integrity.checksum import BlockTable
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, SEQUENCE_FLOOR_MAX, ShardName
 from replicated_ckpt.core.lineage import History, merge_histories
@@ -47,7 +45,6 @@ from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.versions.recycled import RecycledFiles, RoomOfRecycled
 from replicated_ckpt.stores.local.versions.replaced import lock_version, look_again
 from replicated_ckpt.stores.peer.client import AgentAddress
-from replicated_ckpt.stores.unmanaged.adoption import check_adopted, stage_shards
 
 log = logging.getLogger(__name__)
 
@@ -80,16 +77,13 @@ class NodeService:
         self._started_at = time.monotonic()
         self._is_leaving, self.is_drained = False, False
         self._fence, self._reserved = Fence(), ReservedSequences(store, self.histories)
-        self.adoption_locks = AdoptionLocks()
 
     def recover(self) -> tuple[str, ...]:
         """Completes the saves whose decision was made durable here before a crash; returns their ids. For a start.
 
         One that cannot be completed stays staged and is logged; it keeps no rank from using the others.
         """
-        staged = self.store.list_staged()
-        self.adoption_locks.take_over(intent.save_id for intent in staged if intent.adopts)
-        completed = self._complete_decided(staged)
+        completed = self._complete_decided(self.store.list_staged())
         self.store.remove_incoming()
         return completed
 
@@ -103,7 +97,6 @@ class NodeService:
             try:
                 if self.store.is_decided(save_id) or self.store.is_published(save_id):
                     self.store.commit(save_id)
-                    self.adoption_locks.close(save_id)
                     completed.append(save_id)
             except SaveSuperseded as exc:
                 log.info("save %s stays staged until the newer one is seen whole: %s", save_id, exc.message)
@@ -130,11 +123,8 @@ class NodeService:
                 raise _leaving(intent)
             self._opened_at[intent.save_id] = math.inf  # however slow the disk is: it is young until it is open
         try:
-            if intent.adopts:
-                self.adoption_locks.open(intent.save_id)
             self.open_in_store(intent)
         except BaseException:
-            self.adoption_locks.close(intent.save_id)
             with self._lock:
                 self._opened_at.pop(intent.save_id, None)
             raise
@@ -177,9 +167,8 @@ class NodeService:
         """Staged saves that are over, and those of which only a decision can tell that they are.
 
         They are of a session that has gone on to the save `by`, they are overtaken by the save `by` of the same checkpoint,
-        or the processes that made them are gone. An adoption overtakes adoptions alone. One that is still worked on, or was
-        opened just now, may live: a trainer may load while it saves in the background. But where it is decided, all have
-        written.
+        or the processes that made them are gone. One that is still worked on, or was opened just now, may live: a trainer
+        may load while it saves in the background. But where it is decided, all have written.
         """
         with self.looking():
             return tuple(self._leftovers(by, OPEN_GRACE_S))
@@ -193,7 +182,7 @@ class NodeService:
             is_left = by is not None and intent.session == by.session
             if by is not None and intent.save_id == by.save_id:
                 continue
-            if by is not None and intent.checkpoint_id == by.checkpoint_id and (intent.adopts or not by.adopts):
+            if by is not None and intent.checkpoint_id == by.checkpoint_id:
                 why = f"save {by.save_id} of {by.checkpoint_id!r} overtook it"
                 yield Leftover(intent, why, is_over=True, is_left=is_left)
             elif is_left:
@@ -216,13 +205,8 @@ class NodeService:
         return opened_at is not None and time.monotonic() - opened_at < grace_s
 
     def is_held(self, save_id: str) -> bool:
-        """Whether a rank of this node still works on the save, or an adoption. Each takes a lock before it writes."""
-        self.adoption_locks.release_old()
+        """Whether a rank of this node still works on the save. Each takes a lock before it writes."""
         return self.store.is_held(save_id)
-
-    def is_known(self, save_id: str) -> bool:
-        """Whether anything of a save lies here, staged or committed."""
-        return self.store.has_intent(save_id) or self.answer_of(save_id) is not Answer.ABSENT
 
     def check_open(self, save_id: str) -> None:
         """Raises SaveAborted: the save is not open here, or was given up."""
@@ -246,14 +230,13 @@ class NodeService:
                 raise ManifestInvalid(
                     f"Save {save_id} was opened for {intent.checkpoint_id!r}; its manifest names another one."
                 )
-            check_adopted(self.store.root, intent, manifest)
             self.store.put_small(save_id, name, raw)
             failpoints.reach("agent.decision-staged")
             return Received.of(raw)
         if name == METADATA_NAME:
             with taking_metadata(intent, body.size_bytes) as take:
                 return receive_plain_file(path, body, take, RecycledFiles(self.store.root))
-        if ShardName.parse(name) is None or intent.adopts:
+        if ShardName.parse(name) is None:
             raise ConfigInvalid(f"{name!r} is no file of a checkpoint that could be brought here.")
         with self._intake.taking(intent, name, body.size_bytes) as take:
             pool = (RecycledFiles if durable else RoomOfRecycled)(self.store.root)
@@ -263,7 +246,6 @@ class NodeService:
         """As `LocalStore.commit`. Raises SaveAborted also of a save that was given up here."""
         self._fence.check(save_id, self.node_id)
         held = self.store.commit(save_id)
-        self.adoption_locks.close(save_id)
         self.doubts.settle(save_id)
         with self._lock:
             self._opened_at.pop(save_id, None)
@@ -288,28 +270,12 @@ class NodeService:
         staged = self.store.list_staged()
         return self.is_saving or self.pins.has_any() or any(self.is_held(intent.save_id) for intent in staged)
 
-    def adopt(self, save_id: str, names: Sequence[str]) -> Mapping[str, BlockTable]:
-        """Stages shards of the checkpoint without a manifest that an open save is to adopt; held while its command lives.
-
-        Raises:
-            SaveAborted: it is not open. ObjectMissing, ObjectCorrupt, StoreFull, StoreError: what was there is as it was.
-        """
-        self.check_open(save_id)
-        intent = self.store.intent_of(save_id)
-        if not intent.adopts:
-            raise ConfigInvalid(f"Save {save_id} is no adoption.")
-        self.adoption_locks.hold(save_id, self.store.lock_save(save_id))
-        tables = stage_shards(self.store.root, intent.checkpoint_id, save_id, names)
-        failpoints.reach("adopt.staged")
-        return tables
-
     def abort(self, save_id: str, why: str, *, unless_decided: bool = False) -> None:
         """Gives a save up: what is staged is removed, and later bytes of it are refused. A committed one stays."""
         self._fence.give_up(save_id, why)
         self._reserved.release(save_id)
         with self._lock:
             self._opened_at.pop(save_id, None)
-        self.adoption_locks.close(save_id)
         self.store.abort(save_id, unless_decided=unless_decided)
         self.doubts.settle(save_id)
 
@@ -342,7 +308,6 @@ class NodeService:
         if self.store.is_decided(save_id):
             try:
                 self.store.commit(save_id)
-                self.adoption_locks.close(save_id)
             except SaveSuperseded:
                 return Answer.DECIDED
         if self.store.catalog.checkpoint_of(save_id) is not None:
@@ -363,8 +328,6 @@ class NodeService:
             return found
         with self.looking():
             intent = self.store.intent_of(save_id)
-            if is_over:
-                self.adoption_locks.release(save_id)
             is_young = not is_over and self.was_opened_within(OPEN_GRACE_S, intent)
             if not is_left and (is_young or self.is_held(save_id)):
                 return {"state": Answer.WORKING.value}

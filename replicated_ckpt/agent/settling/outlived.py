@@ -78,11 +78,8 @@ def _keeping(what: str) -> Iterator[None]:
 def _is_without_a_name(
     service: NodeService, intent: Intent, decided: Manifest, whole: Sequence[Version], views: Sequence[NodeView]
 ) -> bool:
-    """Whether it goes, which its coordinator's node can tell once its rank is gone: no other node publishes it first.
-
-    An adoption has no such node. Each one that has its decision can tell: it publishes that over no save.
-    """
-    if not (intent.adopts or intent.coordinator == service.node_id) or service.is_held(intent.save_id):
+    """Whether it goes, which its coordinator's node can tell once its rank is gone: no other node publishes it first."""
+    if intent.coordinator != service.node_id or service.is_held(intent.save_id):
         return False
     nodes = {*intent.nodes, *(node.node_id for node in decided.nodes)}
     up = {view.node_id: view.holdings or () for view in views if view.presence is Presence.UP}
@@ -94,7 +91,6 @@ def _is_without_a_name(
         replaces=intent.replaces,
         whole=whole,
         is_seen_nowhere=nodes <= set(up) and not is_published,
-        adopts=intent.adopts,
     )
 
 

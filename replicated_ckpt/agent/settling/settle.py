@@ -21,7 +21,6 @@ from replicated_ckpt.errors import (
     StoreUnavailable,
 )
 from replicated_ckpt.stores.local.directories.intent import Intent
-from replicated_ckpt.stores.local.versions.carry_over import set_changed_aside
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.fan_out import FanOut
 
@@ -98,11 +97,8 @@ def _settle_one(
 ) -> None:
     """`silent`: nodes that did not answer a moment ago; they are not asked again, and those that do not now are added."""
     intent = leftover.intent
-    if intent.adopts and not leftover.may_live and service.store.is_decided(intent.save_id):
-        set_changed_aside(service.store.root, intent.checkpoint_id, intent.save_id)
     answer = service.answer_of(intent.save_id)
     if answer is Answer.PUBLISHED:
-        service.adoption_locks.close(intent.save_id)
         service.store.abort(intent.save_id)  # it is in place, and stays: only what surrounded it is left
         service.doubts.settle(intent.save_id)
         return

@@ -78,8 +78,8 @@ def needed_right(method: str, parts: Sequence[str]) -> Right:  # noqa: PLR0911 -
             return Right.PEER
         case ("GET" | "HEAD", "v1", "files", _, _) | ("GET" | "HEAD", "v1", "unmanaged", *_):
             return Right.PEER
-        case ("POST", "v1", "saves", _):  # an adoption of what lies here may be opened by a peer: see Routes
-            return Right.PEER
+        case ("POST", "v1", "saves", _):
+            return Right.JOB
         case ("POST", "v1", "saves", _, "finish" | "decision"):
             return Right.OWNER
         case ("GET" | "PUT" | "POST", "v1", "saves", _, *_):

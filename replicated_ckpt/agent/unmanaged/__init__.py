@@ -1,1 +1,1 @@
-"""Checkpoints without a manifest, as agents find and adopt them."""
+"""Checkpoints without a manifest, as agents find and check them."""

@@ -7,10 +7,9 @@ from typing import Any
 
 from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.agent.unmanaged.look import UnmanagedFound, UnmanagedLook, unmanaged_verify_path
-from replicated_ckpt.core.unmanaged.adopting import AdoptUnmanaged, plan_adoption
 from replicated_ckpt.core.unmanaged.metadata_places import ranges_to_json
 from replicated_ckpt.core.unmanaged.survey import UnmanagedCheckpoint
-from replicated_ckpt.core.upkeep.finding import Finding, Problem
+from replicated_ckpt.core.upkeep.finding import Finding
 from replicated_ckpt.errors import CheckpointAmbiguous, MetadataUnsafe, PeerProtocolError, StoreError
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.answer import parsing
@@ -50,13 +49,6 @@ class UnmanagedAudit:
     @property
     def is_sound(self) -> bool:
         return not (self.problem or self.missing or self.findings)
-
-    def adoption(self, node_ids: Collection[str], copies: int) -> AdoptUnmanaged | str:
-        """How it is adopted, or in words why it cannot be."""
-        if self.found is None:
-            return f"{self.checkpoint_id} is not adopted: {self.problem}"
-        bad = {(finding.node_id, finding.name) for finding in self.findings if finding.problem is Problem.CORRUPT}
-        return plan_adoption(self.found.save, bad, node_ids, copies)
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -9,7 +9,7 @@ from typing import Any
 from replicated_ckpt.agent.peers.address_book import PeerBook, listening_host
 from replicated_ckpt.agent.repair.audit import Audit, Auditor
 from replicated_ckpt.agent.start.launch import ensure_agent
-from replicated_ckpt.agent.unmanaged.audit import UnmanagedAuditor
+from replicated_ckpt.agent.unmanaged.look import UnmanagedLook
 from replicated_ckpt.cli.checkpoints.lost import find_lost
 from replicated_ckpt.cli.checkpoints.verify import as_json, describe_short, see_audit
 from replicated_ckpt.cli.exit_codes import ExitCode
@@ -27,7 +27,6 @@ from replicated_ckpt.cli.look.latest import find_id
 from replicated_ckpt.cli.look.nodes import look_at_nodes
 from replicated_ckpt.cli.look.root import open_store
 from replicated_ckpt.cli.look.start import start_agent
-from replicated_ckpt.cli.look.unmanaged import Adoptions
 from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.core.upkeep.repair_plan import RepairPlan, ShortShard
 from replicated_ckpt.errors import ReplicatedCkptError
@@ -39,6 +38,7 @@ from replicated_ckpt.wording import plural
 
 ROUNDS_MAX = 4
 """A manifest that is restored shows which files are damaged, so there is more to do then; a third round finds nothing."""
+_OF_STOCK = "stock torch wrote it, without checksums. Load it and save it under a new id: that save has copies"
 HELP = "Set bad files aside, restore them from good copies, and make up for missing copies, on all nodes."
 
 
@@ -54,14 +54,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="this node, named by its id or its host, is gone for good: its copies are made anew, and saves that are in "
         "doubt for it alone are given up (may be given several times)",
     )
-    parser.add_argument(
-        "--copies",
-        type=int,
-        choices=range(1, 17),
-        default=2,
-        metavar="N",
-        help="copies of each shard of a checkpoint of stock torch, which gets checksums and a manifest (default: 2)",
-    )
     parser.add_argument("--json", action="store_true", help="the same for machines")
 
 
@@ -69,39 +61,41 @@ def run(arguments: argparse.Namespace) -> int:
     """Exit code: OK if everything that was planned is done and no shard is lost; see ExitCode for the rest."""
     store = open_store(arguments.root)
     arguments.id = arguments.id and find_id(store, arguments.id)
-    if not arguments.dry_run and any(store.catalog.without_manifest()):
-        store.node_id()  # who holds shards must have a name
     arguments.lost = find_lost(store, arguments.lost)
     audit = Auditor(store, arguments.lost).audit(arguments.id)
-    stock = UnmanagedAuditor(store, [*arguments.lost, *audit.silent_nodes])
-    audits = stock.audit(arguments.id, audit.checkpoint_ids)
-    if arguments.id and not audits:
+    stock = _list_stock(store, audit, arguments)
+    if arguments.id and not stock:
         _check_is_there(store, audit, arguments.id)
-    adoptions = Adoptions(audits, stock.node_ids, arguments.copies)
     if not arguments.json:
         _print_doubts(store, audit, arguments.lost)
-        _print_plan(store, audit, adoptions)
+        _print_plan(store, audit)
+        for checkpoint_id in stock:
+            print(f"not repaired: {checkpoint_id}: {_OF_STOCK}")
     newer = [] if arguments.id else see_audit(store, audit).newer
     done = _Done(short=set(audit.plan.short))
     if not arguments.dry_run:
         done.errors |= _give_up_lost(store, arguments.lost)
-        _carry_out_all(store, audit.plan, adoptions, arguments.lost, done)
+        _carry_out_until_done(store, audit.plan, arguments.lost, done)
     in_doubt = list_staged_saves(store)
     if arguments.json:
-        outcome = {
-            "unmanaged": [found.to_json() for found in audits],
-            "dry_run": arguments.dry_run,
-            "failed": done.errors,
-        }
+        outcome = {"unmanaged": list(stock), "dry_run": arguments.dry_run, "failed": done.errors}
         others = {"in_doubt": [asdict(save) for save in in_doubt], "newer_format": newer}
-        print(json.dumps({**as_json(audit), **adoptions.to_json(), **outcome, **others}, indent=2))
+        print(json.dumps({**as_json(audit), **outcome, **others}, indent=2))
     else:
         for line in map(describe_newer, newer):
             print(f"not checked: {line}")
         if not arguments.dry_run:
             _print_outcome(done, audit)
-    code = _exit_code(audit, adoptions, done, has_doubts=bool(in_doubt) and waits_for_any(store))
-    return ExitCode.FAILED if newer and code != ExitCode.SHARD_LOST else code
+    code = _exit_code(audit, done, has_doubts=bool(in_doubt) and waits_for_any(store))
+    return ExitCode.FAILED if (newer or arguments.id in stock) and code != ExitCode.SHARD_LOST else code
+
+
+def _list_stock(store: LocalStore, audit: Audit, arguments: argparse.Namespace) -> tuple[str, ...]:
+    """The checkpoints of stock torch that were asked for, newest first: they have no checksums, and nothing is planned."""
+    unasked = {*arguments.lost, *audit.silent_nodes}
+    peers = [peer for peer in PeerBook(store.root_agent_directory()).read_all() if peer.node_id not in unasked]
+    found = UnmanagedLook(store, store.read_node_id(), peers).checkpoints(arguments.id, audit.checkpoint_ids)
+    return tuple(checkpoint.checkpoint_id for checkpoint in found)
 
 
 @dataclass
@@ -113,26 +107,12 @@ class _Done:
     short: set[ShortShard] = field(default_factory=set)
 
 
-def _exit_code(audit: Audit, adoptions: Adoptions, done: _Done, *, has_doubts: bool) -> ExitCode:
+def _exit_code(audit: Audit, done: _Done, *, has_doubts: bool) -> ExitCode:
     if any(short.is_lost for short in done.short):
         return ExitCode.SHARD_LOST
-    if done.errors or done.short or adoptions.refused:
+    if done.errors or done.short:
         return ExitCode.FAILED
     return ExitCode.UNREACHABLE if audit.unreachable or has_doubts else ExitCode.OK
-
-
-def _carry_out_all(store: LocalStore, plan: RepairPlan, adoptions: Adoptions, lost: Sequence[str], done: _Done) -> None:
-    """Does the plan; then adopts, reads what that has made, and makes the copies that are missing of it."""
-    _carry_out_until_done(store, plan, lost, done)
-    if adoptions.plans:
-        peers = [peer for peer in PeerBook(store.root_agent_directory()).read_all() if peer.node_id not in lost]
-        addresses = {peer.node_id: peer for peer in peers} | _own_address(store)
-        done.errors |= adoptions.carry_out(addresses, peers)
-        done.actions += adoptions.plans
-    for adopted in adoptions.plans:
-        audit = Auditor(store, lost).audit(adopted.checkpoint_id)
-        done.short |= set(audit.plan.short)
-        _carry_out_until_done(store, audit.plan, lost, done)
 
 
 def _carry_out_until_done(store: LocalStore, plan: RepairPlan, lost: Sequence[str], done: _Done) -> None:
@@ -154,7 +134,7 @@ def _carry_out_until_done(store: LocalStore, plan: RepairPlan, lost: Sequence[st
 
 def _join_plans(plans: Sequence[RepairPlan]) -> RepairPlan:
     return RepairPlan(
-        tuple(action for plan in plans for action in plan.adopt),
+        tuple(action for plan in plans for action in plan.restore),
         tuple(action for plan in plans for action in plan.copy),
         tuple(action for plan in plans for action in plan.set_aside),
         tuple(short for plan in plans for short in plan.short),
@@ -237,15 +217,14 @@ def _give_up_lost(store: LocalStore, lost: Sequence[str]) -> dict[str, str]:
     return errors
 
 
-def _print_plan(store: LocalStore, audit: Audit, adoptions: Adoptions) -> None:
+def _print_plan(store: LocalStore, audit: Audit) -> None:
     for action in audit.plan.actions:
         print(f"to do: {action}")
     for short in audit.plan.short:
         print(describe_short(short))
     for line in audit.unreachable:
         print(f"not reached: {line}")
-    adoptions.print_plan()
-    if not audit.plan.actions and not adoptions.plans:
+    if not audit.plan.actions:
         done = "nothing to do on the nodes that answered" if audit.unreachable else "nothing to do"
         print(done if audit.plan.is_complete else "nothing can be done now")
         seen = see_audit(store, audit)

@@ -20,10 +20,10 @@ def describe_absent(store: LocalStore, seen: NodesSeen, checkpoint_id: str, othe
         return ManifestVersionUnknown(f"{checkpoint_id!r} is of a format that only a newer replicated_ckpt reads.")
     look = UnmanagedLook(store, seen.own_node, seen.reached)
     if is_checkpoint_id(checkpoint_id) and look.checkpoints(checkpoint_id):
-        adopt = f"`replicated-ckpt repair {quote(checkpoint_id)} --root {quote(str(store.root))}`"
         return CheckpointNotFound(
             f"{checkpoint_id!r} is a checkpoint of stock torch, which has no manifest.",
-            f"{adopt} adopts it; until then it is a plain directory on each node that has files of it.",
+            "It is a plain directory on each node that has files of it. Load it and save it under a new id: that save has "
+            "copies and checksums.",
         )
     listing = f"`replicated-ckpt ls --root {quote(str(store.root))}`"
     hint = f"{listing} lists what there is, and which nodes were not reached.{otherwise}"

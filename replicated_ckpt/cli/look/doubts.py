@@ -95,7 +95,7 @@ def _find_blocking(store: LocalStore, save_id: str, checkpoint_id: str) -> str:
         named, intent = store.catalog.find_manifest(checkpoint_id), store.intent_of(save_id)
         decided = None if named is None else read_decision(store.staging(save_id), save_id)
         if named is not None and decided is not None:
-            takes = not intent.adopts and may_publish(decided.version, named.version, intent.replaces)
+            takes = may_publish(decided.version, named.version, intent.replaces)
             return "" if takes else named.save_id
     return ""
 

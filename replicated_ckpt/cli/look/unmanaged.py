@@ -1,27 +1,21 @@
 """What `ls`, `verify` and `repair` say and do about checkpoints that FileSystemWriter left on the nodes."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict
-from typing import Any
+from collections.abc import Iterable, Sequence
 
-from replicated_ckpt.agent.unmanaged.adopter import Adopter
 from replicated_ckpt.agent.unmanaged.audit import UnmanagedAudit
 from replicated_ckpt.agent.unmanaged.look import UnmanagedLook
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.checkpoints import UNMANAGED, CheckpointSeen
 from replicated_ckpt.cli.look.nodes import NodesSeen
 from replicated_ckpt.core.layout import METADATA_NAME
-from replicated_ckpt.core.unmanaged.adopting import AdoptUnmanaged
 from replicated_ckpt.core.unmanaged.survey import UnmanagedCheckpoint
 from replicated_ckpt.errors import (
     CheckpointAmbiguous,
     MetadataUnsafe,
     PeerProtocolError,
-    ReplicatedCkptError,
     StoreError,
 )
 from replicated_ckpt.stores.local.store import LocalStore
-from replicated_ckpt.stores.peer.client import AgentAddress
 from replicated_ckpt.wording import plural
 
 
@@ -70,36 +64,3 @@ def worst_code(audits: Sequence[UnmanagedAudit]) -> ExitCode:
     if any(audit.missing for audit in audits):
         return ExitCode.SHARD_LOST
     return ExitCode.OK if all(audit.is_sound for audit in audits) else ExitCode.FAILED
-
-
-class Adoptions:
-    """What is to be adopted, and in words what cannot be, from the same look."""
-
-    def __init__(self, audits: Sequence[UnmanagedAudit], node_ids: Collection[str], copies: int) -> None:
-        planned = {audit.checkpoint_id: audit.adoption(node_ids, copies) for audit in audits}
-        self.plans = tuple(plan for plan in planned.values() if isinstance(plan, AdoptUnmanaged))
-        self.refused = tuple(plan for plan in planned.values() if isinstance(plan, str))
-        self._found = {audit.checkpoint_id: audit.found for audit in audits}
-
-    def carry_out(self, addresses: Mapping[str, AgentAddress], peers: Iterable[AgentAddress]) -> dict[str, str]:
-        """Adopts each; returns what failed and why."""
-        adopter, errors = Adopter(addresses, peers), dict[str, str]()
-        for plan in self.plans:
-            found = self._found[plan.checkpoint_id]
-            assert found is not None
-            try:
-                late = adopter.adopt(plan, found)
-            except ReplicatedCkptError as exc:
-                errors[str(plan)] = exc.message
-            else:
-                errors |= {f"{plan.checkpoint_id} on node {node}": error.message for node, error in late.items()}
-        return errors
-
-    def print_plan(self) -> None:
-        for plan in self.plans:
-            print(f"to do: {plan}")
-        for refused in self.refused:
-            print(f"cannot be done: {refused}")
-
-    def to_json(self) -> dict[str, Any]:
-        return {"adopt_unmanaged": [asdict(plan) for plan in self.plans], "not_adopted": list(self.refused)}

@@ -92,18 +92,15 @@ def is_without_a_name(
     replaces: str,
     whole: Iterable[Version],
     is_seen_nowhere: bool,
-    adopts: bool = False,
 ) -> bool:
     """Whether a save that is decided, and that no node has published, may go: a newer one of another run has the name.
 
     `is_seen_nowhere`: all of its nodes answer, and none has published it. `published` has the name on its coordinator's
     node, and `whole` are as in `may_be_dropped`. As these two have no order, the clock tells which is newer, as in a load.
-    Of one moment, the one that has the name stays. What `adopts` is published over no save, whichever is newer.
+    Of one moment, the one that has the name stays.
     """
     if published is None or not any(version.save_id == published.save_id for version in whole):
         return False
-    if adopts:
-        return is_seen_nowhere
     if published.lineage == decided.lineage or may_publish(decided, published, replaces):
         return False
     return is_seen_nowhere and published.created_unix_s >= decided.created_unix_s

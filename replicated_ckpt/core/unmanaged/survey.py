@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from operator import index
-from types import MappingProxyType
 from typing import Any
 
 from replicated_ckpt.core.inventory import Holding
@@ -20,7 +19,7 @@ from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.errors import CheckpointAmbiguous
 
 SEQUENCE = 0
-"""Stock torch counts nothing: what it wrote is older than anything of ours, before and after it is adopted."""
+"""Stock torch counts nothing: what it wrote is older than anything of ours."""
 NOBODY = "unknown"
 _SLACK_S = 60.0
 """Clocks of nodes differ, and shards are written before `.metadata` is."""
@@ -92,13 +91,6 @@ class UnmanagedCheckpoint:
     def modified_unix_s(self) -> float:
         """When `.metadata` was written, by its file's time: the only order that there is among them. 0: there is none."""
         return max((held.metadata.modified_unix_s for held in self.holdings if held.metadata is not None), default=0.0)
-
-    @property
-    def adopted_as_of_unix_s(self) -> float:
-        """The latest time that no node's files contradict: clocks differ, and a copied file is as new as its copy."""
-        files_by_node = [[*held.shards.values(), *filter(None, [held.metadata])] for held in self.holdings]
-        latest = [max(file.modified_unix_s for file in files) for files in files_by_node if files]
-        return min([self.modified_unix_s, *latest])
 
     def metadata(self) -> UnmanagedFile:
         """The one `.metadata` that some node has.
@@ -205,36 +197,30 @@ class UnmanagedSave:
             shard: ShardEntry(self.size_of(shard), 0, rank_of(shard), min(nodes, default=NOBODY), tuple(sorted(nodes)))
             for shard, nodes in self.holders.items()
         }
-        return manifest_of(self, self.save_id, shards, 1)
-
-
-def manifest_of(
-    save: UnmanagedSave,
-    save_id: str,
-    shards: Mapping[str, ShardEntry],
-    copies: int,
-    hosts: Mapping[str, str] = MappingProxyType({}),
-) -> Manifest:
-    """The manifest of a stock save whose shards are these. `hosts` are names of nodes' hosts, as far as they are known."""
-    names = {held.node_id: "host not recorded" for held in save.checkpoint.holdings} | dict(hosts)
-    if any(entry.owner_node == NOBODY for entry in shards.values()):
-        names[NOBODY] = "no node that was reached"
-    nodes = tuple(
-        NodeEntry(node, host, None, tuple(sorted({e.owner_rank for e in shards.values() if e.owner_node == node})))
-        for node, host in sorted(names.items())
-    )
-    return Manifest(
-        save_id=save_id,
-        checkpoint_id=save.checkpoint_id,
-        sequence=SEQUENCE,
-        created_unix_s=save.checkpoint.modified_unix_s,
-        world_size=1 + max((entry.owner_rank for entry in shards.values()), default=0),
-        copies=copies,
-        metadata_bytes=save.metadata.size_bytes,
-        metadata_crc32c=save.metadata.print_crc32c,
-        nodes=nodes,
-        shards=dict(shards),
-    )
+        names = [held.node_id for held in self.checkpoint.holdings]
+        if any(entry.owner_node == NOBODY for entry in shards.values()):
+            names.append(NOBODY)
+        nodes = tuple(
+            NodeEntry(
+                node,
+                "no node that was reached" if node == NOBODY else "host not recorded",
+                None,
+                tuple(sorted({entry.owner_rank for entry in shards.values() if entry.owner_node == node})),
+            )
+            for node in sorted(names)
+        )
+        return Manifest(
+            save_id=self.save_id,
+            checkpoint_id=self.checkpoint_id,
+            sequence=SEQUENCE,
+            created_unix_s=self.checkpoint.modified_unix_s,
+            world_size=1 + max((entry.owner_rank for entry in shards.values()), default=0),
+            copies=1,
+            metadata_bytes=self.metadata.size_bytes,
+            metadata_crc32c=self.metadata.print_crc32c,
+            nodes=nodes,
+            shards=shards,
+        )
 
 
 def rank_of(shard: str) -> int:

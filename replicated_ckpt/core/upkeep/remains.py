@@ -34,7 +34,7 @@ class Remains:
         return frozenset(name for name, crc in self.crcs.items() if (self.sizes[name], crc) == wanted.get(name))
 
     def may_be_of(self, manifest: Manifest) -> bool:
-        """Whether shards are as long as those of this save without footers: stock torch's, adopted elsewhere, or cut ones.
+        """Whether shards are as long as those of this save without footers: stock torch's, or cut ones.
 
         Which bytes they are, the checksums of the save tell.
         """

@@ -69,7 +69,7 @@ def plan_repair(
     plan = _Planning(nodes, own_node, find_domains(manifest_by_save.values()))
     for checkpoint in _checkpoints(manifest_by_save, nodes, going):
         plan.add(checkpoint)
-    return RepairPlan(tuple(plan.adopt), tuple(plan.copy), tuple(plan.set_aside), tuple(plan.short))
+    return RepairPlan(tuple(plan.restore), tuple(plan.copy), tuple(plan.set_aside), tuple(plan.short))
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class _Planning:
         self._bytes_by_node = dict.fromkeys(self._up, 0)
         self._writable = {node.node_id: node.writable_bytes for node in nodes if node.writable_bytes is not None}
         self._published = _index_published(nodes)
-        self.adopt: list[RestoreManifest] = []
+        self.restore: list[RestoreManifest] = []
         self.copy: list[CopyShard] = []
         self.set_aside: list[SetAside] = []
         self.short: list[ShortShard] = []
@@ -229,7 +229,7 @@ class _Planning:
             sources = tuple(source for source in save.sources if source != node_id)
             lacks_name = node_id in blank and bool(sources)
             if node_id not in save.with_manifest or lacks_metadata or lacks_name:
-                self.adopt.append(RestoreManifest(node_id, found.checkpoint_id, found.save_id, sources))
+                self.restore.append(RestoreManifest(node_id, found.checkpoint_id, found.save_id, sources))
             for shard in save.strays(node_id):
                 self.set_aside.append(SetAside(node_id, found.checkpoint_id, found.save_id, shard))
         if not save.with_metadata:

@@ -113,7 +113,7 @@ class ShortShard:
 class RepairPlan:
     """What is to be done, in this order, and what cannot be."""
 
-    adopt: tuple[RestoreManifest, ...] = ()
+    restore: tuple[RestoreManifest, ...] = ()
     copy: tuple[CopyShard, ...] = ()
     set_aside: tuple[SetAside, ...] = ()
     short: tuple[ShortShard, ...] = ()
@@ -128,7 +128,7 @@ class RepairPlan:
 
     @property
     def actions(self) -> tuple[Action, ...]:
-        return (*self.adopt, *self.copy, *self.set_aside)
+        return (*self.restore, *self.copy, *self.set_aside)
 
     @property
     def lost(self) -> tuple[ShortShard, ...]:
@@ -141,7 +141,7 @@ class RepairPlan:
 
     def of_node(self, node_id: str) -> "RepairPlan":
         return RepairPlan(
-            tuple(action for action in self.adopt if action.node_id == node_id),
+            tuple(action for action in self.restore if action.node_id == node_id),
             tuple(action for action in self.copy if action.node_id == node_id),
             tuple(action for action in self.set_aside if action.node_id == node_id),
         )
@@ -157,7 +157,7 @@ class RepairPlan:
             KeyError, TypeError, ValueError: it is no plan; the caller names the peer that sent it.
         """
         return cls(
-            tuple(RestoreManifest(**_texts(entry), sources=_nodes(entry)) for entry in fields["adopt"]),
+            tuple(RestoreManifest(**_texts(entry), sources=_nodes(entry)) for entry in fields["restore"]),
             tuple(
                 CopyShard(
                     **_texts(entry, "shard"),

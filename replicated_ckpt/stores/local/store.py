@@ -48,7 +48,6 @@ from replicated_ckpt.stores.local.directories.given_up import GivenUpNotes, Save
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.identity import check_place, ensure_identity, find_identity
 from replicated_ckpt.stores.local.versions import others, replaced
-from replicated_ckpt.stores.local.versions.carry_over import carry_over
 from replicated_ckpt.stores.local.versions.place import PlaceNotes
 from replicated_ckpt.stores.local.versions.recycled import write_with_room
 from replicated_ckpt.stores.local.versions.replaceable import check_replaceable
@@ -213,8 +212,6 @@ class LocalStore:
             check_replaceable(self.root, name, intent, gives_way=before is not None)
             failpoints.reach("commit.checked")
             others.bring_others(self.root, final, staging)
-            if intent.adopts:
-                carry_over(self.root, manifest, staging)
             make_directories(final.parent, self.root)
             trash = self._trash(save_id)
             others.remove_trash(self.root, trash, final.parent, staging.parent)

@@ -4,10 +4,10 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from replicated_ckpt.core.integrity.checksum import crc32c, size_with_footer
+from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
 from replicated_ckpt.core.unmanaged.survey import UnmanagedFile, UnmanagedHolding
-from replicated_ckpt.errors import ManifestInvalid, ObjectMissing, StoreError
+from replicated_ckpt.errors import ObjectMissing, StoreError
 from replicated_ckpt.stores.files.durable import read_exactly, translate_errors
 from replicated_ckpt.stores.files.plain import closing_fd
 from replicated_ckpt.stores.local.directories.catalog import Catalog
@@ -64,26 +64,15 @@ class UnmanagedDirectory:
     def open(self, checkpoint_id: str, name: str, size_bytes: int) -> int:
         """File descriptor for reading one file of a checkpoint without a manifest; the caller closes it.
 
-        If it was adopted meanwhile, it is the same bytes, and a footer follows: a load that began before goes on.
-
         Raises:
             ObjectMissing: it is not here, has another size, or is of a checkpoint of ours by now.
         """
-        try:
-            return self._open(checkpoint_id, name, size_bytes)
-        except ObjectMissing:
-            return self._open(checkpoint_id, name, size_bytes)  # its directory may have been exchanged at that moment
-
-    def _open(self, checkpoint_id: str, name: str, size_bytes: int) -> int:
         with open_directory(self.root, checkpoint_id) as directory:
-            sizes = {size_bytes}
             if MANIFEST_NAME in directory.names():
-                sizes = _sizes_adopted(directory, name, size_bytes)
-                if not sizes:
-                    raise ObjectMissing(str(self.root), "open", f"{checkpoint_id}/{name}", "it has a manifest by now")
+                raise ObjectMissing(str(self.root), "open", f"{checkpoint_id}/{name}", "it has a manifest by now")
             fd = directory.open(name)
         found_bytes = os.fstat(fd).st_size
-        if found_bytes not in sizes:
+        if found_bytes != size_bytes:
             os.close(fd)
             detail = f"expected a file of {size_bytes} bytes, found {found_bytes}"
             raise ObjectMissing(str(self.root), "open", f"{checkpoint_id}/{name}", detail)
@@ -93,23 +82,6 @@ class UnmanagedDirectory:
         """A small file of this size; otherwise as `open`."""
         with os.fdopen(self.open(checkpoint_id, name, size_bytes), "rb") as file:
             return file.read(size_bytes)
-
-
-def _sizes_adopted(directory: Committed, name: str, size_bytes: int) -> set[int]:
-    """Sizes that a file of this size may have since its adoption; none if the manifest there is another's.
-
-    No save has the sequence 0. A shard may still be without its footer.
-    """
-    try:
-        manifest = directory.manifest()
-    except ManifestInvalid:
-        return set()
-    if manifest.sequence != 0:
-        return set()
-    if name == METADATA_NAME:
-        return {size_bytes} if manifest.metadata_bytes == size_bytes else set()
-    entry, footed = manifest.shards.get(name), size_with_footer(size_bytes)
-    return {size_bytes, footed} if entry is not None and entry.size_bytes == footed else set()
 
 
 def _print_of(fd: int, size_bytes: int, *, is_whole: bool) -> int:

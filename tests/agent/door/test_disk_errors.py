@@ -8,15 +8,13 @@ from typing import Any
 
 import pytest
 
-from replicated_ckpt.errors import StoreDenied, StoreError, StoreFull
+from replicated_ckpt.errors import StoreError
 from replicated_ckpt.stores.files.plain import open_plain
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentClient
 from replicated_ckpt.stores.peer.paths import file_path
 from tests.agent.agents import opened_door
-from tests.agent.checkpoints import findings
 from tests.agent.scattered import ID, scattered
-from tests.fault.killed import adopting
 from tests.harness.processes import open_below
 
 pytestmark = pytest.mark.timeout(60)
@@ -50,38 +48,6 @@ def refuse_once(name: str, code: int, is_meant: Callable[[str], bool]) -> Callab
         return original(at, *args, **named)
 
     return call
-
-
-@pytest.mark.parametrize(
-    ("call", "code", "kind", "place"),
-    [
-        ("preadv", errno.EIO, StoreError, f".staging/{SAVE}/__0_0.distcp"),
-        ("preadv", errno.EDQUOT, StoreFull, f".staging/{SAVE}/__0_0.distcp"),
-        ("stat", errno.EROFS, StoreDenied, f"{ID}"),
-    ],
-)
-def test_an_adoption_that_the_disk_breaks_off_says_so(
-    store: LocalStore,
-    client: AgentClient,
-    monkeypatch: pytest.MonkeyPatch,
-    call: str,
-    code: int,
-    kind: type[StoreError],
-    place: str,
-) -> None:
-    """It is no connection that broke off. The original is as it was, and the next try adopts it."""
-    save, raw = adopting.found(store, ID)
-    opening = {"checkpoint_id": ID, "session": "adoption", "overwrite": True, "adopts": True, "peers": []}
-    client.call("POST", f"/v1/saves/{SAVE}", {**opening, "announced": {"save_bytes_max": len(raw)}})
-    client.put("PUT", f"/v1/saves/{SAVE}/.metadata", raw)
-    with monkeypatch.context() as patch:
-        patch.setattr(os, call, refuse_once(call, code, lambda path: path == str(store.root / place)))
-        with pytest.raises(kind, match=os.strerror(code)) as raised:
-            client.call("POST", f"/v1/saves/{SAVE}/adopt", {"shards": list(save.holders)})
-    assert Path(place).name in raised.value.message
-    client.call("POST", f"/v1/saves/{SAVE}/abort", {"why": "it broke off"})
-    adopting.adopt(str(store.root), ID, "d" * 32)
-    assert findings(store) == []
 
 
 def test_no_descriptor_stays_open_where_a_file_cannot_be_looked_at(

@@ -41,14 +41,6 @@ def test_a_manifest_names_the_checkpoint_that_its_save_was_opened_for(tmp_path: 
     assert not service.store.final("run/step-8").exists()
 
 
-def test_what_lies_here_is_known(tmp_path: Path) -> None:
-    """A peer's adoption cannot take the id of a save that is staged or committed, and is refused by it."""
-    service = NodeService(LocalStore(tmp_path / "root"))
-    assert not service.is_known(SAVE)
-    service.begin(Intent(SAVE, "step-7", "session", overwrite=False, nodes=(service.node_id,)))
-    assert service.is_known(SAVE)
-
-
 def listener_of(uid: int) -> tuple[int, int]:
     """The port on which a process of this user listens, and its pid; it ends when it is killed."""
     taken = socket.create_server(("127.0.0.1", 0))

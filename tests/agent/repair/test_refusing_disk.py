@@ -3,7 +3,7 @@
 import errno
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from replicated_ckpt.agent.repair import mender as mending
 from replicated_ckpt.agent.repair.mender import Mender
 from replicated_ckpt.agent.repair.reprotect import Reprotector
 from replicated_ckpt.agent.repair.scrub import Scrubber
-from replicated_ckpt.agent.saves.adoption_locks import HELD_S, AdoptionLocks
 from replicated_ckpt.agent.saves.hand_overs import HandedShard, HandOvers
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.saves.shard_copies import WantedCopies
@@ -25,7 +24,6 @@ from replicated_ckpt.agent.settling.outlived import drop_outlived
 from replicated_ckpt.core.layout import INCOMING_DIR, MANIFEST_NAME, TRASH_DIR
 from replicated_ckpt.core.upkeep.repair_plan import CopyShard
 from replicated_ckpt.errors import StoreDenied, StoreError, StoreFull
-from replicated_ckpt.stores.files.locks import HeldLock
 from replicated_ckpt.stores.files.room import Room
 from replicated_ckpt.stores.local.directories.committed import open_directory
 from replicated_ckpt.stores.local.directories.intent import Intent
@@ -241,36 +239,6 @@ def test_a_shard_is_taken_where_the_disk_hides_an_old_one(
             assert future.exception(20) is not None
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(fd)
-
-
-def test_an_adoption_that_is_held_anew_keeps_its_lock(tmp_path: Path) -> None:
-    """Also where old locks are given back at that moment, its own first one among them."""
-    now, locks = [0.0], []
-    for name in ("first", "second"):
-        (tmp_path / name).touch()
-        locks.append(HeldLock(os.open(tmp_path / name, os.O_RDONLY)))
-    held = AdoptionLocks(lambda: now[0])
-    held.hold(SAVE, locks[0])
-    now[0] = HELD_S + 1
-    held._lock = Released(held._lock, lambda: held.hold(SAVE, locks[1]))  # type: ignore[assignment]
-    held.release_old()
-    assert [lock.is_held for lock in locks] == [False, True]
-    held.release(SAVE)
-
-
-class Released:
-    """A lock; what is given is done once, when it is given back for the first time."""
-
-    def __init__(self, lock: threading.Lock, then: Callable[[], None]) -> None:
-        self._lock, self._then = lock, [then]
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
-        if self._then:
-            self._then.pop()()
 
 
 @pytest.mark.parametrize("method", ["is_staged", "is_held", "intent_of"])

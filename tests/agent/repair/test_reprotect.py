@@ -272,7 +272,7 @@ def test_a_repair_that_cannot_begin_is_answered(
     made = checkpointed([store], 1, {shard(0): (0,)}, copies=1)
     service = NodeService(store)
     reprotector = Reprotector(service, Patience(), Pace(1e12, stopping), stopping)
-    part = RepairPlan(adopt=(RestoreManifest(store.node_id(), "step-2", "2" * 32, ("elsewhere",)),))
+    part = RepairPlan(restore=(RestoreManifest(store.node_id(), "step-2", "2" * 32, ("elsewhere",)),))
 
     def fail() -> NoReturn:
         raise problem

@@ -1,9 +1,7 @@
-"""Checkpoints that stock torch scattered, by the agents and the command line: listed, read, checked, adopted."""
+"""Checkpoints that stock torch scattered, by the agents and the command line: listed, read, checked, left as they are."""
 
 import json
-import shutil
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,11 +24,10 @@ from replicated_ckpt.errors import (
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.paths import unmanaged_path
-from tests.agent.agents import RunningAgent, running_agent, wait_for
-from tests.agent.checkpoints import findings, held, introduced, quarantined
-from tests.agent.repair.test_reprotect import agents, protected, stores
+from tests.agent.agents import RunningAgent, running_agent
+from tests.agent.repair.test_reprotect import agents, stores
 from tests.agent.repair.test_verify_repair import tree
-from tests.agent.scattered import ID, Interrupted, loads, loads_by_stock_torch, scattered, state
+from tests.agent.scattered import ID, loads, scattered, state
 from tests.damage import flip
 from tests.fault.hostile.test_door_limits import peak_kib
 
@@ -65,100 +62,61 @@ def tell(capsys: pytest.CaptureFixture[str]) -> Tell:
     return tell
 
 
-def test_three_nodes_become_one_checkpoint_of_ours(tmp_path: Path, tell: Tell) -> None:
-    """ls shows it, verify reads it, repair's plan is what it does: checksums, copies and metadata, and one node is lost."""
+def test_repair_leaves_a_stock_checkpoint_as_it_is(tmp_path: Path, tell: Tell) -> None:
+    """ls and verify show it; repair names it and the way to copies, and changes no file on any node."""
     nodes = stores(tmp_path, 3)
-    contents = scattered(nodes, tmp_path)
-    (nodes[1].root / ID / "meta.pt").write_bytes(b"Lightning's")
-    (nodes[2].root / ID / "__9_0.distcp").write_bytes(b"of another world")
-    with agents(nodes) as running:
+    scattered(nodes, tmp_path)
+    with agents(nodes):
         assert "stock, unprotected" in tell("ls", nodes[2]).out
-        (nodes[2].root / ID / "__9_0.distcp").rename(nodes[2].root / "aside")
         before = [tree(store.root) for store in nodes]
         code, out = tell("verify", nodes[1], "--json")
-        found = json.loads(out)
-        (stock,) = found["unmanaged"]
+        (stock,) = json.loads(out)["unmanaged"]
         assert (code, stock["checkpoint_id"], stock["is_sound"], stock["items_without_crc32"]) == (0, ID, True, 0)
         assert stock["bytes_read"] > 4 * 8 * 40_000
-        code, out = tell("repair", nodes[1], "--json", "--dry-run")
-        plan = json.loads(out)
-        assert (code, [entry["checkpoint_id"] for entry in plan["adopt_unmanaged"]]) == (ExitCode.OK, [ID])
+        done = tell("repair", nodes[0])
+        assert (done.code, f"not repaired: {ID}: stock torch wrote it" in done.out) == (ExitCode.OK, True)
+        named = tell("repair", nodes[0], ID)
+        assert (named.code, "save it under a new id" in named.out) == (ExitCode.FAILED, True)
         assert [tree(store.root) for store in nodes] == before
-        (nodes[2].root / "aside").rename(nodes[2].root / ID / "__9_0.distcp")
-        done = tell("repair", nodes[1])
-        assert done.code == ExitCode.OK, done.out
-        wait_for(protected(*running), 30, "copies")
-        assert " 2 of 2 " in tell("ls", nodes[2]).out
-        assert tell("verify", nodes[0]).code == ExitCode.OK
-        assert [findings(store) for store in nodes] == [[], [], []]
-        _is_adopted(nodes, contents)
-        running[0].process.kill()
-        running[0].process.wait()
-        shutil.rmtree(nodes[0].root)
-        assert [loads(store) for store in nodes[1:]] == [True, True]
+        assert [loads(store) for store in nodes] == [True] * 3
 
 
-def _is_adopted(nodes: list[LocalStore], contents: Mapping[str, bytes]) -> None:
-    """Every file begins with what stock torch wrote; what else lay there is still there; stock torch reads it."""
-    for store in nodes:
-        assert (store.root / ID / ".metadata").read_bytes() == contents[".metadata"]
-        for name in held(store, ID):
-            assert (store.root / ID / name).read_bytes().startswith(contents[name])
-    copies = Counter(name for store in nodes for name in held(store, ID))
-    assert set(copies) == set(contents) - {".metadata"}
-    assert min(copies.values()) == 2
-    assert (nodes[1].root / ID / "meta.pt").read_bytes() == b"Lightning's"
-    assert quarantined(nodes[2]) == ["__9_0.distcp"]
-    gathered = nodes[0].root.parent / "gathered"
-    for store in nodes:
-        shutil.copytree(store.root / ID, gathered, dirs_exist_ok=True)
-    assert loads_by_stock_torch(gathered)
-
-
-def test_what_cannot_be_adopted_stays_as_it_is(tmp_path: Path, tell: Tell) -> None:
-    """A damaged item, a directory among the files, contradicting metadata: repair says which, and changes nothing."""
+def test_verify_finds_what_is_wrong_with_a_stock_checkpoint(tmp_path: Path, tell: Tell) -> None:
+    """A damaged item, contradicting metadata, and none at all are named, and nothing changes."""
     nodes = stores(tmp_path, 2)
     scattered(nodes, tmp_path)
-    scattered(nodes, tmp_path, checkpoint_id="with-directory")
     scattered(nodes, tmp_path, checkpoint_id="contradicting")
     scattered(nodes, tmp_path, checkpoint_id="without-metadata")
     (damaged,) = sorted((nodes[1].root / ID).iterdir())[:1]
     flip(damaged, 100_000)
-    (nodes[0].root / "with-directory" / "logs").mkdir()
     (nodes[1].root / "contradicting" / ".metadata").write_bytes(b"another run's")
     (nodes[0].root / "without-metadata" / ".metadata").unlink()
     with agents(nodes):
         before = [tree(store.root) for store in nodes]
         code, out = tell("verify", nodes[0], "--json")
-        found = json.loads(out)
-        problems = {stock["checkpoint_id"]: stock for stock in found["unmanaged"]}
+        problems = {stock["checkpoint_id"]: stock for stock in json.loads(out)["unmanaged"]}
         assert code == ExitCode.FAILED
         assert [finding["path"] for finding in problems[ID]["findings"]] == [str(damaged)]
         assert "different .metadata" in problems["contradicting"]["problem"]
         assert "no node" in problems["without-metadata"]["problem"]
-        done = tell("repair", nodes[0])
-        assert done.code == ExitCode.FAILED
-        assert f"no intact {damaged.name}" in done.out
-        assert "with-directory/logs is no plain file" in done.out
         assert [tree(store.root) for store in nodes] == before
 
 
-def test_a_node_that_missed_the_end_of_an_adoption_still_gives_its_shards(tmp_path: Path, tell: Tell) -> None:
-    """Decided elsewhere, given up here: the original files are what the manifest means, and get their footers in place."""
-    nodes = stores(tmp_path, 2)
-    contents = scattered(nodes, tmp_path)
-    originals = {path.name: path.read_bytes() for path in (nodes[1].root / ID).iterdir()}
-    with agents(nodes):
-        assert tell("repair", nodes[0], "--copies", "1").code == ExitCode.OK
-    shutil.rmtree(nodes[1].root / ID)
-    (nodes[1].root / ID).mkdir()
-    for name, raw in originals.items():
-        (nodes[1].root / ID / name).write_bytes(raw)
-    with agents(nodes) as running:
-        wait_for(protected(*running), 30, "the missing shards")
-        assert held(nodes[1], ID) == set(originals)
-        assert loads(nodes[0])
-    assert set(originals) | held(nodes[0], ID) == set(contents) - {".metadata"}
+def test_a_checkpoint_of_ours_is_not_served_as_stock(tmp_path: Path) -> None:
+    """Once a save has the name, nothing under it is listed as stock, and no file of it goes out as such."""
+    (store,) = stores(tmp_path, 1)
+    contents = scattered([store], tmp_path)
+    with running_agent(store.root) as agent, agent.client() as client:
+        assert len(client.call("GET", "/v1/unmanaged")["unmanaged"]) == 1
+        writer = ReplicatedWriter(store.root, overwrite=True)
+        dcp.save(state(2), checkpoint_id=ID, storage_writer=writer, no_dist=True)
+        assert client.call("GET", "/v1/unmanaged")["unmanaged"] == []
+        for name in (".metadata", *contents):
+            path = store.root / ID / name
+            size_bytes = path.stat().st_size if path.exists() else 1
+            with pytest.raises(ObjectMissing, match="manifest by now"):
+                client.fetch("GET", unmanaged_path(ID, name, size_bytes))
+        assert loads(store, seed=2)
 
 
 @pytest.fixture(scope="module")
@@ -255,35 +213,3 @@ def test_strangers_get_nothing(serving: tuple[RunningAgent, LocalStore]) -> None
         for path in ("/v1/unmanaged", unmanaged_path(ID, ".metadata", 1)):
             with pytest.raises(StoreDenied):
                 client.fetch("GET", path)
-
-
-def test_a_load_goes_on_while_the_checkpoint_is_adopted(tmp_path: Path, tell: Tell) -> None:
-    """It found the files of stock torch; when it opens them they lie in other directories and have footers."""
-    nodes = stores(tmp_path, 2)
-    scattered(nodes, tmp_path)
-    codes: list[int] = []
-    with agents(nodes):
-        planner = Interrupted(lambda: codes.append(tell("repair", nodes[1]).code))
-        assert loads(nodes[0], planner=planner)
-        assert codes == [ExitCode.OK]
-
-
-def test_a_checkpoint_of_ours_is_not_served_as_stock(tmp_path: Path, tell: Tell) -> None:
-    """Once adopted, it is not listed as stock, and what was there before goes out as such; of a later save nothing does."""
-    (store,) = stores(tmp_path, 1)
-    contents = scattered([store], tmp_path)
-    with running_agent(store.root) as agent:
-        introduced(store, [])
-        assert tell("repair", store).code == ExitCode.OK
-        with agent.client() as client:
-            assert client.call("GET", "/v1/unmanaged")["unmanaged"] == []
-            for name, raw in contents.items():
-                assert client.fetch("GET", unmanaged_path(ID, name, len(raw))).startswith(raw)
-                with pytest.raises(ObjectMissing, match="manifest by now"):
-                    client.fetch("GET", unmanaged_path(ID, name, len(raw) + 1))
-            dcp.save(
-                state(2), checkpoint_id=ID, storage_writer=ReplicatedWriter(store.root, overwrite=True), no_dist=True
-            )
-            size_bytes = (store.root / ID / ".metadata").stat().st_size
-            with pytest.raises(ObjectMissing, match="manifest by now"):
-                client.fetch("GET", unmanaged_path(ID, ".metadata", size_bytes))

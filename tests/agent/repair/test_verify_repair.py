@@ -110,7 +110,7 @@ def test_repair_does_what_its_dry_run_says(tmp_path: Path) -> None:
         assert code == ExitCode.OK
         assert [tree(store.root) for store in nodes] == before
         assert [(entry["shard"], entry["replaces_damaged"]) for entry in plan["plan"]["copy"]] == [(shard(0), True)]
-        assert [entry["node_id"] for entry in plan["plan"]["adopt"]] == [nodes[1].node_id()]
+        assert [entry["node_id"] for entry in plan["plan"]["restore"]] == [nodes[1].node_id()]
         done = command("repair", nodes[0].root)
         assert (done.returncode, done.stderr) == (ExitCode.OK, "")
         assert "2 of 2 actions done" in done.stdout
@@ -186,10 +186,10 @@ def test_the_agents_hear_only_what_they_can_use(tmp_path: Path) -> None:
             "shard": shard(0),
         }
         copy |= {"size_bytes": 1, "sources": ["x"], "replaces_damaged": False}
-        adopt = {"node_id": nodes[0].node_id(), "checkpoint_id": "..", "save_id": "../../x", "sources": ["x"]}
+        restore = {"node_id": nodes[0].node_id(), "checkpoint_id": "..", "save_id": "../../x", "sources": ["x"]}
         bad: list[tuple[str, dict[str, Any], bool]] = [
-            ("repair", {"plan": {"adopt": [], "copy": 5, "set_aside": []}}, True),
-            ("repair", {"plan": {"adopt": [adopt], "copy": [copy], "short": []}}, False),
+            ("repair", {"plan": {"restore": [], "copy": 5, "set_aside": []}}, True),
+            ("repair", {"plan": {"restore": [restore], "copy": [copy], "short": []}}, False),
             ("suspects", {"checkpoint_id": "..", "save_id": "1" * 32, "name": shard(0)}, True),
             ("suspects", {"checkpoint_id": "step-1", "save_id": "1" * 32, "name": "../../etc/passwd"}, True),
             ("hello", {"peer": {**peers_of(agent)[0], "node_id": "../x"}}, True),

@@ -108,19 +108,3 @@ def test_a_decided_save_goes_only_for_a_newer_one_of_another_run() -> None:
     at_once, older = (version(2, lineage="other", created=created) for created in (ours.created_unix_s, 0.5))
     assert goes(at_once, whole=[at_once]), "nothing tells which is newer, and that one has the name"
     assert not goes(older, whole=[older])
-
-
-@pytest.mark.parametrize("lineage", ["run", "other"])
-def test_a_decided_adoption_goes_for_any_save_that_has_the_name(lineage: str) -> None:
-    """It is published over none. Two of one checkpoint have one time, and may have one lineage."""
-    ours, published = version(0, created=1.0), Version(lineage, 0, 1.0, "0" * 32)
-
-    def goes(
-        *, published: Version | None = published, whole: Sequence[Version] = (published,), seen: bool = True
-    ) -> bool:
-        return is_without_a_name(ours, published=published, replaces="", whole=whole, is_seen_nowhere=seen, adopts=True)
-
-    assert goes()
-    assert not goes(seen=False)
-    assert not goes(whole=[])
-    assert not goes(published=None)

@@ -86,7 +86,7 @@ def test_a_load_counts_what_matches_for_every_save() -> None:
 
 
 STOCK_BYTES = 40
-ADOPTED = replace(
+WITH_FOOTERS = replace(
     OLD, shards={name: replace(entry, size_bytes=size_with_footer(STOCK_BYTES)) for name, entry in OLD.shards.items()}
 )
 
@@ -109,9 +109,9 @@ def of_stock(size: int, metadata_crc: int | None = None) -> Remains:
     ],
     ids=["length", "metadata, too", "other metadata", "other length", "ours", "no shard of it", "one of two"],
 )
-def test_files_of_stock_may_be_of_the_save_that_adopted_their_like(found: Remains, expected: bool) -> None:
+def test_files_without_footers_may_be_of_a_save(found: Remains, expected: bool) -> None:
     """By their length without footers, where nothing says otherwise: their bytes are compared when they are read."""
-    assert found.may_be_of(ADOPTED) is expected
+    assert found.may_be_of(WITH_FOOTERS) is expected
 
 
 def test_the_metadata_alone_makes_a_holding_for_a_load() -> None:

@@ -53,7 +53,7 @@ def test_a_blank_node_takes_the_place_of_a_lost_one() -> None:
     """It gets manifest, metadata and a copy of every shard that has one copy left."""
     views = [NodeView("a", UP, (holding("a", PAIR, *BOTH),)), NodeView("b", GONE, None), NodeView("new", UP, ())]
     plan = plan_repair({PAIR.save_id: PAIR}, views)
-    assert [(action.node_id, action.sources) for action in plan.adopt] == [("new", ("a",))]
+    assert [(action.node_id, action.sources) for action in plan.restore] == [("new", ("a",))]
     assert copies(plan) == [(shard(0), "new", ("a",)), (shard(1), "new", ("a",))]
     assert plan.short == ()
 
@@ -165,15 +165,15 @@ NEWER = manifest(2, {shard(0): ("a", "b"), shard(1): ("b", "a")})
 VERSIONS = {PAIR.save_id: PAIR, NEWER.save_id: NEWER}
 
 
-def adopted(plan: RepairPlan) -> list[tuple[str, str]]:
-    return [(action.node_id, action.save_id) for action in plan.adopt]
+def restored(plan: RepairPlan) -> list[tuple[str, str]]:
+    return [(action.node_id, action.save_id) for action in plan.restore]
 
 
 def test_an_older_save_of_the_same_checkpoint_gives_way_to_the_whole_newer_one() -> None:
     """A node that missed an overwrite takes the newer save over; a newer one that is not whole replaces nothing."""
     behind = NodeView("b", UP, (holding("b", PAIR, *BOTH),))
     plan = plan_repair(VERSIONS, [NodeView("a", UP, (holding("a", NEWER, *BOTH),)), behind])
-    assert adopted(plan) == [("b", NEWER.save_id)]
+    assert restored(plan) == [("b", NEWER.save_id)]
     torn = plan_repair(VERSIONS, [NodeView("a", UP, (holding("a", NEWER, shard(0)),)), behind])
     assert torn.actions == ()
     assert {(entry.save_id, entry.shard) for entry in torn.short if entry.is_in_doubt} == {
@@ -197,7 +197,7 @@ def test_what_is_assumed_makes_nothing_give_way(last_seen: tuple[Holding, ...] |
     assert any(entry.is_in_doubt and entry.waits_for == ("c (host-c)",) for entry in plan.short)
     seen = NodeView("c", UP, (holding("c", newer, shard(1)),))
     back = plan_repair({PAIR.save_id: PAIR, newer.save_id: newer}, [*views[:2], seen])
-    assert ("b", newer.save_id) in adopted(back)
+    assert ("b", newer.save_id) in restored(back)
 
 
 @pytest.mark.parametrize("spoilt", ["damaged", "size", "metadata"])
@@ -210,7 +210,7 @@ def test_only_what_was_seen_intact_makes_an_older_save_give_way(spoilt: str) -> 
         "metadata": replace(good, has_metadata=False),
     }[spoilt]
     plan = plan_repair(VERSIONS, [NodeView("a", UP, (seen,)), NodeView("b", UP, (holding("b", PAIR, *BOTH),))])
-    assert all(save_id != NEWER.save_id for node_id, save_id in adopted(plan) if node_id == "b")
+    assert all(save_id != NEWER.save_id for node_id, save_id in restored(plan) if node_id == "b")
     assert not plan.is_complete
 
 
@@ -223,7 +223,7 @@ def test_while_no_save_is_whole_each_is_mended_where_it_is() -> None:
         NodeView("d", UP, (holding("d", PAIR, has_metadata=False),)),
     ]
     plan = plan_repair(VERSIONS, views)
-    assert adopted(plan) == [("d", PAIR.save_id)]
+    assert restored(plan) == [("d", PAIR.save_id)]
     assert {(action.save_id, action.node_id) for action in plan.copy} == {(NEWER.save_id, "b"), (PAIR.save_id, "d")}
 
 
@@ -240,7 +240,7 @@ def test_a_replaced_save_is_mended_where_it_was_put() -> None:
         (PAIR.save_id, "a", shard(1)),
         (PAIR.save_id, "b", shard(0)),
     }
-    assert adopted(plan) == [("c", PAIR.save_id)]
+    assert restored(plan) == [("c", PAIR.save_id)]
     assert all(entry.is_in_doubt for entry in plan.short)
 
 
@@ -255,7 +255,7 @@ def test_a_lineage_gives_way_to_no_other() -> None:
         NodeView("d", UP, ()),
     ]
     plan = plan_repair({other.save_id: other, mine.save_id: mine}, views)
-    assert adopted(plan) == [("d", mine.save_id), ("b", other.save_id)]
+    assert restored(plan) == [("d", mine.save_id), ("b", other.save_id)]
     assert {(action.save_id, action.node_id, action.shard) for action in plan.copy} == {
         (mine.save_id, "d", shard(0)),
         (mine.save_id, "d", shard(1)),
@@ -308,7 +308,7 @@ def test_metadata_is_taken_from_a_node_whose_manifest_is_damaged() -> None:
     right = remains("b", {".metadata": (8, 9), shard(0): (100, 7), shard(1): (100, 7)})
     views = [NodeView("a", UP, (left,)), NodeView("b", UP, (), remains=(right,))]
     plan = plan_repair({PAIR.save_id: PAIR}, views)
-    assert [(action.node_id, action.sources) for action in plan.adopt] == [("a", ("b",)), ("b", ("a",))]
+    assert [(action.node_id, action.sources) for action in plan.restore] == [("a", ("b",)), ("b", ("a",))]
     assert plan.copy == ()
     assert plan.short == ()
 
@@ -328,7 +328,7 @@ def test_files_without_a_manifest_are_those_of_the_save_that_they_match() -> Non
         NodeView("c", UP, (holding("c", PAIR, shard(0)),)),
     ]
     plan = plan_repair(manifests, views)
-    assert adopted(plan) == [("b", PAIR.save_id)]
+    assert restored(plan) == [("b", PAIR.save_id)]
     assert {(action.node_id, action.shard, action.save_id) for action in plan.copy} == {
         ("b", shard(0), PAIR.save_id),
         ("c", shard(1), PAIR.save_id),
@@ -348,7 +348,7 @@ def test_files_of_a_save_that_nobody_knows_stay() -> None:
         assert plan.lost == ()
         assert str(plan.short[0]) == "step-1/.manifest.json (owner node c): on no node that answers; bring back node d"
     assert plan_repair({PAIR.save_id: PAIR}, [*there, foreign], "a").actions == (), "c may know nodes that a does not"
-    assert adopted(plan_repair({PAIR.save_id: PAIR}, [*there, foreign], "c")) == [("c", PAIR.save_id)]
+    assert restored(plan_repair({PAIR.save_id: PAIR}, [*there, foreign], "c")) == [("c", PAIR.save_id)]
     (alone,) = plan_repair({}, [foreign]).lost
     assert (alone.shard, alone.owner) == (".manifest.json", "node c")
 

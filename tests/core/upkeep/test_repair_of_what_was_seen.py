@@ -66,14 +66,16 @@ def test_a_replaced_version_takes_a_free_name_if_another_node_can_give_it() -> N
     """Retention has removed what had replaced it. Else it is no checkpoint of that name there, though its copies count."""
     aside = [NodeView(node, UP, (replace(holding(node, PAIR, *BOTH), is_replaced=True),)) for node in "ab"]
     plan = plan_repair({PAIR.save_id: PAIR}, [FULL, aside[1]])
-    assert [(action.node_id, action.save_id, action.sources) for action in plan.adopt] == [("b", PAIR.save_id, ("a",))]
+    assert [(action.node_id, action.save_id, action.sources) for action in plan.restore] == [
+        ("b", PAIR.save_id, ("a",))
+    ]
     assert copies(plan) == []
     alone = plan_repair({PAIR.save_id: replace(PAIR, copies=1)}, aside[:1])
     assert alone == RepairPlan()
 
 
 def test_files_of_others_alone_are_no_checkpoint() -> None:
-    """A directory of stock's without anything of ours under that name is for adoption, not for repair."""
+    """A directory of stock's without anything of ours under that name is no business of repair."""
     stock = Remains("b", "step-5", False, {shard(0): 100}, {})
     views = [FULL, NodeView("b", UP, (holding("b", PAIR, *BOTH),), remains=(stock,))]
     assert plan_repair({PAIR.save_id: PAIR}, views) == RepairPlan()
@@ -97,7 +99,7 @@ def test_a_blank_node_gets_the_save_that_may_be_whole() -> None:
         NodeView("e", UP, ()),
     ]
     plan = plan_repair({of.save_id: of for of in (PAIR, torn)}, views)
-    assert [(action.node_id, action.save_id) for action in plan.adopt] == [("e", PAIR.save_id)]
+    assert [(action.node_id, action.save_id) for action in plan.restore] == [("e", PAIR.save_id)]
 
 
 def test_a_damaged_copy_on_a_silent_node_is_no_half_of_a_good_one() -> None:
@@ -118,7 +120,7 @@ def test_a_blank_node_gets_no_save_without_metadata() -> None:
         NodeView("e", UP, ()),
     ]
     plan = plan_repair({of.save_id: of for of in (PAIR, newer)}, views)
-    assert [(action.node_id, action.save_id) for action in plan.adopt] == [("e", PAIR.save_id)]
+    assert [(action.node_id, action.save_id) for action in plan.restore] == [("e", PAIR.save_id)]
 
 
 def test_an_older_save_gets_no_copies_next_to_a_whole_newer_one() -> None:

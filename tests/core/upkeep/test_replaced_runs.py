@@ -46,7 +46,7 @@ def test_a_whole_save_takes_the_place_of_what_it_replaces_on_every_node() -> Non
     """A node that was away keeps a manifest of the other run's save for ever else, whose shards are gone everywhere."""
     views = [view("a", FOREIGN), view("b", OURS, SHARD), view("c", OURS, SHARD)]
     plan = plan_repair(BOTH, views)
-    assert [(action.node_id, action.save_id) for action in plan.adopt] == [("a", OURS.save_id)]
+    assert [(action.node_id, action.save_id) for action in plan.restore] == [("a", OURS.save_id)]
     assert plan.short == ()
     assert plan_repair(BOTH, [view("a", OURS), *views[1:]]).is_complete
 
@@ -55,7 +55,7 @@ def test_nothing_gives_way_before_the_new_save_is_whole() -> None:
     """While a shard of it was not seen, the other run's save is mended where it is, and is not said to be lost."""
     views = [view("a", FOREIGN, SHARD), view("b", OURS), NodeView("c", Presence.ASSUMED, None)]
     plan = plan_repair(BOTH, views)
-    assert all(action.save_id == FOREIGN.save_id or action.node_id == "b" for action in plan.adopt)
+    assert all(action.save_id == FOREIGN.save_id or action.node_id == "b" for action in plan.restore)
     assert not may_be_dropped(FOREIGN.version, whole=[], published=OURS.version)
     gone = plan_repair(BOTH, [view("a", FOREIGN), *views[1:]])
     assert [(short.save_id, short.is_lost) for short in gone.short if short.save_id == FOREIGN.save_id] == [

@@ -371,8 +371,8 @@ def test_one_whose_manifest_a_node_lost_is_mended_first() -> None:
     views = [view("a", FOUR), view("b", FOUR[1:], remains=(Remains("b", "step-1", is_ours=True),))]
     plan = plan_retention(by_save(FOUR), views, [policy(LAST_TWO)])
     assert plan.retired == {save_id(2)}
-    adopted = plan_repair(by_save(FOUR), views, going=plan.retired).adopt
-    assert [action.checkpoint_id for action in adopted] == ["step-1"]
+    restored = plan_repair(by_save(FOUR), views, going=plan.retired).restore
+    assert [action.checkpoint_id for action in restored] == ["step-1"]
 
 
 def test_unknown_manifests_and_renamed_directories_are_not_touched() -> None:

@@ -38,7 +38,7 @@ def test_a_node_does_its_own_part_of_a_plan_alone() -> None:
     short = (ShortShard("step-1", SAVE, SHARD, "node a", 2, 0),)
     both = (parts["a"], parts["b"])
     plan = RepairPlan(
-        tuple(action for part in both for action in part.adopt),
+        tuple(action for part in both for action in part.restore),
         tuple(action for part in both for action in part.copy),
         tuple(action for part in both for action in part.set_aside),
         short,

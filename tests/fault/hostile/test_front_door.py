@@ -258,7 +258,9 @@ def test_random_footers(raw: bytes, size: int) -> None:
 @pytest.mark.parametrize("kind", [Holding, Finding, RepairPlan, AgentAddress])
 @FUZZ
 @given(
-    value=st.dictionaries(st.text(max_size=10) | st.sampled_from([*FIELDS, "sizes", "adopt", "copy"]), JSON, max_size=9)
+    value=st.dictionaries(
+        st.text(max_size=10) | st.sampled_from([*FIELDS, "sizes", "restore", "copy"]), JSON, max_size=9
+    )
 )
 def test_random_documents(kind: Any, value: dict[str, Any]) -> None:
     """What peers send is a value of ours or one of the errors that every caller expects."""

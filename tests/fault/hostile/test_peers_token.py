@@ -1,11 +1,8 @@
 """What one agent's peer token allows, sniffed, leaked or another node's: it runs, removes and redirects nothing."""
 
-import os
 import re
-import shutil
 import socket
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -17,14 +14,12 @@ import pytest
 from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.agent.requests.checks import CHECKS_MAX, Checks
 from replicated_ckpt.agent.requests.request import Request
-from replicated_ckpt.agent.saves.adoption_locks import ADOPTIONS_MAX
 from replicated_ckpt.agent.saves.pins import PINS_MAX, Pins
 from replicated_ckpt.core.integrity.checksum import crc32c
-from replicated_ckpt.core.manifest import Manifest, NodeEntry, UploadEntry
+from replicated_ckpt.core.manifest import Manifest, NodeEntry
 from replicated_ckpt.core.upkeep.repair_plan import RepairPlan, RestoreManifest
 from replicated_ckpt.errors import (
     ConfigInvalid,
-    ObjectCorrupt,
     ObjectMissing,
     PeerProtocolError,
     ReplicatedCkptError,
@@ -33,11 +28,9 @@ from replicated_ckpt.errors import (
 )
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress
-from replicated_ckpt.stores.unmanaged.adoption import METADATA_BYTES_MAX
 from tests.agent.agents import RunningAgent, peers_of, running_agent, wait_for
 from tests.agent.checkpoints import checkpointed, held, shard
 from tests.agent.repair.test_verify_repair import tree
-from tests.agent.scattered import ID, scattered
 
 REFUSED = (ConfigInvalid, PeerProtocolError)
 
@@ -243,124 +236,6 @@ def test_a_peer_has_a_node_take_over_what_it_would_itself(tmp_path: Path) -> Non
             (result,) = client.call("POST", "/v1/repair", {"plan": plan.to_json()})["results"]
         assert result["error"] == ""
         assert (nodes[0].root / "step-1" / ".metadata").exists()
-
-
-def adoption(checkpoint_id: str = ID, metadata_bytes: int = 1 << 20) -> dict[str, Any]:
-    announced = {"save_bytes_max": metadata_bytes}
-    return {**OPENING, "checkpoint_id": checkpoint_id, "adopts": True, "announced": announced}
-
-
-def test_an_adoption_by_a_peer_keeps_to_what_lies_there(tmp_path: Path) -> None:
-    """Only files without a manifest; no shard is brought, and its manifest is as old as the files, and of no bucket."""
-    store = LocalStore(tmp_path / "node")
-    contents = scattered([store], tmp_path)
-    saved = checkpointed([store], 5, {shard(0): (0,)}, copies=1, size_bytes=1000)
-    later = time.time() + 30 * 86400
-    os.utime(store.root / ID / ".metadata", (later, later))  # a clock that was wrong is no reason for a newer manifest
-    with running_agent(store.root, *QUIET) as agent:
-        before = tree(store.root)
-        with agent.peer() as client:
-            for checkpoint_id, error in (("nothing-here", StoreDenied), ("step-1", StoreDenied), ("../x", StoreDenied)):
-                with pytest.raises(error):
-                    client.call("POST", f"/v1/saves/{SAVE}", adoption(checkpoint_id))
-            client.call("POST", f"/v1/saves/{SAVE}", adoption())
-            with pytest.raises(REFUSED, match="could be brought"):
-                client.put("PUT", f"/v1/saves/{SAVE}/{shard(9)}", b"x")
-            client.put("PUT", f"/v1/saves/{SAVE}/.metadata", contents[".metadata"])
-            manifest = replace(saved, save_id=SAVE, checkpoint_id=ID, sequence=0)
-            bucket = UploadEntry("s3://bucket/x", False, manifest.metadata_bytes, manifest.metadata_crc32c)
-            wrongs: tuple[dict[str, Any], ...] = (
-                {"sequence": 99},
-                {"created_unix_s": later - 86400},
-                {"created_unix_s": -1.0},
-                {"upload": bucket},
-                {"metadata_bytes": METADATA_BYTES_MAX + 1},
-            )
-            for wrong in wrongs:
-                with pytest.raises(ObjectCorrupt, match=r"manifest says otherwise|does not parse"):
-                    client.put("PUT", f"/v1/saves/{SAVE}/.manifest.json", replace(manifest, **wrong).encode())
-            assert len(said_of(agent, f"saves/{SAVE}/.manifest.json")) == len(wrongs)
-            client.put("PUT", f"/v1/saves/{SAVE}/.manifest.json", manifest.encode())  # shows that the test can fail
-            client.call("POST", f"/v1/saves/{SAVE}/abort", {"why": "that is all"})
-        assert tree(store.root) == before
-
-
-@pytest.mark.parametrize("checkpoint_id", [ID, "step-7"])
-def test_an_adoption_by_a_peer_ends_no_save(tmp_path: Path, checkpoint_id: str) -> None:
-    """Neither under the name of its session, which a load tells all agents, nor under its checkpoint's: it stays open."""
-    store = LocalStore(tmp_path / "node")
-    scattered([store], tmp_path)
-    with running_agent(store.root, *QUIET) as agent, agent.client() as owner, agent.peer() as peer:
-        owner.call("POST", f"/v1/saves/{SAVE}", {**OPENING, "checkpoint_id": checkpoint_id, "session": "of a job"})
-        peer.call("POST", f"/v1/saves/{'8' * 32}", {**adoption(), "session": "of a job"})
-        assert owner.call("GET", f"/v1/saves/{SAVE}")["state"] == "staged"
-        owner.put("PUT", f"/v1/saves/{SAVE}/.metadata", b"still taken")
-
-
-@pytest.mark.parametrize("size", [None, 0, -1, METADATA_BYTES_MAX + 1])
-def test_an_adoption_says_how_large_its_metadata_is(tmp_path: Path, size: int | None) -> None:
-    """Else it is not opened."""
-    store = LocalStore(tmp_path / "node")
-    scattered([store], tmp_path)
-    document = {**adoption(), "announced": {} if size is None else {"save_bytes_max": size}}
-    with running_agent(store.root, *QUIET) as agent:
-        with agent.peer() as client, pytest.raises(REFUSED, match=r"announce|no save has"):
-            client.call("POST", f"/v1/saves/{SAVE}", document)
-        assert not (store.root / ".staging" / SAVE).exists()
-
-
-def test_an_adoption_brings_what_it_announced(tmp_path: Path) -> None:
-    """Neither sized, nor in chunks, nor pulled from another node does more than that lie there afterwards."""
-    store = LocalStore(tmp_path / "node")
-    raw = scattered([store], tmp_path)[".metadata"]
-    with running_agent(store.root, *QUIET) as agent, agent.peer() as client:
-        with agent.client() as owner:
-            other = AgentAddress("b" * 12, "127.0.0.2", 9, "t" * 32)
-            owner.call("POST", "/v1/peers", {"peers": [other.to_json()]})
-        client.call("POST", f"/v1/saves/{SAVE}", adoption(metadata_bytes=len(raw)))
-        with pytest.raises(REFUSED, match="announced"):
-            client.put("PUT", f"/v1/saves/{SAVE}/.metadata", raw + b"x")
-        upload = client.start_upload(f"/v1/saves/{SAVE}/.metadata", {})
-        upload.send(memoryview(raw + b"x"))
-        with pytest.raises(REFUSED, match="announced"):
-            upload.finish()
-        pull = {"from": other.node_id, "size_bytes": len(raw) + 1, "crc32c": 1}
-        with pytest.raises(REFUSED, match="announced"):
-            client.call("POST", f"/v1/saves/{SAVE}/pull", pull)
-        assert not list((store.root / ".staging" / SAVE).iterdir())
-        client.put("PUT", f"/v1/saves/{SAVE}/.metadata", raw)
-
-
-def test_few_adoptions_are_open_at_once(tmp_path: Path) -> None:
-    """One more is refused, on every connection and after a restart, until one of them is over."""
-    store = LocalStore(tmp_path / "node")
-    scattered([store], tmp_path)
-    names = [ID, *(f"run/copy-{number}" for number in range(ADOPTIONS_MAX))]
-    for name in names[1:]:
-        shutil.copytree(store.root / ID, store.root / name)
-
-    def opened(agent: RunningAgent, number: int) -> bool:
-        with agent.peer(20) as client:
-            try:
-                client.call(
-                    "POST", f"/v1/saves/{number:032x}", {**adoption(names[number]), "session": f"adoption/{number}"}
-                )
-            except StoreUnavailable as exc:
-                return "adoptions are open" not in exc.detail
-        return True
-
-    with running_agent(store.root, *QUIET) as agent:
-        with ThreadPoolExecutor(len(names)) as threads:
-            results = list(threads.map(lambda number: opened(agent, number), range(len(names))))
-        assert sorted(results) == [False] + [True] * ADOPTIONS_MAX
-        last = results.index(False)
-        agent.process.kill()
-        agent.process.wait()
-    with running_agent(store.root, *QUIET) as agent:
-        assert not opened(agent, last)
-        with agent.peer() as client:
-            client.call("POST", f"/v1/saves/{(last + 1) % len(names):032x}/abort", {"why": "it is over"})
-        assert opened(agent, last)
 
 
 # Work ----------------------------------------------------------------------------------------------------------------

@@ -281,9 +281,6 @@ def test_every_failpoint_has_its_kill() -> None:
     design = (Path(__file__).resolve().parents[3] / "docs" / "failpoints.md").read_text()
     elsewhere = {"retire.trashed"}  # tests/agent/repair/test_retention.py
     elsewhere |= {"retire.recycled", "store.recycled"}  # tests/stores/local/test_recycled.py
-    elsewhere |= {
-        name for name in failpoints.POINTS if name.startswith("adopt.")
-    }  # tests/fault/killed/test_adoption.py
     elsewhere |= HANDED_OVER  # tests/fault/killed/test_hand_over.py
     killed_at = {case.point for case in NEW_ID + SAME_ID} | elsewhere
     assert killed_at == {name for name in failpoints.POINTS if not is_of_upload(name)}

@@ -12,7 +12,7 @@ class Attempt:
     `readable_on`: nodes that have a directory of it with the manifest that was written. `saw`: the attempts at the same
     checkpoint that lay on its nodes when it began, and those that they saw. `is_blind`: no manifest of its run lay there.
     `removed_on`: nodes whose users have removed it by hand; `was_removed`: one has, of whose disk it may be gone with.
-    `is_spoilt`: a file of stock torch's was damaged before it was adopted, and has no checksum that tells.
+    `is_spoilt`: a file of stock torch's was damaged, and has no checksum that tells.
     """
 
     number: int

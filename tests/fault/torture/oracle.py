@@ -191,11 +191,7 @@ class Oracle:
                     attempt.published_by_part[name].add(lying.node)
 
     def _see_stock(self, attempt: Attempt, lying: Lying) -> None:
-        """Stock torch's files become others when they are adopted: with footers, and with a manifest on every node."""
-        if lying.is_published and lying.manifest is not None and not attempt.save_id:
-            attempt.save_id, attempt.copies = lying.save_id, lying.manifest["copies"]
-            attempt.lineage = lying.manifest["lineage"]
-            attempt.parts = {**dict.fromkeys(attempt.parts, ""), MANIFEST: ""}
+        """Files of stock torch have no checksum: which of them lie where is all that can be seen."""
         for name in lying.files if lying.is_published else ():
             attempt.parts.setdefault(name, "")
         for name in attempt.parts:
@@ -396,7 +392,7 @@ class Oracle:
         """Raises Violation: a file of a checkpoint is not as it was saved, where all were said to be mended.
 
         What goes once the loads are over that were told to read it is not mended any more. Stock torch's files have no
-        checksum until they are adopted: what is bad in them no one can know.
+        checksum: what is bad in them no one can know.
         """
         left = self.find_left_by_people()
         for lying in self._disks.lying():

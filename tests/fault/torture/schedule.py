@@ -4,7 +4,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from replicated_ckpt.agent.repair.audit import Audit, Auditor
-from replicated_ckpt.agent.saves.adoption_locks import HELD_S
 from replicated_ckpt.agent.state.policies import PolicyBook
 from replicated_ckpt.cli.checkpoints.lost import list_known_nodes
 from replicated_ckpt.cli.checkpoints.verify import exit_code
@@ -125,7 +124,7 @@ class Schedule:
         for node in course.random.sample(cluster.nodes, len(cluster.nodes)):
             node.switch_on()
         group = [node.index for node in cluster.nodes]
-        cluster.wait(HELD_S + 100)
+        cluster.wait(130.0)
         course.load(group, "latest", readers=1)
         course.oracle.look()  # what the load has completed may be whole only until a policy takes it
         cluster.protect()

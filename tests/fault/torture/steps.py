@@ -23,7 +23,7 @@ AGENT_HANDING_POINTS += ["store.shard-fsynced", "store.shard-named", "agent.rece
 PAUSING_POINTS = ["coordinator.drawn", "coordinator.opened", "coordinator.placed", "rank.writing", "rank.written"]
 PAUSING_POINTS += ["store.opened", "store.shard-fsynced", "agent.receiving", "coordinator.decided", "commit.checked"]
 BACKGROUND_POINTS = ["store.opened", "store.opened", "restore.copied", "commit.checked", "commit.named", "commit.done"]
-ADOPTING_POINTS = sorted(name for name in POINTS if name.startswith(("adopt.", "commit.", "store.opened")))
+REPAIR_POINTS = sorted(name for name in POINTS if name.startswith(("commit.", "store.opened")))
 
 # Saves -----------------------------------------------------------------------------------------------------------
 
@@ -423,7 +423,7 @@ def run_repair(course: Course) -> None:
     node = course.random.choice(up)
     course.introduce()
     victim = course.random.choice([None, None, *up])
-    point = course.random.choice(ADOPTING_POINTS)
+    point = course.random.choice(REPAIR_POINTS)
     if victim is not None:
         course.cluster.plan_kill(point, victim, is_agent=True)
         course.disturbances += 1

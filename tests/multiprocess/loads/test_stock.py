@@ -5,8 +5,6 @@ from collections.abc import Sequence
 
 import pytest
 
-from replicated_ckpt.cli.exit_codes import ExitCode
-from tests.agent.repair.test_verify_repair import command
 from tests.damage import flip
 from tests.harness.cluster import Call, Cluster, call
 from tests.harness.launch import Digests
@@ -33,8 +31,8 @@ def load(checkpoint_id: str, kinds: Sequence[str] = SAVED) -> Call:
     return call("state.load", kinds=kinds, checkpoint_id=checkpoint_id)
 
 
-def test_what_stock_torch_scattered_loads_as_it_lies_and_is_adopted(cluster_of: ClusterOf) -> None:
-    """On 3, 4, 2 ranks and on one process: every bit, on every rank, with one warning. After a repair, without one node."""
+def test_what_stock_torch_scattered_loads_as_it_lies_and_is_saved_anew(cluster_of: ClusterOf) -> None:
+    """On 3, 4, 2 ranks and on one process: every bit, on every rank. Saved under a new id it outlives a node."""
     cluster = cluster_of(3)
     saved = scattered(cluster, "run/step-10")
     alone = {name: value for name, value in saved.items() if name.startswith("plain/")}
@@ -48,11 +46,11 @@ def test_what_stock_torch_scattered_loads_as_it_lies_and_is_adopted(cluster_of: 
         assert "stock torch wrote it" in told[0][0]
     assert cluster.launch([load("latest", ["plain"])], nodes=[2], launcher="single").digests(0) == [alone]
     assert [{path.name for path in (node.disk / "run/step-10").iterdir()} for node in cluster.nodes] == before
-    done = command("repair", cluster.nodes[1].disk)
-    assert (done.returncode, done.stderr) == (ExitCode.OK, ""), done.stdout
+    anew = call("state.load_and_save", kinds=SAVED, checkpoint_id="run/step-10", as_id="run/step-11")
+    assert cluster.launch([anew], nodes=[0, 1, 2]).of(0) == [saved] * 3
     cluster.nodes[0].lose()
     for nodes in ([1, 2], [0, 2, 1]):
-        results = cluster.launch([load("run/step-10")], nodes=nodes)
+        results = cluster.launch([load("run/step-11")], nodes=nodes)
         assert results.digests(0) == [saved] * len(nodes)
         assert results.all_warnings == []
 

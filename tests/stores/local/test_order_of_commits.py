@@ -11,8 +11,6 @@ import pytest
 from replicated_ckpt import failpoints
 from replicated_ckpt.agent.repair.retire import Retirer
 from replicated_ckpt.agent.saves.service import NodeService
-from replicated_ckpt.agent.settling.outlived import drop_outlived
-from replicated_ckpt.agent.settling.settle import settle
 from replicated_ckpt.config import Retention
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
@@ -329,23 +327,3 @@ def test_a_late_commit_tells_what_lies_here_of_its_own_save(tmp_path: Path) -> N
     assert store.commit(newer.save_id) == (HERE, ELSEWHERE)
     assert store.commit(old.save_id) == (HERE,)
     lock.release()
-
-
-def test_an_adoption_takes_no_name_that_has_a_manifest_by_now(tmp_path: Path) -> None:
-    """A save over the same files of stock torch was faster: it has the name, and the adoption goes once that is whole."""
-    service = NodeService(LocalStore(tmp_path))
-    store, adoption = service.store, "f" * 32
-    (tmp_path / "last").mkdir()
-    (tmp_path / "last" / ".metadata").write_bytes(METADATA)
-    store.begin(Intent(adoption, "last", f"adoption/{adoption}", overwrite=True, adopts=True, nodes=(store.node_id(),)))
-    newer = open_save(store, 5)
-    store.put_small(adoption, ".metadata", METADATA)
-    store.put_small(adoption, ".manifest.json", replace(newer, save_id=adoption, sequence=0).encode())
-    store.commit(newer.save_id)
-    with pytest.raises(SaveSuperseded, match="has the name"):
-        store.commit(adoption)
-    settle(service, service.find_abandoned(0.0), [])
-    view = NodeView(store.node_id(), Presence.UP, service.holdings())
-    drop_outlived(service, {newer.save_id: newer}, [view])
-    assert published(store) == newer.save_id
-    assert not store.is_staged(adoption)

@@ -2,22 +2,15 @@
 
 import io
 import os
-import pickle
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from replicated_ckpt.core.layout import METADATA_NAME
 from replicated_ckpt.core.reading.source_order import ByteRange
 from replicated_ckpt.errors import ObjectCorrupt, ObjectMissing
-from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
-from replicated_ckpt.stores.unmanaged.adoption import stage_shards
 from replicated_ckpt.stores.unmanaged.directory import UnmanagedDirectory
 from replicated_ckpt.stores.unmanaged.inspection import UnmanagedInspector
 from replicated_ckpt.stores.unmanaged.shard import UncheckedItems, UnmanagedFileShard
@@ -113,7 +106,7 @@ def test_a_file_of_another_size_is_not_the_shard(opened: Opened) -> None:
 
 @pytest.mark.parametrize("item", RANGES, ids=["small", "tensor", "bytes", "no crc"])
 def test_a_footer_of_ours_tells_what_items_do_not(opened: Opened, tmp_path: Path, item: ByteRange) -> None:
-    """A flipped bit in an item without a checksum of its own is found, by a load, by `verify`, and by an adoption."""
+    """A flipped bit in an item without a checksum of its own is found, by a load and by `verify`."""
     for offset, length in [(0, len(WHOLE)), (RANGES[2].offset, 3), (7, 0)]:
         shard = opened(OURS, len(OURS))
         assert shard.read(offset, length) == WHOLE[offset : offset + length]
@@ -126,7 +119,6 @@ def test_a_footer_of_ours_tells_what_items_do_not(opened: Opened, tmp_path: Path
     shard.close()
     ((expected, found),) = problems(tmp_path)
     assert (expected, found[:5]) == ("blocks as its footer has them", "bytes")
-    assert not adopts(tmp_path)
 
 
 @pytest.mark.parametrize("from_end", [1, 10, 14, 20, 24, 30])
@@ -139,13 +131,6 @@ def test_a_damaged_footer_leaves_items_with_checksums(opened: Opened, tmp_path: 
             shard.read(item.offset, item.length)
     shard.close()
     assert "footer of checksums is damaged" in problems(tmp_path)[0][1]
-    assert not adopts(tmp_path)
-
-
-def test_what_is_ours_and_intact_is_adopted(opened: Opened, tmp_path: Path) -> None:
-    """A shard without a manifest whose footer of ours fits its bytes is taken over."""
-    opened(OURS, len(OURS)).close()
-    assert adopts(tmp_path)
 
 
 def test_the_empty_shard_of_a_rank_that_had_nothing_to_save_is_no_problem(opened: Opened, tmp_path: Path) -> None:
@@ -169,20 +154,3 @@ def test_a_shard_that_has_gone_hides_no_other(opened: Opened, tmp_path: Path) ->
 def problems(root: Path, *names: str) -> list[tuple[str, str]]:
     inspector, ranges = UnmanagedInspector(LocalStore(root), "node"), dict.fromkeys(names or [NAME], RANGES)
     return [(finding.expected, finding.found) for finding in inspector.inspect("step-1", ranges)]
-
-
-def adopts(root: Path) -> bool:
-    """Whether the shard can be staged; what lies there is as it was."""
-    before = (root / "step-1" / NAME).read_bytes()
-    store, save_id = LocalStore(root), uuid.uuid4().hex
-    store.begin(Intent(save_id, "step-1", "adoption", overwrite=True, adopts=True))
-    places = {MetadataIndex(str(n)): _StorageInfo(NAME, r.offset, r.length) for n, r in enumerate(RANGES)}
-    store.put_small(save_id, METADATA_NAME, pickle.dumps(Metadata({}, None, places)))
-    try:
-        tables = stage_shards(root, "step-1", save_id, [NAME])
-    except ObjectCorrupt:
-        return False
-    finally:
-        assert (root / "step-1" / NAME).read_bytes() == before
-        store.abort(save_id)
-    return tables[NAME].data_bytes == len(before)

@@ -19,16 +19,14 @@ WRITER = "//"
 class Intent:
     """One attempt at one save; lies with its staging directory.
 
-    `nodes` are all nodes of the save, `coordinator` the one whose store has the decision before any other; "" where none
-    has, as in an adoption. `replaces` is the save that lay under the name here when this one was opened.
+    `nodes` are all nodes of the save, `coordinator` the one whose store has the decision before any other.
+    `replaces` is the save that lay under the name here when this one was opened.
     """
 
     save_id: str
     checkpoint_id: str
     session: str
     overwrite: bool
-    adopts: bool = False
-    """It replaces, with its own bytes, a checkpoint that stock torch wrote."""
     nodes: tuple[str, ...] = ()
     coordinator: str = ""
     replaces: str = ""
@@ -38,8 +36,8 @@ class Intent:
     """Only the nodes and ranks of the save have it: those that may give it up."""
 
     def admits(self, ticket: str) -> bool:
-        """Whether it shows that the sender takes part in this save. An adoption has none: its id is all that a peer has."""
-        return self.adopts or (bool(self.ticket) and hmac.compare_digest(self.ticket.encode(), ticket.encode()))
+        """Whether it shows that the sender takes part in this save."""
+        return bool(self.ticket) and hmac.compare_digest(self.ticket.encode(), ticket.encode())
 
     def encode(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -67,7 +65,6 @@ class Intent:
                 one_line(fields["checkpoint_id"]),
                 str(fields["session"]),
                 bool(fields["overwrite"]),
-                bool(fields.get("adopts", False)),
                 tuple(map(one_line, fields.get("nodes", ()))),
                 str(fields.get("coordinator", "")),
                 str(fields.get("replaces", "")),

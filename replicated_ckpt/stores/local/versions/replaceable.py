@@ -35,8 +35,8 @@ def check_decidable(root: Path, intent: Intent) -> None:
 def check_replaceable(root: Path, checkpoint_id: str, intent: Intent, *, gives_way: bool = False) -> None:
     """Refuses to replace a checkpoint unless asked to, and to put one into another.
 
-    A directory that holds no checkpoint is none yet, whatever lies in it: that stays. An adoption may replace a directory
-    that has no manifest and holds nothing but plain files. `gives_way`: what has the name goes by their order.
+    A directory that holds no checkpoint is none yet, whatever lies in it: that stays. `gives_way`: what has the name
+    goes by their order.
 
     Raises:
         CheckpointExists, ConfigInvalid
@@ -50,9 +50,6 @@ def check_replaceable(root: Path, checkpoint_id: str, intent: Intent, *, gives_w
     if is_link(final):
         raise ConfigInvalid(f"{final} is a symbolic link; it is not replaced.", _MOVE_AWAY)
     if not is_there(final):
-        return
-    if intent.adopts:
-        _check_adoptable(final)
         return
     if holds_checkpoint(final):
         if not (intent.overwrite or gives_way):
@@ -102,17 +99,3 @@ def _checkpoint_below(directory: Path, depth: int) -> Path | None:
         _checkpoint_below(path, depth + 1) for path in below if depth < PARTS_MAX and os.access(path, os.R_OK | os.X_OK)
     )
     return next((path for path in found if path is not None), None)
-
-
-def _check_adoptable(final: Path) -> None:
-    if is_there(final / MANIFEST_NAME):
-        raise CheckpointExists(
-            f"{final} has a manifest: it is a checkpoint of this package and is not adopted.",
-            "Nothing is left to adopt; `replicated-ckpt verify` reads it.",
-        )
-    for entry in list(os.scandir(final)):
-        if not entry.is_file(follow_symlinks=False):
-            raise ConfigInvalid(
-                f"{entry.path} is no plain file: a checkpoint with directories or links in it is not adopted.",
-                "Move it out of the checkpoint's directory, then repair again. It loads as it is.",
-            )

@@ -36,14 +36,14 @@ _MOVES_MAX = 5
 
 
 def check_order(manifest: Manifest, before: Manifest | None, intent: Intent) -> None:
-    """Of one lineage the newer save has the name, on whatever path it is published. An adoption takes none from a save.
+    """Of one lineage the newer save has the name, on whatever path it is published.
 
     Raises:
         SaveSuperseded
     """
     if before is None:
         return
-    if intent.adopts or not may_publish(manifest.version, before.version, intent.replaces):
+    if not may_publish(manifest.version, before.version, intent.replaces):
         raise SaveSuperseded(
             f"Save {manifest.save_id} of {manifest.checkpoint_id!r} (lineage {manifest.lineage or 'none'}, sequence "
             f"{manifest.sequence}) is not published: save {before.save_id} (lineage {before.lineage or 'none'}, sequence "

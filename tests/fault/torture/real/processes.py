@@ -103,7 +103,7 @@ class RealNode:
 
     def has_round(self) -> None:
         """Has re-protection look again now: an empty plan is carried out at once, and a round follows."""
-        self._asked("POST", "/v1/repair", {"plan": {"adopt": [], "copy": [], "short": []}})
+        self._asked("POST", "/v1/repair", {"plan": {"restore": [], "copy": [], "short": []}})
 
     def _asked(self, method: str, path: str, document: dict[str, Any] | None = None) -> dict[str, Any]:
         endpoint = read_endpoint(self.root / ".agent")

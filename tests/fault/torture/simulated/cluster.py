@@ -20,7 +20,6 @@ from replicated_ckpt.agent.peers.greeting import Greeter
 from replicated_ckpt.agent.peers.watch import Patience
 from replicated_ckpt.agent.repair.protection import Protection
 from replicated_ckpt.agent.repair.reprotect import Outcome, Reprotector
-from replicated_ckpt.agent.saves.adoption_locks import AdoptionLocks
 from replicated_ckpt.agent.saves.pins import Pins
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.state.endpoint import Endpoint, keep_identity, next_identity
@@ -108,7 +107,7 @@ class Node:
             directory = store.agent_directory()
             self.service = NodeService(store)
             self.service.completing = SimulatedLock(self.cluster.operations)
-            self.service.adoption_locks, self.service.pins = AdoptionLocks(self.cluster.now), Pins(self.cluster.now)
+            self.service.pins = Pins(self.cluster.now)
             self.service.recover()
             store.empty_trash()
             identity = next_identity(directory, self.service.node_id)
@@ -182,8 +181,6 @@ class Node:
     def release_locks(self) -> None:
         """What the kernel does when an agent ends."""
         if self.service is not None:
-            for save_id in list(self.service.adoption_locks._held):
-                self.service.adoption_locks.release(save_id)
             for save_id in list(self.service.pins._lock_by_save):
                 self.service.pins._close(save_id)
 

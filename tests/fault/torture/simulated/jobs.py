@@ -138,7 +138,7 @@ class Job:
         for place in places:
             place.mkdir(parents=True, exist_ok=True)
         self._save([FileSystemWriter(place, sync_files=False) for place in places], _Call(), checkpoint_id, attempt)
-        for node, place in zip(self.nodes, places, strict=True):  # an adoption goes by their time stamps
+        for node, place in zip(self.nodes, places, strict=True):  # a load goes by their time stamps
             now = self.cluster.unix_now(node)
             for path in place.iterdir():
                 os.utime(path, (now, now))
