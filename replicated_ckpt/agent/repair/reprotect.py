@@ -14,7 +14,7 @@ from replicated_ckpt.agent.peers.watch import Held, Patience, PeerWatch
 from replicated_ckpt.agent.repair.hopeless import Hopeless
 from replicated_ckpt.agent.repair.just_removed import JustRemoved
 from replicated_ckpt.agent.repair.mender import Mender
-from replicated_ckpt.agent.repair.pauses import IDLE_PAUSE_S, PAUSE_S, Pauses
+from replicated_ckpt.agent.repair.pauses import FIRST_PAUSE_S, IDLE_PAUSE_S, PAUSE_S, RESTS_PER_ROUND, Pauses
 from replicated_ckpt.agent.repair.protection import Protection
 from replicated_ckpt.agent.repair.replaced import restore_replaced
 from replicated_ckpt.agent.repair.retire import Retirer
@@ -170,8 +170,10 @@ class Reprotector:
                 self._woken.wait(LOAD_FIRST_S)
                 self._woken.clear()
             self._loads.clear()
+            began = time.thread_time()
             try:
                 self._do_orders()
+                began = time.thread_time()
                 self.last = self.round()
                 self._rounds += 1
             except Stopped:
@@ -183,9 +185,18 @@ class Reprotector:
                 log.exception("a defect: re-protection goes on soon")
                 self.last = Protection(is_complete=False, failed=(repr(exc),))
             is_active = self._is_active(self.last)
-            if not is_active and not self._woken.is_set():
-                self._busy.clear()
+            if not is_active:
+                self._rest(RESTS_PER_ROUND * (time.thread_time() - began))
+                if not self._woken.is_set():
+                    self._busy.clear()
             self._woken.wait(self._pauses.after(self._service.peers.count(), is_active=is_active))
+
+    def _rest(self, seconds: float) -> None:
+        """Nothing but an order, or the end of the agent, begins a round meanwhile."""
+        until = self._clock() + seconds
+        while not self._orders and (left := until - self._clock()) > 0:
+            if self._stopping.wait(min(left, FIRST_PAUSE_S)):
+                return
 
     def _is_active(self, found: Protection) -> bool:
         return found.in_doubt or (found.planned > 0 and self._stale[1] < STALE_ROUNDS_MAX)
