@@ -15,6 +15,7 @@ from replicated_ckpt.core.manifest import Manifest, NodeEntry, UploadEntry, deco
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress
+from tests.agent.agents import stop_agent
 from tests.agent.checkpoints import METADATA, checkpointed, shard
 
 FORGED = "\x1b]0;x\x07\x1b[2Jwell\nFORGED line\r\x9b31m\u202e"
@@ -78,6 +79,8 @@ def test_a_store_that_others_write_forges_no_line(
             assert [line for line in lines if not line.isprintable() or line.startswith("FORGED")] == [], verb
             assert code not in (70, 99), said.err
             assert "Traceback" not in said.err
+    if (store.root / ".agent" / "endpoint.json").exists():  # `upload` has started one
+        stop_agent(store.root)
 
 
 def test_what_a_peer_answers_forges_no_line() -> None:

@@ -21,13 +21,13 @@ def test_the_cause_is_named_before_its_echoes() -> None:
     full.add_note("Met on host n7.")
     failures = {rank: (SaveAborted("Rank 7 failed.\nIt was given up."), StackSummary()) for rank in range(7)}
     said = describe_failure(CheckpointException("save", {**failures, 7: (full, StackSummary())}))
-    assert said.startswith(f"rank 7: StoreFull: {full} (Met on host n7); rank 0: SaveAborted: Rank 7 failed.?It was")
+    assert said.startswith(f"rank 7: StoreFull: {full} (Met on host n7); rank 0: SaveAborted: Rank 7 failed.\\nIt was")
     assert said.endswith("; and 5 more ranks")
 
 
 def test_an_error_that_is_no_dcp_s_is_itself() -> None:
     """With its class, as a message alone may not say what it is."""
-    assert describe_failure(ValueError("no\nsuch")) == "ValueError: no?such"
+    assert describe_failure(ValueError("no\nsuch")) == "ValueError: no\\nsuch"
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

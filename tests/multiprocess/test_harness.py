@@ -79,7 +79,7 @@ def test_a_rank_has_nothing_of_the_process_that_forked_it(cluster_of: ClusterOf)
     assert not single["has_group"]
     assert single["sockets"] == []
     assert single["cwd"] == str(cluster.base / "launch1")
-    own = {"ONLY_HERE", "REPLICATED_CKPT_TEST_LAUNCH", "REPLICATED_CKPT_TEST_NODE"}
+    own = {"ONLY_HERE", "REPLICATED_CKPT_DOMAIN", "REPLICATED_CKPT_TEST_LAUNCH", "REPLICATED_CKPT_TEST_NODE"}
     assert single["environment"].keys() - base_environment().keys() == {"TMPDIR", *own}
     assert [found["environment"].get("ONLY_THERE") for found in both] == [None, "too"]
     assert all("ONLY_HERE=yes" in found["shown"] for found in both)

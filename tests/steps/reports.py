@@ -66,7 +66,7 @@ def save_and_load_telling(context: Context, checkpoint_id: str) -> dict[str, Any
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     state = {f"rank {context.rank}": torch.full((ELEMENTS,), context.rank)}
-    writer = ReplicatedWriter(context.root, on_save=on_save)
+    writer = ReplicatedWriter(context.root, on_save=on_save, overwrite=False)
     dcp.save(state, checkpoint_id=checkpoint_id, storage_writer=writer)
     is_refused = False
     try:

@@ -164,11 +164,9 @@ def test_what_is_not_there_is_said(tmp_path: Path) -> None:
     assert command("verify", tmp_path / "nowhere").returncode == ExitCode.NOT_FOUND
     for verb in ("repair", "verify"):
         assert command(verb, store.root, "step-9").returncode == ExitCode.NOT_FOUND
-        latest = command(verb, store.root, "latest")
-        assert latest.returncode == ExitCode.NOT_FOUND
-        assert "the newest that was seen is 'step-1': name it." in latest.stderr
+        assert command(verb, store.root, "latest").returncode == ExitCode.OK, "it is step-1"
     assert command("verify", store.root, "step-1").returncode == ExitCode.OK
-    assert not (store.root / ".agent" / "endpoint.json").exists(), "verify starts no agent"
+    assert not (store.root / ".agent" / "endpoint.json").exists(), "neither starts an agent where nothing is to do"
     introduced(store, [AgentAddress("gone", "127.0.0.1", 1, "token")])
     assert command("repair", store.root, "step-9").returncode == ExitCode.UNREACHABLE, "the other node may have it"
 

@@ -119,7 +119,7 @@ def test_an_error_that_cannot_be_sent_is_told_in_words() -> None:
 def test_the_group_of_a_save_sends_a_failure_too() -> None:
     """A rank that could not send it would leave the collective, and the group would be broken for all."""
     with group_of_one():
-        (told,) = WatchedGroup(dist.group.WORLD, mock.Mock()).all_gather_object(failed(ValueError("the plan")))
+        (told,) = WatchedGroup(dist.group.WORLD, mock.MagicMock()).all_gather_object(failed(ValueError("the plan")))
     assert (str(told[0]), [frame.name for frame in told[1]]) == ("the plan", ["_raised"])
 
 

@@ -23,6 +23,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "CheckpointAmbiguous": ("step-1", "__0_0.distcp", {"a": "10 bytes", "b": "11 bytes"}),
     "AckNotReached": (2, {"__0_0.distcp": 1}, "node b is gone"),
     "ShardLost": ("step-1", {"__0_0.distcp": "a", "__1_0.distcp": "b"}, ("node a: not reached", "node b")),
+    "LatestAmbiguous": (("run-a/latest", "./latest"),),
     "LineagesMet": ("latest", ("a: step-1", "b: step-2"), "two runs"),
     "ObjectUnsafe": ("optimizer.extra", "__0_0.distcp", (("datetime", "date"), ("a", "B"))),
     "UploadFailed": ("step-1", "s3://bucket/x", "denied"),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from replicated_ckpt.core.layout import NODE_NAME, PARTS_MAX
 from replicated_ckpt.errors import ConfigInvalid, StoreError
-from replicated_ckpt.stores.files.durable import translate_errors
+from replicated_ckpt.stores.files.durable import SHORTAGES, translate_errors
 from replicated_ckpt.stores.files.existence import is_plain_file
 from replicated_ckpt.wording import plural
 
@@ -84,10 +84,20 @@ def _walk_to_stores(directory: Path, depth: int) -> Iterator[Path]:
 
 
 def is_store(directory: str | Path) -> bool:
-    """Whether a store was made there. One whose node.json cannot be read counts; a closed directory does not."""
+    """Whether a store was made there. One whose node.json cannot be read counts.
+
+    A directory in which nothing can be looked at does not: it is closed, or the disk has lost it.
+
+    Raises:
+        OSError: the system opens no file now.
+    """
     try:
         return is_plain_file(f"{directory}/{NODE_NAME}") and bool(read_identity(Path(directory)))
-    except (ConfigInvalid, PermissionError):  # some other file of that name; or nothing in it is seen
+    except ConfigInvalid:  # some other file of that name
+        return False
+    except OSError as exc:
+        if exc.errno in SHORTAGES:
+            raise
         return False
     except StoreError:
         return True
