@@ -7,7 +7,7 @@ _FIRST_PER_NODE_S, _IDLE_PER_NODE_S = 0.002, 0.05
 """Many nodes ask each other less often, so that an agent answers about as many questions a second."""
 
 RESTS_PER_ROUND = 4.0
-"""After a round that found nothing to do, its thread rests this many times the processor time of the round.
+"""After a round that copied nothing, its thread rests this many times the processor time of the round.
 
 A round looks at every checkpoint, and each save wakes the thread. Without the rest each checkpoint would make saves dearer.
 """

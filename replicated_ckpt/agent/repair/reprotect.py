@@ -185,10 +185,10 @@ class Reprotector:
                 log.exception("a defect: re-protection goes on soon")
                 self.last = Protection(is_complete=False, failed=(repr(exc),))
             is_active = self._is_active(self.last)
-            if not is_active:
+            if not self.last.done:
                 self._rest(RESTS_PER_ROUND * (time.thread_time() - began))
-                if not self._woken.is_set():
-                    self._busy.clear()
+            if not is_active and not self._woken.is_set():
+                self._busy.clear()
             self._woken.wait(self._pauses.after(self._service.peers.count(), is_active=is_active))
 
     def _rest(self, seconds: float) -> None:

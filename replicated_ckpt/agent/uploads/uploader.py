@@ -175,7 +175,11 @@ class Uploader:
             StoreError: the node's own store cannot be read. Stopped: the agent is leaving.
         """
         away: dict[str, StoreUnavailable] = {}
-        for manifest, upload in sorted(self._find_wanted(), key=lambda wanted: -wanted[0].sequence):
+        found = self._find_wanted()
+        if not found:  # each commit comes here, with a bucket and without
+            self._forget_gone(set())
+            return IDLE_PAUSE_S
+        for manifest, upload in sorted(found, key=lambda wanted: -wanted[0].sequence):
             if self._stopping.is_set():
                 raise Stopped
             if upload.due > self._clock():
