@@ -6,13 +6,15 @@ from pathlib import Path
 from traceback import StackSummary
 
 import pytest
+import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from replicated_ckpt import ReplicatedWriter
+from replicated_ckpt import ReplicatedWriter, failpoints
 from replicated_ckpt.dcp.agreement.nodes import LoneNode
 from replicated_ckpt.dcp.runtime.failures import describe_failure
-from replicated_ckpt.errors import SaveAborted, StoreFull
+from replicated_ckpt.errors import AckNotReached, SaveAborted, StoreFull
+from replicated_ckpt.testing.shard_files import table_of
 
 
 def test_the_cause_is_named_before_its_echoes() -> None:
@@ -38,3 +40,18 @@ def test_the_ranks_of_other_hosts_are_told_where_it_failed(tmp_path: Path, monke
     with pytest.raises(CheckpointException):
         dcp.save({"lock": threading.Lock()}, checkpoint_id="a", storage_writer=ReplicatedWriter(tmp_path, copies=1))
     assert said[0].startswith(f"rank 0 on {socket.gethostname()} failed: TypeError: ")
+
+
+def test_a_copy_that_is_not_what_was_saved_is_not_acknowledged(tmp_path: Path) -> None:
+    """Other bytes took the place of a shard before the decision: the coordinator's rank learns that no node holds it."""
+    other = b"evil" * 1000
+
+    def replace_shard(_: str) -> None:
+        (path,) = (tmp_path / ".staging").glob("*/__0_0.distcp")
+        path.write_bytes(other + table_of([other]).encode())
+
+    writer = ReplicatedWriter(tmp_path, copies=1)
+    with failpoints.arm("coordinator.accounted", replace_shard), pytest.raises(CheckpointException) as raised:
+        dcp.save({"w": torch.zeros(10)}, checkpoint_id="a", storage_writer=writer, no_dist=True)
+    assert [type(failure[0]) for failure in raised.value.failures.values()] == [AckNotReached]
+    assert not (tmp_path / "a" / "__0_0.distcp").exists()

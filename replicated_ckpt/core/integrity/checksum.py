@@ -12,7 +12,6 @@ within the same file and travels with it. Layout, little endian:
 Source: CRC32C (Castagnoli), RFC 3720 section 12.1, which fastcrc calls by the RFC's protocol, iSCSI.
 """
 
-import hashlib
 import struct
 from array import array
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from typing import TypeAlias
 
 from fastcrc.crc32 import iscsi
 
-from replicated_ckpt.core.integrity.crc_combination import combine_crcs
+from replicated_ckpt.core.integrity.crc_combination import combine_crcs, combine_equal
 
 Bytes: TypeAlias = bytes | bytearray | memoryview
 
@@ -31,9 +30,6 @@ FOOTER_BYTES_MAX = 256 << 20
 """Footers are read into memory before anything is known to be true; the shards of 16 TiB that it allows do not exist."""
 _TAIL = struct.Struct("<8sIQI")
 FOOTER_TAIL_BYTES = _TAIL.size
-_REMEMBERED_MAX = 1024
-_data_crc_by_blocks: dict[bytes, int] = {}
-"""By a digest of the blocks' checksums and sizes, which no two tables share."""
 
 
 def crc32c(data: Bytes, previous: int = 0) -> int:
@@ -64,18 +60,11 @@ class BlockTable:
         return body + struct.pack("<I", crc32c(body))
 
     def data_crc(self) -> int:
-        """CRC32C of all data, combined from the blocks'. Remembered: it takes long, and shards are opened often."""
-        blocks = struct.pack(f"<{len(self.crcs)}IQQ", *self.crcs, self.block_bytes, self.data_bytes)
-        key = hashlib.blake2b(blocks, digest_size=32).digest()
-        total = _data_crc_by_blocks.get(key)
-        if total is None:
-            total = 0
-            for index, crc in enumerate(self.crcs):
-                total = combine_crcs(total, crc, self.block_size(index))
-            if len(_data_crc_by_blocks) >= _REMEMBERED_MAX:
-                _data_crc_by_blocks.clear()
-            _data_crc_by_blocks[key] = total
-        return total
+        """CRC32C of all data, combined from the blocks'."""
+        if not self.crcs:
+            return 0
+        *whole, last = self.crcs
+        return combine_crcs(combine_equal(whole, self.block_bytes), last, self.block_size(len(whole)))
 
     def file_crc(self) -> int:
         """CRC32C of the whole file, footer included: what the manifest records."""

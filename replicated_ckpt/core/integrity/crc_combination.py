@@ -7,6 +7,7 @@ the highest bit of a word is the coefficient of x^0.
 Source: zlib 1.3, crc32_combine_gen; the generator is Castagnoli's, RFC 3720 section 12.1.
 """
 
+import struct
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -19,6 +20,39 @@ def combine_crcs(first: int, second: int, second_bytes: int) -> int:
     """CRC32C of two adjoining pieces, from the CRC32C of each."""
     lowest, low, high, highest = _shift_tables(second_bytes)
     return lowest[first & 255] ^ low[first >> 8 & 255] ^ high[first >> 16 & 255] ^ highest[first >> 24] ^ second
+
+
+def combine_equal(crcs: Sequence[int], part_bytes: int) -> int:
+    """CRC32C of adjoining pieces of `part_bytes` each, from the CRC32C of each: neighbours in pairs, all pairs at once.
+
+    `bytes.translate` looks up one byte of all of them. A piece before the first one with a CRC32C of 0 changes nothing.
+    """
+    count = 1 << max(0, len(crcs) - 1).bit_length()
+    raw = struct.pack(f"<{4 * (count - len(crcs))}x{len(crcs)}I", *crcs)
+    planes = [raw[byte::4] for byte in range(4)]
+    while count > 1:
+        shifts, count = _shift_planes(part_bytes), count // 2
+        firsts = [plane[::2] for plane in planes]
+        planes = [
+            _xor(plane[1::2], *(first.translate(table) for first, table in zip(firsts, tables, strict=True)))
+            for plane, tables in zip(planes, shifts, strict=True)
+        ]
+        part_bytes *= 2
+    return int.from_bytes(b"".join(planes), "little")
+
+
+def _xor(*rows: bytes) -> bytes:
+    total = 0
+    for row in rows:
+        total ^= int.from_bytes(row, "little")
+    return total.to_bytes(len(rows[0]), "little")
+
+
+@lru_cache(_LENGTHS_REMEMBERED)
+def _shift_planes(zero_bytes: int) -> tuple[tuple[bytes, ...], ...]:
+    """As `_shift_tables`, one byte of the result after the other, the lowest first: each as tables for `translate`."""
+    tables = _shift_tables(zero_bytes)
+    return tuple(tuple(bytes(value >> bit & 255 for value in table) for table in tables) for bit in range(0, 32, 8))
 
 
 @lru_cache(_LENGTHS_REMEMBERED)

@@ -79,7 +79,7 @@ def commit_save(
     is_as_before = raw_metadata == layout.raw  # else it has a part for the bucket, which names this save
     committed = cluster.commit(decision.save_id, raw_metadata, manifest.encode(), same if is_as_before else None)
     failpoints.reach("coordinator.published")
-    late = _list_late(committed, decision)
+    late = [*_list_late(committed, decision), *_list_dropped(committed, receipts)]
     _check_reached(manifest, committed, must_have_all=config.must_have_all_copies)
     return [*missed, *late], receipts
 
@@ -115,6 +115,17 @@ def _list_late(committed: Committed, decision: SaveDecision) -> list[str]:
         f"node {node} has not published the checkpoint yet"
         + ("; it does when it is reached" if node in decision.unreached else f": {error}")
         for node, error in committed.error_by_node.items()
+    ]
+
+
+def _list_dropped(committed: Committed, receipts: Sequence[Receipt]) -> list[str]:
+    """The copies that a node had acknowledged, and that it has not published with the save."""
+    return [
+        f"node {node} has set its copy of {shard.name} aside: its bytes are not those that were saved"
+        for receipt in receipts
+        for shard in receipt.shards
+        for node in shard.holders
+        if node in committed.held_by_node and node not in committed.holders_of(shard.name)
     ]
 
 

@@ -3,13 +3,13 @@
 import os
 from collections.abc import Callable, Iterable
 
-from replicated_ckpt.core.integrity.checksum import FOOTER_TAIL_BYTES, decode_footer, footer_bytes_of
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, is_checkpoint_id
 from replicated_ckpt.core.upkeep.remains import Remains
 from replicated_ckpt.errors import ManifestVersionUnknown, ObjectMissing, StoreError
-from replicated_ckpt.stores.files.durable import hash_open_file, read_exactly
+from replicated_ckpt.stores.files.durable import hash_open_file
 from replicated_ckpt.stores.files.shortage import is_unreadable
 from replicated_ckpt.stores.local.directories.committed import Committed, open_directory
+from replicated_ckpt.stores.local.directories.footer import crc_of_footer
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import FILE_BYTES_MAX
 
@@ -100,16 +100,3 @@ def tell_crc(name: str, fd: int) -> int | None:
     if name != METADATA_NAME:
         return crc_of_footer(fd)
     return hash_open_file(fd)[1] if os.fstat(fd).st_size <= FILE_BYTES_MAX else None
-
-
-def crc_of_footer(fd: int) -> int | None:
-    """The CRC32C that a shard's file has if all its blocks are as its footer says; None if the footer is damaged."""
-    size = os.fstat(fd).st_size
-    footer_bytes = footer_bytes_of(_end(fd, size, FOOTER_TAIL_BYTES), size)
-    table = None if footer_bytes is None else decode_footer(_end(fd, size, footer_bytes), size)
-    return None if table is None else table.file_crc()
-
-
-def _end(fd: int, size: int, count: int) -> memoryview:
-    target = memoryview(bytearray(min(count, size)))
-    return target[: read_exactly(fd, target, size - len(target))]

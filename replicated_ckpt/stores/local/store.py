@@ -2,6 +2,7 @@
 
 import logging
 import os
+import uuid
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 from functools import partial
@@ -13,6 +14,7 @@ from replicated_ckpt.core.layout import (
     INCOMING_DIR,
     MANIFEST_NAME,
     NODE_NAME,
+    QUARANTINE_DIR,
     REPLACED_DIR,
     STAGING_DIR,
     TRASH_DIR,
@@ -52,7 +54,12 @@ from replicated_ckpt.stores.local.versions.place import PlaceNotes
 from replicated_ckpt.stores.local.versions.recycled import write_with_room
 from replicated_ckpt.stores.local.versions.replaceable import check_replaceable
 from replicated_ckpt.stores.local.versions.retire import empty_trash, remove_unread
-from replicated_ckpt.stores.local.versions.staged_decision import has_damaged_decision, has_decision, read_decision
+from replicated_ckpt.stores.local.versions.staged_decision import (
+    has_damaged_decision,
+    has_decision,
+    list_differing,
+    read_decision,
+)
 
 log = logging.getLogger(__name__)
 
@@ -192,6 +199,7 @@ class LocalStore:
     def commit(self, save_id: str) -> tuple[str, ...]:
         """Publishes a staged save under its checkpoint id, in one step and durably; returns the shards held here.
 
+        A shard whose footer implies another checksum than the manifest has is set aside: this node lacks that copy.
         Everything staged must be fsynced before. Committing again what is committed changes nothing.
 
         Raises:
@@ -211,6 +219,8 @@ class LocalStore:
             replaced.check_order(manifest, before, intent)
             check_replaceable(self.root, name, intent, gives_way=before is not None)
             failpoints.reach("commit.checked")
+            for shard in list_differing(staging, manifest):
+                self._set_aside_staged(save_id, shard)
             others.bring_others(self.root, final, staging)
             make_directories(final.parent, self.root)
             trash = self._trash(save_id)
@@ -233,6 +243,15 @@ class LocalStore:
             held = tuple(sorted(self.catalog.shard_sizes(name)))
         failpoints.reach("commit.done")
         return held
+
+    def _set_aside_staged(self, save_id: str, shard: str) -> None:
+        folder = self.root / QUARANTINE_DIR / save_id
+        make_directories(folder, self.root)
+        (self.staging(save_id) / shard).rename(folder / f"{shard}.{uuid.uuid4().hex[:8]}")
+        fsync_directory(folder)
+        log.warning(
+            "%s of save %s was staged with other bytes than the save has: set aside in %s", shard, save_id, folder
+        )
 
     def is_published(self, save_id: str) -> bool:
         """Whether a staged save has its checkpoint's name: what is still staged of it then is what it has replaced."""

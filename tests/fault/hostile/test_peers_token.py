@@ -15,7 +15,7 @@ from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.agent.requests.checks import CHECKS_MAX, Checks
 from replicated_ckpt.agent.requests.request import Request
 from replicated_ckpt.agent.saves.pins import PINS_MAX, Pins
-from replicated_ckpt.core.integrity.checksum import crc32c
+from replicated_ckpt.core.integrity.checksum import BlockTable, crc32c
 from replicated_ckpt.core.manifest import Manifest, NodeEntry
 from replicated_ckpt.core.upkeep.repair_plan import RepairPlan, RestoreManifest
 from replicated_ckpt.errors import (
@@ -26,8 +26,10 @@ from replicated_ckpt.errors import (
     StoreDenied,
     StoreUnavailable,
 )
+from replicated_ckpt.stores.local.shard_file import FileSink
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress
+from replicated_ckpt.testing.shard_files import table_of
 from tests.agent.agents import RunningAgent, peers_of, running_agent, wait_for
 from tests.agent.checkpoints import checkpointed, held, shard
 from tests.agent.repair.test_verify_repair import tree
@@ -316,6 +318,33 @@ def test_a_peer_gives_up_no_save_that_is_decided(tmp_path: Path) -> None:
                 peer.call("POST", f"/v1/saves/{SAVE}/abort", {"why": "no reason", **TICKET})
             owner.call("POST", f"/v1/saves/{SAVE}/commit")
     assert (store.root / "step-7" / ".metadata").read_bytes() == raw
+
+
+@pytest.mark.parametrize("by", ["rank", "peer"])
+def test_a_peer_brings_no_other_bytes_for_a_staged_shard(agent: RunningAgent, by: str) -> None:
+    """Those of this node's rank, or that came first, stay; the answer names them. The same may come again; a damaged one
+    is written anew."""
+    name, path = shard(0), agent.root / ".staging" / SAVE / shard(0)
+    (good, good_table), (evil, _) = (as_file(data * 50_000) for data in (b"good", b"evil"))
+    with agent.client() as owner, agent.peer() as peer:
+        owner.call("POST", f"/v1/saves/{SAVE}", {**OPENING, **TICKET})
+        if by == "rank":
+            sink = FileSink.create(path)
+            sink.write(memoryview(good))
+            sink.finish(good_table)
+        for brought in (good, evil, good):
+            answer = peer.put("PUT", f"/v1/saves/{SAVE}/{name}", brought)
+            assert answer["crc32c"] == good_table.file_crc()
+            assert path.read_bytes() == good
+        assert [entry.name for entry in path.parent.iterdir()] == [name]
+        path.write_bytes(b"E" + good[1:])
+        peer.put("PUT", f"/v1/saves/{SAVE}/{name}", good)
+        assert path.read_bytes() == good
+
+
+def as_file(data: bytes) -> tuple[bytes, BlockTable]:
+    table = table_of([data])
+    return data + table.encode(), table
 
 
 @pytest.mark.parametrize("told", ["", "?ticket=", "?ticket=" + "0" * 32])

@@ -327,3 +327,24 @@ def test_a_late_commit_tells_what_lies_here_of_its_own_save(tmp_path: Path) -> N
     assert store.commit(newer.save_id) == (HERE, ELSEWHERE)
     assert store.commit(old.save_id) == (HERE,)
     lock.release()
+
+
+@pytest.mark.parametrize("footer", ["of other bytes", "damaged"])
+def test_a_shard_with_other_bytes_than_the_manifest_has_is_not_published(tmp_path: Path, footer: str) -> None:
+    """It is set aside, this node lacks that copy, the rest is published, and what the save replaced stays. A damaged footer
+    says nothing of the data: that shard is published, and mended."""
+    store = LocalStore(tmp_path)
+    before = open_save(store, 1)
+    store.commit(before.save_id)
+    newer = open_save(store, 2)
+    path = store.path_of_staged(newer.save_id, ELSEWHERE)
+    other = b"evil" * (len(path.read_bytes()) // 4)
+    raw = other + table_of([other]).encode() if footer == "of other bytes" else path.read_bytes()[:-1]
+    path.write_bytes(raw)
+    is_dropped = footer == "of other bytes"
+    assert store.commit(newer.save_id) == ((HERE,) if is_dropped else (HERE, ELSEWHERE))
+    assert published(store) == newer.save_id
+    assert (tmp_path / "last" / ELSEWHERE).exists() is not is_dropped
+    aside = list((tmp_path / ".quarantine" / newer.save_id).glob("*")) if is_dropped else []
+    assert [entry.read_bytes() for entry in aside] == [raw] * is_dropped
+    assert read(store, before, ELSEWHERE), "its copy of the newer one is not whole"

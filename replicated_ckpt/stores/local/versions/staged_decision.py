@@ -3,14 +3,16 @@
 What cannot be read now, as by a process with too many open files, is never taken for a decision that is not there.
 """
 
+import os
 from pathlib import Path
 
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
 from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX, Manifest, decode_manifest
 from replicated_ckpt.errors import ManifestInvalid, ManifestVersionUnknown, ObjectCorrupt
 from replicated_ckpt.stores.files.durable import hash_file
-from replicated_ckpt.stores.files.plain import read_plain
+from replicated_ckpt.stores.files.plain import closing_fd, open_plain, read_plain
 from replicated_ckpt.stores.local.directories.catalog import manifest_readable
+from replicated_ckpt.stores.local.directories.footer import crc_of_footer
 
 
 def read_decision(staging: Path, save_id: str) -> Manifest:
@@ -32,6 +34,23 @@ def read_decision(staging: Path, save_id: str) -> Manifest:
         detail = f"expected {expected}, found {found[0]} bytes{crc}"
         raise ObjectCorrupt(str(staging), "commit", METADATA_NAME, detail)
     return manifest
+
+
+def list_differing(staging: Path, manifest: Manifest) -> list[str]:
+    """The staged shards whose footers imply another checksum than the manifest has.
+
+    One with a damaged footer is none of them: its data may be intact, and the only copy.
+    """
+    differing = []
+    for name, entry in manifest.shards.items():
+        try:
+            with closing_fd(open_plain(staging / name, os.O_NOFOLLOW)) as fd:
+                found = crc_of_footer(fd)
+        except FileNotFoundError:
+            continue
+        if found not in (None, entry.crc32c):
+            differing.append(name)
+    return differing
 
 
 def has_decision(staging: Path, save_id: str) -> bool:
