@@ -36,8 +36,12 @@ class SeenSave:
 
     @cached_property
     def is_whole(self) -> bool:
-        """Whether every shard and the metadata were seen intact: only such a save may take the place of another."""
-        return bool(self.with_metadata) and all(self.intact[shard] for shard in self.manifest.shards)
+        """Whether every shard and the metadata were seen intact: only such a save may take the place of another.
+
+        One without shards is not: its manifest alone would be all that was seen.
+        """
+        shards = self.manifest.shards
+        return bool(self.with_metadata and shards) and all(self.intact[shard] for shard in shards)
 
     @cached_property
     def may_be_whole(self) -> bool:

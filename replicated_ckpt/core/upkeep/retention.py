@@ -277,7 +277,7 @@ def _candidates(
 
 
 def _copies(manifest: Manifest, holdings: Sequence[Holding]) -> int:
-    """How many intact copies each shard has at least; 0 too where no node has intact metadata."""
+    """How many intact copies each shard has at least; 0 too where no node has intact metadata, or there is no shard."""
     if not any(holding.has_metadata for holding in holdings):
         return 0
     count_by_shard = dict.fromkeys(manifest.shards, 0)
@@ -286,7 +286,7 @@ def _copies(manifest: Manifest, holdings: Sequence[Holding]) -> int:
             entry = manifest.shards.get(name)
             if entry is not None and size == entry.size_bytes and name not in holding.damaged:
                 count_by_shard[name] += 1
-    return min(count_by_shard.values(), default=len(holdings))
+    return min(count_by_shard.values(), default=0)
 
 
 def without_retired(manifest_by_save: Mapping[str, Manifest], retired: Collection[str]) -> dict[str, Manifest]:

@@ -3,8 +3,11 @@
 from dataclasses import replace
 
 from replicated_ckpt import Retention
-from replicated_ckpt.core.inventory import Holding
+from replicated_ckpt.core.inventory import Holding, saves_found
+from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
+from replicated_ckpt.core.protocol.seen_save import see_save
 from replicated_ckpt.core.upkeep.policy import NODES, Policy, agree, confirm, merge_policies
+from replicated_ckpt.core.upkeep.repair import NodeView, Presence
 from replicated_ckpt.core.upkeep.repair_plan import (
     CopyShard,
     RepairPlan,
@@ -14,6 +17,7 @@ from replicated_ckpt.core.upkeep.repair_plan import (
     is_of_held_save,
     refuse_unplanned,
 )
+from replicated_ckpt.core.upkeep.retention import plan_retention
 
 SAVE, OTHER = "1" * 32, "2" * 32
 SHARD = "__0_0.distcp"
@@ -91,3 +95,23 @@ def test_a_node_removes_by_a_policy_that_its_own_ranks_brought() -> None:
     assert confirm([KEEP_TWO], []) == ()
     later = replace(KEEP_TWO, revision=9)
     assert confirm([later], [KEEP_TWO]) == (later,)
+
+
+def test_a_save_without_shards_is_never_whole() -> None:
+    """A manifest is easily claimed: it counts for no policy, so nothing real goes for it, and takes no save's place."""
+    policy = Policy("", NODES, 1, Retention(keep_last=1), lineage="a" * 16)
+    entry = {SHARD: ShardEntry(9, 1, 0, "a", ("a",))}
+    node = (NodeEntry("a", "host", None, (0,)),)
+    real, claimed = (
+        Manifest(save_id, f"step-{number}", number, 1.0, 1, 1, 4, 1, node, shards, lineage="a" * 16)
+        for number, save_id, shards in ((1, SAVE, entry), (2, OTHER, {}))
+    )
+    manifests = {SAVE: real, OTHER: claimed}
+    held = [
+        Holding.of_save(one, "a", one.checkpoint_id, has_metadata=True, sizes=one.shard_sizes)
+        for one in manifests.values()
+    ]
+    view = NodeView("a", Presence.UP, tuple(held))
+    assert plan_retention(manifests, [view], [policy]).removals == ()
+    seen = {save.save_id: see_save(save, manifests[save.save_id], {"a"}, (), ()).is_whole for save in saves_found(held)}
+    assert seen == {SAVE: True, OTHER: False}
