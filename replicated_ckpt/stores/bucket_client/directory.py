@@ -97,10 +97,7 @@ class DirectoryClient:
                 paced(len(piece))
                 source.read(offset, piece)
                 write_all(fd, piece)
-        found = self.size_bytes(key)
-        if found != source.size_bytes:
-            detail = f"expected {source.size_bytes} bytes, the store holds {found}"
-            raise ObjectCorrupt(self.target.url, "check", key, detail)
+        source.check_stored(self.target.url, key, self.size_bytes(key))
 
     def delete(self, keys: Sequence[str]) -> None:
         for key in keys:

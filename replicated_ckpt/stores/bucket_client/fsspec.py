@@ -155,10 +155,7 @@ class FsspecClient:
             is_s3 = self.target.scheme in ("s3", "s3a")
             extra = {"chunksize": PART_BYTES, "max_concurrency": PARTS_PARALLEL} if is_s3 else {}
             self._fs.put_file(source.path, self._path(key), callback=_PacedCallback(paced), **extra)
-        found = self.size_bytes(key)
-        if found != source.size_bytes:
-            detail = f"expected {source.size_bytes} bytes, the store holds {found}"
-            raise ObjectCorrupt(self.target.url, "check", key, detail)
+        source.check_stored(self.target.url, key, self.size_bytes(key))
 
     def delete(self, keys: Sequence[str]) -> None:
         for key in keys:

@@ -253,8 +253,7 @@ class S3Client:
         """Compares with what the store says it holds: a checksum of the whole, or, of an upload in parts, of theirs."""
         with self.translate_errors("look at", key):
             found = self.s3.head_object(Bucket=self.bucket, Key=self.prefix + key, ChecksumMode="ENABLED")
-        if found["ContentLength"] != source.size_bytes:
-            raise self._corrupt(key, f"expected {source.size_bytes} bytes, the store holds {found['ContentLength']}")
+        source.check_stored(self.target.url, key, found["ContentLength"])
         stored, _, parts = str(found.get("ChecksumCRC32C", "")).partition("-")
         is_whole = not parts and (not of_parts or found.get("ChecksumType") == "FULL_OBJECT")
         expected = encode_crc(source.crc32c) if is_whole else of_parts

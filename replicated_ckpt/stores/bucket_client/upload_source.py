@@ -46,6 +46,11 @@ class UploadSource:
         """Names the open file, whatever becomes of its name meanwhile."""
         return f"/proc/self/fd/{self._fd}"
 
+    def check_stored(self, url: str, key: str, size_bytes: int) -> None:
+        """Compares with the size that a bucket gives for the object. Raises ObjectCorrupt: it has another."""
+        if size_bytes != self.size_bytes:
+            raise ObjectCorrupt(url, "check", key, f"expected {self.size_bytes} bytes, the store holds {size_bytes}")
+
     def read(self, offset: int, target: memoryview) -> int:
         """Fills `target` from `offset` on, a multiple of the block size; returns the CRC32C of the piece.
 
