@@ -10,6 +10,7 @@ from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 
 from replicated_ckpt import ReplicatedReader, ReplicatedWriter
 from replicated_ckpt.core.layout import MANIFEST_NAME
+from replicated_ckpt.dcp.save import numbering
 from replicated_ckpt.errors import CheckpointExists, ConfigInvalid, ReplicatedCkptError, ReplicatedCkptWarning
 from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.agents import running_agent
@@ -159,8 +160,11 @@ def test_what_may_lie_in_a_bucket_stays(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("written_by", ["another run", "stock torch"])
-def test_a_process_warns_once_when_it_replaces_what_is_not_its_own(tmp_path: Path, written_by: str) -> None:
+def test_a_process_warns_once_when_it_replaces_what_is_not_its_own(
+    tmp_path: Path, written_by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The warning names the checkpoint, its run and overwrite=False; the next save over that run's is silent."""
+    monkeypatch.setattr(numbering, "_replaced_runs", set())  # another test may have warned in this process
     store = LocalStore(tmp_path)
     for number in (1, 2):
         if written_by == "stock torch":
