@@ -106,7 +106,7 @@ def test_curl_can_talk_to_it_and_only_with_the_token(tmp_path: Path) -> None:
         assert json.loads(shown.stdout)["node_id"] == agent.endpoint.node_id
         for token in ("", "x" * 32, agent.endpoint.token + "x", agent.endpoint.owner_token + "x"):
             address = AgentAddress("n", "127.0.0.1", agent.endpoint.port, token)
-            for method, path in [("GET", "/v1/status"), ("GET", "/v1/peers"), ("POST", "/v1/shutdown"), ("GET", "/")]:
+            for method, path in [("GET", "/v1/status"), ("POST", "/v1/peers"), ("POST", "/v1/shutdown"), ("GET", "/")]:
                 with AgentClient(address) as client, pytest.raises(StoreDenied):
                     client.call(method, path)
 

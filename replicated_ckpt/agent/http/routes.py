@@ -64,7 +64,7 @@ class Routes:
         self._status = status
         self._stop = stop
 
-    def answer(self, request: Request) -> Answer:  # noqa: PLR0911, PLR0912, C901 - one return a verb
+    def answer(self, request: Request) -> Answer:  # noqa: PLR0911, C901 - one return a verb
         """Answer to a request.
 
         Raises:
@@ -86,13 +86,11 @@ class Routes:
                 return self._unmanaged.answer(request, rest, query)
             case ("GET", "v1", "holdings"):
                 return self._holdings(query.get("checkpoint_id"), is_upkeep="upkeep" in query)
-            case ("GET", "v1", "peers"):
-                return json_answer(peers=[peer.without_token() for peer in self._service.peers.read_all()])
             case ("GET", "v1", "verify"):
                 return self._repair.tell_how_far()
             case ("POST", "v1", "peers"):
                 return self._meet(request)
-            case ("GET" | "HEAD", "v1", "files", save_id, name):
+            case ("GET", "v1", "files", save_id, name):
                 return self._file(request, query.get("checkpoint_id", ""), save_id, name)
             case (_, "v1", "saves", save_id, *rest) if is_save_id(save_id):
                 return self._save(request, save_id, rest, query.get("settle", ""), query.get("ticket", ""))

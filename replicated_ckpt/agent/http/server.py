@@ -189,7 +189,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self._serve()
 
-    do_HEAD = do_PUT = do_POST = do_GET  # noqa: N815 - the names that http.server looks for
+    do_PUT = do_POST = do_GET  # noqa: N815 - the names that http.server looks for
 
     def _serve(self) -> None:
         self.connection.settimeout(PROGRESS_TIMEOUT_S)
@@ -276,8 +276,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self.close_connection:
             self.send_header("Connection", "close")
         self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
+        self.wfile.write(body)
 
     def _send_file(self, answer: FileAnswer) -> None:
         with os.fdopen(answer.fd, "rb") as file:
@@ -289,7 +288,7 @@ class _Handler(BaseHTTPRequestHandler):
                 last = answer.offset + answer.length - 1
                 self.send_header("Content-Range", f"bytes {answer.offset}-{last}/{answer.size_bytes}")
             self.end_headers()
-            if self.command != "HEAD" and answer.length:
+            if answer.length:
                 self.wfile.flush()
                 sent = self._send_range(file, answer.offset, answer.length)
                 self.close_connection = self.close_connection or sent != answer.length

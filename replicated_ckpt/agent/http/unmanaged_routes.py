@@ -36,7 +36,7 @@ class UnmanagedRoutes:
         match (request.method, *rest):
             case ("GET",):
                 return self._listing(query.get("checkpoint_id"))
-            case ("GET" | "HEAD", name):
+            case ("GET", name):
                 return self._file(request, name, query)
             case ("POST", "verify"):
                 return self._verify(request, check_checkpoint_id(query.get("checkpoint_id", "")))

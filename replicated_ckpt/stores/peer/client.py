@@ -71,9 +71,6 @@ class AgentAddress:
         """With the token: for clients that talk to the agent. It is in no list that others read."""
         return asdict(self)
 
-    def without_token(self) -> dict[str, Any]:
-        return {name: value for name, value in asdict(self).items() if name != "token"}
-
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "AgentAddress":
         """Raises ValueError, KeyError, TypeError: one that cannot be talked to would be met again and again."""

@@ -58,9 +58,8 @@ def test_a_cloned_disk_is_named_while_both_agents_run(tmp_path: Path, starts: in
                     assert said in found["reasons"]
                 assert twins(node) == []
             wait_for(lambda: not twins(peer), 30.0, "the end of that line")
-        with peer.client() as client:
-            (known,) = client.call("GET", "/v1/peers")["peers"]
-        assert known["port"] == node.endpoint.port, "what the clone said of itself was not believed"
+        (known,) = PeerBook(peer.root / ".agent").read_all()
+        assert known.port == node.endpoint.port, "what the clone said of itself was not believed"
     log = (roots[0] / "agent.out").read_text()
     assert log.count("WARNING replicated_ckpt.agent.peers.twins: Two agents are node") == 1
 

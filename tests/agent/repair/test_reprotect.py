@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 
 from replicated_ckpt import Retention
+from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.agent.peers.watch import Patience, ask_holdings
 from replicated_ckpt.agent.repair import reprotect
 from replicated_ckpt.agent.repair.pauses import IDLE_PAUSE_S
@@ -430,9 +431,8 @@ def test_an_agent_that_comes_back_elsewhere_is_found(tmp_path: Path) -> None:
             assert back.endpoint.incarnation == running[1].endpoint.incarnation + 1
             wait_for(lambda: held(nodes[1]) == set(PAIR), 30, "its copy")
             wait_for(protected(running[0], back), 30, "being done")
-            with running[0].client() as client:
-                (known,) = client.call("GET", "/v1/peers")["peers"]
-            assert known["port"] == back.endpoint.port
+            (known,) = PeerBook(running[0].root / ".agent").read_all()
+            assert known.port == back.endpoint.port
 
 
 def test_a_checkpoint_removed_on_every_node_stays_removed(tmp_path: Path) -> None:

@@ -235,7 +235,7 @@ def test_a_doubtful_chunk_is_refused(agent: RunningAgent, size: bytes) -> None:
 @pytest.mark.parametrize("line", ["GET /v1/status", "POST /v1/saves/" + "9" * 32 + "/commit", "GET /v1/nothing"])
 def test_a_body_that_nobody_reads_is_no_request(agent: RunningAgent, line: str) -> None:
     """A request inside the body of another is not answered."""
-    inner = request(agent, "GET /v1/peers")
+    inner = request(agent, "GET /v1/holdings")
     answer = exchanged(agent.endpoint.port, request(agent, line, f"Content-Length: {len(inner)}", body=inner))
     assert answer.count(b"HTTP/1.1 ") == 1
 

@@ -97,7 +97,7 @@ def door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
 
 
 VERBS = [
-    ("GET", "/v1/status"), ("GET", "/v1/holdings"), ("GET", "/v1/peers"), ("POST", "/v1/peers"),
+    ("GET", "/v1/status"), ("GET", "/v1/holdings"), ("POST", "/v1/peers"),
     ("GET", f"/v1/files/{SAVE}/{shard(0)}?checkpoint_id=step-1"), ("GET", f"/v1/saves/{SAVE}"),
     ("POST", f"/v1/saves/{SAVE}"), ("PUT", f"/v1/saves/{SAVE}/{shard(0)}"), ("POST", f"/v1/saves/{SAVE}/commit"),
     ("POST", f"/v1/saves/{SAVE}/abort"), ("POST", "/v1/shutdown"),
