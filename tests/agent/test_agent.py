@@ -12,7 +12,6 @@ import subprocess
 import tempfile
 import threading
 import time
-import urllib.parse
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -141,9 +140,11 @@ def test_no_path_leads_out_of_a_checkpoint(busy: tuple[RunningAgent, str], name:
     """Neither as a file, nor as a checkpoint id, nor when writing."""
     agent, opened = busy
     for path in (
-        f"/v1/files/{save_id(1)}/{name}?checkpoint_id=step-1",
-        f"/v1/files/{save_id(1)}/{SHARD}?checkpoint_id={name}",
-        f"/v1/files/{save_id(1)}/{SHARD}?checkpoint_id={urllib.parse.quote('../a/step-1')}",
+        f"/v1/files/{name}?checkpoint_id=step-1&save_id={save_id(1)}",
+        f"/v1/files/{name}?save_id={save_id(1)}",
+        f"/v1/files/{SHARD}?save_id={save_id(1)}",
+        f"/v1/files/{SHARD}?save_id={save_id(1)}&checkpoint_id={name}",
+        file_path("../a/step-1", save_id(1), SHARD),
     ):
         with agent.client() as client, pytest.raises(ObjectMissing):
             client.fetch("GET", path)

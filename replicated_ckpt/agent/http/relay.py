@@ -18,6 +18,7 @@ from replicated_ckpt.stores.local.shard_file import FileSink
 from replicated_ckpt.stores.local.versions.recycled import RecycledFiles
 from replicated_ckpt.stores.peer.answer import parsing
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
+from replicated_ckpt.stores.peer.paths import metadata_path
 
 _PIECE_BYTES = 4 << 20
 
@@ -57,7 +58,7 @@ Read = Callable[[int, memoryview], object]
 @contextlib.contextmanager
 def _opened_there(source: AgentAddress, save_id: str) -> Iterator[tuple[str, Read]]:
     with AgentClient(source) as client:
-        yield client.address.label, partial(client.read_range, f"/v1/saves/{save_id}/{METADATA_NAME}")
+        yield client.address.label, partial(client.read_range, metadata_path(save_id))
 
 
 @contextlib.contextmanager

@@ -13,13 +13,13 @@ from replicated_ckpt.agent.http.repair_routes import RepairRoutes
 from replicated_ckpt.agent.http.unmanaged_routes import UnmanagedRoutes
 from replicated_ckpt.agent.repair.reprotect import Reprotector
 from replicated_ckpt.agent.requests.checks import Checks
-from replicated_ckpt.agent.requests.file_answer import FileAnswer, file_answer
+from replicated_ckpt.agent.requests.file_answer import file_answer
 from replicated_ckpt.agent.requests.request import Answer, Request, json_answer, require_asker
 from replicated_ckpt.agent.requests.worker_thread import give_way
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.settling.settle import settle
 from replicated_ckpt.agent.state.rights import Right, needed_right
-from replicated_ckpt.core.layout import ShardName, check_checkpoint_id, is_checkpoint_id, is_save_id
+from replicated_ckpt.core.layout import METADATA_NAME, ShardName, check_checkpoint_id, is_checkpoint_id, is_save_id
 from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.core.protocol.announced import Announced
 from replicated_ckpt.errors import ConfigInvalid, ObjectMissing, PeerProtocolError
@@ -90,8 +90,8 @@ class Routes:
                 return self._repair.tell_how_far()
             case ("POST", "v1", "peers"):
                 return self._meet(request)
-            case ("GET", "v1", "files", save_id, name):
-                return self._file(request, query.get("checkpoint_id", ""), save_id, name)
+            case ("GET", "v1", "files", name):
+                return file_answer(request, self._open(name, query))
             case (_, "v1", "saves", save_id, *rest) if is_save_id(save_id):
                 return self._save(request, save_id, rest, query.get("settle", ""), query.get("ticket", ""))
             case ("POST", "v1", verb) if verb in self._repair.by_verb:
@@ -118,8 +118,6 @@ class Routes:
                 return self._receive(request, save_id, name)
             case ("POST", "pull"):
                 return json_answer(**asdict(pull_metadata(self._service, save_id, request)))
-            case ("GET", ".metadata"):
-                return file_answer(request, open_metadata(self._service, save_id))
             case ("POST", "commit"):
                 with request.heartbeat:
                     held = self._service.commit(save_id)
@@ -224,11 +222,17 @@ class Routes:
             settle(self._service, self._service.leftovers(), peers)
         return json_answer(self._reprotector.wake_for_load)
 
-    def _file(self, request: Request, checkpoint_id: str, save_id: str, name: str) -> FileAnswer:
-        if not is_checkpoint_id(checkpoint_id) or not is_save_id(save_id):
-            raise ObjectMissing("this agent", request.method, request.target[:200], "no such file")
+    def _open(self, name: str, query: Mapping[str, str]) -> int:
+        """A file of a save's checkpoint, of one without a manifest, or `.metadata` of a save that may be open still."""
+        checkpoint_id, save_id = query.get("checkpoint_id"), query.get("save_id", "")
+        if checkpoint_id is not None and "size_bytes" in query:
+            return self._unmanaged.open(checkpoint_id, name, query["size_bytes"])
+        if checkpoint_id is None and name == METADATA_NAME and is_save_id(save_id):
+            return open_metadata(self._service, save_id)
+        if checkpoint_id is None or not is_checkpoint_id(checkpoint_id) or not is_save_id(save_id):
+            raise ObjectMissing("this agent", "GET", name[:200], "no such file")
         self._service.pins.renew(save_id)
-        return file_answer(request, self._service.store.open_file(checkpoint_id, save_id, name))
+        return self._service.store.open_file(checkpoint_id, save_id, name)
 
 
 def split_target(target: str) -> tuple[tuple[str, ...], Mapping[str, str]]:

@@ -1,10 +1,9 @@
-"""The agent's verbs for checkpoints without a manifest, as stock torch leaves them: list, read, check."""
+"""The agent's verbs for checkpoints without a manifest, as stock torch leaves them: list, open, check."""
 
 import json
 from collections.abc import Mapping
 
 from replicated_ckpt.agent.requests.checks import Checks
-from replicated_ckpt.agent.requests.file_answer import FileAnswer, file_answer
 from replicated_ckpt.agent.requests.request import Answer, Request, json_answer
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.core.layout import check_checkpoint_id, is_checkpoint_file, is_checkpoint_id
@@ -36,8 +35,6 @@ class UnmanagedRoutes:
         match (request.method, *rest):
             case ("GET",):
                 return self._listing(query.get("checkpoint_id"))
-            case ("GET", name):
-                return self._file(request, name, query)
             case ("POST", "verify"):
                 return self._verify(request, check_checkpoint_id(query.get("checkpoint_id", "")))
         raise ObjectMissing("this agent", request.method, request.target[:200], "no such verb")
@@ -54,12 +51,12 @@ class UnmanagedRoutes:
         found = self._unmanaged.holdings(self._service.node_id, checkpoint_id)
         return json_answer(node_id=self._service.node_id, unmanaged=[holding.to_json() for holding in found])
 
-    def _file(self, request: Request, name: str, query: Mapping[str, str]) -> FileAnswer:
-        size = query.get("size_bytes", "")
-        if not is_checkpoint_file(name) or not (size.isascii() and size.isdigit() and len(size) <= 18):
-            raise ObjectMissing("this agent", request.method, request.target[:200], "no such file")
-        checkpoint_id = check_checkpoint_id(query.get("checkpoint_id", ""))
-        return file_answer(request, self._unmanaged.open(checkpoint_id, name, int(size)))
+    def open(self, checkpoint_id: str, name: str, size_bytes: str) -> int:
+        """A file descriptor of a file of this size; the caller closes it."""
+        is_size = size_bytes.isascii() and size_bytes.isdigit() and len(size_bytes) <= 18
+        if not is_checkpoint_file(name) or not is_size:
+            raise ObjectMissing("this agent", "GET", name[:200], "no such file")
+        return self._unmanaged.open(check_checkpoint_id(checkpoint_id), name, int(size_bytes))
 
     def _verify(self, request: Request, checkpoint_id: str) -> Answer:
         """Reads what lies here of one checkpoint; the body says where the items are: `.metadata` may lie elsewhere."""

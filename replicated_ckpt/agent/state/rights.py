@@ -76,7 +76,7 @@ def needed_right(method: str, parts: Sequence[str]) -> Right:  # noqa: PLR0911 -
     match (method, *parts):
         case ("GET", "metrics") | ("GET", "v1", "holdings" | "hello" | "verify"):
             return Right.PEER
-        case ("GET", "v1", "files", _, _) | ("GET", "v1", "unmanaged", *_):
+        case ("GET", "v1", "files", _) | ("GET", "v1", "unmanaged"):
             return Right.PEER
         case ("POST", "v1", "saves", _):
             return Right.JOB

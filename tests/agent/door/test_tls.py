@@ -23,6 +23,7 @@ from replicated_ckpt.errors import ConfigInvalid, SaveAborted, StoreDenied, Stor
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer import tls
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient, Upload
+from replicated_ckpt.stores.peer.paths import file_path
 from replicated_ckpt.stores.peer.tls import fingerprint, is_loopback, server_context
 from tests.agent.agents import HOME, running_agent, stop_agent
 from tests.agent.test_agent import begin, committed, sent
@@ -53,7 +54,7 @@ def test_everything_works_over_it(tmp_path: Path) -> None:
         expected = committed(agent, 1, DATA)
         with agent.client() as client:
             raw = bytearray(1000)
-            path = f"/v1/files/{'1' * 32}/__0_0.distcp?checkpoint_id=step-1"
+            path = file_path("step-1", "1" * 32, "__0_0.distcp")
             client.read_range(path, 5000, memoryview(raw))
             assert raw == DATA[5000:6000]
             assert expected.size_bytes > len(DATA)

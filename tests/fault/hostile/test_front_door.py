@@ -33,6 +33,7 @@ from replicated_ckpt.errors import ManifestInvalid, ObjectCorrupt, ReplicatedCkp
 from replicated_ckpt.stores.local.shard_file import ShardFile
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
+from replicated_ckpt.stores.peer.paths import file_path
 from replicated_ckpt.stores.throttle import Pace
 from replicated_ckpt.stores.verified import Expected
 from replicated_ckpt.testing.shard_files import table_of
@@ -98,7 +99,7 @@ def door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
 
 VERBS = [
     ("GET", "/v1/status"), ("GET", "/v1/holdings"), ("POST", "/v1/peers"),
-    ("GET", f"/v1/files/{SAVE}/{shard(0)}?checkpoint_id=step-1"), ("GET", f"/v1/saves/{SAVE}"),
+    ("GET", file_path("step-1", SAVE, shard(0))), ("GET", f"/v1/saves/{SAVE}"),
     ("POST", f"/v1/saves/{SAVE}"), ("PUT", f"/v1/saves/{SAVE}/{shard(0)}"), ("POST", f"/v1/saves/{SAVE}/commit"),
     ("POST", f"/v1/saves/{SAVE}/abort"), ("POST", "/v1/shutdown"),
     *(("POST", f"/v1/{verb}") for verb in ("hello", "bye", "sequence", "suspects", "verify", "repair")),
@@ -158,8 +159,8 @@ NAUGHTY = st.sampled_from(
 def test_no_path_leads_out(door: Door, method: str, parts: list[str], checkpoint_id: str) -> None:
     """No combination of names reads or writes anything but the files of a checkpoint."""
     before = door.tree()
-    path = f"/v1/{'/'.join(parts)}?checkpoint_id={checkpoint_id}".encode().decode("latin-1")
-    for prefix in ("", f"files/{SAVE}/", f"saves/{SAVE}/", "saves/"):
+    path = f"/v1/{'/'.join(parts)}?checkpoint_id={checkpoint_id}&save_id={SAVE}".encode().decode("latin-1")
+    for prefix in ("", "files/", f"saves/{SAVE}/", "saves/"):
         target = path.replace("/v1/", f"/v1/{prefix}", 1).replace(" ", "%20")
         head = f"{method} {target} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {OWNER}\r\nContent-Length: 1\r\n\r\nx"
         answer = exchanged(door.port, head.encode("latin-1"))

@@ -25,6 +25,7 @@ from replicated_ckpt.stores.local.inspection import Inspector
 from replicated_ckpt.stores.local.remains import RemainsReader
 from replicated_ckpt.stores.local.shard_file import ShardFile
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.peer.paths import file_path
 from replicated_ckpt.stores.unmanaged.directory import UnmanagedDirectory
 from replicated_ckpt.stores.unmanaged.shard import UncheckedItems, UnmanagedFileShard
 from replicated_ckpt.stores.verified import Expected, VerifiedShard
@@ -102,7 +103,7 @@ def test_an_agent_answers_from_a_store_with_pipes(store: LocalStore) -> None:
         for path in ("/v1/status", "/v1/holdings", "/v1/unmanaged", f"/v1/saves/{'c' * 32}"):
             client.call("GET", path)
         with pytest.raises(ReplicatedCkptError):
-            client.fetch("GET", f"/v1/files/{save_id}/__0_0.distcp?checkpoint_id=step-1")
+            client.fetch("GET", file_path("step-1", save_id, "__0_0.distcp"))
         findings = client.call("POST", "/v1/verify", {})["findings"]
         assert {finding["name"] for finding in findings} >= {"__0_0.distcp"}
 
