@@ -50,7 +50,6 @@ class RepairRoutes:
         self._bytes_to_read = 0
         self.by_verb: Mapping[str, Callable[[Mapping[str, Any], Request], Answer]] = {
             "hello": self._hello,
-            "bye": self._bye,
             "sequence": self._sequence,
             "suspects": self._suspect,
             "verify": self._verify,
@@ -73,18 +72,12 @@ class RepairRoutes:
             return self.by_verb[verb](fields, request)
 
     def _hello(self, fields: Mapping[str, Any], request: Request) -> Answer:
-        """A known peer's agent has started, and may listen elsewhere."""
-        said = AgentAddress.from_json(fields["peer"])
+        """A known peer's agent has started, and may listen elsewhere; or is about to leave, its disk intact."""
+        said, is_leaving = AgentAddress.from_json(fields["peer"]), fields.get("is_leaving") is True
+        heed = heed_goodbye if is_leaving else heed_hello
         with request.heartbeat:
-            heed_hello(self._service.peers, said, request.peer_host, self._call_backs)
-        return json_answer(self._reprotector.wake)
-
-    def _bye(self, fields: Mapping[str, Any], request: Request) -> Answer:
-        """A known peer's agent is about to leave, its disk intact."""
-        said = AgentAddress.from_json(fields["peer"])
-        with request.heartbeat:
-            heed_goodbye(self._service.peers, said, request.peer_host, self._call_backs)
-        return json_answer()
+            heed(self._service.peers, said, request.peer_host, self._call_backs)
+        return json_answer(None if is_leaving else self._reprotector.wake)
 
     def _sequence(self, fields: Mapping[str, Any], request: Request) -> Answer:
         """A load begins: which checkpoint it reads, and the largest sequence that it has seen of the lineage."""

@@ -71,7 +71,7 @@ class Greeter:
         if not missing:
             return
         peers = [peer for peer in self._peers.read_all() if peer.node_id in missing]
-        outcome = FanOut.run(peers, lambda address: self._tell(address, "hello"))
+        outcome = FanOut.run(peers, self._tell)
         with self._lock:  # of what has been announced since, they have heard nothing
             unheard.difference_update(address.node_id for address in outcome.results)
         for address in outcome.results:
@@ -106,13 +106,13 @@ class Greeter:
         The agent must answer meanwhile that it is about to leave: each peer asks it.
         """
         try:
-            FanOut.run(self._peers.read_all(), lambda address: self._tell(address, "bye"))
+            FanOut.run(self._peers.read_all(), lambda address: self._tell(address, is_leaving=True))
         except StoreError as exc:  # of the address book
             log.warning("leaves without saying goodbye: %s", exc)
 
-    def _tell(self, address: AgentAddress, verb: str) -> None:
+    def _tell(self, address: AgentAddress, *, is_leaving: bool = False) -> None:
         with AgentClient(address, GREETING_TIMEOUT_S) as client, client.within(GREETING_DEADLINE_S):
-            client.call("POST", f"/v1/{verb}", self._document)
+            client.call("POST", "/v1/hello", {**self._document, "is_leaving": is_leaving})
 
 
 def heed_hello(book: PeerBook, said: AgentAddress, from_host: str, call_backs: CallBacks) -> None:

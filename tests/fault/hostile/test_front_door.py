@@ -102,7 +102,7 @@ VERBS = [
     ("GET", file_path("step-1", SAVE, shard(0))), ("GET", f"/v1/saves/{SAVE}"),
     ("POST", f"/v1/saves/{SAVE}"), ("PUT", f"/v1/saves/{SAVE}/{shard(0)}"), ("POST", f"/v1/saves/{SAVE}/commit"),
     ("POST", f"/v1/saves/{SAVE}/abort"), ("POST", "/v1/shutdown"),
-    *(("POST", f"/v1/{verb}") for verb in ("hello", "bye", "sequence", "suspects", "verify", "repair")),
+    *(("POST", f"/v1/{verb}") for verb in ("hello", "sequence", "suspects", "verify", "repair")),
 ]  # fmt: skip
 
 
@@ -181,6 +181,7 @@ FIELDS = (
     "overwrite",
     "peers",
     "peer",
+    "is_leaving",
     "node_id",
     "sequence",
     "save_id",

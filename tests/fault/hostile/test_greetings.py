@@ -49,10 +49,10 @@ class Pair:
         with self.first.client() as owner:
             owner.call("POST", "/v1/peers", {"peers": [address.to_json()]})
 
-    def hear(self, verb: str, address: AgentAddress) -> None:
+    def hear(self, address: AgentAddress, *, is_leaving: bool = False) -> None:
         """Has the first one hear a greeting in the name of this node, from a peer of it that has both tokens."""
         with self.first.peer(10) as peer:
-            peer.call("POST", f"/v1/{verb}", spoken(address))
+            peer.call("POST", "/v1/hello", spoken(address, is_leaving=is_leaving))
 
     def is_away(self) -> bool:
         return PeerBook(self.first.root / ".agent").is_away(self.known.node_id)
@@ -130,7 +130,7 @@ def test_no_node_moves_another(pair: Pair, tmp_path: Path, there: str, start: in
         thief = replace(pair.known, port=port, incarnation=pair.known.incarnation + start)
         began = stopwatch.now()
         with contextlib.suppress(StoreDenied):
-            pair.hear("hello", thief)
+            pair.hear(thief)
         assert stopwatch.now() - began < 4
         assert len(said_of(pair.first, "hello")) == start
         assert book(pair.first) == {pair.known.node_id: pair.known}
@@ -140,21 +140,21 @@ def test_a_node_is_believed_where_it_answers(pair: Pair) -> None:
     """Its port and host change once its agent has said so itself."""
     old = replace(pair.known, host="127.0.0.2", port=free_port(), incarnation=0)
     pair.introduce(old)
-    pair.hear("hello", pair.known)
+    pair.hear(pair.known)
     assert book(pair.first) == {pair.known.node_id: replace(pair.known, host="127.0.0.1")}
     with pytest.raises(StoreDenied, match="does not say so itself"):
-        pair.hear("hello", replace(pair.known, incarnation=0))
+        pair.hear(replace(pair.known, incarnation=0))
     with pytest.raises(StoreDenied, match="certificate is another one"):
-        pair.hear("hello", replace(pair.known, tls_sha256="b" * 64))
+        pair.hear(replace(pair.known, tls_sha256="b" * 64))
     with pytest.raises(StoreDenied):
-        pair.hear("hello", replace(pair.known, tls_sha256=""))
+        pair.hear(replace(pair.known, tls_sha256=""))
     assert book(pair.first)[pair.known.node_id].port == pair.known.port
 
 
 def test_a_node_whose_disk_was_put_back_is_found_again(pair: Pair) -> None:
     """Its agent counts fewer starts than its peer knows: it is believed where it listens now, and when it leaves."""
     pair.introduce(replace(pair.known, port=free_port(), incarnation=pair.known.incarnation + 3))
-    pair.hear("hello", pair.known)
+    pair.hear(pair.known)
     assert book(pair.first) == {pair.known.node_id: pair.known}
     with pair.second.client() as owner:
         owner.call("POST", "/v1/peers", {"peers": [pair.first.endpoint.address().to_json()]})
@@ -169,8 +169,8 @@ def test_without_tls_a_node_moves_on_its_own_host_alone(tmp_path: Path) -> None:
         pair = Pair(first, second)
         pair.introduce(replace(pair.known, port=free_port(), incarnation=0))
         with pytest.raises(StoreDenied, match="called back"):
-            pair.hear("hello", replace(pair.known, port=free_port()))
-        pair.hear("hello", pair.known)
+            pair.hear(replace(pair.known, port=free_port()))
+        pair.hear(pair.known)
         assert book(first) == {pair.known.node_id: pair.known}
 
 
@@ -180,9 +180,9 @@ def test_no_node_says_goodbye_for_another(pair: Pair, state: str) -> None:
     if state != "up":
         pair.second.signal(signal.SIGSTOP if state == "stopped" else signal.SIGKILL)
     with pytest.raises(StoreDenied, match="called back"):
-        pair.hear("bye", pair.known)
+        pair.hear(pair.known, is_leaving=True)
     assert not pair.is_away()
-    (line,) = said_of(pair.first, "bye")
+    (line,) = said_of(pair.first, "hello")
     assert pair.known.node_id in line
 
 
@@ -219,12 +219,12 @@ def test_a_flood_of_greetings_makes_few_connections(pair: Pair, tmp_path: Path) 
         with contextlib.suppress(TimeoutError):
             while len(met) <= made:
                 met.append(listener.accept()[0])
-        pair.hear("hello", third.endpoint.address())
+        pair.hear(third.endpoint.address())
     assert len(met) <= made
     for taken in met:
         taken.close()
     with pytest.raises(StoreUnavailable, match="more than once"):
-        pair.hear("bye", pair.known)
+        pair.hear(pair.known, is_leaving=True)
 
 
 def beat_forever(connection: socket.socket) -> None:

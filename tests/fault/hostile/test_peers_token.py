@@ -118,8 +118,8 @@ def test_a_place_that_only_a_peer_names_is_not_written(tmp_path: Path, where: st
 # Addresses -----------------------------------------------------------------------------------------------------------
 
 
-def spoken(of: AgentAddress, **changes: Any) -> dict[str, Any]:
-    return {"peer": {**replace(of, **changes).to_json(), "host": ""}}
+def spoken(of: AgentAddress, *, is_leaving: bool = False, **changes: Any) -> dict[str, Any]:
+    return {"peer": {**replace(of, **changes).to_json(), "host": ""}, "is_leaving": is_leaving}
 
 
 @pytest.fixture
@@ -135,21 +135,21 @@ def book(agent: RunningAgent) -> Mapping[str, AgentAddress]:
     return {peer.node_id: peer for peer in PeerBook(agent.root / ".agent").read_all()}
 
 
-@pytest.mark.parametrize("verb", ["hello", "bye"])
+@pytest.mark.parametrize("is_leaving", [False, True], ids=["hello", "goodbye"])
 @pytest.mark.parametrize(
     "changes",
     [{"token": "x" * 32}, {"token": ""}, {"node_id": "c" * 12}, {"node_id": "c" * 12, "token": "x" * 32}],
     ids=["another token", "no token", "a stranger", "a stranger with a token"],
 )
 def test_no_node_speaks_for_another(
-    agent: RunningAgent, known: AgentAddress, changes: Mapping[str, Any], verb: str
+    agent: RunningAgent, known: AgentAddress, changes: Mapping[str, Any], *, is_leaving: bool
 ) -> None:
     """Refused, with one line in the log that names the node; the address book is as it was."""
     before = (agent.root / ".agent" / "peers.json").read_bytes()
     with agent.peer() as client, pytest.raises(StoreDenied):
-        client.call("POST", f"/v1/{verb}", spoken(known, port=9, incarnation=9, **changes))
+        client.call("POST", "/v1/hello", spoken(known, is_leaving=is_leaving, port=9, incarnation=9, **changes))
     assert (agent.root / ".agent" / "peers.json").read_bytes() == before
-    (line,) = said_of(agent, verb)
+    (line,) = said_of(agent, "hello")
     assert str(changes.get("node_id", known.node_id)) in line
 
 
@@ -286,7 +286,7 @@ def test_what_a_peer_says_makes_one_line(agent: RunningAgent) -> None:
         owner.call("POST", f"/v1/saves/{SAVE}/abort", {"why": forged})
         names = {"checkpoint_id": "step-1", "save_id": SAVE, "name": shard(0)}
         peer.call("POST", "/v1/suspects", {**names, "why": forged})
-        for verb in ("hello", "bye", "repair", "verify", f"saves/{SAVE}/commit", f"saves/{SAVE}/pull"):
+        for verb in ("hello", "repair", "verify", f"saves/{SAVE}/commit", f"saves/{SAVE}/pull"):
             fields = dict.fromkeys(("peer", "plan", "checkpoint_id", "from", "size_bytes"), forged)
             with pytest.raises(ReplicatedCkptError):
                 peer.call("POST", f"/v1/{verb}", fields)
