@@ -64,7 +64,7 @@ def test_an_agent_tells_how_far_it_is(tmp_path: Path) -> None:
         introduced(own, [agent.endpoint.address()])
         auditor = Auditor(own)
         with agent.peer() as client:
-            assert client.call("GET", "/v1/verify") == {"bytes_read": 0, "size_bytes": 0}
+            assert client.call("GET", "/v1/status")["verify"] == {"bytes_read": 0, "size_bytes": 0}
         thread = threading.Thread(target=auditor.audit, daemon=True)
         thread.start()
         read, size = wait_for(lambda: sum_read(auditor, agent.endpoint.node_id), 60, "progress")
@@ -73,7 +73,7 @@ def test_an_agent_tells_how_far_it_is(tmp_path: Path) -> None:
         thread.join(120)
         time.sleep(0.1)
         with agent.peer() as client:
-            assert client.call("GET", "/v1/verify") == {"bytes_read": 0, "size_bytes": 0}
+            assert client.call("GET", "/v1/status")["verify"] == {"bytes_read": 0, "size_bytes": 0}
 
 
 def sum_read(auditor: Auditor, node: str) -> tuple[int, int] | None:

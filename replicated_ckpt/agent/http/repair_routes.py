@@ -208,12 +208,12 @@ class RepairRoutes:
             bytes_read=inspector.bytes_read,
         )
 
-    def tell_how_far(self) -> Answer:
-        """Answer to `GET /v1/verify`: how far the check is that is under way; zeros where none is."""
+    def how_far(self) -> Mapping[str, int]:
+        """How far the check is that is under way; zeros where none is."""
         inspector = self._inspector
         if inspector is None:
-            return json_answer(bytes_read=0, size_bytes=0)
-        return json_answer(bytes_read=inspector.bytes_read, size_bytes=self._bytes_to_read)
+            return {"bytes_read": 0, "size_bytes": 0}
+        return {"bytes_read": inspector.bytes_read, "size_bytes": self._bytes_to_read}
 
     def _carry_out(self, fields: Mapping[str, Any], request: Request) -> Answer:
         """Does this node's part of a plan, action by action, and says how each went. A peer may have nothing replaced."""

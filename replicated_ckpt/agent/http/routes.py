@@ -74,20 +74,15 @@ class Routes:
         request.require(needed_right(request.method, parts))
         match (request.method, *parts):
             case ("GET", "v1", "status"):
-                return json_answer(**self._status(is_brief="brief" in query, is_opening="opening" in query))
-            case ("GET", "v1", "hello"):
-                status = self._status(is_brief=True)
-                return json_answer(**{name: status[name] for name in _WHO})
+                return json_answer(**self._tell(query, is_owner=request.right >= Right.OWNER))
             case ("GET", "metrics"):
-                return Answer(format_metrics(self._status(is_brief=False)), METRICS_TYPE)
+                return Answer(format_metrics(self._tell({}, is_owner=True)), METRICS_TYPE)
             case (_, "v1", "object", *rest):
                 return self._objects.answer(rest, request)
             case (_, "v1", "unmanaged", *rest):
                 return self._unmanaged.answer(request, rest, query)
             case ("GET", "v1", "holdings"):
                 return self._holdings(query.get("checkpoint_id"), is_upkeep="upkeep" in query)
-            case ("GET", "v1", "verify"):
-                return self._repair.tell_how_far()
             case ("POST", "v1", "peers"):
                 return self._meet(request)
             case ("GET", "v1", "files", name):
@@ -99,6 +94,12 @@ class Routes:
             case ("POST", "v1", "shutdown"):
                 return json_answer(self._stop)
         raise ObjectMissing("this agent", request.method, request.target[:200], "no such verb")
+
+    def _tell(self, query: Mapping[str, str], *, is_owner: bool) -> Mapping[str, Any]:
+        """The status; to others than the owner only who answers here, and how far a check is that is under way."""
+        status = self._status(is_brief="brief" in query or not is_owner, is_opening="opening" in query and is_owner)
+        told = status if is_owner else {name: status[name] for name in _WHO}
+        return {**told, "verify": self._repair.how_far()}
 
     def _save(  # noqa: PLR0911 - one return a verb
         self, request: Request, save_id: str, rest: list[str], settles: str, ticket: str

@@ -49,6 +49,6 @@ def ask_who(address: AgentAddress) -> Who:
         StoreUnavailable, StoreDenied, PeerProtocolError: none, another one, or no sensible answer.
     """
     with AgentClient(address, CALL_BACK_STEP_S) as client, client.within(CALL_BACK_STEP_S):
-        answer = client.call("GET", "/v1/hello")
+        answer = client.call("GET", "/v1/status?brief=1")
     with parsing(f"{address.label} does not say who it is"):
         return Who.from_json(answer)

@@ -219,6 +219,6 @@ def _ask_agent(address: AgentAddress, checkpoint_id: str | None) -> NodeReading:
 
 def _ask_how_far(address: AgentAddress) -> tuple[int, int]:
     with AgentClient(address, HOLDINGS_TIMEOUT_S) as client:
-        answer = client.call("GET", "/v1/verify")
+        answer = client.call("GET", "/v1/status?brief=1")
     with parsing(f"{address.label} told wrongly how far it has read"):
-        return index(answer["bytes_read"]), index(answer["size_bytes"])
+        return index(answer["verify"]["bytes_read"]), index(answer["verify"]["size_bytes"])

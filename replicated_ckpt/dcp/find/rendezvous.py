@@ -295,7 +295,7 @@ def _introduce(
     def introduce_to(address: AgentAddress) -> None:
         if address.node_id in away:
             with AgentClient(address, SURVEY_TIMEOUT_S) as client:
-                client.call("GET", "/v1/hello")
+                client.call("GET", "/v1/status?brief=1")
             return
         with AgentClient(address) as client:
             client.put("POST", "/v1/peers", body)

@@ -152,7 +152,7 @@ def test_connections_without_a_token_leave_a_line_or_two(tmp_path: Path, monkeyp
 def test_a_peer_that_breaks_its_connection_off_is_one_line(tmp_path: Path) -> None:
     """As one that is killed in the middle of a load: nothing is wrong with this agent, and no traceback says so."""
     with running_agent(tmp_path / "root") as agent:
-        ask = f"GET /v1/hello HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {agent.endpoint.token}\r\n\r\n"
+        ask = f"GET /v1/status?brief=1 HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {agent.endpoint.token}\r\n\r\n"
         with socket.create_connection(("127.0.0.1", agent.endpoint.port), 10) as peer:
             peer.sendall(ask.encode())
             assert peer.recv(1 << 16).startswith(b"HTTP/1.1 200")

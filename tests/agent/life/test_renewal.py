@@ -85,7 +85,7 @@ def known_of(agent: RunningAgent, to: RunningAgent) -> AgentAddress:
 
 def answers(address: AgentAddress) -> bool:
     with AgentClient(address) as client:
-        return bool(client.call("GET", "/v1/hello")["node_id"] == address.node_id)
+        return bool(client.call("GET", "/v1/status?brief=1")["node_id"] == address.node_id)
 
 
 def test_a_renewed_certificate_is_taken_up(secret: Secret, pair: tuple[RunningAgent, RunningAgent]) -> None:

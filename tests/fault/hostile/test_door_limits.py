@@ -110,7 +110,7 @@ def test_requests_of_a_peer_that_trickle_keep_no_other_out(agent: RunningAgent) 
             assert_well(agent)
             time.sleep(0.3)
         other = socket.create_connection(("127.0.0.1", agent.endpoint.port), 10, source_address=("127.0.0.2", 0))
-        held.enter_context(other).sendall(request(agent, "GET /v1/hello", token=agent.endpoint.token))
+        held.enter_context(other).sendall(request(agent, "GET /v1/status?brief=1", token=agent.endpoint.token))
         assert other.recv(100).startswith(b"HTTP/1.1 200 ")
     assert_well(agent)
 

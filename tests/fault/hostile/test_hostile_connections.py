@@ -63,7 +63,7 @@ def test_a_handshake_that_stalls_ends_and_keeps_nobody_out(agent: RunningAgent, 
             connection.sendall(first[:100])
         began = stopwatch.now()
         with agent.client(20) as client:
-            client.call("GET", "/v1/hello")
+            client.call("GET", "/v1/status?brief=1")
         assert stopwatch.now() - began < 20
         assert seconds_open(stalled[0], trickle=first[100:]) < 30
 
@@ -74,7 +74,7 @@ def test_no_session_goes_on_from_another(agent: RunningAgent) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     with context.wrap_socket(socket.create_connection(address, 10)) as connection:
-        connection.sendall(b"GET /v1/hello HTTP/1.1\r\n\r\n")
+        connection.sendall(b"GET /v1/status?brief=1 HTTP/1.1\r\n\r\n")
         assert connection.recv(100).startswith(b"HTTP/1.1 401 ")
         assert connection.version() == "TLSv1.3"
         assert connection.session is None or not connection.session.has_ticket
@@ -124,7 +124,7 @@ def test_a_peer_that_stalls_in_the_handshake_costs_one_time_out(says: bytes, sto
     with greeting_slowly(pieces) as address, AgentClient(address, 2) as client:
         began = stopwatch.now()
         with pytest.raises(StoreUnavailable):
-            client.call("GET", "/v1/hello")
+            client.call("GET", "/v1/status?brief=1")
         assert stopwatch.now() - began < 10
 
 
@@ -172,7 +172,7 @@ def test_an_agent_follows_no_redirection_when_it_calls_back(tmp_path: Path) -> N
         asked.append(b"somebody came")
 
     with answering(elsewhere) as other, running_agent(tmp_path / "a") as running:
-        head = f"307 Elsewhere\r\nLocation: http://127.0.0.1:{other.port}/v1/hello\r\nContent-Length: 0"
+        head = f"307 Elsewhere\r\nLocation: http://127.0.0.1:{other.port}/v1/status\r\nContent-Length: 0"
         with answering(saying(head)) as liar:
             known = replace(liar, node_id="b" * 12, incarnation=1)
             with running.client() as owner:

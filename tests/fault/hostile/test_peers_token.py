@@ -160,7 +160,7 @@ def test_no_list_has_tokens(agent: RunningAgent, known: AgentAddress) -> None:
         with pytest.raises(StoreDenied) as raised:
             peer.call("POST", "/v1/hello", spoken(known, incarnation=6))
         answers.append(str(raised.value).encode())
-        answers += [peer.fetch("GET", path) for path in ("/v1/hello", "/v1/holdings")]
+        answers += [peer.fetch("GET", path) for path in ("/v1/status", "/v1/holdings")]
     for token in (known.token, agent.endpoint.token, agent.endpoint.owner_token):
         assert all(token.encode() not in answer for answer in answers)
 
