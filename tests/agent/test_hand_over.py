@@ -301,7 +301,7 @@ def test_a_living_rank_learns_the_decision(job: Job) -> None:
     for rank in (0, 1):
         job.hand_over(rank)
     job.finish()
-    finished = Finished.from_json(job.ask("decision"))
+    finished = Finished.from_json(job.ask("finish"))
     assert finished.manifest == job.stores[0].catalog.manifest("step-1").encode().decode()
     assert [len(copies.holders) for copies in finished.written] == [2, 2]
     assert [handed.wait().size_bytes for handed in job.handed] == [copies.size_bytes for copies in finished.written]
@@ -313,7 +313,7 @@ def test_a_shard_that_cannot_be_written_ends_the_save(job: Job) -> None:
     job.hand_over(1, says_bytes=1 << 20)
     job.finish()
     with pytest.raises(ObjectCorrupt, match="shorter than the rank said"):
-        job.ask("decision")
+        job.ask("finish")
     job.die()
     wait_for(job.is_gone, WITHIN_S, "the save is gone")
 
@@ -327,7 +327,7 @@ def test_an_agent_and_all_ranks_die(job: Job) -> None:
     job.agents[1].process.kill()
     job.finish()
     with pytest.raises(SaveAborted, match="was given up"):
-        job.ask("decision")
+        job.ask("finish")
     job.die()
     wait_for(lambda: job.stores[0].list_staged() == (), WITHIN_S, "the save is gone")
 

@@ -24,8 +24,9 @@ class HandOverRoutes:
         """Raises ReplicatedCkptError: it is refused, or the save has failed."""
         if verb == "written":
             return self._wait_for_written(request, save_id)
-        if verb == "finish":
-            self._service.finish(self._outline(request, save_id))
+        raw = request.body.read_all(MANIFEST_BYTES_MAX)
+        if raw:
+            self._service.finish(_outline_in(raw, save_id))
             return json_answer(state="taken")
         with request.heartbeat:
             finished = self._service.finisher.end_of(save_id).result()
@@ -43,9 +44,10 @@ class HandOverRoutes:
             written = self._service.hand_overs.wait(save_id, [str(name) for name in names])
         return json_answer(written=[copies.to_json() for copies in written])
 
-    def _outline(self, request: Request, save_id: str) -> Outline:
-        with parsing("A save is not finished"):
-            outline = Outline.from_json(json.loads(request.body.read_all(MANIFEST_BYTES_MAX)))
-        if outline.manifest.save_id != save_id:
-            raise PeerProtocolError(f"Save {save_id} is not finished by the outline of another one.")
-        return outline
+
+def _outline_in(raw: bytes, save_id: str) -> Outline:
+    with parsing("A save is not finished"):
+        outline = Outline.from_json(json.loads(raw))
+    if outline.manifest.save_id != save_id:
+        raise PeerProtocolError(f"Save {save_id} is not finished by the outline of another one.")
+    return outline

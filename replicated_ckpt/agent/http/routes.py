@@ -123,7 +123,7 @@ class Routes:
                 with request.heartbeat:
                     held = self._service.commit(save_id)
                 return json_answer(self._wake_upkeep, held=list(held))
-            case ("POST", "written" | "finish" | "decision" as verb):
+            case ("POST", "written" | "finish" as verb):
                 return self._handed.answer(request, save_id, verb)
             case ("POST", "abort"):
                 return self._abort(request, save_id)

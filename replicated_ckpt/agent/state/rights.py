@@ -80,7 +80,7 @@ def needed_right(method: str, parts: Sequence[str]) -> Right:  # noqa: PLR0911 -
             return Right.PEER
         case ("POST", "v1", "saves", _):
             return Right.JOB
-        case ("POST", "v1", "saves", _, "finish" | "decision"):
+        case ("POST", "v1", "saves", _, "finish"):
             return Right.OWNER
         case ("GET" | "PUT" | "POST", "v1", "saves", _, *_):
             return Right.PEER

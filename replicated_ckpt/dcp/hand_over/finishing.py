@@ -56,11 +56,12 @@ def _finish(store: LocalStore, save_id: str, body: bytes) -> Finished:
     endpoint = read_endpoint(store.agent_directory())
     if endpoint is None:
         raise StoreUnavailable("this node's agent", "finish", save_id, "it is not there", LOG_HINT)
+    path = f"/v1/saves/{save_id}/finish"
     with AgentClient(endpoint.local_address()) as client:
         try:
-            client.put("POST", f"/v1/saves/{save_id}/finish", body)
+            client.put("POST", path, body)
             failpoints.reach("coordinator.handed-over")
-            return Finished.from_json(client.call("POST", f"/v1/saves/{save_id}/decision"))
+            return Finished.from_json(client.call("POST", path))
         except ReplicatedCkptError:
             raise  # the agent has given the save up, or is gone
         except BaseException as exc:  # from here on this rank cannot tell, and must not have the other nodes give it up
