@@ -28,7 +28,7 @@ class ObjectRoutes:
         self.uploader = uploader
         self._prober = Prober(targets)
 
-    def answer(self, parts: Sequence[str], request: Request) -> Answer:
+    def answer(self, request: Request, parts: Sequence[str], query: Mapping[str, str]) -> Answer:
         """Answer to a request below `/v1/object`.
 
         Raises:
@@ -36,13 +36,15 @@ class ObjectRoutes:
         """
         match (request.method, *parts):
             case ("GET", "saves", save_id):
-                return self._state(save_id)
-            case ("POST", "target" | "probe" | "upload" | "again" | "remove" as verb):
+                return self._state(save_id, is_urgent="now" in query)
+            case ("POST", "target" | "probe" | "upload" | "remove" as verb):
                 return self._do(verb, request)
         raise ObjectMissing("this agent", request.method, request.target[:200], "no such verb")
 
-    def _state(self, save_id: str) -> Answer:
-        """How far the upload of a save has come, as this node knows: the fields of UploadState."""
+    def _state(self, save_id: str, *, is_urgent: bool) -> Answer:
+        """How far the upload of a save has come, as this node knows: the fields of UploadState. Urgent: it is tried now."""
+        if is_urgent:
+            self.uploader.try_now(save_id)
         found = self.uploader.state_of(save_id) if is_save_id(save_id) else None
         if found is None:
             raise ObjectMissing("this agent", "GET", save_id[:80], "no save that is to be uploaded")
@@ -65,9 +67,6 @@ class ObjectRoutes:
                 case "remove":
                     with request.heartbeat:
                         return self._remove(fields)
-                case "again":
-                    self.uploader.try_now(str(fields["save_id"]))
-                    return json_answer()
         raise ObjectMissing("this agent", "POST", f"object/{verb}"[:80], "no such verb")
 
     def _probe(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:

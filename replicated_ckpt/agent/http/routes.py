@@ -78,7 +78,7 @@ class Routes:
             case ("GET", "metrics"):
                 return Answer(format_metrics(self._tell({}, is_owner=True)), METRICS_TYPE)
             case (_, "v1", "object", *rest):
-                return self._objects.answer(rest, request)
+                return self._objects.answer(request, rest, query)
             case (_, "v1", "unmanaged", *rest):
                 return self._unmanaged.answer(request, rest, query)
             case ("GET", "v1", "holdings"):

@@ -170,11 +170,11 @@ class ObjectTier:
         assert self._target is not None
         if self._target.is_process_local:
             return ""
-        ask_agent(self._store, "POST", "/v1/object/again", {"save_id": save_id})
-        began = time.monotonic()
+        began, how = time.monotonic(), "?now=1"
         while True:
+            path, how = f"/v1/object/saves/{save_id}{how}", ""
             try:
-                state = UploadState(**ask_agent(self._store, "GET", f"/v1/object/saves/{save_id}"))
+                state = UploadState(**ask_agent(self._store, "GET", path))
             except ObjectMissing as exc:
                 if ask_agent(self._store, "GET", f"/v1/saves/{save_id}")["state"] == "unknown":
                     return _GONE
