@@ -46,7 +46,6 @@ AGENT_ROUTES = {  # module of the agent and method -> path that its patterns go 
     ("routes", "answer"): "/",
     ("routes", "_save"): "/v1/saves/{save_id}/",
     ("object_routes", "answer"): "/v1/object/",
-    ("unmanaged_routes", "answer"): "/v1/unmanaged/",
 }
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch")  # DCP says that there is no process group

@@ -20,10 +20,8 @@ class HandOverRoutes:
     def __init__(self, service: NodeService) -> None:
         self._service = service
 
-    def answer(self, request: Request, save_id: str, verb: str) -> Answer:
-        """Raises ReplicatedCkptError: it is refused, or the save has failed."""
-        if verb == "written":
-            return self._wait_for_written(request, save_id)
+    def finish(self, request: Request, save_id: str) -> Answer:
+        """Takes a save over from its ranks, or waits for its end. Raises ReplicatedCkptError: it has failed."""
         raw = request.body.read_all(MANIFEST_BYTES_MAX)
         if raw:
             self._service.finish(_outline_in(raw, save_id))
@@ -32,7 +30,8 @@ class HandOverRoutes:
             finished = self._service.finisher.end_of(save_id).result()
         return json_answer(**finished.to_json())
 
-    def _wait_for_written(self, request: Request, save_id: str) -> Answer:
+    def wait_for_written(self, request: Request, save_id: str) -> Answer:
+        """Waits for shards of ranks of this node. Raises ReplicatedCkptError: they are not written."""
         fields = request.document()
         path = self._service.store.intent_path(save_id)
         if not Intent.admits_at(save_id, path, str(fields.get("ticket", ""))):

@@ -79,8 +79,10 @@ class Routes:
                 return Answer(format_metrics(self._tell({}, is_owner=True)), METRICS_TYPE)
             case (_, "v1", "object", *rest):
                 return self._objects.answer(request, rest, query)
-            case (_, "v1", "unmanaged", *rest):
-                return self._unmanaged.answer(request, rest, query)
+            case ("GET", "v1", "unmanaged"):
+                return self._unmanaged.list(query.get("checkpoint_id"))
+            case ("POST", "v1", "unmanaged", "verify"):
+                return self._unmanaged.verify(request, query.get("checkpoint_id", ""))
             case ("GET", "v1", "holdings"):
                 return self._holdings(query.get("checkpoint_id"), is_upkeep="upkeep" in query)
             case ("POST", "v1", "peers"):
@@ -123,8 +125,10 @@ class Routes:
                 with request.heartbeat:
                     held = self._service.commit(save_id)
                 return json_answer(self._wake_upkeep, held=list(held))
-            case ("POST", "written" | "finish" as verb):
-                return self._handed.answer(request, save_id, verb)
+            case ("POST", "written"):
+                return self._handed.wait_for_written(request, save_id)
+            case ("POST", "finish"):
+                return self._handed.finish(request, save_id)
             case ("POST", "abort"):
                 return self._abort(request, save_id)
         raise ObjectMissing("this agent", request.method, request.target[:200], "no such verb")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from replicated_ckpt.agent.requests.checks import Checks
 from replicated_ckpt.agent.requests.request import Answer, Request, json_answer
 from replicated_ckpt.agent.saves.service import NodeService
-from replicated_ckpt.core.layout import check_checkpoint_id, is_checkpoint_file, is_checkpoint_id
+from replicated_ckpt.core.layout import check_checkpoint_id, is_checkpoint_file
 from replicated_ckpt.core.reading.source_order import ByteRange
 from replicated_ckpt.core.unmanaged.metadata_places import ranges_from_json
 from replicated_ckpt.errors import ObjectMissing
@@ -26,26 +26,8 @@ class UnmanagedRoutes:
         self._checks = checks
         self._unmanaged = UnmanagedDirectory(service.store.root)
 
-    def answer(self, request: Request, rest: list[str], query: Mapping[str, str]) -> Answer:
-        """Answer to a request below `/v1/unmanaged`.
-
-        Raises:
-            ReplicatedCkptError: it is refused.
-        """
-        match (request.method, *rest):
-            case ("GET",):
-                return self._listing(query.get("checkpoint_id"))
-            case ("POST", "verify"):
-                return self._verify(request, check_checkpoint_id(query.get("checkpoint_id", "")))
-        raise ObjectMissing("this agent", request.method, request.target[:200], "no such verb")
-
-    def has(self, checkpoint_id: object) -> bool:
-        """Whether files without a manifest lie here under this id."""
-        if not isinstance(checkpoint_id, str) or not is_checkpoint_id(checkpoint_id):
-            return False
-        return any(self._unmanaged.holdings(self._service.node_id, checkpoint_id))
-
-    def _listing(self, checkpoint_id: str | None) -> Answer:
+    def list(self, checkpoint_id: str | None) -> Answer:
+        """What lies here, or of one checkpoint."""
         if checkpoint_id is not None:
             check_checkpoint_id(checkpoint_id)
         found = self._unmanaged.holdings(self._service.node_id, checkpoint_id)
@@ -58,8 +40,9 @@ class UnmanagedRoutes:
             raise ObjectMissing("this agent", "GET", name[:200], "no such file")
         return self._unmanaged.open(check_checkpoint_id(checkpoint_id), name, int(size_bytes))
 
-    def _verify(self, request: Request, checkpoint_id: str) -> Answer:
+    def verify(self, request: Request, checkpoint_id: str) -> Answer:
         """Reads what lies here of one checkpoint; the body says where the items are: `.metadata` may lie elsewhere."""
+        check_checkpoint_id(checkpoint_id)
         inspector = UnmanagedInspector(self._service.store, self._service.node_id)
         with self._checks.in_turn(request, ITEMS_BYTES_MAX) as raw:
             ranges = _ranges(raw)
