@@ -100,6 +100,17 @@ class History:
 Histories = Mapping[str, History]
 """By lineage."""
 
+BELIEVED_AHEAD = 1 << 24
+"""A sequence that is only told is believed so far beyond what is known otherwise: at one save a second, half a year's.
+
+From there a liar needs 2 ** 29 saves, and has to lie before each, until sequences reach SEQUENCE_FLOOR_MAX.
+"""
+
+
+def believe(told: int, known: int) -> int:
+    """What is believed of a sequence that another machine told, where `known` was found otherwise."""
+    return min(told, known + BELIEVED_AHEAD, SEQUENCE_FLOOR_MAX)
+
 
 def order_by_age(versions: Iterable[Version]) -> Callable[[Version], tuple[float, str, tuple[int, float, str]]]:
     """The sort key of these: the lineage that was saved last comes last, and in each the newest save."""

@@ -84,7 +84,7 @@ def test_what_a_full_disk_refused_is_written_when_it_is_told_again(
             case TargetBook():
                 book.learn(target("s3://a/run"))
             case SequenceFloor():
-                book.raise_to({"": 7})
+                book.raise_to({"": 7}, {}, "peer")
             case OrderBook():
                 book.take(SAVE, "s3://a/run")
             case PolicyBook():

@@ -15,7 +15,7 @@ def opened(path: Path) -> NodeService:
     store = LocalStore(path)
     store.node_id()
     service = NodeService(store)
-    service.sequence_floor.raise_to(dict.fromkeys(RUNS.values(), 5))
+    service.sequence_floor.raise_to(dict.fromkeys(RUNS.values(), 5), {}, "peer")
     return service
 
 

@@ -5,6 +5,7 @@ import logging
 import socket
 import threading
 import time
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +40,8 @@ class Connections:
         self._of_sender_max = of_sender
         self._lock = threading.Lock()
         self._open: dict[Any, _Connection] = {}
+        self._working = Counter[str]()
+        """Requests that are worked on, by the sender's address, but for the owner's."""
         self._warned_at = -_WARNING_INTERVAL_S
 
     def admit(self, peer: Any, stream: socket.socket) -> bool:
@@ -83,11 +86,12 @@ class Connections:
             connection = self._open.get(peer)
             if connection is None:  # it was closed meanwhile, to make room
                 return False
+            self._note_idle(peer, connection)
             connection.is_known, connection.is_owner = True, right is Right.OWNER
             if not connection.is_owner:
-                senders = [other[0] for other, c in self._open.items() if c.is_working and not c.is_owner]
-                if len(senders) >= self._others_max or senders.count(peer[0]) >= self._of_sender_max:
+                if self._working.total() >= self._others_max or self._working[peer[0]] >= self._of_sender_max:
                     return False
+                self._working[peer[0]] += 1
             connection.is_working = True
             return True
 
@@ -96,9 +100,16 @@ class Connections:
         with self._lock:
             if peer in self._open:
                 connection = self._open.pop(peer)
+                self._note_idle(peer, connection)
                 self._open[peer] = connection
-                connection.is_working = False
 
     def end(self, peer: Any) -> None:
         with self._lock:
-            self._open.pop(peer, None)
+            connection = self._open.pop(peer, None)
+            if connection is not None:
+                self._note_idle(peer, connection)
+
+    def _note_idle(self, peer: Any, connection: _Connection) -> None:
+        if connection.is_working and not connection.is_owner:
+            self._working -= Counter([peer[0]])  # an address without any is dropped
+        connection.is_working = False

@@ -14,7 +14,7 @@ from replicated_ckpt.agent.saves.pins import PIN_S
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.settling.settle import give_up_lost
 from replicated_ckpt.agent.state.rights import Right
-from replicated_ckpt.core.layout import SEQUENCE_FLOOR_MAX, is_checkpoint_file, is_checkpoint_id, is_lineage, is_save_id
+from replicated_ckpt.core.layout import is_checkpoint_file, is_checkpoint_id, is_lineage, is_save_id
 from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.core.upkeep.policy import Policy
 from replicated_ckpt.core.upkeep.repair_plan import RepairPlan
@@ -84,7 +84,7 @@ class RepairRoutes:
         lineage, save_id, reader = (str(fields[name]) for name in ("lineage", "save_id", "reader"))
         if not is_lineage(lineage) or not is_save_id(save_id) or len(reader) > _READER_CHARS_MAX:
             raise ConfigInvalid("sequence: no save of a lineage is named.")
-        self._service.sequence_floor.raise_to({lineage: min(int(fields["sequence"]), SEQUENCE_FLOOR_MAX)})
+        self._service.hear({lineage: int(fields["sequence"])}, request.peer_host)
         if not fields.get("is_load", True):
             return json_answer()
         self._service.pin(save_id, reader, request.peer_host)

@@ -1,7 +1,9 @@
 """The manifests of the saves that lie on any node, looked up where they are and kept while a node holds the save."""
 
 import logging
-from collections.abc import Mapping, Sequence
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 
 from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.agent.peers.watch import HOLDINGS_DEADLINE_S
@@ -15,20 +17,40 @@ from replicated_ckpt.stores.peer.paths import file_path
 
 log = logging.getLogger(__name__)
 
+UNPROVEN_BYTES_MAX = 32 << 20
+"""Of manifests that one peer has brought, of saves of which this node holds none; a single one may be larger."""
+MANIFEST_COST_BYTES = 1 << 10
+"""What each of these costs besides its bytes."""
+MISSES_MAX = 64
+"""Manifests that a peer is said to have and does not bring: then it is asked for no more in this round."""
+
 
 class ManifestBook:
-    """Manifests by save id. One thread."""
+    """Manifests by save id. One thread.
 
-    def __init__(self, store: LocalStore, node_id: str, peers: PeerBook) -> None:
+    Where `is_bounded`, a peer that claims much costs this node little: what is over a bound is not known, and the peer is
+    named in `over_bound`. A manifest whose save this node holds does not count, so a new node gets one after another.
+    """
+
+    def __init__(self, store: LocalStore, node_id: str, peers: PeerBook, *, is_bounded: bool = True) -> None:
         self._store = store
         self._node_id = node_id
         self._peers = peers
+        self._is_bounded = is_bounded
         self._known: dict[str, Manifest] = {}
+        self._cost_by_save: dict[str, tuple[str, int]] = {}
+        self._full_at: dict[str, int] = {}
+        self._warned = set[str]()
 
     @property
     def known(self) -> frozenset[str]:
         """The saves of which `of` told the manifest last."""
         return frozenset(self._known)
+
+    @property
+    def over_bound(self) -> list[str]:
+        """The nodes that claim more saves than they are believed."""
+        return sorted(self._full_at)
 
     def of(self, views: Sequence[NodeView]) -> Mapping[str, Manifest]:
         """The manifest of every save that a node which is up holds, as far as one of them is believed."""
@@ -38,29 +60,79 @@ class ManifestBook:
                 if view.presence is Presence.UP:
                     holders.setdefault(holding.save_id, []).append((view.node_id, holding.checkpoint_id))
         known = {save_id: manifest for save_id, manifest in self._known.items() if save_id in holders}
+        self._cost_by_save = {
+            save_id: cost
+            for save_id, cost in self._cost_by_save.items()
+            if save_id in known and self._node_id not in dict(holders[save_id])
+        }
+        look = _Round(self._cost_by_save.values())
+        self._full_at = {node: full for node, full in self._full_at.items() if look.spent[node] >= full}
         for save_id, places in holders.items():
-            if save_id not in known and (manifest := self._look_up(save_id, places)) is not None:
+            if save_id not in known and (manifest := self._look_up(save_id, places, look)) is not None:
                 known[save_id] = manifest
         self._known = known
         return known
 
-    def _look_up(self, save_id: str, places: Sequence[tuple[str, str]]) -> Manifest | None:
+    def _look_up(self, save_id: str, places: Sequence[tuple[str, str]], look: "_Round") -> Manifest | None:
         for node_id, checkpoint_id in sorted(places, key=lambda place: place[0] != self._node_id):
+            if self._is_bounded and node_id != self._node_id and not self._may_ask(node_id, look):
+                continue
+            began = time.monotonic()
             try:
-                manifest = self._at(node_id, checkpoint_id, save_id)
+                manifest, size = self._at(node_id, checkpoint_id, save_id)
             except (ManifestInvalid, ObjectMissing) as exc:
                 log.warning("manifest of save %s on node %s: %s", save_id, node_id, exc)
+                look.misses[node_id] += 1
             except ReplicatedCkptError as exc:
                 log.info("manifest of save %s on node %s: %s", save_id, node_id, exc)
+                look.misses[node_id] += 1
             else:
-                if manifest.save_id == save_id:
+                if manifest.save_id != save_id:
+                    look.misses[node_id] += 1
+                elif self._fits(node_id, save_id, size, look):
                     return manifest
+            finally:
+                if node_id != self._node_id:
+                    look.seconds[node_id] += time.monotonic() - began
         return None
 
-    def _at(self, node_id: str, checkpoint_id: str, save_id: str) -> Manifest:
+    def _may_ask(self, node_id: str, look: "_Round") -> bool:
+        is_tired = look.misses[node_id] >= MISSES_MAX or look.seconds[node_id] >= HOLDINGS_DEADLINE_S
+        return node_id not in self._full_at and not is_tired
+
+    def _fits(self, node_id: str, save_id: str, size: int, look: "_Round") -> bool:
+        if not self._is_bounded or node_id == self._node_id:
+            return True
+        cost = size + MANIFEST_COST_BYTES
+        if look.spent[node_id] > 0 and look.spent[node_id] + cost > UNPROVEN_BYTES_MAX:
+            if node_id not in self._warned:
+                self._warned.add(node_id)
+                log.warning(
+                    "node %s claims more saves than are read: more than %d MiB of manifests, of saves that this node lacks",
+                    node_id,
+                    UNPROVEN_BYTES_MAX >> 20,
+                )
+            self._full_at[node_id] = look.spent[node_id]
+            return False
+        look.spent[node_id] += cost
+        self._cost_by_save[save_id] = node_id, cost
+        return True
+
+    def _at(self, node_id: str, checkpoint_id: str, save_id: str) -> tuple[Manifest, int]:
+        """The manifest, and its bytes where a peer has brought it."""
         if node_id == self._node_id:
             directory = self._store.catalog.directory_of(checkpoint_id, save_id)  # a replaced version has no name
-            return self._store.catalog.manifest(directory or checkpoint_id)
+            return self._store.catalog.manifest(directory or checkpoint_id), 0
         with AgentClient(self._peers.address_of(node_id)) as client, client.within(HOLDINGS_DEADLINE_S):
             raw = client.fetch("GET", file_path(checkpoint_id, save_id, MANIFEST_NAME))
-            return decode_manifest(raw, client.address.label)
+            return decode_manifest(raw, client.address.label), len(raw)
+
+
+class _Round:
+    """What each peer has cost in one look: bytes of unproven manifests, seconds, and manifests that it did not bring."""
+
+    def __init__(self, costs: Iterable[tuple[str, int]]) -> None:
+        self.spent, self.misses = Counter[str](), Counter[str]()
+        self.seconds: dict[str, float] = defaultdict(float)
+        for node_id, cost in costs:
+            self.spent[node_id] += cost

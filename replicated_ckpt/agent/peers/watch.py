@@ -22,6 +22,9 @@ HOLDINGS_TIMEOUT_S = 3.0
 HOLDINGS_DEADLINE_S = 30.0
 """No peer holds up the round of all nodes by an answer that never ends."""
 
+HOLDINGS_MAX = 1 << 16
+"""Checkpoints that one node may list. A plan weighs them all."""
+
 
 @dataclass(frozen=True)
 class Patience:
@@ -140,6 +143,8 @@ def parse_held(answer: Mapping[str, Any], address: AgentAddress) -> Held:
         PeerProtocolError: it makes no sense.
     """
     with parsing(f"{address.label} listed its holdings wrongly", ConfigInvalid):
+        if len(answer["holdings"]) > HOLDINGS_MAX:
+            raise ValueError(f"more than {HOLDINGS_MAX} checkpoints")
         found = tuple(Holding.from_json(fields) for fields in answer["holdings"])
         remains = tuple(Remains.from_json(fields) for fields in answer.get("remains", ()))
         standing = Standing.from_json(answer.get("standing", {}))

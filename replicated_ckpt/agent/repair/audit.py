@@ -137,7 +137,7 @@ class Auditor:
         readings = tuple(outcome.results[node] for node in sorted(outcome.results))
         silent = {addresses[node]: error for node, error in sorted(outcome.errors.items())}
         views = self._views(readings, list(silent))
-        manifests = ManifestBook(self._store, self._node_id, self._peers).of(views)
+        manifests = ManifestBook(self._store, self._node_id, self._peers, is_bounded=False).of(views)
         return Audit(readings, silent, manifests, _plan(manifests, views))
 
     def look_how_far(self) -> Mapping[str, tuple[int, int]]:

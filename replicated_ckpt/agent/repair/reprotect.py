@@ -141,6 +141,7 @@ class Reprotector:
             "bytes_copied": self._mender.bytes_copied,
             "rounds": self._rounds,
             "retention": self._retirer.status(),
+            "over_bound": self._manifests.over_bound,
         }
 
     def carry_out(self, part: RepairPlan, *, may_replace: bool) -> list[Outcome]:
@@ -214,8 +215,9 @@ class Reprotector:
         if self._stopping.is_set():
             raise Stopped
         self._on_seen([view.node_id for view in others if view.presence is Presence.UP])
-        told = histories_of(holding.version for view in others for holding in view.holdings or ())
-        self._service.sequence_floor.raise_to({lineage: history.sequence for lineage, history in told.items()})
+        for view in others:
+            told = histories_of(holding.version for holding in view.holdings or ())
+            self._service.hear({lineage: history.sequence for lineage, history in told.items()}, view.node_id)
         in_doubt = self.watch.has_doubt(others)
         is_restored = restore_replaced(self._service, manifests, others)
         going, is_removed = self._retirer.retire(manifests, (own, *others), policies, in_doubt=in_doubt)

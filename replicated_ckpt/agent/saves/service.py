@@ -159,6 +159,22 @@ class NodeService:
         ]
         return merge_histories([self.store.catalog.histories(scope), heard, *staged])
 
+    def hear(self, sequences: Mapping[str, int], sender: str) -> None:
+        """A peer or a rank tells how far runs have come: what is believed of it is kept."""
+        known = self.sequence_floor.read_all()
+        is_news = any(sequence > known.get(lineage, 0) for lineage, sequence in sequences.items())
+        self.sequence_floor.raise_to(sequences, self._sequences_here() if is_news else {}, sender)
+
+    def _sequences_here(self) -> dict[str, int]:
+        """The largest sequence of each lineage that is committed or staged on this node."""
+        versions = [*(manifest.version for _, manifest in self.store.catalog.committed())]
+        versions += [manifest.version for manifest in self.store.catalog.read_replaced()]
+        staged = [(note.lineage, note.sequence) for note in self.store.places.read_all().values()]
+        here: dict[str, int] = {}
+        for lineage, sequence in [*((one.lineage, one.sequence) for one in versions), *staged]:
+            here[lineage] = max(here.get(lineage, 0), sequence)
+        return here
+
     def open_in_store(self, intent: Intent) -> None:
         """The step of `begin` after which the save is seen on disk."""
         self.store.begin(intent)

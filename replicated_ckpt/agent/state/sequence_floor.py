@@ -2,18 +2,21 @@
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from replicated_ckpt.agent.state.note_file import NoteFile
 from replicated_ckpt.core.layout import is_lineage
+from replicated_ckpt.core.lineage import believe
 from replicated_ckpt.errors import StoreError
 
 log = logging.getLogger(__name__)
 
 _NAME = "sequence_floor.json"
-_LINEAGES_MAX = 256
+LINEAGES_MAX = 1024
+"""Of which nothing lies here, by one sender. One more is not kept: made-up ones push out no real one."""
 
 
 class SequenceFloor:
@@ -22,35 +25,51 @@ class SequenceFloor:
     def __init__(self, directory: Path) -> None:
         self._file = NoteFile(directory / _NAME)
         self._lock = threading.Lock()
-        self._by_lineage = self._file.read(_parse) or {}
+        self._by_lineage, self._sender_by_lineage = self._file.read(_parse) or ({}, {})
+        self._is_full_logged = False
 
     def read_all(self) -> Mapping[str, int]:
         with self._lock:
             return dict(self._by_lineage)
 
-    def raise_to(self, sequences: Mapping[str, int]) -> None:
-        """Keeps the sequences of checkpoints that are committed somewhere, where they are larger than any before.
+    def raise_to(self, sequences: Mapping[str, int], here: Mapping[str, int], sender: str) -> None:
+        """Keeps sequences that a sender tells, where they are larger than any before, as far as they are believed.
+
+        `here`: the largest that are committed or staged on this node, which bound what is believed. Not what was heard:
+        a liar would climb on its own words.
 
         What the disk does not take holds until this agent ends, and the next call writes it. That is logged and no error:
         a full disk would keep the agent from removing what fills it.
         """
         with self._lock:
             later = {name: found for name, found in sequences.items() if found > self._by_lineage.get(name, 0)}
+            of_sender = Counter(self._sender_by_lineage[name] for name in self._sender_by_lineage if name not in here)
             for name, found in later.items():
-                self._by_lineage.pop(name, None)
-                self._by_lineage[name] = found
-            while len(self._by_lineage) > _LINEAGES_MAX:
-                del self._by_lineage[next(iter(self._by_lineage))]
+                if name not in self._by_lineage:
+                    if name not in here and of_sender[sender] >= LINEAGES_MAX:
+                        self._say_full(sender)
+                        continue
+                    self._sender_by_lineage[name] = sender
+                    of_sender[sender] += name not in here
+                known = self._by_lineage.get(name, 0)
+                self._by_lineage[name] = max(known, believe(found, here.get(name, 0)))
             if self._by_lineage:
                 self._write()
+
+    def _say_full(self, sender: str) -> None:
+        """With the lock held."""
+        if not self._is_full_logged:
+            self._is_full_logged = True
+            log.warning("%s tells of more than %d runs of which nothing lies here: not kept", sender, LINEAGES_MAX)
 
     def _write(self) -> None:
         """With the lock held."""
         try:
-            self._file.write({"sequences": self._by_lineage})
+            self._file.write({"sequences": self._by_lineage, "senders": self._sender_by_lineage})
         except StoreError as exc:
             log.warning("how far each run has come is known until this agent ends: %s", exc)
 
 
-def _parse(document: Any) -> dict[str, int]:
-    return {str(lineage): int(found) for lineage, found in document["sequences"].items() if is_lineage(lineage)}
+def _parse(document: Any) -> tuple[dict[str, int], dict[str, str]]:
+    sequences = {str(lineage): int(found) for lineage, found in document["sequences"].items() if is_lineage(lineage)}
+    return sequences, {lineage: str(document["senders"][lineage]) for lineage in sequences}

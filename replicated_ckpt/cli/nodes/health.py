@@ -158,7 +158,9 @@ def _failing(agent: Mapping[str, Any]) -> Iterator[str]:
 
 def describe_work(agent: Mapping[str, Any], *, is_good: bool) -> list[str]:
     """What this node's agent has to do, and has done: a line for re-protection and one for uploads, if there is any."""
-    return [*_describe_protection(agent["protection"], is_good=is_good), *_describe_uploads(agent["object_store"])]
+    protection = agent["protection"]
+    over = [f"node {node} claims more saves than this node reads at once" for node in protection.get("over_bound", ())]
+    return [*over, *_describe_protection(protection, is_good=is_good), *_describe_uploads(agent["object_store"])]
 
 
 def _describe_uploads(uploads: Mapping[str, Any]) -> Iterator[str]:

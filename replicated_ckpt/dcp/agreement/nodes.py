@@ -18,7 +18,7 @@ from replicated_ckpt.agent.start.launch import SILENT_TIMEOUT_S
 from replicated_ckpt.agent.state.endpoint import read_endpoint
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
-from replicated_ckpt.core.lineage import Histories, Named, histories_from_json, merge_histories
+from replicated_ckpt.core.lineage import Histories, History, Named, believe, histories_from_json, merge_histories
 from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
 from replicated_ckpt.dcp.agreement.decision import SaveDecision
@@ -152,7 +152,8 @@ class AgentCluster:
             if node == self._own_node or not isinstance(error, StoreUnavailable):
                 raise error
         told = outcome.results.values()
-        histories = merge_histories(opened.histories for opened in told)
+        own = outcome.results[self._own_node].histories if self._own_node in outcome.results else {}
+        histories = merge_histories([own, *(_believed(opened.histories, own) for opened in told)])
         named = tuple({one: None for opened in told for one in opened.named})
         return Opened(histories, outcome.errors, any(opened.replaces for opened in told), named)
 
@@ -293,3 +294,11 @@ def _was_changed_within(grace_s: float, path: Path) -> bool:
         return abs(time.time() - path.stat().st_mtime) < grace_s
     except FileNotFoundError:  # at this moment
         return True
+
+
+def _believed(told: Histories, own: Histories) -> Histories:
+    """What is believed of lineages that a node told, next to what the own node knows: no number beyond measure."""
+    return {
+        lineage: History(believe(one.sequence, own.get(lineage, History(0)).sequence), one.created_unix_s)
+        for lineage, one in told.items()
+    }

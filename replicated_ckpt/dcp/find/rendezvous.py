@@ -13,6 +13,7 @@ from replicated_ckpt.agent.start.launch import can_hold_agent, is_only_read
 from replicated_ckpt.agent.state.endpoint import listening_endpoint
 from replicated_ckpt.config import NEWEST_LINEAGE
 from replicated_ckpt.core.inventory import Holding
+from replicated_ckpt.core.lineage import believe
 from replicated_ckpt.core.reading.newest import Newest, is_newest
 from replicated_ckpt.core.upkeep.policy import scope_of
 from replicated_ckpt.core.upkeep.remains import Remains
@@ -177,7 +178,7 @@ def _remember(store: LocalStore, survey: Survey) -> Survey:
     """What this process saves next is of the lineage that it loads now, and newer."""
     found = survey.found
     if survey.lineages and survey.lineages[0].lineage == found.version.lineage:
-        newest = replace(found.version, sequence=max(found.sequence, survey.sequence_max))
+        newest = replace(found.version, sequence=max(found.sequence, believe(survey.sequence_max, found.sequence)))
         remember(store, found.checkpoint_id, newest)
     return survey
 

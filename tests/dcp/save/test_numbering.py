@@ -29,7 +29,7 @@ def test_a_node_that_was_not_heard_opens_no_save_that_is_older_than_one_it_knows
     if how == "saved here":
         checkpointed([store], 4, {shard(0): (0,)}, copies=1, size_bytes=3000, checkpoint_id="step-3", lineage=RUN)
     else:
-        SequenceFloor(store.agent_directory()).raise_to({RUN: 4})
+        SequenceFloor(store.agent_directory()).raise_to({RUN: 4}, {}, "peer")
     for sequence in (3, 4):
         with pytest.raises(
             StoreUnavailable, match=f"knows save 4 of the run, and this would be save {sequence}"

@@ -19,7 +19,8 @@ import pytest
 from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.core.integrity.checksum import FOOTER_TAIL_BYTES, MAGIC, crc32c, footer_bytes_of
 from replicated_ckpt.core.inventory import Holding
-from replicated_ckpt.core.layout import SEQUENCE_FLOOR_MAX, SEQUENCE_MAX
+from replicated_ckpt.core.layout import SEQUENCE_MAX
+from replicated_ckpt.core.lineage import BELIEVED_AHEAD
 from replicated_ckpt.core.manifest import decode_manifest
 from replicated_ckpt.errors import (
     ConfigInvalid,
@@ -208,7 +209,7 @@ def test_what_is_only_said_leaves_room_to_count_on(tmp_path: Path) -> None:
         client.call("POST", "/v1/sequence", {"lineage": "a" * 16, "sequence": 1 << 100, "save_id": SAVE, "reader": "r"})
         document = {"checkpoint_id": "step-1", "session": "s", "overwrite": False, "peers": []}
         answer = client.call("POST", f"/v1/saves/{SAVE}", document)
-        assert answer["histories"]["a" * 16]["sequence"] == SEQUENCE_FLOOR_MAX < SEQUENCE_MAX
+        assert answer["histories"]["a" * 16]["sequence"] == BELIEVED_AHEAD < SEQUENCE_MAX
 
 
 # Sizes ---------------------------------------------------------------------------------------------------------------

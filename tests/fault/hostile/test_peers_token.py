@@ -11,11 +11,19 @@ from typing import Any
 
 import pytest
 
+from replicated_ckpt.agent.peers import manifests
 from replicated_ckpt.agent.peers.address_book import PeerBook
+from replicated_ckpt.agent.peers.manifests import ManifestBook
+from replicated_ckpt.agent.peers.watch import HOLDINGS_MAX, ask_holdings, parse_held
 from replicated_ckpt.agent.requests.checks import CHECKS_MAX, Checks
 from replicated_ckpt.agent.requests.request import Request
 from replicated_ckpt.agent.saves.pins import PINS_MAX, Pins
+from replicated_ckpt.agent.saves.service import NodeService
+from replicated_ckpt.agent.state.sequence_floor import LINEAGES_MAX, SequenceFloor
 from replicated_ckpt.core.integrity.checksum import BlockTable, crc32c
+from replicated_ckpt.core.inventory import Holding
+from replicated_ckpt.core.layout import SEQUENCE_FLOOR_MAX
+from replicated_ckpt.core.lineage import BELIEVED_AHEAD
 from replicated_ckpt.core.manifest import Manifest, NodeEntry
 from replicated_ckpt.core.upkeep.repair_plan import RepairPlan, RestoreManifest
 from replicated_ckpt.errors import (
@@ -31,7 +39,7 @@ from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress
 from replicated_ckpt.testing.shard_files import table_of
 from tests.agent.agents import RunningAgent, peers_of, running_agent, wait_for
-from tests.agent.checkpoints import checkpointed, held, shard
+from tests.agent.checkpoints import checkpointed, findings, held, shard
 from tests.agent.repair.test_verify_repair import tree
 
 REFUSED = (ConfigInvalid, PeerProtocolError)
@@ -392,3 +400,78 @@ def test_made_up_readers_push_no_pin_out() -> None:
     pins.drop("0" * 32)
     pins.pin(SAVE, "real/2", sender="10.0.0.1")
     assert pins.is_pinned(SAVE)
+
+
+RUN = "a" * 16
+
+
+def test_a_sequence_that_is_only_told_is_believed_within_bounds(tmp_path: Path) -> None:
+    """However often it is told: it is measured by what was saved here, so that retention can count on."""
+    store = LocalStore(tmp_path)
+    checkpointed([store], 4, {shard(0): (0,)}, copies=1, size_bytes=3000, checkpoint_id="step-4", lineage=RUN)
+    service = NodeService(store)
+    for told in (SEQUENCE_FLOOR_MAX, SEQUENCE_FLOOR_MAX, 4 + BELIEVED_AHEAD, 4 + BELIEVED_AHEAD + 1):
+        service.hear({RUN: told}, "10.0.0.1")
+        assert service.histories("")[RUN].sequence == 4 + BELIEVED_AHEAD
+        service = NodeService(store)
+    assert BELIEVED_AHEAD << 20 < SEQUENCE_FLOOR_MAX
+    assert findings(store) == []
+
+
+def test_a_new_node_believes_what_an_honest_one_tells(tmp_path: Path) -> None:
+    """It has nothing of the run, and was away for 100,000 saves: what it saves next is newer."""
+    service = NodeService(LocalStore(tmp_path))
+    service.hear({RUN: 100_000}, "10.0.0.2")
+    assert service.histories("")[RUN].sequence == 100_000
+
+
+def test_made_up_runs_push_out_no_real_one(tmp_path: Path) -> None:
+    """What was heard of a run stays, other senders are heard, and a run of which something lies here is always."""
+    floor = SequenceFloor(tmp_path)
+    floor.raise_to({RUN: 777}, {}, "10.0.0.1")
+    for number in range(2 * LINEAGES_MAX):
+        floor.raise_to({f"{number:016x}": 1}, {}, "10.0.0.1")
+    floor = SequenceFloor(tmp_path)
+    floor.raise_to({"f" * 16: 1}, {}, "10.0.0.1")
+    assert len(floor.read_all()) == LINEAGES_MAX
+    floor.raise_to({"b" * 16: 5}, {}, "10.0.0.2")
+    floor.raise_to({"c" * 16: 6}, {"c" * 16: 1}, "10.0.0.1")
+    floor.raise_to({RUN: 778}, {}, "10.0.0.1")
+    known = SequenceFloor(tmp_path).read_all()
+    assert {known[RUN], known["b" * 16], known["c" * 16]} == {778, 5, 6}
+
+
+def test_what_a_peer_claims_to_hold_costs_no_memory_without_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Manifests of saves that this node lacks are read up to a bound, the rest as it gets these; a command reads all."""
+    stores = [LocalStore(tmp_path / name) for name in ("own", "peer")]
+    own, claimed = stores[0].node_id(), 12
+    for number in range(claimed):
+        checkpointed([stores[1]], number + 1, {shard(0): (0,)}, copies=1, size_bytes=99, checkpoint_id=f"step-{number}")
+    monkeypatch.setattr(manifests, "UNPROVEN_BYTES_MAX", 8 << 10)
+    with running_agent(stores[1].root, *QUIET) as peer:
+        service = NodeService(stores[0])
+        service.peers.learn([peer.endpoint.address()])
+        view = ask_holdings(peer.endpoint.address()).view_of(peer.endpoint.node_id)
+        book = ManifestBook(stores[0], own, service.peers)
+        first = book.of([view])
+        assert 0 < len(first) < claimed
+        assert book.over_bound == [peer.endpoint.node_id]
+        assert book.of([view]).keys() == first.keys()
+        held_here = [Holding.of_save(one, own, one.checkpoint_id, True, {}) for one in first.values()]
+        mine = replace(view, node_id=own, holdings=tuple(held_here))
+        assert len(book.of([mine, view])) > len(first)
+        everything = ManifestBook(stores[0], own, service.peers, is_bounded=False)
+        assert len(everything.of([view])) == claimed
+        assert everything.over_bound == []
+    assert findings(stores[1]) == []
+
+
+def test_a_node_that_lists_too_many_checkpoints_is_not_believed(agent: RunningAgent) -> None:
+    """A plan weighs each of them, on every node."""
+    address = agent.endpoint.address()
+    one = Holding(address.node_id, "step-1", SAVE, 1, has_metadata=True).to_json()
+    assert len(parse_held({"holdings": [one] * 10}, address).holdings) == 10
+    with pytest.raises(PeerProtocolError, match="listed its holdings wrongly"):
+        parse_held({"holdings": [one] * (HOLDINGS_MAX + 1)}, address)
