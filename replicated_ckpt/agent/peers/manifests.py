@@ -17,7 +17,7 @@ from replicated_ckpt.stores.peer.paths import file_path
 
 log = logging.getLogger(__name__)
 
-UNPROVEN_BYTES_MAX = 32 << 20
+UNPROVEN_BYTES_MAX = 16 << 20
 """Of manifests that one peer has brought, of saves of which this node holds none; a single one may be larger."""
 MANIFEST_COST_BYTES = 1 << 10
 """What each of these costs besides its bytes."""
