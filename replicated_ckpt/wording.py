@@ -1,6 +1,7 @@
 """Words that depend on a number, texts from elsewhere, and tables. No other module of the package is imported here."""
 
 from collections.abc import Collection, Sequence
+from shlex import quote
 
 
 def plural(count: int, noun: str) -> str:
@@ -40,3 +41,13 @@ def align(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> str:
         width = max(map(len, column))
         columns.append([cell.ljust(width) if number in left else cell.rjust(width) for cell in column])
     return "\n".join("  ".join(row).rstrip() for row in zip(*columns, strict=True))
+
+
+def describe_way_out(checkpoint_id: str, save_id: str, nodes: Collection[str], root: str = "ROOT") -> str:
+    """What a user does where another run's save has the name of this one on other nodes. `root`: of the node that it is
+    done on, as a shell takes it."""
+    where = f"node {' and node '.join(nodes)}" if nodes else "each node that has it"
+    return (
+        f"to keep both, rename its directory on {where}; to give it up, there `replicated-ckpt rm {quote(checkpoint_id)} "
+        f"--save {save_id} --root {root}`"
+    )

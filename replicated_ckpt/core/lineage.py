@@ -1,29 +1,22 @@
 """Lineages: which run a save belongs to, and which of two saves of one run is the newer."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from math import isnan
 from operator import index
 from typing import Any
 
-from replicated_ckpt.core.layout import SEQUENCE_FLOOR_MAX, is_lineage, is_save_id
-
-REPLACES_MAX = 64
-"""So many saves a manifest names as replaced, the last ones."""
+from replicated_ckpt.core.layout import SEQUENCE_FLOOR_MAX, is_lineage
 
 
 @dataclass(frozen=True)
 class Version:
-    """One save as others compare it. Versions of one lineage have an order; those of several have none but `replaces`.
-
-    `replaces` are the saves of other lineages that the user has saved it over, as far as its manifest tells.
-    """
+    """One save as others compare it. Versions of one lineage have an order; those of several have none."""
 
     lineage: str
     sequence: int
     created_unix_s: float
     save_id: str
-    replaces: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def order(self) -> tuple[int, float, str]:
@@ -32,55 +25,6 @@ class Version:
 
     def is_newer_than(self, other: "Version") -> bool:
         return self.lineage == other.lineage and self.order > other.order
-
-    def takes_place_of(self, other: "Version") -> bool:
-        """Whether the other one gives way to this one, once this one was seen whole.
-
-        What was saved over another goes before their order: two worlds of one run may number without knowing each other.
-        """
-        is_over = other.save_id in self.replaces
-        return is_over or (self.is_newer_than(other) and self.save_id not in other.replaces)
-
-
-@dataclass(frozen=True)
-class Named:
-    """The save that has a checkpoint's name on a node when another one is opened there, and those that it has replaced."""
-
-    save_id: str
-    lineage: str
-    replaces: tuple[str, ...] = ()
-
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> "Named":
-        """Raises ValueError, KeyError, TypeError, AttributeError: they name no save; the caller names the node."""
-        named = cls(str(fields["save_id"]), str(fields["lineage"]), check_replaces(fields["replaces"]))
-        if not is_save_id(named.save_id) or not is_lineage(named.lineage):
-            raise ValueError(f"no valid save: {named!r}"[:500])
-        return named
-
-
-def check_replaces(value: Any) -> tuple[str, ...]:
-    """The saves that a manifest or a node names as replaced.
-
-    Raises:
-        ValueError, TypeError: it names none, or too many.
-    """
-    replaces = tuple(str(save_id) for save_id in value)
-    if len(replaces) > REPLACES_MAX or not all(map(is_save_id, replaces)):
-        raise ValueError(f"no valid list of saves: {value!r}"[:500])
-    return replaces
-
-
-def join_replaced(lineage: str, named: Iterable[Named]) -> tuple[str, ...]:
-    """What a save of this lineage replaces, of what has its name on its nodes: all that is of other lineages.
-
-    Those that were replaced before are inherited, so a node that was away learns of them, too; if there are too many, the
-    first of them are left out.
-    """
-    named = sorted(named, key=lambda one: one.save_id)
-    before = [save_id for one in named for save_id in one.replaces]
-    now = [one.save_id for one in named if one.lineage != lineage]
-    return tuple(dict.fromkeys([*before, *now]))[-REPLACES_MAX:]
 
 
 @dataclass(frozen=True)

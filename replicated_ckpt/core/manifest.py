@@ -8,7 +8,7 @@ from typing import Any
 from replicated_ckpt.core.domains import list_domains
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import SEQUENCE_MAX, ShardName, is_checkpoint_id, is_lineage, is_save_id
-from replicated_ckpt.core.lineage import Named, Version, check_replaces, moment, order_by_age
+from replicated_ckpt.core.lineage import Version, moment, order_by_age
 from replicated_ckpt.core.notes import check_notes
 from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.errors import ManifestInvalid, ManifestVersionUnknown
@@ -53,13 +53,15 @@ class UploadEntry:
 
     `has_own_prefix`: its shards lie under its own prefix, because it may replace another save of the same id. Then
     `.metadata` must name them there, and the nodes' `.metadata` consists of both: the nodes' own, and behind it, where no
-    unpickler looks, the bucket's. Otherwise the two are the same.
+    unpickler looks, the bucket's. Otherwise the two are the same. `replaces`: the save that had the name in the bucket when
+    this one was opened over it; "": none had.
     """
 
     url: str
     has_own_prefix: bool
     metadata_bytes: int
     metadata_crc32c: int
+    replaces: str = ""
 
 
 @dataclass(frozen=True)
@@ -85,18 +87,11 @@ class Manifest:
     lineage: str = ""
     notes: Mapping[str, Any] = field(default_factory=dict)
     """What the user keeps with the checkpoint: see core.notes."""
-    replaces: tuple[str, ...] = ()
-    """Saves of other lineages that had its name on its nodes, and that its user has saved it over."""
 
     @property
     def version(self) -> Version:
         """What the commit compares."""
-        return Version(self.lineage, self.sequence, self.created_unix_s, self.save_id, self.replaces)
-
-    @property
-    def named(self) -> Named:
-        """What a node tells of it when another save is opened under its name."""
-        return Named(self.save_id, self.lineage, self.replaces)
+        return Version(self.lineage, self.sequence, self.created_unix_s, self.save_id)
 
     def encode(self) -> bytes:
         """JSON with a checksum over its own body, one line of each, so that a torn or edited file is noticed.
@@ -119,6 +114,11 @@ class Manifest:
     def bucket_url(self) -> str:
         """Where the save was to be uploaded, too; "": nowhere."""
         return self.upload.url if self.upload is not None else ""
+
+    @property
+    def replaces_in_bucket(self) -> str:
+        """The save that had the name there when this one was opened over it; "": none had."""
+        return self.upload.replaces if self.upload is not None else ""
 
     @property
     def shard_sizes(self) -> dict[str, int]:
@@ -182,7 +182,6 @@ def _from_fields(fields: Mapping[str, Any]) -> Manifest:
         upload=_upload(fields.get("upload")),
         lineage=_text(fields.get("lineage", "")),
         notes=check_notes(fields.get("notes", {})),
-        replaces=check_replaces(fields.get("replaces", ())),
     )
 
 
@@ -194,6 +193,7 @@ def _upload(fields: Mapping[str, Any] | None) -> UploadEntry | None:
         fields["has_own_prefix"] is True,
         _count(fields["metadata_bytes"]),
         _count(fields["metadata_crc32c"], _U32),
+        _text(fields.get("replaces", "")),
     )
 
 

@@ -33,7 +33,7 @@ def checkpointed(
     url: str = "",
     has_own_prefix: bool = False,
     lineage: str = "",
-    replaces: Sequence[str] = (),
+    replaces_in_bucket: str = "",
 ) -> Manifest:
     """A committed checkpoint: each shard in the stores of these indices, the owner's first, on all stores or on `on`.
 
@@ -60,9 +60,8 @@ def checkpointed(
             )
             for name, held in holders_by_shard.items()
         },
-        upload=UploadEntry(url, has_own_prefix, len(METADATA), crc32c(METADATA)) if url else None,
+        upload=UploadEntry(url, has_own_prefix, len(METADATA), crc32c(METADATA), replaces_in_bucket) if url else None,
         lineage=lineage,
-        replaces=tuple(replaces),
     )
     for index in range(len(stores)) if on is None else on:
         store = stores[index]

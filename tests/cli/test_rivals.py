@@ -1,5 +1,7 @@
 """`ls` and `status` say why there are two of something, which one a load takes, and what to do next."""
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +17,9 @@ from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.versions.replaced import lock_version
 from replicated_ckpt.stores.peer.client import AgentAddress
-from tests.agent.checkpoints import METADATA, checkpointed, introduced, shard
+from tests.agent.agents import wait_for
+from tests.agent.checkpoints import METADATA, checkpointed, held, introduced, shard
+from tests.agent.repair.test_retention import agents
 from tests.cli.commands import as_json, command
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(120)]
@@ -99,6 +103,39 @@ def test_two_runs_in_one_directory_are_told_apart(tmp_path: Path) -> None:
     assert "runs in the root" not in said
 
 
+def test_what_a_node_was_away_with_when_it_was_saved_over_is_named_with_the_way_out(tmp_path: Path) -> None:
+    """Nothing of it is lost, replaced or copied over; the command that is shown removes it alone, and the rest is good."""
+    nodes = [LocalStore(tmp_path / f"node{index}") for index in range(3)]
+    theirs = checkpointed(nodes, 9, {shard(0): (2, 0), shard(1): (0, 1)}, size_bytes=3000, lineage="a" * 16)
+    mine = checkpointed(nodes, 1, {shard(0): (0, 1)}, size_bytes=3000, on=(0, 1), lineage="b" * 16)
+    with agents(nodes):
+        wait_for(
+            lambda: not any(store.catalog.list_replaced() for store in nodes),
+            20,
+            "the end of it where it was saved over",
+        )
+        step = (
+            f"save {theirs.save_id} of another run: to keep both, rename its directory on node {nodes[2].node_id()}; "
+        )
+        for verb, code in (("ls", ExitCode.OK), ("status", ExitCode.FAILED), ("verify", ExitCode.FAILED)):
+            for store in nodes:
+                told = command(verb, "--root", store.root)
+                assert told.returncode == code, told
+                assert "step-1: 2 versions" in told.stdout
+                (line,) = (line for line in told.stdout.splitlines() if step in line)
+        assert "lost" not in told.stdout
+        assert nodes[2].catalog.manifest("step-1").save_id == theirs.save_id
+        removed = subprocess.run(
+            f"{sys.executable} -m {line.split('`')[1].replace('replicated-ckpt', 'replicated_ckpt')}",
+            shell=True,
+            check=False,
+        )
+        assert removed.returncode == ExitCode.OK
+        wait_for(lambda: nodes[2].catalog.save_id_of("step-1") == mine.save_id, 20, "the other one there, too")
+        wait_for(lambda: command("verify", "--root", nodes[0].root).returncode == ExitCode.OK, 20, "its copies")
+    assert [held(store) for store in nodes[:2]] == [{shard(0)}] * 2
+
+
 def test_one_run_and_one_version_say_nothing_of_rivals(tmp_path: Path) -> None:
     """A quiet store is told as before."""
     store = LocalStore(tmp_path / "node0")
@@ -137,5 +174,5 @@ def test_what_there_is_is_listed_once(tmp_path: Path, monkeypatch: pytest.Monkey
         return holdings
 
     monkeypatch.setattr(NodesSeen, "holdings", property(listing))
-    assert describe_rivals(rows, seen) == []
+    assert describe_rivals(rows, seen, store.root) == []
     assert len(listed) <= 2

@@ -390,10 +390,10 @@ def test_a_save_waits_for_the_first_look_of_an_agent_that_was_started_again(
 
     def ask(*asked: Any) -> Mapping[str, Any]:
         waited.append(asked[4])
-        return {"is_empty": True, "save_id": "", "named": None, "histories": {}, "error": "", "kind": ""}
+        return {"is_empty": True, "save_id": "", "lineage": "", "histories": {}, "error": "", "kind": ""}
 
     monkeypatch.setattr(bucket_module, "ask_agent", ask)
     tier = bucket_module.ObjectTier(LocalStore(root), ObjectTarget.check(f"file://{tmp_path}/bucket", None), 1)
     for _ in range(2):
-        tier.probe("step-1", replaces=False, overwrite=False)
+        tier.probe("step-1", is_on_nodes=False, overwrite=False)
     assert min(waited) > FIRST_WAIT_S

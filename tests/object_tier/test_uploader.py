@@ -133,7 +133,7 @@ def test_what_stock_torch_wrote_is_not_written_over_unseen(tmp_path: Path, has_o
     assert {name: (there / name).read_bytes() for name in stock} == stock
     found = targets.bucket(url).save_of("step-1")
     assert found is not None
-    given |= {"has_own_prefix": True, "replaces": [found.save_id]}
+    given |= {"has_own_prefix": True, "replaces_in_bucket": found.save_id}
     newer = checkpointed([service.store], 2, {shard(0): (0,)}, **given)
     uploader.try_now()
     uploader.round()

@@ -22,11 +22,12 @@ from replicated_ckpt.agent.state.rights import Right, needed_right
 from replicated_ckpt.core.layout import METADATA_NAME, ShardName, check_checkpoint_id, is_checkpoint_id, is_save_id
 from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.core.protocol.announced import Announced
+from replicated_ckpt.core.upkeep.policy import scope_of
 from replicated_ckpt.errors import ConfigInvalid, ObjectMissing, PeerProtocolError
 from replicated_ckpt.stores.files.durable import flush_later
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.versions.recycled import try_room
-from replicated_ckpt.stores.local.versions.replaceable import holds_checkpoint
+from replicated_ckpt.stores.local.versions.replaceable import find_named
 from replicated_ckpt.stores.peer.answer import parsing
 from replicated_ckpt.stores.peer.copy import BEHIND_HEADER
 
@@ -155,14 +156,13 @@ class Routes:
             raise ConfigInvalid(f"{str(intent.checkpoint_id)[:200]!r} is no checkpoint id.")
         if request.connection is not None:  # else its rank may be at a later save, which would be given up for this one
             require_asker(request.connection)
-        replaces = holds_checkpoint(self._service.store.final(intent.checkpoint_id))
         histories, leftovers = self._service.begin(intent)
-        before = self._service.store.catalog.find_manifest(intent.checkpoint_id)
+        named = find_named(self._service.store.catalog, intent.checkpoint_id)
         if leftovers:
             with request.heartbeat:
                 settle(self._service, leftovers, peers)
         told = {lineage: history.to_json() for lineage, history in histories.items()}
-        return json_answer(histories=told, replaces=replaces, named=None if before is None else asdict(before.named))
+        return json_answer(histories=told, named=named)
 
     def _abort(self, request: Request, save_id: str) -> Answer:
         """A peer gives up a save that it takes part in, and none that is decided here.
@@ -213,7 +213,8 @@ class Routes:
         newer = [] if is_upkeep else list(self._service.store.catalog.of_newer_format(checkpoint_id))
         answer = {"node_id": self._service.node_id, "holdings": holdings, "remains": remains, "newer": newer}
         if checkpoint_id is not None:
-            return json_answer(**answer, standing={})
+            beside = self._service.store.catalog.newest_of_runs(self._service.node_id, scope_of(checkpoint_id))
+            return json_answer(**answer, standing={}, beside=[holding.to_json() for holding in beside])
         room = try_room(self._service.store.root).to_json()
         standing = replace(self._objects.uploader.standing(), is_busy=self._reprotector.is_busy)
         return json_answer(**answer, standing=standing.to_json(), room=room)

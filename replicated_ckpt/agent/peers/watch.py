@@ -42,6 +42,7 @@ class Held:
     """What a node says that it holds, what it has without a manifest that it believes, its standing, and its room.
 
     `newer`: the checkpoints there that only a newer version of the package reads; a node of that lists them as held.
+    `beside`: where it was asked for one checkpoint, the newest of each run in that directory of ids.
     """
 
     holdings: tuple[Holding, ...]
@@ -49,6 +50,7 @@ class Held:
     standing: Standing = NOTHING_SAID
     room: Room | None = None
     newer: tuple[str, ...] = ()
+    beside: tuple[Holding, ...] = ()
 
     def view_of(self, node: str) -> NodeView:
         """The node, which has answered this, as repair and retention plan for it."""
@@ -150,8 +152,10 @@ def parse_held(answer: Mapping[str, Any], address: AgentAddress) -> Held:
         standing = Standing.from_json(answer.get("standing", {}))
         room = Room.from_json(answer["room"]) if "room" in answer else None
         newer = tuple(one_line(checkpoint_id) for checkpoint_id in answer.get("newer", ()))
-    holdings = tuple(holding for holding in found if holding.node_id == address.node_id)
-    return Held(holdings, tuple(one for one in remains if one.node_id == address.node_id), standing, room, newer)
+        beside = tuple(Holding.from_json(fields) for fields in answer.get("beside", ()))
+    holdings, beside = (tuple(one for one in told if one.node_id == address.node_id) for told in (found, beside))
+    remains = tuple(one for one in remains if one.node_id == address.node_id)
+    return Held(holdings, remains, standing, room, newer, beside)
 
 
 def runs_no_agent(error: ReplicatedCkptError) -> bool:

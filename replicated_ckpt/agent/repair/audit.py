@@ -181,7 +181,7 @@ def read_standing(store: LocalStore) -> Standing:
     """What this node's agents have noted of it, where none runs that would say more. Raises StoreError."""
     directory = store.root_agent_directory()
     policies, removed = PolicyBook(directory).read_all(), RemovalBook(directory).read_all()
-    return Standing(policies, removed=removed, saved_over=store.saved_over.read_gone())
+    return Standing(policies, removed=removed)
 
 
 def _plan(manifests: Mapping[str, Manifest], views: Sequence[NodeView]) -> RepairPlan:

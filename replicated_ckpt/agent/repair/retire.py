@@ -56,7 +56,7 @@ class Retirer:
         if not any(policy.tier == NODES and policy.retention for policy in own):
             self._drop_recycled()  # no checkpoint goes that would bring new ones
         self._finish_removals()
-        return plan.retired | plan.left | find_removed(views), self.removed > removed_before
+        return plan.retired | find_removed(views), self.removed > removed_before
 
     def _drop_recycled(self) -> None:
         try:
@@ -70,7 +70,6 @@ class Retirer:
         A removal ends once nothing of it lies here, staged or not. What lies here again after that was put back by the
         user, and is protected from then on.
         """
-        self._forget_put_back()
         book = self._service.removals
         pending, done = book.read_pending_and_done()  # before the look: what is removed meanwhile is not put back
         staged = set(filter(self._service.store.is_staged, pending))  # before it, too: they may be published meanwhile
@@ -84,12 +83,6 @@ class Retirer:
         for save_id in sorted(done & here.keys()):
             if self._note(book.forget, save_id):
                 log.info("%s (save %s) was put back; it is looked after again", here[save_id], save_id)
-
-    def _forget_put_back(self) -> None:
-        try:
-            self._service.store.saved_over.forget_put_back()
-        except ReplicatedCkptError as exc:
-            log.warning("the notes of what other runs have saved over stay as they are: %s", exc)
 
     def _find_here(self) -> Mapping[str, str]:
         """The checkpoint id of each save that lies here under its own name; a renamed directory is not touched."""
@@ -121,7 +114,7 @@ class Retirer:
             if self._stopping.is_set():
                 return
             if removal.checkpoint_id in kept or not self._try(removal):
-                kept.add(removal.checkpoint_id)  # with the newer versions, which say that this one is replaced
+                kept.add(removal.checkpoint_id)  # with the newer versions: it would have the name again
 
     def _try(self, removal: Removal) -> bool:
         try:
@@ -139,7 +132,7 @@ class Retirer:
         if not remove(self._service.store.root, removal.checkpoint_id, removal.save_id):
             return False
         if removal.rule != BY_HAND:  # a node that was away meanwhile may have it staged, or a part of it
-            self._service.store.note_given_up(removal.save_id, is_saved_over=removal.is_of_other_run)
+            self._service.store.note_given_up(removal.save_id)
         self.removed += 1
         log.info("removed %s (save %s): %s", removal.checkpoint_id, removal.save_id, removal.rule)
         return True

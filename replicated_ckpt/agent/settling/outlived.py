@@ -113,7 +113,7 @@ def _drop_replaced(service: NodeService, names: Sequence[str], whole: _WholeById
     replaced = {manifest.save_id: manifest for manifest in catalog.read_replaced()}
     whole_saves = {version.save_id for versions in whole.values() for version in versions}
     for name in names:
-        manifest, version = replaced.get(name), None
+        manifest = replaced.get(name)
         if manifest is None:
             # Put back by hand; or not believed, and named after the save that replaced it, or, damaged since, after itself.
             is_over = name in whole_saves or (is_done and not catalog.is_newer_replaced(name))
@@ -125,5 +125,3 @@ def _drop_replaced(service: NodeService, names: Sequence[str], whole: _WholeById
         with _keeping(f"what a newer save has replaced, save {name},"):
             if is_over and service.store.drop_replaced(name):
                 log.info("removed what a newer save has replaced: save %s", name)
-                if manifest is not None and version is not None and version.lineage != manifest.lineage:
-                    service.store.note_given_up(name, is_saved_over=True)

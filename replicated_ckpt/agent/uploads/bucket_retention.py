@@ -58,7 +58,7 @@ def standing_of(service: NodeService, orders: OrderBook, uploads: Mapping[str, U
     unable = frozenset(save_id for save_id, state in states.items() if state.is_denied) & uploading
     uploaded = frozenset(wanted.intersection(over)).union(over[-TOLD_MAX:])
     absent = frozenset(save_id for save_id in uploaded if uploads[save_id].is_absent)
-    saves = uploading, uploaded, ordered, removed, unable, absent, service.store.saved_over.read_gone()
+    saves = uploading, uploaded, ordered, removed, unable, absent
     return Standing(service.policies.read_all(), *saves, is_drained=service.is_drained)
 
 

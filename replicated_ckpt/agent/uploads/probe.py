@@ -2,13 +2,12 @@
 
 import threading
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 from replicated_ckpt.agent.state.targets import TargetBook
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.layout import SEQUENCE_FLOOR_MAX
-from replicated_ckpt.core.lineage import Named, histories_of
+from replicated_ckpt.core.lineage import histories_of
 from replicated_ckpt.core.upkeep.policy import scope_of
 from replicated_ckpt.errors import ReplicatedCkptError, StoreUnavailable
 from replicated_ckpt.stores.bucket.bucket import Bucket
@@ -17,7 +16,7 @@ from replicated_ckpt.stores.thread_start import start_worker
 
 FIRST_WAIT_S, WAIT_S = 10.0, 2.0
 """How long a save waits for the first answer of a bucket, of which all checkpoints are listed then, and for later ones."""
-_NOTHING = {"is_empty": False, "save_id": "", "named": None, "histories": {}, "error": "", "kind": ""}
+_NOTHING = {"is_empty": False, "save_id": "", "lineage": "", "histories": {}, "error": "", "kind": ""}
 
 
 class Prober:
@@ -58,9 +57,9 @@ class Prober:
             is_empty = bucket.is_empty(checkpoint_id)
             there = None if is_empty else bucket.save_of(checkpoint_id)
             histories = self._histories(url, bucket, scope_of(checkpoint_id))
-            save_id = there.save_id if there else ""
-            named = asdict(Named(save_id, there.mark.lineage if there.mark else "")) if there else None
-            told = {"is_empty": is_empty, "save_id": save_id, "named": named, "histories": histories}
+            told = {"is_empty": is_empty, "histories": histories}
+            if there is not None:
+                told |= {"save_id": there.save_id, "lineage": there.mark.lineage if there.mark else ""}
             found.append({**_NOTHING, **told})
         except ReplicatedCkptError as exc:
             found.append(_describe_failure(exc))

@@ -94,8 +94,9 @@ def _print_json(store: LocalStore, seen: NodesSeen, rows: Sequence[CheckpointSee
         for node, error in sorted(seen.unreached.items())
     ]
     staged = [asdict(save) for save in list_staged_saves(store)]
-    document = {"node_id": seen.own_node, "nodes": nodes, "staged": staged, "rivals": describe_rivals(rows, seen)}
-    document |= {"memory_tier": describe_memory_tier(store), "newer_format": seen.newer}
+    document = {"node_id": seen.own_node, "nodes": nodes, "staged": staged}
+    document |= {"rivals": describe_rivals(rows, seen, store.root), "memory_tier": describe_memory_tier(store)}
+    document |= {"newer_format": seen.newer}
     print(json.dumps({**document, "checkpoints": [row.to_json() for row in rows]}, indent=2))
 
 
@@ -114,7 +115,7 @@ def _print(store: LocalStore, seen: NodesSeen, rows: Sequence[CheckpointSeen]) -
             print(f"{seen.label(one.node_id)}: its manifest of {one.checkpoint_id} is damaged; `repair` restores it")
     steps = [step for save in staged for step in advise_on_doubt(save, seen, store.root)]
     for line in [
-        *describe_rivals(rows, seen),
+        *describe_rivals(rows, seen, store.root),
         *seen.describe_unreached(find_needed(rows, seen)),
         *steps,
         *advise(rows, seen, store.root),

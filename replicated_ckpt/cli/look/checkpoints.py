@@ -27,7 +27,7 @@ from replicated_ckpt.stores.bucket.bucket_save import BucketSave
 from replicated_ckpt.wording import describe_bytes, list_some, plural
 
 HEADER = ("ID", "SAVED AT", "STEP", "SIZE", "COPIES", "HOSTS", "BUCKET")
-WHOLE, SHORT, NOT_SEEN, LOST = "whole", "short", "not seen", "lost"
+WHOLE, SHORT, NOT_SEEN, LOST, SAVED_OVER = "whole", "short", "not seen", "lost", "saved over"
 DAMAGED, UNMANAGED, IN_BUCKET, REMOVED = "manifest damaged", "unmanaged", "in the bucket", "being removed"
 RETIRED = "being retired"
 _HOSTS_MAX = 4
@@ -105,9 +105,10 @@ class CheckpointSeen:
         why = f": {seen.list_names(silent)} not reached" if silent else ""
         if unknown and not silent:
             why = f": {seen.list_names(unknown)} not known to this node"
-        if self.state in (NOT_SEEN, LOST):
+        if self.state in (NOT_SEEN, LOST, SAVED_OVER):
             removed = f"; removed on {seen.list_names(self.removed_on)}" if self.removed_on else ""
-            return f"{plural(len(self.missing), 'file')} {'lost' if self.state == LOST else 'not seen'}{why}{removed}"
+            what = f"{SAVED_OVER} by another run" if self.state == SAVED_OVER else self.state
+            return f"{plural(len(self.missing), 'file')} {what}{why}{removed}"
         if self.state == SHORT:
             return f"{self.copies_seen} of {self.copies_wanted} copies seen{why}"
         few = f", as there {'is' if seen.nodes_known == 1 else 'are'} {plural(seen.nodes_known, 'node')}"
@@ -192,6 +193,9 @@ def _count_copies(row: CheckpointSeen, save: SeenSave, seen: NodesSeen) -> Check
         silent |= seen.unreached.keys()
     may_be_there = all(assumed[name] or seen.unreached for name in missing)
     state = WHOLE if least >= min(wanted, seen.nodes_known) else SHORT if least else NOT_SEEN if may_be_there else LOST
+    taken = seen.taken_on(row.checkpoint_id, row.lineage) if state == LOST else ()
+    if state == LOST and all(save.is_saved_over(name, taken) for name in missing):
+        state = SAVED_OVER
     nodes = tuple(sorted(node for node in save.holders if node in seen.held))
     removed_on = seen.removed_on(row.checkpoint_id, row.save_id)
     is_going = bool(removed_on) and all(is_removed_everywhere(save.manifest, name, removed_on) for name in missing)
@@ -316,16 +320,17 @@ def _advise_on_lost(row: CheckpointSeen, has_other_version: bool, root: Path) ->
     if row.bucket in ("there", "unknown"):
         step += "load it with the object_store that it went to; or "
     step += 'load an older checkpoint, as "latest" does; bring back a disk that has the lost files'
-    if has_other_version:
-        return f"{step}; another version has this name, too, which `rm` would remove with it"
-    keeps = " --keep-in-bucket" if row.bucket in ("there", "unknown") else ""
-    return f"{step}, or give it up: `replicated-ckpt rm {quote(row.checkpoint_id)} --root {quote(str(root))}{keeps}`"
+    step += "; another version has this name, too" if has_other_version else ""
+    options = f" --save {row.save_id}" if has_other_version else ""
+    options += " --keep-in-bucket" if row.bucket in ("there", "unknown") else ""
+    return f"{step}, or give it up: `replicated-ckpt rm {quote(row.checkpoint_id)} --root {quote(str(root))}{options}`"
 
 
 _NOT_GOOD = {
     SHORT: "with fewer copies than wanted",
     NOT_SEEN: "with files that no node showed",
     LOST: "with lost files",
+    SAVED_OVER: "saved over by another run",
     DAMAGED: "with a damaged manifest",
     UNMANAGED: "of stock torch",
 }

@@ -111,6 +111,14 @@ class NodesSeen:
             return ()
         return tuple(sorted(node for node, held in self.held.items() if save_id in held.standing.removed))
 
+    def taken_on(self, checkpoint_id: str, lineage: str) -> frozenset[str]:
+        """The nodes where a save of another run has the name."""
+        return frozenset(
+            held.node_id
+            for held in self.holdings
+            if held.checkpoint_id == checkpoint_id and held.lineage != lineage and not held.is_replaced
+        )
+
     def name(self, node: str) -> str:
         return "this node" if node == NO_NODE else self.names.get(node, node)
 

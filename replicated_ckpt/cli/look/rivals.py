@@ -1,16 +1,18 @@
 """Rivals as the command line shows them: versions of one checkpoint, runs in one directory; which of them a load takes."""
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
+from shlex import quote
 
 from replicated_ckpt.cli.look.checkpoints import LOST, SHORT, WHOLE, CheckpointSeen
 from replicated_ckpt.cli.look.nodes import NodesSeen
 from replicated_ckpt.cli.look.table import format_moment
 from replicated_ckpt.core.inventory import Holding, SaveFound, lineages_found, saves_found
 from replicated_ckpt.core.upkeep.policy import scope_of
-from replicated_ckpt.wording import plural
+from replicated_ckpt.wording import describe_way_out, plural
 
 
-def describe_rivals(rows: Sequence[CheckpointSeen], seen: NodesSeen) -> list[str]:
+def describe_rivals(rows: Sequence[CheckpointSeen], seen: NodesSeen, root: Path) -> list[str]:
     """A few lines for each checkpoint of which several saves lie on the nodes, and each directory of several runs."""
     row_of = {(row.checkpoint_id, row.save_id): row for row in rows}
     lines: list[str] = []
@@ -20,11 +22,13 @@ def describe_rivals(rows: Sequence[CheckpointSeen], seen: NodesSeen) -> list[str
     for checkpoint_id, holdings in sorted(by_name.items()):
         saves = saves_found(holdings)
         if len(saves) > 1:
-            lines += _describe_versions([(save, row_of[checkpoint_id, save.save_id]) for save in saves], seen)
+            lines += _describe_versions([(save, row_of[checkpoint_id, save.save_id]) for save in saves], seen, root)
     return [*lines, *_describe_runs(seen)]
 
 
-def _describe_versions(versions: Sequence[tuple[SaveFound, CheckpointSeen]], seen: NodesSeen) -> Iterator[str]:
+def _describe_versions(
+    versions: Sequence[tuple[SaveFound, CheckpointSeen]], seen: NodesSeen, root: Path
+) -> Iterator[str]:
     """`versions`: in the order in which a load by name tries them."""
     first = versions[0][0]
     of_run = [(save, row) for save, row in versions if save.version.lineage == first.version.lineage]
@@ -36,10 +40,12 @@ def _describe_versions(versions: Sequence[tuple[SaveFound, CheckpointSeen]], see
         yield f"  save {save.save_id} of {made}: {row.describe_copies(seen)}; {_place(save, seen)}"
     named = [(save, row) for save, row in versions if not all(holding.is_replaced for holding in save.holdings)]
     if len({save.version.lineage for save, _ in named}) > 1:
-        yield (
-            f"next step for {name}: two runs have saved under this name, and neither gives way: to keep both, rename its "
-            "directory on each node that has the one; else save over both with overwrite=True"
-        )
+        yield f"next step for {name}: several runs have saved under this name, and neither gives way"
+        for save, _ in named:
+            if save.version.lineage != first.version.lineage:
+                on = [holding.node_id for holding in save.holdings if not holding.is_replaced]
+                where = quote(str(root)) if on == [seen.own_node] else "ROOT"
+                yield f"  save {save.save_id} of another run: {describe_way_out(name, save.save_id, on, where)}"
     elif named:
         yield _describe_wait(*named[0])
 

@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     while True:
         state: _State | _OwnAgent = _ask_own_agent(store) if arguments.own_agent else _look(store)
         if arguments.json:
-            print(json.dumps(state.to_json(), indent=None if arguments.watch else 2), flush=True)
+            print(json.dumps(state.to_json(store), indent=None if arguments.watch else 2), flush=True)
         elif arguments.watch is None:
             print(state.text(store), flush=True)
         else:
@@ -89,7 +89,7 @@ class _OwnAgent:
     def code(self) -> ExitCode:
         return ExitCode.UNREACHABLE if self.pid is None else ExitCode.OK
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self, _: LocalStore) -> dict[str, Any]:
         state = "down" if self.pid is None else "good"
         reasons = [self.why_down] if self.pid is None else []
         found = {"unix_s": round(time.time(), 3), "state": state, "exit_code": int(self.code)}
@@ -125,7 +125,7 @@ class _State:
     def code(self) -> ExitCode:
         return self.health.code
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self, store: LocalStore) -> dict[str, Any]:
         nodes = [
             {"node_id": node, "is_reached": True, "room": None if held.room is None else held.room.to_json()}
             for node, held in sorted(self.seen.held.items())
@@ -146,12 +146,12 @@ class _State:
             "memory_tier": list(self.memory_tier),
             "agent": self.agent,
             "last_errors": list(self.errors),
-            "rivals": describe_rivals(self.rows, self.seen),
+            "rivals": describe_rivals(self.rows, self.seen, store.root),
         }
 
     def text(self, store: LocalStore) -> str:
         """The verdict first, what to do about it, and then what there is."""
-        lines = [*self.health.lines, *self._next_steps(store), *describe_rivals(self.rows, self.seen)]
+        lines = [*self.health.lines, *self._next_steps(store), *describe_rivals(self.rows, self.seen, store.root)]
         lines += [format_table(("NODE", "AGENT", "CHECKPOINTS", "ROOM"), list(map(self._cells, self._nodes())))]
         lines += [f"copies: {describe_totals(self.rows, self.seen, self.health.bad)}", *self.memory_tier]
         if self.agent is not None:

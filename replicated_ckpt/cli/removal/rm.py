@@ -20,6 +20,7 @@ HELP = "Remove one checkpoint from this node, and from the bucket once no other 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("id", metavar="ID", help="the checkpoint")
+    parser.add_argument("--save", metavar="SAVE", help="only this save of it, where several have its name: see `ls`")
     add_removal_arguments(parser)
 
 
@@ -27,7 +28,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Exit code: OK if no node that is known has it any more; FAILED if it was refused, or others have it still."""
     store = open_store(arguments.root)
     remover = Remover.look(store, arguments)
-    listed = [row for row in remover.rows if row.checkpoint_id == arguments.id]
+    listed = [
+        row for row in remover.rows if row.checkpoint_id == arguments.id and arguments.save in (None, row.save_id)
+    ]
     chosen = [row for row in listed if row.save_id]
     if listed and not chosen:
         path = quote(str(store.root / arguments.id))

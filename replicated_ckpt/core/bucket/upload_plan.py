@@ -9,10 +9,11 @@ from replicated_ckpt.core.upkeep.repair import NodeView, Presence
 
 @dataclass(frozen=True)
 class UploadPlan:
-    """That a save goes to the bucket, as the coordinator decides it for all ranks."""
+    """That a save goes to the bucket, as the coordinator decides it for all ranks. `replaces`: as in its manifest."""
 
     url: str
     has_own_prefix: bool
+    replaces: str = ""
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """One save as all nodes together show it: where each file was seen intact, where it is damaged, where it is assumed."""
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from replicated_ckpt.core.inventory import Holding, SaveFound
@@ -30,9 +30,9 @@ class SeenSave:
     with_metadata: frozenset[str]
     assumed_metadata: frozenset[str]
 
-    @cached_property
+    @property
     def version(self) -> Version:
-        return replace(self.found.version, replaces=self.manifest.replaces)
+        return self.found.version
 
     @cached_property
     def is_whole(self) -> bool:
@@ -58,6 +58,12 @@ class SeenSave:
     def can_give(self, shard: str) -> bool:
         """Whether an intact copy can be made: of one, of several damaged ones together, or of the data without footer."""
         return bool(self.intact[shard] or self.footless[shard]) or len(self.damaged[shard]) > 1
+
+    def is_saved_over(self, name: str, taken: Collection[str]) -> bool:
+        """Whether a file was to lie on one of these nodes, where another run's save has the name: its user gave it up."""
+        entry = self.manifest.shards.get(name)
+        meant = {node.node_id for node in self.manifest.nodes} if entry is None else {*entry.holders}
+        return not meant.isdisjoint(taken)
 
     def strays(self, node_id: str) -> list[str]:
         """Shards in the node's directory that the manifest does not name."""

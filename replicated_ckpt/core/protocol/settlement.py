@@ -75,14 +75,14 @@ def settle_staged(
 def may_publish(staged: Version, published: Version | None, replaces: str) -> bool:
     """Whether a decided save may take a name under which `published` lies now.
 
-    `replaces` is the save that lay there when the save was opened: of another lineage only that one gives way, and those
-    that the manifest names, as the user asked for it. Of one lineage the newer save has the name, unless the other one was
-    saved over it.
+    Of one lineage the newer save has the name. Of another lineage only the save that lay there when this one was opened
+    gives way, `replaces`: the user has asked for that, on this node.
     """
     if published is None or published.save_id == staged.save_id:
         return True
-    is_asked_for = published.lineage != staged.lineage and published.save_id == replaces
-    return is_asked_for or staged.takes_place_of(published)
+    if published.lineage == staged.lineage:
+        return staged.is_newer_than(published)
+    return published.save_id == replaces
 
 
 def is_without_a_name(
@@ -109,11 +109,11 @@ def is_without_a_name(
 def may_be_dropped(old: Version, *, whole: Iterable[Version], published: Version | None) -> bool:
     """Whether a version that was replaced, or is staged, may go: the save that took its place was seen whole.
 
-    `whole` are the versions of the same checkpoint of which every shard was seen intact at a node that answers;
-    `published` is the one that has the name on this node.
+    `whole` are the versions of the same checkpoint of which every shard was seen intact at a node that answers. Of another
+    lineage only the one counts that has the name on this node, `published`.
     """
     return any(
-        version.takes_place_of(old)
+        version.is_newer_than(old)
         or (published is not None and version.save_id == published.save_id and version.lineage != old.lineage)
         for version in whole
         if version.save_id != old.save_id

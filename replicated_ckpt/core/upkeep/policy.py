@@ -108,9 +108,8 @@ class Standing:
     not wanted there. `ordered`: those of `uploading` that a user has ordered by hand, whatever else is known of them.
     `removed`: saves that the node's own user has removed by hand. `unable`: those of `uploading` that it cannot bring
     itself: no rank there has named the bucket, or its key is refused. `absent`: those of `uploaded` that the bucket does
-    not have, as it has removed them, or would not keep them. `saved_over`: saves that are gone there as another run's
-    save, which was seen whole, has replaced them. `is_busy`: it may be making copies now. `is_drained`: its user is taking
-    it down, so what lies there counts for no other drained node.
+    not have, as it has removed them, or would not keep them. `is_busy`: it may be making copies now. `is_drained`: its user
+    is taking it down, so what lies there counts for no other drained node.
     """
 
     policies: tuple[Policy, ...] = ()
@@ -120,7 +119,6 @@ class Standing:
     removed: frozenset[str] = frozenset()
     unable: frozenset[str] = frozenset()
     absent: frozenset[str] = frozenset()
-    saved_over: frozenset[str] = frozenset()
     is_busy: bool = field(default=False, kw_only=True)
     is_drained: bool = field(default=False, kw_only=True)
 
@@ -133,7 +131,6 @@ class Standing:
             "removed": sorted(self.removed),
             "unable": sorted(self.unable),
             "absent": sorted(self.absent),
-            "saved_over": sorted(self.saved_over),
             "is_busy": self.is_busy,
             "is_drained": self.is_drained,
         }
@@ -149,7 +146,7 @@ class Standing:
         )
 
 
-_SAVES = ("uploading", "uploaded", "ordered", "removed", "unable", "absent", "saved_over")
+_SAVES = ("uploading", "uploaded", "ordered", "removed", "unable", "absent")
 NOTHING_SAID = Standing()
 
 

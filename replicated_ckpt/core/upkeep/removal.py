@@ -24,7 +24,7 @@ def find_removed(nodes: Iterable[NodeView]) -> frozenset[str]:
         if one.save_id in said:
             removed.setdefault(one.checkpoint_id, set()).add(one.version)
     here = ((one, removed.get(one.checkpoint_id, ())) for one in held)
-    return said.union(one.save_id for one, newer in here if any(each.takes_place_of(one.version) for each in newer))
+    return said.union(one.save_id for one, newer in here if any(each.is_newer_than(one.version) for each in newer))
 
 
 @dataclass(frozen=True)

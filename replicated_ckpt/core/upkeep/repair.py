@@ -56,9 +56,9 @@ def plan_repair(
     Every node that is up gets manifest and metadata of every checkpoint. A missing copy goes to a node that was meant to
     hold it, else to one in a domain without a copy, else to the one that gets least, but before all to one that has room
     for it; a damaged one is replaced where it is. A node's domain is what the newest save there says. Of several saves of
-    a checkpoint and lineage the newest that was seen whole takes the place of older ones, and of those of other lineages
-    that it replaces; while none was, each is mended where it is. The same views give the same plan, so each node can plan
-    for itself.
+    a checkpoint and lineage the newest that was seen whole takes the place of older ones; while none was, each is mended
+    where it is. What has the name on a node stays there if it is of another lineage, and the node gets no copy. The same
+    views give the same plan, so each node can plan for itself.
 
     Saves that are `going`, retired or removed, are left alone. A directory that goes by another name than its save was
     renamed or copied by a user, who wants it: it is kept up, whatever becomes of the save.
@@ -88,19 +88,24 @@ class _Checkpoint:
 
     @cached_property
     def lineages(self) -> Mapping[str, Sequence[SeenSave]]:
-        """The saves that no whole one replaces, by lineage, newest first; the lineage that was saved last comes first."""
-        whole = [save.version for save in self.saves if save.is_whole]
+        """The saves by lineage, newest first; the lineage that was saved last comes first. Without those that go from each
+        node that has them."""
         by_lineage: dict[str, list[SeenSave]] = {}
         for save in self.saves:
-            if any(save.found.save_id in other.replaces for other in whole):
-                continue
-            by_lineage.setdefault(save.version.lineage, []).append(save)
+            if self.find_going(save) < {holding.node_id for holding in save.found.holdings}:
+                by_lineage.setdefault(save.version.lineage, []).append(save)
         return by_lineage
 
+    def find_going(self, save: SeenSave) -> set[str]:
+        """The nodes where a whole save of another lineage has replaced it: there it goes."""
+        kept = {holding.node_id for holding in save.found.holdings if holding.is_replaced}
+        return {node for node in kept if self._whole_named.get(node, save.version.lineage) != save.version.lineage}
+
     @cached_property
-    def overtaken(self) -> frozenset[str]:
-        """Saves that give way to one of another lineage once that one is seen whole."""
-        return frozenset(save_id for save in self.saves if save.may_be_whole for save_id in save.manifest.replaces)
+    def _whole_named(self) -> Mapping[str, str]:
+        """The lineage of the whole save that has the name on a node."""
+        whole = [(save.version.lineage, save.found.holdings) for save in self.saves if save.is_whole]
+        return {held.node_id: lineage for lineage, holdings in whole for held in holdings if not held.is_replaced}
 
     @property
     def newest_lineage(self) -> str | None:
@@ -188,17 +193,16 @@ class _Planning:
             whole = next((save for save in saves if save.is_whole), None)
             loads = whole or next((save for save in saves if save.may_be_whole), None)
             for save in saves:
-                takers = set(save.holders)
+                takers = set(save.holders) - checkpoint.find_going(save)
                 if lineage == checkpoint.newest_lineage and save is (loads or saves[0]) and save.with_metadata:
                     takers |= blank - checkpoint.unmanaged
                 if save is whole:
-                    takers |= {node_id for node_id, other in published.items() if save.version.takes_place_of(other)}
+                    takers |= {node_id for node_id, other in published.items() if save.version.is_newer_than(other)}
                     takers |= self._find_overruled(checkpoint) if lineage == checkpoint.newest_lineage else set()
-                is_in_doubt = (loads is not None and save is not loads) or save.found.save_id in checkpoint.overtaken
                 known = len(self.short)
-                self._add_save(save, takers, blank, is_in_doubt=is_in_doubt)
+                self._add_save(save, takers, blank, is_in_doubt=loads is not None and save is not loads)
                 taken = tuple(sorted(node for node, other in published.items() if other.lineage != lineage))
-                self.short[known:] = [replace(one, taken_on=taken if one.have else ()) for one in self.short[known:]]
+                self.short[known:] = [_where_taken(one, save, taken) for one in self.short[known:]]
                 if save is whole:
                     break  # the older ones of the lineage give way to it
         self._add_foreign(checkpoint)
@@ -211,8 +215,8 @@ class _Planning:
         return published
 
     def _find_overruled(self, checkpoint: _Checkpoint) -> set[str]:
-        """The nodes whose files of an unknown save give way to a whole one."""
-        return set() if self._silent else {self._own_node or ""} & checkpoint.foreign
+        """The nodes whose files of an unknown save give way to a whole one, unless they may be another run's."""
+        return set() if self._silent or len(checkpoint.lineages) > 1 else {self._own_node or ""} & checkpoint.foreign
 
     def _add_foreign(self, checkpoint: _Checkpoint) -> None:
         """Files of a save that no node knows: their manifest is lost, or on a node that does not answer."""
@@ -290,6 +294,13 @@ class _Planning:
             chosen.append(best)
             taken.add(best)
         return chosen
+
+
+def _where_taken(short: ShortShard, save: SeenSave, taken: tuple[str, ...]) -> ShortShard:
+    """What is short of a save where other runs' saves have its name on the nodes `taken`."""
+    is_over = not short.have and save.is_saved_over(short.shard, taken)
+    lies_on = tuple(sorted(save.holders)) if taken else ()
+    return replace(short, taken_on=taken, is_in_doubt=short.is_in_doubt or is_over, lies_on=lies_on)
 
 
 def _index_published(nodes: Sequence[NodeView]) -> Mapping[str, Mapping[str, Version]]:

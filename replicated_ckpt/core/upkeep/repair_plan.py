@@ -6,6 +6,7 @@ from operator import index
 from typing import Any, TypeAlias
 
 from replicated_ckpt.core.inventory import Holding
+from replicated_ckpt.wording import describe_way_out
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,6 @@ class SetAside:
 Action: TypeAlias = RestoreManifest | CopyShard | SetAside
 
 
-_KEEP_BOTH = "to keep both, rename its directory on each node that has it; else save over both with overwrite=True"
-
 _SAVE_AGAIN = "every node has answered: load what can be had, and save it again over both with overwrite=True"
 
 
@@ -79,7 +78,7 @@ class ShortShard:
     `have` 0: no copy is known anywhere. `waits_for`: nodes, with their hosts, that do not answer and may hold one.
     `is_in_doubt`: another save of the same checkpoint is whole, or may be once nodes are back. `save_id` is empty where no
     manifest tells which save the file is of. `taken_on`: nodes that can take no copy, as a save of another run has the
-    checkpoint's name there.
+    checkpoint's name there; then `lies_on` are those that have files of this one.
     """
 
     checkpoint_id: str
@@ -91,6 +90,7 @@ class ShortShard:
     waits_for: tuple[str, ...] = ()
     is_in_doubt: bool = False
     taken_on: tuple[str, ...] = ()
+    lies_on: tuple[str, ...] = ()
 
     @property
     def is_lost(self) -> bool:
@@ -102,7 +102,7 @@ class ShortShard:
         taken = (
             f"; a save of another run has its name on node {' and node '.join(self.taken_on)}" if self.taken_on else ""
         )
-        advice = f"; {_KEEP_BOTH}" if self.taken_on else ""
+        advice = f"; {describe_way_out(self.checkpoint_id, self.save_id, self.lies_on)}" if self.taken_on else ""
         if self.is_in_doubt and not self.waits_for and not self.taken_on:
             advice = f"; {_SAVE_AGAIN}"
         have = f"{self.have} of {self.wanted} copies" if self.save_id else "on no node that answers"

@@ -39,7 +39,6 @@ class Verdict:
     sequence: int
     is_kept: bool
     rule: str
-    is_of_other_run: bool = field(default=False, kw_only=True)
 
     def __str__(self) -> str:
         return f"{self.checkpoint_id} (save {self.save_id}) {'stays' if self.is_kept else 'goes'}: {self.rule}"
@@ -117,13 +116,12 @@ def _judge_one(
 
 @dataclass(frozen=True)
 class Removal:
-    """One node removes what it holds of a save. `is_of_other_run`: one that this run has saved over."""
+    """One node removes what it holds of a save."""
 
     node_id: str
     checkpoint_id: str
     save_id: str
     rule: str
-    is_of_other_run: bool = field(default=False, kw_only=True)
 
     def __str__(self) -> str:
         return f"node {self.node_id}: remove {self.checkpoint_id} (save {self.save_id}): {self.rule}"
@@ -131,14 +129,10 @@ class Removal:
 
 @dataclass(frozen=True)
 class RetentionPlan:
-    """What the nodes keep no longer. `removals` are of nodes that answer; those that come back plan for themselves.
-
-    `left`: parts of saves that other nodes know to be saved over; none looks after them, or misses the rest.
-    """
+    """What the nodes keep no longer. `removals` are of nodes that answer; those that come back plan for themselves."""
 
     verdicts: tuple[Verdict, ...] = ()
     removals: tuple[Removal, ...] = ()
-    left: frozenset[str] = frozenset()
 
     @property
     def retired(self) -> frozenset[str]:
@@ -162,6 +156,7 @@ class RetentionPlan:
 NOT_UPLOADED = "it is not in the object store yet"
 NO_MANIFEST = "a node has to restore its manifest first"
 NODE_SILENT = "a node that is silent may have the rest of it"
+OTHER_STAYS = "another run's version, which it has replaced, stays while it is read, and would have its name again"
 _HOLDING_BACK = (NOT_UPLOADED, NO_MANIFEST)
 
 
@@ -188,51 +183,36 @@ def plan_retention(
         if policy.tier == NODES and policy.retention is not None:
             mine = {save_id: found for save_id, found in manifest_by_save.items() if _is_under(found, policy)}
             verdicts += judge(list(_candidates(mine, up, holdings, in_doubt=in_doubt)), policy.retention)
-    gone = frozenset[str]().union(*(node.standing.saved_over for node in up)) & manifest_by_save.keys()
-    left = frozenset(one for one in gone if not _copies(manifest_by_save[one], holdings[one]))
-    aside = frozenset(one for one in gone if all(holding.is_replaced for holding in holdings[one]))
-    verdicts += list(_replaced_by_those_that_go(verdicts, manifest_by_save, holdings, left | aside))
+    verdicts += list(_left_aside(verdicts, manifest_by_save, holdings))
     removals = tuple(
-        Removal(node_id, going.checkpoint_id, going.save_id, going.rule, is_of_other_run=going.is_of_other_run)
+        Removal(node_id, going.checkpoint_id, going.save_id, going.rule)
         for going in verdicts
         if not going.is_kept
         for node_id in sorted(holding.node_id for holding in holdings[going.save_id])
     )
-    return RetentionPlan(tuple(verdicts), removals, left)
+    return RetentionPlan(tuple(verdicts), removals)
 
 
 def find_retired(manifest_by_save: Mapping[str, Manifest], nodes: Sequence[NodeView]) -> frozenset[str]:
-    """The saves that the policies of their runs keep no more, as these nodes tell them, or of which parts are left."""
+    """The saves that the policies of their runs keep no more, as these nodes tell them."""
     policies = agree(policy for node in nodes for policy in node.standing.policies)
-    plan = plan_retention(manifest_by_save, nodes, policies)
-    return plan.retired | plan.left
+    return plan_retention(manifest_by_save, nodes, policies).retired
 
 
-def _replaced_by_those_that_go(
-    verdicts: Sequence[Verdict],
-    manifest_by_save: Mapping[str, Manifest],
-    holdings: Mapping[str, Sequence[Holding]],
-    given_way: Collection[str],
+def _left_aside(
+    verdicts: Sequence[Verdict], manifests: Mapping[str, Manifest], holdings: Mapping[str, Sequence[Holding]]
 ) -> Iterator[Verdict]:
-    """Other runs' checkpoints that a user has saved over, and that are there still, as a load read them at that time.
+    """Parts of other runs' versions that saves which go had replaced, and that would have the name again.
 
-    Else they would be that checkpoint once more. They come last here, so a node removes them before what tells of them.
-    What a save was to replace that is not whole has not given way to it, and stays, but for what has `given_way` on some
-    node, by its note: the other nodes may have retired the newer one since. Of that, one that is whole, and has its name on
-    some node, is a checkpoint like any other: a node was away with it, or a user has put it back.
+    They come last here, so a node removes them first. One that is whole, or has its name on some node, stays.
     """
+    going = {verdict.checkpoint_id for verdict in verdicts if not verdict.is_kept}
     judged = {verdict.save_id for verdict in verdicts}
-    for verdict in [verdict for verdict in verdicts if not verdict.is_kept]:
-        newer = manifest_by_save[verdict.save_id]
-        is_whole = _copies(newer, holdings[newer.save_id]) > 0
-        for save_id in newer.replaces:
-            old = manifest_by_save.get(save_id)
-            if old is None or old.checkpoint_id != verdict.checkpoint_id or save_id in judged:
-                continue
-            if is_whole or save_id in given_way:
-                judged.add(save_id)
-                rule = f"save {verdict.save_id} has replaced it, and goes, too"
-                yield Verdict(old.checkpoint_id, save_id, old.sequence, is_kept=False, rule=rule, is_of_other_run=True)
+    for save_id in sorted(manifests.keys() - judged):
+        old, held = manifests[save_id], holdings[save_id]
+        if old.checkpoint_id in going and all(one.is_replaced for one in held) and not _copies(old, held):
+            rule = "what had replaced it goes, and this is a part of it"
+            yield Verdict(old.checkpoint_id, save_id, old.sequence, is_kept=False, rule=rule)
 
 
 def _is_under(manifest: Manifest, policy: Policy) -> bool:
@@ -257,6 +237,7 @@ def _candidates(
 ) -> Iterator[Candidate]:
     waiting = pending(node.standing for node in up)
     unbelieved = {one.checkpoint_id for node in up for one in node.remains if one.is_ours}
+    aside = {(held.checkpoint_id, held.lineage) for node in up for held in node.holdings or () if held.is_replaced}
     for save_id, manifest in manifests.items():
         held_back = NOT_UPLOADED if save_id in waiting else ""
         if not held_back and manifest.checkpoint_id in unbelieved:
@@ -265,6 +246,8 @@ def _candidates(
         wanted = max(1, min(manifest.copies, len(up)))
         if in_doubt and not copies and not held_back:
             held_back = NODE_SILENT
+        if copies and any(name == manifest.checkpoint_id and run != manifest.lineage for name, run in aside):
+            held_back = held_back or OTHER_STAYS
         yield Candidate(
             manifest.checkpoint_id,
             save_id,

@@ -46,4 +46,4 @@ def _has_all_copies(save: SeenSave, up: Collection[NodeView]) -> bool:
 def _has_its_name(held: Holding, save: SeenSave) -> bool:
     """Of two runs' saves on one node one alone is published under the name; the other one would have to give way."""
     is_rival = held.checkpoint_id == save.found.checkpoint_id and held.lineage != save.version.lineage
-    return is_rival and not held.is_replaced and not save.version.takes_place_of(held.version)
+    return is_rival and not held.is_replaced

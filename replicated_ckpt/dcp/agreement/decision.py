@@ -53,7 +53,6 @@ class SaveDecision:
     upload: UploadPlan | None = None
     lineage: str = ""
     announced: Announced = NOTHING_ANNOUNCED
-    replaces: tuple[str, ...] = ()
     ticket: str = field(default="", repr=False)
     known_layout: str = ""
 
@@ -139,7 +138,6 @@ class SaveDecision:
             None if fields["upload"] is None else UploadPlan(**fields["upload"]),
             fields["lineage"],
             Announced(**fields["announced"]),
-            tuple(fields["replaces"]),
             str(fields["ticket"]),
             str(fields["known_layout"]),
         )

@@ -17,8 +17,8 @@ from replicated_ckpt.agent.settling.settle import settle
 from replicated_ckpt.agent.start.launch import SILENT_TIMEOUT_S
 from replicated_ckpt.agent.state.endpoint import read_endpoint
 from replicated_ckpt.core.integrity.checksum import crc32c
-from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
-from replicated_ckpt.core.lineage import Histories, History, Named, believe, histories_from_json, merge_histories
+from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, is_lineage
+from replicated_ckpt.core.lineage import Histories, History, believe, histories_from_json, merge_histories
 from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
 from replicated_ckpt.dcp.agreement.decision import SaveDecision
@@ -28,7 +28,7 @@ from replicated_ckpt.errors import HINT_MARK, PeerProtocolError, ReplicatedCkptE
 from replicated_ckpt.stores.files.existence import list_prefixed
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
-from replicated_ckpt.stores.local.versions.replaceable import holds_checkpoint
+from replicated_ckpt.stores.local.versions.replaceable import find_named
 from replicated_ckpt.stores.peer.answer import parsing
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.fan_out import FanOut
@@ -64,14 +64,13 @@ class Cluster(Protocol):
 class Opened:
     """What became of the opening of a save: what the nodes know of lineages, and which of them did not answer, and why.
 
-    `replaces`: some node holds the checkpoint already. `named`: the saves that have its name, each as one node told it;
-    where the save may not overwrite, none, whatever a node says: its user gave no version up.
+    `named`: the lineages of the saves that have the checkpoint's name on nodes, "" where no manifest tells. Empty: nothing
+    of it lies on any.
     """
 
     histories: Histories
     error_by_node: Mapping[str, ReplicatedCkptError] = field(default_factory=dict)
-    replaces: bool = False
-    named: tuple[Named, ...] = ()
+    named: frozenset[str] = frozenset()
 
 
 class Committed:
@@ -143,9 +142,10 @@ class AgentCluster:
             if node == self._own_node:
                 on_own_open()
             with parsing(f"{self._by_node[node].label} opened a save wrongly"):
-                before = answer.get("named") if intent.overwrite else None
-                named = () if before is None else (Named.from_json(before),)
-                return Opened(histories_from_json(answer["histories"]), {}, bool(answer["replaces"]), named)
+                named = answer["named"]
+                if named is not None and not is_lineage(named):
+                    raise ValueError(f"no lineage: {named!r}"[:500])
+                return Opened(histories_from_json(answer["histories"]), {}, frozenset({named} - {None}))
 
         outcome = self._run(open_on)
         for node, error in outcome.errors.items():
@@ -154,8 +154,7 @@ class AgentCluster:
         told = outcome.results.values()
         own = outcome.results[self._own_node].histories if self._own_node in outcome.results else {}
         histories = merge_histories([own, *(_believed(opened.histories, own) for opened in told)])
-        named = tuple({one: None for opened in told for one in opened.named})
-        return Opened(histories, outcome.errors, any(opened.replaces for opened in told), named)
+        return Opened(histories, outcome.errors, frozenset[str]().union(*(opened.named for opened in told)))
 
     def commit(self, save_id: str, metadata: bytes, manifest: bytes, same: KeptLayout | None = None) -> Committed:
         path = f"/v1/saves/{save_id}"
@@ -233,13 +232,11 @@ class LoneNode:
         self._service = LoneService(store)
 
     def begin(self, intent: Intent, on_own_open: OnOpen = lambda: None) -> Opened:
-        replaces = holds_checkpoint(self._service.store.final(intent.checkpoint_id))
         histories, leftovers = self._service.begin(intent)
-        before = self._service.store.catalog.find_manifest(intent.checkpoint_id)
+        named = find_named(self._service.store.catalog, intent.checkpoint_id)
         on_own_open()
         settle(self._service, leftovers, ())
-        named = () if before is None or not intent.overwrite else (before.named,)
-        return Opened(histories, replaces=replaces, named=named)
+        return Opened(histories, named=frozenset() if named is None else frozenset({named}))
 
     def commit(
         self,

@@ -1,7 +1,7 @@
 """Which run a load reads where checkpoints of several lie in one directory of ids."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 from replicated_ckpt.config import NEWEST_LINEAGE, REFUSE_LINEAGES
@@ -52,6 +52,26 @@ def choose_lineage(
     beside = (save for save in saves if scope_of(save.checkpoint_id) == scope)
     sequence_max = max(save.sequence for save in beside if save.version.lineage == chosen.lineage)
     return LineageChoice((*ours, *unmanaged), lineages, sequence_max)
+
+
+def note_newest_run(
+    choice: LineageChoice, checkpoint_id: str, beside: Sequence[SaveFound], wanted: str
+) -> LineageChoice:
+    """The choice of a load by name, with the run of the newest checkpoint in its directory of ids where that is another.
+
+    `beside`: the newest saves of each run there.
+
+    Raises:
+        LineagesMet: it is, and `wanted` is "refuse".
+    """
+    runs, known = lineages_found(beside), {each.lineage: each for each in choice.lineages}
+    if not known or not runs or runs[0].lineage == choice.lineages[0].lineage:
+        return choice
+    told = {each.lineage: each for each in runs if each.lineage in known or each is runs[0]}
+    lineages = (*(known | told).values(),)
+    if wanted == REFUSE_LINEAGES:
+        raise LineagesMet(checkpoint_id, tuple(map(describe_lineage, lineages)), "the reader was told to refuse")
+    return replace(choice, lineages=lineages)
 
 
 def describe_lineage(found: LineageFound) -> str:

@@ -17,10 +17,11 @@ from replicated_ckpt.core.inventory import Holding, LineageFound, SaveFound, sav
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, OBJECT_NODE
 from replicated_ckpt.core.manifest import Manifest, decode_manifest
 from replicated_ckpt.core.reading.newest import Newest
+from replicated_ckpt.core.upkeep.policy import scope_of
 from replicated_ckpt.core.upkeep.remains import Remains, note_lost_manifests, with_remains
 from replicated_ckpt.dcp.find import absence
 from replicated_ckpt.dcp.find.bucket_look import LOOK_WITHIN_S, BucketLook, InBucket
-from replicated_ckpt.dcp.find.lineage_choice import choose_lineage
+from replicated_ckpt.dcp.find.lineage_choice import choose_lineage, note_newest_run
 from replicated_ckpt.dcp.find.passed_over import PassedOver, describe_passed_over, describe_silent, find_unread
 from replicated_ckpt.dcp.find.unmanaged_survey import unmanaged_save, unmanaged_warning
 from replicated_ckpt.dcp.node.node import SeenStore
@@ -138,6 +139,7 @@ class Surveyor:
         self._problems, self._ids = list[str](), set[str]()
         self._newest: Newest | None = None
         self.saves, self.remains = tuple[SaveFound, ...](), list[Remains]()
+        self._beside = list[Holding]()
 
     def survey(self, checkpoint_id: str) -> Survey:
         """The newest save that `checkpoint_id` (or "latest") means.
@@ -188,6 +190,8 @@ class Surveyor:
         self._ids |= {save.checkpoint_id for save in self.saves}
         self._newest = self._find_directory(checkpoint_id)
         choice = choose_lineage(checkpoint_id, self.saves, self._lineage, self._newest)
+        if self._newest is None:
+            choice = note_newest_run(choice, checkpoint_id, saves_found(self._beside), self._lineage)
         self._lineages, self._sequence_max = choice.lineages, choice.sequence_max
         passed: list[PassedOver] = []
         for save in choice.saves:
@@ -238,6 +242,8 @@ class Surveyor:
 
     def _holdings(self, checkpoint_id: str | None) -> list[Holding]:
         holdings = [*DamageBook.mark_noted(self._store, self._store.catalog.holdings(self._own_node, checkpoint_id))]
+        if checkpoint_id is not None:
+            self._beside += self._store.catalog.newest_of_runs(self._own_node, scope_of(checkpoint_id))
         self.remains += RemainsReader(self._store, self._own_node).find(checkpoint_id)
         self.newer.note(str(self._store.root), *self._store.catalog.of_newer_format(checkpoint_id))
         self._searched |= absence.name_own_store(self._store, self._own_node)
@@ -255,6 +261,7 @@ class Surveyor:
         self._searched |= {node: f"node {node} by its own ranks ({store.why})" for node, store in self._seen.items()}
         for node, found in outcome.results.items():
             holdings += found.holdings
+            self._beside += found.beside
             self.remains += found.remains
             self._searched[node] = self._by_node[node].label
             self.newer.note(self._searched[node], *found.newer)

@@ -12,7 +12,7 @@ from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.state.targets import TargetBook
 from replicated_ckpt.agent.uploads.uploader import Uploader
 from replicated_ckpt.core.bucket.upload_plan import UploadPlan, UploadState
-from replicated_ckpt.core.lineage import Histories, Named, histories_from_json
+from replicated_ckpt.core.lineage import Histories, histories_from_json
 from replicated_ckpt.dcp.node.local_agent import ask_agent
 from replicated_ckpt.errors import (
     CheckpointExists,
@@ -49,13 +49,13 @@ def check_timeout(timeout_s: object) -> float:
 class Probed:
     """What the bucket said before a save: the plan, the lineages committed there, and what is wrong with it.
 
-    `named`: the save that has the checkpoint's name there.
+    `named`: the lineage of the save that has the checkpoint's name there, as `Opened` has them of nodes.
     """
 
     plan: UploadPlan
     histories: Histories = field(default_factory=dict)
     problem: str = ""
-    named: tuple[Named, ...] = ()
+    named: frozenset[str] = frozenset()
 
 
 class ObjectTier:
@@ -95,7 +95,7 @@ class ObjectTier:
             return [f"this node's agent does not know the object store: {exc}"]
         return []
 
-    def probe(self, checkpoint_id: str, *, replaces: bool, overwrite: bool) -> Probed:
+    def probe(self, checkpoint_id: str, *, is_on_nodes: bool, overwrite: bool) -> Probed:
         """Looks at the bucket before a save. What is wrong with it does not keep the save from the nodes.
 
         Raises:
@@ -109,12 +109,12 @@ class ObjectTier:
         try:
             found = ask_agent(self._store, "POST", "/v1/object/probe", document, PROBE_S)
         except ReplicatedCkptError as exc:
-            found = {"error": str(exc), "is_empty": False, "save_id": "", "named": None, "histories": {}}
+            found = {"error": str(exc), "is_empty": False, "save_id": "", "lineage": "", "histories": {}}
         if found["save_id"] and not overwrite:
             raise CheckpointExists(f"Checkpoint already exists: {checkpoint_id!r} in {url}.")
         problem = f"object store {url}: {found['error']}" if found["error"] else ""
-        plan = UploadPlan(url, has_own_prefix=replaces or not found["is_empty"])
-        named = () if found["named"] is None else (Named.from_json(found["named"]),)
+        plan = UploadPlan(url, has_own_prefix=is_on_nodes or not found["is_empty"], replaces=found["save_id"])
+        named = frozenset({str(found["lineage"])} if found["save_id"] else ())
         return Probed(plan, histories_from_json(found["histories"]), problem, named)
 
     def expect(self, save_id: str, checkpoint_id: str) -> None:

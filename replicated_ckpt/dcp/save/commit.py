@@ -239,7 +239,6 @@ def _describe(
         upload=upload,
         lineage=decision.lineage,
         notes=notes,
-        replaces=decision.replaces,
     )
     return raw_metadata, manifest
 
@@ -250,7 +249,7 @@ def _add_for_bucket(layout: KeptLayout, metadata: Metadata, decision: SaveDecisi
     if plan is None:
         return raw, None
     if not plan.has_own_prefix:
-        return raw, UploadEntry(plan.url, False, len(raw), crc32c(raw))
+        return raw, UploadEntry(plan.url, False, len(raw), crc32c(raw), plan.replaces)
     prefix = own_prefix(decision.save_id)
     paths = {info.relative_path: prefix + info.relative_path for info in metadata.storage_data.values()}
     elsewhere = {
@@ -258,7 +257,7 @@ def _add_for_bucket(layout: KeptLayout, metadata: Metadata, decision: SaveDecisi
     }
     shared = dict(layout.described)  # of which equal parts are one object
     bucket = encode_metadata(replace(metadata, state_dict_metadata=shared, storage_data=elsewhere))
-    return raw + bucket, UploadEntry(plan.url, True, len(bucket), crc32c(bucket))
+    return raw + bucket, UploadEntry(plan.url, True, len(bucket), crc32c(bucket), plan.replaces)
 
 
 def _shard_entries(decision: SaveDecision, receipts: Sequence[Receipt]) -> Mapping[str, ShardEntry]:

@@ -1,11 +1,11 @@
 """The place of a save in the order of all saves, and whether it goes to the bucket: the coordinator's last decisions."""
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
 from replicated_ckpt.agent.state.sequence_floor import SequenceFloor
-from replicated_ckpt.core.lineage import Histories, History, Named, join_replaced, merge_histories, newest_lineage
+from replicated_ckpt.core.lineage import Histories, History, merge_histories, newest_lineage
 from replicated_ckpt.core.upkeep.policy import scope_of
 from replicated_ckpt.dcp.agreement.decision import SaveDecision
 from replicated_ckpt.dcp.agreement.nodes import Opened
@@ -37,15 +37,13 @@ def assign_sequence(
     ]
     decision = replace(decision, unreached=tuple(opened.error_by_node))
     decision, problems = _place_in_lineage(decision, opened.histories, seen)
-    decision = replace(decision, replaces=join_replaced(decision.lineage, opened.named))
     if not object_tier.takes(decision.sequence):
-        return decision, [*unreached, *problems, *_describe_replaced(decision, opened.replaces, opened.named, seen)]
-    found = object_tier.probe(decision.checkpoint_id, replaces=opened.replaces, overwrite=decision.overwrite)
+        return decision, [*unreached, *problems, *_describe_replaced(decision, opened.named, seen)]
+    found = object_tier.probe(decision.checkpoint_id, is_on_nodes=bool(opened.named), overwrite=decision.overwrite)
     decision, problems = _place_in_lineage(decision, merge_histories([opened.histories, found.histories]), seen)
-    decision = replace(decision, replaces=join_replaced(decision.lineage, [*opened.named, *found.named]))
     if found.problem:
         problems = [*problems, f"{found.problem} The copies on the nodes are made"]
-    problems += _describe_replaced(decision, opened.replaces, [*opened.named, *found.named], seen)
+    problems += _describe_replaced(decision, opened.named | found.named, seen)
     return replace(decision, upload=found.plan), [*unreached, *problems]
 
 
@@ -79,14 +77,12 @@ def _place_in_lineage(decision: SaveDecision, histories: Histories, seen: Seen) 
     return replace(decision, lineage=lineage, sequence=sequence), _rivals(decision.checkpoint_id, lineage, histories)
 
 
-def _describe_replaced(decision: SaveDecision, has_files: bool, named: Sequence[Named], seen: Seen) -> list[str]:
+def _describe_replaced(decision: SaveDecision, named: AbstractSet[str], seen: Seen) -> list[str]:
     """In words, once for each run in a process: the save replaces a checkpoint that this process neither loaded nor saved.
 
     Not where the save may not overwrite: what it replaces then is lost.
     """
-    own = None if seen is None else seen[0]
-    runs = {one.lineage for one in named} if named or not has_files else {""}
-    others = runs - {own} - _replaced_runs
+    others = named - {None if seen is None else seen[0]} - _replaced_runs
     if not others or not decision.overwrite:
         return []
     _replaced_runs.update(others)

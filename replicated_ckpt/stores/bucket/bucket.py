@@ -242,7 +242,7 @@ class Bucket:
         if there is None or there.save_id == manifest.save_id:
             return
         if there.mark is None:
-            if there.problem in ("", OF_NEWER_FORMAT) and there.save_id not in manifest.replaces:
+            if there.problem in ("", OF_NEWER_FORMAT) and there.save_id != manifest.replaces_in_bucket:
                 what = "was written by stock torch" if not there.problem else f"is of a newer format: {there.problem}"
                 raise SaveSuperseded(f"{place} {what}, unknown at this save.", _TAKEN)
             return
@@ -254,7 +254,7 @@ class Bucket:
             raise CheckpointExists(
                 f"{place} is of save {there.save_id}, which another job made at the same time.", _TAKEN
             )
-        if there.mark.lineage != manifest.lineage and there.save_id not in manifest.replaces:
+        if there.mark.lineage != manifest.lineage and there.save_id != manifest.replaces_in_bucket:
             raise SaveSuperseded(f"{place} is of save {there.save_id} of another run, unknown at this save.", _TAKEN)
 
     def _tidy(self, manifest: Manifest, before: BucketSave | None) -> None:

@@ -54,8 +54,8 @@ class BucketSave:
 
 
 def is_superseded(manifest: Manifest, there: BucketSave | None) -> bool:
-    """Whether a save may not be committed over the one there. Another run's gives way if it was saved over, or is older."""
-    if there is None or there.mark is None or there.save_id in (manifest.save_id, *manifest.replaces):
+    """Whether a save may not be committed over the one there. Another run's gives way if saved over there, or older."""
+    if there is None or there.mark is None or there.save_id in (manifest.save_id, manifest.replaces_in_bucket):
         return False
     if there.mark.lineage != manifest.lineage:
         return there.mark.created_unix_s > manifest.created_unix_s

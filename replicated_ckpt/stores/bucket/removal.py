@@ -48,7 +48,7 @@ def remove_outlived(bucket: Bucket, manifest: Manifest, there: BucketSave) -> No
         left = _read_manifest(bucket, f"{manifest.checkpoint_id}/{place}")
         if left is None or (left.checkpoint_id, prefix_of(left)) != (manifest.checkpoint_id, place):
             continue
-        if left.save_id in manifest.replaces or is_superseded(left, there):
+        if left.save_id == manifest.replaces_in_bucket or is_superseded(left, there):
             bucket.remove_described(f"{left.checkpoint_id}/{place}", left.shards)
             log.info("removed what was left of save %s of %s", left.save_id, left.checkpoint_id)
 

@@ -46,7 +46,7 @@ from replicated_ckpt.stores.files.locks import HeldLock, exclusive
 from replicated_ckpt.stores.files.ownership import check_claimable, make_private
 from replicated_ckpt.stores.files.plain import open_plain
 from replicated_ckpt.stores.local.directories.catalog import Catalog
-from replicated_ckpt.stores.local.directories.given_up import GivenUpNotes, SavedOverNotes
+from replicated_ckpt.stores.local.directories.given_up import GivenUpNotes
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.identity import check_place, ensure_identity, find_identity
 from replicated_ckpt.stores.local.versions import others, replaced
@@ -80,7 +80,6 @@ class LocalStore:
         self.catalog = Catalog(self.root)
         self.places = PlaceNotes(self.root)
         self.given_up = GivenUpNotes(self.root)
-        self.saved_over = SavedOverNotes(self.root)
         self._private: os.stat_result | None = None
 
     def __repr__(self) -> str:
@@ -237,8 +236,6 @@ class LocalStore:
             failpoints.reach("commit.durable")
             others.remove_broken_off(final)  # of a process that began to write while the save was being published
             others.remove_carried(self.root, trash, name)
-            if is_over and before is not None and before.checkpoint_id == name and before.lineage != manifest.lineage:
-                self._note(self.saved_over, before.save_id)
             self._forget(save_id)
             held = tuple(sorted(self.catalog.shard_sizes(name)))
         failpoints.reach("commit.done")
@@ -329,13 +326,10 @@ class LocalStore:
             if not (unless_decided and self.is_decided(save_id)):
                 self._discard(save_id)
 
-    def note_given_up(self, save_id: str, *, is_saved_over: bool = False) -> None:
-        """Notes that a save is over, or removed by retention: what is staged of it is not needed. `is_saved_over`: it was
-        another run's, and what replaced it was seen whole."""
+    def note_given_up(self, save_id: str) -> None:
+        """Notes that a save is over, or removed by retention: what is staged of it is not needed."""
         with translate_errors(str(self.root), "note", save_id), exclusive(self.root / STAGING_DIR):
             self._note(self.given_up, save_id)
-            if is_saved_over:
-                self._note(self.saved_over, save_id)
 
     def _note(self, notes: GivenUpNotes, save_id: str) -> None:
         try:

@@ -80,13 +80,12 @@ def stage(
     *,
     is_decided: bool = True,
     overwrite: bool = True,
-    replaces: Sequence[str] = (),
 ) -> Manifest:
     """All shards of the save are staged here; so is the decision, if it was made."""
     nodes = (service.node_id, OTHER)
     intent = Intent(save_id, "step-10", "s" + save_id, overwrite, nodes=nodes, coordinator=coordinator)
     service.store.begin(intent)
-    service.store.places.note(save_id, lineage, sequence, replaces)
+    service.store.places.note(save_id, lineage, sequence)
     for shard in SHARDS:
         (service.store.staging(save_id) / shard).write_bytes(b"x" * 10)
     manifest = manifest_of(save_id, sequence, lineage, nodes)
@@ -127,16 +126,6 @@ def test_a_decided_save_that_was_overtaken_goes_once_the_newer_one_is_whole(
         settle(service, service.find_abandoned(0.0), [])
         drop_outlived(service, {NEWEST: newest}, look(service))
     assert not is_staged(service, NEW)
-
-
-def test_a_save_in_doubt_outlives_what_it_replaces(service: NodeService) -> None:
-    """Its run went on where its newest save, which another run's has replaced since, was not known: numbers mislead."""
-    stage(service, NEW, 2, RUN, OTHER, is_decided=False, replaces=[NEWEST])
-    newest = stage(service, NEWEST, 3, RUN, service.node_id)
-    service.commit(NEWEST)
-    settle(service, service.find_abandoned(0.0), [])
-    drop_outlived(service, {NEWEST: newest}, look(service))
-    assert is_staged(service, NEW)
 
 
 def test_a_save_that_cannot_be_completed_goes_once_a_newer_one_is_whole(service: NodeService, tmp_path: Path) -> None:

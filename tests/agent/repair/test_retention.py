@@ -184,7 +184,7 @@ def test_a_part_of_another_runs_checkpoint_that_was_saved_over_does_not_come_bac
     stores = [LocalStore(tmp_path / f"node{index}") for index in range(3)]
     theirs = checkpointed(stores, 9, {shard(0): (0,)}, copies=1, size_bytes=SMALL, lineage=OTHER)
     ours = {shard(0): (0,)} if gone_by == "commit" else {shard(0): (0,), shard(1): (1,)}
-    checkpointed(stores, 1, ours, copies=1, size_bytes=SMALL, lineage=OURS, replaces=[theirs.save_id])
+    checkpointed(stores, 1, ours, copies=1, size_bytes=SMALL, lineage=OURS)
     for number in (2, 3):
         checkpointed(stores, number, RING, checkpoint_id=f"step-{number}", size_bytes=SMALL, lineage=OURS)
     policies = [Policy("", NODES, 3, Retention(keep_last=2), lineage=OURS).to_json()]
@@ -213,6 +213,47 @@ def test_a_part_of_another_runs_checkpoint_that_was_saved_over_does_not_come_bac
         stays(stores, *running)
     for store in stores:
         assert findings(store) == []
+
+
+def test_what_a_load_reads_of_another_runs_version_has_its_name_no_more(tmp_path: Path) -> None:
+    """What has replaced it stays, past its policy, until the load is over; then neither lies on any node."""
+    stores = [LocalStore(tmp_path / f"node{index}") for index in range(2)]
+    theirs = checkpointed(stores, 9, {shard(0): (0,)}, copies=1, size_bytes=SMALL, lineage=OTHER)
+    checkpointed(stores, 1, {shard(0): (0,), shard(1): (1,)}, copies=1, size_bytes=SMALL, lineage=OURS)
+    for number in (2, 3):
+        checkpointed(stores, number, PAIR, checkpoint_id=f"step-{number}", size_bytes=SMALL, lineage=OURS)
+    load = {"lineage": "", "sequence": 3, "save_id": theirs.save_id, "reader": "session/1"}
+    with ExitStack() as stack:
+        running = [stack.enter_context(running_agent(store.root, *QUICK)) for store in stores]
+        assert [read_by(agent, load) for agent in running] == [True, True]
+        meet(*running)
+        for agent in running:
+            tell_policies(agent, [Policy("", NODES, 3, Retention(keep_last=2), lineage=OURS).to_json()])
+        stays(stores, *running)
+        assert held(stores[0]) == {shard(0)}
+        for agent in running:  # the reader has gone on to another checkpoint
+            read_by(agent, {**load, "save_id": f"{3:032x}"})
+        gone_to(stores, [2, 3])
+        assert not any(store.catalog.list_replaced() for store in stores)
+        stays(stores, *running)
+    assert [findings(store) for store in stores] == [[], []]
+
+
+def test_a_whole_checkpoint_with_which_a_node_was_away_gets_its_copies_again(tmp_path: Path) -> None:
+    """Another run had saved over it, and has retired that by now: it is the checkpoint of its name."""
+    stores = [LocalStore(tmp_path / f"node{index}") for index in range(3)]
+    checkpointed(stores, 9, {shard(0): (2, 0), shard(1): (2, 1)}, size_bytes=SMALL, lineage=OTHER)
+    ours = {shard(0): (0,), shard(1): (0,)}
+    checkpointed(stores, 1, ours, copies=1, size_bytes=SMALL, on=(0, 1), lineage=OURS)
+    for number in (2, 3):
+        checkpointed(stores, number, RING, checkpoint_id=f"step-{number}", size_bytes=SMALL, lineage=OURS)
+    with agents(stores[:2]) as running:
+        for agent in running:
+            tell_policies(agent, [Policy("", NODES, 3, Retention(keep_last=2), lineage=OURS).to_json()])
+        gone_to(stores[:2], [2, 3])
+    with agents(stores):
+        wait_for(lambda: [held(store) for store in stores[:2]] == [{shard(0)}, {shard(1)}], 20, "its copies again")
+    assert [findings(store) for store in stores] == [[], [], []]
 
 
 def read_by(agent: RunningAgent, load: Mapping[str, Any]) -> bool:

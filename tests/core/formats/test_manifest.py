@@ -43,10 +43,10 @@ def test_it_comes_back_as_it_was_written() -> None:
     assert json.loads(raw)["manifest"]["checkpoint_id"] == "run/step-10"
 
 
-@pytest.mark.parametrize("upload", [None, UploadEntry("s3://bucket", True, 9, 5)])
+@pytest.mark.parametrize("upload", [None, UploadEntry("s3://bucket", True, 9, 5, "f" * 32)])
 def test_every_field_is_written(upload: UploadEntry | None) -> None:
     """Whatever is an object in it, too: the JSON is that of all of it as dictionaries."""
-    whole = manifest(upload=upload, notes={"metrics": {"loss": 0.5}}, replaces=("f" * 32,))
+    whole = manifest(upload=upload, notes={"metrics": {"loss": 0.5}})
     assert json.loads(whole.encode())["manifest"] == json.loads(json.dumps({"version": VERSION, **asdict(whole)}))
 
 

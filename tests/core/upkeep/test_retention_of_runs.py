@@ -1,4 +1,4 @@
-"""Retention next to other runs' checkpoints: they are neither counted nor removed, but for one that was saved over."""
+"""Retention next to other runs' checkpoints: they are neither counted nor removed, but for parts that were saved over."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,7 +9,13 @@ from replicated_ckpt import Retention
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.upkeep.policy import NODES, Policy, Standing, find_series_name
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
-from replicated_ckpt.core.upkeep.retention import RetentionPlan, find_retired, plan_retention, without_retired
+from replicated_ckpt.core.upkeep.retention import (
+    OTHER_STAYS,
+    RetentionPlan,
+    find_retired,
+    plan_retention,
+    without_retired,
+)
 from replicated_ckpt.core.upkeep.whole_versions import find_whole_versions
 from tests.core.upkeep.test_retention import NAMES, by_save, holding, manifest, save_id
 
@@ -35,82 +41,45 @@ def test_another_runs_checkpoints_are_neither_counted_nor_removed() -> None:
     assert plan_of([*ours, *other], [replace(KEEP_TWO, lineage="")]).retired == frozenset()
 
 
-def test_what_a_save_has_replaced_goes_with_it_and_before_it() -> None:
-    """Else the other run's checkpoint would be that name's once more; while the save stays, so does what is told of it."""
+def saved_over(*, ours: bool, theirs: bool, is_replaced: bool = True) -> tuple[Manifest, list[Manifest], NodeView]:
+    """A node with two newer saves of this run, and one that was saved over another run's: is either whole."""
     (old,) = of_run(OTHER, 9)
-    over = replace(of_run(OURS, 1)[0], checkpoint_id=old.checkpoint_id, replaces=(old.save_id, save_id(77)))
-    newer = of_run(OURS, 2, 3)
-    plan = plan_of([over, *newer, old])
-    assert plan.retired == {over.save_id, old.save_id}
-    assert [removal.save_id for removal in plan.of_node("a")] == [old.save_id, over.save_id]
-    assert plan_of([over, newer[0], old]).retired == frozenset()
+    over = replace(of_run(OURS, 1)[0], checkpoint_id=old.checkpoint_id)
+    saves = [over, *of_run(OURS, 2, 3), old]
+    held = [replace(holding("a", one), lineage=one.lineage) for one in saves]
+    held[0] = held[0] if ours else replace(held[0], sizes=dict(list(held[0].sizes.items())[:1]))
+    sizes = held[-1].sizes if theirs else dict(list(held[-1].sizes.items())[:1])
+    held[-1] = replace(held[-1], sizes=sizes, is_replaced=is_replaced)
+    return old, saves, NodeView("a", Presence.UP, tuple(held))
+
+
+def test_what_has_replaced_another_runs_version_stays_while_that_is_there() -> None:
+    """A load reads it. Else it would have the name once more. Where it has the name, it says nothing of this one."""
+    _, saves, view = saved_over(ours=True, theirs=True)
+    plan = plan_retention(by_save(saves), [view], [KEEP_TWO])
+    assert plan.removals == ()
+    assert OTHER_STAYS in {verdict.rule for verdict in plan.verdicts}
+    named = NodeView("b", Presence.UP, (replace((view.holdings or ())[-1], node_id="b", is_replaced=False),))
+    without = replace(view, holdings=(view.holdings or ())[:-1])
+    assert plan_retention(by_save(saves), [without, named], [KEEP_TWO]).retired == {saves[0].save_id}
 
 
 def test_what_a_save_was_to_replace_that_is_not_whole_stays() -> None:
     """That other run's checkpoint has not given way: it is whole, and the only one of its name that is."""
-    (old,) = of_run(OTHER, 9)
-    over = replace(of_run(OURS, 1)[0], checkpoint_id=old.checkpoint_id, replaces=(old.save_id,))
-    saves = [over, *of_run(OURS, 2, 3), old]
-    held = [replace(holding("a", one), lineage=one.lineage) for one in saves]
-    held[0] = replace(held[0], sizes=dict(list(held[0].sizes.items())[:1]))
-    plan = plan_retention(by_save(saves), [NodeView("a", Presence.UP, tuple(held))], [KEEP_TWO])
-    assert plan.retired == {over.save_id}
+    _, saves, view = saved_over(ours=False, theirs=True)
+    assert plan_retention(by_save(saves), [view], [KEEP_TWO]).retired == {saves[0].save_id}
 
 
-@pytest.mark.parametrize("is_saved_over", [False, True])
-def test_what_a_node_brings_back_of_a_replaced_one_goes_if_others_saw_what_replaced_it(is_saved_over: bool) -> None:
-    """The newer one is not whole any more, as the others have retired it. A removal by hand there says nothing of it."""
-    (old,) = of_run(OTHER, 9)
-    over = replace(of_run(OURS, 1)[0], checkpoint_id=old.checkpoint_id, replaces=(old.save_id,))
-    saves = [over, *of_run(OURS, 2, 3), old]
-    held = [replace(holding("a", one), lineage=one.lineage) for one in saves]
-    held[0], part = (replace(one, sizes=dict(list(one.sizes.items())[:1])) for one in (held[0], held[-1]))
-    gone = frozenset({old.save_id})
-    said = Standing(saved_over=gone) if is_saved_over else Standing(removed=gone)
-    there = NodeView("b", Presence.UP, (), standing=said)
-    plan = plan_retention(by_save(saves), [NodeView("a", Presence.UP, (*held[:-1], part)), there], [KEEP_TWO])
-    assert plan.retired == ({over.save_id, old.save_id} if is_saved_over else {over.save_id})
-    assert plan.left == (gone if is_saved_over else frozenset())
-    whole = plan_retention(by_save(saves), [NodeView("a", Presence.UP, tuple(held)), there], [KEEP_TWO])
-    assert whole.retired == {over.save_id}, "a whole one gives way to a whole one alone"
-    assert not whole.left
-    aside = replace(held[-1], is_replaced=True)
-    read = plan_retention(by_save(saves), [NodeView("a", Presence.UP, (*held[:-1], aside)), there], [KEEP_TWO])
-    assert read.retired == plan.retired, "one that is aside, as a load has read it, was not put back"
-    assert not read.left
-
-
-def test_a_part_that_is_left_goes_by_its_nodes_own_word_alone() -> None:
-    """That others know it to be saved over has none look after it. What removes it is the policy of the newer one."""
-    (old,) = of_run(OTHER, 9)
-    part = replace(holding("a", old, NAMES[:1]), lineage=OTHER)
-    there = NodeView("b", Presence.UP, (), standing=Standing(saved_over=frozenset({old.save_id})))
-    views = [NodeView("a", Presence.UP, (part,)), there]
-    plan = plan_retention(by_save([old]), views, [KEEP_TWO])
-    assert not plan.retired
-    assert not plan.removals
-    assert plan.left == {old.save_id}
-    assert find_retired(by_save([old]), views) == {old.save_id}
-
-
-def test_what_has_another_name_by_now_does_not_go_with_the_save_that_replaced_it() -> None:
-    """A version that a user has copied under a name of its own stays, though a save has replaced it under its first one."""
-    (old,) = of_run(OTHER, 9)
-    over = replace(of_run(OURS, 1)[0], replaces=(old.save_id,))
-    assert old.checkpoint_id != over.checkpoint_id
-    assert plan_of([over, *of_run(OURS, 2, 3), old]).retired == {over.save_id}
-
-
-def test_one_that_two_saves_have_replaced_is_removed_once() -> None:
-    """And one that its own run's policy judges is not judged again."""
-    (old,) = of_run(OTHER, 9)
-    twice = [replace(one, checkpoint_id=old.checkpoint_id, replaces=(old.save_id,)) for one in of_run(OURS, 1, 2)]
-    saves = [*twice, *of_run(OURS, 3, 4), old]
-    assert [verdict.save_id for verdict in plan_of(saves).verdicts].count(old.save_id) == 1
-    both = plan_of(saves, [KEEP_TWO, replace(KEEP_TWO, lineage=OTHER)])
-    assert [(verdict.is_kept, verdict.save_id) for verdict in both.verdicts if verdict.save_id == old.save_id] == [
-        (True, old.save_id)
-    ]
+@pytest.mark.parametrize("is_replaced", [True, False])
+def test_a_part_that_was_saved_over_here_goes_with_what_replaced_it(is_replaced: bool) -> None:
+    """Before that. The newer one is not whole any more, as others have retired it. What has its name elsewhere stays."""
+    old, saves, view = saved_over(ours=False, theirs=False, is_replaced=is_replaced)
+    plan = plan_retention(by_save(saves), [view], [KEEP_TWO])
+    expected = [old.save_id] * is_replaced + [saves[0].save_id]
+    assert [removal.save_id for removal in plan.of_node("a")] == expected
+    assert find_retired(by_save(saves), [replace(view, standing=Standing((KEEP_TWO,)))]) == set(expected)
+    own = [KEEP_TWO, replace(KEEP_TWO, lineage=OTHER)]
+    assert plan_retention(by_save(saves), [view], own).retired == {saves[0].save_id}, "its own run's policy judges it"
 
 
 def test_only_what_lies_under_its_own_name_and_has_a_manifest_is_a_whole_version() -> None:

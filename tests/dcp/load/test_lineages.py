@@ -1,6 +1,7 @@
 """Checkpoints of two runs in one directory of ids: which one a load takes, and how it is told to refuse."""
 
 import shutil
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from replicated_ckpt import ReplicatedReader, ReplicatedWriter
 from replicated_ckpt.core.inventory import Holding, SaveFound, saves_found
 from replicated_ckpt.core.manifest import decode_manifest
 from replicated_ckpt.dcp.find.lineage_choice import choose_lineage
-from replicated_ckpt.errors import LineagesMet
+from replicated_ckpt.errors import LineagesMet, ReplicatedCkptWarning
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
@@ -51,6 +52,32 @@ def test_a_load_that_is_told_to_refuse_names_the_runs(tmp_path: Path) -> None:
         reader = ReplicatedReader(roots[0], lineage=lineage)
         dcp.load(state, checkpoint_id="latest", storage_reader=reader, no_dist=True)
         assert state["x"].tolist() == [number] * 4
+
+
+def test_a_load_by_name_of_another_run_than_the_newest_says_so(tmp_path: Path) -> None:
+    """One run has gone on in the directory of another, and its retention has removed the step that is named."""
+    roots = [tmp_path / name for name in "ab"]
+    for number, root in enumerate(roots):
+        root.mkdir()
+        for step in (3, 5) if number else (3,):
+            writer = ReplicatedWriter(root)
+            dcp.save({"x": torch.full((4,), number)}, checkpoint_id=f"step-{step}", storage_writer=writer, no_dist=True)
+    shutil.copytree(roots[1] / "step-5", roots[0] / "step-5")
+    lineages = [lineage_of(roots[0] / f"step-{step}") for step in (3, 5)]
+    state = {"x": torch.zeros(4, dtype=torch.int64)}
+    told = (
+        f"Loaded is lineage '{lineages[0]}', newest 'step-3' .*Left alone is lineage '{lineages[1]}', newest 'step-5' "
+    )
+    with pytest.warns(ReplicatedCkptWarning, match=told):
+        dcp.load(state, checkpoint_id="step-3", storage_reader=ReplicatedReader(roots[0]), no_dist=True)
+    assert state["x"].tolist() == [0] * 4
+    reader = ReplicatedReader(roots[0], lineage="refuse")
+    with pytest.raises(LineagesMet):
+        dcp.load(state, checkpoint_id="step-3", storage_reader=reader, no_dist=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ReplicatedCkptWarning)
+        dcp.load(state, checkpoint_id="step-5", storage_reader=ReplicatedReader(roots[0]), no_dist=True)
+    assert state["x"].tolist() == [1] * 4
 
 
 def test_saves_are_not_compared_with_each_other(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,12 +1,9 @@
 """Two runs meet under one name, and decisions that come late: real agents, the ranks' part of a save done by hand."""
 
-from dataclasses import replace
-
 import pytest
 
 from replicated_ckpt.dcp.agreement.nodes import AgentCluster
-from tests.agent.agents import wait_for
-from tests.agent.checkpoints import METADATA
+from tests.agent.checkpoints import METADATA, shard
 from tests.fault.combined.test_two_histories import OTHER, PAIRS, Nodes, Save, is_whole_everywhere, nodes
 
 __all__ = ["nodes"]
@@ -30,22 +27,29 @@ def test_a_decision_that_another_node_has_brought_first_is_acknowledged(nodes: N
     assert {len(committed.holders_of(name)) for name in save.shards} == {2}
 
 
-def test_a_save_over_another_runs_checkpoint_takes_its_place_on_a_node_that_was_away(nodes: Nodes) -> None:
-    """Its shards gave way as the user asked; no node says for ever that they are lost. The opening tells what goes."""
+def test_a_save_over_another_runs_checkpoint_takes_its_place_where_it_was_opened_alone(nodes: Nodes) -> None:
+    """On nodes that were away that one stays, none of it is said to be lost, and the removal of it there ends that."""
     nodes.start(0, 1, 2, 3)
     foreign = Save(nodes, 9, PAIRS, lineage=OTHER).acknowledged()
     nodes.kill(2, 3)
     ours = Save(nodes, 1, PAIR)
     ours.open()
-    named = nodes.call(1, "POST", ours.path, ours.opening())["named"]
-    assert named == {"save_id": foreign.save_id, "lineage": OTHER, "replaces": []}
-    ours.manifest = replace(ours.manifest, replaces=(foreign.save_id,))
+    assert nodes.call(1, "POST", ours.path, ours.opening())["named"] == OTHER
     ours.write()
     ours.decide()
     ours.publish(0, 1)
     nodes.start(2, 3)
-    nodes.meet()
-    wait_for(lambda: is_whole_everywhere(nodes, ours), 30, "the new save on all nodes")
+    here = [nodes.store(index) for index in (0, 1)]
+    nodes.wait_in_rounds(lambda: not any(store.catalog.list_replaced() for store in here), "the end of it there")
+    away = {foreign.save_id: {shard(2), shard(3)}, ours.save_id: ours.shards}
+    nodes.wait_in_rounds(lambda: nodes.versions() == away, "each where it belongs")
+    nodes.wait_in_rounds(lambda: nodes.status(2)["protection"]["short"] == 2, "a look at it")
+    assert nodes.status(2)["protection"]["lost"] == 0
+    assert [store.catalog.save_id_of("last") for store in map(nodes.store, (2, 3))] == [foreign.save_id] * 2
+    for index in (2, 3):
+        named = {"checkpoint_id": "last", "save_id": foreign.save_id, "force": True}
+        assert nodes.call(index, "POST", "/v1/remove", named)["is_removed"]
+    nodes.wait_in_rounds(lambda: is_whole_everywhere(nodes, ours), "the new save on all nodes")
 
 
 def test_a_directory_that_is_renamed_is_a_checkpoint_of_its_own(nodes: Nodes) -> None:

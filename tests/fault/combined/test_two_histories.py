@@ -165,7 +165,7 @@ class Save:
             for index in held:
                 self._put(index, shard(rank), self.files[shard(rank)])
         for index in self.members:
-            self.nodes.store(index).places.note(self.save_id, self.manifest.lineage, self.manifest.sequence, ())
+            self.nodes.store(index).places.note(self.save_id, self.manifest.lineage, self.manifest.sequence)
 
     def decide(self) -> None:
         """On the coordinator's node."""

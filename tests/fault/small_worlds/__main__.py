@@ -33,7 +33,8 @@ def main() -> int:
         layout = PAIRS if len(begin.nodes) == len(PAIRS.placed) else RING
         runs = TWO_RUNS if name == "two-runs" else ONE_RUN
         rules = OldRules(runs) if arguments.old_rules else PackageRules(runs)
-        world = World(layout, rules, is_atomic=arguments.atomic, may_go_back=arguments.back)
+        away = 2 if name == "two-runs" else None
+        world = World(layout, rules, is_atomic=arguments.atomic, may_go_back=arguments.back, away=away)
         found = Search(world, arguments.states, arguments.outcome, arguments.loss).run(begin)
         print(f"{name}: {found.states} states, {found.steps} steps, {found.seconds:.0f} s; ", end="")
         print(f"{found.acknowledged} with the new version acknowledged, {found.dropped} drops of it; ", end="")

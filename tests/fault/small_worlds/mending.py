@@ -12,7 +12,7 @@ Runs = tuple[str, str]
 """The lineage of each version."""
 ONE_RUN: Runs = ("11" * 8, "11" * 8)
 TWO_RUNS: Runs = ("22" * 8, "11" * 8)
-"""The new version was saved over another run's, which it replaces."""
+"""The new version was saved over another run's, on the nodes where it was opened."""
 SHARD_BYTES = 100
 PUBLISHED = (3, 4)
 """Places of a version whose holdings are listed: it has its name, or had it and is set aside."""
@@ -24,11 +24,6 @@ def save_id(version: int) -> str:
 
 def shard_name(shard: int) -> str:
     return f"__{shard}_0.distcp"
-
-
-def replaces(runs: Runs, version: int) -> tuple[str, ...]:
-    """The saves of other runs that a version replaces."""
-    return (save_id(0),) if version == 1 and runs[0] != runs[1] else ()
 
 
 @cache
@@ -52,7 +47,6 @@ def manifest(placed: tuple[int, ...], version: int, runs: Runs = ONE_RUN) -> Man
         shards,
         None,
         runs[version],
-        replaces=replaces(runs, version),
     )
 
 

@@ -4,11 +4,11 @@ from functools import cache
 
 from replicated_ckpt.core.lineage import Version
 from replicated_ckpt.core.protocol.settlement import Answer, Fate, may_be_dropped, may_publish, settle_staged
-from tests.fault.small_worlds.mending import ONE_RUN, SEQUENCES, Runs, replaces, save_id
+from tests.fault.small_worlds.mending import ONE_RUN, SEQUENCES, Runs, save_id
 
 
 def version(number: int, runs: Runs) -> Version:
-    return Version(runs[number], SEQUENCES[number], float(number + 1), save_id(number), replaces(runs, number))
+    return Version(runs[number], SEQUENCES[number], float(number + 1), save_id(number))
 
 
 @cache
@@ -24,8 +24,9 @@ def _settle(own: int, count: int, is_worked_on: bool, answers: tuple[tuple[int, 
 
 
 @cache
-def _may_publish(number: int, published: int | None, runs: Runs) -> bool:
-    return may_publish(version(number, runs), None if published is None else version(published, runs), "")
+def _may_publish(number: int, published: int | None, runs: Runs, is_opened: bool) -> bool:
+    replaces = save_id(0) if is_opened and number == 1 else ""
+    return may_publish(version(number, runs), None if published is None else version(published, runs), replaces)
 
 
 @cache
@@ -43,8 +44,8 @@ class PackageRules:
     def settle(self, own: int, count: int, *, is_worked_on: bool, answers: dict[int, Answer]) -> Fate:
         return _settle(own, count, is_worked_on, tuple(sorted(answers.items())))
 
-    def may_publish(self, version: int, published: int | None) -> bool:
-        return _may_publish(version, published, self.runs)
+    def may_publish(self, version: int, published: int | None, *, is_opened: bool) -> bool:
+        return _may_publish(version, published, self.runs, is_opened)
 
     def keeps_replaced(self) -> bool:
         return True
@@ -65,8 +66,8 @@ class OldRules(PackageRules):
             return Fate.COMPLETE
         return Fate.IN_DOUBT if is_worked_on else Fate.DROP
 
-    def may_publish(self, version: int, published: int | None) -> bool:
-        del version, published
+    def may_publish(self, version: int, published: int | None, *, is_opened: bool) -> bool:
+        del version, published, is_opened
         return True
 
     def keeps_replaced(self) -> bool:

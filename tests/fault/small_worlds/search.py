@@ -74,6 +74,9 @@ class Search:
 
     def broken_by(self, before: State, after: State, changed: list[tuple[Node, Node]]) -> str:
         """What a step must not do. `changed` are the nodes that it changes, before and after."""
+        away = self.world.away
+        if away is not None and after.nodes[away].places[OLD] is not Place.NAMED:
+            return "I3a: another run's version loses its name where it was not saved over"
         for was, now in changed:
             if was.places == now.places:
                 continue
@@ -95,7 +98,7 @@ class Search:
         for index, node in enumerate(healed.nodes):
             if {Place.STAGED, Place.DECIDED, Place.REPLACED} & set(node.places):
                 return f"node {index} is not done: {node}"
-            if NEW in whole and node.places[OLD] is Place.NAMED:
+            if NEW in whole and node.places[OLD] is Place.NAMED and index != self.world.away:
                 return f"node {index} keeps the old version's name: {node}"
         return self.broken_by_a_loss(state) if self.loses_a_disk else ""
 

@@ -66,7 +66,7 @@ class Rules(Protocol):
 
     def settle(self, own: int, count: int, *, is_worked_on: bool, answers: dict[int, Answer]) -> Fate: ...
 
-    def may_publish(self, version: int, published: int | None) -> bool: ...
+    def may_publish(self, version: int, published: int | None, *, is_opened: bool) -> bool: ...
 
     def keeps_replaced(self) -> bool: ...
 
@@ -108,13 +108,23 @@ def first(layout: Layout, *, adopting: int | None = None, away: int | None = Non
 
 
 class World:
-    """What can happen. `may_go_back`: the coordinator's disk may be put back to what it was before the save."""
+    """What can happen. `may_go_back`: the coordinator's disk may be put back to what it was before the save. `away`: the
+    node where the new version was not opened."""
 
-    def __init__(self, layout: Layout, rules: Rules, *, is_atomic: bool = False, may_go_back: bool = False) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        rules: Rules,
+        *,
+        is_atomic: bool = False,
+        may_go_back: bool = False,
+        away: int | None = None,
+    ) -> None:
         self.layout = layout
         self.rules = rules
         self.is_atomic = is_atomic
         self.may_go_back = may_go_back
+        self.away = away
         self.count = len(layout.placed)
 
     def steps(self, state: State) -> Iterator[Step]:
@@ -203,7 +213,7 @@ class World:
             return None
         other = NEW if version == OLD else OLD
         named = other if node.places[other] is Place.NAMED else None
-        if not self.rules.may_publish(version, named):
+        if not self.rules.may_publish(version, named, is_opened=index != self.away):
             return None
         places, shards = list(node.places), list(node.shards)
         places[version] = Place.NAMED
@@ -301,9 +311,14 @@ class World:
         answer are taken for gone, or are assumed to hold what they were meant to."""
         whole = self.whole(state)
         named = self._named(state.nodes[index])
+        is_opened = index != self.away
         for version in VERSIONS:
             place = state.nodes[index].places[version]
-            is_superseded = place is Place.DECIDED and named is not None and not self.rules.may_publish(version, named)
+            is_superseded = (
+                place is Place.DECIDED
+                and named is not None
+                and not self.rules.may_publish(version, named, is_opened=is_opened)
+            )
             if (place is Place.REPLACED or is_superseded) and self.rules.may_drop(version, whole, named):
                 state = self._dropped(state, index, version)
         return self._mended(state, index, are_gone=are_gone)

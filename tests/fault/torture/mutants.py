@@ -30,8 +30,6 @@ from replicated_ckpt.dcp.hand_over import follower
 from replicated_ckpt.dcp.load.shard_reader import ShardReader
 from replicated_ckpt.stores import verified
 from replicated_ckpt.stores.files.locks import HeldLock
-from replicated_ckpt.stores.local.directories.given_up import GivenUpNotes
-from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.copy import PeerSink
 from tests.fault.torture.course import Course
 from tests.fault.torture.runs import Outcome, odd_clocks_outcome, outcome_of
@@ -188,19 +186,6 @@ def a_removal_by_hand_is_not_noted() -> Iterator[None]:
 
 
 @contextmanager
-def what_was_saved_over_is_not_told() -> Iterator[None]:
-    """A node that drops another run's version keeps that to itself: a part that is brought back has its name again."""
-
-    def note(self: LocalStore, notes: GivenUpNotes, save_id: str) -> None:
-        if notes is not self.saved_over:
-            real(self, notes, save_id)
-
-    real = LocalStore._note
-    with mock.patch.object(LocalStore, "_note", note):
-        yield
-
-
-@contextmanager
 def a_drained_node_counts_on() -> Iterator[None]:
     """`drain` takes the copies of the node that is to be taken down for copies that stay."""
     with mock.patch.object(drain, "replace", lambda view, **_: view):
@@ -273,7 +258,6 @@ MUTANTS = [
     Mutant(retention_counts_other_runs, 1010, "D3"),
     Mutant(files_without_manifest_heal_nothing, SEED, "D5", manifest_here_and_metadata_there),
     Mutant(a_surplus_damaged_copy_is_left, SEED, "D12", a_surplus_copy_is_damaged),
-    Mutant(what_was_saved_over_is_not_told, 927504),
     Mutant(a_removal_by_hand_is_not_noted, 1005, script=remove_and_drain_often),
     Mutant(a_drained_node_counts_on, 1116, script=remove_and_drain_often),
     Mutant(the_clock_orders_saves, 1001, judge=odd_clocks_outcome),

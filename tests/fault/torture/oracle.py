@@ -235,27 +235,16 @@ class Oracle:
         return len(set(saved)) == len(saved) and len({lineage for lineage, _ in saved}) < 2 and not has_stocks_order
 
     def rival_ids(self) -> set[str]:
-        """Checkpoints of which saves of several lineages lie on disks, and none names the other: each keeps its nodes."""
+        """Checkpoints of which saves of several lineages have the name on disks: each keeps its nodes."""
         named = [found for found in self.attempts if found.published_by_part.get(MANIFEST)]
         return {one.checkpoint_id for one in named if self.has_rival(one)}
 
     def has_rival(self, attempt: Attempt) -> bool:
-        """Whether a save of another lineage has the name, and neither names the other: they have no order."""
+        """Whether a save of another lineage has the name: they have no order."""
         return any(
-            other.published_by_part.get(MANIFEST)
-            and other.lineage != attempt.lineage
-            and not (other.number in self._named_by(attempt) or attempt.number in self._named_by(other))
+            other.published_by_part.get(MANIFEST) and other.lineage != attempt.lineage
             for other in self.of_id(attempt.checkpoint_id)
         )
-
-    def _named_by(self, attempt: Attempt) -> set[int]:
-        """What its manifest names as replaced: saves of other lineages that it met, and what those that it met name.
-
-        That one of these had replaced an older one of its own lineage is not told any more, once it is replaced itself.
-        """
-        met = [self.attempts[number - 1] for number in attempt.met]
-        own = {found.number for found in met if found.lineage != attempt.lineage}
-        return own.union(*map(self._named_by, met))
 
     def has_nameless(self) -> bool:
         """Whether a checkpoint lies anywhere whose manifest is not there, or cannot be read."""

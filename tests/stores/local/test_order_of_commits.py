@@ -11,6 +11,7 @@ import pytest
 from replicated_ckpt import failpoints
 from replicated_ckpt.agent.repair.retire import Retirer
 from replicated_ckpt.agent.saves.service import NodeService
+from replicated_ckpt.agent.settling.outlived import drop_outlived
 from replicated_ckpt.config import Retention
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
@@ -37,7 +38,6 @@ def open_save(
     lineage: str = RUN,
     *,
     checkpoint_id: str = "last",
-    replaces: tuple[str, ...] = (),
     is_whole: bool = True,
     overwrite: bool = True,
 ) -> Manifest:
@@ -58,7 +58,6 @@ def open_save(
         nodes=(NodeEntry(node, "host", None, (0,)),),
         shards=shards,
         lineage=lineage,
-        replaces=replaces,
     )
     store.begin(Intent(manifest.save_id, checkpoint_id, "test", overwrite=overwrite))
     for name in (HERE, ELSEWHERE) if is_whole else (HERE,):
@@ -227,10 +226,10 @@ def test_the_place_of_a_staged_save_is_known_to_the_next(tmp_path: Path) -> None
     """What a rank has noted counts; a torn or foreign note counts for nothing, and goes with its save."""
     store = LocalStore(tmp_path)
     manifest = open_save(store, 3)
-    store.places.note(manifest.save_id, RUN, 41, [])
+    store.places.note(manifest.save_id, RUN, 41)
     assert replace(store.places.read_all()[manifest.save_id], created_unix_s=0.0).order == (41, 0.0, manifest.save_id)
-    good = {"lineage": RUN, "sequence": 1, "replaces": []}
-    bad = [json.dumps(good | part) for part in ({"lineage": "x"}, {"sequence": -1}, {"replaces": ["x"]})]
+    good = {"lineage": RUN, "sequence": 1}
+    bad = [json.dumps(good | part) for part in ({"lineage": "x"}, {"sequence": -1})]
     for raw in ("", "[]", *bad):
         (tmp_path / ".staging" / f"{9:032x}.place.json").write_text(raw)
         assert set(store.places.read_all()) == {manifest.save_id}
@@ -287,14 +286,14 @@ def test_pins_that_are_gone_hold_no_version(tmp_path: Path) -> None:
 
 
 def test_what_a_retired_save_had_replaced_is_no_checkpoint_again(tmp_path: Path) -> None:
-    """Another run's, that is read meanwhile: it stays for that, as does what tells that it is replaced; then both go."""
+    """Another run's, that is read meanwhile: it stays for that, as does the save that has its name; then both go."""
     service = NodeService(LocalStore(tmp_path))
     store = service.store
     theirs = open_save(store, 7, OTHER)
     store.commit(theirs.save_id)
     reading = lock_version(store.catalog, "last", theirs.save_id)
     assert reading is not None
-    ours = open_save(store, 1, replaces=(theirs.save_id,))
+    ours = open_save(store, 1)
     newest = open_save(store, 2, checkpoint_id="newest")
     store.commit(ours.save_id)
     store.commit(newest.save_id)
@@ -304,15 +303,17 @@ def test_what_a_retired_save_had_replaced_is_no_checkpoint_again(tmp_path: Path)
     def look_after() -> list[str]:
         manifests = {each.save_id: each for _, each in store.catalog.committed()}
         manifests |= {each.save_id: each for each in store.catalog.read_replaced()}
-        view = NodeView("n", Presence.UP, store.catalog.holdings(service.node_id))
+        view = NodeView(service.node_id, Presence.UP, store.catalog.holdings(service.node_id))
+        drop_outlived(service, manifests, [view])
+        view = replace(view, holdings=store.catalog.holdings(service.node_id))
         going, _ = retirer.retire(manifests, [view], service.policies.read_all(), in_doubt=False)
         return [save_id for save_id in manifests if save_id not in going]
 
-    assert look_after() == [newest.save_id]
+    assert look_after() == [ours.save_id, newest.save_id, theirs.save_id]
     assert read(store, theirs, HERE)
     assert published(store) == ours.save_id
     reading.release()
-    assert look_after() == [newest.save_id]
+    assert ours.save_id not in look_after()
     assert [each.save_id for each in store.catalog.holdings("n")] == [newest.save_id]
 
 

@@ -420,7 +420,7 @@ def test_a_save_opens_on_a_disk_that_the_pool_fills(small_disk: LocalStore) -> N
 
 
 def note_place(store: LocalStore) -> None:
-    store.places.note(SAVE, "a" * 16, 7, ())
+    store.places.note(SAVE, "a" * 16, 7)
     assert store.places.read_all()[SAVE].sequence == 7
 
 

@@ -178,6 +178,15 @@ class Catalog:
         if manifest is not None:
             yield checkpoint_id, manifest
 
+    def newest_of_runs(self, node_id: str, scope: str) -> tuple[Holding, ...]:
+        """Of each lineage in a directory of ids the newest save that has a name here. Its files are not looked at."""
+        newest: dict[str, Holding] = {}
+        for name, manifest in self.committed():
+            known = newest.get(manifest.lineage)
+            if scope_of(name) == scope and (known is None or manifest.version.is_newer_than(known.version)):
+                newest[manifest.lineage] = Holding.of_save(manifest, node_id, name, False, {})
+        return tuple(newest.values())
+
     def histories(self, scope: str) -> dict[str, History]:
         """The lineages of which checkpoints of this directory of ids are committed here, or kept as replaced."""
         replaced = ((manifest.checkpoint_id, manifest) for manifest in self.read_replaced())

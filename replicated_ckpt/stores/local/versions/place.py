@@ -3,12 +3,11 @@
 import contextlib
 import json
 import math
-from collections.abc import Sequence
 from operator import index
 from pathlib import Path
 
 from replicated_ckpt.core.layout import SEQUENCE_FLOOR_MAX, STAGING_DIR, is_lineage, is_save_id
-from replicated_ckpt.core.lineage import Version, check_replaces
+from replicated_ckpt.core.lineage import Version
 from replicated_ckpt.stores.files.durable import translate_errors
 from replicated_ckpt.stores.files.plain import read_plain
 from replicated_ckpt.stores.files.shortage import raise_shortage
@@ -23,13 +22,13 @@ class PlaceNotes:
     def __init__(self, root: Path) -> None:
         self._root = root
 
-    def note(self, save_id: str, lineage: str, sequence: int, replaces: Sequence[str]) -> None:
-        """Keeps the place of an open save, so that saves which are opened meanwhile are newer, and what it replaces is not.
+    def note(self, save_id: str, lineage: str, sequence: int) -> None:
+        """Keeps the place of an open save, so that saves which are opened meanwhile are newer.
 
         It need not survive a power loss: then the coordinators' clocks decide.
         """
         path = self._root / STAGING_DIR / f"{save_id}{_SUFFIX}"
-        raw = json.dumps({"lineage": lineage, "sequence": sequence, "replaces": list(replaces)}).encode()
+        raw = json.dumps({"lineage": lineage, "sequence": sequence}).encode()
         with translate_errors(str(self._root), "write", path.name), contextlib.suppress(FileNotFoundError):
             write_with_room(self._root, path, raw, is_flushed=False)
 
@@ -45,12 +44,11 @@ class PlaceNotes:
             try:
                 fields = json.loads(read_plain(path))
                 lineage, sequence = str(fields["lineage"]), index(fields["sequence"])
-                replaces = check_replaces(fields["replaces"])
             except OSError as exc:
                 raise_shortage(exc, path)
             except (ValueError, KeyError, TypeError):
                 continue
             else:
                 if is_save_id(save_id) and is_lineage(lineage) and 0 <= sequence <= SEQUENCE_FLOOR_MAX:
-                    places[save_id] = Version(lineage, sequence, math.inf, save_id, replaces)
+                    places[save_id] = Version(lineage, sequence, math.inf, save_id)
         return places

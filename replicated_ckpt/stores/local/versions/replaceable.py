@@ -7,6 +7,7 @@ from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, PARTS_MAX,
 from replicated_ckpt.errors import CheckpointExists, ConfigInvalid
 from replicated_ckpt.stores.files.durable import translate_errors
 from replicated_ckpt.stores.files.existence import is_directory, is_link, is_there, leads_out
+from replicated_ckpt.stores.local.directories.catalog import Catalog
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.versions.others import others_in
 
@@ -66,6 +67,14 @@ def holds_checkpoint(directory: Path) -> bool:
             return any(is_checkpoint_file(entry.name) for entry in entries)
     except (FileNotFoundError, NotADirectoryError):
         return False
+
+
+def find_named(catalog: Catalog, checkpoint_id: str) -> str | None:
+    """The lineage of the save that has a checkpoint's name; "" where no manifest tells, None where nothing of it lies."""
+    manifest = catalog.find_manifest(checkpoint_id)
+    if manifest is not None:
+        return manifest.lineage
+    return "" if holds_checkpoint(catalog.root / checkpoint_id) else None
 
 
 def is_checkpoint(directory: Path) -> bool:

@@ -33,7 +33,7 @@ def remove(course: Course) -> None:
     nodes = _draw_nodes(course, up)
     force = course.random.random() < 0.4
     said_as = f"rm {checkpoint_id}{' --force' if force else ''}"
-    _remove_on(course, nodes, rm, said_as, id=checkpoint_id, force=force)
+    _remove_on(course, nodes, rm, said_as, id=checkpoint_id, save=None, force=force)
 
 
 def prune_some(course: Course) -> None:
