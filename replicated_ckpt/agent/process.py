@@ -44,7 +44,7 @@ from replicated_ckpt.agent.state.endpoint import (
 )
 from replicated_ckpt.agent.state.listeners import cannot_listen
 from replicated_ckpt.agent.state.targets import TargetBook
-from replicated_ckpt.agent.state.trash import empty_trash
+from replicated_ckpt.agent.state.unfinished_removals import finish_removals
 from replicated_ckpt.agent.uploads.uploader import Uploader
 from replicated_ckpt.config import LEAVE_WITHIN_S, AgentConfig, check_direct_io, parse_ports
 from replicated_ckpt.core.upkeep.policy import Standing
@@ -93,7 +93,7 @@ class Agent:
         make_room_to_start(store.root)
         self._service = NodeService(store, check_direct_io(self.config.direct_io), self.config.nice)
         completed = self._service.recover()
-        empty_trash(store)
+        finish_removals(store)
         self._start_background_work()
         identity = next_identity(directory, self._service.node_id)
         self._certificate = open_certificate(self.config, directory)

@@ -11,17 +11,15 @@ METADATA_NAME = ".metadata"
 MANIFEST_NAME = ".manifest.json"
 NODE_NAME = "node.json"
 STAGING_DIR = ".staging"
-TRASH_DIR = ".trash"
-REPLACED_DIR = ".replaced"
-"""Versions of a checkpoint that a newer save has replaced, by their save ids, until the newer one is seen whole."""
 RECYCLED_DIR = ".recycled"
 """Files of removed checkpoints, which the next save writes over. No checkpoint."""
 ROOM_NAME = ".room"
 """Files of this name, and of this name with a number, go when an agent starts on a full disk."""
-INCOMING_DIR = ".incoming"
 QUARANTINE_DIR = ".quarantine"
 AGENT_DIR = ".agent"
 SHARD_SUFFIX = ".distcp"
+PART_SUFFIX = ".part"
+"""Of a file that is being written."""
 LATEST = "latest"
 OBJECT_NODE = "object-store"
 """The object tier where a node's id stands: in holdings and in orders of sources."""
@@ -30,8 +28,13 @@ SEQUENCE_MAX = 1 << 62
 SEQUENCE_FLOOR_MAX = 1 << 53
 """Larger ones are not believed of nodes that only say so: one that makes a number up keeps no other from counting on."""
 
+SHARD_INDEX_MAX = 999_999_999
+"""The largest number that the name of a shard has behind its rank."""
+
 _SHARD = re.compile(r"__(0|[1-9][0-9]{0,8})_(0|[1-9][0-9]{0,8})\.distcp")
 _SAVE_ID = re.compile(r"[0-9a-f]{32}")
+_MARKED = re.compile(r"\.(replaced|gone)\.([0-9a-f]{32})\.json")
+_UNFINISHED = re.compile(r"(.+?)(\.[0-9a-f]{32})?((\.part)+(\.[0-9]+\.tmp)?|\.[0-9]+\.tmp)")
 _LINEAGE = re.compile(r"[0-9a-f]{16}")
 _PART_BYTES_MAX = 200
 _ID_BYTES_MAX = 512
@@ -62,6 +65,45 @@ def is_shard_path(text: str) -> bool:
     """Whether metadata may say that an item lies there: a shard, in a bucket perhaps under its save's own prefix."""
     prefix, _, name = text.rpartition("/")
     return ShardName.parse(name) is not None and (prefix == "" or is_save_id(prefix)) and not text.startswith("/")
+
+
+def replaced_name(save_id: str) -> str:
+    """The manifest of a version that a newer save has replaced, next to the manifest of that save."""
+    return f".replaced.{save_id}.json"
+
+
+def gone_name(save_id: str) -> str:
+    """The manifest of a version whose removal has begun: it is no checkpoint any more, and its files go."""
+    return f".gone.{save_id}.json"
+
+
+def kept_metadata_name(save_id: str) -> str:
+    """`.metadata` of a version while another one has that name: of a replaced one, or of one that is being published."""
+    return f"{METADATA_NAME}.{save_id}"
+
+
+def parse_kept_metadata(name: str) -> str:
+    """The save id in the name that `kept_metadata_name` gives; "" where it is another name."""
+    save_id = name.removeprefix(f"{METADATA_NAME}.")
+    return save_id if save_id != name and is_save_id(save_id) else ""
+
+
+def parse_marked(name: str) -> tuple[str, str] | None:
+    """("replaced" or "gone", save id) of the name of such a manifest; None: it is none."""
+    match = _MARKED.fullmatch(name)
+    return (match[1], match[2]) if match else None
+
+
+def is_unfinished(name: str) -> bool:
+    """Whether it is what a process left of a file of a checkpoint when it died while it wrote it."""
+    match = _UNFINISHED.fullmatch(name)
+    return match is not None and (is_checkpoint_file(match[1]) or parse_marked(match[1]) is not None)
+
+
+def is_ours(name: str) -> bool:
+    """Whether a file of this name in a checkpoint's directory is a part of a version, or was to be one."""
+    is_marked = parse_marked(name) is not None or bool(parse_kept_metadata(name))
+    return is_checkpoint_file(name) or is_unfinished(name) or is_marked
 
 
 def is_save_id(text: str) -> bool:

@@ -1,10 +1,12 @@
 """Checkpoints made by hand on several stores, without torch and without agents, and a full check of what lies there."""
 
+import itertools
 import json
 import os
 from collections.abc import Mapping, Sequence
 
 from replicated_ckpt.core.integrity.checksum import crc32c
+from replicated_ckpt.core.layout import ShardName
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry, UploadEntry
 from replicated_ckpt.core.upkeep.finding import Finding
 from replicated_ckpt.stores.local.directories.intent import Intent
@@ -19,6 +21,32 @@ METADATA = b"metadata" * 50
 
 def shard(rank: int) -> str:
     return f"__{rank}_0.distcp"
+
+
+def renumbered(name: str, number: int) -> str:
+    """The shard of the same rank in a version whose files have this number."""
+    parsed = ShardName.parse(name)
+    return name if parsed is None else str(ShardName(parsed.rank, number))
+
+
+def next_file_number(stores: Sequence[LocalStore], checkpoint_id: str) -> int:
+    """The smallest number that no file of the checkpoint has in its name, in any of these stores."""
+    taken = frozenset[int]().union(*(store.find_taken_numbers(checkpoint_id) for store in stores))
+    return next(number for number in itertools.count() if number not in taken)
+
+
+def file_number(stores: Sequence[LocalStore], checkpoint_id: str, save_id: str) -> int:
+    """That of a save in the names of its files, if a store has it; else the next free one."""
+    for store in stores:
+        if save_id in {held.save_id for held in store.catalog.holdings("", checkpoint_id)}:
+            names = map(ShardName.parse, store.catalog.manifest_of(checkpoint_id, save_id).shards)
+            return max((name.index for name in names if name is not None), default=0)
+    return next_file_number(stores, checkpoint_id)
+
+
+def replaced_saves(store: LocalStore) -> list[str]:
+    """The saves that are kept in a store although a newer one has their name."""
+    return sorted(manifest.save_id for _, manifest in store.catalog.read_replaced())
 
 
 def checkpointed(
@@ -37,8 +65,11 @@ def checkpointed(
 ) -> Manifest:
     """A committed checkpoint: each shard in the stores of these indices, the owner's first, on all stores or on `on`.
 
-    With a `url` it is to be uploaded there, under a prefix of its own or not.
+    With a `url` it is to be uploaded there, under a prefix of its own or not. Where a store has another version of the
+    checkpoint its shards have the next free number in their names, as those of a save have.
     """
+    number_in_names = file_number(stores, checkpoint_id, f"{number:032x}")
+    holders_by_shard = {renumbered(name, number_in_names): held for name, held in holders_by_shard.items()}
     save_id = f"{number:032x}"
     nodes = [store.node_id() for store in stores]
     described = METADATA * (1 + has_own_prefix)  # the bucket's follows the nodes' there

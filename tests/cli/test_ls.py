@@ -18,7 +18,7 @@ from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.upkeep.repair import NodeView
 from replicated_ckpt.errors import ConfigInvalid
 from replicated_ckpt.stores.local.store import LocalStore
-from replicated_ckpt.stores.local.versions.retire import retire
+from replicated_ckpt.stores.local.versions.remove import retire
 from replicated_ckpt.stores.peer.client import AgentAddress
 from tests.agent.agents import stop_agent
 from tests.agent.checkpoints import checkpointed, introduced, shard

@@ -15,10 +15,10 @@ from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
-from replicated_ckpt.stores.local.versions.replaced import lock_version
+from replicated_ckpt.stores.local.versions.readers import lock_version
 from replicated_ckpt.stores.peer.client import AgentAddress
 from tests.agent.agents import wait_for
-from tests.agent.checkpoints import METADATA, checkpointed, held, introduced, shard
+from tests.agent.checkpoints import METADATA, checkpointed, held, introduced, replaced_saves, shard
 from tests.agent.repair.test_retention import agents
 from tests.cli.commands import as_json, command
 
@@ -110,7 +110,7 @@ def test_what_a_node_was_away_with_when_it_was_saved_over_is_named_with_the_way_
     mine = checkpointed(nodes, 1, {shard(0): (0, 1)}, size_bytes=3000, on=(0, 1), lineage="b" * 16)
     with agents(nodes):
         wait_for(
-            lambda: not any(store.catalog.list_replaced() for store in nodes),
+            lambda: not any(replaced_saves(store) for store in nodes),
             20,
             "the end of it where it was saved over",
         )
@@ -133,7 +133,7 @@ def test_what_a_node_was_away_with_when_it_was_saved_over_is_named_with_the_way_
         assert removed.returncode == ExitCode.OK
         wait_for(lambda: nodes[2].catalog.save_id_of("step-1") == mine.save_id, 20, "the other one there, too")
         wait_for(lambda: command("verify", "--root", nodes[0].root).returncode == ExitCode.OK, 20, "its copies")
-    assert [held(store) for store in nodes[:2]] == [{shard(0)}] * 2
+    assert [held(store) for store in nodes[:2]] == [set(mine.shards)] * 2
 
 
 def test_one_run_and_one_version_say_nothing_of_rivals(tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_files_that_a_whole_newer_version_replaces_are_missed_by_nobody(tmp_path
     reading = lock_version(store.catalog, "step-1", old.save_id)
     assert reading is not None
     checkpointed([store], 2, {shard(0): (0,)}, copies=1, size_bytes=3000)
-    (store.root / ".replaced" / old.save_id / shard(0)).unlink()
+    (store.root / "step-1" / shard(0)).unlink()
     ls, status = shown(store)
     assert "no copy seen" in ls or "lost" in ls
     assert "files are lost" not in status

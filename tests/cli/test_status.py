@@ -18,7 +18,7 @@ from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.stores.files.locks import FileLock
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
-from replicated_ckpt.stores.local.versions.replaced import lock_version
+from replicated_ckpt.stores.local.versions.readers import lock_version
 from tests.agent.agents import HOME, running_agent, wait_for
 from tests.agent.checkpoints import checkpointed, shard
 from tests.agent.repair.test_reprotect import PAIR, agents, meet, stores

@@ -42,10 +42,11 @@ from replicated_ckpt.stores.files import durable
 from replicated_ckpt.stores.local import shard_file
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
-from replicated_ckpt.stores.local.versions.replaced import lock_version
-from replicated_ckpt.stores.local.versions.retire import retire
+from replicated_ckpt.stores.local.versions.readers import lock_version
+from replicated_ckpt.stores.local.versions.remove import retire
 from replicated_ckpt.stores.peer.client import AgentAddress
 from tests.agent.agents import stop_agent
+from tests.agent.checkpoints import replaced_saves
 from tests.damage import flip
 
 pytestmark = [
@@ -433,10 +434,10 @@ def test_what_was_read_when_it_was_replaced_goes_with_the_next_save(tmp_path: Pa
     reading = lock_version(store.catalog, "last", held.save_id)
     assert reading is not None
     dcp.save(state, checkpoint_id="last", storage_writer=writer)
-    assert store.catalog.list_replaced() == [held.save_id]
+    assert replaced_saves(store) == [held.save_id]
     reading.release()
     dcp.save(state, checkpoint_id="last", storage_writer=writer)
-    assert store.catalog.list_replaced() == []
+    assert replaced_saves(store) == []
 
 
 def test_what_all_ranks_read_lies_side_by_side(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from replicated_ckpt import ReplicatedReader, ReplicatedWriter
-from replicated_ckpt.stores.local.versions.replaced import lock_version
+from replicated_ckpt.stores.local.versions.readers import lock_version
 from tests.agent.agents import running_agent, wait_for
 from tests.agent.repair.test_reprotect import meet
 from tests.stores.files.test_existence import refused

@@ -16,7 +16,7 @@ from replicated_ckpt.errors import StoreUnavailable
 from replicated_ckpt.stores.files import locks
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
-from replicated_ckpt.stores.local.versions.replaced import lock_version
+from replicated_ckpt.stores.local.versions.readers import lock_version
 from tests.agent.agents import HOME, wait_for
 from tests.agent.checkpoints import checkpointed, findings, shard
 from tests.stopwatch import Stopwatch
@@ -60,7 +60,7 @@ def sequence(store: LocalStore) -> int:
     return store.catalog.manifest("step-1").sequence
 
 
-@pytest.mark.parametrize("point", ["commit.checked", "commit.staging-fsynced", "commit.replaced", "commit.named"])
+@pytest.mark.parametrize("point", ["commit.checked", "commit.described", "commit.prepared", "commit.named"])
 def test_another_save_does_not_wait_for_a_stopped_one(store: LocalStore, point: str, stopwatch: Stopwatch) -> None:
     """It is told which process is stopped, within seconds; once that has gone on, the newer save has the name for good."""
     with stopped_at(point, store.root, 2) as stopped:
@@ -77,13 +77,20 @@ def test_another_save_does_not_wait_for_a_stopped_one(store: LocalStore, point: 
 
 
 def test_a_load_does_not_wait_for_a_stopped_commit(store: LocalStore, stopwatch: Stopwatch) -> None:
-    """The version that was about to be replaced is read without the lock: what a load has open stays readable."""
+    """The version that was about to be replaced is locked for the load, and stays once the commit has gone on."""
     manifest = store.catalog.manifest("step-1")
-    with stopped_at("commit.staging-fsynced", store.root, 2):
+    with stopped_at("commit.prepared", store.root, 2) as stopped:
         began = stopwatch.now()
-        assert lock_version(store.catalog, "step-1", manifest.save_id) is None
+        lock = lock_version(store.catalog, "step-1", manifest.save_id)
         assert stopwatch.now() - began < 10.0
-        assert findings(store) == []
+        assert lock is not None
+        with lock:
+            assert findings(store) == []
+            stopped.send_signal(signal.SIGCONT)
+            assert stopped.wait(20) == 0
+            assert sequence(store) == 2
+            assert store.catalog.is_here("step-1", manifest.save_id)
+            assert findings(store) == []
 
 
 def test_a_save_that_opens_later_is_the_newer_one(store: LocalStore) -> None:

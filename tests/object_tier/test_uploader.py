@@ -25,7 +25,7 @@ from replicated_ckpt.stores.bucket.removal import remove_save
 from replicated_ckpt.stores.bucket_client.client import PART_BYTES
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.local.store import LocalStore
-from replicated_ckpt.stores.local.versions.retire import retire
+from replicated_ckpt.stores.local.versions.remove import retire
 from replicated_ckpt.stores.throttle import Pace
 from tests.agent.agents import running_agent, wait_for
 from tests.agent.checkpoints import checkpointed, findings, shard
@@ -425,7 +425,7 @@ def test_a_replaced_version_goes_there_if_the_newer_one_stays_broken(tmp_path: P
     older = checkpointed(stores, 1, {shard(0): (0,), shard(1): (0,)}, size_bytes=3000, on=[0], url=url)
     newer = checkpointed(stores, 2, {shard(0): (0,), shard(1): (1,)}, size_bytes=3000, on=[0])
     assert service.store.catalog.save_id_of("step-1") == newer.save_id
-    assert [manifest.save_id for manifest in service.store.catalog.read_replaced()] == [older.save_id]
+    assert [manifest.save_id for _, manifest in service.store.catalog.read_replaced()] == [older.save_id]
     for _ in range(3):
         uploader.round()
         now[0] += Patience().lost_after_s / 3

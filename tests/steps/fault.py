@@ -8,7 +8,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from replicated_ckpt.core.layout import INCOMING_DIR, STAGING_DIR, TRASH_DIR
+from replicated_ckpt.core.layout import STAGING_DIR
 from replicated_ckpt.errors import ReplicatedCkptError
 from tests.steps.context import Context
 from tests.steps.peers import pieces
@@ -54,7 +54,7 @@ def litter(context: Context, within_s: float) -> list[str]:
 
 
 def _litter_of(root: Path) -> list[str]:
-    found = [path for folder in (STAGING_DIR, TRASH_DIR, INCOMING_DIR) for path in (root / folder).rglob("*")]
+    found = [*(root / STAGING_DIR).rglob("*"), *root.rglob(".gone.*")]
     found += [path for path in root.rglob("*") if path.suffix in {".part", ".tmp"}]
     return sorted({str(path.relative_to(root)) for path in found})
 

@@ -194,7 +194,7 @@ def count_metadata_opened(context: Context, kinds: list[str], checkpoint_ids: li
     opened: list[str] = []
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
-        if event == "open" and str(arguments[0]).endswith(f"{os.sep}.metadata"):
+        if event == "open" and str(arguments[0]).rpartition(os.sep)[2] == ".metadata":
             opened.append(str(arguments[0]))
 
     sys.addaudithook(hook)

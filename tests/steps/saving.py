@@ -299,7 +299,7 @@ def footprint(pid: int) -> dict[str, int]:
 
 
 def count_messages(context: Context, kinds: list[str], checkpoint_id: str, times: int) -> dict[str, int]:
-    """Saves again and again; what this rank asked agents for in the last save, by verb and path."""
+    """Saves again and again, `{}` in the id being the number; what this rank asked agents for in the last save."""
     counted: Counter[str] = Counter()
     ask = http.client.HTTPConnection.putrequest
 
@@ -311,5 +311,7 @@ def count_messages(context: Context, kinds: list[str], checkpoint_id: str, times
         writer = context.writer(overwrite=True)
         for seed in range(times):
             counted.clear()
-            dcp.save(dict(build_all(context, kinds, seed)), checkpoint_id=checkpoint_id, storage_writer=writer)
+            dcp.save(
+                dict(build_all(context, kinds, seed)), checkpoint_id=checkpoint_id.format(seed), storage_writer=writer
+            )
     return dict(counted)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
-from pathlib import Path
 from typing import Any
 
 from replicated_ckpt.agent.peers.call_backs import CallBacks
@@ -21,9 +20,9 @@ from replicated_ckpt.core.upkeep.repair_plan import RepairPlan
 from replicated_ckpt.errors import ConfigInvalid, ManifestInvalid, StoreError
 from replicated_ckpt.stores.local.inspection import Inspector
 from replicated_ckpt.stores.local.room_to_start import keep_room_to_start, make_room_to_start
+from replicated_ckpt.stores.local.versions.readers import is_read
 from replicated_ckpt.stores.local.versions.recycled import try_room
-from replicated_ckpt.stores.local.versions.replaced import is_read
-from replicated_ckpt.stores.local.versions.retire import renamed_refusal, retire
+from replicated_ckpt.stores.local.versions.remove import renamed_refusal, retire
 from replicated_ckpt.stores.peer.answer import parsing
 from replicated_ckpt.stores.peer.client import AgentAddress
 
@@ -132,8 +131,8 @@ class RepairRoutes:
         service.pins.drop(save_id)
         root = service.store.root
         if fields.get("is_asked"):
-            place = None if fields.get("force") else self._find_place(checkpoint_id, save_id)
-            is_kept = place is not None and is_read(place)
+            manifest = service.store.catalog.manifest_path(checkpoint_id, save_id)
+            is_kept = not fields.get("force") and is_read(manifest)
             return json_answer(is_removed=False, why="a process of this node reads it" if is_kept else "")
         with request.heartbeat:
             make_room_to_start(root)
@@ -144,7 +143,7 @@ class RepairRoutes:
             is_removed = retire(root, checkpoint_id, save_id)
             keep_room_to_start(root)
         why = ""
-        if not is_removed and self._find_place(checkpoint_id, save_id) is not None:
+        if not is_removed and self._is_here(checkpoint_id, save_id):
             why = "a process of this node reads it; it goes when that has ended"
         elif is_staged and not is_removed:
             why = "its save has not ended on this node; it goes when that has"
@@ -159,13 +158,12 @@ class RepairRoutes:
         if manifest is not None and manifest.save_id == save_id and manifest.checkpoint_id != checkpoint_id:
             raise renamed_refusal(checkpoint_id, manifest.checkpoint_id, self._service.store.root)
 
-    def _find_place(self, checkpoint_id: str, save_id: str) -> Path | None:
-        """Where the save lies here under this name; a user's copy of it under another one is not meant."""
+    def _is_here(self, checkpoint_id: str, save_id: str) -> bool:
+        """Whether the save lies here under this name; a user's copy of it under another one is not meant."""
         try:
-            directory = self._service.store.catalog.directory_of(checkpoint_id, save_id)
+            return self._service.store.catalog.is_here(checkpoint_id, save_id)
         except ManifestInvalid:
-            return None
-        return None if directory is None else self._service.store.root / directory
+            return False
 
     def _forget(self, fields: Mapping[str, Any], _: Request) -> Answer:
         """The user says that a node never comes back: it is taken out of the address book."""

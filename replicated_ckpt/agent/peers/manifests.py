@@ -121,8 +121,7 @@ class ManifestBook:
     def _at(self, node_id: str, checkpoint_id: str, save_id: str) -> tuple[Manifest, int]:
         """The manifest, and its bytes where a peer has brought it."""
         if node_id == self._node_id:
-            directory = self._store.catalog.directory_of(checkpoint_id, save_id)  # a replaced version has no name
-            return self._store.catalog.manifest(directory or checkpoint_id), 0
+            return self._store.catalog.manifest_of(checkpoint_id, save_id), 0
         with AgentClient(self._peers.address_of(node_id)) as client, client.within(HOLDINGS_DEADLINE_S):
             raw = client.fetch("GET", file_path(checkpoint_id, save_id, MANIFEST_NAME))
             return decode_manifest(raw, client.address.label), len(raw)

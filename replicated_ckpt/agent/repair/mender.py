@@ -8,7 +8,7 @@ from functools import partial
 from replicated_ckpt import failpoints
 from replicated_ckpt.agent.peers.fetch import fetch_manifest, fetch_metadata
 from replicated_ckpt.agent.saves.service import OPEN_GRACE_S, NodeService
-from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, STAGING_DIR, ShardName
+from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, ShardName
 from replicated_ckpt.core.manifest import Manifest, ShardEntry
 from replicated_ckpt.core.protocol.settlement import may_publish
 from replicated_ckpt.core.upkeep.finding import Finding
@@ -27,13 +27,7 @@ from replicated_ckpt.errors import (
 from replicated_ckpt.stores.any_source import AnySource, Source
 from replicated_ckpt.stores.files.durable import translate_errors
 from replicated_ckpt.stores.files.existence import is_directory
-from replicated_ckpt.stores.files.locks import exclusive
-from replicated_ckpt.stores.local.directories.committed import (
-    Committed,
-    incoming_file,
-    open_committed_save,
-    open_directory,
-)
+from replicated_ckpt.stores.local.directories.committed import Committed, open_committed_save, open_directory
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.inspection import Inspector, Paced
 from replicated_ckpt.stores.local.shard_file import FileSink, ShardFile
@@ -95,7 +89,7 @@ class Mender:
         for holding in catalog.holdings(self._service.node_id):
             place = holding.checkpoint_id, holding.save_id
             with contextlib.suppress(ObjectMissing, ManifestInvalid):  # it may have gone meanwhile
-                shards = catalog.manifest(catalog.directory_of(*place) or "").shards
+                shards = catalog.manifest_of(*place).shards
                 sizes = {name: size for name, size in holding.sizes.items() if name in shards}
                 found += [(*place, name) for name, size in sizes.items() if size != shards[name].size_bytes]
         return [key for key in found if not self._service.damage.is_known(*key)]
@@ -143,17 +137,21 @@ class Mender:
         Raises:
             ManifestVersionUnknown: it is a newer version's, and stays as it is.
         """
-        if self._store.catalog.is_replaced(action.save_id):
-            with open_committed_save(self._store.root, action.checkpoint_id, action.save_id) as (directory, manifest):
-                if (problem := self._restore_metadata(directory, action, manifest)) is not None:
+        catalog = self._store.catalog
+        if action.save_id in {manifest.save_id for manifest in catalog.replaced_in(catalog.look(action.checkpoint_id))}:
+            with open_committed_save(self._store.root, action.checkpoint_id, action.save_id) as (version, manifest):
+                if (problem := self._restore_metadata(version, action, manifest)) is not None:
                     raise problem
-            return is_directory(self._store.final(action.checkpoint_id))  # else the name is free for it
+            return catalog.look(action.checkpoint_id).has_manifest  # else the name is free for it
         if not is_directory(self._store.final(action.checkpoint_id)):
             return False
-        with open_directory(self._store.root, action.checkpoint_id) as directory:
-            own, why = _manifest_in(directory)
-            if not directory.names() or (own is not None and own.save_id != action.save_id):
+        with open_directory(self._store.root, action.checkpoint_id) as opened:
+            own, why = _manifest_in(opened)
+            if own is not None and own.save_id != action.save_id:
                 return False
+            if not set(opened.names()) - catalog.list_claimed(action.checkpoint_id):
+                return False
+            directory = opened.of_save(action.save_id)
             manifest, raw_manifest = (
                 fetch_manifest(action.checkpoint_id, action.save_id, self._sources_known(action.sources))
                 if own is None
@@ -173,10 +171,10 @@ class Mender:
 
     def _put_manifest(self, directory: Committed, raw_manifest: bytes) -> bool:
         """False: another save has its name by now. With this manifest it would be the same save in a second place."""
-        with exclusive(self._store.root / STAGING_DIR):  # nothing is published here meanwhile
-            if not directory.is_in_place():
-                return False
+        try:
             directory.put_small(MANIFEST_NAME, raw_manifest)
+        except ObjectMissing:
+            return False
         return True
 
     def _restore_metadata(
@@ -252,7 +250,7 @@ class Mender:
             if directory.has(action.shard) and self._examine(directory, manifest, action.shard) is None:
                 return
             sources = AnySource(self._sources(action, entry), partial(self._tell, action))
-            with incoming_file(self._store.root) as path:
+            with directory.incoming_file(action.shard) as path:
                 with contextlib.closing(sources):
                     hint = _bring_back(manifest, entry, action.sources)
                     sink = FileSink.create(path, recycled=RecycledFiles(self._store.root), shard=action.shard)

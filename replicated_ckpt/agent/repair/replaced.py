@@ -1,68 +1,45 @@
-"""Replaced versions that need mending: their shards may be the only ones that are left of a save.
-
-One lost its manifest, or a user has put the save's directory back under its name by hand, with shards missing or cut off.
-"""
+"""Replaced versions whose manifest is damaged: their shards may be the only ones that are left of a save."""
 
 import logging
 from collections.abc import Mapping, Sequence
 
 from replicated_ckpt.agent.peers.fetch import fetch_manifest
 from replicated_ckpt.agent.saves.service import NodeService
-from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
+from replicated_ckpt.core.layout import MANIFEST_NAME, parse_marked
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
 from replicated_ckpt.errors import ReplicatedCkptError
-from replicated_ckpt.stores.local.directories.committed import open_replaced
-from replicated_ckpt.stores.local.remains import read_remains, tell_crc
+from replicated_ckpt.stores.local.directories.committed import open_directory
 
 log = logging.getLogger(__name__)
 
 
 def restore_replaced(service: NodeService, manifests: Mapping[str, Manifest], others: Sequence[NodeView]) -> bool:
-    """Gives each the manifest that another node has, or its shards to where its save has its name; whether one got any.
-
-    The directory has the name of its save, or of the one that replaced it: its files' own checksums tell which.
+    """Gives each the manifest that another node has, by the save id in its name; whether one got any.
 
     Raises:
         StoreError: the node's own store cannot be read.
     """
     catalog, is_any = service.store.catalog, False
-    for save_id in catalog.list_replaced():
-        manifest = manifests.get(save_id)
-        if manifest is None or catalog.is_newer_replaced(save_id):
-            continue
-        published = catalog.find_manifest(manifest.checkpoint_id)
-        has_name = published is not None and published.save_id == save_id
-        if catalog.is_replaced(save_id) and not has_name:
-            continue
-        try:
-            is_any |= _give_back(service, manifest) if has_name else _restore(service, manifest, others)
-        except ReplicatedCkptError as exc:
-            log.warning("the replaced save %s is not restored for now: %s", save_id, exc)
+    for looked in catalog.look_at_all():
+        for name in catalog.list_unbelieved(looked):
+            marked = parse_marked(name)
+            manifest = None if marked is None else manifests.get(marked[1])
+            if manifest is None:
+                continue
+            try:
+                _restore(service, looked.checkpoint_id, manifest, others)
+                is_any = True
+            except ReplicatedCkptError as exc:
+                log.warning("the replaced save %s is not restored for now: %s", manifest.save_id, exc)
     return is_any
 
 
-def _give_back(service: NodeService, manifest: Manifest) -> bool:
-    """As a rule what this save has replaced lies there, and none of it is of this save."""
-    with open_replaced(service.store.root, manifest.checkpoint_id, manifest.save_id) as directory:
-        found = read_remains(directory, service.node_id, tell_crc)
-    own = frozenset[str]() if found is None else found.matching(manifest)
-    if not own:
-        return False
-    named = [held for held in service.holdings(manifest.checkpoint_id) if held.save_id == manifest.save_id]
-    bad = {name for held in named for name in (*held.damaged, *(() if held.has_metadata else (METADATA_NAME,)))}
-    return service.store.take_back_missing(manifest, own, bad)
-
-
-def _restore(service: NodeService, manifest: Manifest, others: Sequence[NodeView]) -> bool:
-    with open_replaced(service.store.root, manifest.checkpoint_id, manifest.save_id) as directory:
-        found = read_remains(directory, service.node_id, tell_crc)
-        if found is None or found.foreign(manifest) or not found.matching(manifest) - {METADATA_NAME}:
-            return False
-        up = [view for view in others if view.presence is Presence.UP]
-        holders = {held.node_id for view in up for held in view.holdings or () if held.save_id == manifest.save_id}
-        sources = [peer for peer in service.peers.read_all() if peer.node_id in holders]
-        _, raw = fetch_manifest(manifest.checkpoint_id, manifest.save_id, sources)
-        directory.put_small(MANIFEST_NAME, raw)
-    log.warning("%s: the manifest of the replaced save %s is restored", manifest.checkpoint_id, manifest.save_id)
-    return True
+def _restore(service: NodeService, checkpoint_id: str, manifest: Manifest, others: Sequence[NodeView]) -> None:
+    up = [view for view in others if view.presence is Presence.UP]
+    holders = {held.node_id for view in up for held in view.holdings or () if held.save_id == manifest.save_id}
+    sources = [peer for peer in service.peers.read_all() if peer.node_id in holders]
+    _, raw = fetch_manifest(manifest.checkpoint_id, manifest.save_id, sources)
+    with open_directory(service.store.root, checkpoint_id) as directory:
+        directory.of_save(manifest.save_id, is_replaced=True).put_small(MANIFEST_NAME, raw)
+    log.warning("%s: the manifest of the replaced save %s is restored", checkpoint_id, manifest.save_id)

@@ -21,7 +21,6 @@ from replicated_ckpt.agent.repair.retire import Retirer
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.settling.outlived import drop_outlived
 from replicated_ckpt.agent.settling.settle import settle
-from replicated_ckpt.agent.state.trash import empty_what_is_left
 from replicated_ckpt.core.lineage import histories_of
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.one_line import one_line
@@ -279,8 +278,7 @@ class Reprotector:
     def _settle_old_leftovers(self) -> None:
         """Where the disk does not show what is left, that keeps no copy from being made."""
         try:
-            empty_what_is_left(self._service.store)
-            self._service.store.remove_incoming()  # this thread alone brings files there
+            self._service.store.tidy(is_alone=True)  # this thread alone brings files into checkpoints
             sweep(self._service.store.root_agent_directory())
             leftovers = self._service.find_abandoned(LEFTOVER_GRACE_S)
             if leftovers:

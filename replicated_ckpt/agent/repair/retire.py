@@ -12,7 +12,7 @@ from replicated_ckpt.core.upkeep.repair import NodeView
 from replicated_ckpt.core.upkeep.retention import Removal, RetentionPlan, plan_retention
 from replicated_ckpt.errors import ReplicatedCkptError
 from replicated_ckpt.stores.local.versions.recycled import RecycledFiles
-from replicated_ckpt.stores.local.versions.retire import recycle, retire
+from replicated_ckpt.stores.local.versions.remove import recycle, retire
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ class Retirer:
         """The checkpoint id of each save that lies here under its own name; a renamed directory is not touched."""
         catalog = self._service.store.catalog
         named = {found.save_id: name for name, found in catalog.committed() if name == found.checkpoint_id}
-        return {found.save_id: found.checkpoint_id for found in catalog.read_replaced()} | named
+        return {found.save_id: name for name, found in catalog.read_replaced() if name == found.checkpoint_id} | named
 
     def _note(self, note: Callable[[str], None], save_id: str) -> bool:
         try:

@@ -138,9 +138,8 @@ class Finisher:
             end: Future[Finished] = Future()
             published = self._store.catalog.checkpoint_of(save_id)
             if published is not None:
-                # a newer one may have its name
-                place = self._store.catalog.directory_of(published, save_id) or published
-                end.set_result(Finished(self._store.catalog.manifest(place).encode().decode(), ()))
+                manifest = self._store.catalog.manifest_of(published, save_id)  # a newer one may have its name
+                end.set_result(Finished(manifest.encode().decode(), ()))
                 self._ends[save_id] = end
                 return end
             held = self._store.lock_save(save_id)

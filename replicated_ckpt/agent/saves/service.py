@@ -42,8 +42,8 @@ from replicated_ckpt.stores.files.locks import exclusive
 from replicated_ckpt.stores.local.directories.intent import WRITER, Intent
 from replicated_ckpt.stores.local.remains import RemainsReader
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.local.versions.readers import lock_version, look_again
 from replicated_ckpt.stores.local.versions.recycled import RecycledFiles, RoomOfRecycled
-from replicated_ckpt.stores.local.versions.replaced import lock_version, look_again
 from replicated_ckpt.stores.peer.client import AgentAddress
 
 log = logging.getLogger(__name__)
@@ -83,15 +83,10 @@ class NodeService:
 
         One that cannot be completed stays staged and is logged; it keeps no rank from using the others.
         """
-        completed = self._complete_decided(self.store.list_staged())
-        self.store.remove_incoming()
-        return completed
+        return self._complete_decided(self.store.list_staged())
 
     def _complete_decided(self, intents: Iterable[Intent]) -> tuple[str, ...]:
-        """Commits the saves whose decision lies here: it is never taken back, and no node may take them for given up.
-
-        Where a crash came right after one was published, what it replaced still lies in its place: that is put aside.
-        """
+        """Commits the saves whose decision lies here: it is never taken back, and no node may take them for given up."""
         completed = []
         for save_id in (intent.save_id for intent in intents):
             try:
@@ -168,7 +163,7 @@ class NodeService:
     def _sequences_here(self) -> dict[str, int]:
         """The largest sequence of each lineage that is committed or staged on this node."""
         versions = [*(manifest.version for _, manifest in self.store.catalog.committed())]
-        versions += [manifest.version for manifest in self.store.catalog.read_replaced()]
+        versions += [manifest.version for _, manifest in self.store.catalog.read_replaced()]
         staged = [(note.lineage, note.sequence) for note in self.store.places.read_all().values()]
         here: dict[str, int] = {}
         for lineage, sequence in [*((one.lineage, one.sequence) for one in versions), *staged]:

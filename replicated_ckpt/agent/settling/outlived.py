@@ -8,6 +8,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 
 from replicated_ckpt.agent.saves.service import NodeService
+from replicated_ckpt.core.layout import parse_marked
 from replicated_ckpt.core.lineage import Version
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.protocol.settlement import is_without_a_name, may_be_dropped
@@ -16,12 +17,11 @@ from replicated_ckpt.core.upkeep.whole_versions import find_whole_versions
 from replicated_ckpt.errors import ManifestInvalid, ObjectCorrupt, StoreError
 from replicated_ckpt.stores.files.durable import translate_errors
 from replicated_ckpt.stores.local.directories.intent import Intent
-from replicated_ckpt.stores.local.versions.replaced import lacks_kept_shards
+from replicated_ckpt.stores.local.directories.looked import Looked
+from replicated_ckpt.stores.local.versions.remove import recycle
 from replicated_ckpt.stores.local.versions.staged_decision import read_decision
 
 log = logging.getLogger(__name__)
-
-_WholeById = Mapping[str, Sequence[Version]]
 
 
 def drop_outlived(
@@ -35,19 +35,19 @@ def drop_outlived(
     """Removes from this node the versions that it kept until the newer ones were seen whole.
 
     `is_done`: every checkpoint of these views has its copies, and no silent node is waited for. Then a replaced version
-    goes, too, of which no manifest tells what it is: what took its place is among them. `is_stuck`: no copy that is short
+    goes, too, whose manifest is damaged: what took its place is among them. `is_stuck`: no copy that is short
     can be made now; it may be that what is kept here takes the room.
 
     Raises:
         StoreError: the node's own store cannot be read.
     """
     service.pins.release_old()
-    names = service.store.catalog.list_replaced()
     doubts = [doubt.intent for doubt in service.doubts.read_all()]
-    if not names and not doubts:
-        return
     whole = find_whole_versions(manifests, views, may_be_short=is_stuck)
-    _drop_replaced(service, names, whole, is_done=is_done)
+    for looked in service.store.catalog.look_at_all():
+        if looked.replaced or looked.kept_metadata:
+            _drop_replaced(service, looked, whole.get(looked.checkpoint_id, ()), is_done=is_done)
+    _drop_in_the_way(service, manifests, whole)
     places = service.store.places.read_all()
     for intent in doubts:
         decided, versions = _read_decided(service, intent.save_id), whole.get(intent.checkpoint_id, ())
@@ -108,20 +108,36 @@ def _read_decided(service: NodeService, save_id: str) -> Manifest | None:
             return None
 
 
-def _drop_replaced(service: NodeService, names: Sequence[str], whole: _WholeById, *, is_done: bool) -> None:
-    catalog = service.store.catalog
-    replaced = {manifest.save_id: manifest for manifest in catalog.read_replaced()}
-    whole_saves = {version.save_id for versions in whole.values() for version in versions}
-    for name in names:
-        manifest = replaced.get(name)
-        if manifest is None:
-            # Put back by hand; or not believed, and named after the save that replaced it, or, damaged since, after itself.
-            is_over = name in whole_saves or (is_done and not catalog.is_newer_replaced(name))
-            is_over = is_over and not lacks_kept_shards(catalog, name)
-        else:
-            published = catalog.find_manifest(manifest.checkpoint_id)
-            version, versions = None if published is None else published.version, whole.get(manifest.checkpoint_id, ())
-            is_over = may_be_dropped(manifest.version, whole=versions, published=version)
-        with _keeping(f"what a newer save has replaced, save {name},"):
-            if is_over and service.store.drop_replaced(name):
-                log.info("removed what a newer save has replaced: save %s", name)
+def _drop_replaced(service: NodeService, looked: Looked, whole: Sequence[Version], *, is_done: bool) -> None:
+    """Those in one directory of which a newer one is whole; and those whose manifest is damaged, once all is done."""
+    catalog, checkpoint_id = service.store.catalog, looked.checkpoint_id
+    published = catalog.find_manifest(checkpoint_id)
+    if published is None:
+        return
+    over = [
+        manifest.save_id
+        for manifest in catalog.replaced_in(looked)
+        if may_be_dropped(manifest.version, whole=whole, published=published.version)
+    ]
+    if is_done:
+        over += [found[1] for name in catalog.list_unbelieved(looked) if (found := parse_marked(name)) is not None]
+    for save_id in over:
+        with _keeping(f"what a newer save has replaced, save {save_id},"):
+            if service.store.drop_replaced(checkpoint_id, save_id):
+                log.info("removed what a newer save has replaced: save %s", save_id)
+
+
+def _drop_in_the_way(
+    service: NodeService, manifests: Mapping[str, Manifest], whole: Mapping[str, Sequence[Version]]
+) -> None:
+    """Removes a version that has the name here, where a newer one of its run is whole whose files have the same names.
+
+    As on a node that was away when the id was saved anew. The newer one comes to lie here then, like any copy.
+    """
+    for held in service.holdings():
+        versions = () if held.is_replaced else whole.get(held.checkpoint_id, ())
+        newer = (manifests[version.save_id] for version in versions if version.is_newer_than(held.version))
+        if any(not manifest.shards.keys().isdisjoint(held.sizes) for manifest in newer):
+            with _keeping(f"{held.checkpoint_id} (save {held.save_id}), which a newer save has replaced,"):
+                if recycle(service.store.root, held.checkpoint_id, held.save_id):
+                    log.info("removed %s (save %s): a newer save is whole", held.checkpoint_id, held.save_id)

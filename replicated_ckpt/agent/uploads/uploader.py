@@ -199,7 +199,7 @@ class Uploader:
         committed = [
             manifest for name, manifest in catalog.committed() if name == manifest.checkpoint_id
         ]  # not renamed
-        replaced = list(catalog.read_replaced())
+        replaced = [manifest for name, manifest in catalog.read_replaced() if name == manifest.checkpoint_id]
         with self._lock:
             committed += self._find_left(replaced)
             return self._pending([manifest for manifest in committed if manifest.save_id not in removed])

@@ -9,7 +9,6 @@ from replicated_ckpt.core.layout import (
     MANIFEST_NAME,
     METADATA_NAME,
     NODE_NAME,
-    REPLACED_DIR,
     STAGING_DIR,
     ShardName,
 )
@@ -26,7 +25,7 @@ from replicated_ckpt.stores.local.directories.roots import (
 )
 from replicated_ckpt.stores.local.store import LocalStore
 
-_OF_A_STORE = {NODE_NAME, AGENT_DIR, STAGING_DIR, REPLACED_DIR}
+_OF_A_STORE = {NODE_NAME, AGENT_DIR, STAGING_DIR}
 _NAME_IT = "Name the directory that the ranks of this node save to, the `root` of ReplicatedWriter, with --root."
 _SHOWN_MAX = 3
 

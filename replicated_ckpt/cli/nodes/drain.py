@@ -22,7 +22,6 @@ from replicated_ckpt.core.upkeep.retention import find_retired
 from replicated_ckpt.stores.files.durable import translate_errors
 from replicated_ckpt.stores.local.memory_tier import find_memory_tier
 from replicated_ckpt.stores.local.store import LocalStore
-from replicated_ckpt.stores.local.versions.others import others_in
 from replicated_ckpt.stores.peer.client import AgentClient
 from replicated_ckpt.wording import describe_bytes, list_some, plural
 
@@ -204,11 +203,10 @@ def _list_what_stays(store: LocalStore, seen: NodesSeen) -> list[str]:
 def _list_others(store: LocalStore) -> list[str]:
     """Files of others (a tokenizer, a `config.json`) in the directories of checkpoints here."""
     with translate_errors(str(store.root), "list", ""):
-        return [
-            f"{checkpoint_id}/{entry.name}"
-            for checkpoint_id, _ in store.catalog.committed()
-            for entry in others_in(store.root / checkpoint_id)
-        ]
+        every = store.catalog.look_at_all()
+        own = {looked.checkpoint_id for looked in every if looked.holds_checkpoint}
+        found = (f"{looked.checkpoint_id}/{name}" for looked in every if looked.has_manifest for name in looked.others)
+        return sorted(path for path in found if not any(f"{one}/".startswith(f"{path}/") for one in own))
 
 
 def _list_removed_elsewhere(seen: NodesSeen) -> list[str]:

@@ -13,7 +13,7 @@ from replicated_ckpt.cli.removal.remover import Removed, Remover, add_removal_ar
 from replicated_ckpt.core.upkeep.policy import scope_of
 from replicated_ckpt.core.upkeep.removal import find_last_good
 from replicated_ckpt.errors import ManifestInvalid
-from replicated_ckpt.stores.local.versions.retire import renamed_refusal
+from replicated_ckpt.stores.local.versions.remove import renamed_refusal
 
 HELP = "Remove one checkpoint from this node, and from the bucket once no other node has it. Run it on each node."
 

@@ -55,6 +55,8 @@ class SaveDecision:
     announced: Announced = NOTHING_ANNOUNCED
     ticket: str = field(default="", repr=False)
     known_layout: str = ""
+    file_number: int = 0
+    """In the names of its shards: no file of another version of the checkpoint has it, on any node of the save."""
 
     def holders_for(self, node_id: str) -> tuple[str, ...]:
         """All nodes that may take copies for a node, in the order of preference: its buddies, then nodes of other hosts."""
@@ -140,6 +142,7 @@ class SaveDecision:
             Announced(**fields["announced"]),
             str(fields["ticket"]),
             str(fields["known_layout"]),
+            int(fields["file_number"]),
         )
 
 

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from operator import index
 from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol, TypeVar
@@ -71,6 +72,8 @@ class Opened:
     histories: Histories
     error_by_node: Mapping[str, ReplicatedCkptError] = field(default_factory=dict)
     named: frozenset[str] = frozenset()
+    taken_numbers: frozenset[int] = frozenset()
+    """The numbers that files of the checkpoint have in their names on the nodes."""
 
 
 class Committed:
@@ -145,7 +148,8 @@ class AgentCluster:
                 named = answer["named"]
                 if named is not None and not is_lineage(named):
                     raise ValueError(f"no lineage: {named!r}"[:500])
-                return Opened(histories_from_json(answer["histories"]), {}, frozenset({named} - {None}))
+                taken = frozenset(map(index, answer["taken_numbers"]))
+                return Opened(histories_from_json(answer["histories"]), {}, frozenset({named} - {None}), taken)
 
         outcome = self._run(open_on)
         for node, error in outcome.errors.items():
@@ -154,7 +158,9 @@ class AgentCluster:
         told = outcome.results.values()
         own = outcome.results[self._own_node].histories if self._own_node in outcome.results else {}
         histories = merge_histories([own, *(_believed(opened.histories, own) for opened in told)])
-        return Opened(histories, outcome.errors, frozenset[str]().union(*(opened.named for opened in told)))
+        named = frozenset[str]().union(*(opened.named for opened in told))
+        taken = frozenset[int]().union(*(opened.taken_numbers for opened in told))
+        return Opened(histories, outcome.errors, named, taken)
 
     def commit(self, save_id: str, metadata: bytes, manifest: bytes, same: KeptLayout | None = None) -> Committed:
         path = f"/v1/saves/{save_id}"
@@ -236,7 +242,8 @@ class LoneNode:
         named = find_named(self._service.store.catalog, intent.checkpoint_id)
         on_own_open()
         settle(self._service, leftovers, ())
-        return Opened(histories, named=frozenset() if named is None else frozenset({named}))
+        taken = self._service.store.find_taken_numbers(intent.checkpoint_id)
+        return Opened(histories, named=frozenset() if named is None else frozenset({named}), taken_numbers=taken)
 
     def commit(
         self,
@@ -255,7 +262,7 @@ class LoneNode:
     def _drop_outlived(self) -> None:
         """Removes what was read when a newer save replaced it, and is read no more: there may be no agent to do it."""
         service = self._service
-        if service.store.catalog.list_replaced():
+        if next(service.store.catalog.read_replaced(), None) is not None:
             view = NodeView(service.node_id, Presence.UP, service.holdings(), service.remains.find())
             drop_outlived(service, {each.save_id: each for _, each in service.store.catalog.committed()}, (view,))
 

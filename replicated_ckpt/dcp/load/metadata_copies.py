@@ -1,6 +1,7 @@
 """Finding an intact copy of a checkpoint's `.metadata`: this node's, a peer's, the bucket's."""
 
 import logging
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,9 +16,15 @@ from replicated_ckpt.dcp.find.absence import describe_answer, describe_move
 from replicated_ckpt.dcp.find.bucket_look import InBucket
 from replicated_ckpt.dcp.find.survey import Survey
 from replicated_ckpt.dcp.metadata.metadata_file import decode_metadata_file
-from replicated_ckpt.errors import ObjectCorrupt, ObjectMissing, ReplicatedCkptError, ShardLost
+from replicated_ckpt.errors import (
+    ManifestInvalid,
+    ObjectCorrupt,
+    ObjectMissing,
+    ReplicatedCkptError,
+    ShardLost,
+    StoreError,
+)
 from replicated_ckpt.stores.bucket.bucket import Bucket
-from replicated_ckpt.stores.files.plain import read_plain
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.copy import tell_suspect
@@ -95,11 +102,10 @@ def _copies(
 
 def _own(store: LocalStore, survey: Survey, own_node: str, problems: list[str]) -> Iterator[_Copy]:
     save, manifest = survey.found, survey.manifest
-    path = store.path_of(save.checkpoint_id, save.save_id, METADATA_NAME)
     try:
-        size = min(path.stat().st_size, manifest.metadata_bytes + 1)  # one byte too many is enough not to match
-        raw = read_plain(path, size)
-    except OSError as exc:
+        with os.fdopen(store.open_file(save.checkpoint_id, save.save_id, METADATA_NAME), "rb") as file:
+            raw = file.read(manifest.metadata_bytes + 1)  # one byte too many is enough not to match
+    except (OSError, StoreError, ManifestInvalid) as exc:
         problems.append(f"node {own_node}: its {METADATA_NAME} cannot be read: {exc}")
         return
     address = next((peer for peer in survey.addresses if peer.node_id == own_node), None)

@@ -41,7 +41,7 @@ from replicated_ckpt.dcp.runtime.callback import call_back
 from replicated_ckpt.dcp.runtime.caller import warn
 from replicated_ckpt.dcp.runtime.torch_private import Collectives, follow_step
 from replicated_ckpt.dcp.save.commit import commit_save
-from replicated_ckpt.dcp.save.numbering import assign_sequence, open_unheard
+from replicated_ckpt.dcp.save.numbering import assign_sequence, choose_file_number, open_unheard
 from replicated_ckpt.dcp.save.report import SaveReport, report_ranks, report_save
 from replicated_ckpt.dcp.save.shard_writer import WrittenShard
 from replicated_ckpt.dcp.save.writer_parts import WriterParts
@@ -122,7 +122,7 @@ class SaveAttempt:
             seen = find_seen_lineage(self._store, scope_of(decision.checkpoint_id))
             asked = replace(self._decision, overwrite=config.overwrite)  # what nodes have lost may lie in the bucket
             placed, problems = assign_sequence(asked, opened, self._parts.object_tier, seen)
-            self._decision = replace(placed, overwrite=overwrites)
+            self._decision = replace(placed, overwrite=overwrites, file_number=choose_file_number(opened))
             self._warn(problems)
             if board is not None:
                 board.decide("save", raw_posts, self._decision.to_json(), stays=STAYS)

@@ -1,10 +1,13 @@
 """The place of a save in the order of all saves, and whether it goes to the bucket: the coordinator's last decisions."""
 
+import itertools
+import secrets
 import uuid
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
 from replicated_ckpt.agent.state.sequence_floor import SequenceFloor
+from replicated_ckpt.core.layout import SHARD_INDEX_MAX
 from replicated_ckpt.core.lineage import Histories, History, merge_histories, newest_lineage
 from replicated_ckpt.core.upkeep.policy import scope_of
 from replicated_ckpt.dcp.agreement.decision import SaveDecision
@@ -16,6 +19,7 @@ from replicated_ckpt.stores.local.store import LocalStore
 Seen = tuple[str, int] | None
 """The lineage that this process continues, and the largest sequence that it has seen of it."""
 _told: set[tuple[str, frozenset[str]]] = set()
+_DRAWN_FROM = 1_000_000
 _replaced_runs: set[str] = set()
 """Lineages of which this process has replaced a checkpoint that was not its own, and has warned of it."""
 
@@ -45,6 +49,16 @@ def assign_sequence(
         problems = [*problems, f"{found.problem} The copies on the nodes are made"]
     problems += _describe_replaced(decision, opened.named | found.named, seen)
     return replace(decision, upload=found.plan), [*unreached, *problems]
+
+
+def choose_file_number(opened: Opened) -> int:
+    """The number in the names of a save's shards: the smallest that no file of the checkpoint has on a node of the save.
+
+    Where a node was not heard it is a large one, drawn at random: what lies there is not known.
+    """
+    if opened.error_by_node:
+        return _DRAWN_FROM + secrets.randbelow(SHARD_INDEX_MAX - _DRAWN_FROM)
+    return next(number for number in itertools.count() if number not in opened.taken_numbers)
 
 
 def open_unheard(store: LocalStore, decision: SaveDecision, host: str) -> None:

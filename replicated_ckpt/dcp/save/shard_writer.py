@@ -123,7 +123,7 @@ class ShardWriter:
         spares = [node for node in decision.holders_for(own) if node not in buddies]
         return WantedCopies(
             decision.save_id,
-            str(ShardName(rank, 0)),
+            str(ShardName(rank, decision.file_number)),
             own,
             tuple(map(decision.address_of, buddies)),
             tuple(map(decision.address_of, spares)),

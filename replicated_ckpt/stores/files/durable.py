@@ -8,11 +8,10 @@ import stat
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from replicated_ckpt import failpoints
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.errors import ReplicatedCkptError, StoreDenied, StoreError, StoreFull
 from replicated_ckpt.stores.files import renames
-from replicated_ckpt.stores.files.existence import is_directory, is_there
+from replicated_ckpt.stores.files.existence import is_there
 from replicated_ckpt.stores.files.plain import closing_fd, open_plain_file
 
 _IS_SHARED = stat.S_ISGID | stat.S_IRGRP | stat.S_IXGRP
@@ -45,6 +44,7 @@ SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 """What the system says that opens no file at all now, for want of descriptors or memory."""
 NOT_OFFERED = (errno.EPERM, errno.EACCES, errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 """What mounts answer a call that they do not offer, as flock or fchmod; NFS locks no directory with EBADF."""
+_REMOVALS_MAX = 5
 _REFUSALS = (errno.EACCES, errno.EPERM, errno.ESTALE, *SHORTAGES)
 
 
@@ -264,57 +264,35 @@ def read_exactly(fd: int, target: memoryview, offset: int) -> int:
     return done
 
 
-def publish_directory(
-    staged: Path,
-    final: Path,
-    before: Path,
-    *,
-    is_kept: bool,
-    is_version: bool = True,
-    carry: Callable[[Path, Path], None] = lambda *_: None,
-) -> None:
-    """Gives the directory `staged` the name `final` in one step; what had that name goes to `before`, durably if `is_kept`.
+def publish_directory(staged: Path, final: Path, before: Path) -> None:
+    """Gives the directory `staged` the name `final` in one step, durably; what had that name goes to `before`.
 
     At every instant, and after a crash, `final` names the whole old or the whole new directory. Where the file system
-    cannot exchange names there is an instant at which `final` names nothing; recovery then completes the publication.
-    `carry` moves what outlives the old directory to the new one. `is_version`: a load may look for the old directory, so
-    it has a name where it is found meanwhile; else it is carried from before it goes where its name is not known.
+    cannot exchange names there is an instant at which `final` names nothing.
     """
     fsync_directory(staged)
-    failpoints.reach("commit.staging-fsynced")
     if not is_there(final):
         staged.rename(final)
     elif renames.exchange(staged, final):
-        failpoints.reach("commit.replaced")
-        if not is_version:
-            carry(staged, final)
         staged.rename(before)
-        if is_version:
-            carry(before, final)
     else:
-        carry(final, staged)
         final.rename(before)
-        failpoints.reach("commit.replaced")
         staged.rename(final)
-    failpoints.reach("commit.named")
-    if is_kept and is_directory(before):
-        fsync_directory(before.parent)
     fsync_directory(final.parent)
     fsync_directory(staged.parent)
 
 
-def remove_moved(path: Path, *origins: Path) -> None:
-    """Removes the directory `path`, if it is there, that was moved from one of `origins`, once the move is durable.
-
-    Else a power loss could undo the move and not the removals, and leave a part of it under its old name.
-    """
-    if is_directory(path):
-        for directory in {*origins, path.parent}:
-            fsync_directory(directory)
-        remove_tree(path)
-
-
 def remove_tree(path: Path) -> None:
-    """Removes a directory if it is there."""
-    with contextlib.suppress(FileNotFoundError):
-        shutil.rmtree(path)
+    """Removes a directory if it is there. A process that still writes into it may begin a file or two meanwhile."""
+    for _ in range(_REMOVALS_MAX):
+        try:
+            shutil.rmtree(path)
+        except FileNotFoundError:
+            if not is_there(path):
+                return
+        except OSError as exc:
+            if exc.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        else:
+            return
+    shutil.rmtree(path)

@@ -8,7 +8,7 @@ from functools import partial
 
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.inventory import Holding
-from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, REPLACED_DIR
+from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
 from replicated_ckpt.core.manifest import Manifest, ShardEntry
 from replicated_ckpt.core.upkeep.finding import Finding, Problem
 from replicated_ckpt.core.upkeep.remains import Remains
@@ -17,7 +17,7 @@ from replicated_ckpt.stores.files.direct import page_aligned, read_past_cache
 from replicated_ckpt.stores.files.durable import is_refusal, translate_errors
 from replicated_ckpt.stores.files.plain import closing_fd
 from replicated_ckpt.stores.files.shortage import is_unreadable, translate_read_errors
-from replicated_ckpt.stores.local.directories.committed import Committed, open_committed_save, open_directory
+from replicated_ckpt.stores.local.directories.committed import Committed, open_directory
 from replicated_ckpt.stores.local.directories.footer import crc_of_footer
 from replicated_ckpt.stores.local.remains import read_remains, tell_crc
 from replicated_ckpt.stores.local.shard_file import ShardFile
@@ -62,28 +62,20 @@ class Inspector:
         every = {*catalog.directories(), *catalog.without_manifest()} if checkpoint_id is None else {checkpoint_id}
         for found in sorted(every):
             yield from self._of_id(found)
-        for manifest in list(catalog.read_replaced()):
-            if checkpoint_id in (None, manifest.checkpoint_id):
-                place = manifest.checkpoint_id, manifest.save_id
-                with (
-                    contextlib.suppress(ObjectMissing),
-                    open_committed_save(self._store.root, *place) as (directory, _),
-                ):
-                    yield from self._of_save(directory, manifest)
 
     def sum_sizes(self, checkpoint_id: str | None = None) -> int:
         """How many bytes `inspect` has to read, as the directory shows them now; for progress."""
         catalog = self._store.catalog
         ids = catalog.directories() if checkpoint_id is None else [checkpoint_id]
-        names = [
-            f"{REPLACED_DIR}/{m.save_id}" for m in catalog.read_replaced() if checkpoint_id in (None, m.checkpoint_id)
-        ]
-        return sum(size for place in [*ids, *names] for size in catalog.shard_sizes(place).values())
+        return sum(size for found in ids for size in catalog.look(found).sizes.values())
 
     def _of_id(self, checkpoint_id: str) -> Iterator[Finding]:
+        catalog = self._store.catalog
         try:
             with open_directory(self._store.root, checkpoint_id) as directory:
                 yield from self._of_directory(directory)
+                for manifest in catalog.replaced_in(catalog.look(checkpoint_id)):
+                    yield from self._of_save(directory.of_save(manifest.save_id, is_replaced=True), manifest)
         except ObjectMissing:
             return
         except StoreError as exc:
@@ -102,7 +94,7 @@ class Inspector:
         except (ManifestInvalid, ObjectMissing) as exc:
             yield from self._of_remains(directory, exc)
         else:
-            yield from self._of_save(directory, manifest)
+            yield from self._of_save(directory.of_save(manifest.save_id), manifest)
 
     def _of_save(self, directory: Committed, manifest: Manifest) -> Iterator[Finding]:
         """What is wrong with a save that is published here, or was replaced."""
@@ -116,18 +108,20 @@ class Inspector:
                 yield found
                 damaged.append(shard)
                 footless += [shard] if self.is_footless(directory, manifest, shard) else []
-        for name in sorted(set(directory.shards()) - set(manifest.shards)):
+        catalog = self._store.catalog
+        strays = [] if directory.is_replaced else catalog.list_unclaimed(catalog.look(directory.checkpoint_id))
+        for name in strays:
             yield self._finding(directory, manifest.save_id, name, Problem.UNKNOWN, "no such file", "one")
-        place = self._store.catalog.directory_of(directory.checkpoint_id, manifest.save_id)
-        sizes = {} if place is None else self._store.catalog.shard_sizes(place)
+        looked = catalog.look(directory.checkpoint_id).sizes
+        sizes = {name: size for name, size in looked.items() if name in manifest.shards or name in strays}
         bad = tuple(name for name in damaged if name in sizes)
         held = Holding.of_save(manifest, self._node_id, directory.checkpoint_id, problem is None, sizes)
-        is_replaced = place != directory.checkpoint_id
-        self.holdings.append(replace(held, damaged=bad, is_replaced=is_replaced, footless=tuple(footless)))
+        self.holdings.append(replace(held, damaged=bad, is_replaced=directory.is_replaced, footless=tuple(footless)))
 
     def _of_remains(self, directory: Committed, why: ManifestInvalid | ObjectMissing) -> Iterator[Finding]:
         """A directory without a manifest that is believed; of stock torch's, which has none, nothing is said."""
-        remains = read_remains(directory, self._node_id, tell_crc, lambda fd, crc: self._hash_open(fd)[1] == crc)
+        claimed = self._store.catalog.list_claimed(directory.checkpoint_id)
+        remains = read_remains(directory, self._node_id, tell_crc, self._holds, claimed)
         if remains is None:
             return
         self.remains.append(remains)
@@ -137,6 +131,9 @@ class Inspector:
             found = Problem.MISSING, "a manifest", "none"
         if remains.is_ours:
             yield self._finding(directory, "", MANIFEST_NAME, *found)
+
+    def _holds(self, fd: int, crc: int) -> bool:
+        return self._hash_open(fd)[1] == crc
 
     def is_footless(self, directory: Committed, manifest: Manifest, shard: str) -> bool:
         """Whether the data of a damaged shard is intact and its footer alone is not, or is not there, or not read."""
@@ -226,7 +223,5 @@ class Inspector:
     def _finding(
         self, directory: Committed, save_id: str, name: str, problem: Problem, expected: str, found: str
     ) -> Finding:
-        path = self._store.root / directory.checkpoint_id / name
-        if save_id:
-            path = self._store.path_of(directory.checkpoint_id, save_id, name)
+        path = self._store.root / directory.checkpoint_id / directory.disk_name(name)
         return Finding(self._node_id, directory.checkpoint_id, save_id, name, str(path), problem, expected, found)

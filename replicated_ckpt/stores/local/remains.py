@@ -1,7 +1,7 @@
 """A look at directories whose manifest is damaged or gone: which files lie there, and which bytes they say they are."""
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, is_checkpoint_id
 from replicated_ckpt.core.upkeep.remains import Remains
@@ -48,7 +48,8 @@ class RemainsReader:
             if not is_checkpoint_id(checkpoint_id) or self._store.catalog.save_id_of(checkpoint_id):
                 return None
             with open_directory(self._store.root, checkpoint_id) as directory:
-                return read_remains(directory, self._node_id, self._crc)
+                claimed = self._store.catalog.list_claimed(checkpoint_id)
+                return read_remains(directory, self._node_id, self._crc, claimed=claimed)
         except (ManifestVersionUnknown, ObjectMissing):
             return None
         except StoreError as exc:
@@ -66,12 +67,19 @@ class RemainsReader:
         return self._crcs[key]
 
 
-def read_remains(directory: Committed, node_id: str, tell: Tell, holds: Holds = lambda _, __: True) -> Remains | None:
+def read_remains(
+    directory: Committed,
+    node_id: str,
+    tell: Tell,
+    holds: Holds = lambda _, __: True,
+    claimed: Collection[str] = (),
+) -> Remains | None:
     """What lies in a directory; None: nothing of a checkpoint. A file that cannot be opened is not there.
 
-    `holds` says of a file, behind a descriptor, whether it has the CRC32C that it tells.
+    `holds` says of a file, behind a descriptor, whether it has the CRC32C that it tells. Files that are `claimed` are of
+    versions there whose manifests are believed.
     """
-    names = directory.names()
+    names = [name for name in directory.names() if name not in claimed]
     sizes: dict[str, int] = {}
     crcs: dict[str, int] = {}
     is_ours = MANIFEST_NAME in names

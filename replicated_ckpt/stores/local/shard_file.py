@@ -8,6 +8,7 @@ from typing import Self
 
 from replicated_ckpt import failpoints
 from replicated_ckpt.core.integrity.checksum import BlockTable
+from replicated_ckpt.core.layout import PART_SUFFIX
 from replicated_ckpt.errors import SaveAborted
 from replicated_ckpt.stores.files.direct import is_worthwhile, switch_direct_io, write_direct
 from replicated_ckpt.stores.files.durable import (
@@ -19,7 +20,6 @@ from replicated_ckpt.stores.files.durable import (
     write_vector,
 )
 from replicated_ckpt.stores.files.shortage import translate_read_errors
-from replicated_ckpt.stores.local.store import PART_SUFFIX
 from replicated_ckpt.stores.local.versions.recycled import RecycledFiles
 from replicated_ckpt.stores.verified import Expected, VerifiedShard
 

@@ -3,27 +3,26 @@
 import logging
 import os
 import uuid
-from collections.abc import Collection, Iterable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from replicated_ckpt import failpoints
 from replicated_ckpt.core.layout import (
     AGENT_DIR,
-    INCOMING_DIR,
     MANIFEST_NAME,
+    METADATA_NAME,
     NODE_NAME,
+    PART_SUFFIX,
     QUARANTINE_DIR,
-    REPLACED_DIR,
     STAGING_DIR,
-    TRASH_DIR,
+    ShardName,
     check_checkpoint_id,
     is_checkpoint_file,
-    is_checkpoint_id,
     is_save_id,
+    kept_metadata_name,
 )
 from replicated_ckpt.core.manifest import Manifest
+from replicated_ckpt.core.protocol.settlement import may_be_dropped
 from replicated_ckpt.environment import make_absolute
 from replicated_ckpt.errors import (
     ConfigInvalid,
@@ -37,7 +36,6 @@ from replicated_ckpt.stores.files.durable import (
     fsync_directory,
     make_directories,
     make_directory,
-    publish_directory,
     remove_tree,
     translate_errors,
 )
@@ -46,14 +44,22 @@ from replicated_ckpt.stores.files.locks import HeldLock, exclusive
 from replicated_ckpt.stores.files.ownership import check_claimable, make_private
 from replicated_ckpt.stores.files.plain import open_plain
 from replicated_ckpt.stores.local.directories.catalog import Catalog
+from replicated_ckpt.stores.local.directories.committed import open_directory
 from replicated_ckpt.stores.local.directories.given_up import GivenUpNotes
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.identity import check_place, ensure_identity, find_identity
-from replicated_ckpt.stores.local.versions import others, replaced
 from replicated_ckpt.stores.local.versions.place import PlaceNotes
+from replicated_ckpt.stores.local.versions.publish import (
+    check_order,
+    holds_all_shards,
+    is_link_of_staged,
+    make_names_free,
+    publish,
+    remove_unmanaged,
+)
 from replicated_ckpt.stores.local.versions.recycled import write_with_room
+from replicated_ckpt.stores.local.versions.remove import finish_removals, remove_unread
 from replicated_ckpt.stores.local.versions.replaceable import check_replaceable
-from replicated_ckpt.stores.local.versions.retire import empty_trash, remove_unread
 from replicated_ckpt.stores.local.versions.staged_decision import (
     has_damaged_decision,
     has_decision,
@@ -63,7 +69,6 @@ from replicated_ckpt.stores.local.versions.staged_decision import (
 
 log = logging.getLogger(__name__)
 
-PART_SUFFIX = ".part"
 NO_NODE = "none"
 """Stands for the identity of a store that has none yet."""
 
@@ -151,6 +156,9 @@ class LocalStore:
         self.final(intent.checkpoint_id)  # refuses what is no id
         staging = self.staging(intent.save_id)
         with translate_errors(str(self.root), "begin", intent.checkpoint_id):
+            if (looked := self.catalog.look(intent.checkpoint_id)).gone:
+                with exclusive(staging.parent):
+                    finish_removals(self.catalog, looked)
             replaces = self.catalog.find_manifest(intent.checkpoint_id)
             check_replaceable(self.root, intent.checkpoint_id, intent)  # refuses what was published since it was read
             make_directories(staging.parent, self.root)
@@ -162,6 +170,16 @@ class LocalStore:
             make_directory(staging)
             fsync_directory(staging.parent)
         failpoints.reach("store.opened")
+
+    def find_taken_numbers(self, checkpoint_id: str) -> frozenset[int]:
+        """The numbers that files of this checkpoint have in their names: of all versions here, and of what is staged."""
+        with translate_errors(str(self.root), "list", checkpoint_id):
+            names = list(self.catalog.look(checkpoint_id).shards)
+            for intent in self.list_staged():
+                if intent.checkpoint_id == checkpoint_id:
+                    names += [path.name for path in list_prefixed(self.staging(intent.save_id), "__")]
+        shards = (ShardName.parse(name.removesuffix(PART_SUFFIX)) for name in names)
+        return frozenset(shard.index for shard in shards if shard is not None)
 
     def lock_save(self, save_id: str) -> HeldLock:
         """Marks an open save as being worked on, until the lock is released, or this process has ended.
@@ -196,50 +214,56 @@ class LocalStore:
             write_with_room(self.root, path, data)
 
     def commit(self, save_id: str) -> tuple[str, ...]:
-        """Publishes a staged save under its checkpoint id, in one step and durably; returns the shards held here.
+        """Publishes a staged save under its checkpoint id, durably; returns the shards of it that are held here.
 
         A shard whose footer implies another checksum than the manifest has is set aside: this node lacks that copy.
         Everything staged must be fsynced before. Committing again what is committed changes nothing.
 
         Raises:
             SaveAborted: the save is neither staged nor committed here.
+            SaveSuperseded: a newer save has the name, or the names of its files are another version's.
             ManifestInvalid, ObjectCorrupt: what was staged as the decision is not believed; nothing changed.
         """
-        staging = self.staging(save_id)
+        staging, catalog = self.staging(save_id), self.catalog
         with translate_errors(str(self.root), "commit", save_id), exclusive(self.root / STAGING_DIR):
-            if not is_directory(staging) or self.is_published(save_id):
-                held = self._already_committed(save_id)
-                self._discard(save_id)  # after a crash, what it replaced may still be staged under its name
-                return held
-            manifest, intent = read_decision(staging, save_id), self.intent_of(save_id)
-            name = intent.checkpoint_id or manifest.checkpoint_id  # of a directory that a user renamed, the new one
-            final = self.final(name)
-            before = self.catalog.find_manifest(name)
-            replaced.check_order(manifest, before, intent)
-            check_replaceable(self.root, name, intent, gives_way=before is not None)
+            intent = self.intent_of(save_id)
+            published = catalog.find_manifest(intent.checkpoint_id) if intent.checkpoint_id else None
+            if not is_directory(staging) or (not intent.checkpoint_id and catalog.checkpoint_of(save_id)):
+                return self._already_committed(save_id)
+            if published is not None and published.save_id == save_id:  # a crash came before the end
+                name, manifest = intent.checkpoint_id, published
+            else:
+                manifest = read_decision(staging, save_id)
+                name = intent.checkpoint_id or manifest.checkpoint_id  # of a directory that a user renamed, the new one
+                self._prepare(name, manifest, intent)
             failpoints.reach("commit.checked")
-            for shard in list_differing(staging, manifest):
-                self._set_aside_staged(save_id, shard)
-            others.bring_others(self.root, final, staging)
-            make_directories(final.parent, self.root)
-            trash = self._trash(save_id)
-            others.remove_trash(self.root, trash, final.parent, staging.parent)
-            replaced.take_back(self.catalog, save_id, staging)
-            if before is not None:  # what was kept of it under another name, to which a user had copied it
-                replaced.take_back(self.catalog, before.save_id, final)
-            with replaced.unread(final) as is_unread:
-                is_copied = replaced.is_copied_by_hand(self.catalog, name, before)
-                is_over = is_unread and (is_copied or replaced.holds_all_shards(staging, manifest))
-                place = trash if is_over else replaced.replaced_path(self.root, before, save_id)
-                is_kept, is_version, carry = not is_over, before is not None, partial(others.move_others, self.root)
-                publish_directory(staging, final, place, is_kept=is_kept, is_version=is_version, carry=carry)
-            failpoints.reach("commit.durable")
-            others.remove_broken_off(final)  # of a process that began to write while the save was being published
-            others.remove_carried(self.root, trash, name)
+            publish(self.final(name), staging, manifest)
+            self._drop_what_it_replaced(name, manifest, intent)
+            remove_tree(staging)
             self._forget(save_id)
-            held = tuple(sorted(self.catalog.shard_sizes(name)))
+            held = tuple(sorted(catalog.sizes_of(name, manifest)))
         failpoints.reach("commit.done")
         return held
+
+    def _prepare(self, name: str, manifest: Manifest, intent: Intent) -> None:
+        """What comes before a save is published under a name: nothing else has it, or that gives way."""
+        final, before, staging = self.final(name), self.catalog.find_manifest(name), self.staging(manifest.save_id)
+        check_order(manifest, before, intent)
+        check_replaceable(self.root, name, intent, gives_way=True)  # it is decided: from then on its order alone counts
+        for shard in list_differing(staging, manifest):
+            self._set_aside_staged(manifest.save_id, shard)
+        finish_removals(self.catalog, self.catalog.look(name))
+        make_names_free(self.catalog, name, manifest, staging)
+        make_directories(final, self.root)
+
+    def _drop_what_it_replaced(self, name: str, manifest: Manifest, intent: Intent) -> None:
+        """A node on which every shard of a save lies has seen it whole: what it replaced here goes, unless it is read."""
+        if intent.overwrite:
+            remove_unmanaged(self.catalog, name)
+        if holds_all_shards(self.final(name), manifest):
+            for replaced in self.catalog.replaced_in(self.catalog.look(name)):
+                if may_be_dropped(replaced.version, whole=[manifest.version], published=manifest.version):
+                    remove_unread(self.catalog, name, replaced.save_id)
 
     def _set_aside_staged(self, save_id: str, shard: str) -> None:
         folder = self.root / QUARANTINE_DIR / save_id
@@ -251,7 +275,7 @@ class LocalStore:
         )
 
     def is_published(self, save_id: str) -> bool:
-        """Whether a staged save has its checkpoint's name: what is still staged of it then is what it has replaced."""
+        """Whether a staged save has its checkpoint's name: a crash came before the end of its publication."""
         checkpoint_id = self.intent_of(save_id).checkpoint_id
         if not checkpoint_id:  # who committed it forgot it while another thread opened it again
             return self.catalog.checkpoint_of(save_id) is not None
@@ -259,36 +283,38 @@ class LocalStore:
         return published is not None and published.save_id == save_id
 
     def path_of(self, checkpoint_id: str, save_id: str, name: str) -> Path:
-        """Where a file of a save lies that is or was committed here under this id; under the id's name where none does."""
-        return self.root / (self._directory_with(checkpoint_id, save_id) or checkpoint_id) / name
+        """Where a file of a save lies that is or was committed here under this id; where it would lie if it does not."""
+        directory = self.root / checkpoint_id
+        if name == MANIFEST_NAME:
+            return self.catalog.manifest_path(checkpoint_id, save_id)
+        own = directory / kept_metadata_name(save_id)
+        return own if name == METADATA_NAME and is_there(own) else directory / name
 
-    def _directory_with(self, checkpoint_id: str, save_id: str) -> str | None:
-        """Where files of a save lie or, where the manifest under its name is damaged or gone, may lie; None: nowhere."""
-        try:
-            directory = self.catalog.directory_of(checkpoint_id, save_id)
-        except ManifestVersionUnknown:
-            raise
-        except ManifestInvalid:
-            return checkpoint_id
-        return directory or (None if self.catalog.save_id_of(checkpoint_id) else checkpoint_id)
-
-    def drop_replaced(self, name: str) -> bool:
+    def drop_replaced(self, checkpoint_id: str, save_id: str) -> bool:
         """Removes a version that a newer save has replaced; False: it is read. The caller has seen the newer one whole."""
-        if not is_save_id(name):
-            raise ConfigInvalid(f"{name!r} is no save id.")
-        with translate_errors(str(self.root), "remove", f"{REPLACED_DIR}/{name}"), exclusive(self.root / STAGING_DIR):
-            path = self.root / REPLACED_DIR / name
-            return not is_directory(path) or remove_unread(self.root, path, name)
+        with translate_errors(str(self.root), "remove", checkpoint_id), exclusive(self.root / STAGING_DIR):
+            published = self.catalog.find_manifest(checkpoint_id)
+            if (published is not None and published.save_id == save_id) or self.is_staged(save_id):
+                return False  # it has its name again, or a crash broke off its publication
+            return remove_unread(self.catalog, checkpoint_id, save_id)
 
-    def take_back_missing(self, manifest: Manifest, names: Collection[str], bad: Collection[str]) -> bool:
-        """As `replaced.take_back_missing`. Raises: StoreError"""
-        with translate_errors(str(self.root), "put back", manifest.checkpoint_id), exclusive(self.root / STAGING_DIR):
-            return replaced.take_back_missing(self.catalog, manifest, names, bad)
+    def tidy(self, *, is_alone: bool) -> None:
+        """Removes what a crash has left of removals; if `is_alone`, of files that were being written, too.
 
-    def _trash(self, save_id: str) -> Path:
-        """Where a save, or what it replaced, goes on its way out. If a power loss takes this name, nothing is missed."""
-        make_directory(self.root / TRASH_DIR)
-        return self.root / TRASH_DIR / save_id
+        `is_alone`: no other thread of this process brings files.
+
+        Raises:
+            StoreError
+        """
+        with translate_errors(str(self.root), "remove", "what a crash has left"):
+            for looked in self.catalog.look_at_all():
+                if looked.gone:
+                    with exclusive(self.root / STAGING_DIR):
+                        finish_removals(self.catalog, self.catalog.look(looked.checkpoint_id))
+                if is_alone and looked.unfinished:
+                    with exclusive(self.root / STAGING_DIR):  # nothing is published here meanwhile
+                        for name in looked.unfinished:
+                            (self.root / looked.checkpoint_id / name).unlink(missing_ok=True)
 
     def _forget(self, save_id: str) -> None:
         """Removes the intent, and what a process left that died while it wrote it."""
@@ -299,8 +325,9 @@ class LocalStore:
         checkpoint_id = self.catalog.checkpoint_of(save_id)
         if checkpoint_id is None:
             raise SaveAborted(f"Save {save_id} is not open in {self.root}.")
-        directory = self.catalog.directory_of(checkpoint_id, save_id) or checkpoint_id  # a newer one may have the name
-        return tuple(sorted(self.catalog.shard_sizes(directory)))
+        manifest = self.catalog.manifest_of(checkpoint_id, save_id)  # a newer one may have the name
+        self._discard(save_id)
+        return tuple(sorted(self.catalog.sizes_of(checkpoint_id, manifest)))
 
     def is_decided(self, save_id: str) -> bool:
         """Whether a staged save holds the coordinator's decision, so that it must be committed, not removed.
@@ -340,39 +367,27 @@ class LocalStore:
 
     def _discard(self, save_id: str) -> None:
         staging, intent, was_staged = self.staging(save_id), self.intent_of(save_id), self.is_staged(save_id)
+        if was_staged and intent.checkpoint_id and self.is_published(save_id):  # a crash came before the end
+            publish(self.final(intent.checkpoint_id), staging, self.catalog.manifest(intent.checkpoint_id))
+        is_broken_off = (
+            was_staged and bool(intent.checkpoint_id) and is_link_of_staged(self.final(intent.checkpoint_id), staging)
+        )
         is_own = intent.coordinator == self.read_node_id() and not is_there(staging / MANIFEST_NAME)
-        for place in self._places([intent]):
-            fsync_directory(place)  # a commit that was cut off may be seen and not be durable: the intent goes last
-        others.give_back_replaced(self.root, intent.replaces, intent.checkpoint_id)
-        if was_staged:
-            others.give_back_others(self.root, staging, intent.checkpoint_id)
-            if not replaced.keep_replaced(self.root, staging, save_id, is_published=self.is_published(save_id)):
-                trash = self._trash(save_id)
-                others.remove_trash(self.root, trash, staging.parent)
-                staging.rename(trash)
-                failpoints.reach("abort.trashed")
-                others.remove_trash(self.root, trash, staging.parent)
-        is_sure = was_staged or not any(self.catalog.with_invalid_manifest())  # else a damaged one here may be it
-        if is_own and is_sure and self.catalog.checkpoint_of(save_id) is None:
+        if is_there(staging / MANIFEST_NAME):  # first, and durably: without its shards it must not look decided
+            (staging / MANIFEST_NAME).unlink()
+            fsync_directory(staging)
+        failpoints.reach("abort.undecided")
+        remove_tree(staging)
+        if is_broken_off:
+            remove_unread(self.catalog, intent.checkpoint_id, save_id)
+        if is_own and self._is_nowhere(save_id, was_staged=was_staged):
             self._note(self.given_up, save_id)  # before the intent goes: of a crash before, the next start has it noted
         self._forget(save_id)
 
-    def remove_incoming(self) -> None:
-        """Removes what did not get into a checkpoint, and stayed. Not to be called while files are brought here."""
-        with translate_errors(str(self.root), "remove", INCOMING_DIR):
-            if list_prefixed(self.root / INCOMING_DIR, ""):
-                remove_tree(self.root / INCOMING_DIR)
-
-    def empty_trash(self) -> None:
-        """Removes what a crash kept from being removed. Saves are opened meanwhile, and wait to be decided or published."""
-        with translate_errors(str(self.root), "remove", TRASH_DIR), exclusive(self.root / STAGING_DIR):
-            empty_trash(self.root, self._places(self.list_staged()))
-
-    def _places(self, intents: Iterable[Intent]) -> list[Path]:
-        """The directories in which these saves may have moved names: the staging area, and where their checkpoints lie."""
-        named = [intent.checkpoint_id for intent in intents if is_checkpoint_id(intent.checkpoint_id)]
-        places = (self.root / STAGING_DIR, *(self.final(checkpoint_id).parent for checkpoint_id in named))
-        return [place for place in places if is_directory(place)]
+    def _is_nowhere(self, save_id: str, *, was_staged: bool) -> bool:
+        """Whether the save is certain not to be published here. One that was not staged may have a damaged manifest."""
+        is_sure = was_staged or not any(self.catalog.with_invalid_manifest())
+        return is_sure and self.catalog.checkpoint_of(save_id) is None
 
     def list_staged(self) -> tuple[Intent, ...]:
         """The saves that are not committed. An unreadable intent counts as one without a name."""
@@ -405,11 +420,16 @@ class LocalStore:
         if not is_checkpoint_file(name):
             raise ObjectMissing(str(self.root), "open", name, "no file of a checkpoint")
         self.final(checkpoint_id)  # refuses what is no id
-        directory = self._directory_with(checkpoint_id, save_id)
-        if directory is None:
-            raise ObjectMissing(str(self.root), "open", f"{checkpoint_id}/{name}", f"not of save {save_id}")
+        try:
+            self.catalog.manifest_of(checkpoint_id, save_id)
+        except ManifestVersionUnknown:
+            raise
+        except (ManifestInvalid, ObjectMissing):
+            if self.catalog.save_id_of(checkpoint_id):
+                raise
         with translate_errors(str(self.root), "open", f"{checkpoint_id}/{name}"):
             try:
-                return open_plain(self.root / directory / name, os.O_NOFOLLOW)
+                with open_directory(self.root, checkpoint_id) as directory:
+                    return directory.of_save(save_id).open(name)
             except FileNotFoundError as exc:
                 raise ObjectMissing(str(self.root), "open", f"{checkpoint_id}/{name}") from exc

@@ -141,7 +141,7 @@ class LocalOutput(Output):
         with translate_errors(self.label, "publish", self._path.name):
             if self._is_directory:
                 remove_tree(replaced)  # left by an earlier one: no directory takes the name of a full one
-                publish_directory(self._part, self._path, replaced, is_kept=False)
+                publish_directory(self._part, self._path, replaced)
             else:
                 (name,) = self.written
                 self.part(name).replace(self._path)

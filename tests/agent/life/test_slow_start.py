@@ -14,11 +14,12 @@ import pytest
 from replicated_ckpt.agent.start import launch
 from replicated_ckpt.agent.start.launch import ensure_agent
 from replicated_ckpt.agent.state.endpoint import is_free, root_lock
-from replicated_ckpt.core.layout import STAGING_DIR, TRASH_DIR
+from replicated_ckpt.core.layout import MANIFEST_NAME, STAGING_DIR, gone_name
 from replicated_ckpt.errors import AgentUnavailable
 from replicated_ckpt.stores.files.locks import exclusive, holder_of, is_stopped
 from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.agents import running_agent, wait_for
+from tests.agent.checkpoints import checkpointed, shard
 from tests.harness.processes import stop_process
 
 LONG_S = 2.0
@@ -95,19 +96,20 @@ def test_a_lock_is_of_its_process(tmp_path: Path) -> None:
     assert holder_of(tmp_path / "none") is None
 
 
-def test_what_a_crash_left_in_the_trash_keeps_no_load_waiting(tmp_path: Path) -> None:
+def test_a_removal_that_a_crash_broke_off_keeps_no_load_waiting(tmp_path: Path) -> None:
     """Terabytes take long to remove: the agent answers before."""
     store = LocalStore(tmp_path)
-    for directory in (tmp_path / STAGING_DIR, tmp_path / TRASH_DIR / "left"):
-        directory.mkdir(parents=True)
+    manifest = checkpointed([store], 1, {shard(0): (0,)}, copies=1)
+    left = tmp_path / "step-1" / gone_name(manifest.save_id)
+    (tmp_path / "step-1" / MANIFEST_NAME).rename(left)
     with contextlib.ExitStack() as held:
         held.enter_context(exclusive(tmp_path / STAGING_DIR))  # nothing can be removed
         with running_agent(tmp_path) as agent:
             with agent.client() as client:
                 assert client.call("GET", "/v1/status?brief=1")["node_id"] == store.node_id()
-            assert (tmp_path / TRASH_DIR / "left").is_dir()
+            assert left.exists()
             held.close()
-            wait_for(lambda: not (tmp_path / TRASH_DIR / "left").exists(), 10, "an empty trash")
+            wait_for(lambda: not (tmp_path / "step-1").exists(), 10, "the end of the removal")
 
 
 def test_an_agent_that_was_just_killed_is_followed_by_another(tmp_path: Path) -> None:

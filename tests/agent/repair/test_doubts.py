@@ -17,7 +17,7 @@ from replicated_ckpt.core.protocol.settlement import Answer
 from replicated_ckpt.errors import StoreUnavailable
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
-from replicated_ckpt.stores.local.versions import replaced
+from replicated_ckpt.stores.local.versions import readers
 from replicated_ckpt.stores.peer.client import AgentAddress
 from tests.agent.agents import running_agent
 from tests.agent.checkpoints import METADATA, checkpointed, findings, introduced, shard
@@ -114,12 +114,12 @@ def test_a_version_that_is_being_replaced_is_not_unknown(
         raise failpoints.FailpointReached(name)
 
     monkeypatch.setattr(settling, "_ask", ask)
-    monkeypatch.setattr(replaced, "LOOK_WITHIN_S", 0.1)
+    monkeypatch.setattr(readers, "LOOK_WITHIN_S", 0.1)
     new = checkpointed(stores, 2, {shard(0): [0], shard(1): [1]}, copies=1, on=[])
     coordinator.begin(Intent(new.save_id, "step-1", "s", overwrite=True, coordinator=nodes[1]))
     coordinator.put_small(new.save_id, METADATA_NAME, METADATA)
     coordinator.put_small(new.save_id, MANIFEST_NAME, new.encode())
-    with failpoints.arm("commit.replaced", settle_meanwhile), pytest.raises(failpoints.FailpointReached):
+    with failpoints.arm("commit.named", settle_meanwhile), pytest.raises(failpoints.FailpointReached):
         coordinator.commit(new.save_id)
     settle(service, [Leftover(intent, "its processes are gone")], [AgentAddress(nodes[1], "host", 1, "token")])
     assert own.is_staged(old.save_id)

@@ -25,16 +25,17 @@ from replicated_ckpt.cli.look.nodes import look_at_nodes
 from replicated_ckpt.cli.main import main
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.inventory import Holding
-from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, REPLACED_DIR
+from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, replaced_name
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
 from replicated_ckpt.core.protocol.settlement import Answer
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
 from replicated_ckpt.errors import ConfigInvalid, ManifestInvalid, PeerProtocolError
 from replicated_ckpt.stores.local.directories.intent import WRITER, Intent
 from replicated_ckpt.stores.local.store import LocalStore
-from replicated_ckpt.stores.local.versions.retire import retire
+from replicated_ckpt.stores.local.versions.remove import retire
 from replicated_ckpt.stores.peer.client import AgentAddress
 from tests.agent.agents import running_agent
+from tests.agent.checkpoints import next_file_number, renumbered
 from tests.damage import flip, make_newer
 
 OTHER = "0" * 11 + "a"
@@ -49,7 +50,9 @@ def service(tmp_path: Path) -> NodeService:
     return NodeService(LocalStore(tmp_path / "root"))
 
 
-def manifest_of(save_id: str, sequence: int, lineage: str, nodes: Sequence[str]) -> Manifest:
+def manifest_of(
+    save_id: str, sequence: int, lineage: str, nodes: Sequence[str], shards: Sequence[str] = SHARDS
+) -> Manifest:
     return Manifest(
         save_id,
         "step-10",
@@ -60,7 +63,7 @@ def manifest_of(save_id: str, sequence: int, lineage: str, nodes: Sequence[str])
         len(METADATA),
         crc32c(METADATA),
         tuple(NodeEntry(node, "host", None, (rank,)) for rank, node in enumerate(nodes)),
-        {shard: ShardEntry(10, 1, 0, nodes[0], tuple(nodes)) for shard in SHARDS},
+        {shard: ShardEntry(10, 1, 0, nodes[0], tuple(nodes)) for shard in shards},
         None,
         lineage,
     )
@@ -84,11 +87,12 @@ def stage(
     """All shards of the save are staged here; so is the decision, if it was made."""
     nodes = (service.node_id, OTHER)
     intent = Intent(save_id, "step-10", "s" + save_id, overwrite, nodes=nodes, coordinator=coordinator)
+    shards = [renumbered(shard, next_file_number([service.store], "step-10")) for shard in SHARDS]
     service.store.begin(intent)
     service.store.places.note(save_id, lineage, sequence)
-    for shard in SHARDS:
+    for shard in shards:
         (service.store.staging(save_id) / shard).write_bytes(b"x" * 10)
-    manifest = manifest_of(save_id, sequence, lineage, nodes)
+    manifest = manifest_of(save_id, sequence, lineage, nodes, shards)
     if is_decided:
         decide(service.store, manifest)
     return manifest
@@ -460,9 +464,9 @@ def replace_one(service: NodeService) -> tuple[Manifest, Path]:
     stage(service, OLD, 1, RUN, service.node_id)
     service.commit(OLD)
     newer = stage(service, NEW, 2, RUN, service.node_id)
-    (service.store.staging(NEW) / SHARDS[1]).unlink()
+    (service.store.staging(NEW) / max(newer.shards)).unlink()
     service.commit(NEW)
-    return newer, service.store.root / REPLACED_DIR / OLD
+    return newer, service.store.root / "step-10" / replaced_name(OLD)
 
 
 def test_the_manifest_of_a_replaced_version_is_found_where_it_lies(service: NodeService) -> None:
@@ -478,14 +482,15 @@ def test_a_replaced_version_that_no_manifest_tells_of_goes_when_all_is_done(
 ) -> None:
     """Its manifest was damaged after it was replaced; while anything is short anywhere it stays."""
     newer, place = replace_one(service)
-    flip(place / MANIFEST_NAME, 60)
+    flip(place, 60)
     drop_outlived(service, {NEW: newer}, look(service), is_done=is_done)
-    assert place.is_dir() is not is_done
+    assert place.exists() is not is_done
+    assert (place.with_name(SHARDS[0])).exists() is not is_done
 
 
 def test_a_replaced_version_of_a_newer_format_stays(service: NodeService) -> None:
     """What this version of the package cannot read is not taken for damaged."""
     newer, place = replace_one(service)
-    make_newer(place / MANIFEST_NAME)
+    make_newer(place)
     drop_outlived(service, {NEW: newer}, look(service), is_done=True)
-    assert place.is_dir()
+    assert place.exists()

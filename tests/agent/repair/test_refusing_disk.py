@@ -21,14 +21,14 @@ from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.saves.shard_copies import WantedCopies
 from replicated_ckpt.agent.settling.orphans import follow_orphan
 from replicated_ckpt.agent.settling.outlived import drop_outlived
-from replicated_ckpt.core.layout import INCOMING_DIR, MANIFEST_NAME, TRASH_DIR
+from replicated_ckpt.core.layout import MANIFEST_NAME, replaced_name
 from replicated_ckpt.core.upkeep.repair_plan import CopyShard
 from replicated_ckpt.errors import StoreDenied, StoreError, StoreFull
 from replicated_ckpt.stores.files.room import Room
 from replicated_ckpt.stores.local.directories.committed import open_directory
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
-from replicated_ckpt.stores.local.versions.retire import retire
+from replicated_ckpt.stores.local.versions.remove import retire
 from replicated_ckpt.stores.throttle import Pace
 from tests.agent.checkpoints import checkpointed, findings, quarantined, shard
 from tests.stores.files.test_existence import refused
@@ -122,32 +122,16 @@ def test_a_replaced_version_that_stays_keeps_no_other_one(
     """Nor any copy from being made, which comes after it in a round."""
     tried: list[str] = []
 
-    def drop(_: LocalStore, name: str) -> bool:
-        tried.append(name)
-        raise StoreError("the disk", "remove", name, "OSError: Input/output error")
+    def drop(_: LocalStore, checkpoint_id: str, save_id: str) -> bool:
+        tried.append(save_id)
+        raise StoreError("the disk", "remove", checkpoint_id, "OSError: Input/output error")
 
     monkeypatch.setattr(LocalStore, "drop_replaced", drop)
     for number in (8, 9):
-        (service.store.root / ".replaced" / f"{number:032x}").mkdir(parents=True)
+        (service.store.root / "step-1" / replaced_name(f"{number:032x}")).write_bytes(b"damaged")
     drop_outlived(service, {}, (), is_done=True)
     assert tried == [f"{number:032x}" for number in (8, 9)]
     assert caplog.text.count("stays for now") == 2
-
-
-def test_a_trash_that_cannot_be_listed_ends_no_round(service: NodeService) -> None:
-    """It is said, and the round goes on."""
-    stopping = threading.Event()
-    reprotector = Reprotector(service, Patience(), Pace(1e12, stopping), stopping)
-    listdir = os.listdir
-
-    def failing(path: Any) -> list[str]:
-        if Path(path).name == TRASH_DIR:
-            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
-        return listdir(path)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "listdir", failing)
-        assert reprotector.round().is_complete
 
 
 def test_what_cannot_be_removed_is_told(service: NodeService, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,8 +153,7 @@ def test_what_did_not_get_into_a_checkpoint_goes_in_the_next_round(service: Node
     """The disk had refused to remove it, too, when the copy failed: it stayed until the agent was started again."""
     stopping = threading.Event()
     reprotector = Reprotector(service, Patience(), Pace(1e12, stopping), stopping)
-    left = service.store.root / INCOMING_DIR / f"{'2' * 32}.part"
-    left.parent.mkdir()
+    left = service.store.root / "step-1" / f"{shard(0)}.{'2' * 32}.part"
     left.write_bytes(b"a part of a shard")
     assert reprotector.round().failed == ()
     assert not left.exists()
@@ -190,8 +173,7 @@ def test_a_root_that_its_user_has_removed_stays_removed(service: NodeService) ->
 
 
 def test_what_is_removed_needs_no_room(service: NodeService, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A full disk has none for a directory. That of the trash is there once an agent has started, and stays."""
-    service.store.empty_trash()
+    """A full disk has none for a directory or a file: a removal is renames and unlinks."""
 
     def refuse(path: Any, *_: object, **__: object) -> None:
         code = errno.EEXIST if os.path.exists(path) else errno.ENOSPC  # noqa: PTH110 - as the system looks at it
@@ -200,7 +182,7 @@ def test_what_is_removed_needs_no_room(service: NodeService, monkeypatch: pytest
     monkeypatch.setattr(os, "mkdir", refuse)
     assert retire(service.store.root, "step-1", SAVE)
     assert service.holdings() == ()
-    assert list((service.store.root / TRASH_DIR).iterdir()) == []
+    assert not (service.store.root / "step-1").exists()
 
 
 def test_a_scrub_that_hangs_keeps_no_agent(service: NodeService, monkeypatch: pytest.MonkeyPatch) -> None:

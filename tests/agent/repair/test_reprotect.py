@@ -27,7 +27,7 @@ from replicated_ckpt.errors import StoreError
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.throttle import Pace
 from tests.agent.agents import RunningAgent, peers_of, running_agent, wait_for
-from tests.agent.checkpoints import checkpointed, findings, held, introduced, quarantined, shard
+from tests.agent.checkpoints import checkpointed, findings, held, introduced, quarantined, replaced_saves, shard
 from tests.damage import flip
 from tests.marks import mark_long
 
@@ -191,10 +191,10 @@ def test_an_older_version_stays_while_another_node_is_at_work(tmp_path: Path, mo
         checkpointed(nodes, number, halves)
     for _ in range(STALE_ROUNDS_MAX + 2):
         assert reprotector.round().planned == 2
-    assert nodes[0].catalog.list_replaced()
+    assert replaced_saves(nodes[0])
     view = replace(view, standing=Standing())
     reprotector.round()
-    assert not nodes[0].catalog.list_replaced()
+    assert not replaced_saves(nodes[0])
 
 
 def test_what_is_over_goes_while_a_copy_takes_long(tmp_path: Path) -> None:
@@ -205,7 +205,7 @@ def test_what_is_over_goes_while_a_copy_takes_long(tmp_path: Path) -> None:
 
     class WhileOthersSave(Pace):
         def take(self, size_bytes: int) -> None:
-            here.append((len(nodes[0].catalog.list_replaced()), len(list(nodes[0].root.glob("step-*")))))
+            here.append((len(replaced_saves(nodes[0])), len(list(nodes[0].root.glob("step-*")))))
             for name in ("last", f"step-{len(here)}"):
                 halves = {shard(0): (0,), shard(1): (1,)}
                 checkpointed(nodes, next(numbers), halves, copies=1, checkpoint_id=name, size_bytes=1000)

@@ -13,13 +13,13 @@ import pytest
 
 from replicated_ckpt import Retention, failpoints
 from replicated_ckpt.agent.state.policies import PolicyBook
-from replicated_ckpt.core.layout import RECYCLED_DIR
+from replicated_ckpt.core.layout import RECYCLED_DIR, gone_name
 from replicated_ckpt.core.upkeep.policy import NODES, Policy
 from replicated_ckpt.errors import StoreDenied
 from replicated_ckpt.stores.local.store import LocalStore
-from replicated_ckpt.stores.local.versions.retire import retire
+from replicated_ckpt.stores.local.versions.remove import retire
 from tests.agent.agents import RunningAgent, peers_of, running_agent, wait_for
-from tests.agent.checkpoints import checkpointed, findings, held, shard
+from tests.agent.checkpoints import checkpointed, findings, held, replaced_saves, shard
 from tests.marks import mark_long
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(120)]
@@ -195,7 +195,7 @@ def test_a_part_of_another_runs_checkpoint_that_was_saved_over_does_not_come_bac
             assert [read_by(agent, load) for agent in running] == [True, True]
         meet(*running)
         if gone_by == "newer one seen whole":
-            wait_for(lambda: not any(store.catalog.list_replaced() for store in stores[:2]), 20, "the end of it")
+            wait_for(lambda: not any(replaced_saves(store) for store in stores[:2]), 20, "the end of it")
         for agent in running:
             tell_policies(agent, policies)
         if gone_by == "retention":
@@ -203,13 +203,13 @@ def test_a_part_of_another_runs_checkpoint_that_was_saved_over_does_not_come_bac
             for agent in running:  # the reader has gone on to another checkpoint
                 read_by(agent, {**load, "save_id": f"{3:032x}"})
         gone_to(stores[:2], [2, 3])
-        assert not any(store.catalog.list_replaced() for store in stores[:2])
+        assert not any(replaced_saves(store) for store in stores[:2])
         assert there(stores[2]) == [1, 2, 3]
     with agents(stores) as running:
         for agent in running:
             tell_policies(agent, policies)
         gone_to(stores, [2, 3])
-        wait_for(lambda: not stores[2].catalog.list_replaced(), 20, "the end of it there, too")
+        wait_for(lambda: not replaced_saves(stores[2]), 20, "the end of it there, too")
         stays(stores, *running)
     for store in stores:
         assert findings(store) == []
@@ -230,11 +230,11 @@ def test_what_a_load_reads_of_another_runs_version_has_its_name_no_more(tmp_path
         for agent in running:
             tell_policies(agent, [Policy("", NODES, 3, Retention(keep_last=2), lineage=OURS).to_json()])
         stays(stores, *running)
-        assert held(stores[0]) == {shard(0)}
+        assert held(stores[0]) == {shard(0), "__0_1.distcp"}, "both versions"
         for agent in running:  # the reader has gone on to another checkpoint
             read_by(agent, {**load, "save_id": f"{3:032x}"})
         gone_to(stores, [2, 3])
-        assert not any(store.catalog.list_replaced() for store in stores)
+        assert not any(replaced_saves(store) for store in stores)
         stays(stores, *running)
     assert [findings(store) for store in stores] == [[], []]
 
@@ -348,20 +348,20 @@ def test_one_that_waits_for_its_upload_stays(tmp_path: Path) -> None:
 
 
 def test_a_killed_agent_leaves_all_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed when the checkpoint is in the trash and not removed: it is no checkpoint any more, and the rest goes."""
+    """Killed when the checkpoint is marked as gone and not removed: it is no checkpoint any more, and the rest goes."""
     stores = stored(tmp_path, 2, (1, 2))
     with ExitStack() as stack:
         first = stack.enter_context(running_agent(stores[0].root, *QUICK))
-        monkeypatch.setenv(failpoints.ENV, "retire.trashed=kill")
+        monkeypatch.setenv(failpoints.ENV, "retire.gone=kill")
         second = stack.enter_context(running_agent(stores[1].root, *QUICK))
         monkeypatch.delenv(failpoints.ENV)
         meet(first, second)
         for agent in (first, second):
             tell(agent, Retention(keep_last=1), revision=2)
         assert second.process.wait(20) == -signal.SIGKILL
-        assert there(stores[1]) == [2]
-        (trash,) = (stores[1].root / ".trash").iterdir()
-        assert {path.name for path in trash.iterdir()} == {shard(0), shard(1), ".metadata", ".manifest.json"}
+        assert [name for name, _ in stores[1].catalog.committed()] == ["step-2"]
+        left = {path.name for path in (stores[1].root / "step-1").iterdir()}
+        assert left == {shard(0), shard(1), ".metadata", gone_name(f"{1:032x}")}
         with running_agent(stores[1].root, *QUICK) as again:
             meet(first, again)
             gone_to(stores, [2])
@@ -386,7 +386,7 @@ def test_files_of_what_goes_wait_for_the_next_save(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("action", ["raise", "kept"])
 def test_a_store_retires_in_one_step(tmp_path: Path, action: str) -> None:
-    """Only the save that is meant; open files stay readable; what a crash leaves in the trash, the next start removes."""
+    """Only the save that is meant; open files stay readable; what a crash leaves, the next start removes."""
     (store,) = stored(tmp_path, 1, ())
     manifest = checkpointed([store], 1, {shard(0): (0,)}, size_bytes=SMALL)
     later = checkpointed([store], 2, {shard(0): (0,)}, size_bytes=SMALL)
@@ -395,20 +395,21 @@ def test_a_store_retires_in_one_step(tmp_path: Path, action: str) -> None:
     (store.root / "step-1").rename(store.root / "best")
     assert not retire(store.root, "best", later.save_id)
     (store.root / "best").rename(store.root / "step-1")
-    file = (store.root / "step-1" / shard(0)).open("rb")
+    (name,) = later.shards
+    file = (store.root / "step-1" / name).open("rb")
     if action == "raise":
         with (
-            failpoints.arm("retire.trashed", failpoints._action("raise")),
+            failpoints.arm("retire.gone", failpoints._action("raise")),
             pytest.raises(failpoints.FailpointReached),
         ):
             retire(store.root, "step-1", later.save_id)
-        assert len(list((store.root / ".trash").iterdir())) == 1
-        store.empty_trash()
+        assert store.catalog.look("step-1").gone == (later.save_id,)
+        store.tidy(is_alone=True)
     else:
         assert retire(store.root, "step-1", later.save_id)
     assert there(store) == []
-    assert not list(store.root.glob(".trash/*"))
+    assert not list((store.root / "step-1").glob("*"))
     with file:
-        assert len(file.read()) == later.shards[shard(0)].size_bytes
+        assert len(file.read()) == later.shards[name].size_bytes
     again = checkpointed([store], 1, {shard(0): (0,)}, size_bytes=SMALL)
     assert retire(store.root, "step-1", again.save_id)

@@ -20,8 +20,8 @@ from replicated_ckpt.agent.state.removals import RemovalBook
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.core.upkeep.policy import NODES, Policy
 from replicated_ckpt.stores.local.store import LocalStore
-from replicated_ckpt.stores.local.versions.replaced import lock_version
-from replicated_ckpt.stores.local.versions.retire import retire
+from replicated_ckpt.stores.local.versions.readers import lock_version
+from replicated_ckpt.stores.local.versions.remove import retire
 from tests.agent.agents import peers_of, running_agent, wait_for
 from tests.agent.checkpoints import checkpointed, findings, held, shard
 from tests.agent.repair.test_reprotect import PAIR, agents, stores

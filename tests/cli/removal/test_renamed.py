@@ -14,7 +14,6 @@ from tests.agent.agents import wait_for
 from tests.agent.checkpoints import checkpointed, findings, held, shard
 from tests.agent.repair.test_reprotect import PAIR, agents, stores
 from tests.cli.commands import command
-from tests.stores.local.test_order_of_commits import ELSEWHERE, open_save, published
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(240)]
 QUICK = ("--lost-after-s", "2", "--round-every-s", "1")
@@ -61,7 +60,7 @@ def test_a_copy_is_kept_up_when_the_original_is_removed(tmp_path: Path) -> None:
     """It is another checkpoint now: it has its copies on both nodes, and what it loses comes back."""
     nodes = copied_by_hand(tmp_path)
     with agents(nodes, *QUICK):
-        freed = describe_bytes(sum(nodes[0].catalog.shard_sizes("step-1").values()))
+        freed = describe_bytes(sum(nodes[0].catalog.look("step-1").sizes.values()))
         assert (
             f"removed on this node: step-1 ({freed} freed)" in command("rm", "step-1", "--root", nodes[0].root).stdout
         )
@@ -87,32 +86,3 @@ def test_prune_leaves_a_renamed_checkpoint(tmp_path: Path) -> None:
         assert done.returncode == ExitCode.OK
         assert hold(nodes, ["mine", "step-3"])
     assert [findings(store) for store in nodes] == [[], []]
-
-
-def test_a_save_over_a_copy_keeps_no_second_one(tmp_path: Path) -> None:
-    """Every byte of what it replaces lies under its own name still."""
-    store = LocalStore(tmp_path)
-    store.commit(open_save(store, 1, checkpoint_id="step-1").save_id)
-    shutil.copytree(tmp_path / "step-1", tmp_path / "last")
-    newer = open_save(store, 2, is_whole=False)
-    store.commit(newer.save_id)
-    assert published(store) == newer.save_id
-    assert store.catalog.list_replaced() == []
-    assert {found.name for found in findings(store)} == {ELSEWHERE}, "what the newer save was not given here"
-
-
-def test_a_version_whose_copy_is_kept_already_can_be_replaced(tmp_path: Path) -> None:
-    """The user renamed it and saved over that, and put a copy back under the old name: one version is kept, whole."""
-    store = LocalStore(tmp_path)
-    old = open_save(store, 1, checkpoint_id="last")
-    store.commit(old.save_id)
-    shutil.copytree(tmp_path / "last", tmp_path / "backup")
-    (tmp_path / "last").rename(tmp_path / "renamed")
-    store.commit(open_save(store, 2, checkpoint_id="renamed", is_whole=False).save_id)
-    assert store.catalog.list_replaced() == [old.save_id]
-    (tmp_path / "backup").rename(tmp_path / "last")
-    newer = open_save(store, 3, is_whole=False)
-    store.commit(newer.save_id)
-    assert published(store) == newer.save_id
-    assert store.catalog.list_replaced() == [old.save_id]
-    assert {found.name for found in findings(store)} == {ELSEWHERE}, "what the newer save was not given here"

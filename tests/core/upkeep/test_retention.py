@@ -287,7 +287,12 @@ def test_a_copy_is_seen_intact_by_its_size_until_a_read_finds_damage() -> None:
 
 def test_the_newest_version_has_all_copies_that_it_can_have_before_others_give_way_to_it() -> None:
     """Others of its lineage count with one: were it and the newest both bad, two would be, which takes two faults."""
-    older, newest = versions = [replace(one, checkpoint_id="last") for one in FOUR[:2]]
+    older, newest = [replace(one, checkpoint_id="last") for one in FOUR[:2]]
+    newest = replace(newest, shards={name.replace("_0.", "_1."): entry for name, entry in newest.shards.items()})
+    versions = [older, newest]
+
+    def holding(node: str, of: Manifest) -> Holding:
+        return Holding(node, "last", of.save_id, of.sequence, True, dict.fromkeys(of.shards, 100))
 
     def whole(*held: Manifest, nodes: Sequence[str] = "ab", **options: bool) -> list[str]:
         first = NodeView("a", UP, tuple(holding("a", one) for one in versions))
@@ -314,7 +319,9 @@ def test_a_node_that_cannot_have_a_copy_is_not_waited_for() -> None:
     assert may_give_way(NodeView("b", UP, (), is_leaving=True))
     assert may_give_way(NodeView("b", UP, (rival,)))
     assert not may_give_way(NodeView("b", UP, (replace(rival, checkpoint_id="first"),)))
-    assert not may_give_way(NodeView("b", UP, (replace(rival, is_replaced=True),)))
+    aside = replace(rival, is_replaced=True)
+    assert may_give_way(NodeView("b", UP, (aside,))), "its files have the names that a copy would have"
+    assert not may_give_way(NodeView("b", UP, (replace(aside, sizes={"__0_9.distcp": 1}),)))
 
 
 def test_copies_on_nodes_that_do_not_answer_do_not_count() -> None:

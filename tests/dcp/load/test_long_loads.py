@@ -14,7 +14,7 @@ from replicated_ckpt.agent.http.server import CONNECTIONS_MAX
 from replicated_ckpt.dcp.c10d.world import World
 from replicated_ckpt.dcp.load import attempt
 from replicated_ckpt.stores.local.store import LocalStore
-from replicated_ckpt.stores.local.versions.replaced import is_read
+from replicated_ckpt.stores.local.versions.readers import is_read
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.copy import PeerShard
 from replicated_ckpt.stores.verified import Expected
@@ -36,12 +36,12 @@ class ForgettingPlanner(dcp.DefaultLoadPlanner):
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         place = self._agent.root / "step-1"
-        self.was_kept.append(is_read(place))
+        self.was_kept.append(is_read(place / ".manifest.json"))
         reader = f"{World(0, 1, None).session}/{threading.get_ident()}"
         document = {"lineage": "a" * 16, "sequence": 1, "save_id": "0" * 32, "reader": reader}
         with self._agent.client() as client:
             client.call("POST", "/v1/sequence", document)
-        self.was_kept.append(is_read(place))
+        self.was_kept.append(is_read(place / ".manifest.json"))
         found: torch.Tensor = super().resolve_tensor(read_item)
         return found
 
@@ -60,7 +60,7 @@ def test_a_rank_that_reads_for_long_has_other_nodes_keep_what_it_reads(
         reader = ReplicatedReader(here.root)
         dcp.load(found, checkpoint_id="step-1", storage_reader=reader, planner=planner, no_dist=True)
         assert planner.was_kept == [True, False]
-        assert is_read(there.root / "step-1")
+        assert is_read(there.root / "step-1" / ".manifest.json")
     assert torch.equal(found["a"], torch.arange(9))
 
 

@@ -14,7 +14,7 @@ from replicated_ckpt import ReplicatedReader, ReplicatedWriter
 from replicated_ckpt.dcp.c10d.posted_error import pack_error, unpack_error
 from replicated_ckpt.dcp.runtime.raised_by_load import as_checkpoint_exception
 from replicated_ckpt.errors import CheckpointNotFound, ConfigInvalid, ShardLost
-from replicated_ckpt.stores.local.versions.replaced import is_read
+from replicated_ckpt.stores.local.versions.readers import is_read
 from tests.stopwatch import Stopwatch
 
 pytestmark = [
@@ -89,5 +89,5 @@ def test_a_load_that_fails_while_it_plans_keeps_nothing(tmp_path: Path) -> None:
     with pytest.raises(CheckpointException, match="no intact copy") as caught:
         dcp.load({"a": torch.zeros(2)}, checkpoint_id="step-1", storage_reader=reader)
     assert isinstance(caught.value.failures[0][0], ShardLost)
-    assert not is_read(tmp_path / "step-1")
+    assert not is_read(tmp_path / "step-1" / ".manifest.json")
     assert reader.last_load is None

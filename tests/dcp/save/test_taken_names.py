@@ -11,7 +11,7 @@ from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 from replicated_ckpt import ReplicatedReader, ReplicatedWriter
 from replicated_ckpt.core.layout import MANIFEST_NAME
 from replicated_ckpt.dcp.save import numbering
-from replicated_ckpt.errors import CheckpointExists, ConfigInvalid, ReplicatedCkptError, ReplicatedCkptWarning
+from replicated_ckpt.errors import CheckpointExists, ReplicatedCkptError, ReplicatedCkptWarning
 from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.agents import running_agent
 from tests.agent.checkpoints import checkpointed, held, introduced, shard
@@ -191,10 +191,10 @@ def test_a_process_that_has_loaded_a_run_replaces_its_checkpoints_in_silence(tmp
 
 
 @pytest.mark.parametrize(("first", "second"), [("step-1/ema", "step-1"), ("step-1", "step-1/ema")])
-def test_one_checkpoint_in_another_is_refused_and_says_how_else(tmp_path: Path, first: str, second: str) -> None:
-    """In either order the first one stays, and the hint names them side by side."""
+def test_one_checkpoint_may_lie_in_the_directory_of_another(tmp_path: Path, first: str, second: str) -> None:
+    """In either order; each is saved over and read for itself."""
     save(tmp_path, first, 1.0)
-    error = refusal(tmp_path, second)
-    assert isinstance(error, ConfigInvalid)
-    assert "side by side" in error.hint
-    assert loaded(tmp_path, first) == 1.0
+    save(tmp_path, second, 2.0)
+    assert [loaded(tmp_path, first), loaded(tmp_path, second)] == [1.0, 2.0]
+    dcp.save({"w": torch.full((8,), 3.0)}, checkpoint_id=first, storage_writer=ReplicatedWriter(tmp_path, copies=1))
+    assert [loaded(tmp_path, first), loaded(tmp_path, second)] == [3.0, 2.0]

@@ -16,7 +16,7 @@ from replicated_ckpt.dcp.find.survey import Surveyor
 from replicated_ckpt.dcp.load.attempt import LoadAttempt
 from replicated_ckpt.errors import CheckpointNotFound, ShardLost
 from replicated_ckpt.stores.local.store import LocalStore
-from replicated_ckpt.stores.local.versions.replaced import is_read
+from replicated_ckpt.stores.local.versions.readers import is_read
 from tests.agent.agents import RunningAgent, running_agent, wait_for
 from tests.agent.checkpoints import introduced
 from tests.marks import long
@@ -162,4 +162,4 @@ def test_a_store_without_an_agent_is_overwritten(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(LoadAttempt, step, overwrite)
     assert loaded(trainer.root, "step-1") == 1
     assert loaded(trainer.root, "step-1") == 2
-    assert not is_read(trainer.root / "step-1")
+    assert not is_read(trainer.root / "step-1" / ".manifest.json")

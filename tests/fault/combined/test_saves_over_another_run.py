@@ -3,7 +3,7 @@
 import pytest
 
 from replicated_ckpt.dcp.agreement.nodes import AgentCluster
-from tests.agent.checkpoints import METADATA, shard
+from tests.agent.checkpoints import METADATA, replaced_saves, shard
 from tests.fault.combined.test_two_histories import OTHER, PAIRS, Nodes, Save, is_whole_everywhere, nodes
 
 __all__ = ["nodes"]
@@ -40,7 +40,7 @@ def test_a_save_over_another_runs_checkpoint_takes_its_place_where_it_was_opened
     ours.publish(0, 1)
     nodes.start(2, 3)
     here = [nodes.store(index) for index in (0, 1)]
-    nodes.wait_in_rounds(lambda: not any(store.catalog.list_replaced() for store in here), "the end of it there")
+    nodes.wait_in_rounds(lambda: not any(replaced_saves(store) for store in here), "the end of it there")
     away = {foreign.save_id: {shard(2), shard(3)}, ours.save_id: ours.shards}
     nodes.wait_in_rounds(lambda: nodes.versions() == away, "each where it belongs")
     nodes.wait_in_rounds(lambda: nodes.status(2)["protection"]["short"] == 2, "a look at it")
@@ -70,4 +70,4 @@ def test_a_directory_that_is_renamed_is_a_checkpoint_of_its_own(nodes: Nodes) ->
 
 def count_holders(nodes: Nodes, checkpoint_id: str) -> int:
     """The nodes with a shard of the checkpoint."""
-    return sum(bool(nodes.store(index).catalog.shard_sizes(checkpoint_id)) for index in nodes.up)
+    return sum(bool(nodes.store(index).catalog.look(checkpoint_id).shards) for index in nodes.up)

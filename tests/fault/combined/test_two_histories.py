@@ -27,7 +27,7 @@ from replicated_ckpt.stores.files.locks import HeldLock
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.testing.shard_files import table_of
 from tests.agent.agents import RunningAgent, peers_of, running_agent, wait_for
-from tests.agent.checkpoints import METADATA, findings, shard
+from tests.agent.checkpoints import METADATA, findings, next_file_number, renumbered, replaced_saves, shard
 from tests.marks import mark_long
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(180)]
@@ -112,10 +112,12 @@ class Save:
         self.path = f"/v1/saves/{self.save_id}"
         self.members = sorted({node for held in holders.values() for node in held})
         self.lock: HeldLock | None = None
-        contents = {shard(rank): os.urandom(300_000) for rank in holders}
+        stores = [nodes.store(index) for index in self.members]
+        self.number = next_file_number(stores, checkpoint_id)
+        contents = {self.shard(rank): os.urandom(300_000) for rank in holders}
         tables = {name: table_of([data]) for name, data in contents.items()}
         self.files = {name: contents[name] + tables[name].encode() for name in contents}
-        ids = {index: nodes.store(index).node_id() for index in self.members}
+        ids = {index: store.node_id() for index, store in zip(self.members, stores, strict=True)}
         self.manifest = Manifest(
             save_id=self.save_id,
             checkpoint_id=checkpoint_id,
@@ -127,9 +129,9 @@ class Save:
             metadata_crc32c=crc32c(METADATA),
             nodes=tuple(NodeEntry(ids[index], f"host{index}", None, (index,)) for index in self.members),
             shards={
-                shard(rank): ShardEntry(
-                    tables[shard(rank)].file_bytes,
-                    tables[shard(rank)].file_crc(),
+                self.shard(rank): ShardEntry(
+                    tables[self.shard(rank)].file_bytes,
+                    tables[self.shard(rank)].file_crc(),
                     rank,
                     ids[held[0]],
                     tuple(ids[index] for index in held),
@@ -138,6 +140,10 @@ class Save:
             },
             lineage=lineage,
         )
+
+    def shard(self, rank: int) -> str:
+        """The name of this rank's shard: no other version that its nodes have uses it."""
+        return renumbered(shard(rank), self.number)
 
     def opening(self) -> dict[str, Any]:
         return {
@@ -163,7 +169,7 @@ class Save:
     def write(self) -> None:
         for rank, held in self.holders.items():
             for index in held:
-                self._put(index, shard(rank), self.files[shard(rank)])
+                self._put(index, self.shard(rank), self.files[self.shard(rank)])
         for index in self.members:
             self.nodes.store(index).places.note(self.save_id, self.manifest.lineage, self.manifest.sequence)
 
@@ -208,7 +214,7 @@ def is_whole_everywhere(nodes: Nodes, save: Save) -> bool:
     named = [store.catalog.find_manifest(save.checkpoint_id) for store in stores]
     return (
         all(manifest is not None and manifest.save_id == save.save_id for manifest in named)
-        and all(store.list_staged() == () and store.catalog.list_replaced() == [] for store in stores)
+        and all(store.list_staged() == () and replaced_saves(store) == [] for store in stores)
         and nodes.versions(save.checkpoint_id) == {save.save_id: save.shards}
         and all(findings(store) == [] for store in stores)
     )
@@ -247,7 +253,7 @@ def test_the_old_version_is_kept_until_the_new_one_is_seen_whole(nodes: Nodes) -
     nodes.kill(2, 3)
     new.publish(0, 1)
     wait_for(lambda: all(nodes.status(index)["protection"]["lost"] == 4 for index in (0, 1)), 30, "a pair given up")
-    assert nodes.versions() == {new.save_id: {shard(0), shard(1)}, old.save_id: {shard(0), shard(1)}}
+    assert nodes.versions() == {save.save_id: {save.shard(0), save.shard(1)} for save in (old, new)}
     nodes.start(2, 3)
     assert nodes.versions()[old.save_id] == old.shards
     nodes.wait_in_rounds(lambda: is_whole_everywhere(nodes, new), "the new version on all nodes")

@@ -220,7 +220,7 @@ def test_a_peer_has_nothing_replaced(tmp_path: Path) -> None:
     pair = {shard(0): (0, 1), shard(1): (1, 0)}
     checkpointed(nodes[:1], 1, {shard(0): (0,), shard(1): (0,)}, copies=1, size_bytes=1000)
     newer = checkpointed(nodes, 2, pair, on=(1,), size_bytes=1000)
-    (nodes[1].root / "step-1" / shard(0)).unlink()
+    (nodes[1].root / "step-1" / min(newer.shards)).unlink()
     plan = RepairPlan((RestoreManifest(nodes[0].node_id(), "step-1", newer.save_id, (nodes[1].node_id(),)),))
     with running_agent(nodes[1].root, *QUIET) as other, running_agent(nodes[0].root, *QUIET) as agent:
         with agent.client() as client:

@@ -57,7 +57,7 @@ class Case:
     @property
     def is_decided(self) -> bool:
         """Whether the decision is durable somewhere when the victim dies."""
-        return ORDER.index("coordinator.decided") <= ORDER.index(self.point) < ORDER.index("abort.trashed")
+        return ORDER.index("coordinator.decided") <= ORDER.index(self.point) < ORDER.index("abort.undecided")
 
     def armed(self, who: str) -> dict[str, str]:
         actions = dict(self.others)
@@ -77,11 +77,11 @@ VICTIMS_BY_POINT: dict[str, list[str]] = {
     **dict.fromkeys(("store.intent-written", "store.opened", "agent.receiving"), AGENTS),
     **dict.fromkeys(("store.shard-fsynced", "store.shard-named"), RANKS + AGENTS),
     "agent.decision-staged": ["agent1"],
-    **{point: AGENTS for point in COMMIT if point != "commit.replaced"},
+    **dict.fromkeys(COMMIT, AGENTS),
 }
 PUBLISHING = ["coordinator.decided", "agent.decision-staged", *COMMIT, "coordinator.published"]
 NEW_ID = [Case(point, victim) for point, victims in VICTIMS_BY_POINT.items() for victim in victims]
-NEW_ID += [Case("abort.trashed", agent, others={"rank1": "rank.writing=raise"}) for agent in AGENTS]
+NEW_ID += [Case("abort.undecided", agent, others={"rank1": "rank.writing=raise"}) for agent in AGENTS]
 NEW_ID += [Case("restore.copied", agent, writer={"ack": "local"}) for agent in AGENTS]
 SAME_ID = [
     Case(point, victim, overwrite=True) for point in PUBLISHING for victim in VICTIMS_BY_POINT.get(point, AGENTS)
@@ -94,11 +94,11 @@ LOSSES = [
     (Case("agent.decision-staged", "agent1"), 0),
     (Case("commit.checked", "agent1"), 0),
     (Case("commit.named", "agent0"), 1),
-    (Case("commit.replaced", "agent1", overwrite=True), 0),
+    (Case("commit.prepared", "agent1", overwrite=True), 0),
 ]
 DECISIVE = {
     "coordinator.opened", "rank.writing", "store.shard-fsynced", "coordinator.metadata-staged", "coordinator.decided",
-    "agent.decision-staged", "commit.named", "abort.trashed", "restore.copied",
+    "agent.decision-staged", "commit.named", "abort.undecided", "restore.copied",
 }  # fmt: skip
 LEFT_TO_A_LOAD = [
     Case("coordinator.opened", "rank0"),
@@ -279,7 +279,7 @@ def give_up(node: Node) -> None:
 def test_every_failpoint_has_its_kill() -> None:
     """No step of the design goes without: each failpoint is killed at above, and stands in docs/failpoints.md."""
     design = (Path(__file__).resolve().parents[3] / "docs" / "failpoints.md").read_text()
-    elsewhere = {"retire.trashed"}  # tests/agent/repair/test_retention.py
+    elsewhere = {"retire.gone"}  # tests/agent/repair/test_retention.py
     elsewhere |= {"retire.recycled", "store.recycled"}  # tests/stores/local/test_recycled.py
     elsewhere |= HANDED_OVER  # tests/fault/killed/test_hand_over.py
     killed_at = {case.point for case in NEW_ID + SAME_ID} | elsewhere

@@ -28,7 +28,7 @@ def restart(store: LocalStore) -> NodeService:
     with mock.patch("os.getpid", return_value=OTHER_PID):
         service = NodeService(store)
         service.recover()
-        store.empty_trash()
+        store.tidy(is_alone=True)
         settle(service, service.leftovers(), ())
     return service
 
@@ -56,7 +56,7 @@ def _unneeded(fd: int) -> None:
 
 
 def _lost_shards(root: Path, promises: Promises) -> Iterator[str]:
-    """Shards that were acknowledged as durable and lie whole nowhere: staged, in the checkpoint, or kept as replaced."""
+    """Shards that were acknowledged as durable and lie whole nowhere: staged, or in the directory of the checkpoint."""
     in_memory = promises.get(f"memory {CHECKPOINT}", ())
     for subject, acknowledged in promises.items():
         kind, _, shard = subject.partition(" ")
@@ -64,7 +64,6 @@ def _lost_shards(root: Path, promises: Promises) -> Iterator[str]:
             places = [
                 root / ".staging" / save_id / shard,
                 root / CHECKPOINT / shard,
-                root / ".replaced" / save_id / shard,
             ]
             expected = shard_file(save_id, shard)
             if not any(path.is_file() and path.read_bytes() == expected for path in places):
@@ -72,9 +71,9 @@ def _lost_shards(root: Path, promises: Promises) -> Iterator[str]:
 
 
 def _left_behind(root: Path) -> Iterator[str]:
-    for name in (".staging", ".trash"):
-        if (root / name).is_dir():
-            yield from (f"{name}/{path.name} is left" for path in (root / name).iterdir())
+    if (root / ".staging").is_dir():
+        yield from (f".staging/{path.name} is left" for path in (root / ".staging").iterdir())
+    yield from (f"{path.name} is left" for path in root.rglob(".gone.*"))
 
 
 def _broken_promises(store: LocalStore, promises: Promises) -> Iterator[str]:
@@ -99,7 +98,7 @@ def _damage(store: LocalStore, name: str, manifest: Manifest, promises: Promises
     yield from (f"{path.name} in {name}" for path in directory.iterdir() if not _belongs(path.name))
     if crc32c((directory / ".metadata").read_bytes()) != manifest.metadata_crc32c:
         yield f"{name}: .metadata fails its checksum"
-    sizes = store.catalog.shard_sizes(name)
+    sizes = store.catalog.sizes_of(name, manifest)
     in_memory = promises.get(f"memory {name}", ())
     for shard, entry in manifest.shards.items():
         if sizes.get(shard) != entry.size_bytes:

@@ -5,9 +5,10 @@ checkpoint), `durable X` (the save whose shard X was acknowledged), `missing X` 
 of X that were acknowledged in memory only), `peers`.
 """
 
+import errno
 import io
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from email.message import Message
 from pathlib import Path
@@ -19,22 +20,22 @@ from replicated_ckpt.agent.requests.body import Body
 from replicated_ckpt.agent.saves.receive import receive_file
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.core.integrity.checksum import crc32c
-from replicated_ckpt.core.layout import MANIFEST_NAME, REPLACED_DIR
+from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, kept_metadata_name, replaced_name
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
 from replicated_ckpt.stores.any_source import AnySource, Source
-from replicated_ckpt.stores.files import renames
 from replicated_ckpt.stores.files.direct import PAGE_BYTES
-from replicated_ckpt.stores.local.directories.committed import incoming_file, open_committed_save
+from replicated_ckpt.stores.local.directories.committed import open_committed_save
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.inspection import at_once
 from replicated_ckpt.stores.local.shard_file import FileSink
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.versions.recycled import RecycledFiles, RoomOfRecycled
-from replicated_ckpt.stores.local.versions.retire import recycle, retire
+from replicated_ckpt.stores.local.versions.remove import recycle, retire
 from replicated_ckpt.stores.peer.client import AgentAddress
 from replicated_ckpt.stores.tee import Buffers, Tee
 from replicated_ckpt.stores.verified import Expected, VerifiedShard
 from replicated_ckpt.testing.shard_files import table_of
+from tests.agent.checkpoints import next_file_number, renumbered
 from tests.fault.power_loss.recorder import Recorder
 
 CHECKPOINT = "runs/seed-0/step-1"
@@ -58,7 +59,7 @@ class Scenario:
     name: str
     prepare: Callable[[LocalStore], None]
     run: Callable[[LocalStore, Marker], None]
-    can_exchange: bool = True
+    has_hard_links: bool = True
 
 
 def shard_data(save_id: str, shard: str) -> bytes:
@@ -72,8 +73,8 @@ def shard_file(save_id: str, shard: str) -> bytes:
     return data + table_of([data]).encode()
 
 
-def manifest_of(node_id: str, save_id: str, checkpoint_id: str) -> Manifest:
-    tables = {shard: table_of([shard_data(save_id, shard)]) for shard in SHARDS}
+def manifest_of(node_id: str, save_id: str, checkpoint_id: str, shards: Sequence[str] = SHARDS) -> Manifest:
+    tables = {shard: table_of([shard_data(save_id, shard)]) for shard in shards}
     return Manifest(
         save_id=save_id,
         checkpoint_id=checkpoint_id,
@@ -137,13 +138,14 @@ def save(
     mark(subject, before)
     service = NodeService(store)
     mark("node", service.node_id)
+    shards = [renumbered(shard, next_file_number([store], checkpoint_id)) for shard in SHARDS]
     service.begin(Intent(save_id, checkpoint_id, "session", overwrite=before is not None))
-    for shard in SHARDS:
+    for shard in shards:
         write(store, save_id, shard)
         mark(f"durable {shard}", save_id)
     store.put_small(save_id, ".metadata", METADATA)
     mark(subject, before, save_id)
-    store.put_small(save_id, ".manifest.json", manifest_of(service.node_id, save_id, checkpoint_id).encode())
+    store.put_small(save_id, ".manifest.json", manifest_of(service.node_id, save_id, checkpoint_id, shards).encode())
     mark(subject, save_id)
     service.commit(save_id)
 
@@ -235,11 +237,11 @@ def restored(store: LocalStore, mark: Marker) -> None:
     mark("node", store.node_id())
     raw = shard_file(OLD, SHARDS[1])
     expected = Expected(len(raw), crc32c(raw))
-    with incoming_file(store.root) as path, open_committed_save(store.root, CHECKPOINT, OLD) as (directory, _):
+    with open_committed_save(store.root, CHECKPOINT, OLD) as (version, _), version.incoming_file(SHARDS[1]) as path:
         sources = AnySource([Source("peer", expected, lambda _: MemoryShard(raw, expected))], lambda *_: None)
         sink = FileSink.create(path, recycled=RecycledFiles(store.root), shard=SHARDS[1])
         pull_shard(sources, SHARDS[1], sink, at_once)
-        directory.place(path, SHARDS[1])
+        version.place(path, SHARDS[1])
     mark(f"missing {CHECKPOINT}")
 
 
@@ -301,9 +303,9 @@ def save_after_removal(store: LocalStore, mark: Marker) -> None:
 def replaced(store: LocalStore) -> None:
     """It is kept under the id of its save, as its name was a newer one's, which is retired."""
     committed(store)
-    place = store.root / REPLACED_DIR / OLD
-    place.parent.mkdir()
-    store.final(CHECKPOINT).rename(place)
+    directory = store.final(CHECKPOINT)
+    (directory / MANIFEST_NAME).rename(directory / replaced_name(OLD))
+    (directory / METADATA_NAME).rename(directory / kept_metadata_name(OLD))
 
 
 def taken_over(store: LocalStore, mark: Marker) -> None:
@@ -342,7 +344,7 @@ SCENARIOS: Mapping[str, Scenario] = {
         Scenario("buddy's side", nothing, buddy_save),
         Scenario("copies in memory", nothing, memory_save),
         Scenario("overwrite", committed, overwrite),
-        Scenario("overwrite without exchange", committed, overwrite, can_exchange=False),
+        Scenario("overwrite without hard links", committed, overwrite, has_hard_links=False),
         Scenario("abort before the decision", committed, aborted_early),
         Scenario("abort after the decision", nothing, aborted_late),
         Scenario("restore of a missing copy", one_shard_missing, restored),
@@ -362,14 +364,13 @@ SCENARIOS: Mapping[str, Scenario] = {
 def recorded(scenario: Scenario, base: Path) -> Recorder:
     """Runs a scenario below `base`, an empty directory, and returns what was recorded."""
     store = LocalStore(base / STORE)
-    exchange = renames.exchange if scenario.can_exchange else _cannot_exchange
-    with mock.patch.object(renames, "exchange", exchange):
+    with mock.patch.object(os, "link", os.link if scenario.has_hard_links else _cannot_link):
         scenario.prepare(store)
         with Recorder(base) as recorder:
             scenario.run(LocalStore(base / STORE), recorder.mark)
     return recorder
 
 
-def _cannot_exchange(first: Path, second: Path) -> bool:
-    """A file system on which names cannot be exchanged."""
-    return False
+def _cannot_link(*_: object, **__: object) -> None:
+    """A file system on which a file has one name."""
+    raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))

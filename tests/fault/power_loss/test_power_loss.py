@@ -16,8 +16,8 @@ from replicated_ckpt.stores.local import shard_file
 from replicated_ckpt.stores.local import store as local
 from replicated_ckpt.stores.local.shard_file import FileSink
 from replicated_ckpt.stores.local.store import LocalStore
-from replicated_ckpt.stores.local.versions import others
-from replicated_ckpt.stores.local.versions import retire as retiring
+from replicated_ckpt.stores.local.versions import publish as publishing
+from replicated_ckpt.stores.local.versions import remove as removing
 from tests.fault.power_loss.nested import (
     committed_again,
     gone_on_after_kill,
@@ -90,7 +90,7 @@ def test_a_restart_after_a_kill_can_itself_lose_power(name: str, base: Path, mem
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["overwrite", "overwrite without exchange"])
+@pytest.mark.parametrize("name", ["overwrite", "overwrite without hard links"])
 @pytest.mark.parametrize("go_on", [settled_by_next_save, committed_again])
 def test_whoever_goes_on_after_a_kill_can_lose_power(name: str, go_on: GoOn, base: Path, memory: Path) -> None:
     """A next save without a restart, and a commit that is repeated, stand on nothing that is not durable."""
@@ -144,7 +144,7 @@ class WithoutFileFsync:
 
 
 def without_directory_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (durable, local, shard_file):
+    for module in (durable, local, publishing, removing, shard_file):
         monkeypatch.setattr(module, "fsync_directory", lambda path: None)
 
 
@@ -185,30 +185,25 @@ def test_each_fsync_of_a_save_is_needed_or_known_not_to_be(base: Path, memory: P
             (needed if judge.findings(crash_states(log)) else unneeded).add(path)
     assert unneeded <= set(UNNEEDED)
     assert {"", "disks", "disks/node", "disks/node/.staging", "disks/node/.staging/SAVE"} <= needed
-    assert len(needed) == 11, (
-        "those, the parent of the checkpoint, the identity, two shards, .metadata and the manifest"
+    assert len(needed) == 14, (
+        "those, the checkpoint's directory and its parents, the identity, shards, .metadata, manifest"
     )
 
 
-def test_removing_before_the_move_to_the_trash_is_durable_is_found(
+def test_giving_up_before_the_decision_is_gone_durably_is_found(
     base: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A save that is given up would come back in part, decided and without its shards."""
-    monkeypatch.setattr(others, "remove_moved", lambda path, *origins: durable.remove_tree(path))
+    monkeypatch.setattr(local, "fsync_directory", lambda path: None)
     log = recorded(SCENARIOS["abort after the decision"], base).log
     assert any("distcp" in finding for finding in Judge(memory).findings(crash_states(log)))
 
 
-@pytest.mark.parametrize("forgotten", ["the move", "where it came from"])
 def test_removing_before_a_retirement_is_durable_is_found(
-    base: Path, memory: Path, monkeypatch: pytest.MonkeyPatch, forgotten: str
+    base: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A checkpoint would come back in part: from the removal itself, or from a restart that takes the trash for durable."""
-    if forgotten == "the move":
-        for module in (others, retiring):
-            monkeypatch.setattr(module, "remove_moved", lambda path, *origins: durable.remove_tree(path))
-    else:
-        monkeypatch.setattr(retiring, "_origins", lambda root: [])
+    """A checkpoint would come back in part."""
+    monkeypatch.setattr(removing, "fsync_directory", lambda path: None)
     log = recorded(SCENARIOS["retirement"], base).log
     found = Judge(memory).findings(crash_states(log)) or findings_after_kills(log, memory, restarted)
     assert any("distcp" in finding for finding in found)
@@ -222,7 +217,7 @@ def test_recycling_before_something_is_durable_is_found(
     skip_without_leases(base)
     if forgotten == "the removal":
         name = "removal and save over its files"
-        monkeypatch.setattr(retiring, "fsync_directory", lambda path: None)
+        monkeypatch.setattr(removing, "fsync_directory", lambda path: None)
     else:
         name = "save over recycled files"
         without_shard_fsync(monkeypatch)

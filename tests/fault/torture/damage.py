@@ -2,26 +2,25 @@
 
 import random
 import shutil
-from pathlib import Path
 
-from tests.fault.torture.disks import MANIFEST, METADATA, SHARD
+from tests.fault.torture.disks import MANIFEST, METADATA, SHARD, Lying
 
 FOOTER_TAIL_BYTES = 24
 """Of a shard's last bytes, by docs/format.md: magic, sizes and a checksum, behind the checksums of the blocks."""
 
 
-def damage(place: Path, name: str, how: str, chance: random.Random) -> set[str]:
-    """Damages one file of a directory; returns the names of the files that are bad now."""
-    path = place / name
+def damage(lying: Lying, name: str, how: str, chance: random.Random) -> set[str]:
+    """Damages one file of a version; returns the names of the files that are bad now."""
+    path = lying.paths[name]
     raw = bytearray(path.read_bytes())
-    others = [other for other in sorted(place.glob(f"*{SHARD}")) if other != path]
+    others = [other for other in sorted(lying.paths) if other.endswith(SHARD) and other != name]
     if how == "swap" and name.endswith(SHARD) and others:
         other = chance.choice(others)
         spare = path.with_name("spare")
         path.rename(spare)
-        other.rename(path)
-        spare.rename(other)
-        return {name, other.name}
+        lying.paths[other].rename(path)
+        spare.rename(lying.paths[other])
+        return {name, other}
     if how == "truncate":
         path.write_bytes(raw[: chance.randrange(max(1, len(raw) - 1))])  # a manifest may do without its last newline
     elif how == "empty":
@@ -38,7 +37,7 @@ def damage(place: Path, name: str, how: str, chance: random.Random) -> set[str]:
 
 
 def choose(names: list[str], chance: random.Random) -> tuple[str, str]:
-    """One of the files of a directory, metadata and manifest as often as all shards together, and what happens to it."""
+    """One of the files of a version, metadata and manifest as often as all shards together, and what happens to it."""
     shards = [name for name in names if name.endswith(SHARD)]
     kinds = [kind for kind in (shards, [METADATA], [MANIFEST]) if set(kind) & set(names)]
     name = chance.choice(chance.choice(kinds))

@@ -2,7 +2,8 @@
 
 import contextlib
 import json
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha1
 from pathlib import Path
@@ -11,16 +12,19 @@ from typing import Any
 from tests.fault.torture.contents import contents
 
 MANIFEST, METADATA, SHARD = ".manifest.json", ".metadata", ".distcp"
+REPLACED, GONE = ".replaced.", ".gone."
+"""What the names of manifests begin with whose versions are replaced, or being removed; then come save id and `.json`."""
 STAGING = ".staging"
 
 
 @dataclass(frozen=True)
 class Lying:
-    """One directory of one save on one node: the hashes of its files by name.
+    """One version of one checkpoint in one place on one node: the hashes of its files, and where they lie.
 
-    `is_named`: it has its checkpoint's name; `is_published`: it has, or had and is set aside. `checkpoint_id` is "" for a
-    save that is staged: its manifest says it, once there is one. `save_id` is "" where no manifest is read, but for a
-    staged save, which has it as its directory's name. (A replaced version that nothing else names has its replacer's.)
+    Manifest and metadata have the same names here, whatever names they have on the disk. A version that is being published
+    may lie in two directories. `is_named`: it has its checkpoint's name; `is_published`: it has, or it had and is replaced.
+    `checkpoint_id` is that of the directory; of a staged save the one in its manifest, "" before there is one. `save_id` is
+    "" where neither a manifest nor the name of one tells.
     """
 
     node: int
@@ -29,8 +33,14 @@ class Lying:
     save_id: str
     is_published: bool
     is_named: bool
+    paths: dict[str, Path]
     files: dict[str, str]
     manifest: dict[str, Any] | None
+
+    @property
+    def manifest_path(self) -> Path:
+        """Where its manifest lies, or would."""
+        return self.paths.get(MANIFEST, self.place / MANIFEST)
 
 
 class Disks:
@@ -39,39 +49,111 @@ class Disks:
     def __init__(self, roots: Sequence[Path]) -> None:
         self._roots = list(roots)
         self._known: dict[Path, tuple[tuple[int, int, int], str]] = {}
+        self._shards: dict[str, frozenset[str]] = {}
 
     def lying(self) -> Iterator[Lying]:
         """Everything that looks like a save or a part of one."""
         for node, root in enumerate(self._roots):
+            staged = [self._read_staged(root, place) for place in sorted((root / STAGING).glob("*/"))]
             for place in sorted(root.glob("*/")) if root.is_dir() else ():
                 if not place.name.startswith("."):
-                    yield from self._in(node, place, place.name, is_published=True)
-            for place in sorted((root / ".replaced").glob("*/")):
-                yield from self._in(node, place, "", is_published=True)
-            for place in sorted((root / STAGING).glob("*/")):
-                yield from self._in(node, place, "", is_published=False)
+                    moved = {path for paths, _ in staged for path in paths.values()}
+                    yield from self._in(node, place, moved)
+            for place, (paths, manifest) in zip(sorted((root / STAGING).glob("*/")), staged, strict=False):
+                checkpoint_id = "" if manifest is None else str(manifest["checkpoint_id"])
+                save_id = place.name if manifest is None else str(manifest["save_id"])
+                yield from self._version(node, place, checkpoint_id, save_id, paths, manifest)
 
-    def _in(self, node: int, place: Path, checkpoint_id: str, *, is_published: bool) -> Iterator[Lying]:
-        files, manifest = self._read(place)
-        if not files:
-            return
-        save_id = "" if manifest is None else str(manifest["save_id"])
-        if manifest is not None and not checkpoint_id:
-            checkpoint_id = str(manifest["checkpoint_id"])
-        is_named = not place.parent.name.startswith(".")
-        save_id = save_id or (place.name if place.parent.name == STAGING else "")
-        yield Lying(node, place, checkpoint_id, save_id, is_published, is_named, files, manifest)
+    def _read_staged(self, root: Path, place: Path) -> tuple[dict[str, Path], dict[str, Any] | None]:
+        """The files of a staged save, and those that a process had published when it died."""
+        manifest = read_manifest(place / MANIFEST)
+        paths = {path.name: path for path in _list(place) if _counts(path.name)}
+        final = None if manifest is None else root / manifest["checkpoint_id"]
+        if manifest is not None and final is not None:
+            there = {path.name for path in _list(final)}
+            named = read_manifests(final, there)
+            free = set(manifest["shards"]) & there - set().union(*(one["shards"] for one in named.values()))
+            paths |= {name: final / name for name in free - paths.keys()}
+        return paths, manifest
 
-    def _read(self, place: Path) -> tuple[dict[str, str], dict[str, Any] | None]:
-        """The files of one directory: a real agent may give its name to another one in between."""
-        while place.is_dir():
+    def _in(self, node: int, place: Path, moved: Collection[Path]) -> Iterator[Lying]:
+        """The versions in the directory of a checkpoint, told apart by their manifests."""
+        names = sorted(path.name for path in _list(place))
+        shards = {name for name in names if name.endswith(SHARD) and place / name not in moved}
+        manifests = read_manifests(place, names)
+        published = manifests.get(MANIFEST)
+        own_id = "" if published is None else str(published["save_id"])
+        for name, manifest in manifests.items():
+            save_id = str(manifest["save_id"])
+            self._shards.setdefault(save_id, frozenset(manifest["shards"]))
+            if name == MANIFEST or save_id != own_id:
+                yield from self._of_manifest(
+                    node, place, name, save_id, names, set(manifest["shards"]) & shards, manifest
+                )
+        shards = shards.difference(*(manifest["shards"] for manifest in manifests.values()))
+        for name in names:
+            if name.startswith(REPLACED) and name.endswith(".json") and name not in manifests:  # it cannot be read
+                save_id = _save_id_in(name)
+                its = shards & self._shards.get(save_id, frozenset())
+                shards -= its
+                yield from self._of_manifest(node, place, name, save_id, names, its, None)
+            elif name.startswith(GONE):
+                gone = read_manifest(place / name)
+                shards -= set() if gone is None else set(gone["shards"])
+        yield from self._nameless(node, place, names, shards, has_name=published is None)
+
+    def _of_manifest(
+        self,
+        node: int,
+        place: Path,
+        name: str,
+        save_id: str,
+        names: Collection[str],
+        shards: Collection[str],
+        manifest: dict[str, Any] | None,
+    ) -> Iterator[Lying]:
+        paths = {shard: place / shard for shard in sorted(shards)} | {MANIFEST: place / name}
+        own = f"{METADATA}.{save_id}"
+        if own in names or (name == MANIFEST and METADATA in names):
+            paths[METADATA] = place / (own if own in names else METADATA)
+        is_named = name == MANIFEST
+        yield from self._version(
+            node, place, place.name, save_id, paths, manifest, is_published=True, is_named=is_named
+        )
+
+    def _nameless(
+        self, node: int, place: Path, names: Collection[str], shards: Collection[str], *, has_name: bool
+    ) -> Iterator[Lying]:
+        """What no manifest names, by the number in the shards' names. A manifest that cannot be read goes with the last."""
+        by_number: dict[str, dict[str, Path]] = defaultdict(dict)
+        for shard in sorted(shards):
+            by_number[shard.rpartition("_")[2]][shard] = place / shard
+        if has_name:
+            last = max(by_number, default="")
+            by_number[last] |= {name: place / name for name in (MANIFEST, METADATA) if name in names}
+        for paths in by_number.values():
+            yield from self._version(node, place, place.name, "", paths, None, is_published=True, is_named=has_name)
+
+    def _version(
+        self,
+        node: int,
+        place: Path,
+        checkpoint_id: str,
+        save_id: str,
+        paths: dict[str, Path],
+        manifest: dict[str, Any] | None,
+        *,
+        is_published: bool = False,
+        is_named: bool = False,
+    ) -> Iterator[Lying]:
+        """Nothing if no file is there: a real agent may have removed or renamed one that was listed."""
+        files = {}
+        for name, path in paths.items():
             with contextlib.suppress(FileNotFoundError):
-                directory = place.stat()
-                files = {path.name: self._hash(path) for path in sorted(place.iterdir()) if _counts(path)}
-                manifest = read_manifest(place)
-                if place.stat().st_ino == directory.st_ino:
-                    return files, manifest
-        return {}, None
+                files[name] = self._hash(path)
+        if files:
+            there = {name: paths[name] for name in files}
+            yield Lying(node, place, checkpoint_id, save_id, is_published, is_named, there, files, manifest)
 
     def _hash(self, path: Path) -> str:
         status = path.stat()
@@ -82,14 +164,35 @@ class Disks:
         return known[1]
 
 
-def _counts(path: Path) -> bool:
-    return path.name in (MANIFEST, METADATA) or path.name.endswith(SHARD)
+def _list(place: Path) -> list[Path]:
+    try:
+        return sorted(place.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
 
 
-def read_manifest(place: Path) -> dict[str, Any] | None:
+def _counts(name: str) -> bool:
+    return name in (MANIFEST, METADATA) or name.endswith(SHARD)
+
+
+def _save_id_in(name: str) -> str:
+    return name.removeprefix(REPLACED).removesuffix(".json")
+
+
+def read_manifests(place: Path, names: Collection[str]) -> dict[str, dict[str, Any]]:
+    """The manifests in a directory that can be parsed, by file name: of what is published, and of what was replaced."""
+    found = {name: read_manifest(place / name) for name in names if name == MANIFEST or name.startswith(REPLACED)}
+    return {
+        name: manifest
+        for name, manifest in found.items()
+        if manifest is not None and name in (MANIFEST, f"{REPLACED}{manifest['save_id']}.json")
+    }
+
+
+def read_manifest(path: Path) -> dict[str, Any] | None:
     """The manifest, if it can be parsed: whether it is the one that was written, its hash tells."""
     try:
-        manifest = json.loads((place / MANIFEST).read_bytes())["manifest"]
+        manifest = json.loads(path.read_bytes())["manifest"]
         are_there = all(isinstance(manifest[name], str) for name in ("save_id", "checkpoint_id"))
         return manifest if are_there and isinstance(manifest["shards"], dict) else None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):

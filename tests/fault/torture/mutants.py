@@ -250,7 +250,7 @@ MUTANTS = [
     Mutant(copies_are_reported_and_not_made, 1000),
     Mutant(only_the_first_source_is_asked, 1007),
     Mutant(re_protection_only_says_so, 1016),
-    Mutant(an_agent_finishes_without_holding_the_save, 1006),
+    Mutant(an_agent_finishes_without_holding_the_save, 1010),
     Mutant(what_dead_ranks_handed_over_is_dropped, 1006),
     Mutant(memory_is_handed_over_once, 1005),
     Mutant(a_prepared_node_decides_alone, SEED, "D1", one_pair_comes_back_first),

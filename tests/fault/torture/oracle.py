@@ -35,6 +35,7 @@ class Oracle:
         self._keep_last, self._has_new_policy = keep_last, False
         self._time = 0
         self.attempts: list[Attempt] = []
+        self.has_lost_manifests = False
 
     # What the schedule tells -------------------------------------------------------------------------------------
 
@@ -110,6 +111,7 @@ class Oracle:
         there = {(number, name) for number, name, _ in self.parts_on(node)}
         for number, name, is_published in parts:
             attempt = self.attempts[number - 1]
+            self.has_lost_manifests |= name == MANIFEST
             if is_published:
                 attempt.published_by_part[name].discard(node)
             if (number, name) not in there:
@@ -117,6 +119,7 @@ class Oracle:
 
     def damaged(self, lying: Lying, attempt: Attempt | None, names: Collection[str], *, is_data_intact: bool) -> None:
         """These files are bad now. `is_data_intact`: only what the package put behind the data of a shard is bad."""
+        self.has_lost_manifests |= MANIFEST in names
         for known in self.of_id(lying.checkpoint_id) if attempt is None else [attempt]:
             known.is_spoilt |= known.is_stock and not known.save_id and not is_data_intact
             for name in set(names) & set(known.parts):
@@ -153,7 +156,7 @@ class Oracle:
         shard = next((name for name in lying.files if name not in (MANIFEST, METADATA)), None)
         if known or shard is None or not lying.checkpoint_id:
             return known[0] if known else None
-        raw = (lying.place / shard).read_bytes()
+        raw = lying.paths[shard].read_bytes()
         for attempt in self.of_id(lying.checkpoint_id):
             is_possible = lying.manifest is None or attempt.is_stock or not attempt.save_id
             if is_possible and holds_tensor_of(raw, attempt.number, attempt.ranks):
@@ -166,7 +169,7 @@ class Oracle:
 
     def _is_alias(self, lying: Lying) -> bool:
         """Whether a person has given a copy of a checkpoint another name: it is another checkpoint from then on."""
-        return lying.is_named and lying.manifest is not None and lying.manifest["checkpoint_id"] != lying.checkpoint_id
+        return lying.manifest is not None and lying.manifest["checkpoint_id"] != lying.checkpoint_id
 
     def _see(self, attempt: Attempt, lying: Lying) -> None:
         if attempt.is_stock:
@@ -262,9 +265,9 @@ class Oracle:
         ids = {attempt.checkpoint_id for attempt in found if self.is_replaced(attempt)}
         return ids | {one.checkpoint_id for one in found if not self.is_kept(one.checkpoint_id)}
 
-    def untold_places(self) -> set[Path]:
-        """The directories of saves of which no manifest tells what they are."""
-        return {lying.place for lying in self._disks.lying() if not self._is_told(lying)}
+    def untold_manifests(self) -> set[Path]:
+        """The manifests of versions of which they do not tell what they are."""
+        return {lying.manifest_path for lying in self._disks.lying() if not self._is_told(lying)}
 
     def _is_told(self, lying: Lying) -> bool:
         """Whether its manifest is there as it was written: a flipped bit may leave one that can be parsed."""

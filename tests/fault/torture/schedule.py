@@ -8,12 +8,12 @@ from replicated_ckpt.agent.state.policies import PolicyBook
 from replicated_ckpt.cli.checkpoints.lost import list_known_nodes
 from replicated_ckpt.cli.checkpoints.verify import exit_code
 from replicated_ckpt.cli.exit_codes import ExitCode
-from replicated_ckpt.core.layout import AGENT_DIR, REPLACED_DIR
+from replicated_ckpt.core.layout import AGENT_DIR, MANIFEST_NAME, replaced_name
 from replicated_ckpt.stores.local.store import LocalStore
-from replicated_ckpt.stores.local.versions.replaced import is_read
+from replicated_ckpt.stores.local.versions.readers import is_read
 from tests.fault.torture.attempt import Attempt
 from tests.fault.torture.course import SIMULATION, Backend, Course
-from tests.fault.torture.disks import STAGING
+from tests.fault.torture.disks import GONE, METADATA, REPLACED, STAGING
 from tests.fault.torture.oracle import FOREIGN, Violation, is_before
 from tests.fault.torture.simulated.cluster import AWAY_AFTER_S, LOST_AFTER_S
 from tests.fault.torture.simulated.jobs import Policy
@@ -21,10 +21,8 @@ from tests.fault.torture.steps import HANDING, NEED_A_PAUSE, STEPS, THEMES
 
 STEP_COUNT = 14
 TRIES = 3
-PASSING = (STAGING, ".trash", ".incoming")
-"""What a node keeps on the way to something else: empty when all is done."""
-REPLACED = ".replaced"
-"""The same, if what replaced it is whole."""
+PASSING = (f"{GONE}*", "*.part", "*.tmp", "*.distcp.*", f"{MANIFEST_NAME}.*")
+"""What lies in the directory of a checkpoint on the way to something else: nothing when all is done."""
 
 
 class Schedule:
@@ -217,16 +215,31 @@ class Schedule:
         lost_ids = {found.checkpoint_id for found in (*current, *named) if found.parts and not found.has_all_parts()}
         lost_ids |= oracle.find_left_by_people()
         lost = {found.save_id for found in oracle.attempts if found.checkpoint_id in lost_ids}
-        untold = set() if is_done else oracle.untold_places()
+        untold = set() if is_done else oracle.untold_manifests()
+        aliases = (
+            set() if is_done else oracle.alias_ids()
+        )  # of one that is not whole, what it replaces was copied along
         can_tell = is_done or not oracle.has_nameless()  # else nobody knows whether that is what is staged
         is_known = is_mended and not oracle.forgotten_ids()  # else what it has replaced waits with it
-        places = [name for name in (*PASSING, *[REPLACED] * is_known) if can_tell or name != STAGING]
         for node in self.course.cluster.nodes:
-            waits = {one.save_id for one in named if (node.root / one.checkpoint_id).is_dir()}
-            for name in places:
-                newest = unnamed if name == REPLACED else set()
-                if left := _left_in(node.root / name, copied, lost | waits | newest, untold):
-                    raise Violation(f"left on node {node.index}: {left}")
+            waits = lost | {one.save_id for one in named if (node.root / one.checkpoint_id).is_dir()}
+            left = [path for name in PASSING for path in node.root.glob(f"[!.]*/{name}")]
+            left += _staged_in(node.root, waits) if can_tell else []
+            replaced = _replaced_in(node.root, copied | waits | unnamed, untold) if is_known else []
+            left += [path for path in replaced if path.parent.name not in aliases]
+            left += self._list_strays(node.index) if is_done else []
+            if left:
+                raise Violation(f"left on node {node.index}: {sorted(map(str, left))}")
+
+    def _list_strays(self, node: int) -> list[Path]:
+        """Files on this node that lie next to a version and are of none."""
+        found = [lying for lying in self.course.disks.lying() if lying.node == node and lying.is_published]
+        named = {lying.place for lying in found if lying.is_named and lying.manifest is not None}
+        strays = [lying for lying in found if lying.place in named and not lying.save_id]
+        ids = {lying.save_id for lying in found}
+        kept = [path for place in named for path in place.glob(f"{METADATA}.*") if path.name.split(".")[2] not in ids]
+        kept = [] if self.course.oracle.has_lost_manifests else kept  # nothing tells whose it is
+        return [*kept, *(path for lying in strays for path in lying.paths.values())]
 
     def _is_retired_elsewhere(self, attempt: Attempt) -> bool:
         """Whether a part of one that was retired stays on nodes whose ranks have named no policy: stock's, or put back."""
@@ -241,7 +254,8 @@ class Schedule:
         """Whether one that was retired, or that a whole one replaced, lies only where a load was told to read it, minutes
         ago at most: no real schedule waits until that is over, and no copies are made of it."""
         stores = [LocalStore(node.root) for node in self.course.cluster.nodes]
-        aside = [place for store in stores if (place := store.root / REPLACED_DIR / attempt.save_id).is_dir()]
+        replaced = [store.root / attempt.checkpoint_id / replaced_name(attempt.save_id) for store in stores]
+        aside = [path for path in replaced if path.exists()]
         has_name = any(store.catalog.save_id_of(attempt.checkpoint_id) == attempt.save_id for store in stores)
         if aside and not has_name and self.course.oracle.is_replaced(attempt):
             return all(map(is_read, aside))
@@ -251,9 +265,9 @@ class Schedule:
         )
 
     def _versions_in(self, store: LocalStore, checkpoint_id: str) -> list[Path]:
-        """What has the name there, and what it has replaced: it stays, too, while a load reads that."""
-        replaced = [store.root / REPLACED_DIR / one.save_id for one in self.course.oracle.of_id(checkpoint_id)]
-        return [store.root / checkpoint_id, *(place for place in replaced if place.is_dir())]
+        """Manifests of what has the name there, and of what it has replaced: it stays, too, while a load reads that."""
+        place = store.root / checkpoint_id
+        return [place / MANIFEST_NAME, *place.glob(f"{REPLACED}*.json")]
 
     def _is_left(self, attempt: Attempt) -> bool:
         """Whether anything lies under its name, if only files whose manifest is bad on every node."""
@@ -283,17 +297,18 @@ class Schedule:
         self.course.counts["rivals"] += 1
 
 
-def _left_in(
-    directory: Path, published: Collection[str], waits: Collection[str], untold: Collection[Path]
-) -> list[str]:
-    """What lies there but for versions that an agent keeps for a load: for minutes, which no real schedule waits.
+def _staged_in(root: Path, waits: Collection[str]) -> list[Path]:
+    """What is staged there. A decided save `waits` for a part of which the schedule destroyed the last copy, its own or of
+    the save that has replaced it, or for the name that another run's save has there: a person may bring either."""
+    return [path for path in (root / STAGING).glob("*") if path.name.partition(".")[0] not in waits]
 
-    A replaced version of which another node has the name is a copy of what lies there. A decided save `waits` where it is
-    staged for a part of which the schedule destroyed the last copy, its own or of the save that has replaced it, or for the
-    name that another run's save has there: a person may bring either. A replaced version stays where a person has removed
-    the newer one on every node. What is `untold`, without a manifest, stays until all is done.
+
+def _replaced_in(root: Path, stays: Collection[str], untold: Collection[Path]) -> list[Path]:
+    """The manifests of replaced versions there, but for those that an agent keeps for a load: for minutes, which no real
+    schedule waits.
+
+    Of one that `stays` another node has the name, or a part of what replaced it is lost, or a person has removed that on
+    every node. What is `untold`, by a manifest that cannot be read, stays until all is done.
     """
-    replaced = list(directory.glob("*")) if directory.name == REPLACED else []
-    kept = [path for path in replaced if path.name in published or path in untold or is_read(path)]
-    kept += [path for path in directory.glob("*") if path.name.partition(".")[0] in waits]
-    return [str(path) for path in directory.rglob("*") if not any(path.is_relative_to(one) for one in kept)]
+    found = [path for path in root.glob(f"[!.]*/{REPLACED}*.json") if path not in untold and not is_read(path)]
+    return [path for path in found if path.name.removeprefix(REPLACED).partition(".")[0] not in stays]

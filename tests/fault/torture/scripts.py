@@ -63,7 +63,7 @@ def a_copy_is_assumed(course: Course) -> None:
     _save(course, nodes, "nodes [1, 2] are off when it is decided")
     course.oracle.look()
     staged = next(one for one in course.disks.lying() if one.node == 2 and not one.is_published)
-    _damage(course, staged, "__1_0.distcp", "truncate")
+    _damage(course, staged, _shard_of(staged, rank=1), "truncate")
     _switch_on(course, [2])
     course.cluster.nodes[0].kill()
     course.cluster.nodes[0].boot()
@@ -89,14 +89,15 @@ def manifest_here_and_metadata_there(course: Course) -> None:
 def a_surplus_copy_is_damaged(course: Course) -> None:
     """D12: of three copies, where two are wanted, one is damaged."""
     _save(course, NODES)
-    holder = next(node for node in NODES[1:] if "__1_0.distcp" in _lying(course, node).files)
+    shard = _shard_of(_lying(course, 0), rank=1)
+    holder = next(node for node in NODES[1:] if shard in _lying(course, node).files)
     _switch_off(course, [holder])
     course.introduce()
     course.cluster.pass_time(300)
     course.cluster.protect()
     _switch_on(course, [holder])
     course.introduce()
-    _damage(course, _lying(course, holder), "__1_0.distcp")
+    _damage(course, _lying(course, holder), shard)
 
 
 def _save(course: Course, nodes: Sequence[int], what: str = "") -> None:
@@ -124,8 +125,14 @@ def _lying(course: Course, node: int) -> Lying:
     return next(one for one in course.disks.lying() if one.node == node and one.is_named)
 
 
+def _shard_of(lying: Lying, rank: int) -> str:
+    """The name of a rank's shard, as the manifest has it, or the file where there is none yet."""
+    names = lying.files if lying.manifest is None else lying.manifest["shards"]
+    return next(name for name in names if name.startswith(f"__{rank}_"))
+
+
 def _damage(course: Course, lying: Lying, name: str, how: str = "flip") -> None:
     course.say(f"{how} {name} in {lying.place.relative_to(course.base)}")
     course.disturbances += 1
     attempt = course.oracle.attempt_of(lying)
-    course.oracle.damaged(lying, attempt, damage(lying.place, name, how, course.random), is_data_intact=False)
+    course.oracle.damaged(lying, attempt, damage(lying, name, how, course.random), is_data_intact=False)

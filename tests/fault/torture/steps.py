@@ -1,7 +1,7 @@
 """The steps of a schedule: what people, jobs, agents and faults do, each at random."""
 
-import contextlib
 import errno
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +13,8 @@ from tests.fault.torture.simulated.faults import Outage
 
 ERRORS = [errno.EIO, errno.ENOSPC, errno.EROFS, errno.EMFILE, errno.EACCES]
 RANK_POINTS = sorted(name for name in POINTS if name.startswith(("rank.", "coordinator.", "store.")))
-AGENT_POINTS = sorted(name for name in POINTS if name.startswith(("agent.", "commit.", "store.", "abort.", "restore.")))
+AGENT_STEPS = "agent.", "commit.", "store.", "abort.", "restore.", "retire."
+AGENT_POINTS = sorted(name for name in POINTS if name.startswith(AGENT_STEPS))
 DECIDING_POINTS = ["coordinator.metadata-staged", "coordinator.decided", "coordinator.decided", "coordinator.published"]
 PUBLISHING_POINTS = sorted(name for name in POINTS if name.startswith(("agent.decision", "commit.")))
 RANK_HANDING_POINTS = ["rank.handing-over", "rank.handed-over", "rank.written", "rank.receipted"]
@@ -22,7 +23,9 @@ AGENT_HANDING_POINTS = ["agent.handed-over", "agent.writing", "agent.finishing",
 AGENT_HANDING_POINTS += ["store.shard-fsynced", "store.shard-named", "agent.receiving", "commit.named", "commit.done"]
 PAUSING_POINTS = ["coordinator.drawn", "coordinator.opened", "coordinator.placed", "rank.writing", "rank.written"]
 PAUSING_POINTS += ["store.opened", "store.shard-fsynced", "agent.receiving", "coordinator.decided", "commit.checked"]
+PAUSING_POINTS += ["commit.described", "commit.prepared"]
 BACKGROUND_POINTS = ["store.opened", "store.opened", "restore.copied", "commit.checked", "commit.named", "commit.done"]
+BACKGROUND_POINTS += ["commit.described", "retire.gone", "retire.recycled"]
 REPAIR_POINTS = sorted(name for name in POINTS if name.startswith(("commit.", "store.opened")))
 
 # Saves -----------------------------------------------------------------------------------------------------------
@@ -313,12 +316,13 @@ def lose_checkpoint(course: Course) -> None:
         return
     lying = course.random.choice(found)
     course.say(f"node{node.index}/{lying.checkpoint_id} is removed, and the agent killed and started")
-    attempt = course.oracle.attempt_of(lying)
-    course.oracle.damaged(lying, attempt, [*lying.files, MANIFEST], is_data_intact=False)
-    for name in lying.files:
-        (lying.place / name).unlink()
-    with contextlib.suppress(OSError):
-        lying.place.rmdir()
+    for one in [
+        one for one in course.disks.lying() if one.node == node.index and one.checkpoint_id == lying.checkpoint_id
+    ]:
+        if one.place == lying.place:
+            attempt = course.oracle.attempt_of(one)
+            course.oracle.damaged(one, attempt, [*one.files, MANIFEST], is_data_intact=False)
+    shutil.rmtree(lying.place)
     node.boot()
 
 
@@ -348,10 +352,10 @@ def damage_a_file(course: Course) -> None:
         return
     lying = course.random.choice(found)
     name, how = choose(sorted(lying.files), course.random)
-    course.say(f"{how} {name} in {lying.place.relative_to(course.base)}")
+    course.say(f"{how} {name} of {lying.save_id or 'a save'} in {lying.place.relative_to(course.base)}")
     course.disturbances += 1
     attempt = course.oracle.attempt_of(lying)
-    bad = damage(lying.place, name, how, course.random)
+    bad = damage(lying, name, how, course.random)
     course.oracle.damaged(lying, attempt, bad, is_data_intact=how == "footer" and lying.manifest is not None)
 
 

@@ -13,8 +13,8 @@ def test_an_undisturbed_save_says_no_more_than_it_has_to(cluster_of: ClusterOf) 
     """
     cluster = cluster_of(3)
     calls = [
-        call("saving.count_messages", kinds=["plain"], checkpoint_id="last", times=3),
-        call("state.load", kinds=["plain"], checkpoint_id="last"),
+        call("saving.count_messages", kinds=["plain"], checkpoint_id="step-{}", times=3),
+        call("state.load", kinds=["plain"], checkpoint_id="step-2"),
     ]
     results = cluster.launch(calls, nodes=[0, 1, 2])
     counted = sum((Counter(found) for found in results.of(0)), Counter[str]())

@@ -163,11 +163,11 @@ def test_a_save_never_mixes_with_the_one_it_replaces(client: ObjectClient, tmp_p
         if number == 2:
             (found,) = bucket.saves()
             assert found.save_id == manifests[0].save_id
-            assert bucket.is_intact(manifests[0], shard(0))
+            assert bucket.is_intact(manifests[0], *manifests[0].shards)
         bucket.commit(manifests[-1], manifests[-1].encode(), METADATA)
     (found,) = bucket.saves()
     assert found.save_id == manifests[1].save_id
-    assert bucket.is_intact(manifests[1], shard(0))
+    assert bucket.is_intact(manifests[1], *manifests[1].shards)
     assert set(client.list_keys("step-1/").sizes) == {".metadata"}
     with pytest.raises(SaveAborted):
         bucket.commit(manifests[0], manifests[0].encode(), METADATA)

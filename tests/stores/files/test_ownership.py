@@ -24,7 +24,7 @@ from replicated_ckpt.errors import ConfigInvalid, StoreDenied
 from replicated_ckpt.stores.files.durable import SHARED_MODE
 from replicated_ckpt.stores.files.ownership import GROUP_ENV, check_root
 from replicated_ckpt.stores.local.store import LocalStore
-from replicated_ckpt.stores.local.versions.retire import recycle
+from replicated_ckpt.stores.local.versions.remove import recycle
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root makes files of other users")
 NOBODY, STRANGERS = 65534, 54321

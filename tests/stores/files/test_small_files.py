@@ -64,7 +64,7 @@ def test_a_file_that_comes_while_its_save_is_published_leaves_nothing(tmp_path: 
     save = staged(store, 1, b"bytes")
     begun: list[FileSink] = []
     path = store.path_of_staged(save, METADATA_NAME)
-    with failpoints.arm("commit.staging-fsynced", lambda _: begun.append(FileSink.create(path))):
+    with failpoints.arm("commit.described", lambda _: begun.append(FileSink.create(path))):
         store.commit(save)
     with pytest.raises(SaveAborted):
         begun[0].finish_durably()

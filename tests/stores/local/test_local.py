@@ -33,16 +33,19 @@ from replicated_ckpt.errors import (
 from replicated_ckpt.stores.files import renames
 from replicated_ckpt.stores.files.durable import store_error_of
 from replicated_ckpt.stores.local import identity
+from replicated_ckpt.stores.local.directories.committed import open_committed_save
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.shard_file import FileSink, ShardFile
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.versions.replaceable import check_decidable
 from replicated_ckpt.stores.verified import Expected
 from replicated_ckpt.testing.shard_files import table_of
+from tests.agent.checkpoints import next_file_number, renumbered
 from tests.damage import flip
 from tests.harness.processes import open_below
+from tests.killed import killed_at
 
-SHARD = "__0_0.distcp"
+SHARD, NEXT_SHARD = "__0_0.distcp", "__0_1.distcp"
 METADATA = b"metadata"
 
 
@@ -53,11 +56,11 @@ def save_id(digit: int) -> str:
 def staged(
     store: LocalStore, number: int, data: bytes, *, checkpoint_id: str = "step-1", overwrite: bool = False
 ) -> str:
-    """A save of one shard, staged with its decision and not committed."""
-    name = save_id(number)
+    """A save of one shard, staged with its decision and not committed. Its file has the next free number in its name."""
+    name, shard = save_id(number), renumbered(SHARD, next_file_number([store], checkpoint_id))
     store.begin(Intent(name, checkpoint_id, "session", overwrite))
     table = table_of([data])
-    sink = FileSink.create(store.path_of_staged(name, SHARD))
+    sink = FileSink.create(store.path_of_staged(name, shard))
     sink.write(memoryview(data + table.encode()))
     sink.finish(table)
     node = store.node_id()
@@ -71,7 +74,7 @@ def staged(
         metadata_bytes=len(METADATA),
         metadata_crc32c=crc32c(METADATA),
         nodes=(NodeEntry(node, "host", None, (0,)),),
-        shards={SHARD: ShardEntry(table.file_bytes, table.file_crc(), 0, node, (node,))},
+        shards={shard: ShardEntry(table.file_bytes, table.file_crc(), 0, node, (node,))},
     )
     store.put_small(name, ".metadata", METADATA)
     store.put_small(name, ".manifest.json", manifest.encode())
@@ -80,9 +83,9 @@ def staged(
 
 def content(store: LocalStore, checkpoint_id: str = "step-1") -> bytes:
     manifest = store.catalog.manifest(checkpoint_id)
-    entry = manifest.shards[SHARD]
-    open_file = partial(store.open_file, checkpoint_id, manifest.save_id, SHARD)
-    shard = ShardFile(open_file, "here", SHARD, Expected(entry.size_bytes, entry.crc32c)).open()
+    ((name, entry),) = manifest.shards.items()
+    open_file = partial(store.open_file, checkpoint_id, manifest.save_id, name)
+    shard = ShardFile(open_file, "here", name, Expected(entry.size_bytes, entry.crc32c)).open()
     try:
         return bytes(shard.read(0, shard.table.data_bytes))
     finally:
@@ -145,49 +148,75 @@ def test_what_is_opened_again_to_be_completed_leaves_no_litter(tmp_path: Path) -
     assert content(store) == b"one"
 
 
-@pytest.mark.parametrize("can_exchange", [True, False])
-def test_an_overwrite_replaces_the_whole_checkpoint(
-    tmp_path: Path, can_exchange: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The old checkpoint stays until the new one has its name, where names can be exchanged and where not."""
-    if not can_exchange:
-        monkeypatch.setattr(renames, "exchange", lambda *_: False)
+def test_an_overwrite_replaces_the_whole_checkpoint(tmp_path: Path) -> None:
+    """The old checkpoint stays until the new one has its name; then nothing of it is left."""
     store = LocalStore(tmp_path)
     store.commit(staged(store, 1, b"old"))
     name = staged(store, 2, b"new", overwrite=True)
     assert content(store) == b"old"
     store.commit(name)
     assert content(store) == b"new"
-    assert list((tmp_path / ".trash").iterdir()) == []
+    assert sorted(path.name for path in (tmp_path / "step-1").iterdir()) == [".manifest.json", ".metadata", NEXT_SHARD]
     assert list((tmp_path / ".staging").iterdir()) == []
 
 
-def test_a_crash_right_after_the_exchange_of_names_is_cleaned_up(tmp_path: Path) -> None:
-    """The start of an agent does it: else what removes the new one would have the old one published in its place."""
+@pytest.mark.parametrize("point", ["commit.described", "commit.prepared", "commit.named", "commit.durable"])
+def test_a_publication_that_a_crash_broke_off_is_completed(tmp_path: Path, point: str) -> None:
+    """By the start of an agent; before it, the old version or the new one is there, whole."""
     store = LocalStore(tmp_path)
     store.commit(staged(store, 1, b"old"))
     name = staged(store, 2, b"new", overwrite=True)
-    assert renames.exchange(store.staging(name), store.final("step-1"))
-    assert not store.is_decided(name), "what lies there now is of another save"
-    assert content(store) == b"new"
+    killed_at(point, lambda: store.commit(name))
+    assert content(store) == (b"new" if point in ("commit.named", "commit.durable") else b"old")
     assert NodeService(store).recover() == (name,)
     assert store.list_staged() == ()
-    assert store.commit(name) == (SHARD,)
+    assert store.commit(name) == (NEXT_SHARD,)
     assert content(store) == b"new"
-    assert len(store.catalog.list_replaced()) == 1, "it stays until the new one is seen whole on all nodes"
+    assert list(store.catalog.read_replaced()) == []
 
 
-def test_a_crash_between_two_renames_is_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where names cannot be exchanged, the instant without a checkpoint ends with the next start of the agent."""
-    monkeypatch.setattr(renames, "exchange", lambda *_: False)
+@pytest.mark.parametrize("point", ["commit.described", "commit.prepared"])
+@pytest.mark.parametrize("is_over", [False, True])
+def test_a_first_publication_that_a_crash_broke_off_ends(tmp_path: Path, point: str, *, is_over: bool) -> None:
+    """Its own shards under the name are no other checkpoint: it is completed, or given up with nothing left."""
+    store = LocalStore(tmp_path)
+    name = staged(store, 1, b"first")
+    killed_at(point, lambda: store.commit(name))
+    assert list(store.catalog.with_invalid_manifest()) == list(store.catalog.without_manifest()) == []
+    if is_over:
+        store.abort(name)
+        assert not (tmp_path / "step-1").exists()
+    else:
+        assert NodeService(store).recover() == (name,)
+        assert content(store) == b"first"
+    assert store.list_staged() == ()
+
+
+def test_metadata_that_is_brought_back_has_its_name(tmp_path: Path) -> None:
+    """What lies there afterwards is what was saved, and nothing else: stock torch reads `.metadata`."""
+    store = LocalStore(tmp_path)
+    name = staged(store, 1, b"first")
+    store.commit(name)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "step-1").iterdir()}
+    flip(tmp_path / "step-1" / ".metadata", 3)
+    with open_committed_save(tmp_path, "step-1", name) as (version, _):
+        version.put_small(".metadata", METADATA)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "step-1").iterdir()} == before
+
+
+def test_where_files_have_one_name_only_a_crash_is_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without hard links there is an instant without a checkpoint; it ends with the next start of the agent."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EPERM, "no links here")
+
     store = LocalStore(tmp_path)
     store.commit(staged(store, 1, b"old"))
     name = staged(store, 2, b"new", overwrite=True)
-    store.final("step-1").rename(tmp_path / ".trash" / name)
+    monkeypatch.setattr(os, "link", refuse)
+    killed_at("commit.prepared", lambda: store.commit(name))
     assert NodeService(store).recover() == (name,)
     assert content(store) == b"new"
-    store.empty_trash()
-    assert list((tmp_path / ".trash").iterdir()) == []
 
 
 def test_one_save_that_cannot_be_completed_does_not_stop_the_others(tmp_path: Path) -> None:
@@ -202,13 +231,8 @@ def test_one_save_that_cannot_be_completed_does_not_stop_the_others(tmp_path: Pa
     assert [intent.save_id for intent in store.list_staged()] == [blocked]
 
 
-@pytest.mark.parametrize("can_exchange", [True, False])
-def test_two_threads_that_publish_one_save_do_not_undo_it(
-    tmp_path: Path, can_exchange: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_threads_that_publish_one_save_do_not_undo_it(tmp_path: Path) -> None:
     """A peer's question and a load's settling may complete a replacement at once: the new one is there, and no litter."""
-    if not can_exchange:
-        monkeypatch.setattr(renames, "exchange", lambda *_: False)
     store = LocalStore(tmp_path)
     store.commit(staged(store, 1, b"old"))
     name = staged(store, 2, b"new", overwrite=True)
@@ -220,9 +244,9 @@ def test_two_threads_that_publish_one_save_do_not_undo_it(
 
     with failpoints.arm("commit.checked", meet), ThreadPoolExecutor(2) as threads:
         held = [threads.submit(LocalStore(tmp_path).commit, name) for _ in range(2)]
-        assert [future.result(timeout=20) for future in held] == [(SHARD,), (SHARD,)]
+        assert [future.result(timeout=20) for future in held] == [(NEXT_SHARD,), (NEXT_SHARD,)]
     assert content(store) == b"new"
-    assert list((tmp_path / ".trash").iterdir()) == list((tmp_path / ".staging").iterdir()) == []
+    assert list((tmp_path / ".staging").iterdir()) == []
 
 
 def test_a_decided_leftover_is_completed_before_the_next_save_begins(tmp_path: Path) -> None:
@@ -281,17 +305,6 @@ def test_a_decided_save_takes_its_name_from_an_older_one_asked_or_not(tmp_path: 
     store.commit(staged(store, 1, b"older"))
     assert service.state_of(newer)["state"] == "committed"
     assert content(store) == b"newer"
-
-
-def test_no_checkpoint_lies_in_another(tmp_path: Path) -> None:
-    """The parent of checkpoints and the inside of one are refused, overwrite or not, and the hint says what to do."""
-    store = LocalStore(tmp_path)
-    store.commit(staged(store, 1, b"data", checkpoint_id="run/step-1"))
-    for taken in ("run", "run/step-1/more"):
-        with pytest.raises(ConfigInvalid) as raised:
-            store.begin(Intent(save_id(2), taken, "s", overwrite=True))
-        assert "side by side" in raised.value.hint
-    assert content(store, "run/step-1") == b"data"
 
 
 def test_the_manifest_of_a_checkpoint_that_is_gone_is_let_go(tmp_path: Path) -> None:

@@ -23,13 +23,27 @@ from replicated_ckpt.stores.local.directories.committed import open_committed_sa
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.shard_file import FileSink
 from replicated_ckpt.stores.local.store import LocalStore
-from replicated_ckpt.stores.local.versions.replaced import lock_version
-from replicated_ckpt.stores.local.versions.retire import retire
+from replicated_ckpt.stores.local.versions.readers import lock_version
+from replicated_ckpt.stores.local.versions.remove import retire
 from replicated_ckpt.testing.shard_files import table_of
+from tests.agent.checkpoints import renumbered
 
 RUN, OTHER = "a" * 16, "b" * 16
 HERE, ELSEWHERE = "__0_0.distcp", "__1_0.distcp"
 METADATA = b"metadata"
+
+
+def named(name: str, number: int) -> str:
+    """The shard of the same rank of the save of this number."""
+    return renumbered(name, number)
+
+
+def files_in(store: LocalStore) -> set[str]:
+    return set(store.catalog.look("last").shards)
+
+
+def replaced_in(store: LocalStore) -> list[str]:
+    return [manifest.save_id for _, manifest in store.catalog.read_replaced()]
 
 
 def open_save(
@@ -41,8 +55,9 @@ def open_save(
     is_whole: bool = True,
     overwrite: bool = True,
 ) -> Manifest:
-    """Stages and decides a save; its second shard lies here only if `is_whole`."""
-    contents = {name: f"{number}{name}".encode() * 100 for name in (HERE, ELSEWHERE)}
+    """Stages and decides a save; its second shard lies here only if `is_whole`. `number` is in the names of its files."""
+    names = [named(name, number) for name in (HERE, ELSEWHERE)]
+    contents = {name: f"{number}{name}".encode() * 100 for name in names}
     tables = {name: table_of([data]) for name, data in contents.items()}
     node = store.node_id()
     shards = {name: ShardEntry(table.file_bytes, table.file_crc(), 0, node, (node,)) for name, table in tables.items()}
@@ -60,7 +75,7 @@ def open_save(
         lineage=lineage,
     )
     store.begin(Intent(manifest.save_id, checkpoint_id, "test", overwrite=overwrite))
-    for name in (HERE, ELSEWHERE) if is_whole else (HERE,):
+    for name in names if is_whole else names[:1]:
         sink = FileSink.create(store.path_of_staged(manifest.save_id, name))
         sink.write(memoryview(contents[name] + tables[name].encode()))
         sink.finish(tables[name])
@@ -76,6 +91,7 @@ def published(store: LocalStore) -> str:
 
 
 def read(store: LocalStore, manifest: Manifest, name: str) -> bytes:
+    name = named(name, manifest.sequence)
     with open(store.open_file("last", manifest.save_id, name), "rb") as file:  # noqa: PTH123 - a descriptor
         return file.read()
 
@@ -140,12 +156,13 @@ def test_a_replaced_version_is_read_until_it_is_dropped(tmp_path: Path) -> None:
         old.save_id: True,
         new.save_id: False,
     }
-    assert set(held[old.save_id].sizes) == {HERE, ELSEWHERE}
-    store.drop_replaced(old.save_id)
+    assert set(held[old.save_id].sizes) == set(old.shards)
+    assert set(held[new.save_id].sizes) == {named(HERE, 2)}
+    store.drop_replaced("last", old.save_id)
     with pytest.raises(ObjectMissing):
         read(store, old, HERE)
     assert read(store, new, HERE)
-    assert not any((tmp_path / ".trash").iterdir())
+    assert files_in(store) == {named(HERE, 2)}
 
 
 def test_what_is_whole_here_waits_for_no_other_node(tmp_path: Path) -> None:
@@ -153,15 +170,15 @@ def test_what_is_whole_here_waits_for_no_other_node(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     store.commit(open_save(store, 1).save_id)
     store.commit(open_save(store, 2).save_id)
-    assert store.catalog.list_replaced() == []
+    assert replaced_in(store) == []
 
 
 class Killed(BaseException):
     """Stands for SIGKILL."""
 
 
-@pytest.mark.parametrize("point", ["commit.replaced", "commit.named", "commit.durable"])
-def test_a_crash_in_the_exchange_keeps_both_versions(tmp_path: Path, point: str) -> None:
+@pytest.mark.parametrize("point", ["commit.described", "commit.prepared", "commit.named", "commit.durable"])
+def test_a_crash_while_it_is_published_keeps_both_versions(tmp_path: Path, point: str) -> None:
     """After the restart the new one has the name and the old one is kept, wherever the crash has left it."""
     store = LocalStore(tmp_path)
     old = open_save(store, 1)
@@ -198,15 +215,16 @@ def test_a_version_that_comes_back_has_its_shards_back(tmp_path: Path) -> None:
     store.put_small(old.save_id, ".metadata", METADATA)
     store.put_small(old.save_id, ".manifest.json", old.encode())
     store.commit(old.save_id)
-    assert set(store.catalog.shard_sizes("last")) == {HERE, ELSEWHERE}
-    assert store.catalog.list_replaced() == []
+    assert files_in(store) == set(old.shards)
+    assert published(store) == old.save_id
+    assert replaced_in(store) == []
 
 
 def test_retention_reaches_replaced_versions(tmp_path: Path) -> None:
     """One that the policy gives up goes, too, and the published one stays."""
     store, old, new = replace_by_half(tmp_path)
     assert retire(tmp_path, "last", old.save_id)
-    assert store.catalog.list_replaced() == []
+    assert replaced_in(store) == []
     assert published(store) == new.save_id
 
 
@@ -214,10 +232,10 @@ def test_a_replaced_version_is_found_where_nothing_has_its_name(tmp_path: Path) 
     """The newer one was retired, and a load or a repair reads and mends the older one as any other."""
     store, old, new = replace_by_half(tmp_path)
     assert retire(tmp_path, "last", new.save_id)
-    assert not store.final("last").exists()
+    assert list(store.catalog.committed()) == []
     with open_committed_save(tmp_path, "last", old.save_id) as (directory, manifest):
         assert manifest.save_id == old.save_id
-        assert set(directory.shards()) == set(store.catalog.shard_sizes(f".replaced/{old.save_id}"))
+        assert set(directory.shards()) == set(old.shards)
     with pytest.raises(ObjectMissing), open_committed_save(tmp_path, "last", new.save_id):
         pass
 
@@ -248,12 +266,12 @@ def test_a_version_that_is_read_is_not_removed(tmp_path: Path) -> None:
     new = open_save(store, 2)
     store.commit(new.save_id)
     assert published(store) == new.save_id
-    assert not store.drop_replaced(old.save_id)
+    assert not store.drop_replaced("last", old.save_id)
     assert not retire(store.root, "last", old.save_id)
     for name in (HERE, ELSEWHERE):
-        assert read(store, old, name).startswith(f"1{name}".encode())
+        assert read(store, old, name).startswith(f"1{named(name, 1)}".encode())
     reading.release()
-    assert store.drop_replaced(old.save_id)
+    assert store.drop_replaced("last", old.save_id)
     with pytest.raises(ObjectMissing):
         read(store, old, HERE)
 
@@ -269,7 +287,7 @@ def test_what_replaces_it_may_be_replaced_in_turn(tmp_path: Path) -> None:
         manifests.append(open_save(store, number))
         store.commit(manifests[-1].save_id)
     assert read(store, manifests[0], HERE)
-    assert store.catalog.list_replaced() == [manifests[0].save_id]
+    assert replaced_in(store) == [manifests[0].save_id]
     reading.release()
 
 
@@ -302,7 +320,7 @@ def test_what_a_retired_save_had_replaced_is_no_checkpoint_again(tmp_path: Path)
 
     def look_after() -> list[str]:
         manifests = {each.save_id: each for _, each in store.catalog.committed()}
-        manifests |= {each.save_id: each for each in store.catalog.read_replaced()}
+        manifests |= {each.save_id: each for _, each in store.catalog.read_replaced()}
         view = NodeView(service.node_id, Presence.UP, store.catalog.holdings(service.node_id))
         drop_outlived(service, manifests, [view])
         view = replace(view, holdings=store.catalog.holdings(service.node_id))
@@ -321,12 +339,12 @@ def test_a_late_commit_tells_what_lies_here_of_its_own_save(tmp_path: Path) -> N
     """A load has published it, and a newer save has its name by now, while it is read: the newer one's shards are none."""
     store = LocalStore(tmp_path)
     old = open_save(store, 1, is_whole=False)
-    assert store.commit(old.save_id) == (HERE,)
+    assert store.commit(old.save_id) == (named(HERE, 1),)
     lock = lock_version(store.catalog, "last", old.save_id)
     assert lock is not None
     newer = open_save(store, 2)
-    assert store.commit(newer.save_id) == (HERE, ELSEWHERE)
-    assert store.commit(old.save_id) == (HERE,)
+    assert store.commit(newer.save_id) == (named(HERE, 2), named(ELSEWHERE, 2))
+    assert store.commit(old.save_id) == (named(HERE, 1),)
     lock.release()
 
 
@@ -338,14 +356,15 @@ def test_a_shard_with_other_bytes_than_the_manifest_has_is_not_published(tmp_pat
     before = open_save(store, 1)
     store.commit(before.save_id)
     newer = open_save(store, 2)
-    path = store.path_of_staged(newer.save_id, ELSEWHERE)
+    here, elsewhere = named(HERE, 2), named(ELSEWHERE, 2)
+    path = store.path_of_staged(newer.save_id, elsewhere)
     other = b"evil" * (len(path.read_bytes()) // 4)
     raw = other + table_of([other]).encode() if footer == "of other bytes" else path.read_bytes()[:-1]
     path.write_bytes(raw)
     is_dropped = footer == "of other bytes"
-    assert store.commit(newer.save_id) == ((HERE,) if is_dropped else (HERE, ELSEWHERE))
+    assert store.commit(newer.save_id) == ((here,) if is_dropped else (here, elsewhere))
     assert published(store) == newer.save_id
-    assert (tmp_path / "last" / ELSEWHERE).exists() is not is_dropped
+    assert (tmp_path / "last" / elsewhere).exists() is not is_dropped
     aside = list((tmp_path / ".quarantine" / newer.save_id).glob("*")) if is_dropped else []
     assert [entry.read_bytes() for entry in aside] == [raw] * is_dropped
     assert read(store, before, ELSEWHERE), "its copy of the newer one is not whole"

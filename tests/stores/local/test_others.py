@@ -1,4 +1,4 @@
-"""What lies in a checkpoint's directory and is not ours outlives every version of it, whatever is killed when."""
+"""What lies in a checkpoint's directory and is not ours is never moved, linked or touched, whatever is killed when."""
 
 import os
 from collections.abc import Mapping
@@ -8,25 +8,21 @@ import pytest
 
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.settling.settle import settle
-from replicated_ckpt.errors import ConfigInvalid
-from replicated_ckpt.stores.files import renames
+from replicated_ckpt.errors import ConfigInvalid, StoreDenied
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
-from replicated_ckpt.stores.local.versions import others as versions_others
-from replicated_ckpt.stores.local.versions.replaced import lock_version
-from replicated_ckpt.stores.local.versions.retire import retire
+from replicated_ckpt.stores.local.versions.remove import retire
 from tests.killed import killed_at
-from tests.stores.local.test_local import SHARD, content, save_id, staged
+from tests.stores.local.test_local import NEXT_SHARD, SHARD, content, save_id, staged
 
 COMMITTING = [
     "commit.checked",
-    "commit.staging-fsynced",
-    "commit.replaced",
+    "commit.described",
+    "commit.prepared",
     "commit.named",
     "commit.durable",
     "commit.done",
 ]
-EXCHANGES = pytest.mark.parametrize("can_exchange", [True, False])
 
 
 @pytest.fixture
@@ -34,7 +30,7 @@ def store(tmp_path: Path) -> LocalStore:
     return LocalStore(tmp_path)
 
 
-def put_others(directory: Path) -> Mapping[str, str]:
+def put_others(directory: Path) -> Mapping[str, tuple[object, ...]]:
     """A tokenizer, a configuration and a link, as a user puts them beside a checkpoint's files."""
     (directory / "tokenizer" / "more").mkdir(parents=True)
     (directory / "tokenizer" / "more" / "vocab.txt").write_text("words")
@@ -43,28 +39,27 @@ def put_others(directory: Path) -> Mapping[str, str]:
     return others(directory)
 
 
-def others(directory: Path) -> Mapping[str, str]:
-    """What lies there and is not ours, by its path there."""
-    found = {path.relative_to(directory).as_posix(): path for path in directory.rglob("*") if not path.is_dir()}
-    return {name: path.read_text() for name, path in found.items() if name[0] not in "._"}
+def others(directory: Path) -> Mapping[str, tuple[object, ...]]:
+    """What lies there and is not ours, by its path there: its file, its names, and when either was changed last."""
+    found = {path.relative_to(directory).as_posix(): path.lstat() for path in directory.rglob("*")}
+    return {
+        name: (status.st_ino, status.st_nlink, status.st_mtime_ns, status.st_ctime_ns)
+        for name, status in found.items()
+        if name[0] not in "._"
+    }
 
 
 def overwritten(store: LocalStore, number: int, data: bytes) -> str:
     return staged(store, number, data, overwrite=True)
 
 
-def cannot_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(renames, "exchange", lambda *_: False)
-
-
 def started(store: LocalStore) -> LocalStore:
     """The store after the next start of its agent, and the settling of what was left."""
     service = NodeService(store)
     service.recover()
-    store.empty_trash()
+    store.tidy(is_alone=True)
     settle(service, service.leftovers(), ())
     assert store.list_staged() == ()
-    assert not any((store.root / ".trash").glob("*"))
     return store
 
 
@@ -79,13 +74,8 @@ def test_a_directory_that_is_there_is_saved_into(store: LocalStore, is_empty: bo
     assert others(folder) == before
 
 
-@EXCHANGES
-def test_an_overwrite_keeps_what_is_not_ours(
-    store: LocalStore, can_exchange: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_overwrite_keeps_what_is_not_ours(store: LocalStore) -> None:
     """Twice over: also a file that the user has changed or added in between; and none comes back that the user removed."""
-    if not can_exchange:
-        cannot_exchange(monkeypatch)
     store.commit(staged(store, 1, b"old"))
     folder = store.root / "step-1"
     put_others(folder)
@@ -100,15 +90,10 @@ def test_an_overwrite_keeps_what_is_not_ours(
     assert not (store.root / ".quarantine").exists()
 
 
-@EXCHANGES
 @pytest.mark.parametrize("is_checkpoint", [True, False])
 @pytest.mark.parametrize("point", COMMITTING)
-def test_an_overwrite_that_is_killed_keeps_what_is_not_ours(
-    store: LocalStore, point: str, is_checkpoint: bool, can_exchange: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Killed at any step, after the next start all of it lies beside the new version's files."""
-    if not can_exchange:
-        cannot_exchange(monkeypatch)
+def test_an_overwrite_that_is_killed_keeps_what_is_not_ours(store: LocalStore, point: str, is_checkpoint: bool) -> None:
+    """Killed at any step, after the next start all of it lies beside the new version's files, untouched."""
     folder = store.root / "step-1"
     folder.mkdir()
     before = put_others(folder)
@@ -119,86 +104,26 @@ def test_an_overwrite_that_is_killed_keeps_what_is_not_ours(
     started(store)
     assert content(store) == b"new"
     assert others(folder) == before
+    ours = {path.name for path in folder.iterdir()} - before.keys()
+    assert ours == {*store.catalog.look("step-1").shards, ".metadata", ".manifest.json"}
+    assert len(store.catalog.look("step-1").shards) == 1
 
 
-def test_directories_that_a_crash_left_with_a_kept_version_come_back(
-    store: LocalStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The old version is kept, as a load reads it; it has gone to its place, and the process ends before they follow."""
-    store.commit(staged(store, 1, b"old"))
-    before = put_others(store.root / "step-1")
-    name = overwritten(store, 2, b"new")
-    reader = lock_version(store.catalog, "step-1", save_id(1))
-    with monkeypatch.context() as patched:
-        patched.setattr(versions_others, "move_others", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            store.commit(name)
-    assert others(store.root / "step-1") != before
-    started(store)
-    assert content(store) == b"new"
-    assert others(store.root / "step-1") == before
-    assert store.catalog.is_replaced(save_id(1))
-    assert reader is not None
-
-
-def interrupted(*_: object) -> None:
-    raise KeyboardInterrupt
-
-
-def test_what_cannot_have_a_second_name_is_moved(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a file system without hard links others' files go along all the same."""
-
-    def refuse(*_: object, **__: object) -> None:
-        raise PermissionError(1, "no links here")
-
-    store.commit(staged(store, 1, b"old"))
-    before = put_others(store.root / "step-1")
-    monkeypatch.setattr(os, "link", refuse)
-    store.commit(overwritten(store, 2, b"new"))
-    assert others(store.root / "step-1") == before
-
-
-def test_of_two_files_of_one_name_both_are_kept(store: LocalStore) -> None:
-    """What a user writes anew while the old one is on its way keeps the name; the old one lies in the quarantine."""
-    store.commit(staged(store, 1, b"old"))
-    folder = store.root / "step-1"
-    put_others(folder)
-    name = overwritten(store, 2, b"new")
-    killed_at("commit.replaced", lambda: store.commit(name))
-    (folder / "tokenizer").mkdir()
-    (folder / "tokenizer" / "new").write_text("anew")
-    started(store)
-    assert others(folder) == {"config.json": "{}", "README": "{}", "tokenizer/new": "anew"}
-    kept = [path.read_text() for path in (store.root / ".quarantine").rglob("vocab.txt")]
-    assert kept == ["words"]
-
-
-def test_an_abort_takes_nothing_along(store: LocalStore) -> None:
-    """A decided save that is given up after it has linked what is not ours leaves that where it was, and nowhere else."""
-    store.commit(staged(store, 1, b"old"))
-    before = put_others(store.root / "step-1")
-    name = overwritten(store, 2, b"new")
-    killed_at("commit.staging-fsynced", lambda: store.commit(name))
-    store.abort(name)
-    assert content(store) == b"old"
-    assert others(store.root / "step-1") == before
-    assert not (store.root / ".quarantine").exists()
-
-
-@pytest.mark.parametrize("is_killed", [True, False])
-def test_retention_leaves_what_is_not_ours(store: LocalStore, is_killed: bool) -> None:
+@pytest.mark.parametrize("point", [None, "retire.gone", "retire.recycled"])
+def test_retention_leaves_what_is_not_ours(store: LocalStore, point: str | None) -> None:
     """A checkpoint that is retired leaves its directory with others' files, killed or not, and its name is free again."""
     name = staged(store, 1, b"old")
     store.commit(name)
     folder = store.root / "step-1"
     before = put_others(folder)
-    if is_killed:
-        killed_at("retire.trashed", lambda: retire(store.root, "step-1", name))
+    if point is not None:
+        killed_at(point, lambda: retire(store.root, "step-1", name))
+        assert list(store.catalog.committed()) == []
     else:
         assert retire(store.root, "step-1", name)
     started(store)
     assert others(folder) == before
-    assert not (folder / SHARD).exists()
+    assert {path.name for path in folder.iterdir()} == {"tokenizer", "config.json", "README"}
     assert list(store.catalog.committed()) == []
     store.commit(staged(store, 2, b"again"))
     assert (content(store), others(folder)) == (b"again", before)
@@ -212,15 +137,53 @@ def test_retention_leaves_no_empty_directory(store: LocalStore) -> None:
     assert not (store.root / "step-1").exists()
 
 
-def test_what_could_not_stay_is_refused_before_a_byte_is_written(
-    store: LocalStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A directory in the way that is mounted cannot move: the save is refused when it is opened, and names it."""
-    mounted = store.root / "step-1" / "data"
-    mounted.mkdir(parents=True)
-    monkeypatch.setattr(os.path, "ismount", lambda path: str(path) == str(mounted))
-    with pytest.raises(ConfigInvalid, match=r"step-1/data cannot be moved"):
-        store.begin(Intent(save_id(1), "step-1", "session", overwrite=False))
+def test_a_checkpoint_may_lie_in_the_directory_of_another(store: LocalStore) -> None:
+    """Each is overwritten and retired for itself, in either order."""
+    ids = ("step-1", "step-1/ema", "step-1/ema/best")
+    names = {name: staged(store, at, name.encode(), checkpoint_id=name) for at, name in enumerate(ids, 1)}
+    for name in (ids[1], ids[0], ids[2]):
+        store.commit(names[name])
+    assert sorted(name for name, _ in store.catalog.committed()) == sorted(ids)
+    again = staged(store, 7, b"again", overwrite=True)
+    store.commit(again)
+    assert [content(store, name) for name in ids] == [b"again", b"step-1/ema", b"step-1/ema/best"]
+    assert retire(store.root, "step-1", again)
+    assert retire(store.root, ids[2], names[ids[2]])
+    assert [name for name, _ in store.catalog.committed()] == ["step-1/ema"]
+    assert content(store, "step-1/ema") == b"step-1/ema"
+
+
+def test_a_part_that_may_not_be_read_is_in_no_way(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mount, or a directory of another user, in a checkpoint's directory stays where it is; nothing looks into it."""
+    closed = store.root / "step-1" / "data"
+    closed.mkdir(parents=True)
+    real = os.access
+    monkeypatch.setattr(
+        os, "access", lambda path, *more, **named: str(path) != str(closed) and real(path, *more, **named)
+    )
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    store.commit(staged(store, 1, b"data"))
+    assert content(store) == b"data"
+
+
+def test_a_directory_that_may_not_be_written_is_told(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The save stays staged, decided, and the error names the place."""
+    store.commit(staged(store, 1, b"old"))
+    name = overwritten(store, 2, b"new")
+    rename = Path.rename
+
+    def refuse(path: Path, target: Path) -> Path:
+        if target.parent.name == "step-1":
+            raise PermissionError(13, "Permission denied", str(path), None, str(target))
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.raises(StoreDenied, match="commit"):
+        store.commit(name)
+    monkeypatch.undo()
+    assert store.is_decided(name)
+    store.commit(name)
+    assert content(store) == b"new"
 
 
 def test_a_file_in_the_way_is_refused(store: LocalStore) -> None:
@@ -235,23 +198,22 @@ def test_a_file_in_the_way_is_refused(store: LocalStore) -> None:
 
 
 def test_a_link_to_a_checkpoint_is_not_saved_over(store: LocalStore) -> None:
-    """It would be exchanged for the new directory, and what is not ours would leave the checkpoint that it leads to."""
+    """A save under the link's name would be one over the checkpoint that it leads to."""
     store.commit(staged(store, 1, b"old"))
-    (store.root / "step-1" / "tokenizer").mkdir()
     (store.root / "best").symlink_to("step-1")
     with pytest.raises(ConfigInvalid, match="best is a symbolic link; it is not replaced"):
         store.begin(Intent(save_id(2), "best", "session", overwrite=True))
-    assert (store.root / "best").readlink() == Path("step-1")
-    assert (store.root / "step-1" / "tokenizer").is_dir()
+    assert content(store) == b"old"
 
 
-def test_replaced_remains_of_a_checkpoint_are_kept_after_a_crash(store: LocalStore) -> None:
-    """Shards without a manifest that a save replaces wait like any version until it is seen whole, killed or not."""
+def test_shards_without_a_manifest_are_no_save_s_to_remove(store: LocalStore) -> None:
+    """Their manifest may lie on another node. What is published next to them while a part of it is elsewhere keeps them."""
     store.commit(staged(store, 1, b"old"))
     for name in (".manifest.json", ".metadata"):
         (store.root / "step-1" / name).unlink()
+    old = (store.root / "step-1" / SHARD).read_bytes()
     name = overwritten(store, 2, b"new")
-    (store.staging(name) / SHARD).unlink()  # this node holds no shard of the new version
-    killed_at("commit.replaced", lambda: store.commit(name))
+    (store.staging(name) / NEXT_SHARD).unlink()  # it has no shard here
+    killed_at("commit.prepared", lambda: store.commit(name))
     started(store)
-    assert (store.root / ".replaced" / name / SHARD).exists()
+    assert (store.root / "step-1" / SHARD).read_bytes() == old

@@ -27,7 +27,7 @@ from replicated_ckpt.agent.saves.hand_overs import HandOvers
 from replicated_ckpt.agent.saves.receive import receive_file
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.saves.shard_copies import WrittenCopies
-from replicated_ckpt.core.layout import INCOMING_DIR, RECYCLED_DIR, STAGING_DIR, TRASH_DIR
+from replicated_ckpt.core.layout import RECYCLED_DIR, STAGING_DIR
 from replicated_ckpt.core.upkeep.repair_plan import CopyShard
 from replicated_ckpt.errors import StoreFull
 from replicated_ckpt.stores.files.direct import PAGE_BYTES
@@ -36,7 +36,7 @@ from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.shard_file import FileSink
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.versions.recycled import RecycledFiles, measure_room
-from replicated_ckpt.stores.local.versions.retire import recycle, retire
+from replicated_ckpt.stores.local.versions.remove import recycle, retire
 from replicated_ckpt.stores.tee import Buffers, Tee
 from replicated_ckpt.stores.throttle import Pace
 from replicated_ckpt.testing.shard_files import table_of
@@ -164,7 +164,7 @@ def test_a_copy_that_is_fetched_is_written_over_the_old_file(store: LocalStore) 
     assert len(uses) == 1
     assert pool(store) == set()
     assert held(store, "step-2") == {shard(0)}
-    assert not list((store.root / INCOMING_DIR).iterdir())
+    assert store.catalog.look("step-2").unfinished == ()
     assert findings(store) == []
 
 
@@ -192,14 +192,14 @@ def test_the_pool_holds_one_checkpoint(tmp_path: Path) -> None:
     recycled_in(store, 0, 2, number=2)
     assert pool(store) == {"__0_0.recycled", "__2_0.recycled"}
     assert pooled(store).stat().st_ino != first
-    assert not list((store.root / TRASH_DIR).iterdir())
+    assert not (store.root / "step-2").exists()
 
 
 def test_what_waits_is_no_checkpoint(store: LocalStore) -> None:
     """It is in no listing, and is not removed when the agent starts; a removal by hand frees its room."""
     assert [list(store.catalog.committed()), list(store.catalog.without_manifest()), findings(store)] == [[], [], []]
     NodeService(store).recover()
-    store.empty_trash()
+    store.tidy(is_alone=True)
     assert pool(store) == {"__0_0.recycled"}
     manifest = checkpointed([store], 2, {shard(0): (0,)}, checkpoint_id="step-2")
     assert retire(store.root, "step-2", manifest.save_id)
@@ -510,13 +510,13 @@ def test_a_save_that_is_killed_over_a_recycled_file_leaves_nothing(point: str, s
 
 
 def test_a_removal_that_is_killed_is_completed_and_its_files_are_used(store: LocalStore) -> None:
-    """The checkpoint is gone whole, the trash is emptied by the next start, and the files wait in the pool."""
+    """The checkpoint is gone whole, the next start removes what is left of it, and the files wait in the pool."""
     checkpointed([store], 2, {shard(0): (0,)}, checkpoint_id="step-2", size_bytes=OLD_BYTES)
     killed_at("retire.recycled", lambda: recycle(store.root, "step-2", f"{2:032x}"))
-    assert len(list((store.root / TRASH_DIR).iterdir())) == 1
+    assert store.catalog.look("step-2").gone == (f"{2:032x}",)
     NodeService(store).recover()
-    store.empty_trash()
-    assert not list(store.root.glob(f"{TRASH_DIR}/*"))
+    store.tidy(is_alone=True)
+    assert not (store.root / "step-2").exists()
     assert list(store.catalog.committed()) == []
     with counting_uses() as uses:
         write(store, os.urandom(OLD_BYTES))

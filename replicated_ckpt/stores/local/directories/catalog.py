@@ -1,8 +1,7 @@
 """The catalog: which committed checkpoints lie under a root, as the disk shows them now."""
 
-import itertools
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -13,22 +12,23 @@ from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.layout import (
     MANIFEST_NAME,
     METADATA_NAME,
+    NODE_NAME,
     PARTS_MAX,
-    REPLACED_DIR,
-    SHARD_SUFFIX,
-    ShardName,
-    is_checkpoint_file,
+    STAGING_DIR,
     is_checkpoint_id,
     is_save_id,
+    kept_metadata_name,
+    replaced_name,
 )
 from replicated_ckpt.core.lineage import History, histories_of
 from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX, Manifest, decode_manifest
 from replicated_ckpt.core.upkeep.policy import scope_of
 from replicated_ckpt.errors import ManifestInvalid, ManifestVersionUnknown, ObjectMissing, StoreError
 from replicated_ckpt.stores.files.durable import translate_errors
-from replicated_ckpt.stores.files.existence import is_there, leads_out
+from replicated_ckpt.stores.files.existence import is_directory, leads_out
 from replicated_ckpt.stores.files.plain import open_plain_file, read_plain
 from replicated_ckpt.stores.files.shortage import find_unreadable, is_unreadable
+from replicated_ckpt.stores.local.directories.looked import Looked
 from replicated_ckpt.stores.local.directories.roots import is_store
 
 
@@ -42,17 +42,25 @@ class Catalog:
         self.root = root
         self._parsed: dict[str, tuple[tuple[int, int, int], Manifest]] = {}
 
+    @property
+    def staging(self) -> Path:
+        """Where saves lie that are not published. What publishes or removes a version holds the lock on it."""
+        return self.root / STAGING_DIR
+
     def _path_of(self, *parts: str) -> str:
         return "/".join((str(self.root), *parts))
 
     def manifest(self, checkpoint_id: str) -> Manifest:
-        """Manifest of a committed checkpoint.
+        """Manifest of the version that is published under this id.
 
         Raises:
             ObjectMissing, ManifestInvalid
         """
-        path = self._path_of(checkpoint_id, MANIFEST_NAME)
-        key = f"{checkpoint_id}/{MANIFEST_NAME}"
+        return self._read(checkpoint_id, MANIFEST_NAME)
+
+    def _read(self, checkpoint_id: str, name: str) -> Manifest:
+        path = self._path_of(checkpoint_id, name)
+        key = f"{checkpoint_id}/{name}"
         with translate_errors(str(self.root), "read", key), manifest_readable(path):
             if leads_out(self.root, checkpoint_id):
                 raise ObjectMissing(str(self.root), "read", key, "a symbolic link leads out of the root")
@@ -76,6 +84,43 @@ class Catalog:
         except (ObjectMissing, ManifestInvalid):
             return None
 
+    def manifest_of(self, checkpoint_id: str, save_id: str) -> Manifest:
+        """Manifest of a save that lies here under this id, published or replaced.
+
+        Raises:
+            ObjectMissing: it does not. ManifestInvalid: what is published is not believed, and it is none of the replaced.
+        """
+        problem: ManifestInvalid | None = None
+        try:
+            if (found := self.manifest(checkpoint_id)).save_id == save_id:
+                return found
+        except ManifestInvalid as exc:
+            problem = exc
+        except ObjectMissing as exc:
+            if exc.detail:  # by a link
+                raise
+        replaced = self._read_replaced(checkpoint_id, save_id)
+        if replaced is not None:
+            return replaced
+        raise problem or ObjectMissing(str(self.root), "open", checkpoint_id, f"not of save {save_id}")
+
+    def manifest_path(self, checkpoint_id: str, save_id: str) -> Path:
+        """The file of the manifest of a save under this id, where there is one."""
+        published = self.find_manifest(checkpoint_id)
+        is_published = published is not None and published.save_id == save_id
+        return self.root / checkpoint_id / (MANIFEST_NAME if is_published else replaced_name(save_id))
+
+    def is_here(self, checkpoint_id: str, save_id: str) -> bool:
+        """Whether the save lies here under this id, published or replaced.
+
+        Raises:
+            ManifestInvalid: what is published is not believed, and the save is not among those that were replaced.
+        """
+        try:
+            return bool(self.manifest_of(checkpoint_id, save_id))
+        except ObjectMissing:
+            return False
+
     def save_id_of(self, checkpoint_id: str) -> str:
         """The save that a checkpoint is of; empty where its manifest is damaged or gone.
 
@@ -93,90 +138,112 @@ class Catalog:
             pass
         return ""
 
+    def _read_replaced(self, checkpoint_id: str, save_id: str) -> Manifest | None:
+        if not is_save_id(save_id):
+            return None
+        try:
+            manifest = self._read(checkpoint_id, replaced_name(save_id))
+        except (ObjectMissing, ManifestInvalid):
+            return None
+        return manifest if manifest.save_id == save_id else None
+
     def committed(self) -> Iterator[tuple[str, Manifest]]:
         """Checkpoint id and manifest of every checkpoint whose manifest is believed; a bad one is left to `verify`."""
-        found = list(self._checkpoint_ids(_has_manifest))
-        there = {self._path_of(checkpoint_id, MANIFEST_NAME) for checkpoint_id in found}
-        for path in list(self._parsed):  # first, as a caller that has found its checkpoint stops here
-            if path not in there:  # the checkpoint was retired
-                self._parsed.pop(path, None)
-        for checkpoint_id in found:
-            yield from self._one(checkpoint_id)
+        yield from ((looked.checkpoint_id, each) for looked in self.look_at_all() for each in self._published(looked))
 
-    def read_replaced(self) -> Iterator[Manifest]:
-        """Manifests of the versions that newer saves have replaced here and that are kept until those are seen whole.
+    def read_replaced(self) -> Iterator[tuple[str, Manifest]]:
+        """Checkpoint id and manifest of each version that a newer save has replaced, kept until that is seen whole."""
+        for looked in self.look_at_all():
+            yield from ((looked.checkpoint_id, manifest) for manifest in self.replaced_in(looked))
 
-        Not of one that a user has put back under its name by hand: what is read of it lies there.
+    def _published(self, looked: Looked) -> list[Manifest]:
+        found = self.find_manifest(looked.checkpoint_id) if looked.has_manifest else None
+        return [] if found is None else [found]
+
+    def replaced_in(self, looked: Looked) -> list[Manifest]:
+        """Those in one directory that are believed. One that is published there is none of them."""
+        if not looked.replaced:
+            return []
+        published = {found.save_id for found in self._published(looked)}
+        found = (self._read_replaced(looked.checkpoint_id, save_id) for save_id in looked.replaced)
+        return [manifest for manifest in found if manifest is not None and manifest.save_id not in published]
+
+    def list_unbelieved(self, looked: Looked) -> list[str]:
+        """Names of the manifests in a directory that cannot be believed: which files are theirs is not known.
+
+        Not those that only a newer version of the package reads.
         """
-        for name in self.list_replaced():
-            manifest = self._read_replaced(name)
-            published = None if manifest is None else self.find_manifest(manifest.checkpoint_id)
-            if manifest is not None and (published is None or published.save_id != name):
-                yield manifest
+        names = [MANIFEST_NAME] if looked.has_manifest else []
+        damaged = [name for name in (*names, *map(replaced_name, looked.replaced)) if self._is_damaged(looked, name)]
+        missing = set(looked.kept_metadata) - {*looked.replaced, *(found.save_id for found in self._published(looked))}
+        gone = [
+            save_id for save_id in sorted(missing) if not is_directory(self.staging / save_id)
+        ]  # else: not there yet
+        return [*damaged, *map(replaced_name, gone)]
 
-    def list_replaced(self) -> list[str]:
-        """Directories of replaced versions. One whose manifest is not believed goes by the save that replaced it."""
-        with translate_errors(str(self.root), "list", REPLACED_DIR):
-            try:
-                return sorted(entry.name for entry in os.scandir(self._path_of(REPLACED_DIR)) if is_save_id(entry.name))
-            except FileNotFoundError:
-                return []
-
-    def is_replaced(self, save_id: str) -> bool:
-        """Whether the save is kept here although a newer one has its name."""
-        return self._read_replaced(save_id) is not None
-
-    def _read_replaced(self, save_id: str) -> Manifest | None:
-        manifest = self.find_manifest(f"{REPLACED_DIR}/{save_id}")
-        return manifest if manifest is not None and manifest.save_id == save_id else None
-
-    def directory_of(self, checkpoint_id: str, save_id: str) -> str | None:
-        """Where under the root a save lies that was committed here under this id: published, or replaced. None: nowhere.
-
-        Raises:
-            ManifestInvalid: what is published is not believed, and the save is not among those that were replaced.
-        """
-        problem: ManifestInvalid | None = None
+    def _is_damaged(self, looked: Looked, name: str) -> bool:
         try:
-            if self.manifest(checkpoint_id).save_id == save_id:
-                return checkpoint_id
-        except ObjectMissing:
-            pass
-        except ManifestInvalid as exc:
-            problem = exc
-        found = self._read_replaced(save_id)
-        if found is not None and found.checkpoint_id == checkpoint_id:
-            return f"{REPLACED_DIR}/{save_id}"
-        if problem is not None:
-            raise problem
-        return None
+            return name not in (MANIFEST_NAME, replaced_name(self._read(looked.checkpoint_id, name).save_id))
+        except (ManifestVersionUnknown, ObjectMissing):
+            return False
+        except ManifestInvalid:
+            return True
+
+    def list_unclaimed(self, looked: Looked) -> list[str]:
+        """The shard files in a directory that no manifest there names; none where a manifest cannot be read."""
+        if self.list_unbelieved(looked) or any(self.of_newer_format(looked.checkpoint_id)):
+            return []
+        manifests = [*self._published(looked), *self.replaced_in(looked)]
+        return sorted(set(looked.shards).difference(*(manifest.shards for manifest in manifests)))
+
+    def list_only_of(self, looked: Looked, gone: Manifest) -> list[str]:
+        """The shard files in a directory that a manifest names which is not there any more, and no other one does."""
+        manifests = [*self._published(looked), *self.replaced_in(looked)]
+        return sorted(gone.shards.keys() & set(looked.shards).difference(*(manifest.shards for manifest in manifests)))
+
+    def list_claimed(self, checkpoint_id: str) -> frozenset[str]:
+        """The shard files in a directory that the manifests of replaced versions there name."""
+        replaced = self.replaced_in(self.look(checkpoint_id))
+        return frozenset[str]().union(*(manifest.shards for manifest in replaced))
+
+    def find_places(self, save_id: str) -> Iterator[str]:
+        """The ids under which a save lies here, published or replaced."""
+        for looked in self.look_at_all():
+            if any(found.save_id == save_id for found in (*self._published(looked), *self.replaced_in(looked))):
+                yield looked.checkpoint_id
 
     def checkpoint_of(self, save_id: str) -> str | None:
         """Under which id a save is or was committed here; None: it is not, or not any more."""
-        named = ((name, manifest.save_id) for name, manifest in self.committed())
-        replaced = ((manifest.checkpoint_id, manifest.save_id) for manifest in self.read_replaced())
-        return next((name for name, found in itertools.chain(named, replaced) if found == save_id), None)
+        return next(self.find_places(save_id), None)
 
     def holdings(self, node_id: str, checkpoint_id: str | None = None) -> tuple[Holding, ...]:
         """What the store holds of one checkpoint, or of all. A renamed checkpoint goes by its new name."""
-        found = self.committed() if checkpoint_id is None else self._one(checkpoint_id)
-        published = [self._holding(node_id, name, name, manifest) for name, manifest in found]
-        replaced = [
-            self._holding(node_id, manifest.checkpoint_id, f"{REPLACED_DIR}/{manifest.save_id}", manifest)
-            for manifest in self.read_replaced()
-            if checkpoint_id in (None, manifest.checkpoint_id)
-        ]
-        return (*published, *replaced)
+        found = self.look_at_all() if checkpoint_id is None else [self.look(checkpoint_id)]
+        with translate_errors(str(self.root), "list", checkpoint_id or ""):
+            return tuple(holding for looked in found for holding in self._holdings_in(node_id, looked))
 
-    def _holding(self, node_id: str, checkpoint_id: str, directory: str, manifest: Manifest) -> Holding:
-        has_metadata = self.size_of(directory, METADATA_NAME) == manifest.metadata_bytes
-        found = Holding.of_save(manifest, node_id, checkpoint_id, has_metadata, self.shard_sizes(directory))
-        return found if directory == checkpoint_id else replace(found, is_replaced=True)
+    def _holdings_in(self, node_id: str, looked: Looked) -> Iterator[Holding]:
+        replaced = self.replaced_in(looked)
+        for manifest in self._published(looked):
+            strays = self.list_unclaimed(looked)
+            yield self._holding(node_id, looked, manifest, {*manifest.shards, *strays}, METADATA_NAME)
+        for manifest in replaced:
+            name = kept_metadata_name(manifest.save_id)
+            yield replace(self._holding(node_id, looked, manifest, set(manifest.shards), name), is_replaced=True)
 
-    def _one(self, checkpoint_id: str) -> Iterator[tuple[str, Manifest]]:
-        manifest = self.find_manifest(checkpoint_id)
-        if manifest is not None:
-            yield checkpoint_id, manifest
+    def _holding(
+        self, node_id: str, looked: Looked, manifest: Manifest, names: set[str], metadata_name: str
+    ) -> Holding:
+        sizes = {name: size for name, size in looked.sizes.items() if name in names}
+        own = looked.size_of(kept_metadata_name(manifest.save_id))  # also while it is being published
+        has_metadata = manifest.metadata_bytes in (looked.size_of(metadata_name), own)
+        return Holding.of_save(manifest, node_id, looked.checkpoint_id, has_metadata, sizes)
+
+    def sizes_of(self, checkpoint_id: str, manifest: Manifest) -> dict[str, int]:
+        """Bytes of each shard file of a save that lies in the directory of a checkpoint."""
+        with translate_errors(str(self.root), "list", checkpoint_id):
+            sizes = self.look(checkpoint_id).sizes
+        return {name: size for name, size in sizes.items() if name in manifest.shards}
 
     def newest_of_runs(self, node_id: str, scope: str) -> tuple[Holding, ...]:
         """Of each lineage in a directory of ids the newest save that has a name here. Its files are not looked at."""
@@ -189,9 +256,13 @@ class Catalog:
 
     def histories(self, scope: str) -> dict[str, History]:
         """The lineages of which checkpoints of this directory of ids are committed here, or kept as replaced."""
-        replaced = ((manifest.checkpoint_id, manifest) for manifest in self.read_replaced())
-        found = itertools.chain(self.committed(), replaced)
-        return histories_of(manifest.version for name, manifest in found if scope_of(name) == scope)
+        found = (
+            manifest
+            for looked in self.look_at_all()
+            if scope_of(looked.checkpoint_id) == scope
+            for manifest in (*self._published(looked), *self.replaced_in(looked))
+        )
+        return histories_of(manifest.version for manifest in found)
 
     def size_of(self, checkpoint_id: str, name: str) -> int | None:
         """Bytes of one plain file of a checkpoint; None if it is not there."""
@@ -201,77 +272,81 @@ class Catalog:
             return None
         return status.st_size if S_ISREG(status.st_mode) else None
 
-    def shard_sizes(self, checkpoint_id: str) -> Mapping[str, int]:
-        """Bytes of each shard file of a checkpoint; none while it is replaced or removed, or where the disk has lost it."""
-        with translate_errors(str(self.root), "list", checkpoint_id):
-            try:
-                return {
-                    entry.name: _size_of(entry)
-                    for entry in os.scandir(self._path_of(checkpoint_id))
-                    if ShardName.parse(entry.name) is not None and entry.is_file(follow_symlinks=False)
-                }
-            except OSError as exc:
-                if isinstance(exc, FileNotFoundError) or is_unreadable(exc):
-                    return {}
-                raise
-
     def directories(self) -> Iterator[str]:
         """Every directory that has files of a checkpoint in it, its manifest believed, damaged or missing."""
-        yield from self._checkpoint_ids(_looks_like_a_checkpoint)
+        for looked in self.look_at_all():
+            if looked.is_described or any(map(_has_footer, self._list_loose(looked))):
+                yield looked.checkpoint_id
+
+    def _list_loose(self, looked: Looked) -> list[str]:
+        """Paths of the shard files in a directory that no manifest there names."""
+        return [self._path_of(looked.checkpoint_id, name) for name in self.list_unclaimed(looked)]
 
     def with_invalid_manifest(self) -> Iterator[str]:
-        """Directories with shards of this package whose manifest is damaged or missing."""
-        for checkpoint_id in self.directories():
-            try:
-                self.manifest(checkpoint_id)
-            except ManifestVersionUnknown:
-                continue
-            except (ObjectMissing, ManifestInvalid):
-                yield checkpoint_id
+        """Directories with shards of this package of which a manifest is damaged or missing."""
+        for looked in self.look_at_all():
+            if self.list_unbelieved(looked) or (
+                not looked.has_manifest and any(map(_has_footer, self._list_loose(looked)))
+            ):
+                yield looked.checkpoint_id
 
     def of_newer_format(self, checkpoint_id: str | None = None) -> Iterator[str]:
-        """Checkpoints, or this one, whose manifest only a newer version of the package reads."""
-        for name in self._checkpoint_ids(_has_manifest) if checkpoint_id is None else [checkpoint_id]:
-            try:
-                self.manifest(name)
-            except ManifestVersionUnknown:
-                yield name
-            except (ObjectMissing, ManifestInvalid):
-                continue
-
-    def is_newer_replaced(self, name: str) -> bool:
-        """Whether a replaced version has a manifest that only a newer version of the package can read."""
-        return any(self.of_newer_format(f"{REPLACED_DIR}/{name}"))
+        """Checkpoints, or this one, of which only a newer version of the package reads a manifest."""
+        for looked in self.look_at_all() if checkpoint_id is None else [self.look(checkpoint_id)]:
+            names = [MANIFEST_NAME] if looked.has_manifest else []
+            for name in (*names, *map(replaced_name, looked.replaced)):
+                try:
+                    self._read(looked.checkpoint_id, name)
+                except ManifestVersionUnknown:
+                    yield looked.checkpoint_id
+                    break
+                except (ObjectMissing, ManifestInvalid):
+                    continue
 
     def without_manifest(self) -> Iterator[str]:
         """Directories that hold DCP's metadata or shards and no manifest, whatever wrote them."""
-        for checkpoint_id in self._checkpoint_ids(_holds_a_checkpoint):
-            if is_checkpoint_id(checkpoint_id) and not _has_manifest(self._path_of(checkpoint_id)):
-                yield checkpoint_id
-
-    def _checkpoint_ids(self, is_one: Callable[[str], bool], parent: str = "", depth: int = 1) -> Iterator[str]:
-        """Directories for which `is_one` is true, given their path. These, and other stores, are not looked into."""
-        if depth > PARTS_MAX:
-            return
-        try:
-            with translate_errors(str(self.root), "list", parent):
-                entries = sorted(os.scandir(self._path_of(parent)), key=lambda found: found.name)
-        except StoreError as exc:
-            if isinstance(exc.__cause__, FileNotFoundError) or (parent and is_unreadable(exc)):
-                return
-            raise
-        for entry in entries:
-            if entry.name.startswith(".") or not entry.is_dir(follow_symlinks=False):
+        for looked in self.look_at_all():
+            if looked.is_described or not is_checkpoint_id(looked.checkpoint_id):
                 continue
+            if looked.has(METADATA_NAME) or self.list_unclaimed(looked):
+                yield looked.checkpoint_id
+
+    def look(self, checkpoint_id: str) -> Looked:
+        """What lies in one directory; nothing where there is none. Raises: StoreError"""
+        with translate_errors(str(self.root), "list", checkpoint_id):
+            try:
+                return Looked(checkpoint_id, list(os.scandir(self._path_of(checkpoint_id))))
+            except (FileNotFoundError, NotADirectoryError):
+                return Looked(checkpoint_id, ())
+            except OSError as exc:
+                if checkpoint_id and is_unreadable(exc):
+                    return Looked(checkpoint_id, None)
+                raise
+
+    def look_at_all(self) -> list[Looked]:
+        """Each directory under the root that may be a checkpoint's, those within others, too. Raises: StoreError"""
+        found = list(self._walk("", 0))
+        there = {self._path_of(looked.checkpoint_id) for looked in found if looked.is_described}
+        for path in list(self._parsed):
+            if path.rpartition("/")[0] not in there:  # the checkpoint was removed
+                self._parsed.pop(path, None)
+        return found
+
+    def _walk(self, parent: str, depth: int) -> Iterator[Looked]:
+        """`parent` is "" or an id. What lies in other stores is theirs."""
+        looked = self.look(parent)
+        if parent:
+            with translate_errors(str(self.root), "look at", parent):
+                if not looked.is_described and looked.has(NODE_NAME) and is_store(self._path_of(parent)):
+                    return
+            yield looked
+        if depth >= PARTS_MAX:
+            return
+        for entry in looked.directories:
             with translate_errors(str(self.root), "look at", entry.name):
-                if _is_closed_to_us(entry):
-                    continue
-                is_found = is_one(entry.path)
-                is_closed = is_found or is_store(entry.path)
-            if is_found:
-                yield parent + entry.name
-            elif not is_closed:
-                yield from self._checkpoint_ids(is_one, f"{parent}{entry.name}/", depth + 1)
+                is_closed = _is_closed_to_us(entry)
+            if not is_closed:
+                yield from self._walk(f"{parent}/{entry.name}" if parent else entry.name, depth + 1)
 
 
 def _is_closed_to_us(entry: "os.DirEntry[str]") -> bool:
@@ -288,16 +363,6 @@ def _is_closed_to_us(entry: "os.DirEntry[str]") -> bool:
         raise
 
 
-def _size_of(entry: "os.DirEntry[str]") -> int:
-    """Bytes of a shard's file; 0, which no shard has, where the disk cannot tell: it is there, and damaged."""
-    try:
-        return entry.stat().st_size
-    except OSError as exc:
-        if is_unreadable(exc):
-            return 0
-        raise
-
-
 @contextmanager
 def manifest_readable(path: str | Path) -> Iterator[None]:
     """Takes a manifest that the disk cannot give for a damaged one: the node's other checkpoints are as good as before."""
@@ -309,34 +374,7 @@ def manifest_readable(path: str | Path) -> Iterator[None]:
         raise
 
 
-def _has_manifest(path: str) -> bool:
-    """Whether anything lies there under the name of a manifest, or in a directory that the disk has lost.
-
-    Raises OSError: the system does not say.
-    """
-    try:
-        return is_there(f"{path}/{MANIFEST_NAME}")
-    except OSError as exc:
-        if is_unreadable(exc):
-            return True
-        raise
-
-
-def _holds_a_checkpoint(path: str) -> bool:
-    """Whether any file of a checkpoint lies there."""
-    try:
-        with os.scandir(path) as entries:
-            return any(is_checkpoint_file(entry.name) for entry in entries)
-    except OSError:
-        return False
-
-
-def _looks_like_a_checkpoint(path: str) -> bool:
-    """Whether a manifest lies there, or a shard that ends as this package ends its shards; stock DCP writes neither."""
-    return _has_manifest(path) or any(_has_footer(file) for file in Path(path).glob(f"*{SHARD_SUFFIX}"))
-
-
-def _has_footer(path: Path) -> bool:
+def _has_footer(path: str) -> bool:
     try:
         with open_plain_file(path) as file:
             size = file.seek(0, os.SEEK_END)
@@ -347,7 +385,7 @@ def _has_footer(path: Path) -> bool:
 
 
 def read_believed(directory: Path) -> Manifest | None:
-    """The manifest that lies in a directory, in the trash or a staging area, too; None where there is none to believe."""
+    """The manifest that lies in a directory, a staging area, too; None where there is none to believe."""
     with suppress(OSError, ManifestInvalid):
         return decode_manifest(read_plain(directory / MANIFEST_NAME), str(directory))
     return None

@@ -1,7 +1,7 @@
 """One committed checkpoint on this node's disk, held by its directory: what is put into it or set aside stays with it.
 
-An overwrite exchanges whole directories by name. What changes a committed checkpoint therefore works relative to the
-opened directory, and only after its manifest was seen to be of the save that is meant.
+A user may rename a directory. What changes a committed checkpoint therefore works relative to the opened directory, and
+only after its manifest was seen to be of the save that is meant.
 """
 
 import contextlib
@@ -15,34 +15,51 @@ from pathlib import Path
 
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import (
-    INCOMING_DIR,
     MANIFEST_NAME,
     METADATA_NAME,
+    PART_SUFFIX,
     QUARANTINE_DIR,
-    REPLACED_DIR,
+    STAGING_DIR,
     ShardName,
     check_checkpoint_id,
     is_checkpoint_file,
     is_save_id,
+    kept_metadata_name,
+    replaced_name,
 )
 from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX, Manifest, decode_manifest
 from replicated_ckpt.errors import ConfigInvalid, ManifestInvalid, ObjectCorrupt, ObjectMissing, StoreError
-from replicated_ckpt.stores.files.durable import fsync_directory, make_directories, translate_errors, write_file
-from replicated_ckpt.stores.files.existence import is_directory, leads_out, list_prefixed
+from replicated_ckpt.stores.files.durable import (
+    fsync_directory,
+    is_full,
+    make_directories,
+    translate_errors,
+    write_file,
+)
+from replicated_ckpt.stores.files.existence import leads_out, list_prefixed
+from replicated_ckpt.stores.files.locks import exclusive
 from replicated_ckpt.stores.files.plain import closing_fd, open_plain
 from replicated_ckpt.stores.local.directories.catalog import manifest_readable
 
 
 class Committed:
-    """A checkpoint directory that is held open. One thread."""
+    """A checkpoint directory that is held open, or one version in it, that of `save_id`. One thread.
 
-    def __init__(self, root: Path, checkpoint_id: str, fd: int) -> None:
+    Names of files are those that peers use: `.manifest.json` and `.metadata` are those of the version.
+    """
+
+    def __init__(
+        self, root: Path, checkpoint_id: str, fd: int, save_id: str = "", *, is_replaced: bool = False
+    ) -> None:
+        """`is_replaced`: another version has the name, so that the published files are never this one's."""
         self._root = root
         self._fd = fd
+        self._save_id = save_id
+        self.is_replaced = is_replaced
         self.checkpoint_id = checkpoint_id
 
     def manifest(self) -> Manifest:
-        """The manifest in the directory.
+        """The manifest of the version; of a directory, of the one that is published.
 
         Raises:
             ObjectMissing, ManifestInvalid
@@ -50,6 +67,10 @@ class Committed:
         path = self._root / self.checkpoint_id / MANIFEST_NAME
         with manifest_readable(path):
             return decode_manifest(self.raw_manifest(), str(path))
+
+    def of_save(self, save_id: str, *, is_replaced: bool = False) -> "Committed":
+        """One version in the same directory, which is held as long as this one."""
+        return Committed(self._root, self.checkpoint_id, self._fd, save_id, is_replaced=is_replaced)
 
     def is_in_place(self) -> bool:
         """Whether the directory still has the checkpoint's name."""
@@ -79,9 +100,40 @@ class Committed:
             raise ConfigInvalid(f"{name[:200]!r} is no file of a checkpoint.")
         with self._translate("open", name):
             try:
-                return open_plain(name, os.O_NOFOLLOW, dir_fd=self._fd)
+                return self._open_own(name)
             except FileNotFoundError as exc:
                 raise ObjectMissing(str(self._root), "open", f"{self.checkpoint_id}/{name}") from exc
+
+    def _open_own(self, name: str) -> int:
+        """A version that is being replaced gets its own names before it loses the published ones: so these come last."""
+        own = self._own_name(name)
+        fd = self._try_open(own) if own else None
+        if fd is not None:
+            return fd
+        if own and self.is_replaced:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), own)
+        fd = open_plain(name, os.O_NOFOLLOW, dir_fd=self._fd)
+        again = self._try_open(own) if own else None
+        if again is None:
+            return fd
+        os.close(fd)
+        return again
+
+    def _own_name(self, name: str) -> str:
+        if not self._save_id or ShardName.parse(name) is not None:
+            return ""
+        return (kept_metadata_name if name == METADATA_NAME else replaced_name)(self._save_id)
+
+    def _try_open(self, name: str) -> int | None:
+        try:
+            return open_plain(name, os.O_NOFOLLOW, dir_fd=self._fd)
+        except FileNotFoundError:
+            return None
+
+    def disk_name(self, name: str) -> str:
+        """The name that a file of this version has in the directory now."""
+        own = self._own_name(name)
+        return own if own and (self.is_replaced or self.has(own)) else name
 
     def raw_manifest(self) -> bytes:
         return self._read(MANIFEST_NAME, MANIFEST_BYTES_MAX)
@@ -131,6 +183,7 @@ class Committed:
 
         `stays`: it stays where it is, too.
         """
+        name = self.disk_name(name)
         if not self.has(name):  # no manifest is read and no folder made for nothing
             return None
         with self._translate("set aside", name):
@@ -154,28 +207,61 @@ class Committed:
             os.link(name, target, src_dir_fd=self._fd, follow_symlinks=False)
         except FileNotFoundError:
             raise
-        except OSError:
+        except OSError as exc:
+            if is_full(exc):
+                raise
             self._move(name, target)
 
     def _save_id_or_unknown(self) -> str:
+        if self._save_id:
+            return self._save_id
         try:
             save_id = str(json.loads(self.raw_manifest())["manifest"]["save_id"])
         except (StoreError, ValueError, KeyError, TypeError, RecursionError):
             return "unknown"
         return save_id if is_save_id(save_id) else "unknown"
 
+    @contextmanager
+    def incoming_file(self, name: str) -> Iterator[Path]:
+        """Where a file is written on its way to this name; one that did not get it is gone afterwards.
+
+        What a crash leaves there goes by its name.
+        """
+        path = self._root / self.checkpoint_id / f"{name}.{self._save_id or uuid.uuid4().hex}{PART_SUFFIX}"
+        self.check_writable()
+        try:
+            yield path
+        except BaseException:
+            for left in list_prefixed(path.parent, path.name):
+                left.unlink(missing_ok=True)
+            raise
+
     def place(self, incoming: Path, name: str) -> None:
-        """Gives a file that is complete and durable its name in the checkpoint, durably. What was there is set aside."""
+        """Gives a file that is complete and durable its name in the checkpoint, durably. What was there is set aside.
+
+        Raises:
+            ObjectMissing: the version was removed meanwhile.
+        """
         self.check_writable()  # else each try would leave one more name in the quarantine
-        self.set_aside(name, "a verified copy replaces it", stays=True)
-        with self._translate("place", name):
-            os.rename(incoming, name, dst_dir_fd=self._fd)
-            os.fsync(self._fd)
-            fsync_directory(incoming.parent)
+        with exclusive(self._root / STAGING_DIR):  # nothing is published or removed here meanwhile
+            self._check_is_there(name)
+            self.set_aside(name, "a verified copy replaces it", stays=True)
+            with self._translate("place", name):
+                os.rename(incoming, self.disk_name(name), dst_dir_fd=self._fd)
+                os.fsync(self._fd)
+
+    def _check_is_there(self, name: str) -> None:
+        """That the version still lies here. Its manifest may be what is brought, and its metadata comes before that."""
+        try:
+            is_there = not self._save_id or self.manifest().save_id == self._save_id
+        except (ManifestInvalid, ObjectMissing):
+            is_there = ShardName.parse(name) is None
+        if not (is_there and self.is_in_place()):
+            raise ObjectMissing(str(self._root), "place", f"{self.checkpoint_id}/{name}", "it was removed meanwhile")
 
     def put_small(self, name: str, data: bytes) -> None:
         """Writes a small file into the checkpoint, durably. What was there is set aside."""
-        with incoming_file(self._root) as path:
+        with self.incoming_file(name) as path:
             with self._translate("write", name):
                 write_file(path, data)
             self.place(path, name)
@@ -212,41 +298,14 @@ def open_committed_save(root: Path, checkpoint_id: str, save_id: str) -> Iterato
     Raises:
         ObjectMissing: the checkpoint is not here, or is of another save. ManifestInvalid
     """
-    with contextlib.ExitStack() as held:
-        problem: ManifestInvalid | ObjectMissing | None = None
-        try:
-            directory = held.enter_context(open_directory(root, checkpoint_id))
-            manifest = directory.manifest()
-        except (ManifestInvalid, ObjectMissing) as exc:
-            problem = exc
-        if problem is not None or manifest.save_id != save_id:
-            try:
-                directory = held.enter_context(open_replaced(root, checkpoint_id, save_id))
-            except ObjectMissing as exc:
-                raise problem or exc from exc
-            manifest = directory.manifest()
-            if (manifest.save_id, manifest.checkpoint_id) != (save_id, checkpoint_id):
-                raise ObjectMissing(str(root), "open", checkpoint_id, f"not of save {save_id}")
-        yield directory, manifest
-
-
-@contextmanager
-def open_replaced(root: Path, checkpoint_id: str, save_id: str) -> Iterator[Committed]:
-    """Holds the directory in which a version of a checkpoint is kept that a newer save has replaced, whatever is in it.
-
-    Raises:
-        ObjectMissing: there is none.
-    """
     if not is_save_id(save_id):
         raise ObjectMissing(str(root), "open", checkpoint_id, f"{save_id[:80]!r} is no save id")
-    path = root / REPLACED_DIR / save_id
-    with translate_errors(str(root), "open", f"{REPLACED_DIR}/{save_id}"):
-        try:
-            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except (FileNotFoundError, NotADirectoryError) as exc:
-            raise ObjectMissing(str(root), "open", checkpoint_id, f"not of save {save_id}") from exc
-    with closing_fd(fd):
-        yield Committed(root, checkpoint_id, fd)
+    with open_directory(root, checkpoint_id) as directory:
+        version = directory.of_save(save_id)
+        manifest = version.manifest()
+        if manifest.save_id != save_id:
+            raise ObjectMissing(str(root), "open", checkpoint_id, f"not of save {save_id}")
+        yield version, manifest
 
 
 def descriptions(directory: Committed, manifest: Manifest) -> tuple[bytes, bytes]:
@@ -262,23 +321,3 @@ def descriptions(directory: Committed, manifest: Manifest) -> tuple[bytes, bytes
         )
     raw_metadata = directory.raw_metadata(manifest)
     return raw_manifest, manifest.bucket_metadata(raw_metadata)
-
-
-@contextmanager
-def incoming_file(root: Path) -> Iterator[Path]:
-    """A new name for a file on its way into a committed checkpoint; one that did not get there is gone afterwards.
-
-    What a crash leaves there is worth nothing.
-    """
-    folder = root / INCOMING_DIR
-    with translate_errors(str(root), "create", INCOMING_DIR):
-        if not is_directory(folder):
-            make_directories(folder, root)
-            fsync_directory(root)
-    path = folder / uuid.uuid4().hex
-    try:
-        yield path
-    except BaseException:
-        for left in list_prefixed(folder, path.name):
-            left.unlink(missing_ok=True)
-        raise

@@ -8,13 +8,13 @@ written anew, cut to size and fsynced, and once it has left the pool durably.
 import contextlib
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from stat import S_ISGID, S_ISREG
 
 from replicated_ckpt import failpoints
-from replicated_ckpt.core.layout import RECYCLED_DIR, SHARD_SUFFIX, ShardName
+from replicated_ckpt.core.layout import RECYCLED_DIR, SHARD_SUFFIX
 from replicated_ckpt.stores.files.durable import (
     fsync_directory,
     is_full,
@@ -39,13 +39,13 @@ class RecycledFiles:
     def __init__(self, root: Path) -> None:
         self._pool = root / RECYCLED_DIR
 
-    def put(self, directory: Path) -> None:
-        """Moves the shards of a removed checkpoint into the pool; what was there before goes.
+    def put(self, directory: Path, shards: Sequence[str]) -> None:
+        """Moves shards of a removed checkpoint into the pool; what was there before goes.
 
-        The checkpoint must have left its name durably. What cannot be moved stays where it is.
+        The checkpoint must be gone durably. What cannot be moved stays where it is.
         """
-        names = [entry.name for entry in os.scandir(directory) if _is_usable(entry)]
         try:
+            names = [name for name in shards if _is_usable(directory / name)]
             make_directory(self._pool)
             for path in self._files():
                 if path.name.replace(_SUFFIX, SHARD_SUFFIX) not in names:
@@ -54,7 +54,6 @@ class RecycledFiles:
                 (directory / name).rename(self._pool_path(name))
         except OSError as exc:
             log.warning("files of %s are not recycled: %s", directory, exc)
-        failpoints.reach("retire.recycled")
 
     def take(self, part: Path, name: str) -> int | None:
         """Gives the pool's file for a shard the name `part`; returns its descriptor, for writing. None: there is none.
@@ -157,10 +156,11 @@ def try_room(root: Path) -> Room:
     return replace(room, write_error=error.strerror or str(error))
 
 
-def _is_usable(entry: "os.DirEntry[str]") -> bool:
-    if ShardName.parse(entry.name) is None:
+def _is_usable(path: Path) -> bool:
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
         return False
-    status = entry.stat(follow_symlinks=False)
     return S_ISREG(status.st_mode) and is_sole_name(status)
 
 

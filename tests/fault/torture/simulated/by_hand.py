@@ -80,13 +80,17 @@ def move_back(course: Course) -> None:
 
 
 def remove_by_hand(course: Course) -> None:
-    """`rm -r` of what has a name, or of a version that was replaced."""
+    """`rm -r` of what has a name, or `rm` of the files of a version that was replaced."""
     course.oracle.look()
     found = [lying for lying in course.disks.lying() if lying.is_published]
     if found:
         lying = course.random.choice(found)
-        with _hands_on(course, lying.node, f"rm -r {lying.place.relative_to(course.base)}"):
-            shutil.rmtree(lying.place)
+        which = "" if lying.is_named else f", but only of save {lying.save_id}"
+        with _hands_on(course, lying.node, f"rm -r {lying.place.relative_to(course.base)}{which}"):
+            if lying.is_named:
+                shutil.rmtree(lying.place)
+            for path in lying.paths.values() if not lying.is_named else ():
+                path.unlink()
 
 
 def change_times(course: Course) -> None:

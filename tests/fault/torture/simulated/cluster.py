@@ -109,7 +109,7 @@ class Node:
             self.service.completing = SimulatedLock(self.cluster.operations)
             self.service.pins = Pins(self.cluster.now)
             self.service.recover()
-            store.empty_trash()
+            store.tidy(is_alone=True)
             identity = next_identity(directory, self.service.node_id)
             self.tokens = identity.tokens
             keep_identity(directory, identity)

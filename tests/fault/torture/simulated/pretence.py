@@ -31,7 +31,7 @@ from replicated_ckpt.dcp.node import local_agent as own_agent
 from replicated_ckpt.dcp.node import node as node_module
 from replicated_ckpt.dcp.node import seen_lineage
 from replicated_ckpt.dcp.node.node import NodePost
-from replicated_ckpt.dcp.save import attempt, shard_writer, writer, writer_parts
+from replicated_ckpt.dcp.save import attempt, numbering, shard_writer, writer, writer_parts
 from replicated_ckpt.dcp.save import commit as finish
 from replicated_ckpt.errors import ReplicatedCkptError, StoreUnavailable
 from replicated_ckpt.stores import tee, verified
@@ -132,6 +132,7 @@ def pretences(cluster: "Cluster") -> Iterator[AbstractContextManager[Any]]:
         (finish, "time", clock),
         (rights, "time", clock),
         (uuid, "uuid4", cluster.draw_uuid),
+        (numbering, "secrets", SimpleNamespace(randbelow=cluster.random.randrange)),
         (fanout.FanOut, "run", _run_inline),
         (tee._SinkThread, "start", lambda _: None),
         (tee._SinkThread, "join", tee._SinkThread.run),

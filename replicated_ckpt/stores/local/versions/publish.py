@@ -1,0 +1,205 @@
+"""Publishing: a decided save gets its checkpoint's name. `.manifest.json` points to a version; `.metadata` for stock torch.
+
+No directory is renamed. The shards of a save have names of their own, so they come to lie next to those of the version
+that has the name, and two renames of small files end it. Whatever breaks it off, it is done once more from the start.
+"""
+
+import contextlib
+import errno
+import json
+import os
+import uuid
+from collections.abc import Collection
+from pathlib import Path
+
+from replicated_ckpt import failpoints
+from replicated_ckpt.core.layout import (
+    MANIFEST_NAME,
+    METADATA_NAME,
+    is_save_id,
+    kept_metadata_name,
+    replaced_name,
+)
+from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX, Manifest, ShardEntry
+from replicated_ckpt.core.protocol.settlement import may_be_dropped, may_publish
+from replicated_ckpt.errors import SaveSuperseded
+from replicated_ckpt.stores.files.durable import fsync_directory, write_file
+from replicated_ckpt.stores.files.existence import is_there
+from replicated_ckpt.stores.files.plain import closing_fd, open_plain, read_plain
+from replicated_ckpt.stores.local.directories.catalog import Catalog
+from replicated_ckpt.stores.local.directories.committed import open_directory
+from replicated_ckpt.stores.local.directories.footer import crc_of_footer, is_without_footer
+from replicated_ckpt.stores.local.directories.intent import Intent
+from replicated_ckpt.stores.local.versions.remove import remove_unread
+
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+
+
+def check_order(manifest: Manifest, before: Manifest | None, intent: Intent) -> None:
+    """Of one lineage the newer save has the name, on whatever path it is published.
+
+    Raises:
+        SaveSuperseded
+    """
+    if before is None:
+        return
+    if not may_publish(manifest.version, before.version, intent.replaces):
+        raise SaveSuperseded(
+            f"Save {manifest.save_id} of {manifest.checkpoint_id!r} (lineage {manifest.lineage or 'none'}, sequence "
+            f"{manifest.sequence}) is not published: save {before.save_id} (lineage {before.lineage or 'none'}, sequence "
+            f"{before.sequence}) has the name."
+        )
+
+
+def make_names_free(catalog: Catalog, checkpoint_id: str, manifest: Manifest, staging: Path) -> None:
+    """Sees to it that no file of a save that is about to be published has the name of another one.
+
+    The coordinator takes names that no node of the save has. So only a node that it did not hear can have one of them. A
+    version that this save replaces goes before it, if all of the save lies here: then there is an instant without either.
+
+    Raises:
+        SaveSuperseded: another version has the name, and stays.
+    """
+    looked = catalog.look(checkpoint_id)
+    taken = {name for name in manifest.shards if name in looked.sizes}
+    if not taken:
+        return
+    published = catalog.find_manifest(checkpoint_id)
+    for other in [*([] if published is None else [published]), *catalog.replaced_in(looked)]:
+        if not taken.isdisjoint(other.shards) and other.save_id != manifest.save_id:
+            is_whole = holds_all_shards(staging, manifest)
+            if not is_whole or not may_be_dropped(other.version, whole=[manifest.version], published=manifest.version):
+                raise _names_taken(manifest, taken, f"save {other.save_id}")
+            if not remove_unread(catalog, checkpoint_id, other.save_id):
+                raise _names_taken(manifest, taken, f"save {other.save_id}, which a load reads")
+    place = catalog.root / checkpoint_id
+    left = [name for name in taken if is_there(staging / name) and not _is_of(place / name, manifest.shards[name])]
+    if not left:
+        return
+    if catalog.list_unbelieved(looked):
+        raise _names_taken(manifest, left, "a version whose manifest is damaged")
+    with open_directory(catalog.root, checkpoint_id) as directory:
+        for name in left:
+            directory.set_aside(name, f"save {manifest.save_id} has a file of this name")
+
+
+def _names_taken(manifest: Manifest, taken: Collection[str], by: str) -> SaveSuperseded:
+    return SaveSuperseded(
+        f"Save {manifest.save_id} of {manifest.checkpoint_id!r} is not published on this node: {', '.join(sorted(taken))} "
+        f"is a file of {by}."
+    )
+
+
+def publish(directory: Path, staging: Path, manifest: Manifest) -> None:
+    """Publishes a save out of its staging directory, durably; the version that had the name is a replaced one afterwards.
+
+    First all of the save gets names there, as a version that does not have the checkpoint's name. Two renames give it that.
+    At every instant, and after a crash at any, readers find the old version or the new one, whole. What is staged stays:
+    if a crash comes before the end, all of this is done once more. Within `exclusive`.
+    """
+    own, own_metadata = replaced_name(manifest.save_id), kept_metadata_name(manifest.save_id)
+    if _save_id_in(directory) != manifest.save_id:
+        _name(staging / METADATA_NAME, directory / own_metadata)
+        _name(staging / MANIFEST_NAME, directory / own)
+        failpoints.reach("commit.described")
+        for shard in manifest.shards:
+            _link_or_move(staging / shard, directory / shard)
+        _keep_published(directory)
+        fsync_directory(directory)
+        failpoints.reach("commit.prepared")
+        (directory / own).rename(directory / MANIFEST_NAME)
+    failpoints.reach("commit.named")
+    with contextlib.suppress(FileNotFoundError):  # it was done before
+        (directory / own_metadata).rename(directory / METADATA_NAME)
+    (directory / own).unlink(missing_ok=True)
+    fsync_directory(directory)
+    failpoints.reach("commit.durable")
+
+
+def is_link_of_staged(directory: Path, staging: Path) -> bool:
+    """Whether a crash broke off the publication of a staged save: it is a version there, and has not the name."""
+    own, manifest = directory / replaced_name(staging.name), staging / MANIFEST_NAME
+    return is_there(own) and is_there(manifest) and os.path.samestat(own.lstat(), manifest.lstat())
+
+
+def _is_of(path: Path, entry: ShardEntry) -> bool:
+    """Whether a file is this shard, by its size and its footer."""
+    if _size_of(path) != entry.size_bytes:
+        return False
+    with closing_fd(open_plain(path, os.O_NOFOLLOW)) as fd:
+        return crc_of_footer(fd) == entry.crc32c
+
+
+def holds_all_shards(directory: Path, manifest: Manifest) -> bool:
+    """Whether every shard of a save lies there with the right size: then what it replaces need not wait for others."""
+    return all(_size_of(directory / name) == entry.size_bytes for name, entry in manifest.shards.items())
+
+
+def remove_unmanaged(catalog: Catalog, checkpoint_id: str) -> None:
+    """Removes the shards that stock torch had written under the name of a save that was published just now.
+
+    They have no copies and no manifest. What ends as a shard of ours stays.
+    """
+    for name in catalog.list_unclaimed(catalog.look(checkpoint_id)):
+        path = catalog.root / checkpoint_id / name
+        if is_without_footer(path):
+            path.unlink(missing_ok=True)
+
+
+def _keep_published(directory: Path) -> None:
+    """Gives manifest and metadata of the version that has the name a second name each, under which they are found then."""
+    before = _save_id_in(directory)
+    if before:
+        with contextlib.suppress(FileNotFoundError):  # its metadata is lost
+            _name(directory / METADATA_NAME, directory / kept_metadata_name(before))
+        # Readers hold a lock on this very file. Without hard links no version is published for an instant.
+        _link_or_move(directory / MANIFEST_NAME, directory / replaced_name(before))
+
+
+def _name(path: Path, target: Path) -> None:
+    """Gives a small file one more name; the bytes, where the file system has no hard links."""
+    if not _link(path, target):
+        write_file(target, path.read_bytes())
+
+
+def _link_or_move(path: Path, target: Path) -> None:
+    """Gives a file that is there one more name; this name alone, durably, where the file system has no hard links."""
+    with contextlib.suppress(FileNotFoundError):  # it lies on other nodes, or was moved before
+        if not _link(path, target):
+            path.rename(target)
+            fsync_directory(target.parent)
+            fsync_directory(path.parent)
+
+
+def _link(path: Path, target: Path) -> bool:
+    """False: the file system has no hard links. Raises OSError"""
+    try:
+        if is_there(target) and os.path.samestat(path.lstat(), target.lstat()):
+            return True
+        path.lstat()
+        target.unlink(missing_ok=True)
+        os.link(path, target, follow_symlinks=False)
+    except OSError as exc:
+        if exc.errno not in _NO_LINKS:
+            raise
+        return False
+    return True
+
+
+def _save_id_in(directory: Path) -> str:
+    """The save that has the name there; "" where there is no manifest, and a new id where a damaged one does not tell."""
+    try:
+        raw = read_plain(directory / MANIFEST_NAME, MANIFEST_BYTES_MAX + 1)
+        save_id = str(json.loads(raw)["manifest"]["save_id"])
+    except FileNotFoundError:
+        return ""
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return uuid.uuid4().hex
+    return save_id if is_save_id(save_id) else uuid.uuid4().hex
+
+
+def _size_of(path: Path) -> int | None:
+    try:
+        return path.stat(follow_symlinks=False).st_size
+    except FileNotFoundError:
+        return None

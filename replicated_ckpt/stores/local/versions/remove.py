@@ -1,0 +1,133 @@
+"""Removal of a version: retired by the policy, replaced by a newer save that was seen whole, or removed by hand.
+
+Its manifest gets the name of one that is gone, which ends it for every reader at once. Then its files go, and last that
+manifest. What a crash leaves is finished by the next start, or the next round, from there.
+"""
+
+import contextlib
+import errno
+import logging
+from pathlib import Path
+from shlex import quote
+
+from replicated_ckpt import failpoints
+from replicated_ckpt.core.layout import (
+    METADATA_NAME,
+    RECYCLED_DIR,
+    STAGING_DIR,
+    check_checkpoint_id,
+    gone_name,
+    kept_metadata_name,
+    replaced_name,
+)
+from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX, Manifest, decode_manifest
+from replicated_ckpt.errors import ConfigInvalid, ManifestInvalid, ObjectMissing
+from replicated_ckpt.stores.files.durable import fsync_directory, translate_errors
+from replicated_ckpt.stores.files.locks import exclusive
+from replicated_ckpt.stores.files.plain import read_plain
+from replicated_ckpt.stores.local.directories.catalog import Catalog
+from replicated_ckpt.stores.local.directories.looked import Looked
+from replicated_ckpt.stores.local.versions.readers import unread
+from replicated_ckpt.stores.local.versions.recycled import RecycledFiles
+
+log = logging.getLogger(__name__)
+
+
+def retire(root: Path, checkpoint_id: str, save_id: str) -> bool:
+    """Removes a committed save; False, and nothing changed, if it is read, not here, or renamed by its user.
+
+    Recycled files go, too: who removes a checkpoint by hand wants the room.
+
+    At every instant, and after a crash at any point, the checkpoint is there with all its files, or it is no checkpoint.
+    Files of it that are open stay readable. What is not ours in its directory stays there.
+
+    Raises:
+        ConfigInvalid: no checkpoint id. StoreError
+    """
+    is_removed = _remove(root, checkpoint_id, save_id)
+    with translate_errors(str(root), "remove", RECYCLED_DIR):
+        RecycledFiles(root).drop()
+    return is_removed
+
+
+def recycle(root: Path, checkpoint_id: str, save_id: str) -> bool:
+    """As `retire`, and the next save writes its shards over the checkpoint's files, which wait for that in the pool."""
+    return _remove(root, checkpoint_id, save_id, recycles=True)
+
+
+def _remove(root: Path, checkpoint_id: str, save_id: str, *, recycles: bool = False) -> bool:
+    check_checkpoint_id(checkpoint_id)
+    catalog = Catalog(root)
+    with translate_errors(str(root), "retire", checkpoint_id), exclusive(root / STAGING_DIR):
+        try:
+            if catalog.manifest_of(checkpoint_id, save_id).checkpoint_id != checkpoint_id:
+                return False
+        except (ObjectMissing, ManifestInvalid):
+            return False
+        return remove_unread(catalog, checkpoint_id, save_id, recycles=recycles)
+
+
+def remove_unread(catalog: Catalog, checkpoint_id: str, save_id: str, *, recycles: bool = False) -> bool:
+    """Removes a version that lies under this id, published or replaced; False: it is read. Within `exclusive`."""
+    directory = catalog.root / checkpoint_id
+    path = catalog.manifest_path(checkpoint_id, save_id)
+    with unread(path) as is_unread:
+        if not is_unread:
+            return False
+        with contextlib.suppress(FileNotFoundError):
+            path.rename(directory / gone_name(save_id))
+    (directory / replaced_name(save_id)).unlink(missing_ok=True)  # a publication that a crash broke off had linked it
+    failpoints.reach("retire.gone")
+    finish_removal(catalog, checkpoint_id, save_id, recycles=recycles)
+    return True
+
+
+def finish_removals(catalog: Catalog, looked: Looked) -> None:
+    """Ends what a crash has left of removals in one directory. Within `exclusive`."""
+    for save_id in looked.gone:
+        finish_removal(catalog, looked.checkpoint_id, save_id)
+
+
+def finish_removal(catalog: Catalog, checkpoint_id: str, save_id: str, *, recycles: bool = False) -> None:
+    """Removes the files of a version whose manifest is marked as gone, and then that. May be done again.
+
+    Where that manifest cannot be believed, the files go that no other one names. A directory goes that is left empty.
+    """
+    directory = catalog.root / checkpoint_id
+    mark = directory / gone_name(save_id)
+    fsync_directory(directory)  # else a power loss could bring the manifest back, and not the files
+    gone = _read_gone(mark)
+    (directory / kept_metadata_name(save_id)).unlink(missing_ok=True)
+    looked = catalog.look(checkpoint_id)
+    names = catalog.list_unclaimed(looked) if gone is None else catalog.list_only_of(looked, gone)
+    if not looked.has_manifest and not set(looked.shards).difference(names, catalog.list_claimed(checkpoint_id)):
+        # else stock torch has saved here since
+        (directory / METADATA_NAME).unlink(missing_ok=True)
+    if recycles:
+        RecycledFiles(catalog.root).put(directory, names)
+    failpoints.reach("retire.recycled")
+    for name in names:
+        (directory / name).unlink(missing_ok=True)
+    fsync_directory(directory)  # else a power loss could leave files that nothing tells to remove
+    mark.unlink(missing_ok=True)
+    try:
+        directory.rmdir()
+    except OSError as exc:
+        if exc.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.EBUSY, errno.EACCES, errno.EPERM):
+            raise
+
+
+def _read_gone(path: Path) -> Manifest | None:
+    try:
+        return decode_manifest(read_plain(path, MANIFEST_BYTES_MAX + 1), str(path))
+    except (FileNotFoundError, ManifestInvalid):
+        return None
+
+
+def renamed_refusal(checkpoint_id: str, saved_as: str, root: Path) -> ConfigInvalid:
+    """Why nothing removes a directory that a user has renamed, or copied under another name, and the way out."""
+    return ConfigInvalid(
+        f"{checkpoint_id!r} is a directory that was renamed, or copied by hand, from {saved_as!r}: no command removes it.",
+        f"`rm -r {quote(str(root / checkpoint_id))}`, on each node that has it; what one of them still has after its "
+        "agent's --lost-after-s (30 s) is brought back to the others.",
+    )
