@@ -27,7 +27,7 @@ def begin(service: NodeService, number: int, run: str) -> int:
 
 
 def place(service: NodeService, number: int, run: str, sequence: int) -> None:
-    service.store.places.note(f"{number:032x}", RUNS[run], sequence)
+    service.store.note_place(f"{number:032x}", RUNS[run], sequence)
 
 
 def test_two_that_are_open_get_two_numbers(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ class ReservedSequences:
         """
         with self._lock:
             # Before the look: what gets its place meanwhile counts twice, not never.
-            placed = self._store.places.read_all()
+            placed = self._store.read_places()
             due = [one for one in self._by_save if one not in placed and self._store.has_intent(one)]
             others = {one: self._by_save[one] for one in due if one != save_id}
             told = merge_histories([self._look(scope), *others.values()])

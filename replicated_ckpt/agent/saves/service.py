@@ -150,7 +150,7 @@ class NodeService:
         heard = {lineage: History(sequence) for lineage, sequence in self.sequence_floor.read_all().items()}
         staged = [
             {note.lineage: History(min(note.sequence, SEQUENCE_FLOOR_MAX))}
-            for note in self.store.places.read_all().values()
+            for note in self.store.read_places().values()
         ]
         return merge_histories([self.store.catalog.histories(scope), heard, *staged])
 
@@ -164,7 +164,7 @@ class NodeService:
         """The largest sequence of each lineage that is committed or staged on this node."""
         versions = [*(manifest.version for _, manifest in self.store.catalog.committed())]
         versions += [manifest.version for _, manifest in self.store.catalog.read_replaced()]
-        staged = [(note.lineage, note.sequence) for note in self.store.places.read_all().values()]
+        staged = [(note.lineage, note.sequence) for note in self.store.read_places().values()]
         here: dict[str, int] = {}
         for lineage, sequence in [*((one.lineage, one.sequence) for one in versions), *staged]:
             here[lineage] = max(here.get(lineage, 0), sequence)

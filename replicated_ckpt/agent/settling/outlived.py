@@ -48,7 +48,7 @@ def drop_outlived(
         if looked.replaced or looked.kept_metadata:
             _drop_replaced(service, looked, whole.get(looked.checkpoint_id, ()), is_done=is_done)
     _drop_in_the_way(service, manifests, whole)
-    places = service.store.places.read_all()
+    places = service.store.read_places()
     for intent in doubts:
         decided, versions = _read_decided(service, intent.save_id), whole.get(intent.checkpoint_id, ())
         place = places.get(intent.save_id) if decided is None else decided.version

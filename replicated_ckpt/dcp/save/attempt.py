@@ -249,7 +249,7 @@ class SaveAttempt:
             open_unheard(self._store, decision, self._post.node.host)
         self._held.hold(self._store, decision.save_id)
         if rank == decision.ranks_of(decision.node_of(rank).node_id)[0]:
-            self._store.places.note(decision.save_id, decision.lineage, decision.sequence)
+            self._store.note_place(decision.save_id, decision.lineage, decision.sequence)
         self._warn(self._parts.retaining.hand_over(decision, rank))
         shard: WrittenShard | None = None
         if plan.items:

@@ -1,9 +1,11 @@
 """The local store: one directory on one node's disk, its identity, staged saves and committed checkpoints."""
 
+import contextlib
 import logging
 import os
 import uuid
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from replicated_ckpt import failpoints
@@ -21,6 +23,7 @@ from replicated_ckpt.core.layout import (
     is_save_id,
     kept_metadata_name,
 )
+from replicated_ckpt.core.lineage import Version
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.protocol.settlement import may_be_dropped
 from replicated_ckpt.environment import make_absolute
@@ -46,9 +49,8 @@ from replicated_ckpt.stores.files.plain import open_plain
 from replicated_ckpt.stores.local.directories.catalog import Catalog
 from replicated_ckpt.stores.local.directories.committed import open_directory
 from replicated_ckpt.stores.local.directories.given_up import GivenUpNotes
-from replicated_ckpt.stores.local.directories.intent import Intent
+from replicated_ckpt.stores.local.directories.intent import Intent, note_place
 from replicated_ckpt.stores.local.identity import check_place, ensure_identity, find_identity
-from replicated_ckpt.stores.local.versions.place import PlaceNotes
 from replicated_ckpt.stores.local.versions.publish import (
     check_order,
     holds_all_shards,
@@ -57,7 +59,7 @@ from replicated_ckpt.stores.local.versions.publish import (
     publish,
     remove_unmanaged,
 )
-from replicated_ckpt.stores.local.versions.recycled import write_with_room
+from replicated_ckpt.stores.local.versions.recycled import try_with_room, write_with_room
 from replicated_ckpt.stores.local.versions.remove import finish_removals, remove_unread
 from replicated_ckpt.stores.local.versions.replaceable import check_replaceable
 from replicated_ckpt.stores.local.versions.staged_decision import (
@@ -83,7 +85,6 @@ class LocalStore:
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(make_absolute(root))
         self.catalog = Catalog(self.root)
-        self.places = PlaceNotes(self.root)
         self.given_up = GivenUpNotes(self.root)
         self._private: os.stat_result | None = None
 
@@ -180,6 +181,16 @@ class LocalStore:
                     names += [path.name for path in list_prefixed(self.staging(intent.save_id), "__")]
         shards = (ShardName.parse(name.removesuffix(PART_SUFFIX)) for name in names)
         return frozenset(shard.index for shard in shards if shard is not None)
+
+    def note_place(self, save_id: str, lineage: str, sequence: int) -> None:
+        """Keeps the place of an open save in its lineage. Of one that is over it keeps none. Raises: StoreError"""
+        path = self.intent_path(save_id)
+        with translate_errors(str(self.root), "write", path.name), contextlib.suppress(FileNotFoundError):
+            try_with_room(self.root, partial(note_place, path, lineage, sequence))
+
+    def read_places(self) -> dict[str, Version]:
+        """The places of staged saves, by save id, as far as they are known. Raises: StoreError"""
+        return {intent.save_id: intent.place for intent in self.list_staged() if intent.place is not None}
 
     def lock_save(self, save_id: str) -> HeldLock:
         """Marks an open save as being worked on, until the lock is released, or this process has ended.

@@ -89,7 +89,7 @@ def stage(
     intent = Intent(save_id, "step-10", "s" + save_id, overwrite, nodes=nodes, coordinator=coordinator)
     shards = [renumbered(shard, next_file_number([service.store], "step-10")) for shard in SHARDS]
     service.store.begin(intent)
-    service.store.places.note(save_id, lineage, sequence)
+    service.store.note_place(save_id, lineage, sequence)
     for shard in shards:
         (service.store.staging(save_id) / shard).write_bytes(b"x" * 10)
     manifest = manifest_of(save_id, sequence, lineage, nodes, shards)

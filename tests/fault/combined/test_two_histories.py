@@ -171,7 +171,7 @@ class Save:
             for index in held:
                 self._put(index, self.shard(rank), self.files[self.shard(rank)])
         for index in self.members:
-            self.nodes.store(index).places.note(self.save_id, self.manifest.lineage, self.manifest.sequence)
+            self.nodes.store(index).note_place(self.save_id, self.manifest.lineage, self.manifest.sequence)
 
     def decide(self) -> None:
         """On the coordinator's node."""

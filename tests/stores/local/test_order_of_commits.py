@@ -244,15 +244,26 @@ def test_the_place_of_a_staged_save_is_known_to_the_next(tmp_path: Path) -> None
     """What a rank has noted counts; a torn or foreign note counts for nothing, and goes with its save."""
     store = LocalStore(tmp_path)
     manifest = open_save(store, 3)
-    store.places.note(manifest.save_id, RUN, 41)
-    assert replace(store.places.read_all()[manifest.save_id], created_unix_s=0.0).order == (41, 0.0, manifest.save_id)
     good = {"lineage": RUN, "sequence": 1}
-    bad = [json.dumps(good | part) for part in ({"lineage": "x"}, {"sequence": -1})]
-    for raw in ("", "[]", *bad):
-        (tmp_path / ".staging" / f"{9:032x}.place.json").write_text(raw)
-        assert set(store.places.read_all()) == {manifest.save_id}
+    torn = [json.dumps(good)[:-3], "", "[]", "\0\0\0"]
+    bad = [*torn, *(json.dumps(good | part) for part in ({"lineage": "x"}, {"sequence": -1}))]
+    with store.intent_path(manifest.save_id).open("ab") as intent, store.lock_save(manifest.save_id):
+        for raw in (
+            b"\n",
+            b"[]\n",
+            b"\0\0\0\n",
+            json.dumps(good).encode()[:-3] + b"\n",
+            *(f"{one}\n".encode() for one in bad),
+        ):
+            intent.write(raw)
+            intent.flush()
+            assert store.read_places() == {}
+            assert store.intent_of(manifest.save_id).checkpoint_id == manifest.checkpoint_id
+        store.note_place(manifest.save_id, RUN, 41)
+        assert store.is_held(manifest.save_id), "its ranks still lock the same file"
+    assert replace(store.read_places()[manifest.save_id], created_unix_s=0.0).order == (41, 0.0, manifest.save_id)
     store.abort(manifest.save_id)
-    assert store.places.read_all() == {}
+    assert store.read_places() == {}
 
 
 def test_a_version_that_is_read_is_not_removed(tmp_path: Path) -> None:

@@ -2,13 +2,19 @@
 
 import hmac
 import json
-from dataclasses import asdict, dataclass, field
+import math
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, replace
+from operator import index
 from pathlib import Path
 
+from replicated_ckpt.core.layout import SEQUENCE_FLOOR_MAX, is_lineage
+from replicated_ckpt.core.lineage import Version
 from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.core.protocol.announced import NOTHING_ANNOUNCED, Announced
-from replicated_ckpt.stores.files.durable import translate_errors
-from replicated_ckpt.stores.files.plain import read_plain
+from replicated_ckpt.stores.files.durable import translate_errors, write_all
+from replicated_ckpt.stores.files.plain import closing_fd, read_plain
 from replicated_ckpt.stores.files.shortage import raise_shortage
 
 WRITER = "//"
@@ -34,13 +40,16 @@ class Intent:
     """What peers may bring of it."""
     ticket: str = field(default="", repr=False)
     """Only the nodes and ranks of the save have it: those that may give it up."""
+    place: Version | None = None
+    """Its lineage and sequence, once a rank of this node has noted them. Its time is not known before the decision."""
 
     def admits(self, ticket: str) -> bool:
         """Whether it shows that the sender takes part in this save."""
         return bool(self.ticket) and hmac.compare_digest(self.ticket.encode(), ticket.encode())
 
     def encode(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
+        """The first line of the file, without the place."""
+        return json.dumps({name: value for name, value in asdict(self).items() if name != "place"}).encode() + b"\n"
 
     @classmethod
     def read(cls, save_id: str, path: Path) -> "Intent":
@@ -59,8 +68,9 @@ class Intent:
     def _read(cls, save_id: str, path: Path) -> "Intent":
         """Raises OSError: it is there, and cannot be read."""
         try:
-            fields = json.loads(read_plain(path))
-            return cls(
+            first, *more = read_plain(path).splitlines()
+            fields = json.loads(first)
+            intent = cls(
                 save_id,
                 one_line(fields["checkpoint_id"]),
                 str(fields["session"]),
@@ -73,6 +83,7 @@ class Intent:
             )
         except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
             return cls(save_id, "", "", overwrite=False)
+        return replace(intent, place=_find_place(save_id, more))
 
     @classmethod
     def admits_at(cls, save_id: str, path: Path, ticket: str) -> bool:
@@ -83,3 +94,29 @@ class Intent:
         """
         with translate_errors(str(path.parent), "read", path.name):
             return cls._read(save_id, path).admits(ticket)
+
+
+def note_place(path: Path, lineage: str, sequence: int) -> None:
+    """Appends the place of an open save to its intent, so that saves which are opened meanwhile are newer.
+
+    The file stays the same one, which ranks lock. The note need not survive a power loss: then the coordinators' clocks
+    decide. Several ranks may note it at once.
+
+    Raises:
+        FileNotFoundError: the save is over. OSError
+    """
+    with closing_fd(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW)) as fd:
+        write_all(fd, json.dumps({"lineage": lineage, "sequence": sequence}).encode() + b"\n")
+
+
+def _find_place(save_id: str, lines: Iterable[bytes]) -> Version | None:
+    """The place that the first of these lines has which a crash has not torn."""
+    for line in lines:
+        try:
+            fields = json.loads(line)
+            lineage, sequence = str(fields["lineage"]), index(fields["sequence"])
+        except (ValueError, KeyError, TypeError):
+            continue
+        if is_lineage(lineage) and 0 <= sequence <= SEQUENCE_FLOOR_MAX:
+            return Version(lineage, sequence, math.inf, save_id)
+    return None

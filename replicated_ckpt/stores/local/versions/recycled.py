@@ -8,8 +8,9 @@ written anew, cut to size and fsynced, and once it has left the pool durably.
 import contextlib
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from stat import S_ISGID, S_ISREG
 
@@ -130,14 +131,19 @@ class RoomOfRecycled(RecycledFiles):
 
 
 def write_with_room(root: Path, path: Path, data: bytes, *, is_flushed: bool = True) -> None:
-    """As `write_file`, once more if the disk was full: recycled files of the store, if there are any, make room."""
+    """As `write_file`, with the room of the store's recycled files."""
+    try_with_room(root, partial(write_file, path, data, is_flushed=is_flushed))
+
+
+def try_with_room(root: Path, write: Callable[[], None]) -> None:
+    """Calls `write`, once more if the disk was full: recycled files of the store, if there are any, make room."""
     try:
-        write_file(path, data, is_flushed=is_flushed)
+        write()
     except OSError as exc:
         if not is_full(exc):
             raise
         RecycledFiles(root).drop()
-        write_file(path, data, is_flushed=is_flushed)
+        write()
 
 
 def measure_room(root: Path) -> Room:
