@@ -20,6 +20,7 @@ from replicated_ckpt.agent.http.server import AgentServer
 from replicated_ckpt.agent.http.watched_routes import Activity, WatchedRoutes
 from replicated_ckpt.agent.peers.greeting import Greeter
 from replicated_ckpt.agent.peers.watch import Patience
+from replicated_ckpt.agent.repair.collector import finish_removals
 from replicated_ckpt.agent.repair.reprotect import Reprotector
 from replicated_ckpt.agent.repair.scrub import Scrubber
 from replicated_ckpt.agent.saves.drain import Draining
@@ -44,7 +45,6 @@ from replicated_ckpt.agent.state.endpoint import (
 )
 from replicated_ckpt.agent.state.listeners import cannot_listen
 from replicated_ckpt.agent.state.targets import TargetBook
-from replicated_ckpt.agent.state.unfinished_removals import finish_removals
 from replicated_ckpt.agent.uploads.uploader import Uploader
 from replicated_ckpt.config import LEAVE_WITHIN_S, AgentConfig, check_direct_io, parse_ports
 from replicated_ckpt.core.upkeep.policy import Standing

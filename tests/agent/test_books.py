@@ -15,14 +15,13 @@ from replicated_ckpt.agent.peers import address_book
 from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.agent.state.damage import DamageBook
 from replicated_ckpt.agent.state.policies import PolicyBook
-from replicated_ckpt.agent.state.removals import RemovalBook
 from replicated_ckpt.agent.state.sequence_floor import SequenceFloor
 from replicated_ckpt.agent.state.targets import TargetBook
 from replicated_ckpt.agent.state.upload_orders import OrderBook
 from replicated_ckpt.core.upkeep.policy import NODES, Policy
 from replicated_ckpt.errors import StoreError, StoreFull
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
-from replicated_ckpt.stores.files import durable
+from replicated_ckpt.stores.local.directories.journal import End, Journal
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress
 from tests.agent.checkpoints import checkpointed, shard
@@ -129,18 +128,17 @@ def test_a_removal_that_was_refused_is_not_made_by_the_next_agent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The disk fails after the note has its name: the user was told that the checkpoint is kept."""
-    directory = LocalStore(tmp_path).agent_directory()
-    book = RemovalBook(directory)
+    LocalStore(tmp_path).agent_directory()
+    journal = Journal(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(durable, "fsync_directory", refuse_to_open)
+        patch.setattr(os, "fsync", refuse_to_open)
         with pytest.raises(StoreError):
-            book.take(SAVE)
-    assert book.read_all() == frozenset()
-    assert SAVE in RemovalBook(directory).read_pending_and_done()[0], "it lies there"
-    book.read_pending_and_done()  # as each look of the agent does
-    assert RemovalBook(directory).read_pending_and_done() == (frozenset(), frozenset())
-    book.take(SAVE)
-    assert RemovalBook(directory).read_pending_and_done() == (frozenset({SAVE}), frozenset())
+            journal.note(SAVE, End.REMOVING)
+    assert SAVE.encode() in (tmp_path / ".agent" / "journal").read_bytes(), "it lies there"
+    for each in (journal, Journal(tmp_path)):
+        assert each.read_removals() == (frozenset(), frozenset())
+    journal.note(SAVE, End.REMOVING)
+    assert Journal(tmp_path).read_removals() == (frozenset({SAVE}), frozenset())
 
 
 def test_a_full_address_book_keeps_the_nodes_that_were_met_last(

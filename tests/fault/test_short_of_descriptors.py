@@ -19,10 +19,10 @@ from replicated_ckpt.agent.saves.doubts import Leftover
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.settling.settle import settle
 from replicated_ckpt.agent.state.endpoint import keep_identity, next_identity
-from replicated_ckpt.agent.state.removals import RemovalBook
 from replicated_ckpt.agent.state.rights import Tokens
 from replicated_ckpt.errors import StoreError
 from replicated_ckpt.stores.local.directories.intent import Intent
+from replicated_ckpt.stores.local.directories.journal import End
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress
 from replicated_ckpt.stores.throttle import Pace
@@ -129,14 +129,16 @@ def short_of_descriptors() -> Iterator[None]:
 
 def test_what_an_agent_keeps_is_not_taken_for_nothing_for_want_of_them(tmp_path: Path) -> None:
     """An agent that starts then would write its books anew: removals by hand forgotten, other tokens than peers have."""
-    RemovalBook(tmp_path).take(SAVE)
+    journal = LocalStore(tmp_path / "root").journal
+    LocalStore(tmp_path / "root").agent_directory()
+    journal.note(SAVE, End.REMOVING)
     keep_identity(tmp_path, kept := next_identity(tmp_path, NODE))
     with short_of_descriptors():
         with pytest.raises(StoreError):
-            RemovalBook(tmp_path)
+            journal.read_removed()
         with pytest.raises(StoreError):
             next_identity(tmp_path, NODE)
-    assert RemovalBook(tmp_path).read_all() == {SAVE}
+    assert journal.read_removed() == {SAVE}
     assert next_identity(tmp_path, NODE).tokens == kept.tokens
 
 

@@ -64,8 +64,8 @@ def test_a_save_that_is_not_finished_says_why(
     assert "MemoryError" in error.message
     is_decided = place == "_note_nodes"
     assert service.state_of(SAVE)["state"] == ("committed" if is_decided else "unknown")
-    with pytest.raises(SaveAborted, match=r"not all written: .*MemoryError"):
-        service._fence.check(SAVE, service.node_id)
+    with pytest.raises(SaveAborted, match="is not open" if is_decided else r"not all written: .*MemoryError"):
+        service.check_open(SAVE)
 
 
 def test_what_is_not_removed_hides_no_reason(service: NodeService, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from replicated_ckpt.stores.bucket.bucket_save import BucketSave
 from replicated_ckpt.stores.bucket.removal import remove_save
 from replicated_ckpt.stores.bucket_client.client import PART_BYTES
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
+from replicated_ckpt.stores.local.directories.journal import End
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.versions.remove import retire
 from replicated_ckpt.stores.throttle import Pace
@@ -82,7 +83,7 @@ def test_what_is_removed_before_its_upload_stays_here(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/bucket/run"
     uploader, service, targets = uploading(tmp_path / "node", url)
     manifest = checkpointed([service.store], 1, {shard(0): (0,)}, copies=1, size_bytes=3000, url=url)
-    service.removals.take(manifest.save_id)
+    service.store.journal.note(manifest.save_id, End.REMOVING)
     uploader.round()
     assert targets.bucket(url).save_of("step-1") is None
     assert uploader.state_of(manifest.save_id) is None
@@ -102,7 +103,7 @@ def test_a_removal_here_takes_nothing_back_that_another_node_has(tmp_path: Path)
 
         def remove(_: str) -> None:
             wait_for(mark.exists, 30, "the commit by the other node")
-            service.removals.take(manifest.save_id)
+            service.store.journal.note(manifest.save_id, End.REMOVING)
 
         with failpoints.arm("upload.shard-arrived", remove):
             uploader.round()
@@ -152,7 +153,7 @@ def test_what_is_removed_during_its_upload_leaves_nothing_there(tmp_path: Path, 
     manifest = checkpointed([service.store], 1, shards, copies=1, size_bytes=3000, url=url)
 
     def remove(_: str) -> None:
-        service.removals.take(manifest.save_id)
+        service.store.journal.note(manifest.save_id, End.REMOVING)
         retire(service.store.root, "step-1", manifest.save_id)
 
     with failpoints.arm(point, remove):
@@ -266,7 +267,7 @@ def test_what_is_removed_during_its_upload_leaves_the_bucket_again(
     def commit(bucket: Bucket, of: Manifest, raw_manifest: bytes, raw_metadata: bytes) -> None:
         real_commit(bucket, of, raw_manifest, raw_metadata)
         committed.append(of.checkpoint_id)
-        service.removals.take(of.save_id)
+        service.store.journal.note(of.save_id, End.REMOVING)
 
     real_commit = Bucket.commit
     monkeypatch.setattr(Bucket, "commit", commit)

@@ -18,6 +18,7 @@ from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.core.upkeep.policy import Policy
 from replicated_ckpt.core.upkeep.repair_plan import RepairPlan
 from replicated_ckpt.errors import ConfigInvalid, ManifestInvalid, StoreError
+from replicated_ckpt.stores.local.directories.journal import End
 from replicated_ckpt.stores.local.inspection import Inspector
 from replicated_ckpt.stores.local.room_to_start import keep_room_to_start, make_room_to_start
 from replicated_ckpt.stores.local.versions.readers import is_read
@@ -126,7 +127,7 @@ class RepairRoutes:
         if service.pins.is_pinned(save_id) and not fields.get("force"):
             if fields.get("is_patient"):
                 with request.heartbeat, self._hold_upload(save_id):
-                    service.removals.take(save_id)
+                    service.store.journal.note(save_id, End.REMOVING)
             return json_answer(is_removed=False, why=f"a load reads it, or did in the last {PIN_S:.0f} s")
         service.pins.drop(save_id)
         root = service.store.root
@@ -138,7 +139,7 @@ class RepairRoutes:
             make_room_to_start(root)
             with self._hold_upload(save_id):
                 # The note comes first: after a crash the agent goes on with it, and no node brings it back.
-                service.removals.take(save_id)
+                service.store.journal.note(save_id, End.REMOVING)
             is_staged = service.store.is_staged(save_id)  # before the look: it may be published meanwhile
             is_removed = retire(root, checkpoint_id, save_id)
             keep_room_to_start(root)
@@ -149,7 +150,7 @@ class RepairRoutes:
             why = "its save has not ended on this node; it goes when that has"
         else:
             with suppress(StoreError):  # the next look ends it
-                service.removals.finish(save_id)
+                service.store.journal.note(save_id, End.REMOVED)
         return json_answer(self._reprotector.wake, is_removed=is_removed, why=why)
 
     def _refuse_renamed(self, checkpoint_id: str, save_id: str) -> None:

@@ -11,7 +11,6 @@ from replicated_ckpt.agent.peers.manifests import ManifestBook
 from replicated_ckpt.agent.peers.watch import HOLDINGS_TIMEOUT_S, Held, describe_silence, parse_held
 from replicated_ckpt.agent.state.endpoint import listening_endpoint
 from replicated_ckpt.agent.state.policies import PolicyBook
-from replicated_ckpt.agent.state.removals import RemovalBook
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.layout import ShardName
 from replicated_ckpt.core.manifest import Manifest
@@ -179,9 +178,8 @@ class Auditor:
 
 def read_standing(store: LocalStore) -> Standing:
     """What this node's agents have noted of it, where none runs that would say more. Raises StoreError."""
-    directory = store.root_agent_directory()
-    policies, removed = PolicyBook(directory).read_all(), RemovalBook(directory).read_all()
-    return Standing(policies, removed=removed)
+    policies = PolicyBook(store.root_agent_directory()).read_all()
+    return Standing(policies, removed=store.journal.read_removed())
 
 
 def _plan(manifests: Mapping[str, Manifest], views: Sequence[NodeView]) -> RepairPlan:

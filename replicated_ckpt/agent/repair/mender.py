@@ -121,7 +121,7 @@ class Mender:
 
         A directory that a user renamed, or copied under another name, is not what was removed.
         """
-        if manifest.checkpoint_id == checkpoint_id and manifest.save_id in self._service.removals.read_all():
+        if manifest.checkpoint_id == checkpoint_id and manifest.save_id in self._store.journal.read_removed():
             raise SaveAborted(
                 f"{checkpoint_id!r} (save {manifest.save_id}) was removed by this node's user.",
                 "To have it again, put its directory back under the root.",
@@ -208,7 +208,7 @@ class Mender:
             self._store.put_small(action.save_id, METADATA_NAME, metadata)
             self._store.put_small(action.save_id, MANIFEST_NAME, raw_manifest)
             try:
-                self._service.complete(action.save_id)
+                self._service.commit(action.save_id)
             except SaveSuperseded:  # another node has published meanwhile
                 # Shards that were staged before are not ours to drop.
                 if not any(ShardName.parse(path.name) for path in self._store.staging(action.save_id).iterdir()):

@@ -8,30 +8,44 @@ from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.core.layout import MANIFEST_NAME, parse_marked
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
+from replicated_ckpt.core.upkeep.retention import Removal
 from replicated_ckpt.errors import ReplicatedCkptError
 from replicated_ckpt.stores.local.directories.committed import open_directory
 
 log = logging.getLogger(__name__)
 
 
-def restore_replaced(service: NodeService, manifests: Mapping[str, Manifest], others: Sequence[NodeView]) -> bool:
-    """Gives each the manifest that another node has, by the save id in its name; whether one got any.
+def find_damaged(service: NodeService) -> tuple[Removal, ...]:
+    """The replaced versions here whose manifest cannot be believed, with the save id in its name.
 
     Raises:
         StoreError: the node's own store cannot be read.
     """
-    catalog, is_any = service.store.catalog, False
-    for looked in catalog.look_at_all():
-        for name in catalog.list_unbelieved(looked):
-            marked = parse_marked(name)
-            manifest = None if marked is None else manifests.get(marked[1])
-            if manifest is None:
-                continue
-            try:
-                _restore(service, looked.checkpoint_id, manifest, others)
-                is_any = True
-            except ReplicatedCkptError as exc:
-                log.warning("the replaced save %s is not restored for now: %s", manifest.save_id, exc)
+    catalog = service.store.catalog
+    return tuple(
+        Removal(
+            service.node_id, looked.checkpoint_id, marked[1], "its manifest is damaged, and all else has its copies"
+        )
+        for looked in catalog.look_at_all()
+        for name in catalog.list_unbelieved(looked)
+        if (marked := parse_marked(name)) is not None
+    )
+
+
+def restore_replaced(
+    service: NodeService, damaged: Sequence[Removal], manifests: Mapping[str, Manifest], others: Sequence[NodeView]
+) -> bool:
+    """Gives each the manifest that another node has; whether one got any."""
+    is_any = False
+    for one in damaged:
+        manifest = manifests.get(one.save_id)
+        if manifest is None:
+            continue
+        try:
+            _restore(service, one.checkpoint_id, manifest, others)
+            is_any = True
+        except ReplicatedCkptError as exc:
+            log.warning("the replaced save %s is not restored for now: %s", manifest.save_id, exc)
     return is_any
 
 

@@ -11,15 +11,13 @@ from typing import TypeAlias
 
 from replicated_ckpt.agent.peers.manifests import ManifestBook
 from replicated_ckpt.agent.peers.watch import Held, Patience, PeerWatch
-from replicated_ckpt.agent.repair.hopeless import Hopeless
-from replicated_ckpt.agent.repair.just_removed import JustRemoved
+from replicated_ckpt.agent.repair.collector import Collector
+from replicated_ckpt.agent.repair.deferred import DeferredActions
 from replicated_ckpt.agent.repair.mender import Mender
 from replicated_ckpt.agent.repair.pauses import FIRST_PAUSE_S, IDLE_PAUSE_S, PAUSE_S, RESTS_PER_ROUND, Pauses
 from replicated_ckpt.agent.repair.protection import Protection
-from replicated_ckpt.agent.repair.replaced import restore_replaced
-from replicated_ckpt.agent.repair.retire import Retirer
+from replicated_ckpt.agent.repair.replaced import find_damaged, restore_replaced
 from replicated_ckpt.agent.saves.service import NodeService
-from replicated_ckpt.agent.settling.outlived import drop_outlived
 from replicated_ckpt.agent.settling.settle import settle
 from replicated_ckpt.core.lineage import histories_of
 from replicated_ckpt.core.manifest import Manifest
@@ -77,7 +75,7 @@ class Reprotector:
         self.standing = standing
         self._on_seen = on_seen
         self._pauses = Pauses(idle_pause_s)
-        self._retirer = Retirer(service, stopping)
+        self._collector = Collector(service, stopping)
         self._clock = clock
         self.watch = PeerWatch(service.peers, patience, clock)
         self._mender = Mender(service, pace, self._remove_meanwhile)
@@ -88,8 +86,7 @@ class Reprotector:
         self._suspects = deque(service.damage.read_all(), maxlen=SUSPECTS_MAX)
         self._orders: deque[tuple[RepairPlan, bool, Future[list[Outcome]]]] = deque()
         self._manifests = ManifestBook(service.store, service.node_id, service.peers)
-        self._just_removed = JustRemoved(patience.lost_after_s, clock)
-        self._hopeless = Hopeless(clock)
+        self._deferred = DeferredActions(patience.lost_after_s, clock)
         self._stale: tuple[RepairPlan, int] = (RepairPlan(), 0)
         self._began_at: float | None = None
         self._look_again_at = clock()
@@ -139,7 +136,7 @@ class Reprotector:
             **asdict(self.last),
             "bytes_copied": self._mender.bytes_copied,
             "rounds": self._rounds,
-            "retention": self._retirer.status(),
+            "retention": self._collector.status(),
             "over_bound": self._manifests.over_bound,
         }
 
@@ -218,23 +215,24 @@ class Reprotector:
             told = histories_of(holding.version for holding in view.holdings or ())
             self._service.hear({lineage: history.sequence for lineage, history in told.items()}, view.node_id)
         in_doubt = self.watch.has_doubt(others)
-        is_restored = restore_replaced(self._service, manifests, others)
-        going, is_removed = self._retirer.retire(manifests, (own, *others), policies, in_doubt=in_doubt)
+        damaged = find_damaged(self._service)
+        is_restored = restore_replaced(self._service, damaged, manifests, others)
+        going, is_removed = self._collector.retire(manifests, (own, *others), policies, in_doubt=in_doubt)
         if is_restored or is_removed:  # a name may be free now for another run's checkpoint
             own = replace(own, holdings=self._service.holdings(), remains=self._service.remains.find())
         views = (own, *others)
         plan = plan_repair(manifests, views, self._service.node_id, going=going)
         self._stale = (plan, self._stale[1] + 1 if plan == self._stale[0] else 0)
-        drop_outlived(
-            self._service,
+        is_complete = plan.is_complete and not in_doubt
+        self._collector.drop_superseded(
             without_retired(manifests, going),
             views,
-            is_done=plan.is_complete and not in_doubt,
+            damaged=damaged if is_complete and not is_restored else (),
             is_stuck=self._stale[1] >= STALE_ROUNDS_MAX
             and not (in_doubt or any(view.standing.is_busy for view in others)),
         )
         found = Protection(
-            is_complete=plan.is_complete and not in_doubt,
+            is_complete=is_complete,
             planned=len(plan.actions),
             short=len(plan.short),
             lost=len(plan.lost),
@@ -243,7 +241,7 @@ class Reprotector:
         if self._is_active(found):
             self._busy.set()  # before it is done: a round at rest, which nothing has woken, may have found it
         done, failed = self._carry_out(plan.of_node(self._service.node_id))
-        found = replace(found, done=done, failed=(*self._retirer.failed, *failed))
+        found = replace(found, done=done, failed=(*self._collector.failed, *failed))
         self._say(found, plan)
         return found
 
@@ -254,8 +252,8 @@ class Reprotector:
         try:
             policies = self._service.policies.read_all()
             manifests, views = self._look()
-            going, _ = self._retirer.retire(manifests, views, policies, in_doubt=self.watch.has_doubt(views))
-            drop_outlived(self._service, without_retired(manifests, going), views)
+            going, _ = self._collector.retire(manifests, views, policies, in_doubt=self.watch.has_doubt(views))
+            self._collector.drop_superseded(without_retired(manifests, going), views)
         except (ReplicatedCkptError, OSError) as exc:
             log.warning("what is over stays for now: %s", exc)
 
@@ -324,7 +322,7 @@ class Reprotector:
         except ReplicatedCkptError as exc:
             log.warning("not done: %s: %s", one_line(action), one_line(exc))
             if isinstance(exc, ObjectCorrupt):
-                self._hopeless.note(action, one_line(exc))
+                self._deferred.note_failure(action, one_line(exc))
             return one_line(exc)
         return ""
 
@@ -332,11 +330,12 @@ class Reprotector:
         """How much of a part was done, and what failed. Once it takes long the rest is planned anew: a newer save may want
         copies by now, which come first.
         """
-        self._just_removed.look(self._service.holdings())
-        self._hopeless.keep(part.actions)
+        self._deferred.look(self._service.holdings(), part.actions)
         done, failed, until = 0, list[str](), self._look_again_at
-        for action in self._just_removed.actions_to_do(part):
-            if error := self._hopeless.why_not(action) or self._try(action):
+        for action in part.actions:
+            if self._deferred.is_removed_now(action):
+                continue
+            if error := self._deferred.why_not(action) or self._try(action):
                 failed.append(f"{action}: {error}")
                 continue
             done += 1

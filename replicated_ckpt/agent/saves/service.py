@@ -13,7 +13,6 @@ from replicated_ckpt import failpoints
 from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.agent.requests.body import Body
 from replicated_ckpt.agent.saves.doubts import Doubts, Leftover
-from replicated_ckpt.agent.saves.fence import Fence
 from replicated_ckpt.agent.saves.finish import Finisher, Outline
 from replicated_ckpt.agent.saves.hand_overs import HandOvers
 from replicated_ckpt.agent.saves.intake import Intake, taking_metadata
@@ -22,7 +21,6 @@ from replicated_ckpt.agent.saves.receive import Received, receive_file, receive_
 from replicated_ckpt.agent.saves.reserved import ReservedSequences
 from replicated_ckpt.agent.state.damage import DamageBook
 from replicated_ckpt.agent.state.policies import PolicyBook
-from replicated_ckpt.agent.state.removals import RemovalBook
 from replicated_ckpt.agent.state.sequence_floor import SequenceFloor
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, SEQUENCE_FLOOR_MAX, ShardName
@@ -40,6 +38,7 @@ from replicated_ckpt.errors import (
 )
 from replicated_ckpt.stores.files.locks import exclusive
 from replicated_ckpt.stores.local.directories.intent import WRITER, Intent
+from replicated_ckpt.stores.local.directories.journal import End
 from replicated_ckpt.stores.local.remains import RemainsReader
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.versions.readers import lock_version, look_again
@@ -49,6 +48,8 @@ from replicated_ckpt.stores.peer.client import AgentAddress
 log = logging.getLogger(__name__)
 
 OPEN_GRACE_S = 5.0
+_GIVEN_UP = (End.ABORTED, End.RETIRED)
+"""What this node says of every node: the save is decided nowhere, or no node is to have it."""
 
 
 class NodeService:
@@ -63,7 +64,6 @@ class NodeService:
         self.remains = RemainsReader(store, self.node_id)
         self.sequence_floor = SequenceFloor(store.agent_directory())
         self.policies = PolicyBook(store.agent_directory())
-        self.removals = RemovalBook(store.agent_directory())
         self.doubts = Doubts()
         self.pins = Pins()
         self.completing = threading.Lock()
@@ -76,7 +76,7 @@ class NodeService:
         self._opened_at: dict[str, float] = {}
         self._started_at = time.monotonic()
         self._is_leaving, self.is_drained = False, False
-        self._fence, self._reserved = Fence(), ReservedSequences(store, self.histories)
+        self._reserved = ReservedSequences(store, self.histories)
 
     def recover(self) -> tuple[str, ...]:
         """Completes the saves whose decision was made durable here before a crash; returns their ids. For a start.
@@ -100,14 +100,15 @@ class NodeService:
         return tuple(completed)
 
     def begin(self, intent: Intent) -> tuple[dict[str, History], tuple[Leftover, ...]]:
-        """Opens a save and fences: bytes of any other attempt at this checkpoint, or of its own process group, are refused.
+        """Opens a save. Returns the lineages known here, with what other open saves may take, and the saves left behind.
 
-        Another job's save is not, though no rank of this node works on it: its ranks may still plan.
-        Returns the lineages known here, with what other open saves may take, and the saves left behind that may be over.
+        Those may be over: other attempts at this checkpoint, and saves of its own process group. Another job's save is
+        not, though no rank of this node works on it: its ranks may still plan.
 
         Raises:
-            CheckpointExists, StoreError. StoreUnavailable: this agent was told to stop.
+            CheckpointExists, StoreError. SaveAborted: it is over here. StoreUnavailable: this agent was told to stop.
         """
+        self._refuse_over(intent.save_id)
         self.pins.end(intent.session.partition(WRITER)[0])
         self.is_drained = False  # it is used again
         found = self.leftovers(intent)  # not again once that is done: a later save may be open by then
@@ -128,7 +129,6 @@ class NodeService:
                 self._opened_at[intent.save_id] = time.monotonic()
         for leftover in leftovers:
             if leftover.is_over:
-                self._fence.give_up(leftover.intent.save_id, leftover.why)
                 self._reserved.release(leftover.intent.save_id)
         return self._reserved.reserve(intent.save_id, scope_of(intent.checkpoint_id)), leftovers
 
@@ -220,10 +220,16 @@ class NodeService:
         return self.store.is_held(save_id)
 
     def check_open(self, save_id: str) -> None:
-        """Raises SaveAborted: the save is not open here, or was given up."""
-        self._fence.check(save_id, self.node_id)
+        """Raises SaveAborted: the save is not open here, or not any more."""
         if not self.store.is_staged(save_id):
+            self._refuse_over(save_id)
             raise SaveAborted(f"Save {save_id} is not open on node {self.node_id}.")
+
+    def _refuse_over(self, save_id: str) -> None:
+        """Raises SaveAborted: the save has ended here, and the journal has why."""
+        entry = self.store.journal.find(save_id)
+        if entry is not None:
+            raise SaveAborted(f"Save {save_id} was {entry.end.value} on node {self.node_id}: {entry.why}.")
 
     def receive(self, save_id: str, name: str, body: Body, *, durable: bool) -> Received:
         """Takes one file of an open save from a peer; it counts only once it arrived whole and intact.
@@ -254,8 +260,7 @@ class NodeService:
             return receive_file(path, body, take, durable=durable, direct_io=self._direct_io, recycled=pool)
 
     def commit(self, save_id: str) -> tuple[str, ...]:
-        """As `LocalStore.commit`. Raises SaveAborted also of a save that was given up here."""
-        self._fence.check(save_id, self.node_id)
+        """As `LocalStore.commit`; the save is in doubt no more."""
         held = self.store.commit(save_id)
         self.doubts.settle(save_id)
         with self._lock:
@@ -268,7 +273,7 @@ class NodeService:
         Raises:
             SaveAborted: it is not open, or was given up.
         """
-        self._fence.check(outline.manifest.save_id, self.node_id)
+        self._refuse_over(outline.manifest.save_id)
         self.finisher.begin(outline)
 
     @property
@@ -282,18 +287,12 @@ class NodeService:
         return self.is_saving or self.pins.has_any() or any(self.is_held(intent.save_id) for intent in staged)
 
     def abort(self, save_id: str, why: str, *, unless_decided: bool = False) -> None:
-        """Gives a save up: what is staged is removed, and later bytes of it are refused. A committed one stays."""
-        self._fence.give_up(save_id, why)
+        """As `LocalStore.abort`: later bytes of the save are refused, with the reason. A committed one stays."""
         self._reserved.release(save_id)
         with self._lock:
             self._opened_at.pop(save_id, None)
-        self.store.abort(save_id, unless_decided=unless_decided)
+        self.store.abort(save_id, why, unless_decided=unless_decided)
         self.doubts.settle(save_id)
-
-    def complete(self, save_id: str) -> None:
-        """Commits a save that was fenced here, because a peer was found to have committed it."""
-        self._fence.lift(save_id)
-        self.commit(save_id)
 
     def state_of(self, save_id: str) -> dict[str, Any]:
         """What `GET /v1/saves/{save_id}` says of a save, and where it is committed.
@@ -349,7 +348,8 @@ class NodeService:
 
     def _end_of(self, save_id: str) -> dict[str, Any]:
         """As `state_of`; of one that was given up that is said, whatever damaged checkpoint is here."""
-        is_over = self.store.given_up.has(save_id) and self.answer_of(save_id) is Answer.ABSENT
+        entry = self.store.journal.find(save_id)
+        is_over = entry is not None and entry.end in _GIVEN_UP and self.answer_of(save_id) is Answer.ABSENT
         return {"state": Answer.GIVEN_UP.value} if is_over else self.state_of(save_id)
 
     def holdings(self, checkpoint_id: str | None = None) -> tuple[Holding, ...]:

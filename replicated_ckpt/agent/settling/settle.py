@@ -191,7 +191,7 @@ def _carry_out(
     save_id, checkpoint_id = leftover.intent.save_id, leftover.intent.checkpoint_id
     if settlement.fate is Fate.COMPLETE:
         _stage_decision(service, leftover.intent, [addresses[node] for node in settlement.sources])
-        service.complete(save_id)
+        service.commit(save_id)
         log.warning("completed save %s of %r, which a peer had committed", save_id, checkpoint_id)
     elif settlement.fate is Fate.DROP:
         service.abort(save_id, leftover.why, unless_decided=True)

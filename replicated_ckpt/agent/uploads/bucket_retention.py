@@ -40,7 +40,7 @@ def standing_of(service: NodeService, orders: OrderBook, uploads: Mapping[str, U
 
     The last ones stay uploaded when they are retired here: other nodes may not have looked into the bucket since.
     """
-    removed = service.removals.read_all()
+    removed = service.store.journal.read_removed()
     states = {save_id: upload.state for save_id, upload in uploads.items()}
     found = service.store.catalog.committed()
     asked = (orders.apply(manifest) for name, manifest in found if name == manifest.checkpoint_id)
@@ -109,7 +109,7 @@ def _keeps(view: NodeView, save_id: str) -> bool:
 
 
 def _check_not_removed(service: NodeService, manifest: Manifest) -> None:
-    if manifest.save_id in service.removals.read_all():
+    if manifest.save_id in service.store.journal.read_removed():
         raise SaveAborted(
             f"{manifest.checkpoint_id!r} was removed on this node by its user.",
             "To have it there, put it back on this node, and upload it.",

@@ -195,7 +195,7 @@ class Uploader:
 
     def _find_wanted(self) -> list[tuple[Manifest, UploadProgress]]:
         """The saves here that are to be uploaded and are not known to be in the bucket, by what is committed here now."""
-        removed, catalog = self._service.removals.read_all(), self._service.store.catalog
+        removed, catalog = self._service.store.journal.read_removed(), self._service.store.catalog
         committed = [
             manifest for name, manifest in catalog.committed() if name == manifest.checkpoint_id
         ]  # not renamed
@@ -273,7 +273,7 @@ class Uploader:
         gone = known.difference(wanted)
         if not gone or any(self._service.store.catalog.with_invalid_manifest()):
             return  # a manifest that is not believed now may be one of theirs
-        here = {holding.save_id for holding in self._service.holdings()} - self._service.removals.read_all()
+        here = {holding.save_id for holding in self._service.holdings()} - self._service.store.journal.read_removed()
         for save_id in gone - here:
             self._forget(save_id)
 

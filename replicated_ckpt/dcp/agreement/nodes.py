@@ -2,6 +2,7 @@
 
 import json
 import logging
+import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -12,8 +13,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol, TypeVar
 
+from replicated_ckpt.agent.repair.collector import Collector
 from replicated_ckpt.agent.saves.service import NodeService
-from replicated_ckpt.agent.settling.outlived import drop_outlived
 from replicated_ckpt.agent.settling.settle import settle
 from replicated_ckpt.agent.start.launch import SILENT_TIMEOUT_S
 from replicated_ckpt.agent.state.endpoint import read_endpoint
@@ -254,17 +255,18 @@ class LoneNode:
     ) -> Committed:
         held = self._service.commit(save_id)
         try:
-            self._drop_outlived()
+            self._drop_superseded()
         except (ReplicatedCkptError, OSError) as exc:  # the save is published: the next one tries again
             log.warning("what earlier saves have replaced stays on this node for now: %s", exc)
         return Committed({self._service.node_id: held}, {})
 
-    def _drop_outlived(self) -> None:
+    def _drop_superseded(self) -> None:
         """Removes what was read when a newer save replaced it, and is read no more: there may be no agent to do it."""
         service = self._service
         if next(service.store.catalog.read_replaced(), None) is not None:
             view = NodeView(service.node_id, Presence.UP, service.holdings(), service.remains.find())
-            drop_outlived(service, {each.save_id: each for _, each in service.store.catalog.committed()}, (view,))
+            manifests = {each.save_id: each for _, each in service.store.catalog.committed()}
+            Collector(service, threading.Event()).drop_superseded(manifests, (view,))
 
     def abort(self, save_id: str, why: str) -> None:
         try:

@@ -48,8 +48,8 @@ from replicated_ckpt.stores.files.ownership import check_claimable, make_private
 from replicated_ckpt.stores.files.plain import open_plain
 from replicated_ckpt.stores.local.directories.catalog import Catalog
 from replicated_ckpt.stores.local.directories.committed import open_directory
-from replicated_ckpt.stores.local.directories.given_up import GivenUpNotes
 from replicated_ckpt.stores.local.directories.intent import Intent, note_place
+from replicated_ckpt.stores.local.directories.journal import End, Journal
 from replicated_ckpt.stores.local.identity import check_place, ensure_identity, find_identity
 from replicated_ckpt.stores.local.versions.publish import (
     check_order,
@@ -85,7 +85,7 @@ class LocalStore:
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(make_absolute(root))
         self.catalog = Catalog(self.root)
-        self.given_up = GivenUpNotes(self.root)
+        self.journal = Journal(self.root)
         self._private: os.stat_result | None = None
 
     def __repr__(self) -> str:
@@ -327,6 +327,11 @@ class LocalStore:
                         for name in looked.unfinished:
                             (self.root / looked.checkpoint_id / name).unlink(missing_ok=True)
 
+    def compact_journal(self) -> None:
+        """Bounds the file of the journal. Raises: StoreError"""
+        with exclusive(self.root / STAGING_DIR):  # within it ranks append
+            self.journal.compact()
+
     def _forget(self, save_id: str) -> None:
         """Removes the intent, and what a process left that died while it wrote it."""
         for path in list_prefixed(self.root / STAGING_DIR, f"{save_id}."):
@@ -354,29 +359,25 @@ class LocalStore:
         with translate_errors(str(self.root), "read the decision of", save_id):
             return has_damaged_decision(self.staging(save_id), save_id)
 
-    def abort(self, save_id: str, *, unless_decided: bool = False) -> None:
-        """Removes a staged save. What is committed stays. Aborting what is not there changes nothing.
+    def abort(self, save_id: str, why: str = "", *, unless_decided: bool = False) -> None:
+        """Removes a staged save, and notes why. What is committed stays. Aborting what is not there changes nothing.
 
-        One that this node coordinated, and has not decided, is noted as given up. `unless_decided`: aborting what a rank
-        has decided meanwhile changes nothing, either.
+        One that this node coordinated, and has not decided, is noted as aborted: it is decided nowhere. `unless_decided`:
+        aborting what a rank has decided meanwhile changes nothing, either.
         """
         with translate_errors(str(self.root), "abort", save_id), exclusive(self.root / STAGING_DIR):
             if not (unless_decided and self.is_decided(save_id)):
-                self._discard(save_id)
+                self._discard(save_id, why)
 
-    def note_given_up(self, save_id: str) -> None:
-        """Notes that a save is over, or removed by retention: what is staged of it is not needed."""
-        with translate_errors(str(self.root), "note", save_id), exclusive(self.root / STAGING_DIR):
-            self._note(self.given_up, save_id)
-
-    def _note(self, notes: GivenUpNotes, save_id: str) -> None:
+    def note_end(self, save_id: str, end: End, why: str) -> None:
+        """Notes in the journal that a save is over here. Without it other nodes wait for more answers."""
         try:
             self.agent_directory()
-            notes.note(save_id)
+            self.journal.note(save_id, end, why, is_flushed=end is not End.DROPPED)
         except StoreError as exc:
             log.warning("a part of save %s elsewhere goes once all others answer, or by hand, as %s", save_id, exc)
 
-    def _discard(self, save_id: str) -> None:
+    def _discard(self, save_id: str, why: str = "") -> None:
         staging, intent, was_staged = self.staging(save_id), self.intent_of(save_id), self.is_staged(save_id)
         if was_staged and intent.checkpoint_id and self.is_published(save_id):  # a crash came before the end
             publish(self.final(intent.checkpoint_id), staging, self.catalog.manifest(intent.checkpoint_id))
@@ -391,8 +392,9 @@ class LocalStore:
         remove_tree(staging)
         if is_broken_off:
             remove_unread(self.catalog, intent.checkpoint_id, save_id)
-        if is_own and self._is_nowhere(save_id, was_staged=was_staged):
-            self._note(self.given_up, save_id)  # before the intent goes: of a crash before, the next start has it noted
+        if (was_staged or is_own) and self._is_nowhere(save_id, was_staged=was_staged):
+            # before the intent goes: of a crash before, the next start has it noted
+            self.note_end(save_id, End.ABORTED if is_own else End.DROPPED, why)
         self._forget(save_id)
 
     def _is_nowhere(self, save_id: str, *, was_staged: bool) -> bool:

@@ -18,7 +18,6 @@ from replicated_ckpt.agent.saves.doubts import Leftover
 from replicated_ckpt.agent.saves.pins import PIN_S, Pins
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.settling import settle as settling
-from replicated_ckpt.agent.settling.outlived import drop_outlived
 from replicated_ckpt.agent.settling.settle import settle
 from replicated_ckpt.cli.look.doubts import list_staged_saves, list_waiting
 from replicated_ckpt.cli.look.nodes import look_at_nodes
@@ -36,6 +35,7 @@ from replicated_ckpt.stores.local.versions.remove import retire
 from replicated_ckpt.stores.peer.client import AgentAddress
 from tests.agent.agents import running_agent
 from tests.agent.checkpoints import next_file_number, renumbered
+from tests.agent.collecting import drop_superseded
 from tests.damage import flip, make_newer
 
 OTHER = "0" * 11 + "a"
@@ -113,7 +113,7 @@ def test_what_another_run_published_lets_nothing_staged_go(service: NodeService)
     service.commit(OLD)
     stage(service, NEW, 1, ANOTHER, OTHER, is_decided=False)
     settle(service, [Leftover(service.store.intent_of(NEW), "its processes are gone")], [])
-    drop_outlived(service, {OLD: published}, look(service))
+    drop_superseded(service, {OLD: published}, look(service))
     assert is_staged(service, NEW)
 
 
@@ -128,7 +128,7 @@ def test_a_decided_save_that_was_overtaken_goes_once_the_newer_one_is_whole(
     service.commit(NEWEST)
     for _ in range(2):
         settle(service, service.find_abandoned(0.0), [])
-        drop_outlived(service, {NEWEST: newest}, look(service))
+        drop_superseded(service, {NEWEST: newest}, look(service))
     assert not is_staged(service, NEW)
 
 
@@ -149,7 +149,7 @@ def test_a_save_that_cannot_be_completed_goes_once_a_newer_one_is_whole(service:
     said = shown.describe(look_at_nodes(service.store, asks_own=False))
     assert f"save {NEW} of step-10: could not be settled, which is tried again: GET" in said
     assert METADATA_NAME in said
-    drop_outlived(service, {NEWEST: newest}, look(service))
+    drop_superseded(service, {NEWEST: newest}, look(service))
     assert not is_staged(service, NEW)
     assert service.doubts.read_all() == ()
 
@@ -183,7 +183,7 @@ def test_a_decided_save_whose_name_another_run_has_taken_goes(
     with contextlib.ExitStack() as stack:
         if kept_by == "a rank works on it":
             stack.callback(service.store.lock_save(NEW).release)
-        drop_outlived(service, {OLD: theirs}, views[:1] if kept_by == "a node is silent" else views)
+        drop_superseded(service, {OLD: theirs}, views[:1] if kept_by == "a node is silent" else views)
     assert is_staged(service, NEW) is bool(kept_by)
 
 
@@ -218,7 +218,7 @@ def test_a_decided_save_that_its_coordinators_node_has_given_up_goes(service: No
         settle(service, service.find_abandoned(0.0), [])
         assert is_staged(service, NEW), "while its coordinator's node has it"
         for node in (coordinator, service):
-            drop_outlived(node, {OLD: theirs}, views)
+            drop_superseded(node, {OLD: theirs}, views)
         assert not is_staged(coordinator, NEW)
         settle(service, service.find_abandoned(0.0), [])
     assert not is_staged(service, NEW)
@@ -449,7 +449,7 @@ def test_a_version_that_a_load_was_told_to_read_stays(tmp_path: Path, session: s
     service.commit(NEW)
     for at, is_there in ((0.0, True), (PIN_S - 1, True), (PIN_S + 1, False)):
         now[0] = at
-        drop_outlived(service, {NEW: newest}, look(service))
+        drop_superseded(service, {NEW: newest}, look(service))
         assert (service.store.catalog.checkpoint_of(OLD) is not None) is is_there
     service.pin(NEW, "session/1")
     assert not retire(service.store.root, "step-10", NEW)
@@ -483,7 +483,7 @@ def test_a_replaced_version_that_no_manifest_tells_of_goes_when_all_is_done(
     """Its manifest was damaged after it was replaced; while anything is short anywhere it stays."""
     newer, place = replace_one(service)
     flip(place, 60)
-    drop_outlived(service, {NEW: newer}, look(service), is_done=is_done)
+    drop_superseded(service, {NEW: newer}, look(service), is_done=is_done)
     assert place.exists() is not is_done
     assert (place.with_name(SHARDS[0])).exists() is not is_done
 
@@ -492,5 +492,5 @@ def test_a_replaced_version_of_a_newer_format_stays(service: NodeService) -> Non
     """What this version of the package cannot read is not taken for damaged."""
     newer, place = replace_one(service)
     make_newer(place)
-    drop_outlived(service, {NEW: newer}, look(service), is_done=True)
+    drop_superseded(service, {NEW: newer}, look(service), is_done=True)
     assert place.exists()

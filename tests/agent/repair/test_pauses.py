@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from replicated_ckpt.agent.peers.watch import Patience
-from replicated_ckpt.agent.repair.hopeless import RETRY_S
+from replicated_ckpt.agent.repair.deferred import RETRY_S
 from replicated_ckpt.agent.repair.mender import Mender
 from replicated_ckpt.agent.repair.pauses import IDLE_PAUSE_S, Pauses
 from replicated_ckpt.agent.repair.reprotect import Reprotector

@@ -20,17 +20,18 @@ from replicated_ckpt.agent.saves.hand_overs import HandedShard, HandOvers
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.saves.shard_copies import WantedCopies
 from replicated_ckpt.agent.settling.orphans import follow_orphan
-from replicated_ckpt.agent.settling.outlived import drop_outlived
 from replicated_ckpt.core.layout import MANIFEST_NAME, replaced_name
 from replicated_ckpt.core.upkeep.repair_plan import CopyShard
 from replicated_ckpt.errors import StoreDenied, StoreError, StoreFull
 from replicated_ckpt.stores.files.room import Room
 from replicated_ckpt.stores.local.directories.committed import open_directory
 from replicated_ckpt.stores.local.directories.intent import Intent
+from replicated_ckpt.stores.local.directories.journal import End
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.versions.remove import retire
 from replicated_ckpt.stores.throttle import Pace
 from tests.agent.checkpoints import checkpointed, findings, quarantined, shard
+from tests.agent.collecting import drop_superseded
 from tests.stores.files.test_existence import refused
 
 pytestmark = pytest.mark.timeout(60)
@@ -129,19 +130,19 @@ def test_a_replaced_version_that_stays_keeps_no_other_one(
     monkeypatch.setattr(LocalStore, "drop_replaced", drop)
     for number in (8, 9):
         (service.store.root / "step-1" / replaced_name(f"{number:032x}")).write_bytes(b"damaged")
-    drop_outlived(service, {}, (), is_done=True)
+    drop_superseded(service, {}, (), is_done=True)
     assert tried == [f"{number:032x}" for number in (8, 9)]
-    assert caplog.text.count("stays for now") == 2
+    assert caplog.text.count("not removed: ") == 2
 
 
 def test_what_cannot_be_removed_is_told(service: NodeService, monkeypatch: pytest.MonkeyPatch) -> None:
     """The status says so: all copies are there, and the disk fills."""
     stopping = threading.Event()
     reprotector = Reprotector(service, Patience(), Pace(1e12, stopping), stopping)
-    service.removals.take(SAVE)
+    service.store.journal.note(SAVE, End.REMOVING)
     with monkeypatch.context() as patch:
         refusal = StoreDenied("the disk", "retire", "step-1", "PermissionError: Permission denied")
-        patch.setattr("replicated_ckpt.agent.repair.retire.retire", mock.Mock(side_effect=refusal))
+        patch.setattr("replicated_ckpt.agent.repair.collector.retire", mock.Mock(side_effect=refusal))
         (failed,) = reprotector.round().failed
     assert f"remove step-1 (save {SAVE})" in failed
     assert "Permission denied" in failed

@@ -256,10 +256,10 @@ def test_what_is_long_gone_is_forgotten(tmp_path: Path) -> None:
     reprotector.round()
     shutil.rmtree(store.final("step-1"))
     reprotector.round()
-    assert len(reprotector._just_removed._gone_since) == 1, "it is not put back at once"
+    assert len(reprotector._deferred._gone_since) == 1, "it is not put back at once"
     now[0] += Patience().lost_after_s
     reprotector.round()
-    assert not reprotector._just_removed._gone_since
+    assert not reprotector._deferred._gone_since
 
 
 @pytest.mark.parametrize(

@@ -6,19 +6,20 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from replicated_ckpt import Retention
-from replicated_ckpt.agent.repair.retire import Retirer
+from replicated_ckpt.agent.repair.collector import Collector
 from replicated_ckpt.agent.saves.service import NodeService
-from replicated_ckpt.agent.state import removals
 from replicated_ckpt.agent.state.policies import PolicyBook
-from replicated_ckpt.agent.state.removals import RemovalBook
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.core.upkeep.policy import NODES, Policy
+from replicated_ckpt.stores.local.directories import journal
+from replicated_ckpt.stores.local.directories.journal import End, Journal
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.versions.readers import lock_version
 from replicated_ckpt.stores.local.versions.remove import retire
@@ -114,7 +115,7 @@ def test_what_a_load_reads_stays(tmp_path: Path) -> None:
         assert (done.returncode, there(store)) == (ExitCode.FAILED, [1, 2])
         assert "kept: step-1: a load reads it" in done.stdout
         assert "--force" in done.stdout
-        assert RemovalBook(store.root / ".agent").read_all() == frozenset()
+        assert store.journal.read_removed() == frozenset()
         assert command("rm", "step-1", "--root", store.root, "--force").returncode == ExitCode.OK
         assert there(store) == [2]
 
@@ -123,7 +124,8 @@ def test_a_removal_that_was_cut_off_is_finished(tmp_path: Path) -> None:
     """The agent died between its note and the removal: the next one removes it, and only that."""
     store = LocalStore(tmp_path / "node0")
     first, _ = saved_alone(store)
-    RemovalBook(store.agent_directory()).take(first)
+    store.agent_directory()
+    store.journal.note(first, End.REMOVING)
     with running_agent(store.root):
         wait_for(lambda: there(store) == [2], 20, "the removal")
     assert findings(store) == []
@@ -209,21 +211,23 @@ def test_what_the_user_puts_back_stays(tmp_path: Path) -> None:
 
 def test_a_removal_ends_once_it_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is pending until nothing lies here; others are told of it for longer, also by the agent after this one."""
-    monkeypatch.setattr(removals, "REMOVALS_MAX", MANY)  # the book is written anew for each
-    book = RemovalBook(tmp_path)
-    for number in (1, 2):
-        book.take(f"{number:032x}")
-    book.finish(f"{1:032x}")
-    for again in (book, RemovalBook(tmp_path)):
-        assert again.read_pending_and_done() == (frozenset({f"{2:032x}"}), frozenset({f"{1:032x}"}))
-        assert again.read_all() == {f"{1:032x}", f"{2:032x}"}
-    book.forget(f"{2:032x}")
-    book.forget(f"{1:032x}")
-    assert RemovalBook(tmp_path).read_pending_and_done() == (frozenset({f"{2:032x}"}), frozenset())
+    monkeypatch.setattr(journal, "REMOVALS_MAX", MANY)
+    LocalStore(tmp_path).agent_directory()
+    book = Journal(tmp_path)
+    first, second = (f"{number:032x}" for number in (1, 2))
+    for save_id in (first, second):
+        book.note(save_id, End.REMOVING)
+    book.note(first, End.REMOVED, after=End.REMOVING)
+    for again in (book, Journal(tmp_path)):
+        assert again.read_removals() == (frozenset({second}), frozenset({first}))
+        assert again.read_removed() == {first, second}
+    for save_id in (first, second):
+        book.note(save_id, End.RESTORED, after=End.REMOVED)
+    assert Journal(tmp_path).read_removals() == (frozenset({second}), frozenset())
     for number in range(MANY + 5):
-        book.take(f"{number + 3:032x}")
+        book.note(f"{number + 3:032x}", End.REMOVING)
     newest = {f"{number + 3:032x}" for number in range(5, MANY + 5)}
-    assert book.read_all() == book.read_pending_and_done()[0] == newest
+    assert book.read_removed() == book.read_removals()[0] == newest
 
 
 def test_a_removal_during_a_look_is_not_taken_for_one_that_was_put_back(
@@ -233,12 +237,13 @@ def test_a_removal_during_a_look_is_not_taken_for_one_that_was_put_back(
     store = LocalStore(tmp_path / "a")
     save_id = checkpointed([store], 1, {shard(0): (0,)}, copies=1, size_bytes=SMALL).save_id
     service = NodeService(store)
-    book, find_here, looks = service.removals, Retirer._find_here, iter((None, service.removals.take))
+    book, find_here = service.store.journal, Collector._find_here
+    looks = iter((None, partial(book.note, end=End.REMOVING)))
 
-    def move_on(read: Callable[[RemovalBook], Any]) -> Callable[[RemovalBook], Any]:
-        """A request for the removal gets one step further before the second time that the book is read."""
+    def move_on(read: Callable[[Journal], Any]) -> Callable[[Journal], Any]:
+        """A request for the removal gets one step further before the second time that the journal is read."""
 
-        def reading(self: RemovalBook) -> Any:
+        def reading(self: Journal) -> Any:
             step = next(looks, None)
             if step is not None:
                 step(save_id)
@@ -246,20 +251,20 @@ def test_a_removal_during_a_look_is_not_taken_for_one_that_was_put_back(
 
         return reading
 
-    def scan(self: Retirer) -> Mapping[str, str]:
+    def scan(self: Collector) -> Mapping[str, str]:
         for step in filter(None, looks):
             step(save_id)
         found = find_here(self)
         assert retire(store.root, "step-1", save_id)
-        book.finish(save_id)
+        book.note(save_id, End.REMOVED)
         return found
 
-    book.take(OTHER_SAVE)  # without a note there is no look
-    for name in ("read_all", "read_pending_and_done"):
-        monkeypatch.setattr(RemovalBook, name, move_on(getattr(RemovalBook, name)))
-    monkeypatch.setattr(Retirer, "_find_here", scan)
-    Retirer(service, threading.Event())._finish_removals()
-    assert save_id in RemovalBook(store.root / ".agent").read_all()
+    book.note(OTHER_SAVE, End.REMOVING)  # without a note there is no look
+    for name in ("read_removed", "read_removals"):
+        monkeypatch.setattr(Journal, name, move_on(getattr(Journal, name)))
+    monkeypatch.setattr(Collector, "_find_here", scan)
+    Collector(service, threading.Event())._finish_removals()
+    assert save_id in Journal(store.root).read_removed()
 
 
 def test_what_a_process_of_this_node_reads_is_refused_before_anything_goes(tmp_path: Path) -> None:
@@ -276,7 +281,7 @@ def test_what_a_process_of_this_node_reads_is_refused_before_anything_goes(tmp_p
             code, found = as_json("rm", "step-1", "--root", store.root)
             assert (code, found["removed"], there(store)) == (ExitCode.FAILED, [], [1, 2])
             assert found["kept"] == {"step-1": "a process of this node reads it; wait for it to end, or use --force"}
-            assert RemovalBook(store.root / ".agent").read_all() == frozenset()
+            assert store.journal.read_removed() == frozenset()
             done = command("rm", "step-1", "--root", store.root, "--force")
             assert (done.returncode, there(store)) == (ExitCode.FAILED, [1, 2])
             assert "kept: step-1: a process of this node reads it; it goes when that has ended" in done.stdout
@@ -320,13 +325,13 @@ def test_a_save_that_has_not_ended_here_goes_once_it_has(tmp_path: Path) -> None
         answer = client.call("POST", "/v1/remove", {"checkpoint_id": "step-1", "save_id": staged.save_id})
         assert answer["why"] == "its save has not ended on this node; it goes when that has"
     service = NodeService(store)
-    Retirer(service, threading.Event())._finish_removals()
+    Collector(service, threading.Event())._finish_removals()
     store.commit(staged.save_id)
     lock.release()
     assert names_in(store) == ["step-1"]
-    Retirer(service, threading.Event())._finish_removals()
+    Collector(service, threading.Event())._finish_removals()
     assert names_in(store) == []
-    assert service.removals.read_pending_and_done() == (frozenset(), frozenset({staged.save_id}))
+    assert store.journal.read_removals() == (frozenset(), frozenset({staged.save_id}))
     assert findings(store) == []
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from replicated_ckpt import Retention
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
+from replicated_ckpt.core.upkeep.collection import find_whole_versions
 from replicated_ckpt.core.upkeep.policy import NODES, Policy, Standing, merge_policies, pending, scope_of
 from replicated_ckpt.core.upkeep.remains import Remains
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence, plan_repair
@@ -23,7 +24,6 @@ from replicated_ckpt.core.upkeep.retention import (
     judge,
     plan_retention,
 )
-from replicated_ckpt.core.upkeep.whole_versions import find_whole_versions
 from replicated_ckpt.errors import ConfigInvalid
 
 UP, ASSUMED, GONE = Presence.UP, Presence.ASSUMED, Presence.GONE

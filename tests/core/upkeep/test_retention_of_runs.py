@@ -7,6 +7,7 @@ import pytest
 
 from replicated_ckpt import Retention
 from replicated_ckpt.core.manifest import Manifest
+from replicated_ckpt.core.upkeep.collection import find_whole_versions
 from replicated_ckpt.core.upkeep.policy import NODES, Policy, Standing, find_series_name
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
 from replicated_ckpt.core.upkeep.retention import (
@@ -16,7 +17,6 @@ from replicated_ckpt.core.upkeep.retention import (
     plan_retention,
     without_retired,
 )
-from replicated_ckpt.core.upkeep.whole_versions import find_whole_versions
 from tests.core.upkeep.test_retention import NAMES, by_save, holding, manifest, save_id
 
 OURS, OTHER = "a" * 16, "b" * 16

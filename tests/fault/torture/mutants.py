@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
+from replicated_ckpt.agent.repair import collector
 from replicated_ckpt.agent.repair.mender import Mender
 from replicated_ckpt.agent.saves.finish import Finisher
-from replicated_ckpt.agent.settling import orphans, outlived, settle
+from replicated_ckpt.agent.settling import orphans, settle
 from replicated_ckpt.agent.state import rights
-from replicated_ckpt.agent.state.removals import RemovalBook
 from replicated_ckpt.cli.nodes import drain
 from replicated_ckpt.core.inventory import saves_found
 from replicated_ckpt.core.lineage import Version
@@ -30,6 +30,7 @@ from replicated_ckpt.dcp.hand_over import follower
 from replicated_ckpt.dcp.load.shard_reader import ShardReader
 from replicated_ckpt.stores import verified
 from replicated_ckpt.stores.files.locks import HeldLock
+from replicated_ckpt.stores.local.directories.journal import End, Journal
 from replicated_ckpt.stores.peer.copy import PeerSink
 from tests.fault.torture.course import Course
 from tests.fault.torture.runs import Outcome, odd_clocks_outcome, outcome_of
@@ -107,7 +108,7 @@ def an_assumption_makes_others_give_way() -> Iterator[None]:
 
     with (
         mock.patch.object(SeenSave, "is_whole", SeenSave.may_be_whole),
-        mock.patch.object(outlived, "find_whole_versions", assumed_whole),
+        mock.patch.object(collector, "find_whole_versions", assumed_whole),
     ):
         yield
 
@@ -181,7 +182,13 @@ def memory_is_handed_over_once() -> Iterator[None]:
 @contextmanager
 def a_removal_by_hand_is_not_noted() -> Iterator[None]:
     """An agent removes what its user names, and tells no other node of it."""
-    with mock.patch.object(RemovalBook, "take"):
+    note = Journal.note
+
+    def forget(self: Journal, save_id: str, end: End, why: str = "", **options: Any) -> None:
+        if end is not End.REMOVING:
+            note(self, save_id, end, why, **options)
+
+    with mock.patch.object(Journal, "note", forget):
         yield
 
 

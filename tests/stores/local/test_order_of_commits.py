@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from replicated_ckpt import failpoints
-from replicated_ckpt.agent.repair.retire import Retirer
+from replicated_ckpt.agent.repair.collector import Collector
 from replicated_ckpt.agent.saves.service import NodeService
-from replicated_ckpt.agent.settling.outlived import drop_outlived
 from replicated_ckpt.config import Retention
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
@@ -27,6 +26,7 @@ from replicated_ckpt.stores.local.versions.readers import lock_version
 from replicated_ckpt.stores.local.versions.remove import retire
 from replicated_ckpt.testing.shard_files import table_of
 from tests.agent.checkpoints import renumbered
+from tests.agent.collecting import drop_superseded
 
 RUN, OTHER = "a" * 16, "b" * 16
 HERE, ELSEWHERE = "__0_0.distcp", "__1_0.distcp"
@@ -327,15 +327,15 @@ def test_what_a_retired_save_had_replaced_is_no_checkpoint_again(tmp_path: Path)
     store.commit(ours.save_id)
     store.commit(newest.save_id)
     service.policies.learn([Policy("", NODES, 1, Retention(keep_last=1), lineage=RUN)])
-    retirer = Retirer(service, threading.Event())
+    collector = Collector(service, threading.Event())
 
     def look_after() -> list[str]:
         manifests = {each.save_id: each for _, each in store.catalog.committed()}
         manifests |= {each.save_id: each for _, each in store.catalog.read_replaced()}
         view = NodeView(service.node_id, Presence.UP, store.catalog.holdings(service.node_id))
-        drop_outlived(service, manifests, [view])
+        drop_superseded(service, manifests, [view])
         view = replace(view, holdings=store.catalog.holdings(service.node_id))
-        going, _ = retirer.retire(manifests, [view], service.policies.read_all(), in_doubt=False)
+        going, _ = collector.retire(manifests, [view], service.policies.read_all(), in_doubt=False)
         return [save_id for save_id in manifests if save_id not in going]
 
     assert look_after() == [ours.save_id, newest.save_id, theirs.save_id]

@@ -20,8 +20,8 @@ import pytest
 import torch
 
 from replicated_ckpt import failpoints
+from replicated_ckpt.agent.repair.collector import Collector
 from replicated_ckpt.agent.repair.mender import Mender
-from replicated_ckpt.agent.repair.retire import Retirer
 from replicated_ckpt.agent.requests.body import Body
 from replicated_ckpt.agent.saves.hand_overs import HandOvers
 from replicated_ckpt.agent.saves.receive import receive_file
@@ -488,7 +488,10 @@ def test_recycled_files_that_cannot_be_removed_stop_no_round(store: LocalStore) 
     """Copies are made up, and checkpoints retired, on a node whose pool another user has taken, say."""
     denied = mock.patch.object(RecycledFiles, "drop", side_effect=PermissionError(errno.EACCES, "denied"))
     with denied as drop:
-        assert Retirer(NodeService(store), threading.Event()).retire({}, (), (), in_doubt=False) == (frozenset(), False)
+        assert Collector(NodeService(store), threading.Event()).retire({}, (), (), in_doubt=False) == (
+            frozenset(),
+            False,
+        )
     assert drop.call_count == 1
 
 

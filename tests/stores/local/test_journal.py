@@ -1,20 +1,20 @@
-"""What a coordinator's node has given up is noted, and outlives its agent; what it has forgotten is not taken for that."""
+"""The journal: what is over on a node is noted, and outlives its agent; what it has forgotten is not taken for that."""
 
-import json
 import threading
 from pathlib import Path
 from unittest import mock
 
 import pytest
 
-from replicated_ckpt.agent.repair.retire import BY_HAND, Retirer
+from replicated_ckpt.agent.repair.collector import BY_HAND, Collector
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.core.layout import AGENT_DIR
 from replicated_ckpt.core.protocol.settlement import Answer
 from replicated_ckpt.core.upkeep.retention import Removal, RetentionPlan
-from replicated_ckpt.stores.local.directories import given_up
-from replicated_ckpt.stores.local.directories.given_up import GivenUpNotes
+from replicated_ckpt.errors import SaveAborted
+from replicated_ckpt.stores.local.directories import journal
 from replicated_ckpt.stores.local.directories.intent import Intent
+from replicated_ckpt.stores.local.directories.journal import End, Entry, Journal
 from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.checkpoints import checkpointed
 
@@ -54,7 +54,7 @@ def test_a_rank_that_gives_up_without_an_agent_leaves_the_note_too(store: LocalS
 def test_a_crash_before_the_note_leaves_the_intent_which_the_next_start_goes_by(store: LocalStore) -> None:
     """Nothing is staged any more: only the intent tells that this node coordinated the save."""
     open_save(store, SAVE, store.node_id())
-    with mock.patch.object(store.given_up, "note", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+    with mock.patch.object(store.journal, "note", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
         store.abort(SAVE)
     assert not store.is_staged(SAVE)
     (intent,) = store.list_staged()
@@ -71,8 +71,13 @@ def test_what_retention_has_removed_is_noted(store: LocalStore, rule: str) -> No
     """
     made = checkpointed([store], 1, {"__0_0.distcp": [0]})
     assert said_of(store, made.save_id) == Answer.PUBLISHED.value
-    removal = Removal(store.node_id(), made.checkpoint_id, made.save_id, rule)
-    Retirer(NodeService(store), threading.Event()).carry_out(RetentionPlan(removals=(removal,)))
+    collector = Collector(NodeService(store), threading.Event())
+    if rule == BY_HAND:
+        store.journal.note(made.save_id, End.REMOVING)
+        collector.retire({}, (), (), in_doubt=False)
+    else:
+        removal = Removal(store.node_id(), made.checkpoint_id, made.save_id, rule)
+        collector.carry_out(RetentionPlan(removals=(removal,)))
     assert store.catalog.checkpoint_of(made.save_id) is None
     assert said_of(store, made.save_id) == (Answer.ABSENT if rule == BY_HAND else Answer.GIVEN_UP).value
 
@@ -96,26 +101,55 @@ def test_what_may_have_been_decided_is_not_said_to_be_given_up(store: LocalStore
     assert said_of(store, SAVE) == Answer.ABSENT.value
 
 
-@pytest.mark.parametrize("content", [b"", b"\xff", b"{}", b'["x", 3]', b"[" * 100_000])
+@pytest.mark.parametrize("content", [b"", b"\xff", b"\0" * 80, f"{SAVE} abort\n{SAVE}".encode(), b"[" * 100_000])
 def test_notes_that_cannot_be_believed_count_as_none(store: LocalStore, content: bytes) -> None:
     """Then nodes wait for each other's answers, and the next note is written."""
     open_save(store, SAVE, store.node_id())
     store.abort(SAVE)
-    (store.root / AGENT_DIR / "given-up.json").write_bytes(content)
+    (store.root / AGENT_DIR / "journal").write_bytes(content)
     assert said_of(store, SAVE) == Answer.ABSENT.value
     open_save(store, ANOTHER, store.node_id())
     assert said_of(store, ANOTHER) == Answer.GIVEN_UP.value
 
 
 def test_the_oldest_are_forgotten(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Notes of saves that were given up are bounded: the newest stay, each once."""
-    monkeypatch.setattr(given_up, "GIVEN_UP_MAX", 2)
+    """The journal is bounded, in memory and on disk: the newest ends stay, each once."""
+    monkeypatch.setattr(journal, "ENTRIES_MAX", 2)
+    monkeypatch.setattr(journal, "COMPACT_BYTES", 1)
     for save_id in (SAVE, ANOTHER, THIRD, THIRD):
         open_save(store, save_id, store.node_id())
-        store.abort(save_id)
-    notes = GivenUpNotes(store.root)
-    assert [notes.has(save_id) for save_id in (SAVE, ANOTHER, THIRD)] == [False, True, True]
-    assert json.loads((store.root / AGENT_DIR / "given-up.json").read_bytes()) == [ANOTHER, THIRD]
+        store.abort(save_id, "its rank failed")
+    store.compact_journal()
+    for notes in (store.journal, Journal(store.root)):
+        assert notes.find(SAVE) is None
+        assert notes.find(ANOTHER) == notes.find(THIRD) == Entry(End.ABORTED, "its rank failed")
+    assert (store.root / AGENT_DIR / "journal").read_bytes().count(b"aborted") == 2
+
+
+def test_what_is_over_is_not_opened_again(store: LocalStore) -> None:
+    """A rank's opening that comes late, after a restart of the agent, too: the ranks get the reason that was noted."""
+    for coordinator in (store.node_id(), ELSEWHERE):
+        save_id = SAVE if coordinator == ELSEWHERE else ANOTHER
+        open_save(store, save_id, coordinator)
+        NodeService(store).abort(save_id, "another save\novertook it")
+        with pytest.raises(SaveAborted, match=r"another save.*overtook it"):
+            NodeService(store).begin(Intent(save_id, "step-1", "s", overwrite=True, coordinator=coordinator))
+        with pytest.raises(SaveAborted, match=r"another save.*overtook it"):
+            NodeService(store).check_open(save_id)
+        assert not store.is_staged(save_id)
+
+
+def test_a_note_after_one_that_a_crash_has_torn_counts(store: LocalStore) -> None:
+    """Each line begins anew; what other processes append is seen, and a file that was put back is read from its start."""
+    store.agent_directory()
+    path, notes = store.root / AGENT_DIR / "journal", Journal(store.root)
+    notes.note(SAVE, End.RETIRED)
+    before = path.read_bytes()
+    path.write_bytes(before + f"{ANOTHER} remov".encode())
+    Journal(store.root).note(THIRD, End.REMOVING)
+    assert [notes.find(each) for each in (ANOTHER, THIRD)] == [None, Entry(End.REMOVING)]
+    path.write_bytes(before)
+    assert [notes.find(each) for each in (SAVE, THIRD)] == [Entry(End.RETIRED), None]
 
 
 def test_a_save_is_given_up_where_the_note_cannot_be_written(
@@ -124,7 +158,7 @@ def test_a_save_is_given_up_where_the_note_cannot_be_written(
     """A disk in trouble keeps no staged save: that only costs the others' answers."""
     open_save(store, SAVE, store.node_id())
     store.agent_directory()
-    (store.root / AGENT_DIR / "given-up.json").mkdir()
+    (store.root / AGENT_DIR / "journal").mkdir()
     store.abort(SAVE)
     assert store.list_staged() == ()
     assert "once all others answer" in caplog.text

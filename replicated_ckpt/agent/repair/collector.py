@@ -1,0 +1,253 @@
+"""The collector removes from this node what is over.
+
+`core.upkeep` decides that, from what was seen of all nodes: versions that a newer one has superseded, saves in doubt that a
+newer one has ended, checkpoints that the policy of a run retires, and what the user has removed by hand.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+from replicated_ckpt.agent.saves.service import NodeService
+from replicated_ckpt.core.manifest import Manifest
+from replicated_ckpt.core.upkeep.collection import (
+    WholeVersions,
+    find_end_of_doubt,
+    find_in_the_way,
+    find_replaced,
+    find_whole_versions,
+    has_several_versions,
+)
+from replicated_ckpt.core.upkeep.policy import NODES, Policy, agree, confirm
+from replicated_ckpt.core.upkeep.removal import find_removed
+from replicated_ckpt.core.upkeep.repair import NodeView
+from replicated_ckpt.core.upkeep.retention import Removal, RetentionPlan, plan_retention
+from replicated_ckpt.errors import ManifestInvalid, ObjectCorrupt, ReplicatedCkptError, StoreError
+from replicated_ckpt.stores.files.durable import translate_errors
+from replicated_ckpt.stores.local.directories.intent import Intent
+from replicated_ckpt.stores.local.directories.journal import End
+from replicated_ckpt.stores.local.room_to_start import lacks_room_to_start
+from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.local.versions.recycled import RecycledFiles
+from replicated_ckpt.stores.local.versions.remove import recycle, retire
+from replicated_ckpt.stores.local.versions.staged_decision import read_decision
+from replicated_ckpt.stores.thread_start import start_worker
+
+log = logging.getLogger(__name__)
+
+BY_HAND = "this node's user has removed it"
+
+
+class Collector:
+    """Each removal looks at the disk again before it changes it, so a plan that is out of date does no harm. One thread.
+
+    `removed`: so many so far, by policy or by hand. `failed`: what could not be removed at the last look, and why.
+    """
+
+    def __init__(self, service: NodeService, stopping: threading.Event) -> None:
+        self._service = service
+        self._store = service.store
+        self._stopping = stopping
+        self._held_back: frozenset[str] = frozenset()
+        self.removed = 0
+        self.failed: list[str] = []
+
+    def status(self) -> Mapping[str, int]:
+        return {"removed": self.removed, "held_back": len(self._held_back)}
+
+    def retire(
+        self, manifests: Mapping[str, Manifest], views: Sequence[NodeView], told: Sequence[Policy], *, in_doubt: bool
+    ) -> tuple[frozenset[str], bool]:
+        """Removes what the policies of this node's ranks keep no longer; the saves that go, and whether any went from here.
+
+        What the other nodes say of their policies can keep this one from removing, and from bringing back what they gave
+        up. It has nothing removed here but what re-protection brought, of saves in which this node had no rank. `in_doubt`:
+        a node is silent; then less is removed. A policy that was not among those `told` before the look waits for the next
+        one: nodes that answered this one may be silent by now.
+        """
+        own, removed_before = self._service.policies.read_all(), self.removed
+        self.failed = []
+        agreed = agree([*own, *(policy for view in views for policy in view.standing.policies)])
+        plan = plan_retention(manifests, views, agreed)
+        if set(own) == set(told):
+            careful = plan_retention(manifests, views, agreed, in_doubt=True) if in_doubt else plan
+            by_own_word = plan_retention(manifests, views, confirm(agreed, own)).retired
+            self.carry_out(careful.only(plan.retired & (by_own_word | self._find_brought(manifests))))
+        if not any(policy.tier == NODES and policy.retention for policy in own):
+            self._drop_recycled()  # no checkpoint goes that would bring new ones
+        self._finish_removals()
+        return plan.retired | find_removed(views), self.removed > removed_before
+
+    def _drop_recycled(self) -> None:
+        try:
+            RecycledFiles(self._store.root).drop()
+        except OSError as exc:
+            log.warning("recycled files are not removed: %s", exc)
+
+    def _find_brought(self, manifests: Mapping[str, Manifest]) -> frozenset[str]:
+        """The saves in which this node had no rank: what lies here of them, other nodes' word has brought."""
+        own = self._service.node_id
+        return frozenset(
+            save_id for save_id, manifest in manifests.items() if own not in {node.node_id for node in manifest.nodes}
+        )
+
+    def carry_out(self, plan: RetentionPlan) -> None:
+        """Does this node's part of a plan; what cannot be removed is logged, and is in the next plan again."""
+        self._log_held_back(plan)
+        self._service.pins.release_old()
+        kept: set[str] = set()
+        for removal in plan.of_node(self._service.node_id):
+            if self._stopping.is_set():
+                return
+            if removal.checkpoint_id in kept or not self._try(removal, partial(recycle, self._store.root)):
+                kept.add(removal.checkpoint_id)  # with the newer versions: it would have the name again
+                continue
+            # a node that was away meanwhile may have it staged, or a part of it
+            self._store.note_end(removal.save_id, End.RETIRED, removal.rule)
+            self.removed += 1
+
+    def _try(self, removal: Removal, remove: Callable[[str, str], bool]) -> bool:
+        """Calls `remove` with checkpoint id and save id, unless the save is loaded; whether it was removed."""
+        if self._service.pins.is_pinned(removal.save_id):
+            log.info("kept while it is loaded: %s", removal)
+            return False
+        try:
+            is_removed = remove(removal.checkpoint_id, removal.save_id)
+        except ReplicatedCkptError as exc:
+            log.warning("not removed: %s: %s", removal, exc)
+            self.failed.append(f"{removal}: {exc}")
+            return False
+        if is_removed:
+            log.info("removed %s (save %s): %s", removal.checkpoint_id, removal.save_id, removal.rule)
+        return is_removed
+
+    def _log_held_back(self, plan: RetentionPlan) -> None:
+        for verdict in plan.held_back:
+            if verdict.save_id not in self._held_back:
+                log.info("kept beyond the policy: %s", verdict)
+        self._held_back = frozenset(verdict.save_id for verdict in plan.held_back)
+
+    def _finish_removals(self) -> None:
+        """Removes what this node's own user has removed and a crash, or a load that was reading it, has kept here.
+
+        A removal ends once nothing of it lies here, staged or not. What lies here again after that was put back by the
+        user, and is protected from then on.
+        """
+        removing, removed = self._store.journal.read_removals()  # before the look: what goes meanwhile is not put back
+        staged = set(filter(self._store.is_staged, removing))  # before it, too: they may be published meanwhile
+        here = self._find_here() if removed | removing else {}
+        for save_id in sorted(removing - (staged - here.keys())):
+            if self._stopping.is_set():
+                return
+            if (place := here.get(save_id)) is not None:
+                by_hand = Removal(self._service.node_id, place, save_id, BY_HAND)
+                if not self._try(by_hand, partial(retire, self._store.root)):
+                    continue
+                self.removed += 1
+            self._note(save_id, End.REMOVED, after=End.REMOVING)
+        for save_id in sorted(removed & here.keys()):
+            if self._note(save_id, End.RESTORED, after=End.REMOVED):
+                log.info("%s (save %s) was put back; it is looked after again", here[save_id], save_id)
+
+    def _note(self, save_id: str, end: End, *, after: End) -> bool:
+        try:
+            self._store.journal.note(save_id, end, BY_HAND, after=after)
+        except StoreError as exc:
+            log.warning("the note of the removal of save %s stays as it is: %s", save_id, exc)
+            return False
+        return True
+
+    def _find_here(self) -> Mapping[str, str]:
+        """The checkpoint id of each save that lies here under its own name; a renamed directory is not touched."""
+        found = (*self._store.catalog.read_replaced(), *self._store.catalog.committed())
+        return {manifest.save_id: name for name, manifest in found if name == manifest.checkpoint_id}
+
+    def drop_superseded(
+        self,
+        manifests: Mapping[str, Manifest],
+        views: Sequence[NodeView],
+        damaged: Sequence[Removal] = (),
+        *,
+        is_stuck: bool = False,
+    ) -> None:
+        """Removes from this node the versions and staged saves that it kept until newer ones were seen whole.
+
+        `damaged`: replaced versions whose manifest tells nothing any more; every checkpoint has its copies without them.
+        `is_stuck`: no copy that is short can be made now; it may be that what is kept here takes the room.
+
+        Raises:
+            StoreError: the node's own store cannot be read.
+        """
+        self._service.pins.release_old()
+        own = [held for view in views if view.node_id == self._service.node_id for held in view.holdings or ()]
+        doubts = self._service.doubts.read_all()
+        if doubts or has_several_versions(own, views):
+            whole = find_whole_versions(manifests, views, may_be_short=is_stuck)
+            for removal in find_replaced(own, whole):
+                self._try(removal, self._store.drop_replaced)
+            for removal in find_in_the_way(own, manifests, whole):
+                self._try(removal, partial(recycle, self._store.root))
+            for doubt in doubts:
+                self._end_doubt(doubt.intent, whole, views)
+        for removal in damaged:
+            self._try(removal, self._store.drop_replaced)
+
+    def _end_doubt(self, intent: Intent, whole: WholeVersions, views: Sequence[NodeView]) -> None:
+        """Removes a staged save in doubt, if it is over. Only its coordinator's node finds that no node publishes it."""
+        service, is_own = self._service, intent.coordinator == self._service.node_id
+        decided = self._read_decided(intent.save_id)
+        members = set[str]()
+        if is_own and decided is not None and not service.is_held(intent.save_id):
+            members = {*intent.nodes, *(node.node_id for node in decided.nodes)}
+        published = self._store.catalog.find_manifest(intent.checkpoint_id)
+        why = find_end_of_doubt(
+            intent.checkpoint_id,
+            intent.place if decided is None else decided.version,
+            whole,
+            views,
+            published=None if published is None else published.version,
+            replaces=intent.replaces,
+            members=members,
+        )
+        if not why:
+            return
+        try:
+            if is_own:  # its other nodes may have the decision, too: they ask
+                self._store.note_end(intent.save_id, End.ABORTED, why)
+            service.abort(intent.save_id, why)
+        except StoreError as exc:
+            log.warning("save %s, which is over, stays for now: %s", intent.save_id, exc)
+            return
+        log.info("removed save %s of %s, which was in doubt: %s", intent.save_id, intent.checkpoint_id, why)
+
+    def _read_decided(self, save_id: str) -> Manifest | None:
+        """What a staged save was decided as; None while it is not. Before that its time is not known.
+
+        Raises:
+            StoreError: it cannot be read now.
+        """
+        with translate_errors(str(self._store.root), "read the decision of", save_id):
+            try:
+                return read_decision(self._store.staging(save_id), save_id)
+            except (FileNotFoundError, NotADirectoryError, ManifestInvalid, ObjectCorrupt):
+                return None
+
+
+def finish_removals(store: LocalStore) -> None:
+    """Ends the removals that a crash broke off, when an agent starts: in a thread, as terabytes take long.
+
+    At once if the disk has no room for the small files that an agent writes. No load waits for it.
+    """
+    if lacks_room_to_start(store.root):
+        _tidy(store)
+    else:
+        start_worker(_tidy, store, name="rckpt-removals")
+
+
+def _tidy(store: LocalStore) -> None:
+    try:
+        store.tidy(is_alone=False)
+        store.compact_journal()
+    except StoreError as exc:
+        log.error("what a crash has left stays for now: %s", exc)  # noqa: TRY400 - it explains itself

@@ -1,0 +1,18 @@
+"""One look of the collector at what lies on a node."""
+
+import threading
+from collections.abc import Mapping, Sequence
+
+from replicated_ckpt.agent.repair.collector import Collector
+from replicated_ckpt.agent.repair.replaced import find_damaged
+from replicated_ckpt.agent.saves.service import NodeService
+from replicated_ckpt.core.manifest import Manifest
+from replicated_ckpt.core.upkeep.repair import NodeView
+
+
+def drop_superseded(
+    service: NodeService, manifests: Mapping[str, Manifest], views: Sequence[NodeView], *, is_done: bool = False
+) -> None:
+    """As each round of re-protection does. `is_done`: every checkpoint has its copies."""
+    damaged = find_damaged(service) if is_done else ()
+    Collector(service, threading.Event()).drop_superseded(manifests, views, damaged)
