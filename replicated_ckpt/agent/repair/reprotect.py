@@ -55,9 +55,9 @@ Outcome: TypeAlias = tuple[Action, str]
 class Reprotector:
     """One thread that looks, plans and does this node's part, whenever it is woken and every `idle_pause_s`.
 
-    All nodes plan alike from what all nodes hold, so no node has to be in charge. Nothing is deleted but what the
-    policy of a run retires: a node that comes back after it was given up brings one copy more. `standing` says what the
-    other nodes are told besides. `round` may also be called directly, while the thread is off.
+    All nodes plan alike from what all nodes hold, so no node has to be in charge. The collector removes what is over.
+    Nothing else is deleted: a node that comes back after it was given up brings one copy more. `standing` returns what
+    the other nodes are told besides. `round` may also be called directly, while the thread is off.
     """
 
     def __init__(

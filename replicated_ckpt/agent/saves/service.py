@@ -106,9 +106,9 @@ class NodeService:
         not, though no rank of this node works on it: its ranks may still plan.
 
         Raises:
-            CheckpointExists, StoreError. SaveAborted: it is over here. StoreUnavailable: this agent was told to stop.
+            CheckpointExists, StoreError. SaveAborted: this node gave it up. StoreUnavailable: this agent was told to stop.
         """
-        self._refuse_over(intent.save_id)
+        self._refuse_over(intent.save_id, *_GIVEN_UP)
         self.pins.end(intent.session.partition(WRITER)[0])
         self.is_drained = False  # it is used again
         found = self.leftovers(intent)  # not again once that is done: a later save may be open by then
@@ -225,10 +225,10 @@ class NodeService:
             self._refuse_over(save_id)
             raise SaveAborted(f"Save {save_id} is not open on node {self.node_id}.")
 
-    def _refuse_over(self, save_id: str) -> None:
-        """Raises SaveAborted: the save has ended here, and the journal has why."""
+    def _refuse_over(self, save_id: str, *ends: End) -> None:
+        """Raises SaveAborted: the save has ended here, in one of these ways if any are named. The journal has why."""
         entry = self.store.journal.find(save_id)
-        if entry is not None:
+        if entry is not None and (not ends or entry.end in ends):
             raise SaveAborted(f"Save {save_id} was {entry.end.value} on node {self.node_id}: {entry.why}.")
 
     def receive(self, save_id: str, name: str, body: Body, *, durable: bool) -> Received:

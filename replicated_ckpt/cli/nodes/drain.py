@@ -185,7 +185,7 @@ def _list_what_stays(store: LocalStore, seen: NodesSeen) -> list[str]:
     stays += [f"{one.checkpoint_id} is being saved here" for one in store.list_staged() if store.is_held(one.save_id)]
     managed = {holding.checkpoint_id for holding in seen.holdings}
     stays += [
-        f"{checkpoint_id} has no manifest; `repair` makes it a checkpoint with copies, if stock torch wrote it"
+        f"{checkpoint_id} has no manifest: it has no copies; if stock torch wrote it, load it and save it under a new id"
         for checkpoint_id in store.catalog.without_manifest()
         if checkpoint_id not in managed
     ]

@@ -128,15 +128,15 @@ def test_the_oldest_are_forgotten(store: LocalStore, monkeypatch: pytest.MonkeyP
 
 def test_what_is_over_is_not_opened_again(store: LocalStore) -> None:
     """A rank's opening that comes late, after a restart of the agent, too: the ranks get the reason that was noted."""
-    for coordinator in (store.node_id(), ELSEWHERE):
-        save_id = SAVE if coordinator == ELSEWHERE else ANOTHER
+    for save_id, coordinator in ((SAVE, ELSEWHERE), (ANOTHER, store.node_id())):
         open_save(store, save_id, coordinator)
         NodeService(store).abort(save_id, "another save\novertook it")
         with pytest.raises(SaveAborted, match=r"another save.*overtook it"):
-            NodeService(store).begin(Intent(save_id, "step-1", "s", overwrite=True, coordinator=coordinator))
-        with pytest.raises(SaveAborted, match=r"another save.*overtook it"):
             NodeService(store).check_open(save_id)
         assert not store.is_staged(save_id)
+    with pytest.raises(SaveAborted, match=r"another save.*overtook it"):
+        NodeService(store).begin(Intent(ANOTHER, "step-1", "s", overwrite=True, coordinator=store.node_id()))
+    assert not store.is_staged(ANOTHER)
 
 
 def test_a_note_after_one_that_a_crash_has_torn_counts(store: LocalStore) -> None:
