@@ -170,18 +170,19 @@ def expected_seed(case: Case, attempt: Attempt) -> int:
 def assert_nodes_are_alike(cluster: Cluster, checkpoint_ids: set[str]) -> None:
     """Every node has these checkpoints, of the same saves, each with every copy of it that two copies mean here: all."""
     deadline = time.monotonic() + COPIES_WITHIN_S
-    names = {".metadata", ".manifest.json", "__0_0.distcp", "__1_0.distcp"}
     for node in cluster.nodes:
         assert node.checkpoints() == checkpoint_ids
-        for checkpoint_id in checkpoint_ids:
-            while node.files(checkpoint_id) != names and time.monotonic() < deadline:
-                time.sleep(0.05)
-            assert node.files(checkpoint_id) == names
     for checkpoint_id in checkpoint_ids:
         first, second = (
             json.loads((node.disk / checkpoint_id / ".manifest.json").read_text()) for node in cluster.nodes
         )
         assert first == second
+        names = {".metadata", ".manifest.json", *first["manifest"]["shards"]}
+        assert len(names) == 4
+        for node in cluster.nodes:
+            while node.files(checkpoint_id) != names and time.monotonic() < deadline:
+                time.sleep(0.05)
+            assert node.files(checkpoint_id) == names
 
 
 @pytest.mark.parametrize("case", mark_long(NEW_ID, keep=QUICK), ids=lambda case: case.name)
