@@ -217,8 +217,8 @@ class Schedule:
         lost = {found.save_id for found in oracle.attempts if found.checkpoint_id in lost_ids}
         untold = set() if is_done else oracle.untold_manifests()
         aliases = (
-            set() if is_done else oracle.alias_ids()
-        )  # of one that is not whole, what it replaces was copied along
+            oracle.alias_ids()
+        )  # of a copy under another name, what its own had replaced was copied along, and stays
         can_tell = is_done or not oracle.has_nameless()  # else nobody knows whether that is what is staged
         is_known = is_mended and not oracle.forgotten_ids()  # else what it has replaced waits with it
         for node in self.course.cluster.nodes:
