@@ -1,6 +1,7 @@
 """The cluster torture: some seeds of the simulation on every run, and proof that it finds what it should."""
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 
@@ -64,6 +65,14 @@ def test_every_trainer_may_be_killed_while_a_save_is_handed_over(run: Callable[.
     lines, problem, counts = run(700, script=lose_trainers_often)
     assert not problem, "\n".join([*lines, problem])
     assert counts["orphans"] > 0
+
+
+@pytest.mark.timeout(300, method="thread")
+def test_a_schedule_that_hangs_fails_at_its_time_limit() -> None:
+    """The command names its seed then, and goes on with the next one."""
+    schedule, problem = run_seed(4, script=lambda _: time.sleep(60), within_s=1)
+    assert schedule.course.lines
+    assert "the schedule has not ended within 1 s" in problem
 
 
 def test_the_system_may_refuse_anything_at_any_step() -> None:

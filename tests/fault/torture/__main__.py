@@ -2,18 +2,19 @@
 
 import argparse
 import logging
+import os
 import sys
 import time
 from collections import Counter
 
 from tests.fault.torture.mutants import MUTANTS
-from tests.fault.torture.runs import outcomes, real_outcome
+from tests.fault.torture.runs import bounded_real_outcome, odd_clocks_outcome, outcome_of, outcomes
 from tests.fault.torture.scripts import lose_trainers_often, meet_errors_often
 from tests.fault.torture.simulated.by_hand import touch_files_often
 from tests.fault.torture.simulated.people import remove_and_drain_often
 
 NAMES = ("steps", "saves", "acknowledged", "kills", "orphans", "orphans completed", "loads")
-_SAY_EVERY, _SAY_EVERY_REAL = 100, 10
+_SAY_EVERY, _SAY_EVERY_REAL = 100, 1
 
 
 def main() -> int:
@@ -21,6 +22,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="replay this one, and tell it step by step")
     parser.add_argument("--first", type=int, default=0, help="first seed (default: %(default)s)")
     parser.add_argument("--seeds", type=int, default=1000, help="how many (default: %(default)s)")
+    parser.add_argument("--workers", type=int, help="how many schedules at once (default: one for each core)")
     parser.add_argument("--processes", action="store_true", help="with real agents and ranks instead of a simulation")
     parser.add_argument(
         "--trainers",
@@ -59,8 +61,9 @@ def main() -> int:
     scripts = {"trainers": lose_trainers_often, "errors": meet_errors_often, "people": remove_and_drain_often}
     scripts["files"] = touch_files_often
     script = next((scripts[name] for name in scripts if getattr(arguments, name)), None)
-    real = (real_outcome(seed, script=script) for seed in seeds)
-    found = real if arguments.processes else outcomes(seeds, script, odd_clocks=arguments.clocks)
+    simulated = odd_clocks_outcome if arguments.clocks else outcome_of
+    run = bounded_real_outcome if arguments.processes else simulated
+    found = outcomes(seeds, run, script, workers=arguments.workers or len(os.sched_getaffinity(0)))
     for done, (seed, outcome) in enumerate(zip(seeds, found, strict=True), start=1):
         lines, problem, counted = outcome
         if done % (_SAY_EVERY_REAL if arguments.processes else _SAY_EVERY) == 0:

@@ -25,6 +25,7 @@ from pathlib import Path
 import torch
 
 from tests.fault.torture.course import SIMULATION, Backend, Course
+from tests.fault.torture.oracle import Violation
 from tests.fault.torture.real.processes import REAL
 from tests.fault.torture.schedule import STEP_COUNT, Schedule
 from tests.fault.torture.simulated.clocks import OddClocks
@@ -32,6 +33,8 @@ from tests.fault.torture.simulated.cluster import Cluster
 from tests.fault.torture.simulated.jobs import Job
 
 REAL_STEPS = 5
+REAL_WITHIN_S = 600
+"""A real schedule of the command takes 35 to 80 s on two busy cores, and 170 s where each load waits for stopped agents."""
 _BASE = "rckpt-torture-"
 _PR_SET_PDEATHSIG = 1
 
@@ -52,13 +55,21 @@ Script = Callable[[Course], None]
 
 
 def run_seed(
-    seed: int, backend: Backend = SIMULATION, steps: int = STEP_COUNT, script: Script | None = None
+    seed: int,
+    backend: Backend = SIMULATION,
+    steps: int = STEP_COUNT,
+    script: Script | None = None,
+    *,
+    within_s: int | None = None,
 ) -> tuple[Schedule, str]:
-    """Runs one schedule, of random steps or of those of a script; returns it, and what went wrong, or ""."""
+    """Runs one schedule, of random steps or of those of a script; returns it, and what went wrong, or "".
+
+    `within_s`: a schedule that takes longer has failed. Only in a main thread that uses no SIGALRM.
+    """
     base = fast_directory()
     schedule = Schedule(seed, base, backend)
     try:
-        with warnings.catch_warnings(), _without_collections():
+        with warnings.catch_warnings(), _without_collections(), _bounded(within_s):
             warnings.simplefilter("ignore")
             schedule.run(steps) if script is None else schedule.follow(script)
     except Exception:  # noqa: BLE001 - whatever it was, it is a failure of this seed
@@ -81,6 +92,25 @@ def _without_collections() -> Iterator[None]:
             gc.enable()
         gc.collect()
         gc.unfreeze()
+
+
+@contextmanager
+def _bounded(within_s: int | None) -> Iterator[None]:
+    """Raises Violation in the block once it has taken so long."""
+    if within_s is None:
+        yield
+        return
+
+    def end(*_: object) -> None:
+        raise Violation(f"the schedule has not ended within {within_s} s")
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.alarm(within_s)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 Outcome = tuple[list[str], str, Counter[str]]
@@ -116,16 +146,22 @@ def real_outcome(seed: int, steps: int = REAL_STEPS, script: Script | None = Non
     return schedule.course.lines, problem, schedule.course.counts
 
 
-def outcomes(seeds: Sequence[int], script: Script | None = None, *, odd_clocks: bool = False) -> Iterator[Outcome]:
-    """What became of each seed, in order; many are simulated on all cores that this process may use."""
-    one = odd_clocks_outcome if odd_clocks else outcome_of
+def bounded_real_outcome(seed: int, script: Script | None = None) -> Outcome:
+    """As `real_outcome`; a schedule that hangs has failed."""
+    schedule, problem = run_seed(seed, REAL, REAL_STEPS, script, within_s=REAL_WITHIN_S)
+    return schedule.course.lines, problem, schedule.course.counts
+
+
+def outcomes(
+    seeds: Sequence[int], run: Callable[..., Outcome], script: Script | None = None, *, workers: int
+) -> Iterator[Outcome]:
+    """What became of each seed, in order; so many are run at once."""
     if len(seeds) == 1:
-        yield one(seeds[0], script)
+        yield run(seeds[0], script=script)
         return
-    cores = len(os.sched_getaffinity(0))
     context, starter = get_context("spawn"), (os.getpid(),)
-    with ProcessPoolExecutor(cores, mp_context=context, initializer=_begin, initargs=starter) as pool:
-        yield from pool.map(partial(one, script=script), seeds)
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=_begin, initargs=starter) as pool:
+        yield from pool.map(partial(run, script=script), seeds)
 
 
 def _begin(starter: int) -> None:

@@ -32,6 +32,8 @@ from tests.harness.processes import end, signal_if_running, wait_until_gone
 
 LOST_AFTER_S, AWAY_AFTER_S = 1.5, 5.0
 PROTECT_WITHIN_S, LEAVE_WITHIN_S = 60.0, 120.0
+IDLE_EXIT_S = 1200.0
+"""Longer than any schedule. Agents of a run that was killed end after it."""
 WAIT_S_MAX = 6.0
 """No wait is longer: it is beyond the grace of a save that was just opened, and beyond both of the above."""
 _POLL_S = 0.1
@@ -59,7 +61,7 @@ class RealNode:
         """Starts the agent, if none runs."""
         assert not self.is_off, f"node {self.index} is off"
         if not self.is_up:
-            self._cluster.processes.start_agents({self.index: environment or {}}, idle_exit_s=3600)
+            self._cluster.processes.start_agents({self.index: environment or {}}, idle_exit_s=IDLE_EXIT_S)
             self._cluster.network.apply()
 
     def switch_off(self) -> None:
