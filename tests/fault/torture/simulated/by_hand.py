@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from replicated_ckpt.core.layout import AGENT_DIR, NODE_NAME, STAGING_DIR, is_save_id
+from replicated_ckpt.stores.local.directories.intent import Intent
 from tests.fault.torture.course import Course
 from tests.fault.torture.disks import Lying
 from tests.fault.torture.simulated.cluster import Node
@@ -131,8 +132,8 @@ def restore(course: Course) -> None:
 
 def _holds_an_open_save(backup: Path) -> bool:
     """Whether it was made while a save was open that this node coordinated, which may have decided it a moment later."""
-    found = [json.loads(path.read_bytes()) for path in (backup / STAGING_DIR).glob("*.json") if is_save_id(path.stem)]
-    return any(intent["coordinator"] in (_identity(backup), "") for intent in found)
+    paths = [path for path in (backup / STAGING_DIR).glob("*.json") if is_save_id(path.stem)]
+    return any(Intent.read(path.stem, path).coordinator in (_identity(backup), "") for path in paths)
 
 
 def put_back(course: Course, node: Node, backup: Path, *, is_instead: bool, is_another: bool) -> None:
