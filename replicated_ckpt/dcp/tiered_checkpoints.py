@@ -22,9 +22,9 @@ from replicated_ckpt.dcp.find.listing import Listed
 from replicated_ckpt.dcp.load.report import LoadReport
 from replicated_ckpt.dcp.memory.left_tier import join_left_tier
 from replicated_ckpt.dcp.memory.root import claim_memory_root, find_memory_root
-from replicated_ckpt.dcp.memory.spills import SpillCount
 from replicated_ckpt.dcp.memory.tiers import (
     GENERATIONS,
+    SpillCount,
     is_of_tier,
     is_older,
     options_of_disk,

@@ -33,9 +33,8 @@ from replicated_ckpt.errors import (
     ShardLost,
     StoreUnavailable,
 )
-from replicated_ckpt.stores.bucket.bucket import Bucket
+from replicated_ckpt.stores.bucket.bucket import Bucket, manifest_in
 from replicated_ckpt.stores.bucket.bucket_save import OF_NEWER_FORMAT, BucketSave
-from replicated_ckpt.stores.bucket.manifest_of import manifest_in
 from replicated_ckpt.stores.files.plain import read_plain
 from replicated_ckpt.stores.files.shortage import raise_shortage
 from replicated_ckpt.stores.local.remains import RemainsReader

@@ -1,4 +1,4 @@
-"""What two tiers of one run are made with, and which of their checkpoints is the newer one."""
+"""What two tiers of one run are made with, which of their checkpoints is newer, and which saves go to the disk as well."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -7,7 +7,7 @@ from typing import Any
 from torch.distributed.checkpoint.api import CheckpointException
 
 from replicated_ckpt.config import Retention
-from replicated_ckpt.core.lineage import Version
+from replicated_ckpt.core.lineage import Histories, Version
 from replicated_ckpt.dcp.find.listing import Listed
 from replicated_ckpt.errors import ObjectUnsafe, ReplicatedCkptError
 from replicated_ckpt.searched import is_shortage
@@ -64,3 +64,26 @@ def options_of_disk(options: Mapping[str, Any], spill_every: int) -> dict[str, A
 def _count_saves(every: int, spill_every: int) -> int:
     """Of the run's saves, each so many-th: those are `every`-th of what goes to the disk."""
     return every if every == 1 else every * spill_every
+
+
+class SpillCount:
+    """Every `every`-th save goes to the disk, by its sequence; one that did not come there makes the next one due.
+
+    So it does not matter what kept it from the disk: an error, or the end of all trainers between the two tiers.
+    """
+
+    def __init__(self, every: int) -> None:
+        self._every = every
+        self._newest: dict[str, int] = {}
+
+    def learn(self, on_disk: Histories) -> None:
+        """What the disks of the job hold when it begins to save."""
+        self._newest = {lineage: history.sequence for lineage, history in on_disk.items()}
+
+    def is_due(self, saved: Version) -> bool:
+        """Whether what was saved to memory goes to the disk: nothing from the last multiple of `every` on is there."""
+        return saved.sequence // self._every > self._newest.get(saved.lineage, 0) // self._every
+
+    def note(self, spilled: Version) -> None:
+        """The disk has it."""
+        self._newest[spilled.lineage] = spilled.sequence

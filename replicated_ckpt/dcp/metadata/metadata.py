@@ -1,11 +1,19 @@
-"""`.metadata`: written as stock DCP writes it, read without an unpickler."""
+"""`.metadata`: written as stock DCP writes it, with equal parts as one object, and read without an unpickler."""
 
 import copyreg
 import io
 import pickle
+from contextlib import suppress
+from typing import Any, TypeVar
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from replicated_ckpt.core.pickles.follower import follow
 from replicated_ckpt.core.pickles.tree import PickleUnsafe
@@ -13,6 +21,7 @@ from replicated_ckpt.dcp.metadata.build import build_metadata
 from replicated_ckpt.dcp.metadata.versions import reduction_for_all
 from replicated_ckpt.dcp.objects.values import Key, UnknownName
 from replicated_ckpt.dcp.runtime.gc_pause import put_off
+from replicated_ckpt.dcp.runtime.torch_private import StorageInfo
 from replicated_ckpt.errors import MetadataUnsafe
 
 _registered: dict[Key, type] = {}
@@ -66,3 +75,32 @@ _REGISTER = (
     "If you trust the checkpoint and the class is your own planner's, register it: "
     "replicated_ckpt.dcp.metadata.metadata.register_safe_class(cls)."
 )
+
+
+Part = TypeVar("Part")
+
+
+def share_parts(metadata: Metadata) -> None:
+    """Lets equal names, sizes, properties and paths in `metadata` be the same object; it stays equal to what it was.
+
+    The plans and results that it was made from came from every rank, each with texts and sizes of its own: a tensor that
+    a thousand ranks hold has its name in the pickle a thousand times, and every load would read it as often.
+    """
+    shared: dict[object, Any] = {}
+
+    def one(part: Part) -> Part:
+        found: Part = shared.setdefault((type(part), part), part)
+        return found
+
+    for name, entry in metadata.state_dict_metadata.items():
+        one(name)
+        if isinstance(entry, TensorStorageMetadata):
+            with suppress(TypeError):  # a planner has put something into them that has no hash
+                entry.properties = shared.setdefault(tuple(vars(entry.properties).items()), entry.properties)
+            entry.size = one(entry.size)
+            entry.chunks = [ChunkStorageMetadata(one(chunk.offsets), one(chunk.sizes)) for chunk in entry.chunks]
+    places: dict[MetadataIndex, StorageInfo] = {}
+    for index, info in metadata.storage_data.items():
+        info.relative_path = one(info.relative_path)
+        places[MetadataIndex(one(index.fqn), one(index.offset), index.index)] = info
+    metadata.storage_data = places

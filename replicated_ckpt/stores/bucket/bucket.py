@@ -16,12 +16,13 @@ from replicated_ckpt.core.integrity.checksum import FOOTER_TAIL_BYTES, crc32c, d
 from replicated_ckpt.core.layout import (
     MANIFEST_NAME,
     METADATA_NAME,
+    OBJECT_NODE,
     PARTS_MAX,
     ShardName,
     is_checkpoint_id,
     is_save_id,
 )
-from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX, Manifest
+from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX, Manifest, NodeEntry, ShardEntry
 from replicated_ckpt.errors import (
     CheckpointExists,
     ManifestInvalid,
@@ -297,3 +298,32 @@ def prefix_of(manifest: Manifest) -> str:
 
 def key_of(manifest: Manifest, name: str) -> str:
     return f"{manifest.checkpoint_id}/{prefix_of(manifest)}{name}"
+
+
+def manifest_in(bucket: Bucket, save: BucketSave) -> bytes:
+    """The manifest of a save in the bucket; one that tells sizes and no checksums for what stock torch wrote there.
+
+    Raises:
+        ManifestInvalid, ObjectMissing, StoreError
+    """
+    if save.mark is not None:
+        return bucket.manifest_raw(save)
+    shards = {
+        name: ShardEntry(size, 0, shard.rank, OBJECT_NODE, (OBJECT_NODE,))
+        for name, size in save.sizes.items()
+        if (shard := ShardName.parse(name)) is not None
+    }
+    ranks = tuple(sorted({entry.owner_rank for entry in shards.values()}))
+    node = NodeEntry(OBJECT_NODE, bucket.client.target.url, None, ranks)
+    return Manifest(
+        save_id=save.save_id,
+        checkpoint_id=save.checkpoint_id,
+        sequence=0,
+        created_unix_s=0.0,
+        world_size=len(ranks),
+        copies=1,
+        metadata_bytes=save.metadata_bytes,
+        metadata_crc32c=0,
+        nodes=(node,),
+        shards=shards,
+    ).encode()

@@ -22,9 +22,8 @@ from replicated_ckpt.errors import (
     StoreUnavailable,
 )
 from replicated_ckpt.stores.bucket_client.client import AWAY_HINT, PART_BYTES, PARTS_PARALLEL, Listing, Paced
-from replicated_ckpt.stores.bucket_client.package import missing_package
 from replicated_ckpt.stores.bucket_client.upload_source import UploadSource
-from replicated_ckpt.stores.bucket_client.url import ObjectTarget
+from replicated_ckpt.stores.bucket_client.url import ObjectTarget, missing_package
 
 LIST_TIMEOUT_S = 300.0
 """One directory, whose names come a thousand at a time; a read, a small write, a removal."""

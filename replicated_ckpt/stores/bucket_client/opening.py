@@ -6,8 +6,7 @@ from typing import Any
 
 from replicated_ckpt.stores.bucket_client.client import ObjectClient
 from replicated_ckpt.stores.bucket_client.directory import DirectoryClient
-from replicated_ckpt.stores.bucket_client.package import missing_package
-from replicated_ckpt.stores.bucket_client.url import ObjectTarget
+from replicated_ckpt.stores.bucket_client.url import ObjectTarget, missing_package
 
 _S3_SCHEMES = ("s3", "s3a")
 

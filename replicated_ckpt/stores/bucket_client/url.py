@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -156,3 +157,25 @@ def _plain_values(options: Mapping[str, Any]) -> set[str]:
         elif name in _PLAIN_OPTIONS and isinstance(value, str):
             found.add(value)
     return found
+
+
+_PACKAGE_BY_SCHEME = {
+    "s3": "s3fs",
+    "s3a": "s3fs",
+    "gs": "gcsfs",
+    "gcs": "gcsfs",
+    "az": "adlfs",
+    "abfs": "adlfs",
+    "abfss": "adlfs",
+    "oci": "ocifs",
+    "oss": "ossfs",
+}
+
+
+def missing_package(target: ObjectTarget, why: ImportError) -> ConfigInvalid:
+    """The error where the package for a bucket is not installed; its hint is the line that installs it."""
+    package = _PACKAGE_BY_SCHEME.get(target.scheme, "fsspec")
+    return ConfigInvalid(
+        f"{target.url} needs the package {package}, which this Python cannot import: {target.scrub(str(why))[:300]}.",
+        f"`{sys.executable} -m pip install {package}` on every node: ranks and agents use it.",
+    )

@@ -19,8 +19,7 @@ from replicated_ckpt.core.pickles.bounds import DEPTH_MAX, check_bounds, names_i
 from replicated_ckpt.core.pickles.follower import _OPCODES, follow
 from replicated_ckpt.core.pickles.instances import Instances
 from replicated_ckpt.core.pickles.tree import Fields, Made, Named, Pairs, PickleUnsafe
-from replicated_ckpt.dcp.metadata.metadata import decode_metadata
-from replicated_ckpt.dcp.metadata.sharing import share_parts
+from replicated_ckpt.dcp.metadata.metadata import decode_metadata, share_parts
 from replicated_ckpt.dcp.runtime.torch_private import StorageInfo
 from tests.fuzz.differences import refusal_of
 

@@ -13,8 +13,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from replicated_ckpt.dcp.metadata.metadata import decode_metadata, encode_metadata
-from replicated_ckpt.dcp.metadata.sharing import share_parts
+from replicated_ckpt.dcp.metadata.metadata import decode_metadata, encode_metadata, share_parts
 from replicated_ckpt.dcp.runtime.torch_private import StorageInfo
 
 RANKS = 32

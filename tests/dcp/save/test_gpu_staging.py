@@ -11,8 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from replicated_ckpt import CheckpointManager, ReplicatedReader, ReplicatedWriter
-from replicated_ckpt.dcp.staging.pinned_pages import PinnedPages
-from replicated_ckpt.dcp.staging.segment import Segment, drop_idle_segments
+from replicated_ckpt.dcp.staging.segment import PinnedPages, Segment, drop_idle_segments
 from replicated_ckpt.dcp.staging.stager import Stager
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
