@@ -110,11 +110,6 @@ def is_save_id(text: str) -> bool:
     return _SAVE_ID.fullmatch(text) is not None
 
 
-def save_ids_in(found: object) -> list[str]:
-    """The save ids in what a file of notes holds; anything else in it is left out."""
-    return [text for text in map(str, found) if is_save_id(text)] if isinstance(found, list) else []
-
-
 def is_lineage(text: str) -> bool:
     """Whether `text` names a lineage: 16 hexadecimal digits, or "" for what was saved before there were any."""
     return text == "" or _LINEAGE.fullmatch(text) is not None
