@@ -162,8 +162,7 @@ class NodeService:
 
     def _sequences_here(self) -> dict[str, int]:
         """The largest sequence of each lineage that is committed or staged on this node."""
-        versions = [*(manifest.version for _, manifest in self.store.catalog.committed())]
-        versions += [manifest.version for _, manifest in self.store.catalog.read_replaced()]
+        versions = [manifest.version for _, manifest in self.store.catalog.versions()]
         staged = [(note.lineage, note.sequence) for note in self.store.read_places().values()]
         here: dict[str, int] = {}
         for lineage, sequence in [*((one.lineage, one.sequence) for one in versions), *staged]:

@@ -238,11 +238,10 @@ class LocalStore:
         staging, catalog = self.staging(save_id), self.catalog
         with translate_errors(str(self.root), "commit", save_id), exclusive(self.root / STAGING_DIR):
             intent = self.intent_of(save_id)
-            published = catalog.find_manifest(intent.checkpoint_id) if intent.checkpoint_id else None
             if not is_directory(staging) or (not intent.checkpoint_id and catalog.checkpoint_of(save_id)):
                 return self._already_committed(save_id)
-            if published is not None and published.save_id == save_id:  # a crash came before the end
-                name, manifest = intent.checkpoint_id, published
+            if catalog.is_published(intent.checkpoint_id, save_id):  # a crash came before the end
+                name, manifest = intent.checkpoint_id, catalog.manifest(intent.checkpoint_id)
             else:
                 manifest = read_decision(staging, save_id)
                 name = intent.checkpoint_id or manifest.checkpoint_id  # of a directory that a user renamed, the new one
@@ -290,8 +289,7 @@ class LocalStore:
         checkpoint_id = self.intent_of(save_id).checkpoint_id
         if not checkpoint_id:  # who committed it forgot it while another thread opened it again
             return self.catalog.checkpoint_of(save_id) is not None
-        published = self.catalog.find_manifest(checkpoint_id)
-        return published is not None and published.save_id == save_id
+        return self.catalog.is_published(checkpoint_id, save_id)
 
     def path_of(self, checkpoint_id: str, save_id: str, name: str) -> Path:
         """Where a file of a save lies that is or was committed here under this id; where it would lie if it does not."""
@@ -304,8 +302,7 @@ class LocalStore:
     def drop_replaced(self, checkpoint_id: str, save_id: str) -> bool:
         """Removes a version that a newer save has replaced; False: it is read. The caller has seen the newer one whole."""
         with translate_errors(str(self.root), "remove", checkpoint_id), exclusive(self.root / STAGING_DIR):
-            published = self.catalog.find_manifest(checkpoint_id)
-            if (published is not None and published.save_id == save_id) or self.is_staged(save_id):
+            if self.catalog.is_published(checkpoint_id, save_id) or self.is_staged(save_id):
                 return False  # it has its name again, or a crash broke off its publication
             return remove_unread(self.catalog, checkpoint_id, save_id)
 
@@ -319,12 +316,11 @@ class LocalStore:
         """
         with translate_errors(str(self.root), "remove", "what a crash has left"):
             for looked in self.catalog.look_at_all():
-                if looked.gone:
-                    with exclusive(self.root / STAGING_DIR):
+                unfinished = looked.unfinished if is_alone else ()
+                if looked.gone or unfinished:
+                    with exclusive(self.catalog.staging):  # nothing is published here meanwhile
                         finish_removals(self.catalog, self.catalog.look(looked.checkpoint_id))
-                if is_alone and looked.unfinished:
-                    with exclusive(self.root / STAGING_DIR):  # nothing is published here meanwhile
-                        for name in looked.unfinished:
+                        for name in unfinished:
                             (self.root / looked.checkpoint_id / name).unlink(missing_ok=True)
 
     def compact_journal(self) -> None:
@@ -379,7 +375,7 @@ class LocalStore:
 
     def _discard(self, save_id: str, why: str = "") -> None:
         staging, intent, was_staged = self.staging(save_id), self.intent_of(save_id), self.is_staged(save_id)
-        if was_staged and intent.checkpoint_id and self.is_published(save_id):  # a crash came before the end
+        if was_staged and self.catalog.is_published(intent.checkpoint_id, save_id):  # a crash came before the end
             publish(self.final(intent.checkpoint_id), staging, self.catalog.manifest(intent.checkpoint_id))
         is_broken_off = (
             was_staged and bool(intent.checkpoint_id) and is_link_of_staged(self.final(intent.checkpoint_id), staging)

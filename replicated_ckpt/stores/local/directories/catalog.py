@@ -2,12 +2,11 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from stat import S_ISREG
 
-from replicated_ckpt.core.integrity.checksum import FOOTER_TAIL_BYTES, footer_bytes_of
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.layout import (
     MANIFEST_NAME,
@@ -26,8 +25,9 @@ from replicated_ckpt.core.upkeep.policy import scope_of
 from replicated_ckpt.errors import ManifestInvalid, ManifestVersionUnknown, ObjectMissing, StoreError
 from replicated_ckpt.stores.files.durable import translate_errors
 from replicated_ckpt.stores.files.existence import is_directory, leads_out
-from replicated_ckpt.stores.files.plain import open_plain_file, read_plain
+from replicated_ckpt.stores.files.plain import read_plain
 from replicated_ckpt.stores.files.shortage import find_unreadable, is_unreadable
+from replicated_ckpt.stores.local.directories.footer import is_without_footer
 from replicated_ckpt.stores.local.directories.looked import Looked
 from replicated_ckpt.stores.local.directories.roots import is_store
 
@@ -106,9 +106,13 @@ class Catalog:
 
     def manifest_path(self, checkpoint_id: str, save_id: str) -> Path:
         """The file of the manifest of a save under this id, where there is one."""
-        published = self.find_manifest(checkpoint_id)
-        is_published = published is not None and published.save_id == save_id
-        return self.root / checkpoint_id / (MANIFEST_NAME if is_published else replaced_name(save_id))
+        name = MANIFEST_NAME if self.is_published(checkpoint_id, save_id) else replaced_name(save_id)
+        return self.root / checkpoint_id / name
+
+    def is_published(self, checkpoint_id: str, save_id: str) -> bool:
+        """Whether the save has this name here; no save has the name ""."""
+        published = self.find_manifest(checkpoint_id) if checkpoint_id else None
+        return published is not None and published.save_id == save_id
 
     def is_here(self, checkpoint_id: str, save_id: str) -> bool:
         """Whether the save lies here under this id, published or replaced.
@@ -153,8 +157,11 @@ class Catalog:
 
     def read_replaced(self) -> Iterator[tuple[str, Manifest]]:
         """Checkpoint id and manifest of each version that a newer save has replaced, kept until that is seen whole."""
-        for looked in self.look_at_all():
-            yield from ((looked.checkpoint_id, manifest) for manifest in self.replaced_in(looked))
+        yield from ((looked.checkpoint_id, each) for looked in self.look_at_all() for each in self.replaced_in(looked))
+
+    def versions(self) -> Iterator[tuple[str, Manifest]]:
+        """Checkpoint id and manifest of each version, published or replaced, whose manifest is believed."""
+        yield from ((looked.checkpoint_id, each) for looked in self.look_at_all() for each in self.versions_in(looked))
 
     def _published(self, looked: Looked) -> list[Manifest]:
         found = self.find_manifest(looked.checkpoint_id) if looked.has_manifest else None
@@ -168,17 +175,19 @@ class Catalog:
         found = (self._read_replaced(looked.checkpoint_id, save_id) for save_id in looked.replaced)
         return [manifest for manifest in found if manifest is not None and manifest.save_id not in published]
 
+    def versions_in(self, looked: Looked) -> list[Manifest]:
+        """Those in one directory whose manifests are believed, the published one first."""
+        return [*self._published(looked), *self.replaced_in(looked)]
+
     def list_unbelieved(self, looked: Looked) -> list[str]:
         """Names of the manifests in a directory that cannot be believed: which files are theirs is not known.
 
         Not those that only a newer version of the package reads.
         """
-        names = [MANIFEST_NAME] if looked.has_manifest else []
-        damaged = [name for name in (*names, *map(replaced_name, looked.replaced)) if self._is_damaged(looked, name)]
+        damaged = [name for name in looked.manifest_names if self._is_damaged(looked, name)]
         missing = set(looked.kept_metadata) - {*looked.replaced, *(found.save_id for found in self._published(looked))}
-        gone = [
-            save_id for save_id in sorted(missing) if not is_directory(self.staging / save_id)
-        ]  # else: not there yet
+        # Of a save that is staged the manifest is not there yet.
+        gone = [save_id for save_id in sorted(missing) if not is_directory(self.staging / save_id)]
         return [*damaged, *map(replaced_name, gone)]
 
     def _is_damaged(self, looked: Looked, name: str) -> bool:
@@ -193,28 +202,21 @@ class Catalog:
         """The shard files in a directory that no manifest there names; none where a manifest cannot be read."""
         if self.list_unbelieved(looked) or any(self.of_newer_format(looked.checkpoint_id)):
             return []
-        manifests = [*self._published(looked), *self.replaced_in(looked)]
-        return sorted(set(looked.shards).difference(*(manifest.shards for manifest in manifests)))
+        return sorted(set(looked.shards).difference(*(manifest.shards for manifest in self.versions_in(looked))))
 
     def list_only_of(self, looked: Looked, gone: Manifest) -> list[str]:
         """The shard files in a directory that a manifest names which is not there any more, and no other one does."""
-        manifests = [*self._published(looked), *self.replaced_in(looked)]
-        return sorted(gone.shards.keys() & set(looked.shards).difference(*(manifest.shards for manifest in manifests)))
+        there = gone.shards.keys() & set(looked.shards)
+        return sorted(there.difference(*(manifest.shards for manifest in self.versions_in(looked))))
 
     def list_claimed(self, checkpoint_id: str) -> frozenset[str]:
         """The shard files in a directory that the manifests of replaced versions there name."""
         replaced = self.replaced_in(self.look(checkpoint_id))
         return frozenset[str]().union(*(manifest.shards for manifest in replaced))
 
-    def find_places(self, save_id: str) -> Iterator[str]:
-        """The ids under which a save lies here, published or replaced."""
-        for looked in self.look_at_all():
-            if any(found.save_id == save_id for found in (*self._published(looked), *self.replaced_in(looked))):
-                yield looked.checkpoint_id
-
     def checkpoint_of(self, save_id: str) -> str | None:
         """Under which id a save is or was committed here; None: it is not, or not any more."""
-        return next(self.find_places(save_id), None)
+        return next((name for name, found in self.versions() if found.save_id == save_id), None)
 
     def holdings(self, node_id: str, checkpoint_id: str | None = None) -> tuple[Holding, ...]:
         """What the store holds of one checkpoint, or of all. A renamed checkpoint goes by its new name."""
@@ -223,11 +225,10 @@ class Catalog:
             return tuple(holding for looked in found for holding in self._holdings_in(node_id, looked))
 
     def _holdings_in(self, node_id: str, looked: Looked) -> Iterator[Holding]:
-        replaced = self.replaced_in(looked)
         for manifest in self._published(looked):
             strays = self.list_unclaimed(looked)
             yield self._holding(node_id, looked, manifest, {*manifest.shards, *strays}, METADATA_NAME)
-        for manifest in replaced:
+        for manifest in self.replaced_in(looked):
             name = kept_metadata_name(manifest.save_id)
             yield replace(self._holding(node_id, looked, manifest, set(manifest.shards), name), is_replaced=True)
 
@@ -260,7 +261,7 @@ class Catalog:
             manifest
             for looked in self.look_at_all()
             if scope_of(looked.checkpoint_id) == scope
-            for manifest in (*self._published(looked), *self.replaced_in(looked))
+            for manifest in self.versions_in(looked)
         )
         return histories_of(manifest.version for manifest in found)
 
@@ -275,33 +276,33 @@ class Catalog:
     def directories(self) -> Iterator[str]:
         """Every directory that has files of a checkpoint in it, its manifest believed, damaged or missing."""
         for looked in self.look_at_all():
-            if looked.is_described or any(map(_has_footer, self._list_loose(looked))):
+            if looked.is_described or self._has_loose_shards(looked):
                 yield looked.checkpoint_id
 
-    def _list_loose(self, looked: Looked) -> list[str]:
-        """Paths of the shard files in a directory that no manifest there names."""
-        return [self._path_of(looked.checkpoint_id, name) for name in self.list_unclaimed(looked)]
+    def _has_loose_shards(self, looked: Looked) -> bool:
+        """Whether a shard of this package lies there that no manifest names."""
+        return any(_has_footer(self._path_of(looked.checkpoint_id, name)) for name in self.list_unclaimed(looked))
 
     def with_invalid_manifest(self) -> Iterator[str]:
         """Directories with shards of this package of which a manifest is damaged or missing."""
         for looked in self.look_at_all():
-            if self.list_unbelieved(looked) or (
-                not looked.has_manifest and any(map(_has_footer, self._list_loose(looked)))
-            ):
+            if self.list_unbelieved(looked) or (not looked.has_manifest and self._has_loose_shards(looked)):
                 yield looked.checkpoint_id
 
     def of_newer_format(self, checkpoint_id: str | None = None) -> Iterator[str]:
         """Checkpoints, or this one, of which only a newer version of the package reads a manifest."""
         for looked in self.look_at_all() if checkpoint_id is None else [self.look(checkpoint_id)]:
-            names = [MANIFEST_NAME] if looked.has_manifest else []
-            for name in (*names, *map(replaced_name, looked.replaced)):
-                try:
-                    self._read(looked.checkpoint_id, name)
-                except ManifestVersionUnknown:
-                    yield looked.checkpoint_id
-                    break
-                except (ObjectMissing, ManifestInvalid):
-                    continue
+            if any(self._is_of_newer_format(looked.checkpoint_id, name) for name in looked.manifest_names):
+                yield looked.checkpoint_id
+
+    def _is_of_newer_format(self, checkpoint_id: str, name: str) -> bool:
+        try:
+            self._read(checkpoint_id, name)
+        except ManifestVersionUnknown:
+            return True
+        except (ObjectMissing, ManifestInvalid):
+            pass
+        return False
 
     def without_manifest(self) -> Iterator[str]:
         """Directories that hold DCP's metadata or shards and no manifest, whatever wrote them."""
@@ -376,16 +377,6 @@ def manifest_readable(path: str | Path) -> Iterator[None]:
 
 def _has_footer(path: str) -> bool:
     try:
-        with open_plain_file(path) as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - FOOTER_TAIL_BYTES))
-            return footer_bytes_of(file.read(), size) is not None
+        return not is_without_footer(path)
     except OSError:
         return False
-
-
-def read_believed(directory: Path) -> Manifest | None:
-    """The manifest that lies in a directory, a staging area, too; None where there is none to believe."""
-    with suppress(OSError, ManifestInvalid):
-        return decode_manifest(read_plain(directory / MANIFEST_NAME), str(directory))
-    return None

@@ -21,7 +21,7 @@ def _end(fd: int, size: int, count: int) -> memoryview:
     return target[: read_exactly(fd, target, size - len(target))]
 
 
-def is_without_footer(path: Path) -> bool:
+def is_without_footer(path: str | Path) -> bool:
     """Whether a file does not end as this package ends its shards, as one that stock torch has written. Raises OSError"""
     with open_plain_file(path) as file:
         size = os.fstat(file.fileno()).st_size

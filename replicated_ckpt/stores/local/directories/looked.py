@@ -13,6 +13,7 @@ from replicated_ckpt.core.layout import (
     is_unfinished,
     parse_kept_metadata,
     parse_marked,
+    replaced_name,
 )
 from replicated_ckpt.stores.files.shortage import is_unreadable
 
@@ -29,6 +30,11 @@ class Looked:
     def has_manifest(self) -> bool:
         """Whether anything lies there under the name of a manifest, or what lay there cannot be read."""
         return self.is_lost or MANIFEST_NAME in self._entries
+
+    @property
+    def manifest_names(self) -> list[str]:
+        """The names of the manifests there, the published one's first."""
+        return [*([MANIFEST_NAME] if self.has_manifest else []), *map(replaced_name, self.replaced)]
 
     @property
     def is_described(self) -> bool:
