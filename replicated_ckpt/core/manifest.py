@@ -167,6 +167,15 @@ def decode_manifest(raw: bytes, source: str) -> Manifest:
         raise ManifestInvalid(f"The manifest at {source} does not parse: {type(exc).__name__}: {exc}.") from exc
 
 
+def find_save_id(raw: bytes) -> str:
+    """The save that a manifest names, which need not be believed otherwise; "" where it names none."""
+    try:
+        save_id = str(json.loads(raw)["manifest"]["save_id"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return ""
+    return save_id if is_save_id(save_id) else ""
+
+
 def _from_fields(fields: Mapping[str, Any]) -> Manifest:
     return Manifest(
         save_id=_text(fields["save_id"]),

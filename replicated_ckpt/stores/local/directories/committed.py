@@ -27,7 +27,7 @@ from replicated_ckpt.core.layout import (
     kept_metadata_name,
     replaced_name,
 )
-from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX, Manifest, decode_manifest
+from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX, Manifest, decode_manifest, find_save_id
 from replicated_ckpt.errors import ConfigInvalid, ManifestInvalid, ObjectCorrupt, ObjectMissing, StoreError
 from replicated_ckpt.stores.files.durable import (
     fsync_directory,
@@ -216,10 +216,9 @@ class Committed:
         if self._save_id:
             return self._save_id
         try:
-            save_id = str(json.loads(self.raw_manifest())["manifest"]["save_id"])
-        except (StoreError, ValueError, KeyError, TypeError, RecursionError):
+            return find_save_id(self.raw_manifest()) or "unknown"
+        except StoreError:
             return "unknown"
-        return save_id if is_save_id(save_id) else "unknown"
 
     @contextmanager
     def incoming_file(self, name: str) -> Iterator[Path]:

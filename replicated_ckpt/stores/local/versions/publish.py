@@ -6,7 +6,6 @@ that has the name, and two renames of small files end it. Whatever breaks it off
 
 import contextlib
 import errno
-import json
 import os
 import uuid
 from collections.abc import Collection
@@ -16,11 +15,10 @@ from replicated_ckpt import failpoints
 from replicated_ckpt.core.layout import (
     MANIFEST_NAME,
     METADATA_NAME,
-    is_save_id,
     kept_metadata_name,
     replaced_name,
 )
-from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX, Manifest, ShardEntry
+from replicated_ckpt.core.manifest import Manifest, ShardEntry, find_save_id
 from replicated_ckpt.core.protocol.settlement import may_be_dropped, may_publish
 from replicated_ckpt.errors import SaveSuperseded
 from replicated_ckpt.stores.files.durable import fsync_directory, write_file
@@ -64,8 +62,7 @@ def make_names_free(catalog: Catalog, checkpoint_id: str, manifest: Manifest, st
     taken = {name for name in manifest.shards if name in looked.sizes}
     if not taken:
         return
-    published = catalog.find_manifest(checkpoint_id)
-    for other in [*([] if published is None else [published]), *catalog.replaced_in(looked)]:
+    for other in catalog.versions_in(looked):
         if not taken.isdisjoint(other.shards) and other.save_id != manifest.save_id:
             is_whole = holds_all_shards(staging, manifest)
             if not is_whole or not may_be_dropped(other.version, whole=[manifest.version], published=manifest.version):
@@ -189,13 +186,12 @@ def _link(path: Path, target: Path) -> bool:
 def _save_id_in(directory: Path) -> str:
     """The save that has the name there; "" where there is no manifest, and a new id where a damaged one does not tell."""
     try:
-        raw = read_plain(directory / MANIFEST_NAME, MANIFEST_BYTES_MAX + 1)
-        save_id = str(json.loads(raw)["manifest"]["save_id"])
+        raw = read_plain(directory / MANIFEST_NAME)
     except FileNotFoundError:
         return ""
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return uuid.uuid4().hex
-    return save_id if is_save_id(save_id) else uuid.uuid4().hex
+    except OSError:
+        raw = b""
+    return find_save_id(raw) or uuid.uuid4().hex
 
 
 def _size_of(path: Path) -> int | None:
