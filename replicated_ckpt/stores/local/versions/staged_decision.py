@@ -7,9 +7,10 @@ import os
 from pathlib import Path
 
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
-from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX, Manifest, decode_manifest
+from replicated_ckpt.core.manifest import Manifest, decode_manifest
 from replicated_ckpt.errors import ManifestInvalid, ManifestVersionUnknown, ObjectCorrupt
 from replicated_ckpt.stores.files.durable import hash_file
+from replicated_ckpt.stores.files.existence import list_prefixed
 from replicated_ckpt.stores.files.plain import closing_fd, open_plain, read_plain
 from replicated_ckpt.stores.local.directories.catalog import manifest_readable
 from replicated_ckpt.stores.local.directories.footer import crc_of_footer
@@ -22,7 +23,9 @@ def read_decision(staging: Path, save_id: str) -> Manifest:
         ManifestInvalid, ObjectCorrupt: it is not believed, or the disk has lost it. OSError: it is not there, or it
         cannot be read now.
     """
-    manifest = _read_manifest(staging)
+    path = staging / MANIFEST_NAME
+    with manifest_readable(path):
+        manifest = decode_manifest(read_plain(path), str(path))
     if manifest.save_id != save_id:
         raise ManifestInvalid(f"The manifest in {staging} is of save {manifest.save_id}.")
     path = staging / METADATA_NAME
@@ -67,33 +70,7 @@ def has_decision(staging: Path, save_id: str) -> bool:
 def has_damaged_decision(staging: Path, save_id: str) -> bool:
     """Whether there was one, and its manifest or metadata cannot be believed any more, or its metadata is gone.
 
-    Metadata is written first, so a manifest without it was a decision. What a crash has left there of the version that
-    the save replaced does not count.
+    Metadata is written first, so a manifest without it was a decision.
     """
-    try:
-        read_decision(staging, save_id)
-    except ManifestVersionUnknown:
-        return False
-    except (FileNotFoundError, NotADirectoryError):
-        return _is_of(staging, save_id)
-    except ObjectCorrupt:
-        return True
-    except ManifestInvalid:
-        return _is_of(staging, save_id)
-    return False
-
-
-def _is_of(staging: Path, save_id: str) -> bool:
-    """Whether the manifest staged there is of this save, as far as it tells."""
-    try:
-        return _read_manifest(staging).save_id == save_id
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    except ManifestInvalid:
-        return True
-
-
-def _read_manifest(staging: Path) -> Manifest:
     path = staging / MANIFEST_NAME
-    with manifest_readable(path):
-        return decode_manifest(read_plain(path, MANIFEST_BYTES_MAX + 1), str(path))
+    return path in list_prefixed(staging, MANIFEST_NAME) and not has_decision(staging, save_id)
