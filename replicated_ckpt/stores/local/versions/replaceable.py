@@ -3,12 +3,13 @@
 import os
 from pathlib import Path
 
-from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, is_checkpoint_file, parse_marked
+from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
 from replicated_ckpt.errors import CheckpointExists, ConfigInvalid
 from replicated_ckpt.stores.files.durable import translate_errors
 from replicated_ckpt.stores.files.existence import is_directory, is_link, is_there, leads_out
 from replicated_ckpt.stores.local.directories.catalog import Catalog
 from replicated_ckpt.stores.local.directories.intent import Intent
+from replicated_ckpt.stores.local.directories.looked import Looked
 
 _USE_ANOTHER = "Use another id; overwrite=True does not help."
 _MOVE_AWAY = "Use another id, or move that away on every node."
@@ -52,15 +53,9 @@ def check_replaceable(root: Path, checkpoint_id: str, intent: Intent, *, gives_w
 def holds_checkpoint(directory: Path) -> bool:
     """Whether any file of a checkpoint lies there: one of ours, or of stock torch, whole or not."""
     try:
-        with os.scandir(directory) as entries:
-            return any(is_checkpoint_file(entry.name) or _is_replaced(entry.name) for entry in entries)
+        return Looked("", os.scandir(directory)).holds_checkpoint
     except (FileNotFoundError, NotADirectoryError):
         return False
-
-
-def _is_replaced(name: str) -> bool:
-    marked = parse_marked(name)
-    return marked is not None and marked[0] == "replaced"
 
 
 def find_named(catalog: Catalog, checkpoint_id: str) -> str | None:
