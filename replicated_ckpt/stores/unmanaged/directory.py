@@ -8,14 +8,13 @@ from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
 from replicated_ckpt.core.unmanaged.survey import UnmanagedFile, UnmanagedHolding
 from replicated_ckpt.errors import ObjectMissing, StoreError
-from replicated_ckpt.stores.files.durable import read_exactly, translate_errors
+from replicated_ckpt.stores.files.durable import hash_open_file, read_exactly, translate_errors
 from replicated_ckpt.stores.files.plain import closing_fd
 from replicated_ckpt.stores.local.directories.catalog import Catalog
 from replicated_ckpt.stores.local.directories.committed import Committed, open_directory
 from replicated_ckpt.stores.peer.client import FILE_BYTES_MAX
 
 _PRINT_BYTES = 64 << 10
-_PIECE_BYTES = 1 << 20
 _Signature = tuple[int, int, int]
 
 
@@ -86,18 +85,9 @@ class UnmanagedDirectory:
 
 def _print_of(fd: int, size_bytes: int, *, is_whole: bool) -> int:
     """CRC32C of a file, or of its beginning and its end, where the containers of items have the CRC32 of their data."""
-    if not is_whole and size_bytes > 2 * _PRINT_BYTES:
-        ends = [(0, _PRINT_BYTES), (size_bytes - _PRINT_BYTES, size_bytes)]
-    else:
-        ends = [(0, size_bytes)]
-    crc = 0
-    piece = memoryview(bytearray(_PIECE_BYTES))
-    for start, end in ends:
-        position = start
-        while position < end:
-            count = read_exactly(fd, piece[: min(_PIECE_BYTES, end - position)], position)
-            if count == 0:
-                break
-            crc = crc32c(piece[:count], crc)
-            position += count
+    if is_whole or size_bytes <= 2 * _PRINT_BYTES:
+        return hash_open_file(fd)[1]
+    crc, piece = 0, memoryview(bytearray(_PRINT_BYTES))
+    for offset in (0, size_bytes - _PRINT_BYTES):
+        crc = crc32c(piece[: read_exactly(fd, piece, offset)], crc)
     return crc
