@@ -10,7 +10,6 @@ from pathlib import Path
 
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.errors import ReplicatedCkptError, StoreDenied, StoreError, StoreFull
-from replicated_ckpt.stores.files import renames
 from replicated_ckpt.stores.files.existence import is_there
 from replicated_ckpt.stores.files.plain import closing_fd, open_plain_file
 
@@ -31,8 +30,8 @@ _HINT_BY_ERRNO = {
     errno.EMFILE: "This process has too many open files: raise `ulimit -n`.",
     errno.ENFILE: "This host has too many open files: see `sysctl fs.file-max`.",
     errno.EFBIG: "A file may not be so large there: raise `ulimit -f`, or pass a root on a file system that takes it.",
-    errno.EXDEV: "A directory of an overlay's lower layer, as in a container's image, cannot be moved: put a copy of it in "
-    "its place (`cp -a`), or pass a root on a volume.",
+    errno.EXDEV: "Files of one store lie on two file systems, as where one is mounted inside the root: unmount it, or pass "
+    "a root on a volume of its own.",
     errno.ENAMETOOLONG: "Use a shorter checkpoint id, or a shorter root.",
     errno.ENOTDIR: "A file lies where a directory must be: pass another root, or move the file away.",
 }
@@ -262,24 +261,6 @@ def read_exactly(fd: int, target: memoryview, offset: int) -> int:
             break
         done += count
     return done
-
-
-def publish_directory(staged: Path, final: Path, before: Path) -> None:
-    """Gives the directory `staged` the name `final` in one step, durably; what had that name goes to `before`.
-
-    At every instant, and after a crash, `final` names the whole old or the whole new directory. Where the file system
-    cannot exchange names there is an instant at which `final` names nothing.
-    """
-    fsync_directory(staged)
-    if not is_there(final):
-        staged.rename(final)
-    elif renames.exchange(staged, final):
-        staged.rename(before)
-    else:
-        final.rename(before)
-        staged.rename(final)
-    fsync_directory(final.parent)
-    fsync_directory(staged.parent)
 
 
 def remove_tree(path: Path) -> None:

@@ -6,13 +6,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from replicated_ckpt.errors import ConfigInvalid, StoreFull
-from replicated_ckpt.stores.files.durable import (
-    fsync_directory,
-    publish_directory,
-    remove_tree,
-    translate_errors,
-    write_all,
-)
+from replicated_ckpt.stores.files import renames
+from replicated_ckpt.stores.files.durable import fsync_directory, remove_tree, translate_errors, write_all
 from replicated_ckpt.stores.files.existence import is_directory, is_link, is_name_taken
 from replicated_ckpt.stores.files.locks import HeldLock
 from replicated_ckpt.stores.files.room import find_free_bytes
@@ -141,13 +136,24 @@ class LocalOutput(Output):
         with translate_errors(self.label, "publish", self._path.name):
             if self._is_directory:
                 remove_tree(replaced)  # left by an earlier one: no directory takes the name of a full one
-                publish_directory(self._part, self._path, replaced)
+                self._name_directory(replaced)
             else:
                 (name,) = self.written
                 self.part(name).replace(self._path)
             fsync_directory(self._path.parent)
         with contextlib.suppress(OSError):  # it is at its place: the next one of this name removes what is left here
             remove_tree(replaced if self._is_directory else self._part)
+
+    def _name_directory(self, replaced: Path) -> None:
+        """In one step; where the file system cannot exchange names there is an instant at which nothing has the name."""
+        fsync_directory(self._part)
+        if not is_name_taken(self._path):
+            self._part.rename(self._path)
+        elif renames.exchange(self._part, self._path):
+            self._part.rename(replaced)
+        else:
+            self._path.rename(replaced)
+            self._part.rename(self._path)
 
     def _remove_parts(self) -> None:
         with contextlib.suppress(OSError):
