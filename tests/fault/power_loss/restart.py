@@ -9,16 +9,18 @@ from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.settling.settle import settle
 from replicated_ckpt.core.integrity.checksum import crc32c
-from replicated_ckpt.core.layout import is_checkpoint_file
+from replicated_ckpt.core.layout import is_checkpoint_file, kept_metadata_name, replaced_name
 from replicated_ckpt.core.manifest import Manifest
-from replicated_ckpt.errors import ObjectCorrupt
+from replicated_ckpt.errors import ObjectCorrupt, ObjectMissing
 from replicated_ckpt.stores import verified
+from replicated_ckpt.stores.local.directories.committed import open_committed_save
 from replicated_ckpt.stores.local.shard_file import ShardFile
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.verified import Expected
 from tests.fault.power_loss.replay import Promises
 from tests.fault.power_loss.scenarios import CHECKPOINT, LAST, no_mark, receive_copy, save, shard_data, shard_file
 
+_NAMES_OF_REPLACED = (replaced_name, kept_metadata_name)
 OTHER_PID = 4_000_000
 """The process that starts after the power loss has another pid than the one that was lost."""
 
@@ -84,6 +86,10 @@ def _broken_promises(store: LocalStore, promises: Promises) -> Iterator[str]:
             found = listed[name].save_id if name in listed else None
             if found not in allowed:
                 yield f"checkpoint {name} is of save {found}, and should be of {allowed}"
+        elif kind == "whole":
+            yield from (
+                problem for save_id in map(str, allowed) for problem in _damage_of_version(store, name, save_id)
+            )
         elif kind == "peers":
             known = PeerBook(store.root_agent_directory()).read_all()
             if known not in allowed:
@@ -92,10 +98,23 @@ def _broken_promises(store: LocalStore, promises: Promises) -> Iterator[str]:
         yield from _damage(store, name, manifest, promises)
 
 
+def _damage_of_version(store: LocalStore, name: str, save_id: str) -> Iterator[str]:
+    """What a version lacks that is to lie there whole, whether it has the name or a newer one does."""
+    try:
+        with open_committed_save(store.root, name, save_id) as (version, manifest):
+            version.raw_metadata(manifest)
+        lacks = manifest.shards.keys() - store.catalog.sizes_of(name, manifest).keys()
+        yield from (f"{name} of save {save_id} has lost {shard}" for shard in lacks)
+    except (ObjectCorrupt, ObjectMissing) as exc:
+        yield f"{name} of save {save_id}: {exc}"
+
+
 def _damage(store: LocalStore, name: str, manifest: Manifest, promises: Promises) -> Iterator[str]:
     """What a listed checkpoint lacks, or holds that is wrong."""
     directory = store.final(name)
-    yield from (f"{path.name} in {name}" for path in directory.iterdir() if not _belongs(path.name))
+    kept = {of(save_id) for save_id in map(str, promises.get(f"whole {name}", ())) for of in _NAMES_OF_REPLACED}
+    names = {path.name for path in directory.iterdir()} - kept
+    yield from (f"{found} in {name}" for found in names if not _belongs(found))
     if crc32c((directory / ".metadata").read_bytes()) != manifest.metadata_crc32c:
         yield f"{name}: .metadata fails its checksum"
     sizes = store.catalog.sizes_of(name, manifest)

@@ -1,8 +1,9 @@
 """What is recorded: each thing that a node does with its store, with what it promises while it goes on.
 
 Subjects of the promises: `node` (the identity), `checkpoint X` (the save ids that may be found under that id; None: no
-checkpoint), `durable X` (the save whose shard X was acknowledged), `missing X` (shards that X may lack), `memory X` (shards
-of X that were acknowledged in memory only), `peers`.
+checkpoint), `whole X` (saves that lie there whole, published or replaced), `durable X` (the save whose shard X was
+acknowledged), `missing X` (shards that X may lack), `memory X` (shards of X that were acknowledged in memory only), and
+`peers`.
 """
 
 import errno
@@ -40,7 +41,6 @@ from tests.fault.power_loss.recorder import Recorder
 
 CHECKPOINT = "runs/seed-0/step-1"
 SHARDS = ("__0_0.distcp", "__1_0.distcp")
-METADATA = b"metadata of the checkpoint, as long as this"
 STORE = "disks/node"
 """Path of the store's root below the directory that is recorded; it does not exist at first."""
 OLD, NEW, NEXT, LAST = "1" * 32, "2" * 32, "3" * 32, "4" * 32
@@ -67,6 +67,11 @@ def shard_data(save_id: str, shard: str) -> bytes:
     return f"{save_id[:4]} {shard} ".encode() * 230
 
 
+def metadata_of(save_id: str) -> bytes:
+    """A save's metadata, different for each save and of one length."""
+    return f"metadata of save {save_id}".encode()
+
+
 def shard_file(save_id: str, shard: str) -> bytes:
     """The whole file of a shard, footer included."""
     data = shard_data(save_id, shard)
@@ -82,8 +87,8 @@ def manifest_of(node_id: str, save_id: str, checkpoint_id: str, shards: Sequence
         created_unix_s=0.0,
         world_size=2,
         copies=1,
-        metadata_bytes=len(METADATA),
-        metadata_crc32c=crc32c(METADATA),
+        metadata_bytes=len(metadata_of(save_id)),
+        metadata_crc32c=crc32c(metadata_of(save_id)),
         nodes=(NodeEntry(node_id, "host", None, (0, 1)),),
         shards={
             shard: ShardEntry(table.file_bytes, table.file_crc(), rank, node_id, (node_id,))
@@ -143,7 +148,7 @@ def save(
     for shard in shards:
         write(store, save_id, shard)
         mark(f"durable {shard}", save_id)
-    store.put_small(save_id, ".metadata", METADATA)
+    store.put_small(save_id, ".metadata", metadata_of(save_id))
     mark(subject, before, save_id)
     store.put_small(save_id, ".manifest.json", manifest_of(service.node_id, save_id, checkpoint_id, shards).encode())
     mark(subject, save_id)
@@ -176,6 +181,19 @@ def overwrite(store: LocalStore, mark: Marker) -> None:
     save(store, mark, NEW, before=OLD)
 
 
+def overwrite_in_part(store: LocalStore, mark: Marker) -> None:
+    """One shard of the new version lies on another node: the old version stays here, whole, under either's name."""
+    elsewhere = renumbered(SHARDS[1], next_file_number([store], CHECKPOINT))
+
+    def write(store: LocalStore, save_id: str, shard: str) -> None:
+        if shard != elsewhere:
+            write_own(store, save_id, shard)
+
+    mark(f"whole {CHECKPOINT}", OLD)
+    mark(f"memory {CHECKPOINT}", elsewhere)
+    save(store, mark, NEW, before=OLD, write=write)
+
+
 def aborted_early(store: LocalStore, mark: Marker) -> None:
     """Given up before the decision: nothing of it may ever be found."""
     mark(f"checkpoint {CHECKPOINT}", OLD)
@@ -184,7 +202,7 @@ def aborted_early(store: LocalStore, mark: Marker) -> None:
     service.begin(Intent(NEW, CHECKPOINT, "session", overwrite=True))
     write_own(store, NEW, SHARDS[0])
     receive_copy(store, NEW, SHARDS[1])
-    store.put_small(NEW, ".metadata", METADATA)
+    store.put_small(NEW, ".metadata", metadata_of(NEW))
     service.abort(NEW, "a rank failed")
 
 
@@ -196,7 +214,7 @@ def aborted_late(store: LocalStore, mark: Marker) -> None:
     service.begin(Intent(NEW, CHECKPOINT, "session", overwrite=False))
     for shard in SHARDS:
         write_own(store, NEW, shard)
-    store.put_small(NEW, ".metadata", METADATA)
+    store.put_small(NEW, ".metadata", metadata_of(NEW))
     store.put_small(NEW, ".manifest.json", manifest_of(service.node_id, NEW, CHECKPOINT).encode())
     service.abort(NEW, "the coordinator failed")
 
@@ -315,7 +333,7 @@ def taken_over(store: LocalStore, mark: Marker) -> None:
     mark(f"checkpoint {CHECKPOINT}", None, OLD)
     mark("node", store.node_id())
     store.begin(Intent(OLD, CHECKPOINT, "repair", overwrite=True), replaces_others=False)
-    store.put_small(OLD, ".metadata", METADATA)
+    store.put_small(OLD, ".metadata", metadata_of(OLD))
     store.put_small(OLD, ".manifest.json", manifest_of(store.node_id(), OLD, CHECKPOINT).encode())
     store.commit(OLD)
     mark(f"checkpoint {CHECKPOINT}", OLD)
@@ -345,6 +363,7 @@ SCENARIOS: Mapping[str, Scenario] = {
         Scenario("copies in memory", nothing, memory_save),
         Scenario("overwrite", committed, overwrite),
         Scenario("overwrite without hard links", committed, overwrite, has_hard_links=False),
+        Scenario("overwrite in part", committed, overwrite_in_part),
         Scenario("abort before the decision", committed, aborted_early),
         Scenario("abort after the decision", nothing, aborted_late),
         Scenario("restore of a missing copy", one_shard_missing, restored),

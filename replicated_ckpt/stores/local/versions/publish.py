@@ -147,8 +147,10 @@ def _keep_published(directory: Path) -> None:
     """Gives manifest and metadata of the version that has the name a second name each, under which they are found then."""
     before = _save_id_in(directory)
     if before:
-        with contextlib.suppress(FileNotFoundError):  # its metadata is lost
-            _name(directory / METADATA_NAME, directory / kept_metadata_name(before))
+        kept = directory / kept_metadata_name(before)
+        if not is_there(kept):  # else a power loss broke this off, and `.metadata` may be of the new version already
+            with contextlib.suppress(FileNotFoundError):  # its metadata is lost
+                _name(directory / METADATA_NAME, kept)
         # Readers hold a lock on this very file. Without hard links no version is published for an instant.
         _link_or_move(directory / MANIFEST_NAME, directory / replaced_name(before))
 
