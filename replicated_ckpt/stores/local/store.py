@@ -87,6 +87,8 @@ class LocalStore:
         self.catalog = Catalog(self.root)
         self.journal = Journal(self.root)
         self._private: os.stat_result | None = None
+        self._decided = ""
+        """The save whose decision was made durable here last."""
 
     def __repr__(self) -> str:
         return f"LocalStore({str(self.root)!r})"
@@ -223,6 +225,8 @@ class LocalStore:
             if not is_directory(path.parent):
                 raise SaveAborted(f"Save {save_id} is not open in {self.root}.")
             write_with_room(self.root, path, data)
+            if name == MANIFEST_NAME:
+                self._decided = save_id
 
     def commit(self, save_id: str) -> tuple[str, ...]:
         """Publishes a staged save under its checkpoint id, durably; returns the shards of it that are held here.
@@ -244,6 +248,8 @@ class LocalStore:
                 name, manifest = intent.checkpoint_id, catalog.manifest(intent.checkpoint_id)
             else:
                 manifest = read_decision(staging, save_id)
+                if self._decided != save_id:  # the process that wrote it may have been killed before its fsync
+                    fsync_directory(staging)
                 name = intent.checkpoint_id or manifest.checkpoint_id  # of a directory that a user renamed, the new one
                 self._prepare(name, manifest, intent)
             failpoints.reach("commit.checked")
