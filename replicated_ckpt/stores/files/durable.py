@@ -170,10 +170,13 @@ def _make_directories(path: Path, mode: int) -> None:
         path.mkdir(mode=mode, exist_ok=True)
 
 
-def write_file(path: Path, data: bytes, mode: int = 0o644, *, is_flushed: bool = True) -> None:
+def write_file(
+    path: Path, data: bytes, mode: int = 0o644, *, is_flushed: bool = True, is_name_flushed: bool = True
+) -> None:
     """Replaces `path` by `data` at once: afterwards, and after a crash at any point, it holds the old or the new bytes.
 
-    Not `is_flushed`: after a crash of the machine it may hold anything. If this raises, nothing else is left.
+    Not `is_flushed`: after a crash of the machine it may hold anything. Not `is_name_flushed`: after one it may hold the
+    old bytes, or be missing, until the caller has fsynced its directory. If this raises, nothing else is left.
     """
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
@@ -187,7 +190,7 @@ def write_file(path: Path, data: bytes, mode: int = 0o644, *, is_flushed: bool =
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    if is_flushed:
+    if is_flushed and is_name_flushed:
         fsync_directory(path.parent)
 
 

@@ -6,10 +6,10 @@ import os
 import uuid
 from pathlib import Path
 
-from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, NODE_NAME
+from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, NODE_NAME, STAGING_DIR
 from replicated_ckpt.errors import ConfigInvalid
 from replicated_ckpt.stores.files.durable import fsync_directory, make_root, translate_errors, write_file
-from replicated_ckpt.stores.files.existence import is_there
+from replicated_ckpt.stores.files.existence import is_directory, is_there
 from replicated_ckpt.stores.files.ownership import claim_root
 from replicated_ckpt.stores.files.renames import rename_if_free
 from replicated_ckpt.stores.local.directories.roots import check_is_apart, read_identity
@@ -22,23 +22,27 @@ FRESH_IDENTITY = f".{NODE_NAME}."
 def ensure_identity(root: Path) -> str:
     """The identity of the store under `root`, made if there is none; racing callers get the same one. It is durable.
 
+    It is fsynced before a staging area is made. Where there is none, another process may have made it just now.
+
     Raises:
         ConfigInvalid, StoreError
     """
     path = root / NODE_NAME
     with translate_errors(str(root), "identify", NODE_NAME):
+        is_durable = is_there(path) and is_directory(root / STAGING_DIR)
         if not is_there(path):
             check_place(root)
             _make_directory(root)
             claim_root(root)
             fresh = path.with_name(f"{FRESH_IDENTITY}{uuid.uuid4().hex}.{os.getpid()}.tmp")
-            write_file(fresh, json.dumps({"node_id": uuid.uuid4().hex[:12]}).encode())
+            write_file(fresh, json.dumps({"node_id": uuid.uuid4().hex[:12]}).encode(), is_name_flushed=False)
             try:
                 _name_if_free(fresh, path)
             finally:
                 fresh.unlink(missing_ok=True)
             keep_room_to_start(root)
-        fsync_directory(root)  # also the name that another process has just made
+        if not is_durable:
+            fsync_directory(root)
     return read_identity(root)
 
 

@@ -60,7 +60,7 @@ from replicated_ckpt.stores.local.versions.publish import (
     remove_unmanaged,
 )
 from replicated_ckpt.stores.local.versions.recycled import try_with_room, write_with_room
-from replicated_ckpt.stores.local.versions.remove import finish_removals, remove_unread
+from replicated_ckpt.stores.local.versions.remove import finish_removals, remove_replaced, remove_unread
 from replicated_ckpt.stores.local.versions.replaceable import check_replaceable
 from replicated_ckpt.stores.local.versions.staged_decision import (
     has_damaged_decision,
@@ -164,14 +164,16 @@ class LocalStore:
                     finish_removals(self.catalog, looked)
             replaces = self.catalog.find_manifest(intent.checkpoint_id)
             check_replaceable(self.root, intent.checkpoint_id, intent)  # refuses what was published since it was read
+            if not is_directory(staging.parent):
+                self.node_id()  # the identity is durable wherever there is a staging area
             make_directories(staging.parent, self.root)
             asked = "" if replaces is None or not replaces_others else replaces.save_id
             intent = replace(intent, replaces=asked)
             if intent.nodes or not self.intent_of(intent.save_id).nodes:  # else it is staged, and that knows its nodes
-                write_with_room(self.root, self.intent_path(intent.save_id), intent.encode())
+                write_with_room(self.root, self.intent_path(intent.save_id), intent.encode(), is_name_flushed=False)
             failpoints.reach("store.intent-written")
             make_directory(staging)
-            fsync_directory(staging.parent)
+            fsync_directory(staging.parent)  # both names; either one without the other is removed, as nothing is in it
         failpoints.reach("store.opened")
 
     def find_taken_numbers(self, checkpoint_id: str) -> frozenset[int]:
@@ -277,9 +279,10 @@ class LocalStore:
         if intent.overwrite:
             remove_unmanaged(self.catalog, name)
         if holds_all_shards(self.final(name), manifest):
-            for replaced in self.catalog.replaced_in(self.catalog.look(name)):
-                if may_be_dropped(replaced.version, whole=[manifest.version], published=manifest.version):
-                    remove_unread(self.catalog, name, replaced.save_id)
+            whole = [manifest.version]
+            replaced = self.catalog.replaced_in(self.catalog.look(name))
+            over = [old.save_id for old in replaced if may_be_dropped(old.version, whole=whole, published=whole[0])]
+            remove_replaced(self.catalog, name, over)
 
     def _set_aside_staged(self, save_id: str, shard: str) -> None:
         folder = self.root / QUARANTINE_DIR / save_id

@@ -50,8 +50,7 @@ SAMPLED = 25
 """Power losses, drawn with a fixed seed, after which the restart is itself cut off."""
 
 UNNEEDED = {
-    "disks/node": "after the temporary name of the identity, which nobody relies on",
-    "disks/node/.staging": "after the intent, before the staging directory; and after the commit, which a restart repeats",
+    "disks/node": "before the staging area is made: the one after that does for both",
     "disks/node/.staging/SAVE.json.PID.tmp": "an intent that cannot be read is removed as one without a name",
     "disks/node/.staging/SAVE": "after .metadata, before the manifest; and before the commit if nothing was dropped",
     "disks/node/runs/seed-0": "after the commit, which a restart repeats",

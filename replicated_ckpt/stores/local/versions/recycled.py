@@ -130,9 +130,11 @@ class RoomOfRecycled(RecycledFiles):
         return None
 
 
-def write_with_room(root: Path, path: Path, data: bytes, *, is_flushed: bool = True) -> None:
+def write_with_room(
+    root: Path, path: Path, data: bytes, *, is_flushed: bool = True, is_name_flushed: bool = True
+) -> None:
     """As `write_file`, with the room of the store's recycled files."""
-    try_with_room(root, partial(write_file, path, data, is_flushed=is_flushed))
+    try_with_room(root, partial(write_file, path, data, is_flushed=is_flushed, is_name_flushed=is_name_flushed))
 
 
 def try_with_room(root: Path, write: Callable[[], None]) -> None:

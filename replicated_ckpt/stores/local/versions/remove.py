@@ -7,6 +7,7 @@ manifest. What a crash leaves is finished by the next start, or the next round, 
 import contextlib
 import errno
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from shlex import quote
 
@@ -69,6 +70,26 @@ def _remove(root: Path, checkpoint_id: str, save_id: str, *, recycles: bool = Fa
 
 def remove_unread(catalog: Catalog, checkpoint_id: str, save_id: str, *, recycles: bool = False) -> bool:
     """Removes a version that lies under this id, published or replaced; False: it is read. Within `exclusive`."""
+    if not _mark_as_gone(catalog, checkpoint_id, save_id):
+        return False
+    finish_removal(catalog, checkpoint_id, save_id, recycles=recycles)
+    return True
+
+
+def remove_replaced(catalog: Catalog, checkpoint_id: str, save_ids: Sequence[str]) -> None:
+    """Removes versions for the save that has just replaced them, while it is staged; one that is read stays.
+
+    The marks need not be durable before the files go: after a power loss the staged save is published again, and this is
+    done again, also of what a crash has left here. Within `exclusive`.
+    """
+    for save_id in save_ids:
+        _mark_as_gone(catalog, checkpoint_id, save_id)
+    for save_id in catalog.look(checkpoint_id).gone:
+        _remove_files(catalog, checkpoint_id, save_id)
+
+
+def _mark_as_gone(catalog: Catalog, checkpoint_id: str, save_id: str) -> bool:
+    """Gives the manifest of a version the name that ends it for every reader; False: it is read."""
     directory = catalog.root / checkpoint_id
     path = catalog.manifest_path(checkpoint_id, save_id)
     with unread(path) as is_unread:
@@ -78,7 +99,6 @@ def remove_unread(catalog: Catalog, checkpoint_id: str, save_id: str, *, recycle
             path.rename(directory / gone_name(save_id))
     (directory / replaced_name(save_id)).unlink(missing_ok=True)  # a publication that a crash broke off had linked it
     failpoints.reach("retire.gone")
-    finish_removal(catalog, checkpoint_id, save_id, recycles=recycles)
     return True
 
 
@@ -89,13 +109,18 @@ def finish_removals(catalog: Catalog, looked: Looked) -> None:
 
 
 def finish_removal(catalog: Catalog, checkpoint_id: str, save_id: str, *, recycles: bool = False) -> None:
-    """Removes the files of a version whose manifest is marked as gone, and then that. May be done again.
+    """Removes a version whose manifest is marked as gone. May be done again."""
+    fsync_directory(catalog.root / checkpoint_id)  # else a power loss could bring the manifest back, and not the files
+    _remove_files(catalog, checkpoint_id, save_id, recycles=recycles)
 
-    Where that manifest cannot be believed, the files go that no other one names. A directory goes that is left empty.
+
+def _remove_files(catalog: Catalog, checkpoint_id: str, save_id: str, *, recycles: bool = False) -> None:
+    """Removes the files of a version, then the mark.
+
+    Where the manifest cannot be believed, the files go that no other one names. A directory goes that is left empty.
     """
     directory = catalog.root / checkpoint_id
     mark = directory / gone_name(save_id)
-    fsync_directory(directory)  # else a power loss could bring the manifest back, and not the files
     gone = _read_gone(mark)
     (directory / kept_metadata_name(save_id)).unlink(missing_ok=True)
     looked = catalog.look(checkpoint_id)
