@@ -40,6 +40,7 @@ def test_a_save_of_one_rank_makes_few_fsyncs(tmp_path: Path) -> None:
     done = subprocess.run(command, env=environment, cwd="/", capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     counts: dict[str, Counter[bool]] = {}
+    counted = Counter[bool]()
     for call, path, *_ in seen_below(base, log.read_text()):
         if call == "mkdir" and path in SAVES:
             counts[path] = counted = Counter()

@@ -160,7 +160,7 @@ class Collector:
 
     def _find_here(self) -> Mapping[str, str]:
         """The checkpoint id of each save that lies here under its own name; a renamed directory is not touched."""
-        found = (*self._store.catalog.read_replaced(), *self._store.catalog.committed())
+        found = self._store.catalog.versions()
         return {manifest.save_id: name for name, manifest in found if name == manifest.checkpoint_id}
 
     def drop_superseded(
