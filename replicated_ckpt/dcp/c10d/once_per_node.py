@@ -8,14 +8,14 @@ from pathlib import Path
 
 from replicated_ckpt.errors import ReplicatedCkptError, StoreDenied
 from replicated_ckpt.stores.files.durable import write_file
-from replicated_ckpt.stores.files.locks import FileLock
+from replicated_ckpt.stores.files.locks import exclusive
 from replicated_ckpt.stores.files.ownership import is_of_another, read_private
 
 log = logging.getLogger(__name__)
 
 WAIT_S = 2.0
 """So long another rank of the node may take to fetch it; then this one does so itself."""
-NAME, _LOCK_NAME = "decision", "decision.lock"
+NAME = "decision"
 
 
 def read_once_per_node(directory: Path | None, sha256: str, fetch: Callable[[], bytes]) -> bytes:
@@ -33,7 +33,7 @@ def read_once_per_node(directory: Path | None, sha256: str, fetch: Callable[[], 
     path = directory / NAME
     if (raw := _read_left(path, sha256)) is not None:
         return raw
-    with _alone(directory / _LOCK_NAME) as is_alone:
+    with _alone(directory) as is_alone:
         if (raw := _read_left(path, sha256)) is not None:
             return raw
         raw = fetch()
@@ -43,18 +43,19 @@ def read_once_per_node(directory: Path | None, sha256: str, fetch: Callable[[], 
 
 
 @contextlib.contextmanager
-def _alone(path: Path) -> Iterator[bool]:
-    """Whether no other rank is in the block; False: one has been there for too long, or nothing can be locked here."""
-    try:
-        lock = FileLock.take_within(path, WAIT_S)
-    except (OSError, ReplicatedCkptError) as exc:
-        log.info("this rank reads what was decided for itself alone: %s", exc)
-        lock = None
-    try:
-        yield lock is not None
-    finally:
-        if lock is not None:
-            lock.release()
+def _alone(directory: Path) -> Iterator[bool]:
+    """Whether no other rank is in the block; False: one has been there for too long, or nothing can be locked here.
+
+    The directory is locked, as the file in it is replaced. It is locked for nothing else.
+    """
+    with contextlib.ExitStack() as held:
+        try:
+            held.enter_context(exclusive(directory, WAIT_S))
+        except (OSError, ReplicatedCkptError) as exc:
+            log.info("this rank reads what was decided for itself alone: %s", exc)
+            yield False
+        else:
+            yield True
 
 
 def _read_left(path: Path, sha256: str) -> bytes | None:

@@ -12,7 +12,7 @@ from replicated_ckpt.dcp.c10d import once_per_node
 from replicated_ckpt.dcp.c10d.blackboard import Blackboard
 from replicated_ckpt.dcp.c10d.once_per_node import NAME, read_once_per_node
 from replicated_ckpt.stores.files import durable
-from replicated_ckpt.stores.files.locks import FileLock
+from replicated_ckpt.stores.files.locks import exclusive
 from tests.dcp.ranks.test_scale import CountingStore
 
 RANKS_OF_A_NODE = 4
@@ -61,7 +61,7 @@ def test_one_rank_of_each_node_reads_a_large_decision(job: Job) -> None:
     for number in range(3):
         assert job.decide({**LARGE, "number": str(number)}) == len(job.nodes)
         for node in job.nodes:
-            assert sorted(path.name for path in node.iterdir()) == [NAME, f"{NAME}.lock"]
+            assert sorted(path.name for path in node.iterdir()) == [NAME]
             assert (node / NAME).stat().st_mode & 0o777 == 0o600
 
 
@@ -110,11 +110,9 @@ def test_a_rank_that_is_stopped_while_it_fetches_holds_no_other_up(
 ) -> None:
     """After a bounded wait for the rank that holds the lock another one reads for itself."""
     monkeypatch.setattr(once_per_node, "WAIT_S", 0.1)
-    stopped = FileLock.take(tmp_path / f"{NAME}.lock")
-    assert stopped is not None
-    assert read_once_per_node(tmp_path, DIGEST, lambda: RAW) == RAW
-    assert not (tmp_path / NAME).exists()
-    stopped.release()
+    with exclusive(tmp_path):
+        assert read_once_per_node(tmp_path, DIGEST, lambda: RAW) == RAW
+        assert not (tmp_path / NAME).exists()
 
 
 def test_a_full_disk_keeps_no_rank_from_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,4 +123,4 @@ def test_a_full_disk_keeps_no_rank_from_reading(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(durable, "write_all", full)
     assert read_once_per_node(tmp_path, DIGEST, lambda: RAW) == RAW
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f"{NAME}.lock"]
+    assert list(tmp_path.iterdir()) == []
