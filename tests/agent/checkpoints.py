@@ -127,6 +127,4 @@ def held(store: LocalStore, checkpoint_id: str = "step-1") -> set[str]:
 def quarantined(store: LocalStore) -> list[str]:
     """Names of the files that were set aside."""
     folder = store.root / ".quarantine"
-    return sorted(
-        path.name.rpartition(".")[0] for path in folder.rglob("*") if path.is_file() and path.suffix != ".json"
-    )
+    return sorted(path.name.rpartition(".")[0] for path in folder.rglob("*") if path.is_file())

@@ -237,7 +237,6 @@ class Mender:
         with open_committed_save(self._store.root, action.checkpoint_id, action.save_id) as (directory, manifest):
             if action.shard not in manifest.shards:
                 directory.set_aside(action.shard, f"the manifest of save {action.save_id} names no such shard")
-                log.warning("set aside %s/%s: its manifest does not name it", action.checkpoint_id, action.shard)
 
     def _copy(self, action: CopyShard) -> None:
         with open_committed_save(self._store.root, action.checkpoint_id, action.save_id) as (directory, manifest):

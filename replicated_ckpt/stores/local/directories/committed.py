@@ -7,6 +7,7 @@ only after its manifest was seen to be of the save that is meant.
 import contextlib
 import errno
 import json
+import logging
 import os
 import uuid
 from collections.abc import Iterator
@@ -40,6 +41,8 @@ from replicated_ckpt.stores.files.existence import leads_out, list_prefixed
 from replicated_ckpt.stores.files.locks import exclusive
 from replicated_ckpt.stores.files.plain import closing_fd, open_plain
 from replicated_ckpt.stores.local.directories.catalog import manifest_readable
+
+log = logging.getLogger(__name__)
 
 
 class Committed:
@@ -179,7 +182,7 @@ class Committed:
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
 
     def set_aside(self, name: str, why: str, *, stays: bool = False) -> Path | None:
-        """Moves a file to the quarantine, with a note of why; returns where it is now, None if it was not there.
+        """Moves a file to the quarantine, and logs why; returns where it is now, None if it was not there.
 
         `stays`: it stays where it is, too.
         """
@@ -191,9 +194,8 @@ class Committed:
             folder = self._root / QUARANTINE_DIR / save
             make_directories(folder, self._root)
             target = folder / f"{name}.{uuid.uuid4().hex[:8]}"
-            note = {"checkpoint_id": self.checkpoint_id, "save_id": save, "name": name, "why": why}
             (self._link if stays else self._move)(name, target)
-            write_file(target.with_name(f"{target.name}.json"), json.dumps(note).encode())
+        log.warning("%s of %s is set aside as %s: %s", name, self.checkpoint_id, target, why)
         return target
 
     def _move(self, name: str, target: Path) -> None:
@@ -211,6 +213,8 @@ class Committed:
             if is_full(exc):
                 raise
             self._move(name, target)
+        else:
+            fsync_directory(target.parent)
 
     def _save_id_or_unknown(self) -> str:
         if self._save_id:
