@@ -186,7 +186,7 @@ class Agent:
             self._stopping,
             config.scrub_every_s,
             self._reprotector.suspect_finding,
-            self._service.damage.begin_reading,
+            self._service.damage,
         )
 
     def _leave(self, server: AgentServer) -> None:

@@ -5,8 +5,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 
-from replicated_ckpt.agent.state.damage import NoteRead
-from replicated_ckpt.agent.state.note_file import NoteFile
+from replicated_ckpt.agent.state.damage import DamageBook
 from replicated_ckpt.core.upkeep.finding import Finding, Problem
 from replicated_ckpt.errors import ReplicatedCkptError, StoreError
 from replicated_ckpt.stores.files.durable import is_refusal
@@ -18,7 +17,6 @@ from replicated_ckpt.stores.throttle import Pace, Stopped
 log = logging.getLogger(__name__)
 
 FIRST_PAUSE_S = 300.0
-_POSITION_NAME = "scrub.json"
 _BUSY_PAUSE_S = 0.5
 _JOIN_S = 2.0
 OnBad = Callable[[Finding], None]
@@ -37,8 +35,8 @@ class Scrubbed:
 class Scrubber:
     """One thread. It rests while a save is staged here, and goes on after a restart where it was.
 
-    A file whose checksum fails is given to `on_bad`; missing ones are re-protection's. What `begin_reading` gives before
-    a checkpoint is read gets what was found of it.
+    A file whose checksum fails is given to `on_bad`; missing ones are re-protection's. `damage` gets what was found of
+    each checkpoint, and how far the pass has come.
     """
 
     def __init__(
@@ -49,7 +47,7 @@ class Scrubber:
         stopping: threading.Event,
         every_s: float,
         on_bad: OnBad,
-        begin_reading: Callable[[], NoteRead] = lambda: lambda _: None,
+        damage: DamageBook,
     ) -> None:
         self._store = store
         self._node_id = node_id
@@ -57,8 +55,7 @@ class Scrubber:
         self._stopping = stopping
         self._every_s = every_s
         self._on_bad = on_bad
-        self._begin_reading = begin_reading
-        self._position_file = NoteFile(store.agent_directory() / _POSITION_NAME)
+        self._damage = damage
         self.done = Scrubbed()
         self._thread = threading.Thread(target=self._run, name="rckpt-scrub", daemon=True)
 
@@ -96,11 +93,13 @@ class Scrubber:
         return self.done
 
     def _scrub_all(self) -> None:
-        after = self._position_file.read(lambda note: str(note["after"])) or ""
+        after = self._damage.scrubbed_to
         ids = sorted(self._store.catalog.directories())
         for checkpoint_id in [*(found for found in ids if found > after), *(found for found in ids if found <= after)]:
-            self._keep_position(checkpoint_id)  # first: if the pass breaks off at it, the next one comes to it last
-            inspector, note = Inspector(self._store, self._node_id, self._wait_for_pace), self._begin_reading()
+            self._damage.note_scrubbed_to(
+                checkpoint_id
+            )  # first: if the pass breaks off at it, the next one comes to it last
+            inspector, note = Inspector(self._store, self._node_id, self._wait_for_pace), self._damage.begin_reading()
             try:
                 findings = [found for found in inspector.inspect(checkpoint_id) if found.problem is Problem.CORRUPT]
             except StoreError as exc:
@@ -116,16 +115,10 @@ class Scrubber:
             total, bad = self.done.bytes_read + inspector.bytes_read, self.done.findings + len(findings)
             self.done = replace(self.done, bytes_read=total, findings=bad)
         self.done = replace(self.done, passes=self.done.passes + 1)
-        self._keep_position("")
+        self._damage.note_scrubbed_to("")
 
     def _wait_for_pace(self, size_bytes: int) -> None:
         while any(self._store.is_held(intent.save_id) for intent in self._store.list_staged()):
             if self._stopping.wait(_BUSY_PAUSE_S):
                 raise Stopped
         self._pace.take(size_bytes)
-
-    def _keep_position(self, checkpoint_id: str) -> None:
-        try:
-            self._position_file.write({"after": checkpoint_id})
-        except StoreError as exc:
-            log.warning("after a restart of this agent the scrub reads some checkpoints again: %s", exc)

@@ -1,4 +1,4 @@
-"""Damage: which files of this node are known to be bad. They stay until a good copy is there to replace them."""
+"""Damage: which files of this node are known to be bad, until a good copy replaces them; how far the scrub has come."""
 
 import logging
 import threading
@@ -41,7 +41,7 @@ class DamageBook:
         self._lock = threading.Lock()
         self._file = NoteFile(store.root_agent_directory() / NAME)
         # A file that cannot be read counts as none: the scrub finds it again.
-        self._bad: dict[_Key, _Bad] = self._file.read(lambda entries: dict(map(_parse, entries))) or {}
+        self._bad, self.scrubbed_to = self._file.read(_parse) or ({}, "")
 
     def mark(self, checkpoint_id: str, save_id: str, name: str, *, is_footless: bool = False) -> None:
         """Notes that the file, as it lies there now, is bad. `is_footless`: its footer alone, the data is intact."""
@@ -74,6 +74,12 @@ class DamageBook:
             self._keep(
                 {at: found for at, found in self._bad.items() if at not in intact or known.get(at) is not found} | marks
             )
+
+    def note_scrubbed_to(self, checkpoint_id: str) -> None:
+        """The scrub goes on behind this checkpoint; "": with the first one."""
+        with self._lock:
+            self.scrubbed_to = checkpoint_id
+            self._write()
 
     def read_all(self) -> list[tuple[str, str, str]]:
         """The files that were found bad: checkpoint, save, name. They may be intact by now."""
@@ -126,12 +132,16 @@ class DamageBook:
         """With the lock held."""
         is_known = bad == self._bad
         self._bad = dict(list(bad.items())[-_KNOWN_MAX:])  # also if it is equal: what is marked anew is another object
-        if is_known:
-            return
+        if not is_known:
+            self._write()
+
+    def _write(self) -> None:
+        """With the lock held."""
+        bad = [[*key, found.signature, found.is_footless] for key, found in self._bad.items()]
         try:
-            self._file.write([[*key, found.signature, found.is_footless] for key, found in self._bad.items()])
+            self._file.write({"bad": bad, "scrubbed_to": self.scrubbed_to})
         except StoreError as exc:
-            log.warning("what is damaged is known until this agent ends: %s", exc)
+            log.warning("what is damaged, and how far the scrub has come, is known until this agent ends: %s", exc)
 
     def _is_changed(self, key: _Key, then: _Bad) -> bool:
         """What the system does not say now, as for want of descriptors, is no change."""
@@ -155,7 +165,11 @@ class DamageBook:
         return status.st_ino, status.st_mtime_ns, status.st_size
 
 
-def _parse(entry: Any) -> tuple[_Key, _Bad]:
+def _parse(document: Any) -> tuple[dict[_Key, _Bad], str]:
+    return dict(map(_parse_bad, document["bad"])), str(document["scrubbed_to"])
+
+
+def _parse_bad(entry: Any) -> tuple[_Key, _Bad]:
     checkpoint_id, save_id, name, signature, is_footless = entry
     if not (is_checkpoint_id(checkpoint_id) and is_save_id(save_id) and is_checkpoint_file(name)):
         raise ValueError(f"no file of a checkpoint: {entry!r}"[:300])

@@ -176,7 +176,8 @@ def test_a_file_that_can_be_read_again_is_no_loss(tmp_path: Path) -> None:
     path = nodes[0].root / "step-1" / shard(0)
     stat = path.stat()
     note = [["step-1", manifest.save_id, shard(0), [stat.st_ino, stat.st_mtime_ns, stat.st_size], False]]
-    (nodes[0].agent_directory() / "damage.json").write_text(json.dumps(note))
+    raw = json.dumps({"bad": note, "scrubbed_to": ""})
+    (nodes[0].agent_directory() / "damage.json").write_text(raw)
     with agents(nodes) as running:
         wait_for(protected(*running), 90, "being done")
         agree(nodes, running, done=True)

@@ -190,7 +190,9 @@ def test_a_scrub_that_hangs_keeps_no_agent(service: NodeService, monkeypatch: py
     """As a read of a disk that hangs does, or of a long file: the agent that is to follow waits for the root."""
     monkeypatch.setattr("replicated_ckpt.agent.repair.scrub._JOIN_S", 0.1, raising=False)
     stopping, reading, hangs = threading.Event(), threading.Event(), threading.Event()
-    scrubber = Scrubber(service.store, service.node_id, Pace(1e12, stopping), stopping, 0.01, lambda _: None)
+    scrubber = Scrubber(
+        service.store, service.node_id, Pace(1e12, stopping), stopping, 0.01, lambda _: None, service.damage
+    )
 
     def scrub() -> Any:
         reading.set()

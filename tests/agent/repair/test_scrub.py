@@ -29,7 +29,9 @@ class Reading:
         self.read: list[str] = []
         self.bad = bad
         pace = Pace(1e12, self.stopping)
-        self.scrubber = Scrubber(store, store.node_id(), pace, self.stopping, 0.01, lambda _: None, lambda: self._note)
+        damage = DamageBook(store)
+        damage.begin_reading = lambda: self._note  # type: ignore[method-assign]
+        self.scrubber = Scrubber(store, store.node_id(), pace, self.stopping, 0.01, lambda _: None, damage)
 
     def _note(self, holding: Holding) -> None:
         if self.bad is not None and holding.checkpoint_id == IDS[0]:
@@ -81,10 +83,10 @@ def test_what_is_found_bad_while_a_checkpoint_is_read_stays_known(tmp_path: Path
     if is_known_before:
         book.mark(*place)
     pace = _Meanwhile(stopping, sum(manifest.shard_sizes.values()), lambda: book.mark(*place))
-    scrubber = Scrubber(store, store.node_id(), pace, stopping, 1.0, lambda _: None, book.begin_reading)
+    scrubber = Scrubber(store, store.node_id(), pace, stopping, 1.0, lambda _: None, book)
     assert scrubber.scrub().findings == 0
     assert book.is_known(*place)
-    Scrubber(store, store.node_id(), Pace(1e12, stopping), stopping, 1.0, lambda _: None, book.begin_reading).scrub()
+    Scrubber(store, store.node_id(), Pace(1e12, stopping), stopping, 1.0, lambda _: None, book).scrub()
     assert not book.is_known(*place), "the next pass has read it, and it is intact"
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from replicated_ckpt.agent.repair.scrub import Scrubber
 from replicated_ckpt.agent.saves.service import NodeService
+from replicated_ckpt.agent.state.damage import DamageBook
 from replicated_ckpt.cli.look.root import open_store
 from replicated_ckpt.core.layout import MANIFEST_NAME, NODE_NAME
 from replicated_ckpt.core.upkeep.finding import Finding
@@ -137,7 +138,7 @@ def check_an_unread_shard_is_not_damaged(store: LocalStore) -> None:
             assert f"read and write {store.root}/step-1/{name} " in raised.value.hint
         bad: list[Finding] = []
         stopping = threading.Event()
-        scrubber = Scrubber(store, store.node_id(), Pace(1e9, stopping), stopping, 1.0, bad.append)
+        scrubber = Scrubber(store, store.node_id(), Pace(1e9, stopping), stopping, 1.0, bad.append, DamageBook(store))
         with refused(store.root / "step-1" / name, code):
             assert scrubber.scrub().passes == 1
         assert bad == []
