@@ -73,6 +73,6 @@ def test_a_tier_that_another_could_have_named_is_not_looked_at(tmp_path: Path, t
     disk.node_id()
     note_memory_tier(disk, tiers[0].root)
     assert find_memory_tier(disk) == tiers[0].root
-    os.chmod(disk.root_agent_directory() / "memory-tier", 0o666)  # noqa: PTH101
+    os.chmod(disk.root_agent_directory() / "tiers.json", 0o666)  # noqa: PTH101
     done = command("ls", "--root", disk.root)
     assert (done.returncode, "it cannot be looked at" in done.stdout) == (ExitCode.OK, True), done.stdout

@@ -1,6 +1,7 @@
 """Which directory in memory is the tier of a store on a disk: noted there by the ranks, for commands that look there."""
 
-import os
+import json
+from collections.abc import Mapping
 from pathlib import Path
 
 from replicated_ckpt.stores.files.durable import translate_errors, write_file
@@ -8,16 +9,18 @@ from replicated_ckpt.stores.files.existence import is_there
 from replicated_ckpt.stores.files.ownership import read_private
 from replicated_ckpt.stores.local.store import LocalStore
 
-_NAME, _DISK_NAME = "memory-tier", "disk"
+NAME = "tiers.json"
+_MEMORY, _DISK = "memory", "disk"
 
 
 def note_memory_tier(store: LocalStore, tier: Path) -> None:
     """`find_memory_tier` of this store gives this directory from now on, and `find_other_disk` of that this store."""
-    for noting, name, root in ((store, _NAME, tier), (LocalStore(tier), _DISK_NAME, store.root)):
-        path, raw = noting.agent_directory() / name, os.fsencode(root)
-        with translate_errors(str(noting.root), "note", name):
-            if not is_there(path) or read_private(path) != raw:
-                write_file(path, raw, 0o600)
+    for noting, told in ((store, {_MEMORY: str(tier)}), (LocalStore(tier), {_DISK: str(store.root)})):
+        path = noting.agent_directory() / NAME
+        with translate_errors(str(noting.root), "note", NAME):
+            known = _read(noting)
+            if not told.items() <= known.items():
+                write_file(path, json.dumps({**known, **told}).encode(), 0o600)
 
 
 def find_memory_tier(store: LocalStore) -> Path | None:
@@ -26,7 +29,8 @@ def find_memory_tier(store: LocalStore) -> Path | None:
     Raises:
         StoreDenied: another user can have written it.
     """
-    return _read(store, _NAME)
+    root = _read(store).get(_MEMORY)
+    return None if root is None else Path(root)
 
 
 def find_other_disk(tier: LocalStore, store: LocalStore) -> Path | None:
@@ -35,14 +39,16 @@ def find_other_disk(tier: LocalStore, store: LocalStore) -> Path | None:
     Raises:
         StoreDenied: another user can have written it. OSError: it cannot be looked at.
     """
-    root = _read(tier, _DISK_NAME)
-    if root is None or find_memory_tier(LocalStore(root)) != tier.root:
+    disk = _read(tier).get(_DISK)
+    if disk is None or find_memory_tier(LocalStore(root := Path(disk))) != tier.root:
         return None
     return None if is_there(store.root) and root.samefile(store.root) else root
 
 
-def _read(store: LocalStore, name: str) -> Path | None:
+def _read(store: LocalStore) -> Mapping[str, str]:
+    """By kind of tier the root of the other one; nothing where there is none, or no such note."""
     try:
-        return Path(os.fsdecode(read_private(store.root_agent_directory() / name)))
-    except (FileNotFoundError, NotADirectoryError, PermissionError):
-        return None
+        told = json.loads(read_private(store.root_agent_directory() / NAME))
+        return {str(kind): str(root) for kind, root in told.items()}
+    except (FileNotFoundError, NotADirectoryError, PermissionError, ValueError, AttributeError):
+        return {}
