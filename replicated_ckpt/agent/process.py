@@ -44,7 +44,7 @@ from replicated_ckpt.agent.state.endpoint import (
     write_endpoint,
 )
 from replicated_ckpt.agent.state.listeners import cannot_listen
-from replicated_ckpt.agent.state.targets import TargetBook
+from replicated_ckpt.agent.state.upload_book import UploadBook
 from replicated_ckpt.agent.uploads.uploader import Uploader
 from replicated_ckpt.config import LEAVE_WITHIN_S, AgentConfig, check_direct_io, parse_ports
 from replicated_ckpt.core.upkeep.policy import Standing
@@ -174,11 +174,9 @@ class Agent:
             on_seen=self._on_seen,
             idle_pause_s=config.round_every_s,
         )
-        self._targets = TargetBook(self._service.store.agent_directory())
+        book = UploadBook(self._service.store.agent_directory())
         uploading = Pace(config.upload_mib_per_s * (1 << 20), self._stopping)
-        self._uploader = Uploader(
-            self._service, self._targets, uploading, patience, self._stopping, self._reprotector.suspect
-        )
+        self._uploader = Uploader(self._service, book, uploading, patience, self._stopping, self._reprotector.suspect)
         self._scrubber = Scrubber(
             self._service.store,
             self._service.node_id,
@@ -221,7 +219,7 @@ class Agent:
             log.error("leaves without knowing what is undone: %s", exc)  # noqa: TRY400 - it explains itself
 
     def _listening(self, identity: Identity) -> AgentServer:
-        objects = ObjectRoutes(self._service, self._targets, self._uploader)
+        objects = ObjectRoutes(self._service, self._uploader)
         routes = WatchedRoutes(
             self._activity, self._service, self._reprotector, objects, self.status, self._stopping.set
         )

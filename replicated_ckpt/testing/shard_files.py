@@ -41,10 +41,7 @@ def open_source(folder: Path, raw: bytes, expected: Expected | None = None) -> U
     """A shard file on its way to a bucket; `expected` is what was saved, if the file has changed since."""
     path = folder / "__0_0.distcp"
     path.write_bytes(raw)
-    resume_path = folder / "__0_0.distcp.resume"
-    return UploadSource(
-        os.open(path, os.O_RDONLY | os.O_CLOEXEC), "node", path.name, expected or expect(raw), resume_path=resume_path
-    )
+    return UploadSource(os.open(path, os.O_RDONLY | os.O_CLOEXEC), "node", path.name, expected or expect(raw))
 
 
 def flip_bit(raw: bytes, position: int) -> bytes:

@@ -21,7 +21,7 @@ from replicated_ckpt.agent.repair.reprotect import Reprotector
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.state.endpoint import Endpoint, read_endpoint
 from replicated_ckpt.agent.state.rights import Tokens
-from replicated_ckpt.agent.state.targets import TargetBook
+from replicated_ckpt.agent.state.upload_book import UploadBook
 from replicated_ckpt.agent.uploads.uploader import Uploader
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
@@ -63,9 +63,9 @@ class RunningAgent:
 
 def object_routes(service: NodeService, stopping: threading.Event) -> ObjectRoutes:
     """The verbs of the object tier, with an uploader that does not run."""
-    targets = TargetBook(service.store.agent_directory())
+    targets = UploadBook(service.store.agent_directory())
     uploader = Uploader(service, targets, Pace(1e12, stopping), Patience(), stopping, lambda *_: None)
-    return ObjectRoutes(service, targets, uploader)
+    return ObjectRoutes(service, uploader)
 
 
 @contextmanager

@@ -16,8 +16,7 @@ from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.agent.state.damage import DamageBook
 from replicated_ckpt.agent.state.policies import PolicyBook
 from replicated_ckpt.agent.state.sequence_floor import SequenceFloor
-from replicated_ckpt.agent.state.targets import TargetBook
-from replicated_ckpt.agent.state.upload_orders import OrderBook
+from replicated_ckpt.agent.state.upload_book import UploadBook
 from replicated_ckpt.core.upkeep.policy import NODES, Policy
 from replicated_ckpt.errors import StoreError, StoreFull
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
@@ -27,7 +26,7 @@ from replicated_ckpt.stores.peer.client import AgentAddress
 from tests.agent.checkpoints import checkpointed, shard
 
 SAVE = "1" * 32
-Book = TargetBook | SequenceFloor | OrderBook | PolicyBook
+Book = UploadBook | SequenceFloor | PolicyBook
 POLICY = Policy("", NODES, 1, Retention(keep_last=1), lineage="")
 
 
@@ -37,22 +36,22 @@ def target(url: str) -> ObjectTarget:
 
 def test_many_threads_name_buckets_at_once(tmp_path: Path) -> None:
     """None fails, and a restarted agent knows them all."""
-    book = TargetBook(tmp_path)
+    book = UploadBook(tmp_path)
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(book.learn, [target(f"s3://bucket-{number}/run") for number in range(40)]))
-    assert sorted(TargetBook(tmp_path).read_all()) == sorted(book.read_all())
-    assert len(book.read_all()) == 40
+    assert sorted(UploadBook(tmp_path).read_urls()) == sorted(book.read_urls())
+    assert len(book.read_urls()) == 40
 
 
 def test_a_bucket_that_is_named_again_is_not_the_first_to_be_forgotten(tmp_path: Path) -> None:
     """Each save of a run names its bucket: its uploads go on however many others are named meanwhile."""
-    book = TargetBook(tmp_path)
+    book = UploadBook(tmp_path)
     for number in range(100):
         book.learn(target("s3://of-the-run/here"))
         book.learn(target(f"s3://of-others/{number}"))
-        assert "s3://of-the-run/here" in book.read_all()
-    assert TargetBook(tmp_path).read_all() == book.read_all()
-    assert len(book.read_all()) == 64
+        assert "s3://of-the-run/here" in book.read_urls()
+    assert UploadBook(tmp_path).read_urls() == book.read_urls()
+    assert len(book.read_urls()) == 64
 
 
 @pytest.fixture
@@ -66,11 +65,10 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return monkeypatch.undo
 
 
-@pytest.mark.parametrize("make", [TargetBook, SequenceFloor, OrderBook, PolicyBook])
+@pytest.mark.parametrize("is_order", [False, True])
+@pytest.mark.parametrize("make", [UploadBook, SequenceFloor, PolicyBook])
 def test_what_a_full_disk_refused_is_written_when_it_is_told_again(
-    tmp_path: Path,
-    full_disk: Callable[[], None],
-    make: Callable[[Path], TargetBook | SequenceFloor | OrderBook | PolicyBook],
+    tmp_path: Path, full_disk: Callable[[], None], make: Callable[[Path], Book], *, is_order: bool
 ) -> None:
     """Nothing has changed meanwhile in the agent's memory: what counts is what lies on the disk.
 
@@ -80,23 +78,25 @@ def test_what_a_full_disk_refused_is_written_when_it_is_told_again(
 
     def tell() -> None:
         match book:
-            case TargetBook():
+            case UploadBook() if is_order:
+                book.order(SAVE, "s3://a/run")
+            case UploadBook():
                 book.learn(target("s3://a/run"))
             case SequenceFloor():
                 book.raise_to({"": 7}, {}, "peer")
-            case OrderBook():
-                book.take(SAVE, "s3://a/run")
             case PolicyBook():
                 book.learn([POLICY])
 
     def known() -> object:
         again = make(tmp_path)
-        return again.is_ordered(SAVE) if isinstance(again, OrderBook) else bool(again.read_all())
+        if isinstance(again, UploadBook):
+            return again.is_ordered(SAVE) if is_order else again.read_urls()
+        return again.read_all()
 
     with nullcontext() if isinstance(book, SequenceFloor) else pytest.raises(StoreFull):
         tell()
     assert not known()
-    assert not (isinstance(book, OrderBook) and book.read_all()), "what was refused is not carried out"
+    assert not (isinstance(book, UploadBook) and book.is_ordered(SAVE)), "what was refused is not carried out"
     full_disk()
     tell()
     assert known()
@@ -176,8 +176,9 @@ def refuse_to_open(path: object, *_: object, **__: object) -> int:
 
 def test_a_target_that_is_none_any_more_takes_no_other_with_it(tmp_path: Path) -> None:
     """An earlier release kept a relative path: credentials of other buckets would be gone with it."""
-    TargetBook(tmp_path).learn(ObjectTarget.from_json({"url": "s3://b/x", "options": {"key": "k"}}))
-    path = tmp_path / "targets.json"
+    UploadBook(tmp_path).learn(ObjectTarget.from_json({"url": "s3://b/x", "options": {"key": "k"}}))
+    path = tmp_path / "uploads.json"
     told = json.loads(path.read_text())
-    path.write_text(json.dumps([{"url": "file://scratch/x", "options": {}}, *told]))
-    assert TargetBook(tmp_path).read_all() == ("s3://b/x",)
+    told["targets"].insert(0, {"url": "file://scratch/x", "options": {}})
+    path.write_text(json.dumps(told))
+    assert UploadBook(tmp_path).read_urls() == ("s3://b/x",)

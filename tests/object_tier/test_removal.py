@@ -146,7 +146,7 @@ def test_a_bucket_that_cannot_be_reached_keeps_it_on_the_node(
         save(writer, f"step-{number}", number)
     writer.wait()
     stop_agent(root)
-    targets = root / ".agent" / "targets.json"
+    targets = root / ".agent" / "uploads.json"
     raw = targets.read_bytes()
     targets.unlink()
     assert main(["rm", "step-1", "--root", str(root)]) == ExitCode.FAILED

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(240)]
 
 COUNT = 3  # MiB of each rank
 SECRET = b"testsecret"
-KEEPER = "targets.json"
+KEEPER = "uploads.json"
 
 
 def processes_that_show(secret: bytes) -> list[str]:

@@ -1,5 +1,6 @@
 """The uploader by itself, round by round, on stores made by hand."""
 
+import json
 import threading
 import time
 from collections.abc import Callable
@@ -11,7 +12,7 @@ import pytest
 from replicated_ckpt import failpoints
 from replicated_ckpt.agent.peers.watch import Patience
 from replicated_ckpt.agent.saves.service import NodeService
-from replicated_ckpt.agent.state.targets import TargetBook
+from replicated_ckpt.agent.state.upload_book import UploadBook
 from replicated_ckpt.agent.uploads import uploader as uploader_module
 from replicated_ckpt.agent.uploads.bucket_retention import TOLD_MAX
 from replicated_ckpt.agent.uploads.held import UploadHeld
@@ -54,13 +55,13 @@ def test_an_agent_stays_for_an_upload_that_moves(moto: Server, tmp_path: Path) -
     """However long a single shard takes, as long as its parts leave one after the other."""
     store = LocalStore(tmp_path / "node")
     manifest = checkpointed([store], 1, {shard(0): (0,)}, copies=1, size_bytes=2 * PART_BYTES)
-    pace, targets = LongHours(), TargetBook(store.agent_directory())
+    pace, targets = LongHours(), UploadBook(store.agent_directory())
     target = ObjectTarget.check(f"s3://{moto.make_bucket('long-hours')}/x", moto.storage_options())
     targets.learn(target)
     uploader = pace.uploader = Uploader(
         NodeService(store), targets, pace, Patience(), threading.Event(), lambda *_: None, lambda: pace.now_s
     )
-    uploader.orders.take(manifest.save_id, target.url)
+    uploader.book.order(manifest.save_id, target.url)
     uploader.round()
     assert len(pace.was_busy) >= 3
     assert all(pace.was_busy)
@@ -70,9 +71,9 @@ def test_an_agent_stays_for_an_upload_that_moves(moto: Server, tmp_path: Path) -
 
 def uploading(
     root: Path, url: str, clock: Callable[[], float] = time.monotonic
-) -> tuple[Uploader, NodeService, TargetBook]:
+) -> tuple[Uploader, NodeService, UploadBook]:
     store = LocalStore(root)
-    service, targets, stopping = NodeService(store), TargetBook(store.agent_directory()), threading.Event()
+    service, targets, stopping = NodeService(store), UploadBook(store.agent_directory()), threading.Event()
     targets.learn(ObjectTarget.check(url, {}))
     pace = Pace(1e12, stopping)
     return Uploader(service, targets, pace, Patience(), stopping, lambda *_: None, clock), service, targets
@@ -95,7 +96,7 @@ def test_a_removal_here_takes_nothing_back_that_another_node_has(tmp_path: Path)
     url = f"file://{tmp_path}/bucket/run"
     uploader, service, targets = uploading(tmp_path / "here", url)
     other, mark = LocalStore(tmp_path / "there"), tmp_path / "bucket" / "run" / "step-1" / ".metadata"
-    TargetBook(other.agent_directory()).learn(ObjectTarget.check(url, {}))
+    UploadBook(other.agent_directory()).learn(ObjectTarget.check(url, {}))
     holders = {shard(0): (0, 1), shard(1): (1, 0)}
     manifest = checkpointed([service.store, other], 1, holders, size_bytes=3000, url=url)
     with running_agent(other.root, "--round-every-s", "0.2") as there:
@@ -171,7 +172,7 @@ def test_what_is_removed_between_two_parts_leaves_no_unfinished_upload(
     """Its parts are in no listing of the bucket, and are paid for."""
     bucket, store = moto.make_bucket(f"between-parts-{int(has_own_prefix)}"), LocalStore(tmp_path / "node")
     target = ObjectTarget.check(f"s3://{bucket}/run", moto.storage_options())
-    targets = TargetBook(store.agent_directory())
+    targets = UploadBook(store.agent_directory())
     targets.learn(target)
     shards = {shard(0): (0,), shard(1): (0,)}
     manifest = checkpointed(
@@ -291,7 +292,7 @@ def test_a_shard_goes_there_in_parts_without_threads(
     start_really = threading.Thread.start
     store, stopping = LocalStore(tmp_path / "node"), threading.Event()
     target = ObjectTarget.check(f"s3://{moto.make_bucket('no-threads')}/x", moto.storage_options())
-    targets = TargetBook(store.agent_directory())
+    targets = UploadBook(store.agent_directory())
     targets.learn(target)
     checkpointed([store], 1, {shard(0): (0,)}, copies=1, size_bytes=2 * PART_BYTES, url=target.url)
     uploader = Uploader(NodeService(store), targets, Pace(1e12, stopping), Patience(), stopping, lambda *_: None)
@@ -312,7 +313,7 @@ def test_an_order_to_a_second_bucket_is_carried_out(tmp_path: Path, monkeypatch:
     manifest = checkpointed([service.store], 1, {shard(0): (0,)}, copies=1, size_bytes=3000, url=first)
 
     def order(*_: object) -> frozenset[str]:
-        uploader.orders.take(manifest.save_id, second)
+        uploader.book.order(manifest.save_id, second)
         state = uploader.state_of(manifest.save_id)
         assert state is not None
         assert (state.state, state.url) == ("pending", second)
@@ -349,7 +350,7 @@ def test_nothing_is_left_of_an_upload_whose_checkpoint_was_overwritten(
 ) -> None:
     """Its order and the notes by which it would go on: the save is gone before its upload has ended."""
     store, stopping = LocalStore(tmp_path / "node"), threading.Event()
-    service, targets = NodeService(store), TargetBook(store.agent_directory())
+    service, targets = NodeService(store), UploadBook(store.agent_directory())
     target = ObjectTarget.check(f"s3://{moto.make_bucket(f'overwritten-{is_restarted:d}')}/x", moto.storage_options())
     targets.learn(target)
 
@@ -358,16 +359,16 @@ def test_nothing_is_left_of_an_upload_whose_checkpoint_was_overwritten(
 
     manifest = checkpointed([store], 1, {shard(0): (0,)}, copies=1, size_bytes=2 * PART_BYTES)
     uploader = start_uploader()
-    uploader.orders.take(manifest.save_id, target.url)
+    uploader.book.order(manifest.save_id, target.url)
     uploader.round()
-    assert list(store.agent_directory().glob("upload-*"))
+    assert json.loads((store.agent_directory() / "uploads.json").read_text())["begun"]
     assert uploader.is_busy
     checkpointed([store], 2, {shard(0): (0,)}, copies=1, size_bytes=3000)
     if is_restarted:
         uploader = start_uploader()
     uploader.round()
-    assert not list(store.agent_directory().glob("upload-*"))
-    assert (store.agent_directory() / "orders.json").read_text() == "{}"
+    kept = json.loads((store.agent_directory() / "uploads.json").read_text())
+    assert (kept["begun"], kept["orders"]) == ([], {})
     assert not uploader.is_busy
     assert uploader.status()["pending"] == {}
 

@@ -1,5 +1,6 @@
 """Steps: saves that go to an object store, waiting for them, and loads that fall back to it."""
 
+import json
 import time
 from collections.abc import Mapping
 from functools import partial
@@ -115,4 +116,4 @@ def kill_agent_in_upload(context: Context, after_s: float) -> bool:
     """This node's agent ends by SIGKILL after an upload has gone on for so long; whether it was not over by then."""
     time.sleep(after_s)
     kill_agent_of(context.root)
-    return any((context.root / ".agent").glob("upload-*.json"))
+    return bool(json.loads((context.root / ".agent" / "uploads.json").read_text())["begun"])

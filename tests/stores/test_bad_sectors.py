@@ -146,7 +146,7 @@ def test_an_upload_that_meets_a_lost_sector_names_the_shard_as_damaged(
     """So the node reads it again and gets a good copy; else each try of the upload would meet the sector again."""
     opened = stores[0].open_file("step-1", manifest.save_id, SHARD)
     with (
-        UploadSource(opened, "this node", SHARD, expected_of(manifest), resume_path=tmp_path / "resume") as source,
+        UploadSource(opened, "this node", SHARD, expected_of(manifest)) as source,
         losing((path_in(stores[0]), BLOCK_BYTES + 10)),
     ):
         memory = memoryview(bytearray(BLOCK_BYTES))

@@ -6,7 +6,7 @@ from typing import Any
 
 from replicated_ckpt.agent.requests.request import Answer, Request, json_answer
 from replicated_ckpt.agent.saves.service import NodeService
-from replicated_ckpt.agent.state.targets import UNKNOWN_HINT, TargetBook
+from replicated_ckpt.agent.state.upload_book import UNKNOWN_HINT
 from replicated_ckpt.agent.uploads.probe import Prober
 from replicated_ckpt.agent.uploads.uploader import Uploader
 from replicated_ckpt.core.layout import is_checkpoint_id, is_save_id
@@ -22,11 +22,10 @@ _ASK_HOLDER = "`replicated-ckpt show ID --root ROOT` names the nodes that hold i
 class ObjectRoutes:
     """Maps requests to the uploader. Safe for concurrent use."""
 
-    def __init__(self, service: NodeService, targets: TargetBook, uploader: Uploader) -> None:
+    def __init__(self, service: NodeService, uploader: Uploader) -> None:
         self._service = service
-        self._targets = targets
         self.uploader = uploader
-        self._prober = Prober(targets)
+        self._prober = Prober(uploader.book)
 
     def answer(self, request: Request, parts: Sequence[str], query: Mapping[str, str]) -> Answer:
         """Answer to a request below `/v1/object`.
@@ -57,7 +56,7 @@ class ObjectRoutes:
                 case "target":
                     target = ObjectTarget.from_json(fields)
                     target.check_is_apart(self._service.store.root)
-                    is_new = self._targets.learn(target)
+                    is_new = self.uploader.book.learn(target)
                     return json_answer(self.uploader.try_now if is_new else self.uploader.wake)
                 case "probe":
                     with request.heartbeat:
@@ -84,8 +83,8 @@ class ObjectRoutes:
         if told is not None and (told.checkpoint_id, told.save_id) != (checkpoint_id, save_id):
             raise ConfigInvalid("remove: the manifest is of another save.")
         manifest = self._manifest_of(save_id) or told
-        self.uploader.orders.forget(save_id)
-        bucket = self._targets.bucket(str(fields["url"]))
+        self.uploader.book.forget(save_id)
+        bucket = self.uploader.book.bucket(str(fields["url"]))
         with self.uploader.held.hold(save_id):
             is_removed = remove_save(bucket, checkpoint_id, save_id, manifest)
         return json_answer(is_removed=is_removed)
@@ -101,7 +100,7 @@ class ObjectRoutes:
         node = f"node {self._service.node_id}"
         if not is_save_id(save_id):
             raise ConfigInvalid("upload: no save is named.")
-        if url not in self._targets.read_all():
+        if url not in self.uploader.book.read_urls():
             raise ConfigInvalid(f"No rank of {node} has named the object store {str(url)[:200]!r}.", UNKNOWN_HINT)
         if self._service.store.catalog.checkpoint_of(save_id) is None:
             raise ObjectMissing(node, "upload", save_id, "no such save is committed here", _ASK_HOLDER)

@@ -6,7 +6,7 @@ from contextlib import suppress
 
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.state.policies import PolicyBook
-from replicated_ckpt.agent.state.upload_orders import OrderBook
+from replicated_ckpt.agent.state.upload_book import UploadBook
 from replicated_ckpt.agent.uploads.upload_progress import UploadProgress
 from replicated_ckpt.config import Retention
 from replicated_ckpt.core.manifest import Manifest, decode_manifest
@@ -35,7 +35,7 @@ _REFUSED_MAX = 16
 """Of the checkpoints that may not be deleted so many are tried after each save."""
 
 
-def standing_of(service: NodeService, orders: OrderBook, uploads: Mapping[str, UploadProgress]) -> Standing:
+def standing_of(service: NodeService, book: UploadBook, uploads: Mapping[str, UploadProgress]) -> Standing:
     """What this node says of its policies and uploads. One of which it does not know that it is over is not.
 
     The last ones stay uploaded when they are retired here: other nodes may not have looked into the bucket since.
@@ -43,7 +43,7 @@ def standing_of(service: NodeService, orders: OrderBook, uploads: Mapping[str, U
     removed = service.store.journal.read_removed()
     states = {save_id: upload.state for save_id, upload in uploads.items()}
     found = service.store.catalog.committed()
-    asked = (orders.apply(manifest) for name, manifest in found if name == manifest.checkpoint_id)
+    asked = (book.apply(manifest) for name, manifest in found if name == manifest.checkpoint_id)
     url_by_save = {
         one.save_id: one.upload.url for one in asked if one.upload is not None and one.save_id not in removed
     }
@@ -54,7 +54,7 @@ def standing_of(service: NodeService, orders: OrderBook, uploads: Mapping[str, U
     ]
     wanted = frozenset(url_by_save)
     uploading = wanted.difference(over)
-    ordered = frozenset(filter(orders.is_ordered, uploading))
+    ordered = frozenset(filter(book.is_ordered, uploading))
     unable = frozenset(save_id for save_id, state in states.items() if state.is_denied) & uploading
     uploaded = frozenset(wanted.intersection(over)).union(over[-TOLD_MAX:])
     absent = frozenset(save_id for save_id in uploaded if uploads[save_id].is_absent)

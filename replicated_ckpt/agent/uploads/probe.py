@@ -4,7 +4,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from replicated_ckpt.agent.state.targets import TargetBook
+from replicated_ckpt.agent.state.upload_book import UploadBook
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.layout import SEQUENCE_FLOOR_MAX
 from replicated_ckpt.core.lineage import histories_of
@@ -22,8 +22,8 @@ _NOTHING = {"is_empty": False, "save_id": "", "lineage": "", "histories": {}, "e
 class Prober:
     """At most one probe of a bucket is under way, on a thread of its own. Safe for concurrent use."""
 
-    def __init__(self, targets: TargetBook) -> None:
-        self._targets = targets
+    def __init__(self, book: UploadBook) -> None:
+        self._book = book
         self._lock = threading.Lock()
         self._under_way: set[str] = set()
         self._begun: set[str] = set()
@@ -53,7 +53,7 @@ class Prober:
 
     def _probe(self, url: str, checkpoint_id: str, found: list[Mapping[str, Any]]) -> None:
         try:
-            bucket = self._targets.bucket(url)
+            bucket = self._book.bucket(url)
             is_empty = bucket.is_empty(checkpoint_id)
             there = None if is_empty else bucket.save_of(checkpoint_id)
             histories = self._histories(url, bucket, scope_of(checkpoint_id))

@@ -14,8 +14,7 @@ from typing import Any
 
 from replicated_ckpt.agent.peers.watch import Patience, PeerWatch
 from replicated_ckpt.agent.saves.service import NodeService
-from replicated_ckpt.agent.state.targets import TargetBook
-from replicated_ckpt.agent.state.upload_orders import OrderBook
+from replicated_ckpt.agent.state.upload_book import UploadBook
 from replicated_ckpt.agent.uploads.bucket_retention import (
     check_wanted,
     retire_in_bucket,
@@ -34,7 +33,6 @@ from replicated_ckpt.stores.bucket.bucket import Bucket, prefix_of
 from replicated_ckpt.stores.bucket.bucket_save import BucketSave
 from replicated_ckpt.stores.bucket_client.retry import RetryingClient
 from replicated_ckpt.stores.bucket_client.upload_source import UploadSource
-from replicated_ckpt.stores.files.existence import list_prefixed
 from replicated_ckpt.stores.local.directories.committed import descriptions, open_committed_save
 from replicated_ckpt.stores.peer.fan_out import FanOut
 from replicated_ckpt.stores.thread_start import start_thread
@@ -46,8 +44,6 @@ log = logging.getLogger(__name__)
 IDLE_PAUSE_S = 5.0
 WAITED_FOR_S = 1.0
 """How long between two looks for the shards of the others, while a rank asks how far it has come."""
-_NOTES_PREFIX = "upload-"
-"""Of files in the agent's directory, `upload-SAVE-SHARD.json`: what an upload needs to go on after a restart."""
 BUSY_S = 3600.0
 """An agent that ranks started stays that long for an upload that does not move."""
 _FORGOTTEN_MAX = 1024
@@ -65,7 +61,7 @@ class Uploader:
     def __init__(
         self,
         service: NodeService,
-        targets: TargetBook,
+        book: UploadBook,
         pace: Pace,
         patience: Patience,
         stopping: threading.Event,
@@ -73,7 +69,7 @@ class Uploader:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._service = service
-        self._targets = targets
+        self.book = book
         self._pace = pace
         self._pace_lock = threading.Lock()
         self._patience = patience
@@ -82,7 +78,6 @@ class Uploader:
         self._stopping = stopping
         self._on_bad = on_bad
         self._clock = clock
-        self.orders = OrderBook(service.store.agent_directory())
         self._uploads: dict[str, UploadProgress] = {}
         self._replaced_since: dict[str, float] = {}
         self._lock = threading.Lock()
@@ -122,11 +117,11 @@ class Uploader:
 
     def standing(self) -> Standing:
         """What this node says of its policies of retention and its uploads. From any thread."""
-        return standing_of(self._service, self.orders, self._read_uploads())
+        return standing_of(self._service, self.book, self._read_uploads())
 
     def state_of(self, save_id: str) -> UploadState | None:
         """How far a save has come; the caller waits, so it is looked at soon. None: not here, or not to be uploaded."""
-        if save_id not in self._uploads or self.orders.is_ordered(save_id):  # to another bucket than it may be in
+        if save_id not in self._uploads or self.book.is_ordered(save_id):  # to another bucket than it may be in
             self._find_wanted()
         upload = self._uploads.get(save_id)
         if upload is None:
@@ -147,7 +142,7 @@ class Uploader:
 
     def order(self, save_id: str, url: str) -> None:
         """Has a save uploaded by hand; the bucket is looked at again, which may have been emptied. Raises StoreError."""
-        self.orders.take(save_id, url)
+        self.book.order(save_id, url)
         with self._lock:
             if save_id in self._uploads and not self._uploads[save_id].is_pending:
                 del self._uploads[save_id]
@@ -216,7 +211,7 @@ class Uploader:
 
     def _pending(self, committed: Sequence[Manifest]) -> list[tuple[Manifest, UploadProgress]]:
         found, now = {}, self._clock()
-        for asked in map(self.orders.apply, committed):
+        for asked in map(self.book.apply, committed):
             if asked.upload is None:
                 continue
             upload = self._uploads.get(asked.save_id)
@@ -257,25 +252,17 @@ class Uploader:
             log.warning("%s to %s: %s", manifest.checkpoint_id, upload.state.url, exc)
             return exc
         if self._uploads.get(manifest.save_id) is upload:  # else it was ordered to another bucket meanwhile
-            self._forget(manifest.save_id)
+            self.book.forget(manifest.save_id)
         return None
-
-    def _forget(self, save_id: str) -> None:
-        """Drops from the disk what was only needed until the end of a save's upload."""
-        self.orders.forget(save_id)
-        for notes in list_prefixed(self._service.store.root_agent_directory(), f"{_NOTES_PREFIX}{save_id}-"):
-            notes.unlink(missing_ok=True)
 
     def _forget_gone(self, wanted: Collection[str]) -> None:
         """Forgets the saves that lie here no longer: replaced, retired or removed before they were in the bucket."""
-        notes = list_prefixed(self._service.store.root_agent_directory(), _NOTES_PREFIX)
-        known = self.orders.read_all().union(path.name.split("-")[1] for path in notes)
-        gone = known.difference(wanted)
+        gone = self.book.read_saves().difference(wanted)
         if not gone or any(self._service.store.catalog.with_invalid_manifest()):
             return  # a manifest that is not believed now may be one of theirs
         here = {holding.save_id for holding in self._service.holdings()} - self._service.store.journal.read_removed()
         for save_id in gone - here:
-            self._forget(save_id)
+            self.book.forget(save_id)
 
     def _advance(self, manifest: Manifest, upload: UploadProgress) -> bool:
         """Uploads what is this node's to upload now; whether the save is committed in the bucket afterwards."""
@@ -305,7 +292,7 @@ class Uploader:
 
     def _open_patiently(self, url: str) -> Bucket:
         """A try has some twenty looks, and one that fails puts all of it off, ever longer: each gets LOOK_AGAIN_S."""
-        client, within_s = self._targets.bucket(url).client, LOOK_AGAIN_S
+        client, within_s = self.book.bucket(url).client, LOOK_AGAIN_S
         return Bucket(
             RetryingClient(client, within_s=within_s, look_within_s=within_s, is_given_up=self._stopping.is_set)
         )
@@ -314,7 +301,7 @@ class Uploader:
         """Whether a save is what is committed there, with all its objects; more closely for an order by hand."""
         if there.save_id != manifest.save_id or not manifest.shard_sizes.items() <= there.sizes.items():
             return False
-        if not self.orders.is_ordered(manifest.save_id):
+        if not self.book.is_ordered(manifest.save_id):
             return True
         return bucket.is_described(there) and manifest.shards.keys() == self._find_intact(bucket, manifest, upload)
 
@@ -347,7 +334,7 @@ class Uploader:
         others = (missing & held) - mine
         if others and self._clock() - upload.first_seen > self._patience.lost_after_s / 3:
             views = self._look()
-            is_ordered = self.orders.is_ordered(manifest.save_id)
+            is_ordered = self.book.is_ordered(manifest.save_id)
             chosen = partial(choose_uploader, manifest, views=views, own_node=own, is_ordered=is_ordered)
             mine |= {name for name in others if chosen(name) == own}
         return mine
@@ -370,11 +357,10 @@ class Uploader:
     def _bring(self, bucket: Bucket, manifest: Manifest, name: str, upload: UploadProgress) -> None:
         entry, store, save_id = manifest.shards[name], self._service.store, manifest.save_id
         label = f"node {self._service.node_id} at {store.root}"
-        notes = store.root_agent_directory() / f"{_NOTES_PREFIX}{save_id}-{name}.json"
         try:
             with open_committed_save(store.root, manifest.checkpoint_id, save_id) as (directory, _):
                 expected = Expected(entry.size_bytes, entry.crc32c)
-                source = UploadSource(directory.open(name), label, name, expected, resume_path=notes)
+                source = UploadSource(directory.open(name), label, name, expected, self.book.begun(save_id, name))
             with source:
                 bucket.put_shard(manifest, name, source, partial(self._wait_for_pace, save_id, upload))
         except ObjectCorrupt as exc:

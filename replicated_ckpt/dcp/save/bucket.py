@@ -9,7 +9,7 @@ from numbers import Real
 
 from replicated_ckpt.agent.peers.watch import Patience
 from replicated_ckpt.agent.saves.service import NodeService
-from replicated_ckpt.agent.state.targets import TargetBook
+from replicated_ckpt.agent.state.upload_book import UploadBook
 from replicated_ckpt.agent.uploads.uploader import Uploader
 from replicated_ckpt.core.bucket.upload_plan import UploadPlan, UploadState
 from replicated_ckpt.core.lineage import Histories, histories_from_json
@@ -135,9 +135,9 @@ class ObjectTier:
         assert self._target is not None
         stopping = threading.Event()
         service = NodeService(self._store)
-        targets = TargetBook(self._store.agent_directory())
-        targets.learn(self._target)
-        Uploader(service, targets, Pace(1e15, stopping), Patience(), stopping, lambda *_: None).round()
+        book = UploadBook(self._store.agent_directory())
+        book.learn(self._target)
+        Uploader(service, book, Pace(1e15, stopping), Patience(), stopping, lambda *_: None).round()
 
     def wait(self, timeout_s: float, *, is_last_wanted: bool = False) -> tuple[str, ...]:
         """Waits until every save that was expected is committed in the bucket, or is not to come there any more.

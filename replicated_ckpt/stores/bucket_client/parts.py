@@ -1,7 +1,6 @@
 """One shard to S3 in parallel parts, in bounded memory; it goes on after a restart with the parts that are there."""
 
 import base64
-import json
 import queue
 import struct
 import threading
@@ -16,7 +15,6 @@ from replicated_ckpt.stores.bucket_client.body import MemoryBody, read_pages
 from replicated_ckpt.stores.bucket_client.client import PART_BYTES, PARTS_PARALLEL, Paced
 from replicated_ckpt.stores.bucket_client.upload_source import UploadSource
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
-from replicated_ckpt.stores.files.durable import translate_errors, write_file
 from replicated_ckpt.stores.peer.fan_out import FanOut
 
 _PARTS_MAX = 9_000  # S3 takes 10,000
@@ -45,7 +43,7 @@ class MultipartClient(Protocol):
 
 
 class MultipartUpload:
-    """One shard in parallel parts. What it needs to go on after a restart lies in `source.resume_path`."""
+    """One shard in parallel parts. What it needs to go on after a restart is in `source.begun`."""
 
     def __init__(self, client: MultipartClient, key: str, source: UploadSource, paced: Paced) -> None:
         self._client = client
@@ -77,9 +75,10 @@ class MultipartUpload:
         except (StoreUnavailable, StoreDenied):
             raise
         except StoreError:  # it says that parts are bad which it lists: the next try begins anew
-            self._source.resume_path.unlink(missing_ok=True)
+            self._source.begun.note = None
+            self._source.begun.keep()
             raise
-        self._source.resume_path.unlink(missing_ok=True)
+        self._source.begun.note = None
         return encode_crc(crc32c(b"".join(struct.pack(">I", self._crcs[number]) for number in range(1, count + 1))))
 
     def _send_all(self, waiting: "queue.SimpleQueue[int]") -> None:
@@ -118,19 +117,21 @@ class MultipartUpload:
         self._upload_id: str = self._client.begin(self._key)
         note = {"key": self._where["Key"], "upload_id": self._upload_id, "part_bytes": self._part_bytes}
         note |= {"file": [self._source.size_bytes, self._source.crc32c], "has_checksums": self._client.has_checksums}
-        with translate_errors(str(self._source.resume_path.parent), "write", self._source.resume_path.name):
-            write_file(self._source.resume_path, json.dumps(note).encode(), 0o600)
+        self._source.begun.note = note
+        self._source.begun.keep()
 
     def _resume(self) -> bool:
         """Takes over the parts of an upload that this node began for the same bytes; whether there is one."""
+        note = self._source.begun.note
+        if note is None:
+            return False
         try:
-            note = json.loads(self._source.resume_path.read_bytes())
             same = note["key"] == self._where["Key"] and note["part_bytes"] == self._part_bytes
             if not same or note["file"] != [self._source.size_bytes, self._source.crc32c]:
                 return False
             self._client.has_checksums = bool(note["has_checksums"])  # its parts are as it was begun
             self._upload_id = str(note["upload_id"])
-        except (OSError, ValueError, KeyError, TypeError):
+        except (KeyError, TypeError):
             return False
         try:
             self._parts = {part["PartNumber"]: part for part in self._list_parts()}

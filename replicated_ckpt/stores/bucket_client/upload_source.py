@@ -1,8 +1,9 @@
 """A shard file on its way to a bucket: every byte is checked against what was saved before it leaves."""
 
 import errno
-from pathlib import Path
-from typing import Self
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Self
 
 from replicated_ckpt.core.integrity.checksum import BlockTable, crc32c
 from replicated_ckpt.core.integrity.crc_combination import combine_crcs
@@ -15,19 +16,28 @@ from replicated_ckpt.stores.verified import Expected
 _PIECE_BYTES = 4 << 20
 
 
+@dataclass
+class BegunUpload:
+    """What continues an upload in parts, after a restart too once `keep` has returned. None: there is nothing to continue.
+
+    A restart may bring back what is None by now: the bucket does not know that upload any more, and it begins anew.
+    """
+
+    note: Mapping[str, Any] | None = None
+    keep: Callable[[], None] = lambda: None
+
+
 class UploadSource:
     """One shard's file, held open and checked by `with`. Pieces may be read by several threads at once.
-
-    `resume_path` is where an upload may keep notes by which it goes on after a restart.
 
     Raises:
         ObjectCorrupt: the file's size or footer is not what was saved. StoreError
     """
 
-    def __init__(self, fd: int, store: str, name: str, expected: Expected, *, resume_path: Path) -> None:
+    def __init__(self, fd: int, store: str, name: str, expected: Expected, begun: BegunUpload | None = None) -> None:
         self.size_bytes = expected.size_bytes
         self.crc32c = expected.crc32c
-        self.resume_path = resume_path
+        self.begun = begun or BegunUpload()
         self._fd = fd
         self._store = store
         self._name = name

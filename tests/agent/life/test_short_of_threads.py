@@ -30,7 +30,7 @@ from replicated_ckpt.agent.start import launch
 from replicated_ckpt.agent.start.launch import ensure_agent
 from replicated_ckpt.agent.state.endpoint import Endpoint
 from replicated_ckpt.agent.state.rights import Tokens
-from replicated_ckpt.agent.state.targets import TargetBook
+from replicated_ckpt.agent.state.upload_book import UploadBook
 from replicated_ckpt.agent.uploads.probe import Prober
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.main import main
@@ -121,7 +121,7 @@ def test_a_shard_that_gets_no_thread_to_be_written_leaves_no_file(service: NodeS
 
 def test_a_bucket_is_probed_once_there_are_threads_again(tmp_path: Path) -> None:
     """A probe that got none is not taken for one that the bucket has not answered yet."""
-    targets, url = TargetBook(tmp_path), f"file://{tmp_path}/bucket"
+    targets, url = UploadBook(tmp_path), f"file://{tmp_path}/bucket"
     targets.learn(ObjectTarget.check(url, {}))
     prober = Prober(targets)
     with without_threads():
@@ -132,7 +132,7 @@ def test_a_bucket_is_probed_once_there_are_threads_again(tmp_path: Path) -> None
 def test_a_bucket_that_is_late_is_no_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next step is about its URL and the network: it was to look whether a node's agent runs."""
     monkeypatch.setattr(Prober, "_probe", lambda *_: None)
-    said = Prober(TargetBook(tmp_path)).probe("s3://bucket/run", "step-1")["error"]
+    said = Prober(UploadBook(tmp_path)).probe("s3://bucket/run", "step-1")["error"]
     assert "it has not answered yet" in said
     assert "check the URL and the network" in said
     assert "agent runs" not in said

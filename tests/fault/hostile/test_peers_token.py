@@ -20,6 +20,7 @@ from replicated_ckpt.agent.requests.request import Request
 from replicated_ckpt.agent.saves.pins import PINS_MAX, Pins
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.state.sequence_floor import LINEAGES_MAX, SequenceFloor
+from replicated_ckpt.agent.state.upload_book import UploadBook
 from replicated_ckpt.core.integrity.checksum import BlockTable, crc32c
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.layout import SEQUENCE_FLOOR_MAX
@@ -119,7 +120,7 @@ def test_a_place_that_only_a_peer_names_is_not_written(tmp_path: Path, where: st
             owner.call("POST", "/v1/object/target", {"url": url, "options": {}})
             with pytest.raises(ObjectMissing, match="committed here"):
                 peer.call("POST", "/v1/object/upload", {"save_id": SAVE, "url": url})
-            assert not (agent.root / ".agent" / "orders.json").exists()
+            assert not UploadBook(agent.root / ".agent").is_ordered(SAVE)
         wait_for((tmp_path / where / "step-1" / ".metadata").exists, 20, "the upload that its user wants")
 
 

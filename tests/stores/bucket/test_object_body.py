@@ -80,9 +80,7 @@ def test_a_slow_link_is_not_given_up(moto: Server, tmp_path: Path, monkeypatch: 
         client = S3Client(ObjectTarget.check(f"s3://{bucket}", proxy.server.storage_options()))
         proxy.add(Fault("throttle", method="PUT", bytes_per_s=1.6e6))
         start_s = time.monotonic()
-        with UploadSource(
-            os.open(path, os.O_RDONLY), "node", "shard", expected, resume_path=tmp_path / "notes"
-        ) as source:
+        with UploadSource(os.open(path, os.O_RDONLY), "node", "shard", expected) as source:
             client.put_shard("shard", source, lambda size_bytes: None)
         assert time.monotonic() - start_s > 6.0
         assert client.size_bytes("shard") == table.file_bytes

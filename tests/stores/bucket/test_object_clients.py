@@ -13,6 +13,7 @@ from uuid import uuid4
 
 import pytest
 
+from replicated_ckpt.agent.state.upload_book import UploadBook
 from replicated_ckpt.core.bucket.commit_mark import MARK_BYTES, CommitMark, decode_mark
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.manifest import Manifest, UploadEntry
@@ -75,7 +76,8 @@ def source_of(store: LocalStore, manifest: Manifest, name: str, tmp_path: Path) 
     entry = manifest.shards[name]
     with open_directory(store.root, manifest.checkpoint_id) as directory:
         expected = Expected(entry.size_bytes, entry.crc32c)
-        return UploadSource(directory.open(name), "node", name, expected, resume_path=tmp_path / f"{name}.resume")
+        begun = UploadBook(tmp_path).begun(manifest.save_id, name)  # as after a restart
+        return UploadSource(directory.open(name), "node", name, expected, begun)
 
 
 @pytest.fixture

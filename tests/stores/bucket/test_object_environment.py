@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from replicated_ckpt.agent.state.targets import TargetBook
+from replicated_ckpt.agent.state.upload_book import UploadBook
 from replicated_ckpt.errors import ConfigInvalid
 from replicated_ckpt.stores.bucket_client.environment import with_environment
 from replicated_ckpt.stores.bucket_client.url import SCHEMES, ObjectTarget
@@ -87,8 +87,8 @@ def test_an_agent_takes_no_variables(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(ConfigInvalid, match="environment"):
         ObjectTarget.from_json({**told.to_json(), "environment": {"AWS_PROFILE": "x"}})
     before = dict(os.environ)
-    assert TargetBook(tmp_path).learn(ObjectTarget.from_json({"url": "s3://b/x", "options": {"key": "other"}}))
-    assert TargetBook(tmp_path)._target_by_url == {"s3://b/x": ObjectTarget("s3://b/x", {"key": "other"})}
+    assert UploadBook(tmp_path).learn(ObjectTarget.from_json({"url": "s3://b/x", "options": {"key": "other"}}))
+    assert UploadBook(tmp_path)._target_by_url == {"s3://b/x": ObjectTarget("s3://b/x", {"key": "other"})}
     assert dict(os.environ) == before
 
 

@@ -6,7 +6,6 @@ only after its manifest was seen to be of the save that is meant.
 
 import contextlib
 import errno
-import json
 import logging
 import os
 import uuid

@@ -24,7 +24,7 @@ from replicated_ckpt.agent.saves.pins import Pins
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.state.endpoint import Endpoint, keep_identity, next_identity
 from replicated_ckpt.agent.state.rights import Tokens
-from replicated_ckpt.agent.state.targets import TargetBook
+from replicated_ckpt.agent.state.upload_book import UploadBook
 from replicated_ckpt.agent.uploads.uploader import Uploader
 from replicated_ckpt.cli.checkpoints import repair
 from replicated_ckpt.core.upkeep.finding import Problem
@@ -125,13 +125,13 @@ class Node:
     def _start_background_work(self, store: LocalStore) -> None:
         patience = Patience(LOST_AFTER_S, AWAY_AFTER_S)
         stopping, clock = threading.Event(), self.cluster.now
-        targets = TargetBook(store.agent_directory())
+        targets = UploadBook(store.agent_directory())
         self.uploader = Uploader(self.service, targets, NoPace(), patience, stopping, self._suspect, clock)
         self.reprotector = Reprotector(
             self.service, patience, NoPace(), stopping, clock, self.uploader.standing, self.greeter.greet
         )
         self.reprotector.carry_out = self._carry_out  # type: ignore[method-assign] # its thread does not run
-        objects = ObjectRoutes(self.service, targets, self.uploader)
+        objects = ObjectRoutes(self.service, self.uploader)
         self.routes = Routes(self.service, self.reprotector, objects, self._status, stopping.set)
 
     def _status(self, *, is_brief: bool, is_opening: bool = False) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from unittest import mock
 from replicated_ckpt.agent.repair import reprotect
 from replicated_ckpt.agent.saves import service
 from replicated_ckpt.agent.start import launch
-from replicated_ckpt.agent.state import rights, targets
+from replicated_ckpt.agent.state import rights, upload_book
 from replicated_ckpt.agent.state.endpoint import Endpoint
 from replicated_ckpt.agent.uploads import upload_progress, uploader
 from replicated_ckpt.cli.checkpoints import repair
@@ -144,7 +144,7 @@ def pretences(cluster: "Cluster") -> Iterator[AbstractContextManager[Any]]:
         (verified, "tables_of_size", _tables_of_size),
         (loading, "FetchAhead", FetchInTurn),
         (upload_progress, "random", cluster.random),
-        (targets, "open_client", partial(_open_bucket, cluster)),
+        (upload_book, "open_client", partial(_open_bucket, cluster)),
         (reader_parts, "open_client", partial(_open_bucket, cluster)),
         (reader_parts, "RetryingClient", partial(RetryingClient, clock=cluster.now, sleep=cluster.wait)),
         (uploader, "RetryingClient", partial(RetryingClient, clock=cluster.now, sleep=cluster.wait)),
