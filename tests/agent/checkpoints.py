@@ -31,7 +31,7 @@ def renumbered(name: str, number: int) -> str:
 
 def next_file_number(stores: Sequence[LocalStore], checkpoint_id: str) -> int:
     """The smallest number that no file of the checkpoint has in its name, in any of these stores."""
-    taken = frozenset[int]().union(*(store.find_taken_numbers(checkpoint_id) for store in stores))
+    taken = frozenset[int]().union(*(store.find_taken_numbers(checkpoint_id) or () for store in stores))
     return next(number for number in itertools.count() if number not in taken)
 
 

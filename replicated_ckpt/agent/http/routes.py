@@ -162,8 +162,8 @@ class Routes:
             with request.heartbeat:
                 settle(self._service, leftovers, peers)
         told = {lineage: history.to_json() for lineage, history in histories.items()}
-        taken = sorted(self._service.store.find_taken_numbers(intent.checkpoint_id))
-        return json_answer(histories=told, named=named, taken_numbers=taken)
+        taken = self._service.store.find_taken_numbers(intent.checkpoint_id, save_id)
+        return json_answer(histories=told, named=named, taken_numbers=None if taken is None else sorted(taken))
 
     def _abort(self, request: Request, save_id: str) -> Answer:
         """A peer gives up a save that it takes part in, and none that is decided here.

@@ -100,18 +100,22 @@ class Collector:
         for removal in plan.of_node(self._service.node_id):
             if self._stopping.is_set():
                 return
-            if removal.checkpoint_id in kept or not self._try(removal, partial(recycle, self._store.root)):
+            if removal.checkpoint_id in kept or not self._try_unpinned(removal, partial(recycle, self._store.root)):
                 kept.add(removal.checkpoint_id)  # with the newer versions: it would have the name again
                 continue
             # a node that was away meanwhile may have it staged, or a part of it
             self._store.note_end(removal.save_id, End.RETIRED, removal.rule)
             self.removed += 1
 
-    def _try(self, removal: Removal, remove: Callable[[str, str], bool]) -> bool:
-        """Calls `remove` with checkpoint id and save id, unless the save is loaded; whether it was removed."""
+    def _try_unpinned(self, removal: Removal, remove: Callable[[str, str], bool]) -> bool:
+        """As `_try`, unless a load was told to read the save."""
         if self._service.pins.is_pinned(removal.save_id):
             log.info("kept while it is loaded: %s", removal)
             return False
+        return self._try(removal, remove)
+
+    def _try(self, removal: Removal, remove: Callable[[str, str], bool]) -> bool:
+        """Calls `remove` with checkpoint id and save id; whether the version was removed. One that is locked stays."""
         try:
             is_removed = remove(removal.checkpoint_id, removal.save_id)
         except ReplicatedCkptError as exc:
@@ -142,7 +146,7 @@ class Collector:
                 return
             if (place := here.get(save_id)) is not None:
                 by_hand = Removal(self._service.node_id, place, save_id, BY_HAND)
-                if not self._try(by_hand, partial(retire, self._store.root)):
+                if not self._try_unpinned(by_hand, partial(retire, self._store.root)):
                     continue
                 self.removed += 1
             self._note(save_id, End.REMOVED, after=End.REMOVING)

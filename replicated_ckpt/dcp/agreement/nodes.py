@@ -73,8 +73,8 @@ class Opened:
     histories: Histories
     error_by_node: Mapping[str, ReplicatedCkptError] = field(default_factory=dict)
     named: frozenset[str] = frozenset()
-    taken_numbers: frozenset[int] = frozenset()
-    """The numbers that files of the checkpoint have in their names on the nodes."""
+    taken_numbers: frozenset[int] | None = frozenset()
+    """The numbers that files of the checkpoint have in their names on the nodes. None: a node cannot tell."""
 
 
 class Committed:
@@ -149,7 +149,8 @@ class AgentCluster:
                 named = answer["named"]
                 if named is not None and not is_lineage(named):
                     raise ValueError(f"no lineage: {named!r}"[:500])
-                taken = frozenset(map(index, answer["taken_numbers"]))
+                numbers = answer["taken_numbers"]
+                taken = None if numbers is None else frozenset(map(index, numbers))
                 return Opened(histories_from_json(answer["histories"]), {}, frozenset({named} - {None}), taken)
 
         outcome = self._run(open_on)
@@ -160,7 +161,8 @@ class AgentCluster:
         own = outcome.results[self._own_node].histories if self._own_node in outcome.results else {}
         histories = merge_histories([own, *(_believed(opened.histories, own) for opened in told)])
         named = frozenset[str]().union(*(opened.named for opened in told))
-        taken = frozenset[int]().union(*(opened.taken_numbers for opened in told))
+        numbers = [opened.taken_numbers for opened in told if opened.taken_numbers is not None]
+        taken = frozenset[int]().union(*numbers) if len(numbers) == len(told) else None
         return Opened(histories, outcome.errors, named, taken)
 
     def commit(self, save_id: str, metadata: bytes, manifest: bytes, same: KeptLayout | None = None) -> Committed:
@@ -243,7 +245,7 @@ class LoneNode:
         named = find_named(self._service.store.catalog, intent.checkpoint_id)
         on_own_open()
         settle(self._service, leftovers, ())
-        taken = self._service.store.find_taken_numbers(intent.checkpoint_id)
+        taken = self._service.store.find_taken_numbers(intent.checkpoint_id, intent.save_id)
         return Opened(histories, named=frozenset() if named is None else frozenset({named}), taken_numbers=taken)
 
     def commit(

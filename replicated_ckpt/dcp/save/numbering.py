@@ -54,9 +54,10 @@ def assign_sequence(
 def choose_file_number(opened: Opened) -> int:
     """The number in the names of a save's shards: the smallest that no file of the checkpoint has on a node of the save.
 
-    Where a node was not heard it is a large one, drawn at random: what lies there is not known.
+    Where a node was not heard, or another save of it is open, it is a large one, drawn at random: which numbers are taken
+    is not known.
     """
-    if opened.error_by_node:
+    if opened.error_by_node or opened.taken_numbers is None:
         return _DRAWN_FROM + secrets.randbelow(SHARD_INDEX_MAX - _DRAWN_FROM)
     return next(number for number in itertools.count() if number not in opened.taken_numbers)
 

@@ -176,13 +176,19 @@ class LocalStore:
             fsync_directory(staging.parent)  # both names; either one without the other is removed, as nothing is in it
         failpoints.reach("store.opened")
 
-    def find_taken_numbers(self, checkpoint_id: str) -> frozenset[int]:
-        """The numbers that files of this checkpoint have in their names: of all versions here, and of what is staged."""
+    def find_taken_numbers(self, checkpoint_id: str, save_id: str = "") -> frozenset[int] | None:
+        """The numbers that files of this checkpoint have in their names: of all versions here, and of what is staged.
+
+        None: another save than `save_id` is open without a file here. Which number it has is not known.
+        """
         with translate_errors(str(self.root), "list", checkpoint_id):
             names = list(self.catalog.look(checkpoint_id).shards)
             for intent in self.list_staged():
-                if intent.checkpoint_id == checkpoint_id:
-                    names += [path.name for path in list_prefixed(self.staging(intent.save_id), "__")]
+                if intent.checkpoint_id == checkpoint_id and intent.save_id != save_id:
+                    staged = [path.name for path in list_prefixed(self.staging(intent.save_id), "__")]
+                    if not staged:
+                        return None
+                    names += staged
         shards = (ShardName.parse(name.removesuffix(PART_SUFFIX)) for name in names)
         return frozenset(shard.index for shard in shards if shard is not None)
 

@@ -480,9 +480,13 @@ def test_the_manifest_of_a_replaced_version_is_found_where_it_lies(service: Node
 def test_a_replaced_version_that_no_manifest_tells_of_goes_when_all_is_done(
     service: NodeService, *, is_done: bool
 ) -> None:
-    """Its manifest was damaged after it was replaced; while anything is short anywhere it stays."""
+    """Its manifest was damaged after it was replaced; while anything is short anywhere it stays.
+
+    A load that was told to read it keeps it no longer than that: where all have their copies, it reads others.
+    """
     newer, place = replace_one(service)
     flip(place, 60)
+    service.pin(OLD, "session/1")
     drop_superseded(service, {NEW: newer}, look(service), is_done=is_done)
     assert place.exists() is not is_done
     assert (place.with_name(SHARDS[0])).exists() is not is_done

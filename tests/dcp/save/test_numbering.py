@@ -7,8 +7,10 @@ import pytest
 
 from replicated_ckpt.agent.state.sequence_floor import SequenceFloor
 from replicated_ckpt.dcp.agreement.decision import SaveDecision
-from replicated_ckpt.dcp.save.numbering import open_unheard
+from replicated_ckpt.dcp.agreement.nodes import Opened
+from replicated_ckpt.dcp.save.numbering import choose_file_number, open_unheard
 from replicated_ckpt.errors import StoreUnavailable
+from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress
 from tests.agent.checkpoints import checkpointed, findings, shard
@@ -48,4 +50,26 @@ def test_another_runs_saves_say_nothing_of_this_one(tmp_path: Path) -> None:
     checkpointed([store], 9, {shard(0): (0,)}, copies=1, size_bytes=3000, checkpoint_id="step-3", lineage="b" * 16)
     open_unheard(store, decided(store, 1), "host3")
     assert store.list_staged()
+    assert findings(store) == []
+
+
+def test_two_saves_of_one_id_that_are_open_at_once_do_not_share_a_number(tmp_path: Path) -> None:
+    """Two jobs began before either had written: a node that got both could publish one of them alone, for ever.
+
+    Source: torture, seed 924079.
+    """
+    store = LocalStore(tmp_path)
+    first, second = "1" * 32, "2" * 32
+    for save_id in (first, second):
+        store.begin(Intent(save_id, "step-4", save_id, overwrite=True))
+    assert store.find_taken_numbers("step-4", second) is None
+    drawn = {choose_file_number(Opened({}, taken_numbers=None)) for _ in range(5)}
+    assert len(drawn) > 1
+    assert min(drawn) > 1000
+    (store.staging(first) / "__3_7.distcp").write_bytes(b"x")
+    assert store.find_taken_numbers("step-4", second) == frozenset({7})
+    store.abort(first)
+    assert store.find_taken_numbers("step-4", second) == frozenset()
+    assert choose_file_number(Opened({}, taken_numbers=frozenset({0, 2}))) == 1
+    store.abort(second)
     assert findings(store) == []
