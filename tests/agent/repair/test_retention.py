@@ -16,6 +16,7 @@ from replicated_ckpt.agent.state.policies import PolicyBook
 from replicated_ckpt.core.layout import RECYCLED_DIR, gone_name
 from replicated_ckpt.core.upkeep.policy import NODES, Policy
 from replicated_ckpt.errors import StoreDenied
+from replicated_ckpt.stores.local.remains import RemainsReader
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.versions.remove import retire
 from tests.agent.agents import RunningAgent, peers_of, running_agent, wait_for
@@ -404,6 +405,8 @@ def test_a_store_retires_in_one_step(tmp_path: Path, action: str) -> None:
         ):
             retire(store.root, "step-1", later.save_id)
         assert store.catalog.look("step-1").gone == (later.save_id,)
+        remains = RemainsReader(store, store.node_id()).find()
+        assert remains == (), "a load does not take what is being removed for a checkpoint that may be newer"
         store.tidy(is_alone=True)
     else:
         assert retire(store.root, "step-1", later.save_id)

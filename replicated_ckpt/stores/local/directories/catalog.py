@@ -284,9 +284,10 @@ class Catalog:
         return any(_has_footer(self._path_of(looked.checkpoint_id, name)) for name in self.list_unclaimed(looked))
 
     def with_invalid_manifest(self) -> Iterator[str]:
-        """Directories with shards of this package of which a manifest is damaged or missing."""
+        """Directories with shards of this package of which a manifest is damaged or missing. Not those being removed."""
         for looked in self.look_at_all():
-            if self.list_unbelieved(looked) or (not looked.has_manifest and self._has_loose_shards(looked)):
+            is_missing = not (looked.has_manifest or looked.gone) and self._has_loose_shards(looked)
+            if is_missing or self.list_unbelieved(looked):
                 yield looked.checkpoint_id
 
     def of_newer_format(self, checkpoint_id: str | None = None) -> Iterator[str]:
@@ -307,7 +308,7 @@ class Catalog:
     def without_manifest(self) -> Iterator[str]:
         """Directories that hold DCP's metadata or shards and no manifest, whatever wrote them."""
         for looked in self.look_at_all():
-            if looked.is_described or not is_checkpoint_id(looked.checkpoint_id):
+            if looked.is_described or looked.gone or not is_checkpoint_id(looked.checkpoint_id):
                 continue
             if looked.has(METADATA_NAME) or self.list_unclaimed(looked):
                 yield looked.checkpoint_id
