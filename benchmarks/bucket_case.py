@@ -13,8 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from replicated_ckpt.stores.bucket.bucket import Bucket
-from replicated_ckpt.stores.bucket.shard import ObjectShard
+from replicated_ckpt.stores.bucket.bucket import Bucket, ObjectShard
 from replicated_ckpt.stores.bucket_client.client import ObjectClient
 from replicated_ckpt.stores.bucket_client.fsspec import FsspecClient
 from replicated_ckpt.stores.bucket_client.s3 import S3Client

@@ -29,7 +29,7 @@ from replicated_ckpt.core.manifest import decode_manifest
 from replicated_ckpt.dcp.agreement.decision import Receipt, SaveDecision, SavePost, decide
 from replicated_ckpt.dcp.c10d.blackboard import Blackboard
 from replicated_ckpt.dcp.find.survey import Survey
-from replicated_ckpt.dcp.metadata.metadata_file import decode_metadata_file
+from replicated_ckpt.dcp.metadata.saved_metadata import decode_metadata_file
 from replicated_ckpt.dcp.planning.kept_layouts import KeptLayouts
 from replicated_ckpt.dcp.save.commit import commit_save
 from replicated_ckpt.dcp.save.writer import ReplicatedWriter

@@ -43,7 +43,7 @@ from replicated_ckpt.version import __version__
 if TYPE_CHECKING:
     from replicated_ckpt.config import Retention
     from replicated_ckpt.core.key_rules import KeyRules
-    from replicated_ckpt.dcp.convert.entries.progress import Converted
+    from replicated_ckpt.dcp.convert.entries.source import Converted
     from replicated_ckpt.dcp.convert.export import export_checkpoint
     from replicated_ckpt.dcp.convert.importing import import_checkpoint
     from replicated_ckpt.dcp.load.reader import ReplicatedReader
@@ -52,8 +52,7 @@ if TYPE_CHECKING:
     from replicated_ckpt.dcp.memory.limit import MemoryTierShort
     from replicated_ckpt.dcp.planning.cached_planner import CachedSavePlanner
     from replicated_ckpt.dcp.planning.kept_plan import PlansUnknown
-    from replicated_ckpt.dcp.rank_state.planner import RankStatePlanner
-    from replicated_ckpt.dcp.rank_state.rank_state import RankState, WorldSizeChanged
+    from replicated_ckpt.dcp.rank_state.rank_state import RankState, RankStatePlanner, WorldSizeChanged
     from replicated_ckpt.dcp.rank_state.replay import ReplayedLoader
     from replicated_ckpt.dcp.save.report import SaveReport
     from replicated_ckpt.dcp.save.writer import ReplicatedWriter
@@ -112,13 +111,13 @@ __all__ = [
 _HOME_BY_NAME = {
     "CachedSavePlanner": "replicated_ckpt.dcp.planning.cached_planner",
     "CheckpointManager": "replicated_ckpt.dcp.manager",
-    "Converted": "replicated_ckpt.dcp.convert.entries.progress",
+    "Converted": "replicated_ckpt.dcp.convert.entries.source",
     "KeyRules": "replicated_ckpt.core.key_rules",
     "LoadReport": "replicated_ckpt.dcp.load.report",
     "MemoryTierShort": "replicated_ckpt.dcp.memory.limit",
     "PlansUnknown": "replicated_ckpt.dcp.planning.kept_plan",
     "RankState": "replicated_ckpt.dcp.rank_state.rank_state",
-    "RankStatePlanner": "replicated_ckpt.dcp.rank_state.planner",
+    "RankStatePlanner": "replicated_ckpt.dcp.rank_state.rank_state",
     "ReplayedLoader": "replicated_ckpt.dcp.rank_state.replay",
     "ReplicatedReader": "replicated_ckpt.dcp.load.reader",
     "ReplicatedWriter": "replicated_ckpt.dcp.save.writer",

@@ -28,9 +28,9 @@ from replicated_ckpt.dcp.agreement.decision import STAYS, SaveDecision, decide
 from replicated_ckpt.dcp.c10d.blackboard import PACKED_FROM_BYTES, Blackboard, encode
 from replicated_ckpt.dcp.c10d.kept_decisions import KeptDecisions
 from replicated_ckpt.dcp.find.survey import Survey
+from replicated_ckpt.dcp.load.attempt import describe_unasked
 from replicated_ckpt.dcp.load.report import LoadReport
 from replicated_ckpt.dcp.load.sharing import plan_sharing
-from replicated_ckpt.dcp.load.unasked import describe_unasked
 from replicated_ckpt.dcp.planning.held_plan import hand_back, hold
 from replicated_ckpt.dcp.planning.kept_layouts import KeptLayouts
 from replicated_ckpt.dcp.planning.kept_plan import ItemsKept, KeptPlan, Place

@@ -4,10 +4,11 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import threading
 import time
 import uuid
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,8 +26,7 @@ from replicated_ckpt.agent.repair.reprotect import Reprotector
 from replicated_ckpt.agent.repair.scrub import Scrubber
 from replicated_ckpt.agent.saves.drain import Draining
 from replicated_ckpt.agent.saves.service import NodeService
-from replicated_ckpt.agent.settling.orphans import awaits_settling
-from replicated_ckpt.agent.signals import hear
+from replicated_ckpt.agent.settling.settle import awaits_settling
 from replicated_ckpt.agent.state.endpoint import (
     LOCK_NAME,
     Endpoint,
@@ -61,6 +61,31 @@ from replicated_ckpt.stores.throttle import Pace, copy_pace, hand_over_pace
 from replicated_ckpt.version import __version__
 
 log = logging.getLogger(__name__)
+
+
+def hear(numbers: Sequence[int], call: Callable[[int], None]) -> None:
+    """Has `call(number)` run for each such signal from now on, one after the other, in a thread of its own.
+
+    So it may take any lock. As a handler it would wait for ever for one that the main thread holds, which that of an
+    `Event` is for a moment whenever a thread waits for it with a time-out. Once in a process, from its main thread.
+
+    Raises:
+        StoreUnavailable: the system gives no thread; signals mean what they meant before.
+    """
+    heard, said = socket.socketpair()
+    start_worker(_listen, heard, call, name="rckpt-signals")
+    said.setblocking(False)
+    signal.set_wakeup_fd(said.detach(), warn_on_full_buffer=False)
+    for number in numbers:
+        signal.signal(number, lambda *_: None)  # else the interpreter writes nothing to the wakeup descriptor
+    # A rank that blocks them passes that on to the agent that it starts.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
+
+
+def _listen(heard: socket.socket, call: Callable[[int], None]) -> None:
+    while number := heard.recv(1):
+        call(number[0])
+
 
 _LOOK_INTERVAL_S = 0.5
 _LEAVE_GRACE_S = 5.0

@@ -18,10 +18,10 @@ from replicated_ckpt.dcp.c10d.lent_group import LentGroup, agree_on_first, borro
 from replicated_ckpt.dcp.find.listing import Listed, list_checkpoints
 from replicated_ckpt.dcp.load.reader import ReplicatedReader
 from replicated_ckpt.dcp.load.report import LoadReport
-from replicated_ckpt.dcp.memory.left_tier import join_left_tier
+from replicated_ckpt.dcp.memory.tiers import join_left_tier
 from replicated_ckpt.dcp.node.seen_lineage import forgotten_on_error
 from replicated_ckpt.dcp.planning.cached_planner import CachedSavePlanner
-from replicated_ckpt.dcp.rank_state.planner import RankStatePlanner
+from replicated_ckpt.dcp.rank_state.rank_state import RankStatePlanner
 from replicated_ckpt.dcp.removal import delete_everywhere
 from replicated_ckpt.dcp.save.bucket import WAIT_TIMEOUT_S
 from replicated_ckpt.dcp.save.report import SaveReport

@@ -20,13 +20,13 @@ from replicated_ckpt.core.upkeep.policy import scope_of
 from replicated_ckpt.dcp.c10d.lent_group import agree_on_all
 from replicated_ckpt.dcp.find.listing import Listed
 from replicated_ckpt.dcp.load.report import LoadReport
-from replicated_ckpt.dcp.memory.left_tier import join_left_tier
 from replicated_ckpt.dcp.memory.root import claim_memory_root, find_memory_root
 from replicated_ckpt.dcp.memory.tiers import (
     GENERATIONS,
     SpillCount,
     is_of_tier,
     is_older,
+    join_left_tier,
     options_of_disk,
     options_of_memory,
     version_of,

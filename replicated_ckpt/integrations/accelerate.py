@@ -23,8 +23,13 @@ from replicated_ckpt.config import Retention
 from replicated_ckpt.core.layout import LATEST
 from replicated_ckpt.core.reading.newest import Newest
 from replicated_ckpt.dcp.named_checkpoints import NamedCheckpoints
-from replicated_ckpt.dcp.rank_state.by_rank import entries_of, values_in, wanted_entries
-from replicated_ckpt.dcp.rank_state.random_state import capture_random, restore_random
+from replicated_ckpt.dcp.rank_state.rank_state import (
+    capture_random,
+    entries_of,
+    restore_random,
+    values_in,
+    wanted_entries,
+)
 from replicated_ckpt.dcp.rank_state.replay import ReplayedLoader
 from replicated_ckpt.dcp.runtime.caller import warn
 from replicated_ckpt.errors import ConfigInvalid

@@ -21,9 +21,14 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from replicated_ckpt.core.layout import LATEST
 from replicated_ckpt.core.reading.newest import is_newest
 from replicated_ckpt.dcp.named_checkpoints import NamedCheckpoints
-from replicated_ckpt.dcp.rank_state.by_rank import entries_of, values_in, wanted_entries
-from replicated_ckpt.dcp.rank_state.planner import RankStatePlanner
-from replicated_ckpt.dcp.rank_state.random_state import capture_random, restore_random
+from replicated_ckpt.dcp.rank_state.rank_state import (
+    RankStatePlanner,
+    capture_random,
+    entries_of,
+    restore_random,
+    values_in,
+    wanted_entries,
+)
 from replicated_ckpt.dcp.rank_state.replay import ReplayedLoader
 from replicated_ckpt.dcp.runtime.caller import warn
 from replicated_ckpt.integrations.optimizer_state import get_saved_state, get_wanted_state, set_loaded_state

@@ -17,9 +17,14 @@ from torchtitan.tools.logging import logger
 from replicated_ckpt.config import Ack, Retention
 from replicated_ckpt.dcp.named_checkpoints import NamedCheckpoints
 from replicated_ckpt.dcp.planning.matched_state import drop_unsaved_state
-from replicated_ckpt.dcp.rank_state.by_rank import entries_of, values_in, wanted_entries
-from replicated_ckpt.dcp.rank_state.planner import RankStatePlanner
-from replicated_ckpt.dcp.rank_state.random_state import capture_random, restore_random
+from replicated_ckpt.dcp.rank_state.rank_state import (
+    RankStatePlanner,
+    capture_random,
+    entries_of,
+    restore_random,
+    values_in,
+    wanted_entries,
+)
 from replicated_ckpt.dcp.steps import NEWEST_STEP, step_of
 from replicated_ckpt.errors import CheckpointNotFound
 

@@ -27,8 +27,7 @@ from replicated_ckpt.config import Retention
 from replicated_ckpt.core.notes import encode_notes
 from replicated_ckpt.core.reading.newest import Newest
 from replicated_ckpt.dcp.named_checkpoints import NamedCheckpoints
-from replicated_ckpt.dcp.rank_state.by_rank import entries_of, values_in, wanted_entries
-from replicated_ckpt.dcp.rank_state.rank_state import rank_and_world
+from replicated_ckpt.dcp.rank_state.rank_state import entries_of, rank_and_world, values_in, wanted_entries
 from replicated_ckpt.dcp.runtime.caller import warn
 from replicated_ckpt.errors import ConfigInvalid
 from replicated_ckpt.integrations.directory_files import collect_files, put_files

@@ -160,7 +160,7 @@ def test_of_another_number_of_ranks_all_count_as_rank_0(tmp_path: Path, monkeypa
     """Else each would sum gradients in other steps than it; loaders with a state stay as they are, as the warning says."""
     require("accelerate")
     require("torchdata")
-    from replicated_ckpt.dcp.rank_state import by_rank
+    from replicated_ckpt.dcp.rank_state import rank_state
     from replicated_ckpt.integrations.accelerate import ReplicatedAccelerator
 
     accelerator, loader = prepared(tmp_path, is_stateful=True, data=Stream())
@@ -168,7 +168,7 @@ def test_of_another_number_of_ranks_all_count_as_rank_0(tmp_path: Path, monkeypa
     accelerator.step = 6
     accelerator.save_state("one")
     accelerator, loader = prepared(tmp_path, is_stateful=True, data=Stream())
-    monkeypatch.setattr(by_rank, "rank_and_world", lambda: (1, 2))
+    monkeypatch.setattr(rank_state, "rank_and_world", lambda: (1, 2))
     monkeypatch.setattr(ReplicatedAccelerator, "process_index", 1)
     with pytest.warns(ReplicatedCkptWarning, match="another number of ranks"):
         accelerator.load_state()

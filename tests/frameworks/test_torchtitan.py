@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from replicated_ckpt import ReplicatedReader
-from replicated_ckpt.dcp.rank_state import by_rank
+from replicated_ckpt.dcp.rank_state import rank_state
 from tests.agent.agents import stop_agent, wait_for
 from tests.frameworks.jobs import check_same, run_both
 from tests.frameworks.running import require
@@ -71,7 +71,7 @@ def test_another_number_of_ranks_resumes(tmp_path: Path, monkeypatch: pytest.Mon
     saved, loaded = Part("step"), Part("step")
     saved.value = 3
     with monkeypatch.context() as patch:
-        patch.setattr(by_rank, "rank_and_world", lambda: (0, 2))
+        patch.setattr(rank_state, "rank_and_world", lambda: (0, 2))
         manager = built(tmp_path, saved, nn.Linear(2, 2))
         manager.save(3, last_step=False)
         manager.close()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from replicated_ckpt.dcp.rank_state import by_rank
+from replicated_ckpt.dcp.rank_state import rank_state
 from replicated_ckpt.errors import ObjectUnsafe, ReplicatedCkptWarning
 from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.agents import wait_for
@@ -150,7 +150,7 @@ def test_generators_stay_with_another_number_of_ranks(tmp_path: Path, monkeypatc
     try:
         trainer.train()
         for world, more in ((1, {"rng_state.pth"}), (2, set())):
-            monkeypatch.setattr(by_rank, "rank_and_world", lambda world=world: (0, world))
+            monkeypatch.setattr(rank_state, "rank_and_world", lambda world=world: (0, world))
             directory = tmp_path / str(world)
             directory.mkdir()
             with pytest.warns(ReplicatedCkptWarning) if world == 2 else contextlib.nullcontext():

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from replicated_ckpt.drill.ports import find_free_port
+from replicated_ckpt.drill.cluster import find_free_port
 from replicated_ckpt.environment import DOMAIN_ENV
 from tests.harness.node import Node
 from tests.harness.processes import end, is_ending, processes_of, signal_if_running

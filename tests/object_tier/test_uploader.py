@@ -15,8 +15,7 @@ from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.state.upload_book import UploadBook
 from replicated_ckpt.agent.uploads import uploader as uploader_module
 from replicated_ckpt.agent.uploads.bucket_retention import TOLD_MAX
-from replicated_ckpt.agent.uploads.held import UploadHeld
-from replicated_ckpt.agent.uploads.uploader import BUSY_S, Uploader
+from replicated_ckpt.agent.uploads.uploader import BUSY_S, Uploader, UploadHeld
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.errors import StoreUnavailable

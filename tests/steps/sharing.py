@@ -20,7 +20,7 @@ from torch.futures import Future
 from replicated_ckpt import ReplicatedReader, ReplicatedWriter
 from replicated_ckpt.dcp.c10d import blackboard, world
 from replicated_ckpt.dcp.c10d.kept_decisions import KeptDecisions
-from replicated_ckpt.stores.node_cache import patience
+from replicated_ckpt.stores.node_cache import exchange as exchanging
 from tests.steps.context import Context
 from tests.steps.peers import pieces
 from tests.steps.state import build_all, failure, report_of
@@ -97,7 +97,7 @@ def load_with_trouble(
 
     A rank that stops goes on when the others have read all. Ranks that read wait for `patience_s` for each other.
     """
-    patience.PATIENCE_S = patience_s
+    exchanging.PATIENCE_S = patience_s
     wanted = {name: tensor for rank in range(ranks) for name, tensor in pieces(rank, count, 1).items()}
     found = {name: torch.zeros_like(tensor) for name, tensor in wanted.items()}
     reader = TimedReader(context.root)

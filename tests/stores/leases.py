@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from replicated_ckpt.stores.files.openers import is_open_elsewhere
+from replicated_ckpt.stores.local.versions.recycled import is_open_elsewhere
 
 
 def skip_without_leases(directory: Path) -> None:

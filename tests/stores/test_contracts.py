@@ -10,8 +10,7 @@ from uuid import uuid4
 import fsspec
 import pytest
 
-from replicated_ckpt.stores.bucket.bucket import Bucket
-from replicated_ckpt.stores.bucket.shard import ObjectShard
+from replicated_ckpt.stores.bucket.bucket import Bucket, ObjectShard
 from replicated_ckpt.stores.bucket_client.client import Listing, ObjectClient
 from replicated_ckpt.stores.bucket_client.directory import DirectoryClient
 from replicated_ckpt.stores.bucket_client.fsspec import FsspecClient

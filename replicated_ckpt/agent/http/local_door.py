@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from replicated_ckpt.agent.http.server import describe_refusal, status_of
-from replicated_ckpt.agent.requests.heartbeat import INTERVAL_S
 from replicated_ckpt.agent.requests.local_messages import check_same_user, listen, receive_message, send_message
-from replicated_ckpt.agent.requests.request import require_asker
+from replicated_ckpt.agent.requests.request import INTERVAL_S, require_asker
 from replicated_ckpt.agent.saves.hand_overs import HandedShard
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.saves.shard_copies import WrittenCopies
-from replicated_ckpt.agent.settling.orphans import follow_orphan
+from replicated_ckpt.agent.settling.settle import follow_orphan
 from replicated_ckpt.errors import ReplicatedCkptError, StoreUnavailable
 from replicated_ckpt.stores.kept_error import translate_any
 from replicated_ckpt.stores.peer.answer import parsing

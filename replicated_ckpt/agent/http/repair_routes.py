@@ -4,11 +4,9 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from typing import Any
 
-from replicated_ckpt.agent.peers.call_backs import CallBacks
-from replicated_ckpt.agent.peers.greeting import heed_goodbye, heed_hello
+from replicated_ckpt.agent.peers.greeting import CallBacks, heed_goodbye, heed_hello
 from replicated_ckpt.agent.repair.reprotect import Reprotector
-from replicated_ckpt.agent.requests.checks import Checks
-from replicated_ckpt.agent.requests.request import Answer, Request, json_answer
+from replicated_ckpt.agent.requests.request import Answer, Checks, Request, json_answer
 from replicated_ckpt.agent.saves.pins import PIN_S
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.settling.settle import give_up_lost

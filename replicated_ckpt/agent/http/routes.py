@@ -1,27 +1,34 @@
 """The agent's verbs: which request does what. Every path part from outside is validated before it names a file."""
 
+import json
 import urllib.parse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, Protocol
 
-from replicated_ckpt.agent.http.hand_over_routes import HandOverRoutes
-from replicated_ckpt.agent.http.metrics import METRICS_TYPE, format_metrics
 from replicated_ckpt.agent.http.object_routes import ObjectRoutes
 from replicated_ckpt.agent.http.relay import open_metadata, pull_metadata
 from replicated_ckpt.agent.http.repair_routes import RepairRoutes
-from replicated_ckpt.agent.http.unmanaged_routes import UnmanagedRoutes
 from replicated_ckpt.agent.repair.reprotect import Reprotector
-from replicated_ckpt.agent.requests.checks import Checks
-from replicated_ckpt.agent.requests.file_answer import file_answer
-from replicated_ckpt.agent.requests.request import Answer, Request, json_answer, require_asker
+from replicated_ckpt.agent.requests.request import Answer, Checks, Request, file_answer, json_answer, require_asker
 from replicated_ckpt.agent.requests.worker_thread import give_way
+from replicated_ckpt.agent.saves.finish import Outline
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.settling.settle import settle
 from replicated_ckpt.agent.state.rights import Right, needed_right
-from replicated_ckpt.core.layout import METADATA_NAME, ShardName, check_checkpoint_id, is_checkpoint_id, is_save_id
+from replicated_ckpt.core.layout import (
+    METADATA_NAME,
+    ShardName,
+    check_checkpoint_id,
+    is_checkpoint_file,
+    is_checkpoint_id,
+    is_save_id,
+)
+from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX
 from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.core.protocol.announced import Announced
+from replicated_ckpt.core.reading.source_order import ByteRange
+from replicated_ckpt.core.unmanaged.survey import ranges_from_json
 from replicated_ckpt.core.upkeep.policy import scope_of
 from replicated_ckpt.errors import ConfigInvalid, ObjectMissing, PeerProtocolError
 from replicated_ckpt.stores.files.durable import flush_later
@@ -30,6 +37,115 @@ from replicated_ckpt.stores.local.versions.recycled import try_room
 from replicated_ckpt.stores.local.versions.replaceable import find_named
 from replicated_ckpt.stores.peer.answer import parsing
 from replicated_ckpt.stores.peer.copy import BEHIND_HEADER
+from replicated_ckpt.stores.unmanaged.directory import UnmanagedDirectory
+from replicated_ckpt.stores.unmanaged.inspection import UnmanagedInspector
+
+ITEMS_BYTES_MAX = 16 << 20
+"""As JSON; some 800,000 items on one node fit, and take ten times as much memory for as long as they are checked."""
+
+
+class UnmanagedRoutes:
+    """Maps requests to what lies there. Nothing is written. Safe for concurrent use."""
+
+    def __init__(self, service: NodeService, checks: Checks) -> None:
+        self._service = service
+        self._checks = checks
+        self._unmanaged = UnmanagedDirectory(service.store.root)
+
+    def list(self, checkpoint_id: str | None) -> Answer:
+        """What lies here, or of one checkpoint."""
+        if checkpoint_id is not None:
+            check_checkpoint_id(checkpoint_id)
+        found = self._unmanaged.holdings(self._service.node_id, checkpoint_id)
+        return json_answer(node_id=self._service.node_id, unmanaged=[holding.to_json() for holding in found])
+
+    def open(self, checkpoint_id: str, name: str, size_bytes: str) -> int:
+        """A file descriptor of a file of this size; the caller closes it."""
+        is_size = size_bytes.isascii() and size_bytes.isdigit() and len(size_bytes) <= 18
+        if not is_checkpoint_file(name) or not is_size:
+            raise ObjectMissing("this agent", "GET", name[:200], "no such file")
+        return self._unmanaged.open(check_checkpoint_id(checkpoint_id), name, int(size_bytes))
+
+    def verify(self, request: Request, checkpoint_id: str) -> Answer:
+        """Reads what lies here of one checkpoint; the body says where the items are: `.metadata` may lie elsewhere."""
+        check_checkpoint_id(checkpoint_id)
+        inspector = UnmanagedInspector(self._service.store, self._service.node_id)
+        with self._checks.in_turn(request, ITEMS_BYTES_MAX) as raw:
+            ranges = _ranges(raw)
+            findings = [finding.to_json() for finding in inspector.inspect(checkpoint_id, ranges)]
+        return json_answer(findings=findings, bytes_read=inspector.bytes_read, unchecked=inspector.unchecked)
+
+
+def _ranges(raw: bytes) -> Mapping[str, tuple[ByteRange, ...]]:
+    with parsing("Items cannot be checked"):
+        return ranges_from_json(json.loads(raw)["items"])
+
+
+class HandOverRoutes:
+    """Maps requests to the node's hand-overs. Safe for concurrent use."""
+
+    def __init__(self, service: NodeService) -> None:
+        self._service = service
+
+    def finish(self, request: Request, save_id: str) -> Answer:
+        """Takes a save over from its ranks, or waits for its end. Raises ReplicatedCkptError: it has failed."""
+        raw = request.body.read_all(MANIFEST_BYTES_MAX)
+        if raw:
+            self._service.finish(_outline_in(raw, save_id))
+            return json_answer(state="taken")
+        with request.heartbeat:
+            finished = self._service.finisher.end_of(save_id).result()
+        return json_answer(**finished.to_json())
+
+    def wait_for_written(self, request: Request, save_id: str) -> Answer:
+        """Waits for shards of ranks of this node. Raises ReplicatedCkptError: they are not written."""
+        fields = request.document()
+        path = self._service.store.intent_path(save_id)
+        if not Intent.admits_at(save_id, path, str(fields.get("ticket", ""))):
+            request.require(Right.JOB)
+        names: Any = fields.get("shards")
+        if not isinstance(names, list) or any(ShardName.parse(str(name)) is None for name in names):
+            raise PeerProtocolError("written: no shards are named.")
+        with request.heartbeat:
+            written = self._service.hand_overs.wait(save_id, [str(name) for name in names])
+        return json_answer(written=[copies.to_json() for copies in written])
+
+
+def _outline_in(raw: bytes, save_id: str) -> Outline:
+    with parsing("A save is not finished"):
+        outline = Outline.from_json(json.loads(raw))
+    if outline.manifest.save_id != save_id:
+        raise PeerProtocolError(f"Save {save_id} is not finished by the outline of another one.")
+    return outline
+
+
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+"""Prometheus 3 takes no answer that says it is of another type."""
+
+
+def format_metrics(status: Mapping[str, Any]) -> bytes:
+    """The agent's status as metrics: every number and truth value in it, named by its place."""
+    lines = []
+    for name, value in sorted(_numbers("replicated_ckpt", status)):
+        lines += [f"# TYPE {name} gauge", f"{name} {value}"]
+    pending = status["object_store"]["pending"].values()
+    lines += ["# TYPE replicated_ckpt_uploads_pending gauge", f"replicated_ckpt_uploads_pending {len(pending)}"]
+    failing = sum(1 for upload in pending if upload["error"])
+    lines += ["# TYPE replicated_ckpt_uploads_failing gauge", f"replicated_ckpt_uploads_failing {failing}"]
+    return ("\n".join(lines) + "\n").encode()
+
+
+def _numbers(prefix: str, fields: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    for key, value in fields.items():
+        if key == "pending":
+            continue
+        if isinstance(value, Mapping):
+            yield from _numbers(f"{prefix}_{key}", value)
+        elif isinstance(value, bool | int | float):
+            yield f"{prefix}_{key}", float(value)
+        elif isinstance(value, list):
+            yield f"{prefix}_{key}", float(len(value))
+
 
 _QUERY_FIELDS_MAX = 8
 _WHO = ("node_id", "incarnation", "is_leaving", "tls_sha256", "start_id")

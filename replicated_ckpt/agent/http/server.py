@@ -1,28 +1,25 @@
 """The agent's HTTP front door: reads a request, checks the token, routes it, answers. Plain threads, bounded in number."""
 
+import errno
 import json
 import logging
 import os
 import socket
+import socketserver
 import ssl
 import sys
 import time
 from collections.abc import Mapping
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import BufferedIOBase, BufferedReader
 from typing import Any, cast
 
-from replicated_ckpt.agent.http.connections import Connections
-from replicated_ckpt.agent.http.disk_errors import disk_error_of
+from replicated_ckpt.agent.http.connections import Connections, Strangers
 from replicated_ckpt.agent.http.routes import Routes
-from replicated_ckpt.agent.http.strangers import Strangers
 from replicated_ckpt.agent.requests.body import Body, Head
-from replicated_ckpt.agent.requests.dual_stack import DualStackServer
-from replicated_ckpt.agent.requests.file_answer import FileAnswer
-from replicated_ckpt.agent.requests.heartbeat import Heartbeat
 from replicated_ckpt.agent.requests.releases import check_release
-from replicated_ckpt.agent.requests.request import Answer, Request
+from replicated_ckpt.agent.requests.request import Answer, FileAnswer, Heartbeat, Request
 from replicated_ckpt.agent.state.rights import Right, Tokens
 from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.errors import (
@@ -35,15 +32,72 @@ from replicated_ckpt.errors import (
     ReplicatedCkptError,
     SaveAborted,
     StoreDenied,
+    StoreError,
     StoreFull,
     StoreUnavailable,
 )
-from replicated_ckpt.stores.files.durable import SHORTAGES, read_exactly
+from replicated_ckpt.stores.files.durable import SHORTAGES, read_exactly, store_error_of
+from replicated_ckpt.stores.files.shortage import UNREADABLE
 from replicated_ckpt.stores.peer.client import PROGRESS_TIMEOUT_S
 from replicated_ckpt.stores.thread_start import start_worker
 from replicated_ckpt.version import __version__
 
 log = logging.getLogger(__name__)
+
+ALL_ADDRESSES = "0.0.0.0"  # noqa: S104 - a token guards it
+_MAPPED = "::ffff:"
+"""An IPv4 address as a socket for both sees it begins so. Source: RFC 4291, 2.5.5.2."""
+
+
+class DualStackServer(ThreadingHTTPServer):
+    """Listens on `bind`. With 0.0.0.0 that is on IPv6, too, where the host has it: peers may have no other way here.
+
+    `server_address` is the address as it was asked for, with the port that was taken.
+    """
+
+    def __init__(self, bind: tuple[str, int], handler: Any) -> None:
+        self._asked = bind[0]
+        takes_both = bind[0] == ALL_ADDRESSES and socket.has_dualstack_ipv6()
+        self.address_family = socket.AF_INET6 if takes_both or ":" in bind[0] else socket.AF_INET
+        super().__init__(("::" if takes_both else bind[0], bind[1]), handler)
+
+    def server_bind(self) -> None:
+        """Without the look-up of a name that `http.server` makes: where DNS does not answer it takes many seconds."""
+        if self.address_family == socket.AF_INET6:
+            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        socketserver.TCPServer.server_bind(self)
+        found, self.server_port = self.socket.getsockname()[:2]
+        self.server_name = self._asked if self._asked == ALL_ADDRESSES else found
+        self.server_address = (self.server_name, self.server_port)
+
+    def get_request(self) -> tuple[Any, Any]:
+        """The next connection, and where it comes from, an IPv4 address as such."""
+        request, (host, *rest) = super().get_request()
+        return request, (host.removeprefix(_MAPPED), *rest)
+
+
+_OF_DISK = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+    errno.ESTALE,
+    errno.ENODEV,
+    errno.ENXIO,
+    errno.ENOENT,
+    errno.ENOTDIR,
+    *UNREADABLE,
+    *SHORTAGES,
+)
+
+
+def disk_error_of(exc: OSError, op: str, target: str) -> StoreError | None:
+    """What the sender of a request is told that has met it; None: the connection broke, and the sender hears nothing."""
+    if isinstance(exc, ssl.SSLError) or exc.errno not in _OF_DISK:
+        return None
+    return store_error_of(exc, "the disk of this node", op, str(exc.filename or target))
+
 
 CONNECTIONS_MAX = 512
 IDLE_CONNECTION_S = 60.0

@@ -6,17 +6,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TypeAlias
 
 from replicated_ckpt.agent.peers.manifests import ManifestBook
 from replicated_ckpt.agent.peers.watch import Held, Patience, PeerWatch
 from replicated_ckpt.agent.repair.collector import Collector
 from replicated_ckpt.agent.repair.deferred import DeferredActions
-from replicated_ckpt.agent.repair.mender import Mender
-from replicated_ckpt.agent.repair.pauses import FIRST_PAUSE_S, IDLE_PAUSE_S, PAUSE_S, RESTS_PER_ROUND, Pauses
-from replicated_ckpt.agent.repair.protection import Protection
-from replicated_ckpt.agent.repair.replaced import find_damaged, restore_replaced
+from replicated_ckpt.agent.repair.mender import Mender, find_damaged, restore_replaced
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.settling.settle import settle
 from replicated_ckpt.core.lineage import histories_of
@@ -41,6 +38,60 @@ from replicated_ckpt.stores.thread_start import start_thread
 from replicated_ckpt.stores.throttle import Pace, Stopped
 
 log = logging.getLogger(__name__)
+
+PAUSE_S = 2.0
+FIRST_PAUSE_S = 0.1
+IDLE_PAUSE_S = 15.0
+_FIRST_PER_NODE_S, _IDLE_PER_NODE_S = 0.002, 0.05
+"""Many nodes ask each other less often, so that an agent answers about as many questions a second."""
+
+RESTS_PER_ROUND = 4.0
+"""After a round that copied nothing, its thread rests this many times the processor time of the round.
+
+A round looks at every checkpoint, and each save wakes the thread. Without the rest each checkpoint would make saves dearer.
+"""
+
+
+class Pauses:
+    """How long one thread waits after each round, unless it is woken before.
+
+    While there is work: FIRST_PAUSE_S after the round that it was woken for, then twice as long each time, up to PAUSE_S.
+    Else `idle_s`, which is a bound on the others, too.
+    """
+
+    def __init__(self, idle_s: float) -> None:
+        self._idle_s = idle_s
+        self._next_s = PAUSE_S
+
+    def begin(self, nodes: int) -> None:
+        """A round begins for which the thread was woken."""
+        self._next_s = min(PAUSE_S, max(FIRST_PAUSE_S, _FIRST_PER_NODE_S * nodes))
+
+    def after(self, nodes: int, *, is_active: bool) -> float:
+        """Seconds until the next round, which looks at so many nodes."""
+        if not is_active:
+            return max(self._idle_s, _IDLE_PER_NODE_S * nodes)
+        pause_s, self._next_s = self._next_s, min(2 * self._next_s, PAUSE_S)
+        return min(pause_s, self._idle_s)
+
+
+@dataclass(frozen=True)
+class Protection:
+    """What one round found. `is_complete`: every checkpoint has its number of copies, and no silent node is waited for.
+
+    `planned`: what all nodes together have to do. `failed`: what this node could not do, in words. `short` and `lost`:
+    shards that nothing can be done for now, for want of nodes or of any copy. `in_doubt`: a node fell silent and is not
+    given up yet.
+    """
+
+    is_complete: bool
+    planned: int = 0
+    done: int = 0
+    failed: tuple[str, ...] = ()
+    short: int = 0
+    lost: int = 0
+    in_doubt: bool = False
+
 
 STALE_ROUNDS_MAX = 10
 LEFTOVER_GRACE_S = 60.0

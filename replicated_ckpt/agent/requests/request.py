@@ -1,19 +1,63 @@
 """One request to the agent and its answer, as values between the HTTP front door and the routes."""
 
 import json
+import os
+import re
 import select
 import socket
+import threading
 import urllib.parse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from email.message import Message
-from typing import Any
+from io import BufferedIOBase
+from typing import Any, Self
 
 from replicated_ckpt.agent.requests.body import Body
-from replicated_ckpt.agent.requests.heartbeat import Heartbeat
 from replicated_ckpt.agent.state.rights import Right
-from replicated_ckpt.errors import StoreDenied
+from replicated_ckpt.errors import ObjectCorrupt, PeerProtocolError, StoreDenied, StoreUnavailable
 from replicated_ckpt.stores.peer.answer import document_in
+from replicated_ckpt.stores.thread_start import start_worker
+
+INTERVAL_S = 1.0
+_INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
+class Heartbeat:
+    """Sends an interim HTTP response every second inside its `with` block, and nothing once the block has ended.
+
+    While the request's body still comes in it is silent: the peer is sending and waits for nothing, and one TLS
+    connection must not be read and written at once.
+
+    Source: RFC 9110 section 15.2: a client reads any number of 1xx responses before the final one.
+    """
+
+    def __init__(self, stream: BufferedIOBase, body: Body) -> None:
+        self._stream = stream
+        self._body = body
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> Self:
+        self._ended.clear()
+        self._thread = start_worker(self._beat, name="rckpt-heartbeat")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _beat(self) -> None:
+        while not self._ended.wait(INTERVAL_S):
+            if not self._body.done:
+                continue
+            try:
+                self._stream.write(_INTERIM)
+            except OSError:
+                return  # the peer is gone; the final answer will meet the same error
+
 
 DOCUMENT_BYTES_MAX = 4 << 20
 """JSON takes many times its size once it is parsed; the addresses of 10,000 nodes fit."""
@@ -80,3 +124,74 @@ def require_asker(connection: socket.socket) -> None:
     poll.register(connection, select.POLLRDHUP)
     if poll.poll(0):
         raise ConnectionAbortedError("the client that asked this waits for no answer any more")
+
+
+CHECKS_MAX = 16
+"""Under way or waiting for their turn: as many nodes may be told to verify at the same hour."""
+
+
+class Checks:
+    """Safe for concurrent use."""
+
+    def __init__(self) -> None:
+        self._places = threading.BoundedSemaphore(CHECKS_MAX)
+        self._turn = threading.Lock()
+
+    @contextmanager
+    def in_turn(self, request: Request, body_bytes_max: int = 0) -> Iterator[bytes]:
+        """Does the block, with the request's body, when no other check is under way; the agent gives signs of life.
+
+        Raises:
+            StoreUnavailable: too many wait already, and the body was not read. PeerProtocolError: it is too large.
+        """
+        if not self._places.acquire(blocking=False):
+            detail = f"{CHECKS_MAX} checks of this node are under way or wait"
+            raise StoreUnavailable("this agent", "verify", "", detail, "Ask again when they are done.")
+        try:
+            with request.heartbeat, self._turn:  # one body at a time, too
+                yield request.body.read_all(body_bytes_max) if body_bytes_max else b""
+        finally:
+            self._places.release()
+
+
+_RANGE = re.compile(r"bytes=([0-9]{1,18})-([0-9]{1,18})?")
+
+
+@dataclass(frozen=True)
+class FileAnswer(Answer):
+    """An answer that is a range of a file; its sender closes `fd`."""
+
+    fd: int = -1
+    offset: int = 0
+    length: int = 0
+    size_bytes: int = 0
+    is_partial: bool = False
+
+
+def file_answer(request: Request, fd: int) -> FileAnswer:
+    """The file behind `fd`, which is taken over, or the range of it that the request names.
+
+    Raises:
+        ObjectCorrupt: the file ends before the range. PeerProtocolError: it is no range.
+    """
+    try:
+        size = os.fstat(fd).st_size
+        offset, end = _range(request.headers.get("Range"), size)
+    except BaseException:
+        os.close(fd)
+        raise
+    is_partial = request.headers.get("Range") is not None
+    return FileAnswer(b"", fd=fd, offset=offset, length=end - offset, size_bytes=size, is_partial=is_partial)
+
+
+def _range(header: str | None, size_bytes: int) -> tuple[int, int]:
+    if header is None:
+        return 0, size_bytes
+    match = _RANGE.fullmatch(header.strip())
+    if match is None:
+        raise PeerProtocolError(f"Range {header[:60]!r} is not understood.")
+    first = int(match[1])
+    end = min(int(match[2]) + 1 if match[2] else size_bytes, size_bytes)
+    if first >= end:
+        raise ObjectCorrupt("this agent", "GET", f"bytes from {first} on", f"the file has {size_bytes} bytes")
+    return first, end

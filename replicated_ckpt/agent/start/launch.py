@@ -4,25 +4,28 @@ import contextlib
 import json
 import logging
 import os
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
-from replicated_ckpt.agent.start.environment import agent_environment, isolated_python
-from replicated_ckpt.agent.start.giving_way import check_running, gives_way
+from replicated_ckpt.agent.requests.releases import RELEASES_HINT
 from replicated_ckpt.agent.start.leaving import held_hint, note_leaving, wait_until_gone
 from replicated_ckpt.agent.state.endpoint import (
     ALREADY_SERVED,
     LOCK_NAME,
     Endpoint,
     client_lock,
+    has_one_to_stay,
     is_free,
     listening_endpoint,
 )
 from replicated_ckpt.agent.state.log_file import LOG_NAME, open_log
-from replicated_ckpt.errors import AgentUnavailable, ReplicatedCkptError, StoreUnavailable
+from replicated_ckpt.environment import TLS_CERT_ENV
+from replicated_ckpt.errors import AgentUnavailable, ConfigInvalid, ReplicatedCkptError, StoreUnavailable
 from replicated_ckpt.stores.files.durable import translate_errors
 from replicated_ckpt.stores.files.existence import is_there
 from replicated_ckpt.stores.files.locks import FileLock, holder_of, is_stopped
@@ -30,9 +33,76 @@ from replicated_ckpt.stores.files.ownership import is_of_another
 from replicated_ckpt.stores.files.plain import closing_fd
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import PROGRESS_TIMEOUT_S, AgentClient
+from replicated_ckpt.stores.peer.tls import is_loopback, is_plain_allowed
 from replicated_ckpt.stores.thread_start import FEWER
+from replicated_ckpt.version import PROTOCOL, __version__
 
 log = logging.getLogger(__name__)
+
+
+def gives_way(directory: Path, endpoint: Endpoint, bind_host: str | None) -> bool:
+    """Whether this process replaces the agent, see `ensure_agent`.
+
+    Not one that is merely older and was started to stay, by systemd say: that would start it again, and again.
+    """
+    must_hear = bind_host or "localhost"
+    is_deaf = is_loopback(endpoint.host) and must_hear not in (endpoint.host, "localhost")
+    is_plain = not endpoint.tls_sha256 and (bool(os.environ.get(TLS_CERT_ENV)) or not is_plain_allowed(must_hear))
+    return is_deaf or is_plain or (_is_older(endpoint) and not has_one_to_stay(directory))
+
+
+def check_running(directory: Path, endpoint: Endpoint) -> None:
+    """Raises ConfigInvalid: this process cannot talk to the agent, which is newer, or older and was started to stay."""
+    if endpoint.protocol > PROTOCOL or (endpoint.protocol < PROTOCOL and has_one_to_stay(directory)):
+        raise ConfigInvalid(
+            f"The agent of node {endpoint.node_id} on {socket.gethostname()} runs replicated_ckpt {endpoint.version} "
+            f"(protocol {endpoint.protocol}), and this rank there runs {__version__} (protocol {PROTOCOL}).",
+            RELEASES_HINT,
+        )
+
+
+def _is_older(endpoint: Endpoint) -> bool:
+    """Whether it is of an older protocol, or of a released version before this one; any other version is let be."""
+    try:
+        is_before = [int(part) for part in endpoint.version.split(".")] < [int(part) for part in __version__.split(".")]
+    except ValueError:
+        is_before = False
+    return endpoint.protocol < PROTOCOL or is_before
+
+
+_PREFIXES = ("REPLICATED_CKPT_", "LC_")
+_PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")
+_NAMES = {
+    "PATH", "HOME", "TMPDIR", "LANG", "TZ",
+    "LD_LIBRARY_PATH",  # without it the rank's own Python may not start
+    # The way to an object store. Its credentials come with its name, from the rank that names it;
+    "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", *_PROXIES, *(name.lower() for name in _PROXIES),
+    # or lie in files, or come with the role of a pod, which no option of a client names.
+    "AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE", "AWS_CA_BUNDLE", "AWS_EC2_METADATA_DISABLED",
+    "AWS_ROLE_ARN", "AWS_ROLE_SESSION_NAME", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+    "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE",
+}  # fmt: skip
+_DEPENDENCIES = ("fastcrc", "cryptography", "fsspec", "s3fs")
+
+
+def agent_environment() -> dict[str, str]:
+    """The variables of this process that its agent gets."""
+    return {name: value for name, value in os.environ.items() if name in _NAMES or name.startswith(_PREFIXES)}
+
+
+def isolated_python() -> list[str]:
+    """The command that runs this very package's agent in this Python; the agent's own arguments follow."""
+    package = Path(__file__).resolve().parents[2]
+    homes = [str(package.parent), *filter(None, map(_home, _DEPENDENCIES))]
+    options = ["-I", "-X", f"utf8={sys.flags.utf8_mode}"]  # names of files are encoded as in this process
+    return [sys.executable or "", *options, str(Path(__file__).with_name("isolated.py")), *dict.fromkeys(homes), "--"]
+
+
+def _home(module: str) -> str | None:
+    """The folder in which this process finds a package that this one needs; None where it has none."""
+    spec = find_spec(module)
+    return str(Path(spec.origin).resolve().parents[1]) if spec is not None and spec.origin else None
+
 
 START_TIMEOUT_S = 20.0
 STOPPED_TIMEOUT_S = 5.0

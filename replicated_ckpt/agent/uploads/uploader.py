@@ -7,7 +7,9 @@ So an agent that restarts looks and carries on, and a holder of a copy does the 
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -22,7 +24,6 @@ from replicated_ckpt.agent.uploads.bucket_retention import (
     take_back_removed,
     tidy_after,
 )
-from replicated_ckpt.agent.uploads.held import HeldUploads, UploadHeld
 from replicated_ckpt.agent.uploads.upload_progress import RETRY_MAX_S, UploadProgress
 from replicated_ckpt.core.bucket.upload_plan import UploadState, choose_uploader
 from replicated_ckpt.core.manifest import Manifest
@@ -40,6 +41,55 @@ from replicated_ckpt.stores.throttle import Pace, Stopped
 from replicated_ckpt.stores.verified import Expected
 
 log = logging.getLogger(__name__)
+
+HELD_WITHIN_S = 30.0
+"""A removal waits that long for a request to the bucket that is under way; then what the upload brings goes after it."""
+
+
+class UploadHeld(Exception):
+    """The save is being removed: its upload lets go of it for now."""
+
+
+class HeldUploads:
+    """Which save the uploader works on, and which ones it is not to begin. Safe for concurrent use."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._at_work = ""
+        self._held: Counter[str] = Counter()
+
+    @contextmanager
+    def work_on(self, save_id: str) -> Iterator[None]:
+        """For the uploader, around all that it does in the bucket for one save. Raises UploadHeld: not now."""
+        with self._changed:
+            if save_id in self._held:
+                raise UploadHeld
+            self._at_work = save_id
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._at_work = ""
+                self._changed.notify_all()
+
+    @contextmanager
+    def hold(self, save_id: str) -> Iterator[None]:
+        """Inside, the save is not uploaded. What is under way ends first, if it does within HELD_WITHIN_S."""
+        with self._changed:
+            self._held[save_id] += 1
+            self._changed.wait_for(lambda: self._at_work != save_id, HELD_WITHIN_S)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._held -= Counter([save_id])
+
+    def check(self, save_id: str) -> None:
+        """Between two steps of an upload. Raises UploadHeld."""
+        with self._changed:
+            if save_id in self._held:
+                raise UploadHeld
+
 
 IDLE_PAUSE_S = 5.0
 WAITED_FOR_S = 1.0

@@ -20,9 +20,9 @@ from replicated_ckpt.cli.look.checkpoints import (
     list_checkpoints,
 )
 from replicated_ckpt.cli.look.doubts import advise_on_doubt, describe_wait, list_staged_saves
-from replicated_ckpt.cli.look.memory_tier import describe_memory_tier
 from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
 from replicated_ckpt.cli.look.rivals import describe_rivals
+from replicated_ckpt.cli.look.root import describe_memory_tier
 from replicated_ckpt.cli.look.start import add_start_argument, open_store_of
 from replicated_ckpt.cli.look.table import format_table
 from replicated_ckpt.cli.look.waiting import say_if_slow

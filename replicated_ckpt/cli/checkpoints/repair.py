@@ -10,10 +10,9 @@ from replicated_ckpt.agent.peers.address_book import PeerBook, listening_host
 from replicated_ckpt.agent.repair.audit import Audit, Auditor
 from replicated_ckpt.agent.start.launch import ensure_agent
 from replicated_ckpt.agent.unmanaged.look import UnmanagedLook
-from replicated_ckpt.cli.checkpoints.lost import find_lost
 from replicated_ckpt.cli.checkpoints.verify import as_json, describe_short, see_audit
 from replicated_ckpt.cli.exit_codes import ExitCode
-from replicated_ckpt.cli.look.absent import describe_absent, describe_newer
+from replicated_ckpt.cli.look.absent import describe_absent, describe_newer, find_id
 from replicated_ckpt.cli.look.checkpoints import advise, list_checkpoints
 from replicated_ckpt.cli.look.doubts import (
     advise_on_doubt,
@@ -23,18 +22,50 @@ from replicated_ckpt.cli.look.doubts import (
     list_staged_saves,
     waits_for_any,
 )
-from replicated_ckpt.cli.look.latest import find_id
-from replicated_ckpt.cli.look.nodes import look_at_nodes
+from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
 from replicated_ckpt.cli.look.root import open_store
 from replicated_ckpt.cli.look.start import start_agent
 from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.core.upkeep.repair_plan import RepairPlan, ShortShard
-from replicated_ckpt.errors import ReplicatedCkptError
+from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptError
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.answer import parsing
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.fan_out import FanOut
 from replicated_ckpt.wording import plural
+
+
+def list_known_nodes(store: LocalStore) -> set[str]:
+    """The nodes that this one has met, or waits for to settle a save."""
+    known = {peer.node_id for peer in PeerBook(store.root_agent_directory()).read_all()}
+    return known | {node for save in list_staged_saves(store) for node in save.nodes}
+
+
+def find_lost(store: LocalStore, named: Sequence[str]) -> list[str]:
+    """The id of each node that is named by its id, its host, or both. A slip of the hand would else give a node up.
+
+    Raises:
+        ConfigInvalid: none or several are, of the nodes that are known here and those that a manifest names.
+    """
+    known = list_known_nodes(store)
+    if known.issuperset(named):
+        return list(named)
+    seen = look_at_nodes(store)
+    return [name if name in known else _find(name, seen, known) for name in named]
+
+
+def _find(named: str, seen: NodesSeen, known: set[str]) -> str:
+    nodes = known | seen.names.keys()
+    found = [node for node in nodes if named in (node, seen.name(node))]
+    if len(found) == 1:
+        return found[0]
+    shown = ", ".join(sorted(seen.label(node) for node in nodes - {seen.own_node})) or "none"
+    is_shared = any(seen.name(node).startswith(f"{named}/") for node in nodes)
+    what = "several nodes have that host" if is_shared else "no node of that id or host is known here"
+    raise ConfigInvalid(
+        f"--lost {named}: {what}. Other nodes that are: {shown}.", "Name one by its id; nothing was changed."
+    )
+
 
 ROUNDS_MAX = 4
 """A manifest that is restored shows which files are damaged, so there is more to do then; a third round finds nothing."""

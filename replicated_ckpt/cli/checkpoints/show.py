@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 from replicated_ckpt.cli.exit_codes import ExitCode
-from replicated_ckpt.cli.look.absent import describe_absent
+from replicated_ckpt.cli.look.absent import describe_absent, find_id
 from replicated_ckpt.cli.look.checkpoints import (
     DAMAGED,
     LOST,
@@ -15,7 +15,6 @@ from replicated_ckpt.cli.look.checkpoints import (
     list_checkpoints,
     see_with_remains,
 )
-from replicated_ckpt.cli.look.latest import find_id
 from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
 from replicated_ckpt.cli.look.start import add_start_argument, open_store_of
 from replicated_ckpt.cli.look.table import format_moment, format_table

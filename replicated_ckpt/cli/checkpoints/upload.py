@@ -11,7 +11,7 @@ from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.agent.start.launch import ensure_agent
 from replicated_ckpt.cli.checkpoints.ls import name_bucket
 from replicated_ckpt.cli.exit_codes import ExitCode
-from replicated_ckpt.cli.look.latest import find_id
+from replicated_ckpt.cli.look.absent import find_id
 from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
 from replicated_ckpt.cli.look.root import open_store
 from replicated_ckpt.cli.look.table import parse_seconds

@@ -11,12 +11,11 @@ from typing import Any
 
 from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.agent.repair.audit import Audit
-from replicated_ckpt.agent.unmanaged.audit import UnmanagedAuditor
+from replicated_ckpt.agent.unmanaged.look import UnmanagedAuditor
 from replicated_ckpt.cli.checkpoints.ls import name_bucket
 from replicated_ckpt.cli.exit_codes import ExitCode
-from replicated_ckpt.cli.look.absent import describe_absent, describe_newer
+from replicated_ckpt.cli.look.absent import describe_absent, describe_newer, find_id
 from replicated_ckpt.cli.look.checkpoints import advise, list_checkpoints
-from replicated_ckpt.cli.look.latest import find_id
 from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
 from replicated_ckpt.cli.look.progress import read_all
 from replicated_ckpt.cli.look.rivals import describe_rivals

@@ -11,7 +11,7 @@ from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptWarning
 from replicated_ckpt.wording import describe_bytes, escape_controls, plural
 
 if TYPE_CHECKING:
-    from replicated_ckpt.dcp.convert.entries.progress import Converted, Progress
+    from replicated_ckpt.dcp.convert.entries.source import Converted, Progress
 
 _LINE_EVERY_S = 1.0
 

@@ -13,7 +13,7 @@ from replicated_ckpt.core.layout import (
     ShardName,
 )
 from replicated_ckpt.environment import TRUST_ROOT_ENV
-from replicated_ckpt.errors import CheckpointNotFound, ConfigInvalid, StoreDenied
+from replicated_ckpt.errors import CheckpointNotFound, ConfigInvalid, ReplicatedCkptError, StoreDenied
 from replicated_ckpt.stores.files.durable import store_error_of, translate_errors
 from replicated_ckpt.stores.files.existence import is_directory, is_plain_file
 from replicated_ckpt.stores.files.ownership import find_other_owner
@@ -23,7 +23,9 @@ from replicated_ckpt.stores.local.directories.roots import (
     find_store_above,
     find_stores_within,
 )
+from replicated_ckpt.stores.local.memory_tier import find_memory_tier
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.wording import plural
 
 _OF_A_STORE = {NODE_NAME, AGENT_DIR, STAGING_DIR}
 _NAME_IT = "Name the directory that the ranks of this node save to, the `root` of ReplicatedWriter, with --root."
@@ -138,3 +140,21 @@ def _check_no_stores_within(store: LocalStore) -> None:
     if others:
         hint += f" To list {', '.join(others[:_SHOWN_MAX])}, which no store holds, move it to a directory of its own."
     raise ConfigInvalid(describe_stores_within(store.root, within), hint)
+
+
+def describe_memory_tier(store: LocalStore) -> list[str]:
+    """What this node's memory tier has; no line where no job has used one. Other nodes' tiers are not asked."""
+    try:
+        root = find_memory_tier(store)
+        if root is None:
+            return []
+        tier = LocalStore(root)
+        held = tier.catalog.holdings(tier.read_node_id())
+    except ReplicatedCkptError as exc:
+        return [f"memory tier: it cannot be looked at: {exc.message}"]
+    if not held:
+        return [f"memory tier at {root}: nothing is there on this node"]
+    newest = max(held, key=lambda each: (each.created_unix_s, each.sequence))
+    count = plural(len(held), "checkpoint")
+    found = f"{count} on this node, the newest {newest.checkpoint_id}"
+    return [f"memory tier at {root}: {found}; `replicated-ckpt ls --root {quote(str(root))}` asks all nodes"]

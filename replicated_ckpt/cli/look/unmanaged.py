@@ -2,8 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from replicated_ckpt.agent.unmanaged.audit import UnmanagedAudit
-from replicated_ckpt.agent.unmanaged.look import UnmanagedLook
+from replicated_ckpt.agent.unmanaged.look import UnmanagedAudit, UnmanagedLook
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.checkpoints import UNMANAGED, CheckpointSeen
 from replicated_ckpt.cli.look.nodes import NodesSeen

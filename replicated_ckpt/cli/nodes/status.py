@@ -17,9 +17,9 @@ from replicated_ckpt.agent.state.log_file import LOG_NAME
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.checkpoints import CheckpointSeen, advise_on_missing, describe_totals, list_checkpoints
 from replicated_ckpt.cli.look.doubts import WaitingSave, advise_on_doubt, list_waiting
-from replicated_ckpt.cli.look.memory_tier import describe_memory_tier
 from replicated_ckpt.cli.look.nodes import NodesSeen, ask_own_status, look_at_nodes
 from replicated_ckpt.cli.look.rivals import describe_rivals
+from replicated_ckpt.cli.look.root import describe_memory_tier
 from replicated_ckpt.cli.look.start import add_start_argument, open_store_of
 from replicated_ckpt.cli.look.table import format_moment, format_table, parse_seconds
 from replicated_ckpt.cli.nodes.health import Health, describe_room, describe_work, judge_health

@@ -5,7 +5,7 @@ each other are never combined.
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from operator import index
@@ -16,7 +16,10 @@ from replicated_ckpt.core.layout import METADATA_NAME, ShardName, is_checkpoint_
 from replicated_ckpt.core.lineage import moment
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
 from replicated_ckpt.core.one_line import one_line
-from replicated_ckpt.errors import CheckpointAmbiguous
+from replicated_ckpt.core.pickles.follower import follow
+from replicated_ckpt.core.pickles.tree import Fields, Made, Pairs, PickleUnsafe
+from replicated_ckpt.core.reading.source_order import ByteRange
+from replicated_ckpt.errors import CheckpointAmbiguous, MetadataUnsafe
 
 SEQUENCE = 0
 """Stock torch counts nothing: what it wrote is older than anything of ours."""
@@ -239,3 +242,76 @@ def unmanaged_checkpoints(
             grouped.setdefault(holding.checkpoint_id, []).append(holding)
     found: Sequence[UnmanagedCheckpoint] = [UnmanagedCheckpoint(name, tuple(held)) for name, held in grouped.items()]
     return tuple(sorted(found, key=lambda each: (each.modified_unix_s, each.checkpoint_id), reverse=True))
+
+
+_STATE_MAX = 128
+"""Keys and values of an instance: a state may be shared by many, and each is looked through."""
+
+
+def item_ranges(raw: bytes) -> Mapping[str, tuple[ByteRange, ...]]:
+    """Where each shard that a `.metadata` needs must have its items, ordered by their place in it.
+
+    Raises:
+        MetadataUnsafe: it is no metadata as DCP writes it, or names a file that is no shard.
+    """
+    try:
+        return _ranges(_attribute(follow(raw), "storage_data"))
+    except PickleUnsafe as exc:
+        raise MetadataUnsafe(f".metadata {exc}.") from exc
+
+
+def needed_bytes(ranges: Mapping[str, tuple[ByteRange, ...]]) -> Mapping[str, int]:
+    return {shard: max(item.end for item in items) for shard, items in ranges.items()}
+
+
+def ranges_to_json(ranges: Mapping[str, Sequence[ByteRange]], shards: Collection[str]) -> dict[str, Any]:
+    """What a node that has these shards is told of the items in them."""
+    return {shard: [(item.offset, item.length) for item in ranges[shard]] for shard in shards if shard in ranges}
+
+
+def ranges_from_json(fields: Mapping[str, Any]) -> Mapping[str, tuple[ByteRange, ...]]:
+    """The same again. Raises TypeError, ValueError, AttributeError: it says something else."""
+    found = {shard: tuple(ByteRange(index(at), index(size)) for at, size in items) for shard, items in fields.items()}
+    if any(ShardName.parse(shard) is None for shard in found):
+        raise ValueError("a file is named that is no shard")
+    numbers = (number for items in found.values() for item in items for number in (item.offset, item.length))
+    if any(not 0 <= number < 1 << 63 for number in numbers):
+        raise ValueError("an item lies at no place of a file")
+    return found
+
+
+def _attribute(node: Any, wanted: str) -> Any:
+    """One attribute of an instance, as it was set last."""
+    state = node.state if type(node) is Made else None
+    if type(state) is Fields and wanted in state:
+        return state[wanted]
+    if type(state) is Pairs and len(state) <= _STATE_MAX:
+        for key, value in zip(state[-2::-2], state[::-2], strict=True):
+            if type(key) is str and key == wanted:
+                return value
+    raise PickleUnsafe(f"has something without {wanted!r} where DCP metadata has it")
+
+
+def _infos(places: Any) -> Iterator[Any]:
+    """The node of each item's place. One that is shared is looked through once, however often it is met."""
+    if type(places) is not Pairs:
+        raise PickleUnsafe("has no places of its items")
+    seen: set[int] = set()
+    for info in places[1::2]:
+        if id(info) not in seen:
+            seen.add(id(info))
+            yield info
+
+
+def _ranges(places: Any) -> Mapping[str, tuple[ByteRange, ...]]:
+    found: dict[str, list[ByteRange]] = {}
+    for info in _infos(places):
+        shard, offset, length = (_attribute(info, name) for name in ("relative_path", "offset", "length"))
+        if type(shard) is not str or ShardName.parse(shard) is None:
+            raise PickleUnsafe(f"has an item in {str(shard)[:200]!r}, which is no shard")
+        if type(offset) is not int or type(length) is not int or offset < 0 or length < 0:
+            raise PickleUnsafe(f"has an item at no place of {shard}")
+        if max(offset, length) >= 1 << 63:
+            raise PickleUnsafe(f"has an item at no place of {shard}: it has a number of more than 64 bits")
+        found.setdefault(shard, []).append(ByteRange(offset, length))
+    return {shard: tuple(sorted(items, key=lambda item: item.offset)) for shard, items in sorted(found.items())}

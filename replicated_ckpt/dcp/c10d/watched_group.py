@@ -20,7 +20,7 @@ from replicated_ckpt.dcp.c10d.blackboard import Blackboard
 from replicated_ckpt.dcp.c10d.presence import describe_ended, describe_stopped
 from replicated_ckpt.dcp.c10d.tellable import dump, make_sendable
 from replicated_ckpt.dcp.c10d.waiting import LOOK_AFTER_S, LOOK_EVERY_S, Wait
-from replicated_ckpt.dcp.runtime.raised_by_load import as_checkpoint_exception
+from replicated_ckpt.dcp.runtime.failures import as_checkpoint_exception
 from replicated_ckpt.dcp.tensors.memory import memory_of
 from replicated_ckpt.errors import ConfigInvalid, MeetingFailed, RankFailed, ReplicatedCkptError
 

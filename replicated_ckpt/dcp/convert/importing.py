@@ -13,9 +13,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from replicated_ckpt.core.key_rules import KeyRules
 from replicated_ckpt.dcp.convert.dcp_format.directory import dcp_directory
 from replicated_ckpt.dcp.convert.dcp_format.source import checkpoint_source, range_reader
-from replicated_ckpt.dcp.convert.entries.progress import Converted, Progress, Reporter
 from replicated_ckpt.dcp.convert.entries.save_planner import SourcePlanner, parts_of
-from replicated_ckpt.dcp.convert.entries.source import Source, windows
+from replicated_ckpt.dcp.convert.entries.source import Converted, Progress, Reporter, Source, windows
 from replicated_ckpt.dcp.convert.export import Format
 from replicated_ckpt.dcp.convert.safetensors.files import safetensors_files
 from replicated_ckpt.dcp.convert.torch_file.source import TorchFile

@@ -5,13 +5,14 @@ import os
 import socket
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import STORAGE_TYPES, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
 from replicated_ckpt.core.bucket.commit_mark import own_prefix
@@ -33,10 +34,10 @@ from replicated_ckpt.dcp.load.reader_parts import ReaderParts
 from replicated_ckpt.dcp.load.report import LoadReport
 from replicated_ckpt.dcp.load.shard_reader import ShardReader, Traffic
 from replicated_ckpt.dcp.load.sharing import NodeSharing, RemoteNeeds, join_exchange, plan_sharing
-from replicated_ckpt.dcp.load.unasked import describe_unasked
-from replicated_ckpt.dcp.planning.held_plan import HeldPlan, hand_back, hold
-from replicated_ckpt.dcp.runtime.callback import call_back
+from replicated_ckpt.dcp.planning.held_plan import HeldPlan, hand_back, hold, names_asked
+from replicated_ckpt.dcp.rank_state.rank_state import find_world
 from replicated_ckpt.dcp.runtime.caller import warn
+from replicated_ckpt.dcp.runtime.failures import call_back
 from replicated_ckpt.dcp.runtime.torch_private import Collectives, StorageInfo, follow_step
 from replicated_ckpt.dcp.tensors.stored_tensor import plan_ranges
 from replicated_ckpt.errors import CheckpointNotFound, ManifestInvalid, ShardLost
@@ -46,6 +47,52 @@ from replicated_ckpt.stores.node_cache.cache import RankCache
 from replicated_ckpt.stores.node_cache.exchange import Exchange
 
 log = logging.getLogger(__name__)
+
+_PREFIXES_MAX = 8
+_ADVICE = (
+    "They are not restored. A new optimizer's state_dict() names no state: take get_state_dict of "
+    "torch.distributed.checkpoint.state_dict, which does. If only a part is wanted, pass "
+    "ReplicatedReader(expect_partial=True)."
+)
+
+
+def describe_unasked(checkpoint_id: str, saved: Mapping[str, STORAGE_TYPES], plans: Sequence[LoadPlan]) -> str | None:
+    """A warning about the saved entries for which no rank's plan asks, None where there are none."""
+    asked = names_asked(plans)
+    unasked = [name for name, entry in saved.items() if name not in asked and _has_content(entry)]
+    unasked = [name for name in unasked if find_world(name) in (None, len(plans))]  # RankState speaks of other worlds
+    if not unasked:
+        return None
+    count_by_prefix = count_prefixes(unasked, asked)
+    listed = sorted(count_by_prefix.items(), key=lambda one: (-one[1], one[0]))
+    told = [f"{prefix!r} ({count})" for prefix, count in listed[:_PREFIXES_MAX]]
+    if len(listed) > _PREFIXES_MAX:
+        told.append(f"and under {len(listed) - _PREFIXES_MAX} other names")
+    total = sum(map(_has_content, saved.values()))
+    return (
+        f"The load of checkpoint {checkpoint_id!r} leaves {len(unasked)} of {total} saved entries unasked, under "
+        f"{', '.join(told)}. {_ADVICE}"
+    )
+
+
+def count_prefixes(unasked: Collection[str], asked: Collection[str]) -> Mapping[str, int]:
+    """How many of the unasked names lie under each prefix: for each name the shortest under which nothing was asked."""
+    met = {prefix for name in asked for prefix in _prefixes(name)}
+    return Counter(next((prefix for prefix in _prefixes(name) if prefix not in met), name) for name in unasked)
+
+
+def _prefixes(name: str) -> Iterator[str]:
+    end = name.find(".")
+    while end >= 0:
+        yield name[:end]
+        end = name.find(".", end + 1)
+    yield name
+
+
+def _has_content(entry: STORAGE_TYPES) -> bool:
+    """Whether a load asks for it at all: DCP's planners plan no read of a tensor without elements."""
+    return not (isinstance(entry, TensorStorageMetadata) and 0 in entry.size)
+
 
 REMIND_S = 100.0
 """How often a rank that reads tells the nodes that it reads from: they keep its checkpoint for minutes after a word."""

@@ -10,8 +10,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 from replicated_ckpt.core.reading.source_order import ByteRange
 from replicated_ckpt.core.reading.windows import CELL_BYTES, LOCAL_WINDOW_BYTES, Unit, Window, in_order, windows_of
 from replicated_ckpt.dcp.load.fetch_ahead import FetchAhead
-from replicated_ckpt.dcp.load.item_feed import Feed
-from replicated_ckpt.dcp.load.item_reader import ItemReader
+from replicated_ckpt.dcp.load.item_reader import Feed, ItemReader
 from replicated_ckpt.dcp.load.shard_reader import ShardReader
 from replicated_ckpt.dcp.runtime.torch_private import StorageInfo
 from replicated_ckpt.dcp.tensors.stored_tensor import StoredTensor

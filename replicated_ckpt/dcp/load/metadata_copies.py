@@ -15,7 +15,7 @@ from replicated_ckpt.core.reading.source_order import ByteRange
 from replicated_ckpt.dcp.find.absence import describe_answer, describe_move
 from replicated_ckpt.dcp.find.bucket_look import InBucket
 from replicated_ckpt.dcp.find.survey import Survey
-from replicated_ckpt.dcp.metadata.metadata_file import decode_metadata_file
+from replicated_ckpt.dcp.metadata.saved_metadata import decode_metadata_file
 from replicated_ckpt.errors import (
     ManifestInvalid,
     ObjectCorrupt,

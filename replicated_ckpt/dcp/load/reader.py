@@ -25,7 +25,7 @@ from replicated_ckpt.dcp.load.metadata_copies import UnreadMetadata
 from replicated_ckpt.dcp.load.reader_parts import ReaderBucket, ReaderParts
 from replicated_ckpt.dcp.load.report import LoadReport
 from replicated_ckpt.dcp.runtime.caller import find_line
-from replicated_ckpt.dcp.runtime.raised_by_load import as_checkpoint_exception
+from replicated_ckpt.dcp.runtime.failures import as_checkpoint_exception
 from replicated_ckpt.dcp.runtime.torch_private import find_call, leaves_plans
 from replicated_ckpt.dcp.tensors.stored_tensor import StoredTensors
 from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptError

@@ -21,8 +21,7 @@ from replicated_ckpt.errors import (
     StoreUnavailable,
 )
 from replicated_ckpt.stores.any_source import AnySource, Source, Tables
-from replicated_ckpt.stores.bucket.bucket import Bucket
-from replicated_ckpt.stores.bucket.shard import ObjectShard, UnmanagedObjectShard
+from replicated_ckpt.stores.bucket.bucket import Bucket, ObjectShard, UnmanagedObjectShard
 from replicated_ckpt.stores.local.shard_file import ShardFile
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.node_cache.exchange import Exchange

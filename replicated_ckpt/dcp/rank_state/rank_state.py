@@ -1,17 +1,171 @@
 """What a rank has for itself, saved with a checkpoint: random generators, and whatever says where its data stands."""
 
-from collections.abc import Sequence
+import io
+import random
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from io import BytesIO
+from operator import index
 from typing import Any, Literal
 
+import numpy as np
+import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.stateful import Stateful
 
 from replicated_ckpt.core.one_line import one_line
-from replicated_ckpt.dcp.rank_state.items import name_rank_item, pack, unpack
-from replicated_ckpt.dcp.rank_state.planner import SavedElsewhere
-from replicated_ckpt.dcp.rank_state.random_state import capture_random, restore_random
+from replicated_ckpt.dcp.objects.unloadable import warn_if_unloadable
+from replicated_ckpt.dcp.objects.weights_only import load_object
+from replicated_ckpt.dcp.planning.matched_state import OptimizerMatch
 from replicated_ckpt.dcp.runtime.caller import warn
 from replicated_ckpt.errors import ConfigInvalid, ObjectCorrupt, ReplicatedCkptError
+
+
+class SavedElsewhere(tuple[int, ...]):
+    """In the place of a rank's own item that was not saved: the numbers of ranks of which there are items."""
+
+    __slots__ = ()
+
+
+class RankStatePlanner(DefaultLoadPlanner):
+    """Loads as DCP's own does, with two exceptions. Any other missing key is DCP's error.
+
+    A RankState, at any level of the state dict, that was saved by another number of ranks follows its own rule.
+
+    An optimizer from `get_optimizer_state_dict`, at any level, is loaded as it was saved. A parameter that had no state, as
+    no gradient had come to it, is given an empty one. State that a new optimizer does not ask for is loaded as well.
+
+    CheckpointManager uses it; `dcp.load` is passed it as `planner=`. Arguments as of DefaultLoadPlanner.
+    """
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        saved = {} if metadata is None else metadata.state_dict_metadata
+        self._match = OptimizerMatch({} if metadata is None else state_dict, saved)
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+        if metadata is None:
+            return
+        for name in [name for name in self.mappings if find_world(name) is not None and name not in saved]:
+            *path, own = self.mappings[name]
+            holder = _find(state_dict, path)
+            value = holder.get(own) if isinstance(holder, dict) else None
+            if isinstance(value, bytes | tuple):  # of a SavedElsewhere of an earlier load DCP makes a plain tuple
+                del self.state_dict[name]
+                holder[own] = SavedElsewhere(worlds_under(name.rpartition(".")[0], saved))
+
+    def load_bytes(self, read_item: ReadItem, value: BytesIO) -> None:
+        """As DefaultLoadPlanner.
+
+        Raises:
+            ConfigInvalid: a parameter has no optimizer state, as the optimizer that was saved did not have the parameter.
+        """
+        super().load_bytes(read_item, value)
+        path = self.mappings.get(read_item.dest_index.fqn, ())
+        if self._match.lacking.get(path):
+            unknown = self._match.lacking[path].difference(_find(self.original_state_dict, path))
+            if unknown:
+                names = one_line(", ".join(sorted(map(str, unknown))), 300)
+                raise ConfigInvalid(
+                    f"The optimizer in the checkpoint has no parameter {names}.",
+                    "Make the optimizer with the parameters that it was saved with, in the same groups.",
+                )
+
+
+def _find(tree: Any, path: Sequence[Any]) -> Any:
+    """What lies there in a nested state dict; None: a key on the way is no string, which DCP's paths do not tell."""
+    for key in path:
+        tree = tree.get(key) if isinstance(tree, dict) else tree[key] if isinstance(tree, list) else None
+    return tree
+
+
+_MT19937_WORDS, _PHILOX_WORDS = 624, 4
+
+
+def capture_random() -> dict[str, Any]:
+    """The states of all of them now. CUDA's are there if this process has used CUDA."""
+    version, words, gauss = random.getstate()
+    states: dict[str, Any] = {
+        "python": (version, list(words), gauss),
+        "numpy": np.random.get_state(legacy=False),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        states["cuda"] = torch.cuda.get_rng_state_all()
+    return states
+
+
+def restore_random(states: dict[str, Any]) -> None:
+    """Sets what `capture_random` took. CUDA devices that this machine does not have are left out.
+
+    Raises:
+        ObjectCorrupt: a generator does not take its state, which no `capture_random` made. Those before it are set.
+    """
+    try:
+        version, words, gauss = states["python"]
+        _check_positions(states["numpy"])
+        random.setstate((version, tuple(words), gauss))
+        np.random.set_state(states["numpy"])
+        torch.set_rng_state(states["torch"])
+        for device, state in enumerate(states.get("cuda", ())):
+            if device < torch.cuda.device_count():
+                torch.cuda.set_rng_state(state, device)
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RuntimeError) as exc:
+        detail = f"they are no states of generators: {type(exc).__name__}: {exc}"
+        raise ObjectCorrupt("this checkpoint", "load", "the random states of this rank", one_line(detail, 300)) from exc
+
+
+def _check_positions(state: dict[str, Any]) -> None:
+    """Raises ValueError: numpy would read beyond a generator's words; it takes any position that a state says.
+
+    Source: numpy 2.3, _mt19937.pyx and _philox.pyx.
+    """
+    position, buffered = state["state"].get("pos", 0), state.get("buffer_pos", 0)
+    if not (0 <= index(position) <= _MT19937_WORDS and 0 <= index(buffered) <= _PHILOX_WORDS):
+        raise ValueError(f"a generator of numpy cannot stand at position {position}, {buffered}")
+
+
+_NAME = re.compile(r"(?:.*\.)?rank-[0-9]+-of-([0-9]+)", re.DOTALL)
+
+
+def name_rank_item(rank: int, world: int) -> str:
+    return f"rank-{rank}-of-{world}"
+
+
+def find_world(name: str) -> int | None:
+    """Ranks of the job that saved this item; None: it is no rank's."""
+    match = _NAME.fullmatch(name)
+    return None if match is None else int(match[1])
+
+
+def worlds_under(prefix: str, names: Iterable[str]) -> tuple[int, ...]:
+    """The worlds of which there are items under a prefix."""
+    found = {find_world(name) for name in names if name.startswith(f"{prefix}.") and "." not in name[len(prefix) + 1 :]}
+    return tuple(sorted(world for world in found if world is not None))
+
+
+def pack(value: Any, name: str) -> bytes:
+    """What `torch.save` makes of it. Warns of classes that `unpack` would refuse by default."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    raw = buffer.getvalue()
+    warn_if_unloadable(memoryview(raw), name)
+    return raw
+
+
+def unpack(raw: bytes, name: str, *, trust_pickles: bool = False) -> Any:
+    """The value again. With `trust_pickles` its pickle may run code.
+
+    Raises:
+        ObjectUnsafe: it names a class that nothing allows.
+    """
+    if trust_pickles:
+        return torch.load(io.BytesIO(raw), weights_only=False)
+    return load_object(memoryview(raw), name, "this checkpoint")
+
 
 OnOtherWorld = Literal["raise", "keep"]
 _RANDOM = "random"
@@ -126,3 +280,30 @@ def _own_name() -> str:
 
 def _list_names(names: Any) -> str:
     return one_line(", ".join(sorted(map(str, names)))) or "no parts"
+
+
+_OWN, _FIRST = "rank", "first"
+
+
+def entries_of(value: Any) -> dict[str, Any]:
+    """What `dcp.save` is given of it on this rank."""
+    rank, world = rank_and_world()
+    packed = pack(value, name_rank_item(rank, world))
+    return {_OWN: {name_rank_item(rank, world): packed}, **({_FIRST: packed} if rank == 0 else {})}
+
+
+def wanted_entries() -> dict[str, Any]:
+    """What `dcp.load` with a RankStatePlanner is given for it."""
+    return {_OWN: {name_rank_item(*rank_and_world()): b""}, _FIRST: b""}
+
+
+def values_in(state: Mapping[str, Any], *, trust_pickles: bool) -> tuple[Any, Any]:
+    """This rank's value after a load, and rank 0's. The first is None if another number of ranks saved it.
+
+    Raises:
+        ObjectUnsafe: one names a class that nothing allows.
+    """
+    name = name_rank_item(*rank_and_world())
+    own = state[_OWN][name]
+    first = unpack(state[_FIRST], name, trust_pickles=trust_pickles)
+    return (unpack(own, name, trust_pickles=trust_pickles) if isinstance(own, bytes) else None), first

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.stateful import Stateful
 
-from replicated_ckpt.dcp.rank_state.random_state import capture_random, restore_random
+from replicated_ckpt.dcp.rank_state.rank_state import capture_random, restore_random
 from replicated_ckpt.dcp.runtime.caller import warn
 
 _ITERATIONS, _PLAIN = "_num_iter_calls", "_dataloader"

@@ -41,7 +41,7 @@ def warn(message: str, otherwise: Line | None = None) -> None:
     warnings.warn_explicit(message, ReplicatedCkptWarning, line.filename, line.number, line.module, registry)
 
 
-_CALLS_BACK = {"replicated_ckpt.dcp.runtime.callback", "replicated_ckpt.dcp.save_callback"}
+_CALLS_BACK = {"replicated_ckpt.dcp.runtime.failures", "replicated_ckpt.dcp.manager"}
 _HANDS_ON = "replicated_ckpt.dcp.preemption"
 
 

@@ -1,10 +1,18 @@
 """What a save or load has failed with, in a line of a log: DCP's own text is the tracebacks of all ranks, one by one."""
 
+import functools
+import logging
+from collections.abc import Callable
+from traceback import extract_tb
+from typing import Any
+
 from torch.distributed.checkpoint.api import CheckpointException
 
 from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.errors import ReplicatedCkptError, SaveAborted
 from replicated_ckpt.wording import plural
+
+log = logging.getLogger(__name__)
 
 _RANKS_SHOWN_MAX = 3
 
@@ -24,3 +32,38 @@ def _describe(error: BaseException) -> str:
     """With its notes, which name the host or the entry that it is about."""
     notes = "".join(f" ({note.rstrip('.')})" for note in getattr(error, "__notes__", ()))
     return one_line(f"{type(error).__name__}: {error}{notes}")
+
+
+def as_checkpoint_exception(error: ReplicatedCkptError, rank: int) -> ReplicatedCkptError:
+    """The error, which `except CheckpointException` catches too; its `failures` has it under this rank."""
+    if isinstance(error, CheckpointException):
+        return error
+    own: Any = type(error)
+    kind = _both(own)
+    found: Any = kind.__new__(kind)
+    found.args = error.args
+    vars(found).update(vars(error), _failures={rank: (error, extract_tb(error.__traceback__))})
+    both: ReplicatedCkptError = found.with_traceback(error.__traceback__)
+    return both
+
+
+@functools.cache
+def _both(kind: Any) -> Any:
+    """A class of both kinds, with the name and the text of ours. Pickled, it becomes ours and is made one of both again."""
+
+    def reduced(self: Any) -> tuple[Any, ...]:
+        ((rank, (error, _)),) = self.failures.items()
+        return as_checkpoint_exception, (error, rank)
+
+    members = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    return type(kind.__name__, (kind, CheckpointException), {**members, "__reduce__": reduced})
+
+
+def call_back(function: Callable[[Any], object] | None, report: object) -> None:
+    """Calls the user's function. What it raises is logged: the save or load has succeeded all the same."""
+    if function is None:
+        return
+    try:
+        function(report)
+    except (Exception, CheckpointException):  # DCP's own is no Exception
+        log.exception("%r raised; the save or load that it was told of is not affected", function)

@@ -1,12 +1,15 @@
 """One save as one rank does it: its steps, in the order in which DCP calls for them."""
 
+import contextlib
 import logging
 import os
 import secrets
 import threading
 import time
 import uuid
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -18,6 +21,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
 from replicated_ckpt import failpoints
+from replicated_ckpt.agent.saves.shard_copies import WrittenCopies
 from replicated_ckpt.core.lineage import Version
 from replicated_ckpt.core.upkeep.policy import scope_of
 from replicated_ckpt.dcp.agreement.decision import (
@@ -29,16 +33,15 @@ from replicated_ckpt.dcp.agreement.decision import (
     list_weaknesses,
     name_checkpoint,
 )
-from replicated_ckpt.dcp.agreement.nodes import Cluster, LoneNode, Opened, cluster_of
-from replicated_ckpt.dcp.agreement.receipts import check_none_aborted, collect_receipts, make_receipt_post
+from replicated_ckpt.dcp.agreement.nodes import AgentCluster, Cluster, LoneNode, Opened, cluster_of
 from replicated_ckpt.dcp.c10d.world import World
 from replicated_ckpt.dcp.find.standing import check_gives_way
-from replicated_ckpt.dcp.hand_over.held_save import HeldSave
+from replicated_ckpt.dcp.hand_over.follower import Follower
 from replicated_ckpt.dcp.metadata.saved_metadata import SavedMetadata, tell_metadata
-from replicated_ckpt.dcp.node.node import present_again
+from replicated_ckpt.dcp.node.node import NodePost, present_again
 from replicated_ckpt.dcp.node.seen_lineage import find_seen_lineage, remember
-from replicated_ckpt.dcp.runtime.callback import call_back
 from replicated_ckpt.dcp.runtime.caller import warn
+from replicated_ckpt.dcp.runtime.failures import call_back
 from replicated_ckpt.dcp.runtime.torch_private import Collectives, follow_step
 from replicated_ckpt.dcp.save.commit import commit_save
 from replicated_ckpt.dcp.save.numbering import assign_sequence, choose_file_number, open_unheard
@@ -46,8 +49,81 @@ from replicated_ckpt.dcp.save.report import SaveReport, report_ranks, report_sav
 from replicated_ckpt.dcp.save.shard_writer import WrittenShard
 from replicated_ckpt.dcp.save.writer_parts import WriterParts
 from replicated_ckpt.errors import AckNotReached, CheckpointExists, SaveAborted
+from replicated_ckpt.stores.files.durable import translate_errors
+from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.peer.client import AgentAddress
 
 log = logging.getLogger(__name__)
+
+_SAID_WITHIN_S = 1.0
+
+
+class HeldSave:
+    """What a writer holds of its save, until it is closed or the writer is gone."""
+
+    def __init__(self) -> None:
+        self._open = contextlib.ExitStack()
+        self._follower: Follower | None = None
+        weakref.finalize(self, self._open.close)
+
+    def hold(self, store: LocalStore, save_id: str) -> None:
+        """Holds the save, once more if it is held already.
+
+        Raises:
+            SaveAborted: it is not open. StoreError
+        """
+        with translate_errors(str(store.root), "hold", save_id):
+            self._open.callback(store.lock_save(save_id).release)
+
+    def follow(self, follower: Follower | None) -> None:
+        """The shard that this node's agent was given; None: this rank has written it."""
+        self._follower = follower
+        if follower is not None:
+            self._open.callback(follower.leave)
+
+    def find_written(self) -> WrittenCopies | None:
+        """What the agent has written, if it was given a shard, and has said so: it does as it tells the coordinator's."""
+        end = None if self._follower is None else self._follower.end
+        if end is None or not wait([end], _SAID_WITHIN_S).done or end.exception() is not None:
+            return None  # whatever kept this rank from learning it: the save is committed
+        return end.result()
+
+    def close(self) -> None:
+        self._open.close()
+
+
+def make_receipt_post(receipt: Receipt, save_id: str, node: NodePost) -> dict[str, Any]:
+    """What a rank posts once it has written; `node` as it is by then."""
+    where = {"address": node.address.to_json(), "silence": node.silence, "invitation": node.invitation}
+    return {**receipt.to_json(), "save_id": save_id, **where}
+
+
+def collect_receipts(
+    posts: Sequence[Mapping[str, Any]], decision: SaveDecision, own_node: str
+) -> tuple[list[Receipt], AgentCluster]:
+    """The receipts of all ranks, and the nodes where their agents are now: one may have died and been started again.
+
+    Raises:
+        SaveAborted: a rank has not written for this save.
+    """
+    stale = [rank for rank, post in enumerate(posts) if post["save_id"] != decision.save_id]
+    if stale:
+        raise SaveAborted(f"Ranks {stale} have not written for save {decision.save_id}.")
+    addresses = [AgentAddress.from_json(post["address"]) for post in posts]
+    silence = {address.node_id: post["silence"] for address, post in zip(addresses, posts, strict=True)}
+    silence = {node: why for node, why in silence.items() if why}
+    invitations = [str(post["invitation"]) for post in posts]
+    openers = [replace(at, token=given or at.token) for at, given in zip(addresses, invitations, strict=True)]
+    cluster = AgentCluster(addresses, own_node, openers, silence, decision.unreached, decision.ticket)
+    return [Receipt.from_json(post) for post in posts], cluster
+
+
+def check_none_aborted(receipts: Sequence[Receipt], decision: SaveDecision) -> None:
+    """Raises SaveAborted: a rank stopped because the save was given up."""
+    aborted = [f"rank {rank}: {receipt.aborted}" for rank, receipt in enumerate(receipts) if receipt.aborted]
+    if aborted:
+        raise SaveAborted(f"Save {decision.save_id} was given up: {'; '.join(aborted)}")
+
 
 DECISION_TIMEOUT_S = 30.0
 

@@ -20,9 +20,9 @@ from replicated_ckpt.core.notes import RefusedNotes
 from replicated_ckpt.core.protocol.placement import intended_holders
 from replicated_ckpt.dcp.agreement.decision import Receipt, SaveDecision, ShardReceipt
 from replicated_ckpt.dcp.agreement.nodes import Cluster, Committed
-from replicated_ckpt.dcp.hand_over.finishing import AgentSilent, finish_by_agent
+from replicated_ckpt.dcp.hand_over.handed import AgentSilent, finish_by_agent
 from replicated_ckpt.dcp.metadata.metadata import encode_metadata, share_parts
-from replicated_ckpt.dcp.metadata.metadata_file import encode_metadata_file
+from replicated_ckpt.dcp.metadata.saved_metadata import encode_metadata_file
 from replicated_ckpt.dcp.planning.kept_layouts import KeptLayout, KeptLayouts
 from replicated_ckpt.dcp.runtime.gc_pause import put_off
 from replicated_ckpt.dcp.runtime.torch_private import metadata_version

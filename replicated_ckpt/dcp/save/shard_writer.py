@@ -20,8 +20,7 @@ from replicated_ckpt.dcp.hand_over.handed import hand_over
 from replicated_ckpt.dcp.hand_over.layout import ShardLayout, TooMuchElsewhere
 from replicated_ckpt.dcp.runtime.torch_private import StorageInfo
 from replicated_ckpt.dcp.staging.segment import descriptor_of
-from replicated_ckpt.dcp.tensors.item_writer import ItemWriter
-from replicated_ckpt.dcp.tensors.tensor_writer import Stream
+from replicated_ckpt.dcp.tensors.item_writer import ItemWriter, Stream
 from replicated_ckpt.errors import StoreDenied, StoreUnavailable
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.tee import Buffers

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from replicated_ckpt.agent.http.server import DualStackServer
 from replicated_ckpt.agent.peers.address_book import PeerBook, listening_host
-from replicated_ckpt.agent.requests.dual_stack import DualStackServer
 from replicated_ckpt.dcp.node import node
 from replicated_ckpt.dcp.node.node import find_host
 from replicated_ckpt.environment import HOST_ENV

@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from replicated_ckpt.agent.peers import call_backs
-from replicated_ckpt.agent.peers.call_backs import IN_A_ROW_MAX, INTERVAL_S, PARALLEL_MAX, PER_SENDER_MAX, CallBacks
+from replicated_ckpt.agent.peers import greeting
+from replicated_ckpt.agent.peers.greeting import IN_A_ROW_MAX, INTERVAL_S, PARALLEL_MAX, PER_SENDER_MAX, CallBacks
 from replicated_ckpt.errors import StoreUnavailable
 
 
@@ -44,7 +44,7 @@ def test_a_flood_is_followed_up_now_and_then() -> None:
 
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sender with any number of addresses fills no memory, and what it has filled is free again after a while."""
-    monkeypatch.setattr(call_backs, "PAIRS_MAX", 10)
+    monkeypatch.setattr(greeting, "PAIRS_MAX", 10)
     clock = Clock()
     turns = CallBacks(clock)
     assert sum(count_taken(turns, 1, sender=f"10.0.0.{host}") for host in range(30)) == 10
@@ -80,7 +80,7 @@ def greet_at_once(turns: CallBacks, senders: list[str]) -> tuple[int, int]:
 @pytest.mark.parametrize(("hosts", "at_once_max"), [(1000, PARALLEL_MAX), (1, PER_SENDER_MAX)])
 def test_a_cluster_may_start_at_once(hosts: int, at_once_max: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """1,000 nodes greet in the same instant, from addresses of their own or all through one: each is followed up."""
-    monkeypatch.setattr(call_backs, "WAIT_MAX_S", 60.0)  # a thousand threads on a busy machine
+    monkeypatch.setattr(greeting, "WAIT_MAX_S", 60.0)  # a thousand threads on a busy machine
     taken, most = greet_at_once(CallBacks(), [f"10.0.0.{at % hosts}" for at in range(1000)])
     assert taken == 1000
     assert 1 < most <= at_once_max
@@ -88,7 +88,7 @@ def test_a_cluster_may_start_at_once(hosts: int, at_once_max: int, monkeypatch: 
 
 def test_a_sender_whose_call_backs_hang_delays_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has its places in use, waits for its own, and is refused after a while."""
-    monkeypatch.setattr(call_backs, "WAIT_MAX_S", 0.1)
+    monkeypatch.setattr(greeting, "WAIT_MAX_S", 0.1)
     turns, let_go = CallBacks(), threading.Event()
 
     def hang(node: str) -> None:

@@ -7,8 +7,7 @@ import socket
 import pytest
 
 from replicated_ckpt.agent.state import listeners
-from replicated_ckpt.agent.state.listeners import listeners_on
-from replicated_ckpt.agent.state.sock_diag import listening_sockets
+from replicated_ckpt.agent.state.listeners import listeners_on, listening_sockets
 
 PLACES = [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::1"), (socket.AF_INET6, "::")]
 

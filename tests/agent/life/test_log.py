@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from replicated_ckpt.agent.http.strangers import ADDRESSES_MAX, INTERVAL_S, Strangers
+from replicated_ckpt.agent.http.connections import ADDRESSES_MAX, INTERVAL_S, Strangers
 from replicated_ckpt.agent.start.launch import ensure_agent
 from replicated_ckpt.agent.state.log_file import LOG_NAME, BoundedLog, open_log
 from replicated_ckpt.core.upkeep.repair_plan import RestoreManifest

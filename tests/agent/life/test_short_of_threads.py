@@ -21,7 +21,7 @@ from replicated_ckpt.agent.http.server import AgentServer
 from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.agent.peers.greeting import Greeter
 from replicated_ckpt.agent.requests.body import Body
-from replicated_ckpt.agent.requests.heartbeat import Heartbeat
+from replicated_ckpt.agent.requests.request import Heartbeat
 from replicated_ckpt.agent.saves.finish import Outline
 from replicated_ckpt.agent.saves.hand_overs import HandedShard
 from replicated_ckpt.agent.saves.service import NodeService

@@ -9,8 +9,7 @@ import pytest
 from replicated_ckpt.agent.peers.watch import Patience
 from replicated_ckpt.agent.repair.deferred import RETRY_S
 from replicated_ckpt.agent.repair.mender import Mender
-from replicated_ckpt.agent.repair.pauses import IDLE_PAUSE_S, Pauses
-from replicated_ckpt.agent.repair.reprotect import Reprotector
+from replicated_ckpt.agent.repair.reprotect import IDLE_PAUSE_S, Pauses, Reprotector
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.core.upkeep.repair_plan import CopyShard
 from replicated_ckpt.stores.local.store import LocalStore

@@ -17,8 +17,7 @@ from replicated_ckpt import Retention
 from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.agent.peers.watch import Patience, ask_holdings
 from replicated_ckpt.agent.repair import reprotect
-from replicated_ckpt.agent.repair.pauses import IDLE_PAUSE_S
-from replicated_ckpt.agent.repair.reprotect import STALE_ROUNDS_MAX, Reprotector
+from replicated_ckpt.agent.repair.reprotect import IDLE_PAUSE_S, STALE_ROUNDS_MAX, Reprotector
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.core.upkeep.policy import NODES, Policy, Standing
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 
 from replicated_ckpt import ReplicatedReader, ReplicatedWriter
-from replicated_ckpt.dcp.tensors.tensor_writer import TensorWriter
+from replicated_ckpt.dcp.tensors.item_writer import TensorWriter
 from tests.dcp.items.test_container import Stream
 
 pytestmark = [

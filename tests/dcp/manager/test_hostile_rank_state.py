@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from replicated_ckpt import RankState, ReplayedLoader
-from replicated_ckpt.dcp.rank_state.items import name_rank_item, pack
-from replicated_ckpt.dcp.rank_state.random_state import capture_random
+from replicated_ckpt.dcp.rank_state.rank_state import capture_random, name_rank_item, pack
 from replicated_ckpt.errors import ReplicatedCkptError
 
 NAME = name_rank_item(0, 1)

@@ -25,11 +25,11 @@ from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.main import main
 from replicated_ckpt.core.lineage import Version
 from replicated_ckpt.dcp import tiered_checkpoints
+from replicated_ckpt.dcp.manager import SaveCallback
 from replicated_ckpt.dcp.memory import limit
 from replicated_ckpt.dcp.memory import root as place
 from replicated_ckpt.dcp.memory.root import SHARED_MEMORY, find_memory_root, measure_memory
 from replicated_ckpt.dcp.node import seen_lineage
-from replicated_ckpt.dcp.save_callback import SaveCallback
 from replicated_ckpt.dcp.staging.segment import drop_idle_segments
 from replicated_ckpt.dcp.tiered_checkpoints import TieredCheckpoints
 from replicated_ckpt.errors import ConfigInvalid, StoreFull, StoreUnavailable

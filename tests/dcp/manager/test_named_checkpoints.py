@@ -12,8 +12,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from replicated_ckpt import Retention
 from replicated_ckpt.dcp.named_checkpoints import NamedCheckpoints
-from replicated_ckpt.dcp.rank_state import by_rank, rank_state
-from replicated_ckpt.dcp.rank_state.by_rank import entries_of, values_in, wanted_entries
+from replicated_ckpt.dcp.rank_state import rank_state
+from replicated_ckpt.dcp.rank_state.rank_state import entries_of, values_in, wanted_entries
 from replicated_ckpt.errors import ManifestInvalid, ObjectUnsafe
 from replicated_ckpt.integrations.directory_files import collect_files, put_files
 from tests.agent.agents import wait_for
@@ -75,7 +75,7 @@ def test_another_world_gets_rank_0s(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     checkpoints = opened(tmp_path)
     with monkeypatch.context() as patch:
-        for module in (by_rank, rank_state):
+        for module in (rank_state, rank_state):
             patch.setattr(module, "rank_and_world", lambda: (0, 2))
         checkpoints.save("a", placed(entries_of({"rank": 0})))
     wanted = wanted_entries()

@@ -23,10 +23,10 @@ from torch.distributed.checkpoint.metadata import (
 
 from replicated_ckpt import ReplicatedReader, ReplicatedWriter
 from replicated_ckpt.core.integrity.checksum import crc32c
-from replicated_ckpt.dcp.metadata import metadata_file
+from replicated_ckpt.dcp.metadata import saved_metadata
 from replicated_ckpt.dcp.metadata.columns import ColumnsInvalid, decode_columns, encode_columns
 from replicated_ckpt.dcp.metadata.metadata import decode_metadata, encode_metadata
-from replicated_ckpt.dcp.metadata.metadata_file import decode_metadata_file, encode_metadata_file
+from replicated_ckpt.dcp.metadata.saved_metadata import decode_metadata_file, encode_metadata_file
 from replicated_ckpt.dcp.runtime.torch_private import StorageInfo
 from replicated_ckpt.errors import MetadataUnsafe, ReplicatedCkptError
 
@@ -220,12 +220,12 @@ def assert_is(found: dict[str, Any], step: int) -> None:
 
 def test_a_large_metadata_is_read_by_its_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the first load, and for what `dcp.save` returned: the pickle before them is for stock torch."""
-    monkeypatch.setattr(metadata_file, "COLUMNS_FROM_BYTES", 0)
+    monkeypatch.setattr(saved_metadata, "COLUMNS_FROM_BYTES", 0)
     save(tmp_path, 1)
     found = save(tmp_path, 2)
     raw = (tmp_path / "step-2" / ".metadata").read_bytes()
     with monkeypatch.context() as patch:
-        patch.delattr(metadata_file, "decode_metadata")
+        patch.delattr(saved_metadata, "decode_metadata")
         load(tmp_path, 1)
         load(tmp_path, 2)
         assert len(found.storage_data) == 6
@@ -248,7 +248,7 @@ def test_what_columns_cannot_say_is_pickled_alone(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, offsets: Any
 ) -> None:
     """A planner of one's own may describe chunks in its own way: that costs no save."""
-    monkeypatch.setattr(metadata_file, "COLUMNS_FROM_BYTES", 0)
+    monkeypatch.setattr(saved_metadata, "COLUMNS_FROM_BYTES", 0)
     described = metadata()
     entry: Any = described.state_dict_metadata["last"]
     for chunk in entry.chunks:
@@ -263,7 +263,7 @@ def test_an_end_that_is_no_end_of_columns_is_not_looked_at(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, at: int
 ) -> None:
     """Whatever the bytes behind the pickle are, and wherever they are cut, it is read by itself."""
-    monkeypatch.setattr(metadata_file, "COLUMNS_FROM_BYTES", 0)
+    monkeypatch.setattr(saved_metadata, "COLUMNS_FROM_BYTES", 0)
     wanted, raw = metadata(), encode_metadata_file(metadata())
     with caplog.at_level(logging.CRITICAL):
         for changed in (

@@ -14,8 +14,7 @@ from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import METADATA_NAME
 from replicated_ckpt.core.manifest import Manifest, NodeEntry
 from replicated_ckpt.dcp.agreement import nodes as cluster
-from replicated_ckpt.dcp.agreement.nodes import AgentCluster
-from replicated_ckpt.dcp.agreement.relay_tree import SENDS_AT_ONCE, Relay
+from replicated_ckpt.dcp.agreement.nodes import SENDS_AT_ONCE, AgentCluster, Relay
 from replicated_ckpt.errors import (
     ConfigInvalid,
     ObjectCorrupt,
@@ -104,7 +103,7 @@ def relayed(agents: list[RunningAgent], monkeypatch: pytest.MonkeyPatch) -> tupl
 
     monkeypatch.setattr(AgentClient, "put", put)
     monkeypatch.setattr(cluster, "RELAY_FROM_BYTES", 0)
-    monkeypatch.setattr("replicated_ckpt.dcp.agreement.relay_tree.SENDS_AT_ONCE", 1)
+    monkeypatch.setattr("replicated_ckpt.dcp.agreement.nodes.SENDS_AT_ONCE", 1)
     return AgentCluster(addresses, addresses[0].node_id, openers(agents)), sent
 
 

@@ -14,7 +14,7 @@ from replicated_ckpt import ReplicatedWriter
 from replicated_ckpt.core.layout import MANIFEST_NAME
 from replicated_ckpt.dcp.agreement.decision import Receipt, SaveDecision, SavePost, ShardReceipt, decide
 from replicated_ckpt.dcp.agreement.nodes import cluster_of
-from replicated_ckpt.dcp.hand_over.finishing import AgentSilent, finish_by_agent
+from replicated_ckpt.dcp.hand_over.handed import AgentSilent, finish_by_agent
 from replicated_ckpt.dcp.node.node import NodePost
 from replicated_ckpt.dcp.save.commit import commit_save
 from replicated_ckpt.errors import StoreError, StoreUnavailable

@@ -16,8 +16,8 @@ from replicated_ckpt.agent.state.log_file import LOG_NAME
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.main import main
 from replicated_ckpt.core.manifest import Manifest, NodeEntry
-from replicated_ckpt.dcp.hand_over import finishing, layout
-from replicated_ckpt.dcp.hand_over.finishing import AgentSilent, finish_by_agent
+from replicated_ckpt.dcp.hand_over import handed, layout
+from replicated_ckpt.dcp.hand_over.handed import AgentSilent, finish_by_agent
 from replicated_ckpt.dcp.hand_over.layout import ShardLayout, TooMuchElsewhere
 from replicated_ckpt.errors import StoreUnavailable
 from replicated_ckpt.stores.local.store import LocalStore
@@ -47,7 +47,7 @@ def outline(node: str) -> Outline:
 
 def test_an_agent_that_stays_away_is_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is started again and asked three times; then the error names the save, and the log under the name that it has."""
-    monkeypatch.setattr(finishing, "_PAUSE_S", 0.01)
+    monkeypatch.setattr(handed, "_PAUSE_S", 0.01)
     store = LocalStore(tmp_path)
     started: list[None] = []
     with pytest.raises(AgentSilent, match=SAVE) as raised:

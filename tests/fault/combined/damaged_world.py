@@ -12,7 +12,7 @@ from unittest import mock
 from torch.distributed.checkpoint.metadata import Metadata
 
 from replicated_ckpt.agent.repair.audit import Audit, Auditor
-from replicated_ckpt.agent.repair.protection import Protection
+from replicated_ckpt.agent.repair.reprotect import Protection
 from replicated_ckpt.core.integrity.checksum import BLOCK_BYTES
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
 from replicated_ckpt.core.manifest import Manifest

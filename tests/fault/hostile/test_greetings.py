@@ -17,7 +17,7 @@ import pytest
 
 from replicated_ckpt.agent.peers import watch
 from replicated_ckpt.agent.peers.address_book import PeerBook
-from replicated_ckpt.agent.peers.call_backs import IN_A_ROW_MAX, INTERVAL_S
+from replicated_ckpt.agent.peers.greeting import IN_A_ROW_MAX, INTERVAL_S
 from replicated_ckpt.core.upkeep.repair import Presence
 from replicated_ckpt.errors import StoreDenied, StoreUnavailable
 from replicated_ckpt.stores.peer.client import AgentAddress

@@ -15,8 +15,7 @@ from replicated_ckpt.agent.peers import manifests
 from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.agent.peers.manifests import ManifestBook
 from replicated_ckpt.agent.peers.watch import HOLDINGS_MAX, ask_holdings, parse_held
-from replicated_ckpt.agent.requests.checks import CHECKS_MAX, Checks
-from replicated_ckpt.agent.requests.request import Request
+from replicated_ckpt.agent.requests.request import CHECKS_MAX, Checks, Request
 from replicated_ckpt.agent.saves.pins import PINS_MAX, Pins
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.state.sequence_floor import LINEAGES_MAX, SequenceFloor

@@ -15,7 +15,7 @@ from unittest import mock
 from replicated_ckpt.agent.repair import collector
 from replicated_ckpt.agent.repair.mender import Mender
 from replicated_ckpt.agent.saves.finish import Finisher
-from replicated_ckpt.agent.settling import orphans, settle
+from replicated_ckpt.agent.settling import settle
 from replicated_ckpt.agent.state import rights
 from replicated_ckpt.cli.nodes import drain
 from replicated_ckpt.core.inventory import saves_found
@@ -168,7 +168,7 @@ def what_dead_ranks_handed_over_is_dropped() -> Iterator[None]:
         for leftover in leftovers:
             service.abort(leftover.intent.save_id, leftover.why, unless_decided=True)
 
-    with mock.patch.object(orphans, "settle", drop):
+    with mock.patch.object(settle, "settle", drop):
         yield
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from replicated_ckpt.agent.repair.audit import Audit, Auditor
 from replicated_ckpt.agent.state.policies import PolicyBook
-from replicated_ckpt.cli.checkpoints.lost import list_known_nodes
+from replicated_ckpt.cli.checkpoints.repair import list_known_nodes
 from replicated_ckpt.cli.checkpoints.verify import exit_code
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.core.layout import AGENT_DIR, MANIFEST_NAME, replaced_name

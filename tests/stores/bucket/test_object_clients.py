@@ -28,8 +28,7 @@ from replicated_ckpt.errors import (
     StoreError,
     StoreUnavailable,
 )
-from replicated_ckpt.stores.bucket.bucket import Bucket, key_of, manifest_in
-from replicated_ckpt.stores.bucket.shard import ObjectShard, UnmanagedObjectShard
+from replicated_ckpt.stores.bucket.bucket import Bucket, ObjectShard, UnmanagedObjectShard, key_of, manifest_in
 from replicated_ckpt.stores.bucket_client.client import PART_BYTES, Listing, ObjectClient
 from replicated_ckpt.stores.bucket_client.fsspec import FsspecClient
 from replicated_ckpt.stores.bucket_client.opening import open_client

@@ -362,7 +362,9 @@ def test_what_is_no_file_of_ours_is_not_used(make: Callable[[Path], None], store
 
 def test_a_file_system_without_leases_gets_new_files(store: LocalStore) -> None:
     """Where the kernel cannot say who has a file open, none is written over."""
-    refused = mock.patch("replicated_ckpt.stores.files.openers.fcntl.fcntl", side_effect=OSError(errno.EINVAL, "none"))
+    refused = mock.patch(
+        "replicated_ckpt.stores.local.versions.recycled.fcntl.fcntl", side_effect=OSError(errno.EINVAL, "none")
+    )
     with refused, counting_uses() as uses:
         write(store, os.urandom(OLD_BYTES))
     assert uses == []

@@ -16,7 +16,7 @@ import pytest
 from replicated_ckpt.core.reading.windows import CELL_BYTES, Unit, Window
 from replicated_ckpt.stores.node_cache import cache as caches
 from replicated_ckpt.stores.node_cache import exchange as exchanges
-from replicated_ckpt.stores.node_cache import patience
+from replicated_ckpt.stores.node_cache import exchange as exchanging
 from replicated_ckpt.stores.node_cache.cache import SLOTS, OtherRankCache, RankCache
 from replicated_ckpt.stores.node_cache.exchange import Exchange, Found
 from tests.harness.processes import stop_process
@@ -32,8 +32,8 @@ PATIENCE_S, QUIET_S = 2.0, 0.5
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patience, "PATIENCE_S", PATIENCE_S)
-    monkeypatch.setattr(patience, "QUIET_S", QUIET_S)
+    monkeypatch.setattr(exchanging, "PATIENCE_S", PATIENCE_S)
+    monkeypatch.setattr(exchanging, "QUIET_S", QUIET_S)
 
 
 @pytest.fixture

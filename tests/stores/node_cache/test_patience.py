@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from replicated_ckpt.stores.node_cache import patience
+from replicated_ckpt.stores.node_cache import exchange as exchanging
 from replicated_ckpt.stores.node_cache.cache import OtherRankCache, RankCache
-from replicated_ckpt.stores.node_cache.patience import Patience, Wait
+from replicated_ckpt.stores.node_cache.exchange import Patience, Wait
 
 SLOT = 1 << 12
 PATIENCE_S, QUIET_S = 2.0, 0.3
@@ -17,8 +17,8 @@ PATIENCE_S, QUIET_S = 2.0, 0.3
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patience, "PATIENCE_S", PATIENCE_S)
-    monkeypatch.setattr(patience, "QUIET_S", QUIET_S)
+    monkeypatch.setattr(exchanging, "PATIENCE_S", PATIENCE_S)
+    monkeypatch.setattr(exchanging, "QUIET_S", QUIET_S)
 
 
 @pytest.fixture

@@ -8,9 +8,8 @@ import torch
 from torch.distributed.checkpoint.metadata import StorageMeta
 
 from replicated_ckpt.core.layout import METADATA_NAME, ShardName
-from replicated_ckpt.dcp.convert.entries.progress import CountBytes
 from replicated_ckpt.dcp.convert.entries.save_planner import SourcePlanner
-from replicated_ckpt.dcp.convert.entries.source import Contents, Source
+from replicated_ckpt.dcp.convert.entries.source import Contents, CountBytes, Source
 from replicated_ckpt.dcp.metadata.metadata import decode_metadata, encode_metadata
 from replicated_ckpt.dcp.runtime.torch_private import StorageInfo, metadata_version
 from replicated_ckpt.dcp.tensors.torch_save import save_tensor

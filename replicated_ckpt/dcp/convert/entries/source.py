@@ -1,8 +1,8 @@
 """What a conversion reads: a state dict that lies somewhere else, entry by entry and part by part."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from typing import Protocol, Self, TypeVar
 
 import torch
 
@@ -167,3 +167,56 @@ def check_plain(key: str, tensor: torch.Tensor) -> None:
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
         kind = "quantized" if tensor.is_quantized else tensor.layout
         raise ConfigInvalid(f"{key!r} is no plain tensor ({kind}, {tensor.device}).", "Use --exclude.")
+
+
+CountBytes = Callable[[int], None]
+"""Is told how many bytes more were converted."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a conversion is. `step` is "writing" or "verifying"."""
+
+    step: str
+    done_bytes: int
+    total_bytes: int
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What a conversion did. `skipped` are keys that the format has no place for."""
+
+    checkpoint_id: str
+    place: str
+    tensors: int
+    objects: int
+    size_bytes: int
+    seconds: float
+    skipped: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, contents: Contents, checkpoint_id: str, place: str, seconds: float, skipped: tuple[str, ...]) -> Self:
+        counts = (len(contents.tensors), len(contents.objects), contents.size_bytes)
+        return cls(checkpoint_id, place, *counts, seconds, skipped)
+
+
+class Reporter:
+    """Adds up what was converted, and tells it."""
+
+    def __init__(self, total_bytes: int, progress: Callable[[Progress], None] | None) -> None:
+        self._total_bytes = total_bytes
+        self._done_bytes = 0
+        self._progress = progress
+
+    def more(self, count: int) -> None:
+        """So many bytes more were read and written."""
+        self._done_bytes += count
+        self._tell("writing", self._done_bytes)
+
+    def verifying(self) -> None:
+        """All was written, and is read back now."""
+        self._tell("verifying", self._total_bytes)
+
+    def _tell(self, step: str, done_bytes: int) -> None:
+        if self._progress is not None:
+            self._progress(Progress(step, done_bytes, self._total_bytes))

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
-from replicated_ckpt.dcp.convert.entries.progress import CountBytes
-from replicated_ckpt.dcp.convert.entries.source import Contents, Source, TensorEntry, stream_tensors
+from replicated_ckpt.dcp.convert.entries.source import Contents, CountBytes, Source, TensorEntry, stream_tensors
 from replicated_ckpt.dcp.convert.safetensors.files import SafetensorsFiles
 from replicated_ckpt.dcp.convert.safetensors.format import (
     INDEX_NAME,

@@ -9,8 +9,14 @@ from pathlib import Path
 from typing import Any, Self
 
 from replicated_ckpt.core.key_rules import nest
-from replicated_ckpt.dcp.convert.entries.progress import CountBytes
-from replicated_ckpt.dcp.convert.entries.source import Contents, ObjectEntry, Source, TensorEntry, stream_tensors
+from replicated_ckpt.dcp.convert.entries.source import (
+    Contents,
+    CountBytes,
+    ObjectEntry,
+    Source,
+    TensorEntry,
+    stream_tensors,
+)
 from replicated_ckpt.dcp.convert.torch_file.pickling import Absent, StatePickler
 from replicated_ckpt.dcp.convert.torch_file.source import load_file, load_trusted
 from replicated_ckpt.dcp.objects.weights_only import load_object

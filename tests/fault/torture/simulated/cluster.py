@@ -18,8 +18,7 @@ from replicated_ckpt.agent.http.object_routes import ObjectRoutes
 from replicated_ckpt.agent.http.routes import Routes
 from replicated_ckpt.agent.peers.greeting import Greeter
 from replicated_ckpt.agent.peers.watch import Patience
-from replicated_ckpt.agent.repair.protection import Protection
-from replicated_ckpt.agent.repair.reprotect import Outcome, Reprotector
+from replicated_ckpt.agent.repair.reprotect import Outcome, Protection, Reprotector
 from replicated_ckpt.agent.saves.pins import Pins
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.state.endpoint import Endpoint, keep_identity, next_identity

@@ -15,9 +15,7 @@ from typing import Any, Protocol, Self
 from replicated_ckpt.agent.http.routes import Routes
 from replicated_ckpt.agent.http.server import status_of
 from replicated_ckpt.agent.requests.body import Body
-from replicated_ckpt.agent.requests.file_answer import FileAnswer
-from replicated_ckpt.agent.requests.heartbeat import Heartbeat
-from replicated_ckpt.agent.requests.request import Answer, Request
+from replicated_ckpt.agent.requests.request import Answer, FileAnswer, Heartbeat, Request
 from replicated_ckpt.agent.state.rights import Right, Tokens
 from replicated_ckpt.errors import ReplicatedCkptError
 from replicated_ckpt.stores.peer.client import AgentAddress

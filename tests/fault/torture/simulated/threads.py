@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 from replicated_ckpt.agent.saves import finish, hand_overs
 from replicated_ckpt.agent.saves.hand_overs import HandedShard
 from replicated_ckpt.agent.saves.shard_copies import WrittenCopies
-from replicated_ckpt.agent.settling import orphans
+from replicated_ckpt.agent.settling import settle
 from replicated_ckpt.agent.state.endpoint import Endpoint
-from replicated_ckpt.dcp.hand_over import finishing, follower, held_save
-from replicated_ckpt.dcp.save import shard_writer
+from replicated_ckpt.dcp.hand_over import follower, handed
+from replicated_ckpt.dcp.save import attempt, shard_writer
 from replicated_ckpt.errors import StoreUnavailable
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.tee import Buffers
@@ -157,14 +157,14 @@ class Threads:
         for module in (finish, hand_overs, follower):
             yield module, "start_worker", self.start
             yield module, "Future", partial(FutureInTurn, self)
-        for module in (finish, finishing, follower):
+        for module in (finish, handed, follower):
             yield module, "time", clock
-        yield orphans, "time", SimpleNamespace(monotonic=self._cluster.now, sleep=self._sleep_as_orphan)
+        yield settle, "time", SimpleNamespace(monotonic=self._cluster.now, sleep=self._sleep_as_orphan)
         yield hand_overs, "Buffers", partial(Buffers, 4, 1 << 16)
-        yield held_save, "wait", self._wait_for_all
+        yield attempt, "wait", self._wait_for_all
         yield follower, "hand_over", self.hand_over
         yield shard_writer, "hand_over", self.hand_over
-        yield finishing, "read_endpoint", self._read_endpoint
+        yield handed, "read_endpoint", self._read_endpoint
 
     def _wait_for_all(self, ends: Sequence["Future[Any]"], timeout_s: float | None = None) -> SimpleNamespace:
         """Stands in for `concurrent.futures.wait`."""
@@ -234,4 +234,4 @@ class HandedInTurn:
         self._is_followed = True
         assert self._agent is not None
         with contextlib.suppress(Killed), self._threads.acting(self._agent):
-            orphans.follow_orphan(self._node.service, self._save_id)
+            settle.follow_orphan(self._node.service, self._save_id)
