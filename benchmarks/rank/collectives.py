@@ -31,9 +31,8 @@ from replicated_ckpt.dcp.find.survey import Survey
 from replicated_ckpt.dcp.load.attempt import describe_unasked
 from replicated_ckpt.dcp.load.report import LoadReport
 from replicated_ckpt.dcp.load.sharing import plan_sharing
-from replicated_ckpt.dcp.planning.held_plan import hand_back, hold
 from replicated_ckpt.dcp.planning.kept_layouts import KeptLayouts
-from replicated_ckpt.dcp.planning.kept_plan import ItemsKept, KeptPlan, Place
+from replicated_ckpt.dcp.planning.kept_plan import ItemsKept, KeptPlan, Place, hand_back, hold
 
 SAVE_ID, LAST_ID = "0123456789abcdef" * 2, "f" * 32
 

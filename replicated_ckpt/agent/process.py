@@ -26,7 +26,7 @@ from replicated_ckpt.agent.repair.reprotect import Reprotector
 from replicated_ckpt.agent.repair.scrub import Scrubber
 from replicated_ckpt.agent.saves.drain import Draining
 from replicated_ckpt.agent.saves.service import NodeService
-from replicated_ckpt.agent.settling.settle import awaits_settling
+from replicated_ckpt.agent.saves.settle import awaits_settling
 from replicated_ckpt.agent.state.endpoint import (
     LOCK_NAME,
     Endpoint,

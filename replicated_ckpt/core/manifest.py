@@ -3,15 +3,31 @@
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import eq
 from typing import Any
 
-from replicated_ckpt.core.domains import list_domains
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import SEQUENCE_MAX, ShardName, is_checkpoint_id, is_lineage, is_save_id
 from replicated_ckpt.core.lineage import Version, moment, order_by_age
 from replicated_ckpt.core.notes import check_notes
 from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.errors import ManifestInvalid, ManifestVersionUnknown
+
+
+def list_domains(domain: str | None, boot_id: str, host: str) -> tuple[str, ...]:
+    """What a node fails together with, the largest first: its domain as the user names it, its machine, its container.
+
+    Containers have a host name each, and share the boot id of their machine. Without a named domain it is the machine.
+    """
+    machine = boot_id or host
+    return domain or machine, machine, f"{machine}/{host}"
+
+
+def find_shared(domains: Sequence[str], taken: Iterable[Sequence[str]]) -> tuple[bool, ...]:
+    """Which domains a node shares with one of those `taken`, the largest first: the least tuple is the best place."""
+    shared = (tuple(map(eq, domains, others)) for others in taken)
+    return max(shared, default=())
+
 
 VERSION = 1
 MANIFEST_BYTES_MAX = 64 << 20

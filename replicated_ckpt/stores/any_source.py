@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from replicated_ckpt.core.integrity.checksum import BlockTable
 from replicated_ckpt.errors import ObjectCorrupt, ReplicatedCkptError
-from replicated_ckpt.stores.files.address import address_of
+from replicated_ckpt.stores.files.direct import address_of
 from replicated_ckpt.stores.verified import Expected, TooSlow, VerifiedShard
 
 OnBad = Callable[[str, ReplicatedCkptError], None]

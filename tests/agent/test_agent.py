@@ -34,9 +34,9 @@ from replicated_ckpt.errors import (
     StoreUnavailable,
 )
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.peer.answer import file_path
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.copy import PeerShard, PeerSink
-from replicated_ckpt.stores.peer.paths import file_path
 from replicated_ckpt.stores.verified import Expected
 from replicated_ckpt.testing.shard_files import table_of
 from tests.agent.agents import RunningAgent, exchanged, peers_of, running_agent, wait_for

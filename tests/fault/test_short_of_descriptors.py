@@ -17,7 +17,7 @@ from replicated_ckpt.agent.peers.watch import Patience
 from replicated_ckpt.agent.repair.reprotect import Reprotector
 from replicated_ckpt.agent.saves.doubts import Leftover
 from replicated_ckpt.agent.saves.service import NodeService
-from replicated_ckpt.agent.settling.settle import settle
+from replicated_ckpt.agent.saves.settle import settle
 from replicated_ckpt.agent.state.endpoint import keep_identity, next_identity
 from replicated_ckpt.agent.state.rights import Tokens
 from replicated_ckpt.errors import StoreError

@@ -14,8 +14,8 @@ from replicated_ckpt.agent.requests.local_messages import check_same_user, liste
 from replicated_ckpt.agent.requests.request import INTERVAL_S, require_asker
 from replicated_ckpt.agent.saves.hand_overs import HandedShard
 from replicated_ckpt.agent.saves.service import NodeService
+from replicated_ckpt.agent.saves.settle import follow_orphan
 from replicated_ckpt.agent.saves.shard_copies import WrittenCopies
-from replicated_ckpt.agent.settling.settle import follow_orphan
 from replicated_ckpt.errors import ReplicatedCkptError, StoreUnavailable
 from replicated_ckpt.stores.kept_error import translate_any
 from replicated_ckpt.stores.peer.answer import parsing

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from replicated_ckpt.agent.requests.request import Request
-from replicated_ckpt.agent.saves.intake import taking_metadata
-from replicated_ckpt.agent.saves.receive import Received
+from replicated_ckpt.agent.saves.receive import Received, taking_metadata
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import METADATA_NAME
@@ -16,9 +15,8 @@ from replicated_ckpt.stores.files.durable import read_exactly, translate_errors
 from replicated_ckpt.stores.files.plain import closing_fd, open_plain
 from replicated_ckpt.stores.local.shard_file import FileSink
 from replicated_ckpt.stores.local.versions.recycled import RecycledFiles
-from replicated_ckpt.stores.peer.answer import parsing
+from replicated_ckpt.stores.peer.answer import metadata_path, parsing
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
-from replicated_ckpt.stores.peer.paths import metadata_path
 
 _PIECE_BYTES = 4 << 20
 

@@ -9,7 +9,7 @@ from replicated_ckpt.agent.repair.reprotect import Reprotector
 from replicated_ckpt.agent.requests.request import Answer, Checks, Request, json_answer
 from replicated_ckpt.agent.saves.pins import PIN_S
 from replicated_ckpt.agent.saves.service import NodeService
-from replicated_ckpt.agent.settling.settle import give_up_lost
+from replicated_ckpt.agent.saves.settle import give_up_lost
 from replicated_ckpt.agent.state.rights import Right
 from replicated_ckpt.core.layout import is_checkpoint_file, is_checkpoint_id, is_lineage, is_save_id
 from replicated_ckpt.core.one_line import one_line

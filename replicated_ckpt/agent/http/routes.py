@@ -14,7 +14,7 @@ from replicated_ckpt.agent.requests.request import Answer, Checks, Request, file
 from replicated_ckpt.agent.requests.worker_thread import give_way
 from replicated_ckpt.agent.saves.finish import Outline
 from replicated_ckpt.agent.saves.service import NodeService
-from replicated_ckpt.agent.settling.settle import settle
+from replicated_ckpt.agent.saves.settle import settle
 from replicated_ckpt.agent.state.rights import Right, needed_right
 from replicated_ckpt.core.layout import (
     METADATA_NAME,
@@ -28,7 +28,7 @@ from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX
 from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.core.protocol.announced import Announced
 from replicated_ckpt.core.reading.source_order import ByteRange
-from replicated_ckpt.core.unmanaged.survey import ranges_from_json
+from replicated_ckpt.core.unmanaged import ranges_from_json
 from replicated_ckpt.core.upkeep.policy import scope_of
 from replicated_ckpt.errors import ConfigInvalid, ObjectMissing, PeerProtocolError
 from replicated_ckpt.stores.files.durable import flush_later
@@ -37,8 +37,7 @@ from replicated_ckpt.stores.local.versions.recycled import try_room
 from replicated_ckpt.stores.local.versions.replaceable import find_named
 from replicated_ckpt.stores.peer.answer import parsing
 from replicated_ckpt.stores.peer.copy import BEHIND_HEADER
-from replicated_ckpt.stores.unmanaged.directory import UnmanagedDirectory
-from replicated_ckpt.stores.unmanaged.inspection import UnmanagedInspector
+from replicated_ckpt.stores.unmanaged import UnmanagedDirectory, UnmanagedInspector
 
 ITEMS_BYTES_MAX = 16 << 20
 """As JSON; some 800,000 items on one node fit, and take ten times as much memory for as long as they are checked."""

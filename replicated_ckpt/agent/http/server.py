@@ -36,8 +36,7 @@ from replicated_ckpt.errors import (
     StoreFull,
     StoreUnavailable,
 )
-from replicated_ckpt.stores.files.durable import SHORTAGES, read_exactly, store_error_of
-from replicated_ckpt.stores.files.shortage import UNREADABLE
+from replicated_ckpt.stores.files.durable import SHORTAGES, UNREADABLE, read_exactly, store_error_of
 from replicated_ckpt.stores.peer.client import PROGRESS_TIMEOUT_S
 from replicated_ckpt.stores.thread_start import start_worker
 from replicated_ckpt.version import __version__

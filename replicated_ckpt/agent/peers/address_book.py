@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 
 from replicated_ckpt.agent.peers.twins import Twins
 from replicated_ckpt.errors import ObjectMissing, StoreDenied, StoreError
-from replicated_ckpt.stores.files.durable import fsync_directory, translate_errors, write_file
+from replicated_ckpt.stores.files.durable import fsync_directory, raise_shortage, translate_errors, write_file
 from replicated_ckpt.stores.files.ownership import read_private
-from replicated_ckpt.stores.files.shortage import raise_shortage
 from replicated_ckpt.stores.peer.client import AgentAddress
 from replicated_ckpt.stores.peer.tls import PLAIN_HINT, is_loopback, is_network_trusted, is_plain_allowed
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from replicated_ckpt import failpoints
-from replicated_ckpt.agent.peers.fetch import fetch_manifest, fetch_metadata
+from replicated_ckpt.agent.peers.manifests import fetch_manifest, fetch_metadata
 from replicated_ckpt.agent.saves.service import OPEN_GRACE_S, NodeService
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, ShardName, parse_marked
 from replicated_ckpt.core.manifest import Manifest, ShardEntry

@@ -15,7 +15,7 @@ from replicated_ckpt.agent.repair.collector import Collector
 from replicated_ckpt.agent.repair.deferred import DeferredActions
 from replicated_ckpt.agent.repair.mender import Mender, find_damaged, restore_replaced
 from replicated_ckpt.agent.saves.service import NodeService
-from replicated_ckpt.agent.settling.settle import settle
+from replicated_ckpt.agent.saves.settle import settle
 from replicated_ckpt.core.lineage import histories_of
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.one_line import one_line

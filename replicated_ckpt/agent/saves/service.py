@@ -15,9 +15,8 @@ from replicated_ckpt.agent.requests.body import Body
 from replicated_ckpt.agent.saves.doubts import Doubts, Leftover
 from replicated_ckpt.agent.saves.finish import Finisher, Outline
 from replicated_ckpt.agent.saves.hand_overs import HandOvers
-from replicated_ckpt.agent.saves.intake import Intake, taking_metadata
 from replicated_ckpt.agent.saves.pins import Pins
-from replicated_ckpt.agent.saves.receive import Received, receive_file, receive_plain_file
+from replicated_ckpt.agent.saves.receive import Intake, Received, receive_file, receive_plain_file, taking_metadata
 from replicated_ckpt.agent.saves.reserved import ReservedSequences
 from replicated_ckpt.agent.state.damage import DamageBook
 from replicated_ckpt.agent.state.policies import PolicyBook

@@ -10,11 +10,10 @@ from pathlib import Path
 from replicated_ckpt.agent.state.listeners import listeners_on
 from replicated_ckpt.agent.state.rights import Tokens, invite
 from replicated_ckpt.errors import AgentUnavailable
-from replicated_ckpt.stores.files.durable import write_file
+from replicated_ckpt.stores.files.durable import raise_shortage, write_file
 from replicated_ckpt.stores.files.existence import is_there
 from replicated_ckpt.stores.files.locks import FileLock
 from replicated_ckpt.stores.files.ownership import read_private
-from replicated_ckpt.stores.files.shortage import raise_shortage
 from replicated_ckpt.stores.peer.client import AgentAddress
 from replicated_ckpt.version import PROTOCOL
 

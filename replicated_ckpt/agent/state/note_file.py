@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from replicated_ckpt.errors import ConfigInvalid
-from replicated_ckpt.stores.files.durable import translate_errors, write_file
-from replicated_ckpt.stores.files.shortage import raise_shortage
+from replicated_ckpt.stores.files.durable import raise_shortage, translate_errors, write_file
 
 Found = TypeVar("Found")
 _PROBLEMS = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, ConfigInvalid)

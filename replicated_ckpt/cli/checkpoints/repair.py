@@ -8,8 +8,8 @@ from typing import Any
 
 from replicated_ckpt.agent.peers.address_book import PeerBook, listening_host
 from replicated_ckpt.agent.repair.audit import Audit, Auditor
+from replicated_ckpt.agent.repair.unmanaged import UnmanagedLook
 from replicated_ckpt.agent.start.launch import ensure_agent
-from replicated_ckpt.agent.unmanaged.look import UnmanagedLook
 from replicated_ckpt.cli.checkpoints.verify import as_json, describe_short, see_audit
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.absent import describe_absent, describe_newer, find_id

@@ -11,7 +11,7 @@ from typing import Any
 
 from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.agent.repair.audit import Audit
-from replicated_ckpt.agent.unmanaged.look import UnmanagedAuditor
+from replicated_ckpt.agent.repair.unmanaged import UnmanagedAuditor
 from replicated_ckpt.cli.checkpoints.ls import name_bucket
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.absent import describe_absent, describe_newer, find_id

@@ -2,7 +2,7 @@
 
 from shlex import quote
 
-from replicated_ckpt.agent.unmanaged.look import UnmanagedLook
+from replicated_ckpt.agent.repair.unmanaged import UnmanagedLook
 from replicated_ckpt.cli.look.checkpoints import DAMAGED, list_checkpoints
 from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
 from replicated_ckpt.core.layout import is_checkpoint_id

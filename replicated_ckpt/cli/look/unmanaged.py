@@ -2,12 +2,12 @@
 
 from collections.abc import Iterable, Sequence
 
-from replicated_ckpt.agent.unmanaged.look import UnmanagedAudit, UnmanagedLook
+from replicated_ckpt.agent.repair.unmanaged import UnmanagedAudit, UnmanagedLook
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.checkpoints import UNMANAGED, CheckpointSeen
 from replicated_ckpt.cli.look.nodes import NodesSeen
 from replicated_ckpt.core.layout import METADATA_NAME
-from replicated_ckpt.core.unmanaged.survey import UnmanagedCheckpoint
+from replicated_ckpt.core.unmanaged import UnmanagedCheckpoint
 from replicated_ckpt.errors import (
     CheckpointAmbiguous,
     MetadataUnsafe,

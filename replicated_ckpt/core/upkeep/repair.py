@@ -5,11 +5,10 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 
-from replicated_ckpt.core.domains import find_shared
 from replicated_ckpt.core.inventory import Holding, SaveFound, saves_found
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
 from replicated_ckpt.core.lineage import Version
-from replicated_ckpt.core.manifest import Manifest, find_domains
+from replicated_ckpt.core.manifest import Manifest, find_domains, find_shared
 from replicated_ckpt.core.protocol.seen_save import SeenSave, see_save
 from replicated_ckpt.core.upkeep.policy import NOTHING_SAID, Standing
 from replicated_ckpt.core.upkeep.remains import Remains, recognize

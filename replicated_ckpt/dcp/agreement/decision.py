@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from replicated_ckpt.config import CheckpointIdFrom
 from replicated_ckpt.core.bucket.upload_plan import UploadPlan
-from replicated_ckpt.core.domains import find_shared
+from replicated_ckpt.core.manifest import find_shared
 from replicated_ckpt.core.protocol.announced import NOTHING_ANNOUNCED, Announced
 from replicated_ckpt.core.protocol.placement import PlacedNode, Placement, place_copies
 from replicated_ckpt.dcp.agreement.alike import check_wanted_alike

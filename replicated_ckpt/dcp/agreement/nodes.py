@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar
 
 from replicated_ckpt.agent.repair.collector import Collector
 from replicated_ckpt.agent.saves.service import NodeService
-from replicated_ckpt.agent.settling.settle import settle
+from replicated_ckpt.agent.saves.settle import settle
 from replicated_ckpt.agent.start.launch import SILENT_TIMEOUT_S
 from replicated_ckpt.agent.state.endpoint import read_endpoint
 from replicated_ckpt.core.integrity.checksum import crc32c

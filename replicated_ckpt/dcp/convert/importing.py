@@ -16,8 +16,8 @@ from replicated_ckpt.dcp.convert.dcp_format.source import checkpoint_source, ran
 from replicated_ckpt.dcp.convert.entries.save_planner import SourcePlanner, parts_of
 from replicated_ckpt.dcp.convert.entries.source import Converted, Progress, Reporter, Source, windows
 from replicated_ckpt.dcp.convert.export import Format
-from replicated_ckpt.dcp.convert.safetensors.files import safetensors_files
-from replicated_ckpt.dcp.convert.torch_file.source import TorchFile
+from replicated_ckpt.dcp.convert.safetensors import safetensors_files
+from replicated_ckpt.dcp.convert.torch_file import TorchFile
 from replicated_ckpt.dcp.load.reader import ReplicatedReader
 from replicated_ckpt.dcp.save.writer import ReplicatedWriter
 from replicated_ckpt.errors import ConfigInvalid, StoreFull

@@ -29,7 +29,7 @@ from replicated_ckpt.dcp.node.seen_lineage import remember
 from replicated_ckpt.errors import CheckpointIdMismatch, ConfigInvalid, MeetingFailed, RankFailed, ReplicatedCkptError
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.files.durable import translate_errors
-from replicated_ckpt.stores.local.empty_store import EmptyStore
+from replicated_ckpt.stores.local.identity import EmptyStore
 from replicated_ckpt.stores.local.remains import RemainsReader
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient

@@ -10,14 +10,14 @@ from typing import Any
 from urllib.parse import urlencode
 
 from replicated_ckpt.agent.peers.watch import Held, parse_held
+from replicated_ckpt.agent.repair.unmanaged import UnmanagedLook
 from replicated_ckpt.agent.state.damage import DamageBook
-from replicated_ckpt.agent.unmanaged.look import UnmanagedLook
 from replicated_ckpt.config import NEWEST_LINEAGE
 from replicated_ckpt.core.inventory import Holding, LineageFound, SaveFound, saves_found
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, OBJECT_NODE
 from replicated_ckpt.core.manifest import Manifest, decode_manifest
 from replicated_ckpt.core.reading.newest import Newest
-from replicated_ckpt.core.unmanaged.survey import UnmanagedCheckpoint, UnmanagedSave
+from replicated_ckpt.core.unmanaged import UnmanagedCheckpoint, UnmanagedSave
 from replicated_ckpt.core.upkeep.policy import scope_of
 from replicated_ckpt.core.upkeep.remains import Remains, note_lost_manifests, with_remains
 from replicated_ckpt.dcp.find import absence
@@ -36,14 +36,14 @@ from replicated_ckpt.errors import (
 )
 from replicated_ckpt.stores.bucket.bucket import Bucket, manifest_in
 from replicated_ckpt.stores.bucket.bucket_save import OF_NEWER_FORMAT, BucketSave
+from replicated_ckpt.stores.files.durable import raise_shortage
 from replicated_ckpt.stores.files.plain import read_plain
-from replicated_ckpt.stores.files.shortage import raise_shortage
 from replicated_ckpt.stores.local.remains import RemainsReader
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.peer.answer import file_path
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.deadline import is_time_out
 from replicated_ckpt.stores.peer.fan_out import FanOut
-from replicated_ckpt.stores.peer.paths import file_path
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 
 from replicated_ckpt.errors import ReplicatedCkptError, StoreUnavailable
-from replicated_ckpt.stores.files.address import address_of
+from replicated_ckpt.stores.files.direct import address_of
 from replicated_ckpt.stores.tee import REFERRED_BYTES_MIN
 
 STAGED, BETWEEN = 0, 1

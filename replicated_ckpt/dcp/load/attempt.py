@@ -34,14 +34,14 @@ from replicated_ckpt.dcp.load.reader_parts import ReaderParts
 from replicated_ckpt.dcp.load.report import LoadReport
 from replicated_ckpt.dcp.load.shard_reader import ShardReader, Traffic
 from replicated_ckpt.dcp.load.sharing import NodeSharing, RemoteNeeds, join_exchange, plan_sharing
-from replicated_ckpt.dcp.planning.held_plan import HeldPlan, hand_back, hold, names_asked
+from replicated_ckpt.dcp.planning.kept_plan import HeldPlan, hand_back, hold, names_asked
 from replicated_ckpt.dcp.rank_state.rank_state import find_world
 from replicated_ckpt.dcp.runtime.caller import warn
 from replicated_ckpt.dcp.runtime.failures import call_back
 from replicated_ckpt.dcp.runtime.torch_private import Collectives, StorageInfo, follow_step
 from replicated_ckpt.dcp.tensors.stored_tensor import plan_ranges
 from replicated_ckpt.errors import CheckpointNotFound, ManifestInvalid, ShardLost
-from replicated_ckpt.stores.local.empty_store import EmptyStore
+from replicated_ckpt.stores.local.identity import EmptyStore
 from replicated_ckpt.stores.local.versions.readers import lock_version
 from replicated_ckpt.stores.node_cache.cache import RankCache
 from replicated_ckpt.stores.node_cache.exchange import Exchange

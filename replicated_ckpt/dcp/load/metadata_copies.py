@@ -26,10 +26,10 @@ from replicated_ckpt.errors import (
 )
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.peer.answer import file_path, unmanaged_path
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.copy import tell_suspect
 from replicated_ckpt.stores.peer.deadline import is_time_out
-from replicated_ckpt.stores.peer.paths import file_path, unmanaged_path
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from replicated_ckpt.core.reading.newest import Newest
 from replicated_ckpt.dcp.c10d.presence import announce
 from replicated_ckpt.dcp.c10d.tellable import make_tellable
 from replicated_ckpt.dcp.c10d.world import world_of_call
-from replicated_ckpt.dcp.find.lookup import look_up
+from replicated_ckpt.dcp.find.listing import look_up
 from replicated_ckpt.dcp.load.attempt import LoadAttempt
 from replicated_ckpt.dcp.load.item_reader import ItemReader
 from replicated_ckpt.dcp.load.metadata_copies import UnreadMetadata
@@ -31,7 +31,7 @@ from replicated_ckpt.dcp.tensors.stored_tensor import StoredTensors
 from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptError
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
-from replicated_ckpt.stores.local.empty_store import EmptyStore
+from replicated_ckpt.stores.local.identity import EmptyStore
 from replicated_ckpt.stores.local.store import LocalStore
 
 T = TypeVar("T")

@@ -28,8 +28,7 @@ from replicated_ckpt.stores.node_cache.exchange import Exchange
 from replicated_ckpt.stores.peer.client import AgentClient
 from replicated_ckpt.stores.peer.copy import PeerShard, tell_suspect
 from replicated_ckpt.stores.peer.fan_out import FanOut
-from replicated_ckpt.stores.unmanaged.directory import UnmanagedDirectory
-from replicated_ckpt.stores.unmanaged.shard import UncheckedItems, UnmanagedFileShard, UnmanagedPeerShard
+from replicated_ckpt.stores.unmanaged import UncheckedItems, UnmanagedDirectory, UnmanagedFileShard, UnmanagedPeerShard
 from replicated_ckpt.stores.verified import Expected, TooSlow, VerifiedShard
 
 log = logging.getLogger(__name__)

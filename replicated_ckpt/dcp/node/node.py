@@ -11,9 +11,9 @@ from typing import Any
 from replicated_ckpt.agent.start.launch import can_hold_agent, ensure_agent, is_only_read, running_agent
 from replicated_ckpt.agent.start.leaving import await_departure
 from replicated_ckpt.agent.state.endpoint import read_endpoint
-from replicated_ckpt.core.domains import list_domains
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.layout import NODE_NAME
+from replicated_ckpt.core.manifest import list_domains
 from replicated_ckpt.core.upkeep.remains import Remains
 from replicated_ckpt.dcp.runtime.caller import warn
 from replicated_ckpt.environment import HOST_ENV, PLAIN_ENV

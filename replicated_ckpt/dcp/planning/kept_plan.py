@@ -1,12 +1,14 @@
 """A plan that does not travel, as its receiver has it from the save before; and the error where it has not."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import json
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItem
 
-from replicated_ckpt.errors import ReplicatedCkptError
+from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptError
 
 
 class PlansUnknown(ReplicatedCkptError):
@@ -50,3 +52,43 @@ class KeptPlan(SavePlan):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "whole": None}
+
+
+class ItemsHeld(list[ReadItem]):
+    """The items of a plan that stayed on its rank. A planner that looks at all ranks' items would miss that rank's."""
+
+    def __iter__(self) -> Iterator[ReadItem]:
+        raise ConfigInvalid(
+            "A rank keeps its plan, as its planner is one that leaves plans as they are; this rank's planner is another.",
+            "Pass planners of one class to `dcp.load` on all ranks.",
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ItemsHeld, ()
+
+
+@dataclass
+class HeldPlan(LoadPlan):
+    """In the place of a plan whose rank keeps the items. `asked`: the names for which they ask, packed."""
+
+    asked: bytes = b""
+
+
+def hold(plan: LoadPlan) -> LoadPlan:
+    """What travels in the place of `plan`: all of it but the items, and of these the names."""
+    names = json.dumps(sorted({item.storage_index.fqn for item in plan.items}))
+    kept: dict[str, Any] = {one.name: getattr(plan, one.name) for one in fields(LoadPlan)}
+    return HeldPlan(**{**kept, "items": ItemsHeld(), "asked": zlib.compress(names.encode(), 1)})
+
+
+def hand_back(plan: LoadPlan) -> LoadPlan:
+    """What travels back to its rank, which knows for what it asks."""
+    return replace(plan, asked=b"") if isinstance(plan, HeldPlan) else plan
+
+
+def names_asked(plans: Sequence[LoadPlan]) -> set[str]:
+    """The names for which any of these plans asks, held or not."""
+    names = {item.storage_index.fqn for plan in plans if not isinstance(plan, HeldPlan) for item in plan.items}
+    for packed in {plan.asked for plan in plans if isinstance(plan, HeldPlan)}:  # many ranks ask for the same
+        names.update(json.loads(zlib.decompress(packed)))
+    return names

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from replicated_ckpt.errors import ReplicatedCkptError
-from replicated_ckpt.stores.files.address import address_of
+from replicated_ckpt.stores.files.direct import address_of
 
 _PORTABLE = 1
 """For every GPU of this process: `cudaHostRegisterPortable` of the CUDA runtime API."""

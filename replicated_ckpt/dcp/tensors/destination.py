@@ -12,7 +12,7 @@ from replicated_ckpt.dcp.tensors.container import is_plain
 from replicated_ckpt.dcp.tensors.memory import copy_into, memory_of, tensor_over
 from replicated_ckpt.dcp.tensors.pinned import PinnedCopies
 from replicated_ckpt.dcp.tensors.stored_tensor import StoredTensor
-from replicated_ckpt.stores.files.address import address_of
+from replicated_ckpt.stores.files.direct import address_of
 
 BATCH_BYTES = 4 << 20
 

@@ -6,7 +6,7 @@ import threading
 import torch
 
 from replicated_ckpt.dcp.tensors.memory import copy_into, memory_of
-from replicated_ckpt.stores.files.address import address_of
+from replicated_ckpt.stores.files.direct import address_of
 
 BUFFER_BYTES = 4 << 20
 _BUFFERS = 2

@@ -39,7 +39,7 @@ from replicated_ckpt.stores.bucket_client.retry import RetryingClient
 from replicated_ckpt.stores.bucket_client.upload_source import UploadSource
 from replicated_ckpt.stores.peer.client import FILE_BYTES_MAX
 from replicated_ckpt.stores.peer.fan_out import FanOut
-from replicated_ckpt.stores.unmanaged.shard import UncheckedItems, UnmanagedShard
+from replicated_ckpt.stores.unmanaged import UncheckedItems, UnmanagedShard
 from replicated_ckpt.stores.verified import Expected, VerifiedShard
 
 log = logging.getLogger(__name__)

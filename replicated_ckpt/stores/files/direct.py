@@ -1,5 +1,6 @@
 """Direct I/O: which file systems take it, and how a file's descriptor is switched to it and back."""
 
+import ctypes
 import errno
 import fcntl
 import mmap
@@ -79,3 +80,8 @@ def read_past_cache(fd: int, scratch: memoryview) -> Iterator[memoryview]:
         elif count % PAGE_BYTES:  # the end; what another process has appended meanwhile is read, too
             is_direct = switch_direct_io(fd, on=False)
         offset += count
+
+
+def address_of(piece: memoryview) -> int:
+    """The address of a writable piece that is not empty."""
+    return ctypes.addressof(ctypes.c_ubyte.from_buffer(piece))

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Self
 
 from replicated_ckpt.core.integrity.checksum import crc32c
-from replicated_ckpt.stores.files.address import address_of
+from replicated_ckpt.stores.files.direct import address_of
 from replicated_ckpt.stores.files.locks import HeldLock
 
 SLOTS = 4

@@ -1,11 +1,16 @@
 """What an agent's answer means: a JSON object, or one of our errors. Whatever else it holds is an error, too."""
 
 import contextlib
+import errno
+import http.client
 import json
+import time
+import urllib.parse
 from collections.abc import Iterator
 from http import HTTPStatus
 from typing import Any
 
+from replicated_ckpt.core.layout import METADATA_NAME
 from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.errors import (
     AgentUnavailable,
@@ -23,6 +28,7 @@ from replicated_ckpt.errors import (
     StoreFull,
     StoreUnavailable,
 )
+from replicated_ckpt.stores.verified import TooSlow
 
 _MESSAGE_CHARS = 10_000
 _HINT_CHARS = 1_000
@@ -92,3 +98,47 @@ def refusal(
     if kind is PeerProtocolError:
         return kind(f"{peer} answered {method} {path} with status {status}: {message}", hint)
     return kind(f"{peer}: {message}", hint)
+
+
+def file_path(checkpoint_id: str, save_id: str, name: str) -> str:
+    """Of a committed checkpoint, if it is of this save."""
+    return _path(name, checkpoint_id=checkpoint_id, save_id=save_id)
+
+
+def unmanaged_path(checkpoint_id: str, name: str, size_bytes: int) -> str:
+    """Of a checkpoint without a manifest, if the file has this size."""
+    return _path(name, checkpoint_id=checkpoint_id, size_bytes=size_bytes)
+
+
+def metadata_path(save_id: str) -> str:
+    """`.metadata` of a save that is open or committed."""
+    return _path(METADATA_NAME, save_id=save_id)
+
+
+def _path(name: str, **of: str | int) -> str:
+    return f"/v1/files/{name}?{urllib.parse.urlencode(of)}"
+
+
+class CutOff(ConnectionResetError):
+    """The connection has ended in the middle of a range: it was cut, the peer has gone, or its disk does not give all."""
+
+
+def fill(target: memoryview, response: http.client.HTTPResponse, until_s: float, within_s: float) -> None:
+    """Fills `target` with the whole body of an answer that has its length.
+
+    Raises:
+        TooSlow: it has not all come by `until_s` of the monotonic clock, `within_s` after it was asked for. CutOff: it ends
+            before. OSError: no byte has come for the time-out of the connection.
+    """
+    done = 0
+    while done < len(target):
+        if time.monotonic() > until_s:
+            raise TooSlow(f"too slow: {done} of {len(target)} bytes within {within_s:.0f} s")
+        try:
+            count = response.fp.readinto1(target[done:])  # what is there by now: all of it may never be
+        except ConnectionResetError as exc:
+            raise CutOff(*exc.args) from exc
+        if count == 0:
+            raise CutOff(errno.ECONNRESET, "the peer closed the connection in the middle")
+        done += count
+    response.close()  # the connection stays open: its next answer begins here

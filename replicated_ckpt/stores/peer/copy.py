@@ -6,9 +6,8 @@ from collections.abc import Callable
 
 from replicated_ckpt.core.integrity.checksum import BlockTable
 from replicated_ckpt.errors import ObjectCorrupt, PeerProtocolError, ReplicatedCkptError, StoreUnavailable
+from replicated_ckpt.stores.peer.answer import CutOff, file_path
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient, Upload
-from replicated_ckpt.stores.peer.paths import file_path
-from replicated_ckpt.stores.peer.range_body import CutOff
 from replicated_ckpt.stores.peer.reach import SLOW
 from replicated_ckpt.stores.verified import Expected, VerifiedShard
 

@@ -11,8 +11,8 @@ import pytest
 from replicated_ckpt.errors import StoreError
 from replicated_ckpt.stores.files.plain import open_plain
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.peer.answer import file_path
 from replicated_ckpt.stores.peer.client import AgentClient
-from replicated_ckpt.stores.peer.paths import file_path
 from tests.agent.agents import opened_door
 from tests.agent.scattered import ID, scattered
 from tests.harness.processes import open_below

@@ -22,8 +22,8 @@ from replicated_ckpt.environment import PLAIN_ENV
 from replicated_ckpt.errors import ConfigInvalid, SaveAborted, StoreDenied, StoreUnavailable
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer import tls
+from replicated_ckpt.stores.peer.answer import file_path
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient, Upload
-from replicated_ckpt.stores.peer.paths import file_path
 from replicated_ckpt.stores.peer.tls import fingerprint, is_loopback, server_context
 from tests.agent.agents import HOME, running_agent, stop_agent
 from tests.agent.test_agent import begin, committed, sent

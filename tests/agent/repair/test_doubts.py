@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from replicated_ckpt import failpoints
+from replicated_ckpt.agent.saves import settle as settling
 from replicated_ckpt.agent.saves.doubts import Leftover
 from replicated_ckpt.agent.saves.service import NodeService
-from replicated_ckpt.agent.settling import settle as settling
-from replicated_ckpt.agent.settling.settle import settle
+from replicated_ckpt.agent.saves.settle import settle
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
 from replicated_ckpt.core.protocol.settlement import Answer
 from replicated_ckpt.errors import StoreUnavailable

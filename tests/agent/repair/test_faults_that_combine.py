@@ -14,11 +14,11 @@ from unittest import mock
 import pytest
 
 from replicated_ckpt.agent.peers.manifests import ManifestBook
+from replicated_ckpt.agent.saves import settle as settling
 from replicated_ckpt.agent.saves.doubts import Leftover
 from replicated_ckpt.agent.saves.pins import PIN_S, Pins
 from replicated_ckpt.agent.saves.service import NodeService
-from replicated_ckpt.agent.settling import settle as settling
-from replicated_ckpt.agent.settling.settle import settle
+from replicated_ckpt.agent.saves.settle import settle
 from replicated_ckpt.cli.look.doubts import list_staged_saves, list_waiting
 from replicated_ckpt.cli.look.nodes import look_at_nodes
 from replicated_ckpt.cli.main import main

@@ -18,8 +18,8 @@ from replicated_ckpt.agent.repair.reprotect import Reprotector
 from replicated_ckpt.agent.repair.scrub import Scrubber
 from replicated_ckpt.agent.saves.hand_overs import HandedShard, HandOvers
 from replicated_ckpt.agent.saves.service import NodeService
+from replicated_ckpt.agent.saves.settle import follow_orphan
 from replicated_ckpt.agent.saves.shard_copies import WantedCopies
-from replicated_ckpt.agent.settling.settle import follow_orphan
 from replicated_ckpt.core.layout import MANIFEST_NAME, replaced_name
 from replicated_ckpt.core.upkeep.repair_plan import CopyShard
 from replicated_ckpt.errors import StoreDenied, StoreError, StoreFull

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed.checkpoint as dcp
 
 from replicated_ckpt import ReplicatedWriter
-from replicated_ckpt.agent.unmanaged.look import unmanaged_verify_path
+from replicated_ckpt.agent.repair.unmanaged import unmanaged_verify_path
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.main import main
 from replicated_ckpt.core.integrity.checksum import crc32c
@@ -22,8 +22,8 @@ from replicated_ckpt.errors import (
     StoreUnavailable,
 )
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.peer.answer import unmanaged_path
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
-from replicated_ckpt.stores.peer.paths import unmanaged_path
 from tests.agent.agents import RunningAgent, running_agent
 from tests.agent.repair.test_reprotect import agents, stores
 from tests.agent.repair.test_verify_repair import tree

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicated_ckpt.core.domains import list_domains
+from replicated_ckpt.core.manifest import list_domains
 from replicated_ckpt.core.protocol.placement import PlacedNode, Placement, intended_holders, place_copies
 from replicated_ckpt.errors import ConfigInvalid
 

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from replicated_ckpt import ReplicatedReader, ReplicatedWriter
 from replicated_ckpt.core.integrity.checksum import BLOCK_BYTES
 from replicated_ckpt.core.reading.windows import LOCAL_WINDOW_BYTES
-from replicated_ckpt.stores.files.address import address_of
+from replicated_ckpt.stores.files.direct import address_of
 from tests.damage import flip
 
 ROWS, COLUMNS = 3000, 501  # 6 MB: several windows, rows that end in the middle of blocks

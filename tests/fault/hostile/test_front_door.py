@@ -32,8 +32,8 @@ from replicated_ckpt.core.upkeep.repair_plan import RepairPlan
 from replicated_ckpt.errors import ManifestInvalid, ObjectCorrupt, ReplicatedCkptError, StoreDenied
 from replicated_ckpt.stores.local.shard_file import ShardFile
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.peer.answer import file_path
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
-from replicated_ckpt.stores.peer.paths import file_path
 from replicated_ckpt.stores.throttle import Pace
 from replicated_ckpt.stores.verified import Expected
 from replicated_ckpt.testing.shard_files import table_of

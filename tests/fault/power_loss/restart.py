@@ -7,7 +7,7 @@ from unittest import mock
 
 from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.agent.saves.service import NodeService
-from replicated_ckpt.agent.settling.settle import settle
+from replicated_ckpt.agent.saves.settle import settle
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import is_checkpoint_file, kept_metadata_name, replaced_name
 from replicated_ckpt.core.manifest import Manifest

@@ -14,8 +14,8 @@ from unittest import mock
 
 from replicated_ckpt.agent.repair import collector
 from replicated_ckpt.agent.repair.mender import Mender
+from replicated_ckpt.agent.saves import settle
 from replicated_ckpt.agent.saves.finish import Finisher
-from replicated_ckpt.agent.settling import settle
 from replicated_ckpt.agent.state import rights
 from replicated_ckpt.cli.nodes import drain
 from replicated_ckpt.core.inventory import saves_found

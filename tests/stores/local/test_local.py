@@ -15,7 +15,7 @@ import pytest
 
 from replicated_ckpt import failpoints
 from replicated_ckpt.agent.saves.service import NodeService
-from replicated_ckpt.agent.settling.settle import settle
+from replicated_ckpt.agent.saves.settle import settle
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.lineage import History
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry

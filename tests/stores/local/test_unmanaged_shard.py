@@ -11,9 +11,7 @@ import torch
 from replicated_ckpt.core.reading.source_order import ByteRange
 from replicated_ckpt.errors import ObjectCorrupt, ObjectMissing
 from replicated_ckpt.stores.local.store import LocalStore
-from replicated_ckpt.stores.unmanaged.directory import UnmanagedDirectory
-from replicated_ckpt.stores.unmanaged.inspection import UnmanagedInspector
-from replicated_ckpt.stores.unmanaged.shard import UncheckedItems, UnmanagedFileShard
+from replicated_ckpt.stores.unmanaged import UncheckedItems, UnmanagedDirectory, UnmanagedFileShard, UnmanagedInspector
 from replicated_ckpt.stores.verified import Expected
 from replicated_ckpt.testing.shard_files import table_of
 

@@ -11,9 +11,14 @@ from pathlib import Path
 from replicated_ckpt.core.layout import AGENT_DIR, is_save_id
 from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.errors import StoreError
-from replicated_ckpt.stores.files.durable import fsync_directory, translate_errors, write_all, write_file
+from replicated_ckpt.stores.files.durable import (
+    fsync_directory,
+    raise_shortage,
+    translate_errors,
+    write_all,
+    write_file,
+)
 from replicated_ckpt.stores.files.plain import closing_fd, open_plain
-from replicated_ckpt.stores.files.shortage import raise_shortage
 
 NAME = "journal"
 ENTRIES_MAX = 4096

@@ -15,7 +15,7 @@ from replicated_ckpt.core.layout import (
     parse_marked,
     replaced_name,
 )
-from replicated_ckpt.stores.files.shortage import is_unreadable
+from replicated_ckpt.stores.files.durable import is_unreadable
 
 
 class Looked:

@@ -11,10 +11,9 @@ from random import Random
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from replicated_ckpt.agent.saves import finish, hand_overs
+from replicated_ckpt.agent.saves import finish, hand_overs, settle
 from replicated_ckpt.agent.saves.hand_overs import HandedShard
 from replicated_ckpt.agent.saves.shard_copies import WrittenCopies
-from replicated_ckpt.agent.settling import settle
 from replicated_ckpt.agent.state.endpoint import Endpoint
 from replicated_ckpt.dcp.hand_over import follower, handed
 from replicated_ckpt.dcp.save import attempt, shard_writer

@@ -10,7 +10,7 @@ from typing import Any
 from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.core.layout import METADATA_NAME
 from replicated_ckpt.core.reading.source_order import ByteRange
-from replicated_ckpt.core.unmanaged.survey import (
+from replicated_ckpt.core.unmanaged import (
     UnmanagedCheckpoint,
     UnmanagedHolding,
     UnmanagedSave,
@@ -29,12 +29,10 @@ from replicated_ckpt.errors import (
     StoreError,
 )
 from replicated_ckpt.stores.local.store import LocalStore
-from replicated_ckpt.stores.peer.answer import parsing
+from replicated_ckpt.stores.peer.answer import parsing, unmanaged_path
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.fan_out import FanOut
-from replicated_ckpt.stores.peer.paths import unmanaged_path
-from replicated_ckpt.stores.unmanaged.directory import UnmanagedDirectory
-from replicated_ckpt.stores.unmanaged.inspection import UnmanagedInspector
+from replicated_ckpt.stores.unmanaged import UnmanagedDirectory, UnmanagedInspector
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ import urllib.parse
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from replicated_ckpt.agent.peers.fetch import fetch_first, fetch_manifest, fetch_metadata
+from replicated_ckpt.agent.peers.manifests import fetch_first, fetch_manifest, fetch_metadata
 from replicated_ckpt.agent.saves.doubts import Leftover
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME

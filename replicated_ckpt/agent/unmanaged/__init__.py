@@ -1,1 +1,0 @@
-"""Checkpoints without a manifest, as agents find and check them."""

@@ -1,0 +1,438 @@
+"""The safetensors format: 8 bytes with the size of a JSON header, the header, the elements.
+
+Source: https://huggingface.co/docs/safetensors, section Format; the index file as transformers writes it.
+"""
+
+import contextlib
+import json
+import os
+import re
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from replicated_ckpt.core.chunk import Chunk
+from replicated_ckpt.dcp.convert.entries.source import (
+    Contents,
+    CountBytes,
+    ObjectEntry,
+    Part,
+    Source,
+    TensorEntry,
+    stream_tensors,
+)
+from replicated_ckpt.dcp.tensors.memory import memory_of, window_tensor
+from replicated_ckpt.errors import ConfigInvalid, ObjectCorrupt
+from replicated_ckpt.stores.files.durable import read_exactly, translate_errors
+from replicated_ckpt.stores.files.existence import is_directory, is_plain_file
+from replicated_ckpt.stores.files.plain import open_plain, read_plain
+from replicated_ckpt.stores.output.output import READ_BACK_HINT, Output
+
+_INDEX_BYTES_MAX = 64 << 20
+_CHOOSE = "Name one of the files, or leave an index (model.safetensors.index.json) that says which tensor is whose."
+_CHOOSE_INDEX = "Move the indexes of those that are not meant elsewhere: a variant such as fp16 has other files."
+_OF_ANOTHER = "Index and files are of two versions: fetch all again, or remove the index to take what is in the files."
+SINGLE_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+LENGTH = struct.Struct("<Q")
+_HEADER_BYTES_MAX = 100_000_000
+_ENTRY_BYTES_MAX = 4096
+_DIMENSIONS_MAX = 64
+_NUMBER_MAX = (1 << 63) - 1
+_TEXT = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"')
+_SPACE = re.compile(rb"[ \t\r\n]*")
+_ALIGNMENT_BYTES = 8
+_PLACES, _RANKS_FILE = "DCP_SHARDING_INFO", re.compile(r"shard-\d+-")
+"""HuggingFaceStorageWriter says where in the whole each tensor of a file begins, and names files of single ranks so."""
+_CONSOLIDATE = (
+    "Import what torch makes of the files of all ranks: save with HuggingFaceStorageWriter(..., save_distributed=True, "
+    "enable_consolidation=True), or call consolidate_safetensors_files of "
+    "torch.distributed.checkpoint._consolidate_hf_safetensors."
+)
+_FETCH = "Fetch the file again from where it came: it was cut off, or is something else."
+
+_NAMES = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "U16": "uint16",
+    "I16": "int16",
+    "U32": "uint32",
+    "I32": "int32",
+    "U64": "uint64",
+    "I64": "int64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F32": "float32",
+    "F64": "float64",
+    "C64": "complex64",
+}
+DTYPE_BY_NAME: Mapping[str, torch.dtype] = {
+    name: getattr(torch, attribute) for name, attribute in _NAMES.items() if hasattr(torch, attribute)
+}
+NAME_BY_DTYPE: Mapping[torch.dtype, str] = {dtype: name for name, dtype in DTYPE_BY_NAME.items()}
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor of a file; `start` is the position of its first byte behind the header."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def end(self) -> int:
+        return self.start + Chunk.whole(self.shape).elements * self.dtype.itemsize
+
+
+def encode_header(tensors: Iterable[Tensor]) -> bytes:
+    """Everything before the elements."""
+    fields: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    for tensor in tensors:
+        offsets = [tensor.start, tensor.end]
+        fields[tensor.name] = {
+            "dtype": NAME_BY_DTYPE[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": offsets,
+        }
+    raw = json.dumps(fields, separators=(",", ":")).encode()
+    raw += b" " * (-len(raw) % _ALIGNMENT_BYTES)
+    return LENGTH.pack(len(raw)) + raw
+
+
+def header_size(raw: bytes, file_bytes: int, label: str) -> int:
+    """Size of the JSON header, from the first 8 bytes of a file.
+
+    Raises:
+        ConfigInvalid: it is no safetensors file.
+    """
+    size = LENGTH.unpack(raw)[0] if len(raw) == LENGTH.size else file_bytes
+    if size > min(_HEADER_BYTES_MAX, file_bytes - LENGTH.size):
+        raise ConfigInvalid(f"{label} is no safetensors file: it has no header.", _FETCH)
+    return int(size)
+
+
+def decode_header(raw: bytes, data_bytes: int, label: str) -> list[Tensor]:
+    """The tensors that a JSON header describes: together they are the `data_bytes` behind it, without gap or overlap.
+
+    The header is read entry by entry, so that memory goes with the tensors in it, not with what else JSON can say.
+
+    Raises:
+        ConfigInvalid: it is no safetensors file, or one with types that this torch does not have.
+    """
+    try:
+        tensors = [_decode_tensor(name, entry) for name, entry in _entries(raw, label)]
+        _check_filled(tensors, data_bytes)
+    except (ValueError, TypeError, KeyError, RecursionError) as exc:
+        raise ConfigInvalid(f"{label} is no safetensors file: {type(exc).__name__}: {str(exc)[:300]}.", _FETCH) from exc
+    return tensors
+
+
+def _entries(raw: bytes, label: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Names and what is told of them, `__metadata__` left out."""
+    position = _token(raw, 0, b"{")
+    seen: set[str] = set()
+    while not raw.startswith(b"}", position):
+        name, position = _text(raw, position)
+        position = _token(raw, position, b":")
+        if name in seen:
+            raise ValueError(f"{name[:80]!r} is there twice")
+        seen.add(name)
+        if name == "__metadata__":
+            position = _without_metadata(raw, position, label)
+        else:
+            end = raw.find(b"}", position, position + _ENTRY_BYTES_MAX) + 1
+            entry = json.loads(raw[position:end], parse_constant=_refuse, object_pairs_hook=name_once)
+            if not isinstance(entry, dict):
+                raise TypeError(f"{name[:80]!r} is described by no object")
+            yield name, entry
+            position = _skip(raw, end)
+        if not raw.startswith(b"}", position):
+            position = _token(raw, position, b",")
+    if _skip(raw, position + 1) != len(raw):
+        raise ValueError("something stands behind the header")
+
+
+def _without_metadata(raw: bytes, position: int, label: str) -> int:
+    """Where the texts of `__metadata__` end."""
+    position = _token(raw, position, b"{")
+    while not raw.startswith(b"}", position):
+        name, position = _text(raw, position)
+        value, position = _text(raw, _token(raw, position, b":"))
+        if name == _PLACES and (_RANKS_FILE.match(Path(label).name) or re.search(r"[1-9]", _offsets(value))):
+            raise ConfigInvalid(f"{label} holds one rank's parts of tensors, which look like whole ones.", _CONSOLIDATE)
+        if not raw.startswith(b"}", position):
+            position = _token(raw, position, b",")
+    return _skip(raw, position + 1)
+
+
+def _offsets(places: str) -> str:
+    """The numbers in what torch says of the places of tensors, whose names may hold digits, too."""
+    return " ".join(str(place["saved_offsets"]) for place in dict(json.loads(places)).values())
+
+
+def _text(raw: bytes, position: int) -> tuple[str, int]:
+    match = _TEXT.match(raw, position)
+    if match is None:
+        raise ValueError(f"no text at byte {position}")
+    return json.loads(match[0]), _skip(raw, match.end())
+
+
+def _token(raw: bytes, position: int, wanted: bytes) -> int:
+    position = _skip(raw, position)
+    if not raw.startswith(wanted, position):
+        raise ValueError(f"no {wanted.decode()!r} at byte {position}")
+    return _skip(raw, position + 1)
+
+
+def _skip(raw: bytes, position: int) -> int:
+    match = _SPACE.match(raw, position)
+    assert match is not None, "no space is a match, too"
+    return match.end()
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no number of JSON")
+
+
+def name_once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object, as `json.loads` asks for it. Raises ValueError: readers would differ in which value a name has."""
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"{name[:80]!r} is there twice")
+        found[name] = value
+    return found
+
+
+def _decode_tensor(name: str, entry: Mapping[str, Any]) -> Tensor:
+    shape, (start, end) = entry["shape"], entry["data_offsets"]
+    if not all(type(number) is int and 0 <= number <= _NUMBER_MAX for number in (*shape, start, end)):
+        raise ValueError(f"{name[:80]!r} is described by what are no sizes")
+    if len(shape) > _DIMENSIONS_MAX:
+        raise ValueError(f"{name[:80]!r} has {len(shape)} dimensions")
+    if entry["dtype"] not in DTYPE_BY_NAME:
+        raise ValueError(f"{name[:80]!r} is of the type {str(entry['dtype'])[:80]!r}, which this torch does not have")
+    tensor = Tensor(name, DTYPE_BY_NAME[entry["dtype"]], tuple(shape), start)
+    if tensor.end != end:
+        raise ValueError(f"{name[:80]!r} has offsets that do not fit its shape")
+    return tensor
+
+
+def _check_filled(tensors: Sequence[Tensor], data_bytes: int) -> None:
+    """Raises ValueError unless the tensors lie one behind the other up to the end."""
+    end = 0
+    for tensor in sorted(tensors, key=lambda tensor: (tensor.start, tensor.end)):
+        if tensor.start != end:
+            raise ValueError(f"{tensor.name[:80]!r} has offsets that leave a gap, or lie in another tensor")
+        end = tensor.end
+    if end != data_bytes:
+        raise ValueError(f"the offsets of all tensors end at {end}, and the file at {data_bytes}")
+
+
+class SafetensorsFiles:
+    """The tensors of one or more files.
+
+    Raises:
+        ConfigInvalid: they are no safetensors files, or two of them have a tensor of the same name.
+    """
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._held = contextlib.ExitStack()
+        self._place_by_key: dict[str, tuple[Path, int, int]] = {}
+        entries: list[TensorEntry] = []
+        try:
+            for path in paths:
+                entries += self._open(path)
+        except BaseException:
+            self._held.close()
+            raise
+        self.contents = Contents(tuple(entries), (), tuple(entry.key for entry in entries))
+
+    def _open(self, path: Path) -> list[TensorEntry]:
+        with translate_errors(str(path.parent), "read", path.name):
+            fd = open_plain(path)
+            self._held.callback(os.close, fd)
+            size_bytes = os.fstat(fd).st_size
+            header_bytes = header_size(os.pread(fd, LENGTH.size, 0), size_bytes, str(path))
+            raw = bytearray(header_bytes)
+            read_exactly(fd, memoryview(raw), LENGTH.size)
+        data = LENGTH.size + header_bytes
+        return [
+            self._entry(tensor, path, fd, data) for tensor in decode_header(bytes(raw), size_bytes - data, str(path))
+        ]
+
+    def _entry(self, tensor: Tensor, path: Path, fd: int, data: int) -> TensorEntry:
+        if tensor.name in self._place_by_key:
+            raise ConfigInvalid(f"{tensor.name!r} is in {path} and in {self._place_by_key[tensor.name][0]}.", _CHOOSE)
+        self._place_by_key[tensor.name] = (path, fd, data + tensor.start)
+        return TensorEntry(
+            tensor.name, tensor.name, (tensor.name,), tensor.dtype, tensor.shape, (Chunk.whole(tensor.shape),)
+        )
+
+    def check(self, contents: Contents) -> None:
+        """What could be wrong was found when the files were opened."""
+
+    def read(self, parts: Sequence[Part]) -> list[torch.Tensor]:
+        return [self._part(part) for part in parts]
+
+    def _part(self, part: Part) -> torch.Tensor:
+        path, fd, start = self._place_by_key[part.entry.key]
+        itemsize, whole = part.entry.dtype.itemsize, Chunk.whole(part.entry.shape)
+        target = window_tensor((part.chunk.elements,), part.entry.dtype)
+        raw = memory_of(target)
+        position = 0
+        for run in part.chunk.runs(whole, part.chunk.elements):
+            piece = raw[position : position + run.elements * itemsize]
+            with translate_errors(str(path.parent), "read", path.name):
+                count = read_exactly(fd, piece, start + run.start_in(whole) * itemsize)
+            if count != len(piece):
+                raise ObjectCorrupt(str(path.parent), "read", path.name, "it ended early", _FETCH)
+            position += len(piece)
+        return target.view(part.chunk.sizes)
+
+    def read_objects(self, entries: Sequence[ObjectEntry]) -> Mapping[str, bytes]:
+        assert not entries, "safetensors have tensors only"
+        return {}
+
+    def close(self) -> None:
+        self._held.close()
+
+
+def safetensors_files(path: Path) -> SafetensorsFiles:
+    """A file, or the directory that its index describes, or without one, all `.safetensors` in it.
+
+    Raises:
+        ConfigInvalid: no such file lies there, or several indexes do, or what the index names is missing: a file, a tensor.
+    """
+    if is_plain_file(path):
+        return SafetensorsFiles([path])
+    if not is_directory(path):
+        raise ConfigInvalid(f"{path} does not exist.")
+    indexes = sorted(path.glob("*.safetensors.index.json"))
+    if len(indexes) > 1:
+        listed = ", ".join(index.name for index in indexes[:5])
+        raise ConfigInvalid(f"{path} holds several indexes, each of a whole model: {listed}.", _CHOOSE_INDEX)
+    names = _read_index(indexes[0]) if indexes else {}
+    paths = sorted({path / name for name in names.values()} if indexes else path.glob("*.safetensors"))
+    if not paths:
+        raise ConfigInvalid(f"{path} holds no .safetensors file.", "Name a file or directory that does.")
+    files = SafetensorsFiles(paths)
+    missing = sorted(names.keys() - set(files.contents.order))
+    if missing:
+        files.close()
+        raise ConfigInvalid(
+            f"{indexes[0]} names {missing[0]!r}, which no file of it has ({len(missing)} such).", _OF_ANOTHER
+        )
+    return files
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    """The file of each tensor, as an index names it."""
+    with translate_errors(str(index.parent), "read", index.name):
+        raw = read_plain(index, _INDEX_BYTES_MAX + 1)
+    if len(raw) > _INDEX_BYTES_MAX:
+        raise ConfigInvalid(
+            f"{index} has more than {_INDEX_BYTES_MAX} bytes: it is no index of safetensors files.", _FETCH
+        )
+    try:
+        file_by_name: dict[str, str] = json.loads(raw, object_pairs_hook=name_once)["weight_map"]
+        paths = {name: index.parent / name for name in sorted(set(file_by_name.values()))}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
+        raise ConfigInvalid(f"{index} is no index of safetensors files: {type(exc).__name__}: {exc}.", _FETCH) from exc
+    for name, path in paths.items():
+        if Path(name).name != name or not is_plain_file(path):
+            raise ConfigInvalid(
+                f"{index} names {name!r}, which is not there.", f"Copy {name!r} to {index.parent}, too."
+            )
+    return file_by_name
+
+
+class SafetensorsSink:
+    """`model.safetensors`, or, if that is more than `shard_bytes_max`, `model-00001-of-0000N.safetensors` and an index.
+
+    Raises:
+        ConfigInvalid: a tensor is of a type that the format does not have.
+    """
+
+    is_directory = True
+
+    def __init__(self, contents: Contents, *, shard_bytes_max: int) -> None:
+        for entry in contents.tensors:
+            if entry.dtype not in NAME_BY_DTYPE:
+                raise ConfigInvalid(f"Safetensors have no {entry.dtype}, which {entry.key!r} is.", "Use --exclude.")
+        if not contents.tensors:
+            raise ConfigInvalid(
+                "There is no tensor to write, and safetensors hold nothing else.",
+                "Export it as torch or dcp, or take other keys.",
+            )
+        groups = _groups(contents.tensors, shard_bytes_max)
+        names = [f"model-{n:05}-of-{len(groups):05}.safetensors" for n in range(1, len(groups) + 1)]
+        self._entries_by_file = dict(zip([SINGLE_NAME] if len(groups) == 1 else names, groups, strict=True))
+
+    def write(self, source: Source, contents: Contents, output: Output, progress: CountBytes) -> None:
+        """Writes all tensors; the objects of `contents` are left out. The index comes last."""
+        for name, entries in self._entries_by_file.items():
+            with output.create(name) as stream:
+                stream.write(encode_header(_place_tensors(entries)))
+                for _, tensor in stream_tensors(source, entries):
+                    progress(stream.write(memory_of(tensor)))
+                    del tensor  # before the next window is read
+        if len(self._entries_by_file) > 1:
+            weight_map = {entry.name: name for name, entries in self._entries_by_file.items() for entry in entries}
+            total = sum(entry.size_bytes for entry in contents.tensors)
+            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+            with output.create(INDEX_NAME) as stream:
+                stream.write(json.dumps(index, indent=2).encode() + b"\n")
+
+    def check(self, path: Path, contents: Contents) -> None:
+        """Reads the headers back.
+
+        Raises:
+            ObjectCorrupt: they do not describe the tensors that were to be written.
+        """
+        found: dict[str, object] = {}
+        for name in self._entries_by_file:
+            with closing(SafetensorsFiles([path / name])) as file:
+                found |= {entry.name: (entry.dtype, entry.shape) for entry in file.contents.tensors}
+        if found != {entry.name: (entry.dtype, entry.shape) for entry in contents.tensors}:
+            raise ObjectCorrupt(
+                str(path), "read back", SINGLE_NAME, "the headers describe other tensors", READ_BACK_HINT
+            )
+
+    def may_replace(self, name: str) -> bool:
+        return name == INDEX_NAME or (name.startswith("model") and name.endswith(".safetensors"))
+
+
+def _groups(entries: Sequence[TensorEntry], bytes_max: int) -> list[list[TensorEntry]]:
+    """The tensors of each file, in the order of the state dict; one that is larger than allowed has a file of its own."""
+    groups: list[list[TensorEntry]] = [[]]
+    size_bytes = 0
+    for entry in entries:
+        if groups[-1] and size_bytes + entry.size_bytes > bytes_max:
+            groups.append([])
+            size_bytes = 0
+        groups[-1].append(entry)
+        size_bytes += entry.size_bytes
+    for group in groups:
+        group.sort(key=lambda entry: -entry.dtype.itemsize)  # so that each is aligned to its own elements
+    return groups
+
+
+def _place_tensors(entries: Sequence[TensorEntry]) -> list[Tensor]:
+    placed = []
+    start = 0
+    for entry in entries:
+        placed.append(Tensor(entry.name, entry.dtype, entry.shape, start))
+        start = placed[-1].end
+    return placed

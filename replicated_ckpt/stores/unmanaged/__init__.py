@@ -1,1 +1,0 @@
-"""Directories without a manifest on a node's disk."""
