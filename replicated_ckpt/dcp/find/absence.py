@@ -20,8 +20,7 @@ from replicated_ckpt.errors import (
 )
 from replicated_ckpt.searched import MOVED, NOT_REACHED, OBJECT_STORE
 from replicated_ckpt.stores.bucket.bucket import Bucket
-from replicated_ckpt.stores.local.identity import EmptyStore
-from replicated_ckpt.stores.local.store import NO_NODE, LocalStore
+from replicated_ckpt.stores.local.store import NO_NODE, EmptyStore, LocalStore
 from replicated_ckpt.stores.local.versions.replaceable import is_checkpoint
 from replicated_ckpt.wording import list_some
 

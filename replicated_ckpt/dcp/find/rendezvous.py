@@ -29,9 +29,8 @@ from replicated_ckpt.dcp.node.seen_lineage import remember
 from replicated_ckpt.errors import CheckpointIdMismatch, ConfigInvalid, MeetingFailed, RankFailed, ReplicatedCkptError
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.files.durable import translate_errors
-from replicated_ckpt.stores.local.identity import EmptyStore
 from replicated_ckpt.stores.local.remains import RemainsReader
-from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.local.store import EmptyStore, LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.deadline import is_time_out
 from replicated_ckpt.stores.peer.fan_out import FanOut

@@ -41,7 +41,7 @@ from replicated_ckpt.dcp.runtime.failures import call_back
 from replicated_ckpt.dcp.runtime.torch_private import Collectives, StorageInfo, follow_step
 from replicated_ckpt.dcp.tensors.stored_tensor import plan_ranges
 from replicated_ckpt.errors import CheckpointNotFound, ManifestInvalid, ShardLost
-from replicated_ckpt.stores.local.identity import EmptyStore
+from replicated_ckpt.stores.local.store import EmptyStore
 from replicated_ckpt.stores.local.versions.readers import lock_version
 from replicated_ckpt.stores.node_cache.cache import RankCache
 from replicated_ckpt.stores.node_cache.exchange import Exchange

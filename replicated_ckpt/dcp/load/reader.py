@@ -31,8 +31,7 @@ from replicated_ckpt.dcp.tensors.stored_tensor import StoredTensors
 from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptError
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
-from replicated_ckpt.stores.local.identity import EmptyStore
-from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.local.store import EmptyStore, LocalStore
 
 T = TypeVar("T")
 

@@ -14,7 +14,6 @@ from replicated_ckpt.stores.files.ownership import claim_root
 from replicated_ckpt.stores.files.renames import rename_if_free
 from replicated_ckpt.stores.local.directories.roots import check_is_apart, read_identity
 from replicated_ckpt.stores.local.room_to_start import keep_room_to_start
-from replicated_ckpt.stores.local.store import LocalStore
 
 FRESH_IDENTITY = f".{NODE_NAME}."
 """So begins the name under which an identity is written first."""
@@ -97,10 +96,3 @@ def find_identity(root: Path) -> str | None:
                 check_is_apart(root)
             return None
     return read_identity(root)
-
-
-class EmptyStore(LocalStore):
-    """Nothing lies in it, and nothing can be put there: no directory can be made at its root."""
-
-    def __init__(self) -> None:
-        super().__init__("/proc/self/replicated-ckpt-nowhere")

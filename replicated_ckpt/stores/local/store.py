@@ -457,3 +457,10 @@ class LocalStore:
                     return directory.of_save(save_id).open(name)
             except FileNotFoundError as exc:
                 raise ObjectMissing(str(self.root), "open", f"{checkpoint_id}/{name}") from exc
+
+
+class EmptyStore(LocalStore):
+    """The store of a reader without a root. Nothing lies in it, and nothing can be put there: no directory can be made at its root."""
+
+    def __init__(self) -> None:
+        super().__init__("/proc/self/replicated-ckpt-nowhere")

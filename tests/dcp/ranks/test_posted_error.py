@@ -14,7 +14,7 @@ from replicated_ckpt.dcp.c10d.posted_error import pack_error, unpack_error
 from replicated_ckpt.dcp.c10d.world import World
 from replicated_ckpt.dcp.find.rendezvous import AgreedError, meet
 from replicated_ckpt.errors import PeerProtocolError, ReplicatedCkptError, StoreDenied, StoreUnavailable
-from replicated_ckpt.stores.local.identity import EmptyStore
+from replicated_ckpt.stores.local.store import EmptyStore
 
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "CheckpointIdMismatch": ({0: "step-1", 11: "step-2"},),
