@@ -51,3 +51,8 @@ def describe_way_out(checkpoint_id: str, save_id: str, nodes: Collection[str], r
         f"to keep both, rename its directory on {where}; to give it up, there `replicated-ckpt rm {quote(checkpoint_id)} "
         f"--save {save_id} --root {root}`"
     )
+
+
+def one_line(text: object, chars_max: int = 2000) -> str:
+    """A peer's words as they may stand in a log or an error: bounded, and no line of their own making."""
+    return escape_controls(str(text)[:chars_max])[:chars_max]

@@ -9,7 +9,7 @@ from typing import Any
 from replicated_ckpt.core.layout import SEQUENCE_MAX, ShardName, is_checkpoint_id, is_lineage, is_save_id
 from replicated_ckpt.core.lineage import Version, moment, order_by_age
 from replicated_ckpt.core.manifest import Manifest
-from replicated_ckpt.core.one_line import one_line
+from replicated_ckpt.wording import one_line
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import SEQUENCE_MAX, ShardName, is_checkpoint_id, is_lineage, is_save_id
 from replicated_ckpt.core.lineage import Version, moment, order_by_age
 from replicated_ckpt.core.notes import check_notes
-from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.errors import ManifestInvalid, ManifestVersionUnknown
+from replicated_ckpt.wording import one_line
 
 
 def list_domains(domain: str | None, boot_id: str, host: str) -> tuple[str, ...]:

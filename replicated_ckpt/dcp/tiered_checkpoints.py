@@ -15,7 +15,6 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from replicated_ckpt.core.inventory import SaveFound
 from replicated_ckpt.core.lineage import Version, merge_histories, newest_lineage, newest_version
-from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.core.upkeep.policy import scope_of
 from replicated_ckpt.dcp.c10d.lent_group import agree_on_all
 from replicated_ckpt.dcp.find.listing import Listed
@@ -40,6 +39,7 @@ from replicated_ckpt.dcp.save.writer import ReplicatedWriter
 from replicated_ckpt.dcp.staging.segment import StagingRefused
 from replicated_ckpt.dcp.staging.stager import Stager, await_device
 from replicated_ckpt.errors import ReplicatedCkptError, ShardLost, StoreUnavailable
+from replicated_ckpt.wording import one_line
 
 log = logging.getLogger(__name__)
 Answer = TypeVar("Answer")

@@ -2,9 +2,9 @@
 
 from traceback import clear_frames
 
-from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.errors import ReplicatedCkptError, StoreError
 from replicated_ckpt.stores.files.durable import store_error_of
+from replicated_ckpt.wording import one_line
 
 
 def translate_any(error: BaseException, store: str, op: str, key: str) -> ReplicatedCkptError:

@@ -5,8 +5,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.errors import StoreUnavailable
+from replicated_ckpt.wording import one_line
 
 log = logging.getLogger(__name__)
 

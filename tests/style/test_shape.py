@@ -29,7 +29,7 @@ BROAD_EXCEPTS_ALLOWED = {
     "replicated_ckpt/dcp/load/attempt.py": 1,  # raised a little later, where DCP tells all ranks
     "replicated_ckpt/dcp/load/reader.py": 1,  # raised a little later, where DCP tells all ranks
     "replicated_ckpt/dcp/c10d/tellable.py": 1,  # an error's own code raises anything when it is pickled
-    "replicated_ckpt/dcp/runtime/callback.py": 1,  # the user's own function; its error is logged, and fails no save
+    "replicated_ckpt/dcp/runtime/failures.py": 1,  # the user's own function; its error is logged, and fails no save
     "replicated_ckpt/dcp/staging/state_copy.py": 1,  # an object's own code raises anything when it is copied
     "replicated_ckpt/dcp/staging/stager.py": 1,  # the state is saved without a copy then, where DCP tells all ranks
     "replicated_ckpt/dcp/objects/values.py": 1,  # a class that a user has allowed may raise anything

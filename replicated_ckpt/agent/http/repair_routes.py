@@ -12,7 +12,6 @@ from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.saves.settle import give_up_lost
 from replicated_ckpt.agent.state.rights import Right
 from replicated_ckpt.core.layout import is_checkpoint_file, is_checkpoint_id, is_lineage, is_save_id
-from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.core.upkeep.policy import Policy
 from replicated_ckpt.core.upkeep.repair_plan import RepairPlan
 from replicated_ckpt.errors import ConfigInvalid, ManifestInvalid, StoreError
@@ -24,6 +23,7 @@ from replicated_ckpt.stores.local.versions.recycled import try_room
 from replicated_ckpt.stores.local.versions.remove import renamed_refusal, retire
 from replicated_ckpt.stores.peer.answer import parsing
 from replicated_ckpt.stores.peer.client import AgentAddress
+from replicated_ckpt.wording import one_line
 
 _READER_CHARS_MAX = 256
 _WHY_CHARS_MAX = 500

@@ -25,19 +25,19 @@ from replicated_ckpt.core.layout import (
     is_save_id,
 )
 from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX
-from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.core.protocol.announced import Announced
 from replicated_ckpt.core.reading.source_order import ByteRange
-from replicated_ckpt.core.unmanaged import ranges_from_json
+from replicated_ckpt.core.reading.unmanaged import ranges_from_json
 from replicated_ckpt.core.upkeep.policy import scope_of
 from replicated_ckpt.errors import ConfigInvalid, ObjectMissing, PeerProtocolError
 from replicated_ckpt.stores.files.durable import flush_later
 from replicated_ckpt.stores.local.directories.intent import Intent
+from replicated_ckpt.stores.local.unmanaged import UnmanagedDirectory, UnmanagedInspector
 from replicated_ckpt.stores.local.versions.recycled import try_room
 from replicated_ckpt.stores.local.versions.replaceable import find_named
 from replicated_ckpt.stores.peer.answer import parsing
 from replicated_ckpt.stores.peer.copy import BEHIND_HEADER
-from replicated_ckpt.stores.unmanaged import UnmanagedDirectory, UnmanagedInspector
+from replicated_ckpt.wording import one_line
 
 ITEMS_BYTES_MAX = 16 << 20
 """As JSON; some 800,000 items on one node fit, and take ten times as much memory for as long as they are checked."""

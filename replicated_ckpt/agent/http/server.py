@@ -21,7 +21,6 @@ from replicated_ckpt.agent.requests.body import Body, Head
 from replicated_ckpt.agent.requests.releases import check_release
 from replicated_ckpt.agent.requests.request import Answer, FileAnswer, Heartbeat, Request
 from replicated_ckpt.agent.state.rights import Right, Tokens
-from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.errors import (
     CheckpointExists,
     ConfigInvalid,
@@ -40,6 +39,7 @@ from replicated_ckpt.stores.files.durable import SHORTAGES, UNREADABLE, read_exa
 from replicated_ckpt.stores.peer.client import PROGRESS_TIMEOUT_S
 from replicated_ckpt.stores.thread_start import start_worker
 from replicated_ckpt.version import __version__
+from replicated_ckpt.wording import one_line
 
 log = logging.getLogger(__name__)
 

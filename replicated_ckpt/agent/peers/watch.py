@@ -8,7 +8,6 @@ from typing import Any
 from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.manifest import Manifest
-from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.core.upkeep.policy import NOTHING_SAID, Standing
 from replicated_ckpt.core.upkeep.remains import Remains
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
@@ -17,6 +16,7 @@ from replicated_ckpt.stores.files.room import Room
 from replicated_ckpt.stores.peer.answer import parsing
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.fan_out import FanOut
+from replicated_ckpt.wording import one_line
 
 HOLDINGS_TIMEOUT_S = 3.0
 HOLDINGS_DEADLINE_S = 30.0

@@ -18,7 +18,6 @@ from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.saves.settle import settle
 from replicated_ckpt.core.lineage import histories_of
 from replicated_ckpt.core.manifest import Manifest
-from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.core.upkeep.finding import Finding
 from replicated_ckpt.core.upkeep.policy import NOTHING_SAID, Standing
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence, plan_repair
@@ -36,6 +35,7 @@ from replicated_ckpt.stores.local.versions.recycled import try_room
 from replicated_ckpt.stores.node_cache.cache import sweep
 from replicated_ckpt.stores.thread_start import start_thread
 from replicated_ckpt.stores.throttle import Pace, Stopped
+from replicated_ckpt.wording import one_line
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from typing import Any
 from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.core.layout import METADATA_NAME
 from replicated_ckpt.core.reading.source_order import ByteRange
-from replicated_ckpt.core.unmanaged import (
+from replicated_ckpt.core.reading.unmanaged import (
     UnmanagedCheckpoint,
     UnmanagedHolding,
     UnmanagedSave,
@@ -29,10 +29,10 @@ from replicated_ckpt.errors import (
     StoreError,
 )
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.local.unmanaged import UnmanagedDirectory, UnmanagedInspector
 from replicated_ckpt.stores.peer.answer import parsing, unmanaged_path
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.fan_out import FanOut
-from replicated_ckpt.stores.unmanaged import UnmanagedDirectory, UnmanagedInspector
 
 log = logging.getLogger(__name__)
 

@@ -2,9 +2,9 @@
 
 from email.message import Message
 
-from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.errors import ConfigInvalid
 from replicated_ckpt.version import PROTOCOL, RELEASE_HEADER, __version__
+from replicated_ckpt.wording import one_line
 
 RELEASES_HINT = (
     "All ranks and agents of a job run releases of one protocol. Install the newer release where the older one is, restart "

@@ -18,7 +18,6 @@ from replicated_ckpt.agent.saves.hand_overs import HandOvers
 from replicated_ckpt.agent.saves.shard_copies import WrittenCopies
 from replicated_ckpt.core.layout import MANIFEST_NAME
 from replicated_ckpt.core.manifest import Manifest, decode_manifest
-from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.core.protocol.placement import intended_holders
 from replicated_ckpt.errors import ObjectMissing, PeerProtocolError, ReplicatedCkptError, SaveAborted, StoreUnavailable
 from replicated_ckpt.stores.files.locks import HeldLock
@@ -29,6 +28,7 @@ from replicated_ckpt.stores.peer.answer import parsing
 from replicated_ckpt.stores.peer.client import AgentClient
 from replicated_ckpt.stores.peer.fan_out import FanOut
 from replicated_ckpt.stores.thread_start import start_worker
+from replicated_ckpt.wording import one_line
 
 log = logging.getLogger(__name__)
 

@@ -16,8 +16,9 @@ from replicated_ckpt.errors import ObjectCorrupt, PeerProtocolError
 from replicated_ckpt.stores.files.direct import page_aligned
 from replicated_ckpt.stores.files.durable import fsync_directory, hash_open_file, translate_errors
 from replicated_ckpt.stores.files.plain import closing_fd, open_plain
+from replicated_ckpt.stores.local.directories.footer import crc_of_footer
 from replicated_ckpt.stores.local.directories.intent import Intent
-from replicated_ckpt.stores.local.shard_file import FileSink, crc_of_footer
+from replicated_ckpt.stores.local.shard_file import FileSink
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.versions.recycled import RecycledFiles
 from replicated_ckpt.stores.peer.client import FILE_BYTES_MAX

@@ -5,10 +5,10 @@ import os
 import sys
 from pathlib import Path
 
-from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.errors import StoreDenied, StoreError
 from replicated_ckpt.stores.files.durable import translate_errors
 from replicated_ckpt.stores.files.existence import is_link, is_there
+from replicated_ckpt.wording import one_line
 
 LOG_NAME = "log"
 LOG_BYTES_MAX = 8 << 20

@@ -17,7 +17,6 @@ from replicated_ckpt.cli.look.root import open_store
 from replicated_ckpt.cli.look.table import parse_seconds
 from replicated_ckpt.core.bucket.upload_plan import UploadState
 from replicated_ckpt.core.manifest import Manifest
-from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.errors import (
     HINT_MARK,
     CheckpointExists,
@@ -36,7 +35,7 @@ from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.fan_out import FanOut
-from replicated_ckpt.wording import list_some, plural
+from replicated_ckpt.wording import list_some, one_line, plural
 
 HELP = "Upload one checkpoint to the object store by hand, or wait for one that is on its way there."
 _POLL_S = 0.3

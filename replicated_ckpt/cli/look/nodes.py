@@ -19,7 +19,6 @@ from replicated_ckpt.agent.state.damage import DamageBook
 from replicated_ckpt.agent.state.endpoint import listening_endpoint
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.manifest import Manifest, find_domains
-from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.core.upkeep.remains import Remains
 from replicated_ckpt.core.upkeep.retention import find_retired
 from replicated_ckpt.environment import PLAIN_ENV
@@ -29,7 +28,7 @@ from replicated_ckpt.stores.local.store import NO_NODE, LocalStore
 from replicated_ckpt.stores.local.versions.recycled import measure_room
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.fan_out import FanOut
-from replicated_ckpt.wording import plural
+from replicated_ckpt.wording import one_line, plural
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.checkpoints import UNMANAGED, CheckpointSeen
 from replicated_ckpt.cli.look.nodes import NodesSeen
 from replicated_ckpt.core.layout import METADATA_NAME
-from replicated_ckpt.core.unmanaged import UnmanagedCheckpoint
+from replicated_ckpt.core.reading.unmanaged import UnmanagedCheckpoint
 from replicated_ckpt.errors import (
     CheckpointAmbiguous,
     MetadataUnsafe,

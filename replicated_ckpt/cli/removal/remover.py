@@ -18,7 +18,6 @@ from replicated_ckpt.cli.look.start import start_agent
 from replicated_ckpt.cli.look.waiting import say_if_slow
 from replicated_ckpt.config import Retention
 from replicated_ckpt.core.notes import metrics_of
-from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.core.upkeep.policy import NODES, pending, scope_of
 from replicated_ckpt.core.upkeep.removal import Removable
 from replicated_ckpt.core.upkeep.retention import NOT_UPLOADED, Candidate
@@ -29,7 +28,7 @@ from replicated_ckpt.stores.bucket_client.opening import open_client
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
-from replicated_ckpt.wording import describe_bytes, list_some
+from replicated_ckpt.wording import describe_bytes, list_some, one_line
 
 
 def add_removal_arguments(parser: argparse.ArgumentParser) -> None:

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any
 
-from replicated_ckpt.core.one_line import one_line
+from replicated_ckpt.wording import one_line
 
 
 class Problem(Enum):

@@ -9,7 +9,7 @@ from replicated_ckpt.core.integrity.checksum import size_with_footer
 from replicated_ckpt.core.inventory import Holding, SaveFound
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, is_checkpoint_file, is_checkpoint_id
 from replicated_ckpt.core.manifest import Manifest
-from replicated_ckpt.core.one_line import one_line
+from replicated_ckpt.wording import one_line
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,6 @@ from replicated_ckpt.agent.state.endpoint import read_endpoint
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, is_lineage
 from replicated_ckpt.core.lineage import Histories, History, believe, histories_from_json, merge_histories
-from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
 from replicated_ckpt.dcp.agreement.decision import SaveDecision
 from replicated_ckpt.dcp.planning.kept_layouts import KeptLayout
@@ -33,6 +32,7 @@ from replicated_ckpt.stores.local.versions.replaceable import find_named
 from replicated_ckpt.stores.peer.answer import parsing
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.fan_out import FanOut
+from replicated_ckpt.wording import one_line
 
 log = logging.getLogger(__name__)
 

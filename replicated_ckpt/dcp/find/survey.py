@@ -17,7 +17,7 @@ from replicated_ckpt.core.inventory import Holding, LineageFound, SaveFound, sav
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, OBJECT_NODE
 from replicated_ckpt.core.manifest import Manifest, decode_manifest
 from replicated_ckpt.core.reading.newest import Newest
-from replicated_ckpt.core.unmanaged import UnmanagedCheckpoint, UnmanagedSave
+from replicated_ckpt.core.reading.unmanaged import UnmanagedCheckpoint, UnmanagedSave
 from replicated_ckpt.core.upkeep.policy import scope_of
 from replicated_ckpt.core.upkeep.remains import Remains, note_lost_manifests, with_remains
 from replicated_ckpt.dcp.find import absence

@@ -24,11 +24,16 @@ from replicated_ckpt.stores.any_source import AnySource, Source, Tables
 from replicated_ckpt.stores.bucket.bucket import Bucket, ObjectShard, UnmanagedObjectShard
 from replicated_ckpt.stores.local.shard_file import ShardFile
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.local.unmanaged import (
+    UncheckedItems,
+    UnmanagedDirectory,
+    UnmanagedFileShard,
+    UnmanagedPeerShard,
+)
 from replicated_ckpt.stores.node_cache.exchange import Exchange
 from replicated_ckpt.stores.peer.client import AgentClient
 from replicated_ckpt.stores.peer.copy import PeerShard, tell_suspect
 from replicated_ckpt.stores.peer.fan_out import FanOut
-from replicated_ckpt.stores.unmanaged import UncheckedItems, UnmanagedDirectory, UnmanagedFileShard, UnmanagedPeerShard
 from replicated_ckpt.stores.verified import Expected, TooSlow, VerifiedShard
 
 log = logging.getLogger(__name__)

@@ -7,7 +7,6 @@ import os
 from pathlib import Path
 from shlex import quote
 
-from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.dcp.staging.available import takeable_bytes
 from replicated_ckpt.environment import make_absolute
 from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptError
@@ -16,6 +15,7 @@ from replicated_ckpt.stores.files.existence import is_there
 from replicated_ckpt.stores.files.room import find_free_bytes
 from replicated_ckpt.stores.local.memory_tier import find_other_disk, note_memory_tier
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.wording import one_line
 
 log = logging.getLogger(__name__)
 

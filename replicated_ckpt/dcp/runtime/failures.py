@@ -8,9 +8,8 @@ from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.errors import ReplicatedCkptError, SaveAborted
-from replicated_ckpt.wording import plural
+from replicated_ckpt.wording import one_line, plural
 
 log = logging.getLogger(__name__)
 

@@ -37,9 +37,9 @@ from replicated_ckpt.stores.bucket.bucket_save import OF_NEWER_FORMAT, BucketSav
 from replicated_ckpt.stores.bucket_client.client import ARCHIVED, Listing, ObjectClient, Paced
 from replicated_ckpt.stores.bucket_client.retry import RetryingClient
 from replicated_ckpt.stores.bucket_client.upload_source import UploadSource
+from replicated_ckpt.stores.local.unmanaged import UncheckedItems, UnmanagedShard
 from replicated_ckpt.stores.peer.client import FILE_BYTES_MAX
 from replicated_ckpt.stores.peer.fan_out import FanOut
-from replicated_ckpt.stores.unmanaged import UncheckedItems, UnmanagedShard
 from replicated_ckpt.stores.verified import Expected, VerifiedShard
 
 log = logging.getLogger(__name__)

@@ -8,9 +8,9 @@ from operator import index
 from pathlib import Path
 from typing import Any
 
-from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.stores.files.durable import write_all
 from replicated_ckpt.stores.files.plain import closing_fd
+from replicated_ckpt.wording import one_line
 
 _TRIED_BYTES = 4096
 _CANNOT_TELL = (errno.EOPNOTSUPP, errno.EISDIR)

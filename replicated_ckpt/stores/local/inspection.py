@@ -17,8 +17,9 @@ from replicated_ckpt.stores.files.direct import page_aligned, read_past_cache
 from replicated_ckpt.stores.files.durable import is_refusal, is_unreadable, translate_errors, translate_read_errors
 from replicated_ckpt.stores.files.plain import closing_fd
 from replicated_ckpt.stores.local.directories.committed import Committed, open_directory
+from replicated_ckpt.stores.local.directories.footer import crc_of_footer
 from replicated_ckpt.stores.local.remains import read_remains, tell_crc
-from replicated_ckpt.stores.local.shard_file import ShardFile, crc_of_footer
+from replicated_ckpt.stores.local.shard_file import ShardFile
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.verified import Expected
 

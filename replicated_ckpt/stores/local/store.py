@@ -460,7 +460,7 @@ class LocalStore:
 
 
 class EmptyStore(LocalStore):
-    """The store of a reader without a root. Nothing lies in it, and nothing can be put there: no directory can be made at its root."""
+    """The store of a reader without a root: nothing lies in it, and no directory can be made there."""
 
     def __init__(self) -> None:
         super().__init__("/proc/self/replicated-ckpt-nowhere")

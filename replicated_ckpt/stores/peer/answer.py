@@ -11,7 +11,6 @@ from http import HTTPStatus
 from typing import Any
 
 from replicated_ckpt.core.layout import METADATA_NAME
-from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.errors import (
     AgentUnavailable,
     CheckpointExists,
@@ -29,6 +28,7 @@ from replicated_ckpt.errors import (
     StoreUnavailable,
 )
 from replicated_ckpt.stores.verified import TooSlow
+from replicated_ckpt.wording import one_line
 
 _MESSAGE_CHARS = 10_000
 _HINT_CHARS = 1_000

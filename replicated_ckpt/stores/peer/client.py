@@ -19,13 +19,13 @@ from dataclasses import asdict, dataclass, field
 from operator import index
 from typing import Any, Self
 
-from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.errors import ManifestInvalid, ObjectCorrupt, PeerProtocolError, StoreUnavailable
 from replicated_ckpt.stores.peer.answer import document_in, fill, refusal
 from replicated_ckpt.stores.peer.deadline import give_up_after
 from replicated_ckpt.stores.peer.reach import reach_hint, stranger_hint
 from replicated_ckpt.stores.peer.tls import PinnedConnection, PlainConnection
 from replicated_ckpt.version import RELEASE, RELEASE_HEADER
+from replicated_ckpt.wording import one_line
 
 PROGRESS_TIMEOUT_S = 5.0
 ACK_TIMEOUT_S = 120.0

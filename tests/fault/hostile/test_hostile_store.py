@@ -25,8 +25,8 @@ from replicated_ckpt.stores.local.inspection import Inspector
 from replicated_ckpt.stores.local.remains import RemainsReader
 from replicated_ckpt.stores.local.shard_file import ShardFile
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.local.unmanaged import UncheckedItems, UnmanagedDirectory, UnmanagedFileShard
 from replicated_ckpt.stores.peer.answer import file_path
-from replicated_ckpt.stores.unmanaged import UncheckedItems, UnmanagedDirectory, UnmanagedFileShard
 from replicated_ckpt.stores.verified import Expected, VerifiedShard
 from tests.agent.agents import running_agent
 from tests.agent.checkpoints import checkpointed, shard

@@ -39,8 +39,8 @@ from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.files.durable import write_all
 from replicated_ckpt.stores.local.directories.committed import open_directory
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.local.unmanaged import UncheckedItems
 from replicated_ckpt.stores.peer.fan_out import FanOut
-from replicated_ckpt.stores.unmanaged import UncheckedItems
 from replicated_ckpt.stores.verified import Expected
 from replicated_ckpt.testing.shard_files import table_of
 from tests.agent.checkpoints import METADATA, checkpointed, shard

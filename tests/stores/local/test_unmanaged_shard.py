@@ -11,7 +11,12 @@ import torch
 from replicated_ckpt.core.reading.source_order import ByteRange
 from replicated_ckpt.errors import ObjectCorrupt, ObjectMissing
 from replicated_ckpt.stores.local.store import LocalStore
-from replicated_ckpt.stores.unmanaged import UncheckedItems, UnmanagedDirectory, UnmanagedFileShard, UnmanagedInspector
+from replicated_ckpt.stores.local.unmanaged import (
+    UncheckedItems,
+    UnmanagedDirectory,
+    UnmanagedFileShard,
+    UnmanagedInspector,
+)
 from replicated_ckpt.stores.verified import Expected
 from replicated_ckpt.testing.shard_files import table_of
 

@@ -26,9 +26,9 @@ from replicated_ckpt.errors import ManifestInvalid, ManifestVersionUnknown, Obje
 from replicated_ckpt.stores.files.durable import find_unreadable, is_unreadable, translate_errors
 from replicated_ckpt.stores.files.existence import is_directory, leads_out
 from replicated_ckpt.stores.files.plain import read_plain
+from replicated_ckpt.stores.local.directories.footer import is_without_footer
 from replicated_ckpt.stores.local.directories.looked import Looked
 from replicated_ckpt.stores.local.directories.roots import is_store
-from replicated_ckpt.stores.local.shard_file import is_without_footer
 
 
 class Catalog:

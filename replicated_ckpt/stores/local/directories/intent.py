@@ -11,10 +11,10 @@ from pathlib import Path
 
 from replicated_ckpt.core.layout import SEQUENCE_FLOOR_MAX, is_lineage
 from replicated_ckpt.core.lineage import Version
-from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.core.protocol.announced import NOTHING_ANNOUNCED, Announced
 from replicated_ckpt.stores.files.durable import raise_shortage, translate_errors, write_all
 from replicated_ckpt.stores.files.plain import closing_fd, read_plain
+from replicated_ckpt.wording import one_line
 
 WRITER = "//"
 """In a session, before the name of a writer that saves alone. All saves of its process have the same before it."""

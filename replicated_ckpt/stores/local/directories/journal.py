@@ -9,7 +9,6 @@ from enum import Enum
 from pathlib import Path
 
 from replicated_ckpt.core.layout import AGENT_DIR, is_save_id
-from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.errors import StoreError
 from replicated_ckpt.stores.files.durable import (
     fsync_directory,
@@ -19,6 +18,7 @@ from replicated_ckpt.stores.files.durable import (
     write_file,
 )
 from replicated_ckpt.stores.files.plain import closing_fd, open_plain
+from replicated_ckpt.wording import one_line
 
 NAME = "journal"
 ENTRIES_MAX = 4096

@@ -26,8 +26,8 @@ from replicated_ckpt.stores.files.existence import is_there
 from replicated_ckpt.stores.files.plain import closing_fd, open_plain, read_plain
 from replicated_ckpt.stores.local.directories.catalog import Catalog
 from replicated_ckpt.stores.local.directories.committed import open_directory
+from replicated_ckpt.stores.local.directories.footer import crc_of_footer, is_without_footer
 from replicated_ckpt.stores.local.directories.intent import Intent
-from replicated_ckpt.stores.local.shard_file import crc_of_footer, is_without_footer
 from replicated_ckpt.stores.local.versions.remove import remove_unread
 
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)

@@ -13,7 +13,7 @@ from replicated_ckpt.stores.files.durable import hash_file
 from replicated_ckpt.stores.files.existence import list_prefixed
 from replicated_ckpt.stores.files.plain import closing_fd, open_plain, read_plain
 from replicated_ckpt.stores.local.directories.catalog import manifest_readable
-from replicated_ckpt.stores.local.shard_file import crc_of_footer
+from replicated_ckpt.stores.local.directories.footer import crc_of_footer
 
 
 def read_decision(staging: Path, save_id: str) -> Manifest:

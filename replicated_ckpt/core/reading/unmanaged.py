@@ -15,11 +15,11 @@ from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.layout import METADATA_NAME, ShardName, is_checkpoint_id
 from replicated_ckpt.core.lineage import moment
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
-from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.core.pickles.follower import follow
 from replicated_ckpt.core.pickles.tree import Fields, Made, Pairs, PickleUnsafe
 from replicated_ckpt.core.reading.source_order import ByteRange
 from replicated_ckpt.errors import CheckpointAmbiguous, MetadataUnsafe
+from replicated_ckpt.wording import one_line
 
 SEQUENCE = 0
 """Stock torch counts nothing: what it wrote is older than anything of ours."""

@@ -15,7 +15,7 @@ from replicated_ckpt.core.integrity.footer_without_manifest import OwnFooter, ch
 from replicated_ckpt.core.integrity.zip_crc import ItemDamaged, Verdict, check_item
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
 from replicated_ckpt.core.reading.source_order import ByteRange, end_of
-from replicated_ckpt.core.unmanaged import UnmanagedFile, UnmanagedHolding
+from replicated_ckpt.core.reading.unmanaged import UnmanagedFile, UnmanagedHolding
 from replicated_ckpt.core.upkeep.finding import Finding, Problem
 from replicated_ckpt.errors import ObjectMissing, StoreError
 from replicated_ckpt.stores.files.durable import hash_open_file, read_exactly, translate_errors
