@@ -1,4 +1,4 @@
-"""The manifests of the saves that lie on any node, looked up where they are and kept while a node holds the save."""
+"""What other nodes give: a manifest, its metadata, and the manifests of all saves, kept while a node holds one."""
 
 import logging
 import time

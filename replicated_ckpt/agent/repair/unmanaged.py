@@ -1,4 +1,4 @@
-"""A look at all nodes for checkpoints that FileSystemWriter left on them. Changes nothing."""
+"""A look at all nodes for checkpoints that FileSystemWriter left on them, and an audit of these. Changes nothing."""
 
 import logging
 import urllib.parse

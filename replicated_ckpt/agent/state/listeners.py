@@ -1,4 +1,4 @@
-"""Which processes listen on a port of this host, as far as this user may see it."""
+"""Which processes listen on a port of this host, as far as this user may see it: by netlink, or by /proc."""
 
 import errno
 import pwd

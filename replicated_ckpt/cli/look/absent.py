@@ -1,4 +1,4 @@
-"""The error for an id under which no managed checkpoint was seen: stock torch's, a newer version's, or elsewhere."""
+"""An id that names no managed checkpoint here: the error that tells what it may be; and what `latest` stands for."""
 
 from shlex import quote
 

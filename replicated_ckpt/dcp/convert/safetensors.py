@@ -1,4 +1,4 @@
-"""The safetensors format: 8 bytes with the size of a JSON header, the header, the elements.
+"""Files of safetensors, as a source and as a target: 8 bytes with the size of a JSON header, the header, the elements.
 
 Source: https://huggingface.co/docs/safetensors, section Format; the index file as transformers writes it.
 """

@@ -1,4 +1,4 @@
-"""A file of `torch.save` as a source: mapped to learn what is in it, and then read part by part."""
+"""A file of `torch.save`, as a source of a conversion and as its target: read, and written, part by part."""
 
 import io
 import os

@@ -1,4 +1,4 @@
-"""A shard in the hands of this node's agent, as its rank follows it."""
+"""A shard in the hands of this node's agent, as its rank follows it, and the agent that finishes the save."""
 
 import contextlib
 import json

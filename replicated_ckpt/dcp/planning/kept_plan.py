@@ -1,4 +1,4 @@
-"""A plan that does not travel, as its receiver has it from the save before; and the error where it has not."""
+"""Plans that do not travel, as their receivers have them from the save or load before; and the error where one has not."""
 
 import json
 import zlib

@@ -1,4 +1,4 @@
-"""What a save or load has failed with, in a line of a log: DCP's own text is the tracebacks of all ranks, one by one."""
+"""Errors in a line of a log: of a save or load, whose text by DCP is all tracebacks, and of a user's callback."""
 
 import functools
 import logging

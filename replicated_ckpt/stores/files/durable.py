@@ -1,4 +1,4 @@
-"""Durable file operations: what is done here survives a power loss once the call returns."""
+"""Durable file operations, which survive a power loss once the call returns, and the errors of the disk as ours."""
 
 import contextlib
 import errno

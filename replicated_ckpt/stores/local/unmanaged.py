@@ -1,4 +1,4 @@
-"""One shard without a manifest, at one source: each item is held against the CRC32 in its own container.
+"""Directories and shards without a manifest: each item is held against the CRC32 in its own container.
 
 Where the shard has a footer of ours, as its manifest alone is lost, its blocks are held against that.
 """

@@ -1,4 +1,4 @@
-"""What an agent's answer means: a JSON object, or one of our errors. Whatever else it holds is an error, too."""
+"""Requests and answers of an agent: the paths of files, a range of bytes, and a JSON object or one of our errors."""
 
 import contextlib
 import errno
