@@ -65,6 +65,13 @@ class SeenSave:
         meant = {node.node_id for node in self.manifest.nodes} if entry is None else {*entry.holders}
         return not meant.isdisjoint(taken)
 
+    def is_kept_out_by(self, held: Holding) -> bool:
+        """Whether what a node holds keeps this save out: another run's has the name, or files have the same names."""
+        if held.checkpoint_id != self.found.checkpoint_id or held.save_id == self.found.save_id:
+            return False
+        is_rival = held.lineage != self.version.lineage and not held.is_replaced
+        return is_rival or not self.manifest.shards.keys().isdisjoint(held.sizes)
+
     def strays(self, node_id: str) -> list[str]:
         """Shards in the node's directory that the manifest does not name."""
         held = (holding for holding in self.found.holdings if holding.node_id == node_id)

@@ -113,16 +113,6 @@ def find_whole_versions(
 def _has_all_copies(save: SeenSave, up: Collection[NodeView]) -> bool:
     """Whether no node can have one more: one that is leaving takes none, nor one where another run's save has the name."""
     leaving = {node.node_id for node in up if node.is_leaving}
-    places = save.holders | {
-        node.node_id for node in up if not any(_has_its_name(held, save) for held in node.holdings or ())
-    }
+    places = save.holders | {node.node_id for node in up if not any(map(save.is_kept_out_by, node.holdings or ()))}
     wanted = min(save.manifest.copies, len(places - leaving))
     return all(len(save.intact[shard] - leaving) >= wanted for shard in save.manifest.shards)
-
-
-def _has_its_name(held: Holding, save: SeenSave) -> bool:
-    """Whether another version keeps this one from a node: another run's has the name, or its files have the same names."""
-    if held.checkpoint_id != save.found.checkpoint_id or held.save_id == save.found.save_id:
-        return False
-    is_rival = held.lineage != save.version.lineage and not held.is_replaced
-    return is_rival or not save.manifest.shards.keys().isdisjoint(held.sizes)

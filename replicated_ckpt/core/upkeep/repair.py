@@ -180,6 +180,8 @@ class _Planning:
         self._bytes_by_node = dict.fromkeys(self._up, 0)
         self._writable = {node.node_id: node.writable_bytes for node in nodes if node.writable_bytes is not None}
         self._published = _index_published(nodes)
+        self._kept_out: dict[str, set[str]] = {}
+        """By save the nodes whose own version must go first: the copy that is to be seen before that lies elsewhere."""
         self.restore: list[RestoreManifest] = []
         self.copy: list[CopyShard] = []
         self.set_aside: list[SetAside] = []
@@ -188,6 +190,11 @@ class _Planning:
     def add(self, checkpoint: _Checkpoint) -> None:
         published = self._find_published(checkpoint)
         blank = self._up - published.keys() - checkpoint.foreign
+        held = [holding for save in checkpoint.saves for holding in save.found.holdings]
+        for save in checkpoint.saves:
+            self._kept_out[save.found.save_id] = {
+                one.node_id for one in held if save.is_kept_out_by(one)
+            } - save.holders
         for lineage, saves in checkpoint.lineages.items():
             whole = next((save for save in saves if save.is_whole), None)
             loads = whole or next((save for save in saves if save.may_be_whole), None)
@@ -279,11 +286,12 @@ class _Planning:
         entry = save.manifest.shards[shard]
         domains, taken, chosen = self._domains, set(taken), list[str]()
 
-        def rank(node: str) -> tuple[bool, bool, tuple[bool, ...], int, str]:
+        def rank(node: str) -> tuple[bool, bool, bool, tuple[bool, ...], int, str]:
             shared = find_shared(domains.get(node, ()), (domains.get(other, ()) for other in taken))
             bytes_then = self._bytes_by_node[node] + entry.size_bytes
             is_full = bytes_then > self._writable.get(node, bytes_then)
-            return (is_full, node not in entry.holders, shared, self._bytes_by_node[node], node)
+            is_kept_out = node in self._kept_out[save.found.save_id]
+            return (is_full, is_kept_out, node not in entry.holders, shared, self._bytes_by_node[node], node)
 
         while len(chosen) < count:
             candidates = sorted(able - taken)

@@ -49,6 +49,21 @@ def test_nothing_missing_means_nothing_to_do() -> None:
     assert plan_repair({PAIR.save_id: PAIR}, views) == RepairPlan()
 
 
+def test_a_copy_goes_first_where_no_older_version_is_in_its_way() -> None:
+    """The older one goes once the newer is seen with its copies: a copy that waits for that would wait for ever.
+
+    Source: torture, seed 924637.
+    """
+    old, new = manifest(1, {shard(0): ("b", "a")}), manifest(2, {shard(0): ("a", "b")})
+    views = [
+        NodeView("a", UP, (holding("a", new, shard(0)),)),
+        NodeView("b", UP, (holding("b", old, shard(0)),)),
+        NodeView("c", UP, (holding("c", new),)),
+    ]
+    plan = plan_repair({old.save_id: old, new.save_id: new}, views)
+    assert copies(plan) == [(shard(0), "c", ("a",))]
+
+
 def test_a_blank_node_takes_the_place_of_a_lost_one() -> None:
     """It gets manifest, metadata and a copy of every shard that has one copy left."""
     views = [NodeView("a", UP, (holding("a", PAIR, *BOTH),)), NodeView("b", GONE, None), NodeView("new", UP, ())]
