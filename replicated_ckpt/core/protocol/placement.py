@@ -13,7 +13,7 @@ from replicated_ckpt.errors import ConfigInvalid
 
 @dataclass(frozen=True)
 class PlacedNode:
-    """A node as placement sees it. Nodes are given in rank order. `domains`: see core.domains; (): it fails alone."""
+    """A node as placement sees it. Nodes are given in rank order. `domains`: see `find_shared`; (): it fails alone."""
 
     node_id: str
     domains: tuple[str, ...] = ()

@@ -106,8 +106,7 @@ def unmanaged_warning(save: UnmanagedSave, because: ReplicatedCkptError | None) 
         "inside is checked, where it is there. "
         f"{'There are no copies' if save.copies < 2 else f'Each shard was found {save.copies} times'}. "
         + (f"Written later than .metadata, so perhaps by another save: {later}. " if later else "")
-        + "`replicated-ckpt repair` makes checksums and copies of what stock torch wrote; where the manifest is lost, save "
-        f"it anew.{newer}"
+        + f"To have checksums and copies, save what was loaded under a new id.{newer}"
     )
 
 
