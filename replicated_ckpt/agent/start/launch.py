@@ -308,9 +308,10 @@ def _start(store: LocalStore, directory: Path, bind_host: str | None, *, is_open
         if endpoint is not None:
             return endpoint
         if process.poll() is not None:
-            if is_free(directory) and process.returncode == ALREADY_SERVED:  # by one that has died since
+            is_root_free = is_free(directory)  # once: one that has just died may let go of it between two looks
+            if is_root_free and process.returncode == ALREADY_SERVED:  # by one that has died since
                 process, log_begins = _spawn(directory, arguments)
-            elif is_free(directory):
+            elif is_root_free:
                 raise _unavailable(directory, f"it ended with exit code {process.returncode}", log_begins)
             elif waited_s > STOPPED_TIMEOUT_S and _is_holder_stopped(directory):
                 break
