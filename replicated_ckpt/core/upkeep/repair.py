@@ -100,6 +100,14 @@ class _Checkpoint:
         kept = {holding.node_id for holding in save.found.holdings if holding.is_replaced}
         return {node for node in kept if self._whole_named.get(node, save.version.lineage) != save.version.lineage}
 
+    def find_kept_out(self) -> dict[str, set[str]]:
+        """By save the nodes without it whose own version keeps it out."""
+        held = [holding for save in self.saves for holding in save.found.holdings]
+        return {
+            save.found.save_id: {one.node_id for one in held if save.is_kept_out_by(one)} - save.holders
+            for save in self.saves
+        }
+
     @cached_property
     def _whole_named(self) -> Mapping[str, str]:
         """The lineage of the whole save that has the name on a node."""
@@ -181,7 +189,8 @@ class _Planning:
         self._writable = {node.node_id: node.writable_bytes for node in nodes if node.writable_bytes is not None}
         self._published = _index_published(nodes)
         self._kept_out: dict[str, set[str]] = {}
-        """By save the nodes whose own version must go first: the copy that is to be seen before that lies elsewhere."""
+        """Of a checkpoint with several saves, by save, the nodes whose own version must go first. Copies that are to be
+        seen before that lie elsewhere."""
         self.restore: list[RestoreManifest] = []
         self.copy: list[CopyShard] = []
         self.set_aside: list[SetAside] = []
@@ -190,11 +199,7 @@ class _Planning:
     def add(self, checkpoint: _Checkpoint) -> None:
         published = self._find_published(checkpoint)
         blank = self._up - published.keys() - checkpoint.foreign
-        held = [holding for save in checkpoint.saves for holding in save.found.holdings]
-        for save in checkpoint.saves:
-            self._kept_out[save.found.save_id] = {
-                one.node_id for one in held if save.is_kept_out_by(one)
-            } - save.holders
+        self._kept_out = checkpoint.find_kept_out() if len(checkpoint.saves) > 1 else {}
         for lineage, saves in checkpoint.lineages.items():
             whole = next((save for save in saves if save.is_whole), None)
             loads = whole or next((save for save in saves if save.may_be_whole), None)
@@ -290,7 +295,7 @@ class _Planning:
             shared = find_shared(domains.get(node, ()), (domains.get(other, ()) for other in taken))
             bytes_then = self._bytes_by_node[node] + entry.size_bytes
             is_full = bytes_then > self._writable.get(node, bytes_then)
-            is_kept_out = node in self._kept_out[save.found.save_id]
+            is_kept_out = node in self._kept_out.get(save.found.save_id, ())
             return (is_full, is_kept_out, node not in entry.holders, shared, self._bytes_by_node[node], node)
 
         while len(chosen) < count:
