@@ -95,13 +95,15 @@ def publish(directory: Path, staging: Path, manifest: Manifest) -> None:
     if a crash comes before the end, all of this is done once more. Within `exclusive`.
     """
     own, own_metadata = replaced_name(manifest.save_id), kept_metadata_name(manifest.save_id)
-    if _save_id_in(directory) != manifest.save_id:
+    before = _save_id_in(directory)
+    if before != manifest.save_id:
         _name(staging / METADATA_NAME, directory / own_metadata)
         _name(staging / MANIFEST_NAME, directory / own)
         failpoints.reach("commit.described")
         for shard in manifest.shards:
             _link_or_move(staging / shard, directory / shard)
-        _keep_published(directory)
+        if before:
+            _keep_published(directory, before)
         fsync_directory(directory)
         failpoints.reach("commit.prepared")
         (directory / own).rename(directory / MANIFEST_NAME)
@@ -143,16 +145,14 @@ def remove_unmanaged(catalog: Catalog, checkpoint_id: str) -> None:
             path.unlink(missing_ok=True)
 
 
-def _keep_published(directory: Path) -> None:
+def _keep_published(directory: Path, save_id: str) -> None:
     """Gives manifest and metadata of the version that has the name a second name each, under which they are found then."""
-    before = _save_id_in(directory)
-    if before:
-        kept = directory / kept_metadata_name(before)
-        if not is_there(kept):  # else a power loss broke this off, and `.metadata` may be of the new version already
-            with contextlib.suppress(FileNotFoundError):  # its metadata is lost
-                _name(directory / METADATA_NAME, kept)
-        # Readers hold a lock on this very file. Without hard links no version is published for an instant.
-        _link_or_move(directory / MANIFEST_NAME, directory / replaced_name(before))
+    kept = directory / kept_metadata_name(save_id)
+    if not is_there(kept):  # else a power loss broke this off, and `.metadata` may be of the new version already
+        with contextlib.suppress(FileNotFoundError):  # its metadata is lost
+            _name(directory / METADATA_NAME, kept)
+    # Readers hold a lock on this very file. Without hard links no version is published for an instant.
+    _link_or_move(directory / MANIFEST_NAME, directory / replaced_name(save_id))
 
 
 def _name(path: Path, target: Path) -> None:
