@@ -21,12 +21,12 @@ from benchmarks.report.table import printed
 from benchmarks.suites.bucket import bucket_suite
 from benchmarks.suites.emulated import emulated_suite
 from benchmarks.suites.growth import growth_suite
-from benchmarks.suites.leftovers import remove_leftovers
 from benchmarks.suites.loading import load_suite
 from benchmarks.suites.peers import peers_suite
 from benchmarks.suites.results import Results, Row, from_json
 from benchmarks.suites.saving import repeat_suite, save_suite, small_suite
 from benchmarks.suites.setup import TMPFS, Unavailable
+from benchmarks.suites.stale_files import remove_stale_files
 from benchmarks.training_stall import stall_suite
 from tests.harness.zygote import stop_the_zygotes
 
@@ -66,7 +66,7 @@ def measured(options: Options) -> Results:
     """All suites that were asked for. One that cannot run here is named among what was skipped."""
     before = signal.signal(signal.SIGTERM, _interrupted)  # nothing of ours is left then either
     results = Results(described(options), {name: str(value) for name, value in asdict(options).items()})
-    for name in remove_leftovers([TMPFS, options.disk]):
+    for name in remove_stale_files([TMPFS, options.disk]):
         print(f"removed what a killed run had left: {name}", file=sys.stderr)
     try:
         for suite in (name for name in SUITES if name in options.suites):

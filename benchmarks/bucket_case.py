@@ -94,8 +94,7 @@ def _put_by(client: ObjectClient, job: Job) -> Work:
 
     def upload() -> None:
         fd = os.open(job.path, os.O_RDONLY)
-        notes = Path(job.path).with_suffix(".resume")
-        with UploadSource(fd, "benchmark", job.key, job.expected(), resume_path=notes) as source:
+        with UploadSource(fd, "benchmark", job.key, job.expected()) as source:
             client.put_shard(job.key, source, lambda _: None)
 
     return upload

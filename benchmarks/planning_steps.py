@@ -30,7 +30,7 @@ from replicated_ckpt.dcp.agreement.decision import Receipt, SaveDecision, SavePo
 from replicated_ckpt.dcp.c10d.blackboard import Blackboard
 from replicated_ckpt.dcp.find.survey import Survey
 from replicated_ckpt.dcp.metadata.saved_metadata import decode_metadata_file
-from replicated_ckpt.dcp.planning.kept_layouts import KeptLayouts
+from replicated_ckpt.dcp.planning.cached_layouts import CachedLayouts
 from replicated_ckpt.dcp.save.commit import commit_save
 from replicated_ckpt.dcp.save.writer import ReplicatedWriter
 from replicated_ckpt.stores.local.store import LocalStore
@@ -170,7 +170,7 @@ def _finish_again(
     results: list[list[WriteResult]],
 ) -> None:
     """A save whose layout is that of the one before: each rank has sent a reference to its results."""
-    layouts, ranks = KeptLayouts(), [KeptLayouts() for _ in results]
+    layouts, ranks = CachedLayouts(), [CachedLayouts() for _ in results]
     whole = [rank.refer(list(own), SAVE_ID, "") for rank, own in zip(ranks, results, strict=True)]
     commit_save(store, nodes, decision, config, receipts, replace(metadata), whole, layouts=layouts)
     sent = [pickle.dumps(rank.refer(list(own), "f" * 32, SAVE_ID)) for rank, own in zip(ranks, results, strict=True)]

@@ -16,7 +16,7 @@ from replicated_ckpt.dcp.agreement.alike import describe_wanted
 from replicated_ckpt.dcp.agreement.decision import Receipt, SaveDecision, SavePost, ShardReceipt
 from replicated_ckpt.dcp.agreement.nodes import Committed, OnOpen, Opened
 from replicated_ckpt.dcp.node.node import NodePost
-from replicated_ckpt.dcp.planning.kept_layouts import KeptLayout
+from replicated_ckpt.dcp.planning.cached_layouts import CachedLayout
 from replicated_ckpt.dcp.runtime.torch_private import StorageInfo
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.peer.client import AgentAddress
@@ -124,7 +124,7 @@ class WillingNodes:
 
     def __init__(self, held_by_node: Mapping[str, Sequence[str]]) -> None:
         self.manifest = self.metadata = b""
-        self.same: KeptLayout | None = None
+        self.same: CachedLayout | None = None
         self._held_by_node = held_by_node
 
     def begin(self, intent: Intent, on_own_open: OnOpen = lambda: None) -> Opened:
@@ -132,7 +132,7 @@ class WillingNodes:
         del intent
         return Opened({})
 
-    def commit(self, save_id: str, metadata: bytes, manifest: bytes, same: KeptLayout | None = None) -> Committed:
+    def commit(self, save_id: str, metadata: bytes, manifest: bytes, same: CachedLayout | None = None) -> Committed:
         del save_id
         self.metadata, self.manifest, self.same = metadata, manifest, same
         return Committed(self._held_by_node, {})

@@ -1,4 +1,4 @@
-"""The front door: a replicated, fault-tolerant storage backend for PyTorch Distributed Checkpoint.
+"""The public interface: a replicated, fault-tolerant storage backend for PyTorch Distributed Checkpoint.
 
 Importing this package does not import torch (the agent and most CLI verbs run without it); the writer and the reader do,
 on first use.
@@ -20,13 +20,13 @@ from replicated_ckpt.errors import (
     ManagerClosed,
     ManifestInvalid,
     ManifestVersionUnknown,
-    MeetingFailed,
     MetadataUnsafe,
     ObjectCorrupt,
     ObjectMissing,
     ObjectUnsafe,
     PeerProtocolError,
     RankFailed,
+    RendezvousFailed,
     ReplicatedCkptError,
     ReplicatedCkptWarning,
     SaveAborted,
@@ -50,8 +50,8 @@ if TYPE_CHECKING:
     from replicated_ckpt.dcp.load.report import LoadReport
     from replicated_ckpt.dcp.manager import CheckpointManager
     from replicated_ckpt.dcp.memory.limit import MemoryTierShort
+    from replicated_ckpt.dcp.planning.cached_plan import PlansUnknown
     from replicated_ckpt.dcp.planning.cached_planner import CachedSavePlanner
-    from replicated_ckpt.dcp.planning.kept_plan import PlansUnknown
     from replicated_ckpt.dcp.rank_state.rank_state import RankState, RankStatePlanner, WorldSizeChanged
     from replicated_ckpt.dcp.rank_state.replay import ReplayedLoader
     from replicated_ckpt.dcp.save.report import SaveReport
@@ -76,7 +76,6 @@ __all__ = [
     "ManagerClosed",
     "ManifestInvalid",
     "ManifestVersionUnknown",
-    "MeetingFailed",
     "MemoryTierShort",
     "MetadataUnsafe",
     "ObjectCorrupt",
@@ -87,6 +86,7 @@ __all__ = [
     "RankFailed",
     "RankState",
     "RankStatePlanner",
+    "RendezvousFailed",
     "ReplayedLoader",
     "ReplicatedCkptError",
     "ReplicatedCkptWarning",
@@ -115,7 +115,7 @@ _HOME_BY_NAME = {
     "KeyRules": "replicated_ckpt.core.key_rules",
     "LoadReport": "replicated_ckpt.dcp.load.report",
     "MemoryTierShort": "replicated_ckpt.dcp.memory.limit",
-    "PlansUnknown": "replicated_ckpt.dcp.planning.kept_plan",
+    "PlansUnknown": "replicated_ckpt.dcp.planning.cached_plan",
     "RankState": "replicated_ckpt.dcp.rank_state.rank_state",
     "RankStatePlanner": "replicated_ckpt.dcp.rank_state.rank_state",
     "ReplayedLoader": "replicated_ckpt.dcp.rank_state.replay",

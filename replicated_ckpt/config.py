@@ -227,7 +227,7 @@ class ReaderConfig:
 class ManagerConfig:
     """When a CheckpointManager saves: at each multiple of `every`, and after one of the signals `preempt_on`.
 
-    With a memory tier every `spill_every`-th save goes to the disk.
+    With a memory tier every `disk_every`-th save goes to the disk.
 
     Raises:
         ConfigInvalid: naming the argument.
@@ -235,10 +235,10 @@ class ManagerConfig:
 
     every: int
     preempt_on: tuple[str, ...]
-    spill_every: int = 1
+    disk_every: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("every", "spill_every"):
+        for name in ("every", "disk_every"):
             object.__setattr__(self, name, check_number(name, getattr(self, name)))
         names: object = self.preempt_on
         if not isinstance(names, tuple) or not set(names) <= set(signal.Signals.__members__) - {"SIGKILL", "SIGSTOP"}:

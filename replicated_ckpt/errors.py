@@ -153,7 +153,7 @@ class ShardLost(ReplicatedCkptError):
 
 
 class SaveAborted(ReplicatedCkptError):
-    """This save was given up or overtaken by another attempt; the previous checkpoint of this id still loads."""
+    """This save was aborted or overtaken by another attempt; the previous checkpoint of this id still loads."""
 
     default_hint = "Look at the first failing rank's error; if none failed, look for a second job on this root."
 
@@ -195,7 +195,7 @@ class LatestAmbiguous(ConfigInvalid):
         self.choices = tuple(choices)
 
 
-class MeetingFailed(ReplicatedCkptError):
+class RendezvousFailed(ReplicatedCkptError):
     """Ranks of one save or load did not find each other over the c10d store in time."""
 
     default_hint = "Read those ranks' logs: all must call it. To load on one rank alone pass no_dist=True."

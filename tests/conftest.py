@@ -54,10 +54,10 @@ IDLE_AGENTS_WITHIN_S = 15.0
 
 WAITING = (
     "fault/test_bad_peers.py",
-    "fault/killed/test_hand_over.py",
+    "fault/killed/test_submitted_saves.py",
     "agent/life/test_told_to_stop.py",
     "multiprocess/saves/test_ranks_missed.py",
-    "agent/test_hand_over.py",
+    "agent/test_submissions.py",
     "object_tier/faults/test_bucket_faults.py",
     "fault/combined/test_two_histories.py",
     "object_tier/faults/test_loads_with_bucket_faults.py",
@@ -72,7 +72,7 @@ WAITING = (
     "multiprocess/loads/test_hung_agent.py",
     "object_tier/faults/test_takeover.py",
     "fault/hostile/test_greetings.py",
-    "fault/hostile/test_front_door.py",
+    "fault/hostile/test_http_server.py",
     "dcp/load/test_silent_peers.py",
     "stores/bucket/test_object_body.py",
     "object_tier/faults/test_frozen_share.py",
@@ -80,7 +80,7 @@ WAITING = (
     "agent/repair/test_reprotect.py",
     "fault/killed/test_ack_levels.py",
     "dcp/ranks/test_job_secret.py",
-    "stores/node_cache/test_patience.py",
+    "stores/node_cache/test_stall_timeout.py",
     "fault/hostile/test_peers_token.py",
 )
 """Files that mostly wait for time-outs: of several workers, half take these first, while the others compute."""

@@ -26,13 +26,13 @@ from replicated_ckpt.core.inventory import saves_found
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
 from replicated_ckpt.dcp.agreement.decision import STAYS, SaveDecision, decide
 from replicated_ckpt.dcp.c10d.blackboard import PACKED_FROM_BYTES, Blackboard, encode
-from replicated_ckpt.dcp.c10d.kept_decisions import KeptDecisions
+from replicated_ckpt.dcp.c10d.cached_decisions import CachedDecisions
 from replicated_ckpt.dcp.find.survey import Survey
-from replicated_ckpt.dcp.load.attempt import describe_unasked
+from replicated_ckpt.dcp.load.attempt import describe_not_loaded
 from replicated_ckpt.dcp.load.report import LoadReport
 from replicated_ckpt.dcp.load.sharing import plan_sharing
-from replicated_ckpt.dcp.planning.kept_layouts import KeptLayouts
-from replicated_ckpt.dcp.planning.kept_plan import ItemsKept, KeptPlan, Place, hand_back, hold
+from replicated_ckpt.dcp.planning.cached_layouts import CachedLayouts
+from replicated_ckpt.dcp.planning.cached_plan import CachedSavePlan, CachedWriteItems, Place, hand_back, hold
 
 SAVE_ID, LAST_ID = "0123456789abcdef" * 2, "f" * 32
 
@@ -67,7 +67,7 @@ def _seconds_of_load_plans(world: World) -> Mapping[str, float]:
         raw = list(map(pickle.dumps, sent))
         began = time.process_time()
         gathered = list(map(pickle.loads, raw))
-        assert describe_unasked("step-1000", saved, gathered) is None
+        assert describe_not_loaded("step-1000", saved, gathered) is None
         for plan in plan_sharing(list(map(hand_back, gathered)), []):
             pickle.dumps(plan)
         found[f"load, all {how}"] = time.process_time() - began
@@ -82,7 +82,7 @@ def messages_of(world: World) -> Mapping[str, int]:
 def _of_planning(world: World) -> Mapping[str, int]:
     rank = world.ranks - 1
     plan, was = synthetic.plan_of(world, rank), Place("0123456789abcdef", rank)
-    kept = KeptPlan(ItemsKept(), was=was)
+    kept = CachedSavePlan(CachedWriteItems(), was=was)
     return {
         "save, gather: plan": _pickled(plan),
         "save, gather: plan that is kept": _pickled(kept),
@@ -94,7 +94,7 @@ def _of_planning(world: World) -> Mapping[str, int]:
 def _of_results(world: World) -> Mapping[str, int]:
     plans: list[SavePlan] = [SavePlan([])] * (world.ranks - 1)
     results = synthetic.results([*plans, synthetic.plan_of(world, world.ranks - 1)])[-1]
-    layouts = KeptLayouts()
+    layouts = CachedLayouts()
     first = layouts.refer(results, SAVE_ID, "")
     return {
         "save, gather: results": _pickled(first),
@@ -163,7 +163,7 @@ def _of_store(world: World) -> Mapping[str, int]:
 
 def _decided_again(decision: SaveDecision) -> int:
     """The bytes of a decision that follows one of the same nodes, as it lies on the store."""
-    store, kept = dist.HashStore(), KeptDecisions()
+    store, kept = dist.HashStore(), CachedDecisions()
     for _ in range(2):
         board = Blackboard(store, 0, 1, kept=kept)
         board.post("save", {})

@@ -13,7 +13,7 @@ from tests.steps.context import Context
 
 
 def save_every_step(
-    context: Context, size_bytes: int, steps: int, step_s: float, spill_every: int, loads: int
+    context: Context, size_bytes: int, steps: int, step_s: float, disk_every: int, loads: int
 ) -> dict[str, Any]:
     """What each step's save held up training for, and whether it was in the buddy's memory when the next one began.
 
@@ -27,7 +27,7 @@ def save_every_step(
     def note(report: SaveReport) -> None:
         copies[report.checkpoint_id] = max(report.copies_made, copies.get(report.checkpoint_id, 0))
 
-    with CheckpointManager(context.root, memory=memory, spill_every=spill_every, on_save=note) as manager:
+    with CheckpointManager(context.root, memory=memory, disk_every=disk_every, on_save=note) as manager:
         manager.async_save(0, state.values)
         manager.wait()
         dist.barrier()

@@ -1,6 +1,6 @@
 """A checkpoint at every step in the memory of the node and of its buddy: what training loses to it, and loads from there.
 
-    python -m benchmarks.suites.memory_tier [--size-mib 48] [--steps 100] [--step-s 0.3] [--spill-every 10] [--loads 7]
+    python -m benchmarks.suites.memory_tier [--size-mib 48] [--steps 100] [--step-s 0.3] [--disk-every 10] [--loads 7]
 
 Two nodes of one rank, memory tiers in /dev/shm, disks in --disk.
 """
@@ -36,7 +36,7 @@ def main() -> int:
             size_bytes=size_bytes,
             steps=arguments.steps,
             step_s=arguments.step_s,
-            spill_every=arguments.spill_every,
+            disk_every=arguments.disk_every,
             loads=arguments.loads,
         )
         results = cluster.launch([step], nodes=[0, 1], timeout_s=_TIMEOUT_S)
@@ -49,7 +49,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--size-mib", type=int, default=48, help="of the state over all ranks")
     parser.add_argument("--steps", type=int, default=100, help="each of them is saved")
     parser.add_argument("--step-s", type=float, default=0.3, help="what a step takes without its save")
-    parser.add_argument("--spill-every", type=int, default=10, help="so many-th saves go to the disk, too")
+    parser.add_argument("--disk-every", type=int, default=10, help="so many-th saves go to the disk, too")
     parser.add_argument("--loads", type=int, default=7, help="of the last step, next to plain copies")
     parser.add_argument("--medium", choices=("tmpfs", "disk"), default="disk", help="where the disks' stores lie")
     parser.add_argument("--disk", type=Path, default=Path("/var/tmp"), help="a directory on the disk")

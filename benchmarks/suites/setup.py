@@ -47,7 +47,7 @@ def setups(options: Options) -> list[Setup]:
 
 @contextmanager
 def scratch_folder(options: Options, medium: str, needed_bytes: int) -> Iterator[Path]:
-    """A new directory on the medium, removed afterwards; its name says whose it is (see leftovers.py).
+    """A new directory on the medium, removed afterwards; its name says whose it is (see stale_files.py).
 
     Raises: Unavailable if there is not room for so much, or what should be the disk is memory.
     """

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from replicated_ckpt.agent.certificate import open_certificate
-from replicated_ckpt.agent.http.local_door import open_local_door
 from replicated_ckpt.agent.http.object_routes import ObjectRoutes
 from replicated_ckpt.agent.http.server import AgentServer
+from replicated_ckpt.agent.http.unix_socket import open_unix_socket
 from replicated_ckpt.agent.http.watched_routes import Activity, WatchedRoutes
 from replicated_ckpt.agent.peers.greeting import Greeter
-from replicated_ckpt.agent.peers.watch import Patience
+from replicated_ckpt.agent.peers.watch import SilenceTimeouts
 from replicated_ckpt.agent.repair.collector import finish_removals
 from replicated_ckpt.agent.repair.reprotect import Reprotector
 from replicated_ckpt.agent.repair.scrub import Scrubber
@@ -47,7 +47,7 @@ from replicated_ckpt.agent.state.listeners import cannot_listen
 from replicated_ckpt.agent.state.upload_book import UploadBook
 from replicated_ckpt.agent.uploads.uploader import Uploader
 from replicated_ckpt.config import LEAVE_WITHIN_S, AgentConfig, check_direct_io, parse_ports
-from replicated_ckpt.core.upkeep.policy import Standing
+from replicated_ckpt.core.upkeep.policy import NodeReport
 from replicated_ckpt.errors import ReplicatedCkptError, StoreDenied
 from replicated_ckpt.stores.files.durable import remove_broken_off_writes, translate_errors
 from replicated_ckpt.stores.files.locks import FileLock, holder_of, is_stopped
@@ -55,9 +55,9 @@ from replicated_ckpt.stores.local.identity import FRESH_IDENTITY
 from replicated_ckpt.stores.local.room_to_start import keep_room_to_start, lacks_room_to_start, make_room_to_start
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.versions.recycled import try_room
-from replicated_ckpt.stores.node_cache.cache import is_any_cache_held
+from replicated_ckpt.stores.node_cache.cache import is_any_cache_locked
 from replicated_ckpt.stores.thread_start import start_worker
-from replicated_ckpt.stores.throttle import Pace, copy_pace, hand_over_pace
+from replicated_ckpt.stores.throttle import Pace, copy_pace, submission_pace
 from replicated_ckpt.version import __version__
 
 log = logging.getLogger(__name__)
@@ -127,7 +127,7 @@ class Agent:
         self._greeter = Greeter(self._service.peers, self._endpoint)
         hear((signal.SIGTERM, signal.SIGINT), self._on_signal)
         thread = start_worker(server.serve_forever, 0.2, name="rckpt-accept")
-        door = open_local_door(directory, self._service)
+        unix_socket = open_unix_socket(directory, self._service)
         try:
             with translate_errors(str(store.root), "start", "agent"):
                 keep_identity(directory, replace(identity, port=self._endpoint.port))
@@ -143,8 +143,8 @@ class Agent:
             self._leave(server)
         finally:
             self._stopping.set()
-            if door is not None:
-                door.close()
+            if unix_socket is not None:
+                unix_socket.close()
             if lock.is_in_place():
                 remove_endpoint(directory)
             server.shutdown()
@@ -185,23 +185,23 @@ class Agent:
     def _start_background_work(self) -> None:
         """Makes the threads of re-protection and scrub; they start once the agent can be reached."""
         config = self.config
-        is_fetching = partial(is_any_cache_held, self._service.store.agent_directory())
+        is_fetching = partial(is_any_cache_locked, self._service.store.agent_directory())
         copying = copy_pace(config.copy_mib_per_s, self._stopping, self._service.is_in_use, is_fetching)
-        self._service.hand_overs.pace = hand_over_pace(config.copy_mib_per_s, self._stopping, copying)
+        self._service.submissions.pace = submission_pace(config.copy_mib_per_s, self._stopping, copying)
         scrubbing = Pace(config.scrub_mib_per_s * (1 << 20), self._stopping)
-        patience = Patience(config.lost_after_s, config.away_after_s)
+        timeouts = SilenceTimeouts(config.lost_after_s, config.away_after_s)
         self._reprotector = Reprotector(
             self._service,
-            patience,
+            timeouts,
             copying,
             self._stopping,
-            standing=self._standing,
+            node_report=self._make_node_report,
             on_seen=self._on_seen,
             idle_pause_s=config.round_every_s,
         )
         book = UploadBook(self._service.store.agent_directory())
         uploading = Pace(config.upload_mib_per_s * (1 << 20), self._stopping)
-        self._uploader = Uploader(self._service, book, uploading, patience, self._stopping, self._reprotector.suspect)
+        self._uploader = Uploader(self._service, book, uploading, timeouts, self._stopping, self._reprotector.suspect)
         self._scrubber = Scrubber(
             self._service.store,
             self._service.node_id,
@@ -351,15 +351,15 @@ class Agent:
 
     def _on_seen(self, nodes: Collection[str]) -> None:
         self._greeter.greet(nodes)
-        self._service.peers.twins.look_again()
+        self._service.peers.duplicate_nodes.look_again()
 
-    def _standing(self) -> Standing:
-        return self._uploader.standing()
+    def _make_node_report(self) -> NodeReport:
+        return self._uploader.node_report()
 
     def status(self, *, is_brief: bool, is_opening: bool = False) -> Mapping[str, Any]:
         """What `GET /v1/status` answers. Brief: who it is and no more, which every rank asks at each save and load."""
         if is_opening and not self._stopping.is_set():
-            self._activity.note_presented()  # before it is answered: what is told to stop now stays for that save
+            self._activity.note_registered()  # before it is answered: what is told to stop now stays for that save
         brief = {
             "node_id": self._endpoint.node_id,
             "version": __version__,
@@ -374,14 +374,14 @@ class Agent:
         if is_brief:
             return brief
         staged = [intent.save_id for intent in self._service.store.list_staged()]
-        doubts = [doubt for doubt in self._service.doubts.read_all() if doubt.intent.save_id in staged]
+        in_doubt = [save for save in self._service.in_doubt.read_all() if save.intent.save_id in staged]
         return {
             **brief,
             "staged": staged,
             "checkpoints": [holding.checkpoint_id for holding in self._service.holdings()],
-            "in_doubt": [doubt.to_json() for doubt in doubts],
+            "in_doubt": [save.to_json() for save in in_doubt],
             "greeted": self._hello is not None and not self._hello.is_alive(),
-            "twins": [*self._service.peers.twins.describe(), *self._greeter.describe_refusals()],
+            "duplicate_nodes": [*self._service.peers.duplicate_nodes.describe(), *self._greeter.describe_refusals()],
             "restoring": self._reprotector.is_busy,
             "protection": self._reprotector.status(),
             "scrub": self._scrubber.status(),

@@ -17,7 +17,7 @@ class Holding:
     """What one node's store holds of one committed save. `sizes` maps shard name to bytes of the file found there.
 
     `damaged` are those of them that the node knows to be bad: they stay where they are until a good copy replaces them,
-    as their other blocks may be all that is left of something. `footless` are those of `damaged` of which the footer
+    as their other blocks may be all that is left of something. `footer_damaged` are those of `damaged` of which the footer
     alone is bad: a copy can be made of one of them. `created_unix_s` is when the save was made, by the clock of its
     coordinator: it orders lineages, and saves of one sequence by groups of nodes that never met. `is_replaced`: a newer
     save has the checkpoint's name on that node, and this one is kept until the newer one is seen whole.
@@ -33,7 +33,7 @@ class Holding:
     created_unix_s: float = 0.0
     lineage: str = ""
     is_replaced: bool = False
-    footless: tuple[str, ...] = ()
+    footer_damaged: tuple[str, ...] = ()
 
     @classmethod
     def of_save(
@@ -65,7 +65,7 @@ class Holding:
             moment(fields.get("created_unix_s", 0.0)),
             str(fields.get("lineage", "")),
             fields.get("is_replaced") is True,
-            tuple(str(name) for name in fields.get("footless", ()) if name in sizes),
+            tuple(str(name) for name in fields.get("footer_damaged", ()) if name in sizes),
         )
         if (
             not is_checkpoint_id(holding.checkpoint_id)
@@ -114,7 +114,9 @@ class SaveFound:
     @property
     def damaged_copies(self) -> frozenset[tuple[str, str]]:
         """Node and shard of each copy whose data is known to be damaged."""
-        return frozenset((h.node_id, shard) for h in self.holdings for shard in h.damaged if shard not in h.footless)
+        return frozenset(
+            (h.node_id, shard) for h in self.holdings for shard in h.damaged if shard not in h.footer_damaged
+        )
 
     def is_whole(self, size_by_shard: Mapping[str, int], damaged: Collection[tuple[str, str]] = ()) -> bool:
         """Whether every shard has a copy, and the metadata; `damaged` as for `list_missing`."""

@@ -77,13 +77,13 @@ def gone_name(save_id: str) -> str:
     return f".gone.{save_id}.json"
 
 
-def kept_metadata_name(save_id: str) -> str:
+def version_metadata_name(save_id: str) -> str:
     """`.metadata` of a version while another one has that name: of a replaced one, or of one that is being published."""
     return f"{METADATA_NAME}.{save_id}"
 
 
-def parse_kept_metadata(name: str) -> str:
-    """The save id in the name that `kept_metadata_name` gives; "" where it is another name."""
+def parse_version_metadata(name: str) -> str:
+    """The save id in the name that `version_metadata_name` gives; "" where it is another name."""
     save_id = name.removeprefix(f"{METADATA_NAME}.")
     return save_id if save_id != name and is_save_id(save_id) else ""
 
@@ -102,7 +102,7 @@ def is_unfinished(name: str) -> bool:
 
 def is_ours(name: str) -> bool:
     """Whether a file of this name in a checkpoint's directory is a part of a version, or was to be one."""
-    is_marked = parse_marked(name) is not None or bool(parse_kept_metadata(name))
+    is_marked = parse_marked(name) is not None or bool(parse_version_metadata(name))
     return is_checkpoint_file(name) or is_unfinished(name) or is_marked
 
 

@@ -66,7 +66,7 @@ class SaveCallback:
             )
 
 
-_SPILL_EVERY = 10
+_DISK_EVERY = 10
 
 
 class CheckpointManager:
@@ -96,7 +96,7 @@ class CheckpointManager:
         object_every: only every n-th checkpoint goes there; with a memory tier, of those that go to the disk.
         memory: a second store in memory, to which every checkpoint goes, with its copies: True, in /dev/shm, or a directory
             in a tmpfs. It keeps two. Each node there needs room for three, own shards and copies, or saves are refused.
-        spill_every: with a memory tier every so many-th save goes to the disk at `root`, too, and each after a signal.
+        disk_every: with a memory tier every so many-th save goes to the disk at `root`, too, and each after a signal.
         preempt_on: names of signals. After any rank was sent one, `should_save` is true once more, and `preempted` on.
         trust_pickles, expect_partial: as of ReplicatedReader.
         on_save, on_load: called on every rank with its SaveReport or LoadReport; of an asynchronous save in its thread,
@@ -123,7 +123,7 @@ class CheckpointManager:
         storage_options: Mapping[str, Any] | None = None,
         object_every: int = 1,
         memory: bool | str | os.PathLike[str] | None = None,
-        spill_every: int = _SPILL_EVERY,
+        disk_every: int = _DISK_EVERY,
         preempt_on: tuple[str, ...] = ("SIGTERM",),
         trust_pickles: bool = False,
         expect_partial: bool = False,
@@ -131,7 +131,7 @@ class CheckpointManager:
         on_load: Callable[[LoadReport], object] | None = None,
         writer_options: Mapping[str, Any] | None = None,
     ) -> None:
-        self.config = ManagerConfig(every=every, preempt_on=preempt_on, spill_every=spill_every)
+        self.config = ManagerConfig(every=every, preempt_on=preempt_on, disk_every=disk_every)
         how: dict[str, Any] = {"retention": retention, "copies": copies, "ack": ack}
         how |= {"object_store": object_store, "storage_options": storage_options, "object_every": object_every}
         how |= {"on_save": on_save, "domain": domain, **(writer_options or {})}
@@ -141,12 +141,12 @@ class CheckpointManager:
         has_tier = memory is not None and memory is not False
         check_ranks_alike({name: repr(value) for name, value in {**vars(self.config), "memory": has_tier}.items()})
         if not has_tier:
-            if spill_every != _SPILL_EVERY:
-                raise ConfigInvalid("spill_every needs memory=True, or a directory in a tmpfs.")
+            if disk_every != _DISK_EVERY:
+                raise ConfigInvalid("disk_every needs memory=True, or a directory in a tmpfs.")
             self._checkpoints = NamedCheckpoints(root, how, load, newest=NEWEST_STEP)
         else:
             self._checkpoints = TieredCheckpoints(
-                root, memory, spill_every, how, load, NEWEST_STEP, lambda: self.preempted
+                root, memory, disk_every, how, load, NEWEST_STEP, lambda: self.preempted
             )
         try:
             self._preemption = Preemption(self.config.preempt_on)

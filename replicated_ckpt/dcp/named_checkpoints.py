@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner
 from replicated_ckpt.core.layout import LATEST
 from replicated_ckpt.core.reading.newest import Newest, is_newest
 from replicated_ckpt.core.upkeep.policy import scope_of
-from replicated_ckpt.dcp.c10d.lent_group import LentGroup, agree_on_first, borrow_group
+from replicated_ckpt.dcp.c10d.group_pool import PooledGroup, acquire_group, agree_on_first
 from replicated_ckpt.dcp.find.listing import Listed, list_checkpoints
 from replicated_ckpt.dcp.load.reader import ReplicatedReader
 from replicated_ckpt.dcp.load.report import LoadReport
@@ -26,7 +26,7 @@ from replicated_ckpt.dcp.removal import delete_everywhere
 from replicated_ckpt.dcp.save.bucket import WAIT_TIMEOUT_S
 from replicated_ckpt.dcp.save.report import SaveReport
 from replicated_ckpt.dcp.save.writer import ReplicatedWriter
-from replicated_ckpt.errors import MeetingFailed, RankFailed, ReplicatedCkptError
+from replicated_ckpt.errors import RankFailed, RendezvousFailed, ReplicatedCkptError
 
 log = logging.getLogger(__name__)
 
@@ -36,11 +36,11 @@ _OF_READER_TOO = ("object_store", "storage_options")
 def see_newest(look: Callable[[], object]) -> None:
     """Before an older checkpoint is loaded: what is saved after it is newer than all there is, in the bucket, too.
 
-    Raises MeetingFailed, RankFailed: the ranks do not meet. What else is wrong with the newest is nothing to this load.
+    Raises RendezvousFailed, RankFailed: the ranks do not meet. What else is wrong with the newest is nothing to this load.
     """
     try:
         look()
-    except (MeetingFailed, RankFailed):
+    except (RendezvousFailed, RankFailed):
         raise
     except ReplicatedCkptError as exc:  # alike on all ranks
         log.info("the newest checkpoint is not known before an older one is loaded: %s", exc)
@@ -73,7 +73,7 @@ class NamedCheckpoints:
         self.writer = ReplicatedWriter(root, **given)
         self._is_tier = self._has_asked_of_tier = is_tier
         self._planner = CachedSavePlanner()
-        self._lent: LentGroup | None = borrow_group()
+        self._lent: PooledGroup | None = acquire_group()
         self.reader = ReplicatedReader(root, process_group=self._group, **loading)
 
     @property

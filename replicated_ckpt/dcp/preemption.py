@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from replicated_ckpt.dcp.c10d.lent_group import LentGroup, borrow_group
+from replicated_ckpt.dcp.c10d.group_pool import PooledGroup, acquire_group
 from replicated_ckpt.dcp.c10d.watched_group import WatchedGroup
 from replicated_ckpt.dcp.c10d.world import watch_group
 from replicated_ckpt.errors import ConfigInvalid
@@ -31,7 +31,7 @@ class Preemption:
         self._is_signalled = False
         self._flag = torch.zeros((), dtype=torch.int64, device="cpu")
         self._previous: dict[int, Any] = {}
-        self._lent: LentGroup | None = None
+        self._lent: PooledGroup | None = None
         self._watched: WatchedGroup | None = None
         if not names:
             return
@@ -40,7 +40,7 @@ class Preemption:
                 f"Only the main thread can catch {', '.join(names)}.",
                 "Make the CheckpointManager in the main thread, or pass preempt_on=().",
             )
-        self._lent = borrow_group()
+        self._lent = acquire_group()
         for name in names:
             number = signal.Signals[name]
             self._previous[number] = signal.signal(number, self._catch)

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from replicated_ckpt.core.manifest import Manifest
-from replicated_ckpt.dcp.c10d.lent_group import agree_on_all, agree_on_first
+from replicated_ckpt.dcp.c10d.group_pool import agree_on_all, agree_on_first
 from replicated_ckpt.dcp.c10d.world import ALONE, session_of
 from replicated_ckpt.dcp.find.listing import name_saves
 from replicated_ckpt.dcp.load.reader import ReplicatedReader

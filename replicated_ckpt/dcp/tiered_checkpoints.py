@@ -16,13 +16,13 @@ from torch.distributed.checkpoint.stateful import Stateful
 from replicated_ckpt.core.inventory import SaveFound
 from replicated_ckpt.core.lineage import Version, merge_histories, newest_lineage, newest_version
 from replicated_ckpt.core.upkeep.policy import scope_of
-from replicated_ckpt.dcp.c10d.lent_group import agree_on_all
+from replicated_ckpt.dcp.c10d.group_pool import agree_on_all
 from replicated_ckpt.dcp.find.listing import Listed
 from replicated_ckpt.dcp.load.report import LoadReport
 from replicated_ckpt.dcp.memory.root import claim_memory_root, find_memory_root
 from replicated_ckpt.dcp.memory.tiers import (
     GENERATIONS,
-    SpillCount,
+    DiskSaveCount,
     is_of_tier,
     is_older,
     join_left_tier,
@@ -50,7 +50,7 @@ _BEGINS_ANEW = (
 
 
 class TieredCheckpoints:
-    """As NamedCheckpoints, in two stores: every checkpoint goes to memory, every `spill_every`-th to the disk as well.
+    """As NamedCheckpoints, in two stores: every checkpoint goes to memory, every `disk_every`-th to the disk as well.
 
     Each tier is a store with an agent of its own, and keeps the same promises there. Sequences are counted through both,
     and a checkpoint has the same one in both. The state is copied once for both. A load takes the newer checkpoint, of
@@ -58,7 +58,7 @@ class TieredCheckpoints:
 
     Args:
         memory: True, or a directory in memory.
-        must_spill: asked at each save, alike on all ranks: whether it goes to the disk, whatever its sequence is.
+        must_write_disk: asked at each save, alike on all ranks: whether it goes to the disk, whatever its sequence is.
         others: as of NamedCheckpoints. `object_every` and `keep_every` of Retention count what goes to the disk.
     """
 
@@ -66,16 +66,16 @@ class TieredCheckpoints:
         self,
         root: str | os.PathLike[str],
         memory: object,
-        spill_every: int,
+        disk_every: int,
         options: Mapping[str, Any],
         reader_options: Mapping[str, Any],
         newest: str,
-        must_spill: Callable[[], bool] = lambda: False,
+        must_write_disk: Callable[[], bool] = lambda: False,
     ) -> None:
         memory_root = find_memory_root(root, memory)
-        self._spills, self._must_spill, self.newest = SpillCount(spill_every), must_spill, newest
+        self._disk_saves, self._must_write_disk, self.newest = DiskSaveCount(disk_every), must_write_disk, newest
         self.disk = NamedCheckpoints(
-            root, options_of_disk(options, spill_every), reader_options, newest=newest, is_tier=True
+            root, options_of_disk(options, disk_every), reader_options, newest=newest, is_tier=True
         )
         try:
             in_memory = options_of_memory(options)
@@ -129,24 +129,24 @@ class TieredCheckpoints:
         It is also its turn if one before it should have gone there and did not come there, in this process or in an
         earlier one. Where it must go there, the disk gets it although memory does not take it; that is logged.
         """
-        must_spill = self._prepare(checkpoint_id)
-        self._save(checkpoint_id, state, notes, must_spill)
+        must_write_disk = self._prepare(checkpoint_id)
+        self._save(checkpoint_id, state, notes, must_write_disk)
 
     def save_later(
         self, checkpoint_id: str, state: Mapping[str, Any], notes: Mapping[str, Any] | None = None
     ) -> Future[Any]:
         """Copies the state once and returns; the future is done when `save` would return. One at a time."""
-        must_spill = self._prepare(checkpoint_id)
+        must_write_disk = self._prepare(checkpoint_id)
         given = {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state.items()}
         try:
             staged = self._stager.stage(given)
         except StagingRefused as exc:
             log.warning("%s Training waits in async_save until the state is saved.", exc.message)
             await_device()
-            future = self._begin(checkpoint_id, given, notes, must_spill)
+            future = self._begin(checkpoint_id, given, notes, must_write_disk)
             wait([future])
             return future
-        future = self._begin(checkpoint_id, staged, notes, must_spill)
+        future = self._begin(checkpoint_id, staged, notes, must_write_disk)
         self._stager.follow(future)
         return future
 
@@ -162,14 +162,14 @@ class TieredCheckpoints:
             try:
                 self._look(self.newest)
             except (ShardLost, StoreUnavailable) as exc:  # what there is, is not whole, and still of this run
-                if not self._join_held(checkpoint_id):
+                if not self._join_locked(checkpoint_id):
                     log.warning(_BEGINS_ANEW, checkpoint_id, one_line(exc))
             self._is_joined = True
         if not self._is_counted:
-            self._count_spills(checkpoint_id)
-        return self._must_spill()
+            self._count_disk_saves(checkpoint_id)
+        return self._must_write_disk()
 
-    def _join_held(self, checkpoint_id: str) -> bool:
+    def _join_locked(self, checkpoint_id: str) -> bool:
         """Both tiers go on with the lineage that was saved last in the stores of all ranks' nodes; False: there is none."""
         stores = [tier.writer.store for tier in self._tiers]
         scope = scope_of(checkpoint_id)
@@ -181,17 +181,17 @@ class TieredCheckpoints:
             self._join(checkpoint_id, newest_version(found, lineage))
         return lineage is not None
 
-    def _count_spills(self, checkpoint_id: str) -> None:
+    def _count_disk_saves(self, checkpoint_id: str) -> None:
         """From what the disks of all ranks' nodes hold; and both tiers number behind a memory tier that was used before."""
         in_memory, on_disk = self.memory.writer.store, self.disk.writer.store
         with self.disk.use_group() as group:
             held = join_left_tier(group, [on_disk, in_memory], checkpoint_id, in_use=in_memory.root)
             agree_on_all(group, lambda: claim_memory_root(in_memory, on_disk))
-            self._spills.learn(held[0])
+            self._disk_saves.learn(held[0])
         self._is_counted = True
 
     def _save(
-        self, checkpoint_id: str, state: Mapping[str, Any], notes: Mapping[str, Any] | None, must_spill: bool
+        self, checkpoint_id: str, state: Mapping[str, Any], notes: Mapping[str, Any] | None, must_write_disk: bool
     ) -> None:
         version: Version | None = None
         try:
@@ -199,18 +199,18 @@ class TieredCheckpoints:
             version = self.memory.writer.last_version
             assert version is not None, "it was saved"
         except CheckpointException as exc:  # DCP tells all ranks
-            if not must_spill:
+            if not must_write_disk:
                 raise
             root = self.memory.writer.config.root
             log.warning(
                 "%s goes to the disk alone: the memory tier at %s: %s", checkpoint_id, root, describe_failure(exc)
             )
-        if version is None or must_spill or self._spills.is_due(version):
-            self._spill(checkpoint_id, state, notes, version)
+        if version is None or must_write_disk or self._disk_saves.is_due(version):
+            self._save_to_disk(checkpoint_id, state, notes, version)
             version = self.disk.writer.last_version
         self._join(checkpoint_id, version)
 
-    def _spill(
+    def _save_to_disk(
         self, checkpoint_id: str, state: Mapping[str, Any], notes: Mapping[str, Any] | None, in_memory: Version | None
     ) -> None:
         """Saves to the disk."""
@@ -219,7 +219,7 @@ class TieredCheckpoints:
             remember(self.disk.writer.store, checkpoint_id, before)  # so it has the same sequence there
         self.disk.save(checkpoint_id, state, notes)
         assert self.disk.writer.last_version is not None, "it was saved"
-        self._spills.note(self.disk.writer.last_version)
+        self._disk_saves.note(self.disk.writer.last_version)
 
     def _join(self, checkpoint_id: str, newest: Version | None) -> None:
         if newest is not None:

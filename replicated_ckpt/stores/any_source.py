@@ -47,7 +47,7 @@ class AnySource:
         rebuilt: Tables | None = None,
     ) -> None:
         self._sources = list(sources)
-        self._footless: list[Source] = []
+        self._footer_damaged: list[Source] = []
         self._rebuilt: Tables = {} if rebuilt is None else rebuilt
         self._table: BlockTable | None = None
         self._on_bad = on_bad
@@ -80,7 +80,7 @@ class AnySource:
             self.last_node = source.node_id
             self._good_reads[source.node_id] += 1
             return found if memory is None else _lay_into(memory, found)
-        if self._open_footless():
+        if self._open_footer_damaged():
             return self.read(offset, length, memory)
         return self._assemble(offset, length) if self._sources else None
 
@@ -123,14 +123,14 @@ class AnySource:
             position += step
         return whole
 
-    def _open_footless(self) -> bool:
+    def _open_footer_damaged(self) -> bool:
         """Opens the sources whose own footers are damaged; whether there is any."""
         is_any = False
-        while self._footless:
-            source = self._footless.pop(0)
+        while self._footer_damaged:
+            source = self._footer_damaged.pop(0)
             table = self._table or self._rebuilt.get(source.expected)
             try:
-                expected = replace(source.expected, table=table, is_footless=table is None)
+                expected = replace(source.expected, table=table, has_damaged_footer=table is None)
                 opened = self._add(source, source.shard_for(expected).open())
             except ReplicatedCkptError as exc:
                 self._tell(source, exc)
@@ -151,7 +151,7 @@ class AnySource:
             self._too_slow.add(source.node_id)
         elif not is_corrupt or source.node_id not in self._opened:
             self._sources.remove(source)
-            self._footless += [source] if is_corrupt else []
+            self._footer_damaged += [source] if is_corrupt else []
             self._close(source.node_id)
         self._tell(source, error)
 
@@ -172,7 +172,7 @@ class AnySource:
                 return self._opened.get(source.node_id) or self._add(source, source.shard_for(source.expected).open())
             except ReplicatedCkptError as exc:
                 self._note_failure(source, exc)
-        return next(iter(self._opened.values())) if self._open_footless() else None
+        return next(iter(self._opened.values())) if self._open_footer_damaged() else None
 
     def _close(self, node_id: str) -> None:
         opened = self._opened.pop(node_id, None)

@@ -87,7 +87,7 @@ def copy_pace(
     return YieldingPace(stopping, allowed_bytes_per_s)
 
 
-def hand_over_pace(mib_per_s: float | None, stopping: threading.Event, copying: Pace) -> Pace | None:
+def submission_pace(mib_per_s: float | None, stopping: threading.Event, copying: Pace) -> Pace | None:
     """The pace of shards that ranks hand over: that of copies, if one is named, or their own where that is too slow."""
     if mib_per_s is None:
         return None

@@ -29,18 +29,18 @@ class Expected:
     """Size and CRC32C of the whole shard file, as the manifest has them.
 
     A source whose own footer is damaged is opened without it: with the `table` that another source has shown, or, with
-    `is_footless`, with one made anew from all of its data.
+    `has_damaged_footer`, with one made anew from all of its data.
     """
 
     size_bytes: int
     crc32c: int
     table: BlockTable | None = None
-    is_footless: bool = False
+    has_damaged_footer: bool = False
 
     @property
     def needs_footer(self) -> bool:
         """Whether the source is to be opened by its own footer, so that its file must have the right size."""
-        return self.table is None and not self.is_footless
+        return self.table is None and not self.has_damaged_footer
 
 
 class TooSlow(TimeoutError):
@@ -75,7 +75,9 @@ class VerifiedShard(ABC):
             if expected.table is not None:
                 self.table = expected.table
             else:
-                self.table = self._rebuild_table(expected) if expected.is_footless else self._read_table(expected)
+                self.table = (
+                    self._rebuild_table(expected) if expected.has_damaged_footer else self._read_table(expected)
+                )
         except BaseException:
             self.close()
             raise

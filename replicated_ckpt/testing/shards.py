@@ -58,7 +58,7 @@ class ShardContract:
         with pytest.raises(ObjectCorrupt):
             self.shard_for(bad, wanted).open()
         lent = Expected(wanted.size_bytes, wanted.crc32c, table=table)
-        rebuilt = Expected(wanted.size_bytes, wanted.crc32c, is_footless=True)
+        rebuilt = Expected(wanted.size_bytes, wanted.crc32c, has_damaged_footer=True)
         for expected in (lent, rebuilt):
             shard = self.shard_for(bad, expected).open()
             assert shard.read(0, DATA_BYTES) == data
@@ -68,9 +68,9 @@ class ShardContract:
         """A table is made anew only of data that is what was saved."""
         raw, _ = add_footer(make_data())
         wanted = expect(raw)
-        footless = Expected(wanted.size_bytes, wanted.crc32c, is_footless=True)
+        footer_damaged = Expected(wanted.size_bytes, wanted.crc32c, has_damaged_footer=True)
         with pytest.raises(ObjectCorrupt):
-            self.shard_for(flip_bit(flip_bit(raw, 5), -1), footless).open()
+            self.shard_for(flip_bit(flip_bit(raw, 5), -1), footer_damaged).open()
 
     @pytest.mark.parametrize("missing_bytes", [1, BLOCK_BYTES, DATA_BYTES])
     def test_a_file_that_was_cut_short_is_refused(self, missing_bytes: int) -> None:

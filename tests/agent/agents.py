@@ -16,7 +16,7 @@ from typing import TypeVar
 from replicated_ckpt.agent.http.object_routes import ObjectRoutes
 from replicated_ckpt.agent.http.routes import Routes
 from replicated_ckpt.agent.http.server import AgentServer
-from replicated_ckpt.agent.peers.watch import Patience
+from replicated_ckpt.agent.peers.watch import SilenceTimeouts
 from replicated_ckpt.agent.repair.reprotect import Reprotector
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.state.endpoint import Endpoint, read_endpoint
@@ -64,15 +64,15 @@ class RunningAgent:
 def object_routes(service: NodeService, stopping: threading.Event) -> ObjectRoutes:
     """The verbs of the object tier, with an uploader that does not run."""
     targets = UploadBook(service.store.agent_directory())
-    uploader = Uploader(service, targets, Pace(1e12, stopping), Patience(), stopping, lambda *_: None)
+    uploader = Uploader(service, targets, Pace(1e12, stopping), SilenceTimeouts(), stopping, lambda *_: None)
     return ObjectRoutes(service, uploader)
 
 
 @contextmanager
-def opened_door(store: LocalStore) -> Iterator[AgentAddress]:
+def opened_server(store: LocalStore) -> Iterator[AgentAddress]:
     """An agent's door in this process, as its own user knows it."""
     service, stopping, owner = NodeService(store), threading.Event(), "b" * 32
-    reprotector = Reprotector(service, Patience(), Pace(1e9, stopping), stopping)
+    reprotector = Reprotector(service, SilenceTimeouts(), Pace(1e9, stopping), stopping)
     routes = Routes(service, reprotector, object_routes(service, stopping), lambda **_: {}, lambda: None)
     server = AgentServer(("127.0.0.1", 0), Tokens("c" * 32, owner), routes)
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)

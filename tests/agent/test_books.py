@@ -61,7 +61,7 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("replicated_ckpt.agent.state.note_file.write_file", refuse)
+    monkeypatch.setattr("replicated_ckpt.agent.state.state_file.write_file", refuse)
     return monkeypatch.undo
 
 

@@ -22,7 +22,7 @@ def test_it_prints_every_figure(
         "4",
         "--step-s",
         "0",
-        "--spill-every",
+        "--disk-every",
         "2",
         "--loads",
         "1",

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from replicated_ckpt.agent.peers.manifests import ManifestBook
-from replicated_ckpt.agent.peers.watch import Held
+from replicated_ckpt.agent.peers.watch import NodeHoldings
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.checkpoints import LOST, WHOLE, CheckpointSeen, advise
-from replicated_ckpt.cli.look.nodes import NodesSeen, advise_on_silence, advise_on_strangers
+from replicated_ckpt.cli.look.nodes import NodesSeen, advise_on_silence, advise_on_unknown_nodes
 from replicated_ckpt.cli.main import main
 from replicated_ckpt.core.layout import MANIFEST_NAME
 from replicated_ckpt.core.manifest import Manifest
@@ -22,7 +22,7 @@ from replicated_ckpt.stores.local.versions.remove import retire
 from replicated_ckpt.stores.peer.client import AgentAddress
 from tests.agent.agents import stop_agent
 from tests.agent.checkpoints import checkpointed, introduced, shard
-from tests.agent.door.test_tls import certificate
+from tests.agent.http.test_tls import certificate
 from tests.agent.repair.test_reprotect import PAIR, RING, agents, stores
 from tests.cli.commands import as_json, command
 from tests.damage import make_newer
@@ -147,7 +147,7 @@ def test_nodes_of_which_there_is_no_address_are_named(tmp_path: Path) -> None:
 def test_a_node_that_is_given_up_is_no_stranger() -> None:
     """`repair --lost NODE` said that it has no address of the node, and that a save or load there brings one."""
     given_up = AgentAddress("b", "host1", 1, "token")
-    assert advise_on_strangers(["b"], NodesSeen("a", {"a": Held(())}, {"b": given_up}, {}, {})) == []
+    assert advise_on_unknown_nodes(["b"], NodesSeen("a", {"a": NodeHoldings(())}, {"b": given_up}, {}, {})) == []
 
 
 @pytest.mark.parametrize("is_plain", [True, False], ids=["plain", "another certificate"])

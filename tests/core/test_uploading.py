@@ -5,7 +5,7 @@ import pytest
 from replicated_ckpt.core.bucket.upload_plan import choose_uploader
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
-from replicated_ckpt.core.upkeep.policy import Standing
+from replicated_ckpt.core.upkeep.policy import NodeReport
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
 
 SHARD, SIZE = "__0_0.distcp", 100
@@ -35,9 +35,9 @@ def node(name: str, presence: Presence, what: str = "whole") -> NodeView:
     sizes = {} if what == "none" else {SHARD: SIZE}
     damaged = (SHARD,) if what == "damaged" else ()
     unable, ordered = (frozenset({SAVE} if what == word else ()) for word in ("unable", "ordered"))
-    standing = Standing(unable=unable, ordered=ordered)
+    node_report = NodeReport(unable=unable, ordered=ordered)
     held = Holding(name, "step-1", SAVE, 1, True, sizes, damaged=damaged, is_replaced=what == "replaced")
-    return NodeView(name, presence, (held,), standing=standing)
+    return NodeView(name, presence, (held,), node_report=node_report)
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ def test_a_store_that_is_cut_off_before_the_save_takes_part_later(site: Site) ->
     """Its shard cannot be published anywhere: every rank is told that; once the link is back the save is completed."""
     calls = [
         save("step-1"),
-        site.save_while("cut_store", 1, point="rank.presented"),
+        site.save_while("cut_store", 1, point="rank.registered"),
         site.change("heal", 1),
         load("latest", 3),
     ]

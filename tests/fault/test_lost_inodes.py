@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from replicated_ckpt.agent.peers.watch import Patience
+from replicated_ckpt.agent.peers.watch import SilenceTimeouts
 from replicated_ckpt.agent.repair.reprotect import Reprotector
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.core.layout import MANIFEST_NAME
@@ -78,7 +78,7 @@ def test_the_other_checkpoints_are_looked_after(lose: Callable[[str], LocalStore
     service, stopping = NodeService(store), threading.Event()
     assert {held.checkpoint_id for held in service.holdings()} == {*IDS} - ({"step-2"} if kind != "shard" else set())
     assert {Path(found.path).relative_to(store.root).parts[0] for found in findings(store)} == {"step-2"}
-    assert Reprotector(service, Patience(), Pace(1e12, stopping), stopping).round().lost == 1
+    assert Reprotector(service, SilenceTimeouts(), Pace(1e12, stopping), stopping).round().lost == 1
     assert list(store.catalog.without_manifest()) == []
     if kind == "shard":
         assert service.holdings("step-2")[0].damaged == (shard(0),)

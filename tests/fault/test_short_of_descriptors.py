@@ -13,9 +13,9 @@ from unittest import mock
 import pytest
 
 from replicated_ckpt.agent.http.server import AgentServer
-from replicated_ckpt.agent.peers.watch import Patience
+from replicated_ckpt.agent.peers.watch import SilenceTimeouts
 from replicated_ckpt.agent.repair.reprotect import Reprotector
-from replicated_ckpt.agent.saves.doubts import Leftover
+from replicated_ckpt.agent.saves.in_doubt import StaleSave
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.saves.settle import settle
 from replicated_ckpt.agent.state.endpoint import keep_identity, next_identity
@@ -92,7 +92,7 @@ def test_a_save_is_not_given_up_for_want_of_them(service: NodeService, code: int
     with refused(intent, code):
         unread = read_or_none(lambda: Intent.read(SAVE, intent))
     with refused(book, code):
-        settle(service, [Leftover(unread or damaged(), "its processes are gone")], [])
+        settle(service, [StaleSave(unread or damaged(), "its processes are gone")], [])
     assert service.store.is_staged(SAVE)
     assert unread is None, "an intent that was not read is not taken for one that names no node"
 
@@ -147,7 +147,7 @@ def test_a_file_that_a_load_found_bad_is_read_once_there_are_some(tmp_path: Path
     store = LocalStore(tmp_path / "root")
     manifest = checkpointed([store], 1, {shard(0): [0]}, copies=1, size_bytes=3000)
     service, stopping = NodeService(store), threading.Event()
-    reprotector = Reprotector(service, Patience(), Pace(1e12, stopping), stopping)
+    reprotector = Reprotector(service, SilenceTimeouts(), Pace(1e12, stopping), stopping)
     place = "step-1", manifest.save_id, shard(0)
     flip(store.path_of(*place), 100)
     reprotector.suspect(*place, "a load read bad bytes")

@@ -11,16 +11,16 @@ from unittest import mock
 import pytest
 
 from replicated_ckpt.agent.process import Agent
-from replicated_ckpt.agent.saves import finish, hand_overs
-from replicated_ckpt.agent.saves.hand_overs import HandedShard
+from replicated_ckpt.agent.saves import finish, submissions
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.saves.shard_copies import WantedCopies
+from replicated_ckpt.agent.saves.submissions import SubmittedShard
 from replicated_ckpt.config import AgentConfig
 from replicated_ckpt.core.layout import METADATA_NAME
 from replicated_ckpt.errors import SaveAborted, StoreError
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
-from tests.agent.test_hand_over import METADATA, SAVE, outline_of
+from tests.agent.test_submissions import METADATA, SAVE, outline_of
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(60)]
 NAME = "__0_0.distcp"
@@ -42,10 +42,10 @@ def test_a_shard_that_is_not_written_ends_its_save_at_once(
     service: NodeService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever way it is asked for. Of an error of another kind the connection broke, and was tried again for 20 s."""
-    monkeypatch.setattr(hand_overs, "write_copies", refuse)
-    shard = HandedShard(WantedCopies(SAVE, NAME, service.node_id), [])
-    future = service.hand_overs.take(shard, [os.memfd_create("shard")])
-    for ask in (lambda: future.result(20), lambda: service.hand_overs.wait(SAVE, [NAME])):
+    monkeypatch.setattr(submissions, "write_copies", refuse)
+    shard = SubmittedShard(WantedCopies(SAVE, NAME, service.node_id), [])
+    future = service.submissions.take(shard, [os.memfd_create("shard")])
+    for ask in (lambda: future.result(20), lambda: service.submissions.wait(SAVE, [NAME])):
         with pytest.raises(StoreError, match=f"write '{NAME}' at this node's agent: MemoryError"):
             ask()
 
@@ -54,7 +54,7 @@ def test_a_shard_that_is_not_written_ends_its_save_at_once(
 def test_a_save_that_is_not_finished_says_why(
     service: NodeService, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
-    """Before it is decided it is given up; after that it stays, and the next who asks has it published."""
+    """Before it is decided it is aborted; after that it stays, and the next who asks has it published."""
     outline = outline_of([service.node_id, "b" * 12])
     outline = replace(outline, manifest=replace(outline.manifest, shards={}), buddies_by_shard={})
     service.store.put_small(SAVE, METADATA_NAME, METADATA)

@@ -84,7 +84,7 @@ class RemovesWhatIsWorkedOn(PackageRules):
 class TakesOblivionForNo(PackageRules):
     def settle(self, own: int, count: int, *, is_worked_on: bool, answers: dict[int, Answer]) -> Fate:
         said: dict[int, Answer] = {
-            node: Answer.GIVEN_UP if answer is Answer.ABSENT else answer for node, answer in answers.items()
+            node: Answer.ABORTED if answer is Answer.ABSENT else answer for node, answer in answers.items()
         }
         return super().settle(own, count, is_worked_on=is_worked_on, answers=said)
 

@@ -104,4 +104,4 @@ def test_a_save_that_opens_later_is_the_newer_one(store: LocalStore) -> None:
     assert told == [known, known + 1], "the later one takes a larger one than the one that is stopped may take"
     for intent in (stopped, later):
         service.abort(intent.save_id, "by hand")
-    assert service.begin(latest)[0][""].sequence == known, "what was given up takes none"
+    assert service.begin(latest)[0][""].sequence == known, "what was aborted takes none"

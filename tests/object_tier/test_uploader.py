@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from replicated_ckpt import failpoints
-from replicated_ckpt.agent.peers.watch import Patience
+from replicated_ckpt.agent.peers.watch import SilenceTimeouts
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.state.upload_book import UploadBook
 from replicated_ckpt.agent.uploads import uploader as uploader_module
 from replicated_ckpt.agent.uploads.bucket_retention import TOLD_MAX
-from replicated_ckpt.agent.uploads.uploader import BUSY_S, Uploader, UploadHeld
+from replicated_ckpt.agent.uploads.uploader import BUSY_S, Uploader, UploadPaused
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.errors import StoreUnavailable
@@ -58,7 +58,7 @@ def test_an_agent_stays_for_an_upload_that_moves(moto: Server, tmp_path: Path) -
     target = ObjectTarget.check(f"s3://{moto.make_bucket('long-hours')}/x", moto.storage_options())
     targets.learn(target)
     uploader = pace.uploader = Uploader(
-        NodeService(store), targets, pace, Patience(), threading.Event(), lambda *_: None, lambda: pace.now_s
+        NodeService(store), targets, pace, SilenceTimeouts(), threading.Event(), lambda *_: None, lambda: pace.now_s
     )
     uploader.book.order(manifest.save_id, target.url)
     uploader.round()
@@ -75,7 +75,7 @@ def uploading(
     service, targets, stopping = NodeService(store), UploadBook(store.agent_directory()), threading.Event()
     targets.learn(ObjectTarget.check(url, {}))
     pace = Pace(1e12, stopping)
-    return Uploader(service, targets, pace, Patience(), stopping, lambda *_: None, clock), service, targets
+    return Uploader(service, targets, pace, SilenceTimeouts(), stopping, lambda *_: None, clock), service, targets
 
 
 def test_what_is_removed_before_its_upload_stays_here(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_what_is_removed_before_its_upload_stays_here(tmp_path: Path) -> None:
     uploader.round()
     assert targets.bucket(url).save_of("step-1") is None
     assert uploader.state_of(manifest.save_id) is None
-    assert not uploader.standing().uploading
+    assert not uploader.node_report().uploading
 
 
 def test_a_removal_here_takes_nothing_back_that_another_node_has(tmp_path: Path) -> None:
@@ -178,19 +178,19 @@ def test_what_is_removed_between_two_parts_leaves_no_unfinished_upload(
         [store], 1, shards, copies=1, size_bytes=6 * PART_BYTES, url=target.url, has_own_prefix=has_own_prefix
     )
     stopping = threading.Event()
-    uploader = Uploader(NodeService(store), targets, Pace(1e12, stopping), Patience(), stopping, lambda *_: None)
+    uploader = Uploader(NodeService(store), targets, Pace(1e12, stopping), SilenceTimeouts(), stopping, lambda *_: None)
     removals: list[threading.Thread] = []
     holds = threading.Event()
 
     def remove() -> None:
-        with uploader.held.hold(manifest.save_id):
+        with uploader.paused.hold(manifest.save_id):
             remove_save(targets.bucket(target.url), "step-1", manifest.save_id, manifest)
 
     def begin_removal(_: str) -> None:
         if not removals:
             removals.append(threading.Thread(target=remove))
             removals[0].start()
-            wait_for(lambda: is_held(uploader, manifest.save_id), 30, "the removal holds it")
+            wait_for(lambda: is_locked(uploader, manifest.save_id), 30, "the removal holds it")
             holds.set()
         holds.wait(30)
 
@@ -202,10 +202,10 @@ def test_what_is_removed_between_two_parts_leaves_no_unfinished_upload(
     assert [upload["Key"] for upload in listed.get("Uploads", ())] == []
 
 
-def is_held(uploader: Uploader, save_id: str) -> bool:
+def is_locked(uploader: Uploader, save_id: str) -> bool:
     try:
-        uploader.held.check(save_id)
-    except UploadHeld:
+        uploader.paused.check(save_id)
+    except UploadPaused:
         return True
     return False
 
@@ -294,7 +294,7 @@ def test_a_shard_goes_there_in_parts_without_threads(
     targets = UploadBook(store.agent_directory())
     targets.learn(target)
     checkpointed([store], 1, {shard(0): (0,)}, copies=1, size_bytes=2 * PART_BYTES, url=target.url)
-    uploader = Uploader(NodeService(store), targets, Pace(1e12, stopping), Patience(), stopping, lambda *_: None)
+    uploader = Uploader(NodeService(store), targets, Pace(1e12, stopping), SilenceTimeouts(), stopping, lambda *_: None)
     monkeypatch.setattr(threading.Thread, "start", start)
     uploader.round()
     assert targets.bucket(target.url).save_of("step-1") is not None
@@ -329,11 +329,11 @@ def test_an_order_to_a_second_bucket_is_carried_out(tmp_path: Path, monkeypatch:
     order()
     uploader.round()
     assert targets.bucket(second).save_of("step-1") is not None
-    assert (uploader.standing().ordered, uploader.standing().uploaded) == (frozenset(), frozenset())
+    assert (uploader.node_report().ordered, uploader.node_report().uploaded) == (frozenset(), frozenset())
     uploader.round()
     assert targets.bucket(first).save_of("step-1") is not None
     assert not uploader.is_busy
-    assert uploader.standing().uploaded == {manifest.save_id}
+    assert uploader.node_report().uploaded == {manifest.save_id}
 
 
 class Cut(Pace):
@@ -354,7 +354,7 @@ def test_nothing_is_left_of_an_upload_whose_checkpoint_was_overwritten(
     targets.learn(target)
 
     def start_uploader() -> Uploader:
-        return Uploader(service, targets, Cut(1.0, stopping), Patience(), stopping, lambda *_: None)
+        return Uploader(service, targets, Cut(1.0, stopping), SilenceTimeouts(), stopping, lambda *_: None)
 
     manifest = checkpointed([store], 1, {shard(0): (0,)}, copies=1, size_bytes=2 * PART_BYTES)
     uploader = start_uploader()
@@ -429,7 +429,7 @@ def test_a_replaced_version_goes_there_if_the_newer_one_stays_broken(tmp_path: P
     assert [manifest.save_id for _, manifest in service.store.catalog.read_replaced()] == [older.save_id]
     for _ in range(3):
         uploader.round()
-        now[0] += Patience().lost_after_s / 3
+        now[0] += SilenceTimeouts().lost_after_s / 3
     assert targets.bucket(url).save_of("step-1") is None
     now[0] += 1
     uploader.round()
@@ -452,7 +452,7 @@ def test_a_node_tells_of_an_upload_when_it_has_nothing_of_the_save_any_more(tmp_
     for number in range(2, 2 * TOLD_MAX):
         checkpointed([service.store], number, {shard(0): (0,)}, copies=1, size_bytes=300, url=f"{url}/{number}")
         targets.learn(ObjectTarget.check(f"{url}/{number}", {}))
-        assert (manifest.save_id in uploader.standing().uploaded) == (number <= TOLD_MAX + 1)
+        assert (manifest.save_id in uploader.node_report().uploaded) == (number <= TOLD_MAX + 1)
         uploader.round()
 
 
@@ -465,9 +465,9 @@ def test_what_a_newer_save_in_the_bucket_has_replaced_is_not_waited_for(tmp_path
     other, others, _ = uploading(tmp_path / "other", url)
     checkpointed([others.store], 2, {shard(0): (0,)}, copies=1, size_bytes=3000, url=url)
     other.round()
-    assert uploader.standing().uploading == {older.save_id}
+    assert uploader.node_report().uploading == {older.save_id}
     uploader.round()
-    assert not uploader.standing().uploading
+    assert not uploader.node_report().uploading
     assert [path.name for path in (tmp_path / "bucket" / "run" / "step-1").glob("*.distcp")] == [shard(0)]
 
 

@@ -204,18 +204,18 @@ def bytes_of_saves(context: Context, mebibytes: int) -> dict[str, int]:
     """Bytes that this process writes to files from the end of staging to the end of a save: by the agent, and by itself."""
     state = {f"rank{context.rank}": torch.ones(mebibytes << 18)}
     writer = context.writer(overwrite=True)
-    door, away = (context.root / ".agent" / name for name in (SOCKET_NAME, "away"))
+    unix_socket, away = (context.root / ".agent" / name for name in (SOCKET_NAME, "away"))
     written = {}
     for by in ("agent", "rank"):
         if by == "rank":
-            door.rename(away)
+            unix_socket.rename(away)
         dist.barrier()
         future = dcp.async_save(dict(state), checkpoint_id="step-1", storage_writer=writer)
         assert isinstance(future, Future)
         before = _count_written()
         future.result(timeout=200)
         written[by] = _count_written() - before
-    away.rename(door)
+    away.rename(unix_socket)
     return written
 
 

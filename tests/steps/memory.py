@@ -30,8 +30,8 @@ def _root(context: Context) -> Path:
     return context.roots[len(context.roots) // 2 + context.node]
 
 
-def _manager(context: Context, spill_every: int, **options: Any) -> CheckpointManager:
-    return CheckpointManager(context.root, memory=_root(context), spill_every=spill_every, **options)
+def _manager(context: Context, disk_every: int, **options: Any) -> CheckpointManager:
+    return CheckpointManager(context.root, memory=_root(context), disk_every=disk_every, **options)
 
 
 def _state(context: Context, step: float, numbers: int = 1000) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def _state(context: Context, step: float, numbers: int = 1000) -> dict[str, Any]
 def train(
     context: Context,
     steps: list[int],
-    spill_every: int,
+    disk_every: int,
     die_after: int | None = None,
     **options: Any,
 ) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def train(
 
     `die_after`: once this step is there, the rank is killed.
     """
-    with _manager(context, spill_every, **options) as manager:
+    with _manager(context, disk_every, **options) as manager:
         restored = manager.restore(_state(context, UNSAVED))
         for step in steps:
             state = _state(context, step)
@@ -64,10 +64,10 @@ def train(
         return {"restored": restored, **_seen(manager)}
 
 
-def train_whatever(context: Context, steps: list[int], spill_every: int) -> list[str]:
+def train_whatever(context: Context, steps: list[int], disk_every: int) -> list[str]:
     """Saves these steps, each once the one before is over; after which of them `wait` raised that it had failed."""
     failed = []
-    with _manager(context, spill_every) as manager:
+    with _manager(context, disk_every) as manager:
         for step in steps:
             manager.async_save(step, _state(context, step))
             try:
@@ -92,10 +92,10 @@ def _seen(manager: CheckpointManager) -> dict[str, Any]:
     return {"steps": list(manager.all_steps()), "latest": manager.latest_step()}
 
 
-def restore(context: Context, spill_every: int, wanted: int | None = None) -> dict[str, Any]:
+def restore(context: Context, disk_every: int, wanted: int | None = None) -> dict[str, Any]:
     """What a job that begins finds, and where its bytes come from: the values of the state, and the report of the load."""
     state = _state(context, UNSAVED)
-    with _manager(context, spill_every) as manager:
+    with _manager(context, disk_every) as manager:
         seen = _seen(manager)
         found = manager.restore(state, wanted)
         report = manager.last_load
@@ -104,15 +104,15 @@ def restore(context: Context, spill_every: int, wanted: int | None = None) -> di
     return {"found": found, "values": values, **seen, **sources}
 
 
-def delete(context: Context, spill_every: int, wanted: int) -> list[Any]:
+def delete(context: Context, disk_every: int, wanted: int) -> list[Any]:
     """Removes a step twice; what is left."""
-    with _manager(context, spill_every) as manager:
+    with _manager(context, disk_every) as manager:
         return [manager.delete(wanted), manager.delete(wanted), *manager.all_steps()]
 
 
-def refuse(context: Context, spill_every: int, number: int, numbers: int) -> list[str]:
+def refuse(context: Context, disk_every: int, number: int, numbers: int) -> list[str]:
     """A save that is too large for the tier, as this rank hears of it; and what there is afterwards."""
-    with _manager(context, spill_every, ack="peer") as manager:
+    with _manager(context, disk_every, ack="peer") as manager:
         said = []
         try:
             manager.save(number, {f"own {context.rank}": torch.empty(numbers)})  # memory that nothing touches
@@ -121,10 +121,10 @@ def refuse(context: Context, spill_every: int, number: int, numbers: int) -> lis
         return [*said, *map(id_of, manager.all_steps())]
 
 
-def train_on(context: Context, spill_every: int, node: int, delay_s: float) -> None:
+def train_on(context: Context, disk_every: int, node: int, delay_s: float) -> None:
     """Saves a step after the other without a pause; notes each that is acknowledged. One node dies after a while."""
     noted = _root(context).parent / f"acknowledged{context.rank}"
-    with _manager(context, spill_every, ack="peer") as manager:
+    with _manager(context, disk_every, ack="peer") as manager:
         step = manager.restore(_state(context, UNSAVED)) or 0
         while True:
             step += 1
@@ -134,12 +134,12 @@ def train_on(context: Context, spill_every: int, node: int, delay_s: float) -> N
                 threading.Timer(delay_s, _die, [context]).start()
 
 
-def train_until_killed(context: Context, spill_every: int, delay_s: float) -> None:
+def train_until_killed(context: Context, disk_every: int, delay_s: float) -> None:
     """As a job that is started again: restores what was acknowledged, or a newer step; saves until all are killed."""
     noted = _root(context).parent / f"acknowledged{context.rank}"
     before = [int(path.read_text()) for path in noted.parent.glob("acknowledged?")]
     state = _state(context, UNSAVED)
-    with _manager(context, spill_every) as manager:
+    with _manager(context, disk_every) as manager:
         step = manager.restore(state) or 0
         assert step >= max(before, default=0), f"step {step} was restored, and {before} were acknowledged"
         assert step == 0 or all(bool((value == step).all()) for value in state.values()), state

@@ -82,13 +82,13 @@ def load_fails(context: Context, checkpoint_id: str, count: int, ranks: int, **o
 
 
 def load_fails_midway(
-    context: Context, checkpoint_id: str, count: int, ranks: int, folder: str, patience_s: float, **options: Any
+    context: Context, checkpoint_id: str, count: int, ranks: int, folder: str, wait_s: float, **options: Any
 ) -> dict[str, Any]:
     """As `load_fails`; rank 0 pauses with its first item, and no read waits longer than that for the bucket."""
     planner = ActingPlanner(int(context.rank == 0), partial(pause, context, folder))
     found = {name: tensor for rank in range(ranks) for name, tensor in pieces(rank, count, 2).items()}
     stopwatch = Stopwatch()
-    with mock.patch.dict(RetryingClient.__init__.__kwdefaults__ or {}, within_s=patience_s):
+    with mock.patch.dict(RetryingClient.__init__.__kwdefaults__ or {}, within_s=wait_s):
         try:
             dcp.load(found, checkpoint_id=checkpoint_id, storage_reader=reader_of(context, **options), planner=planner)
         except CheckpointException as exc:

@@ -87,7 +87,7 @@ def save_pieces_told_to_stop(context: Context, checkpoint_id: str, count: int) -
         time.sleep(1.0 if context.rank == 0 else 0.0)  # an agent that does not wait for the save has left by then
 
     writer = context.writer()
-    with failpoints.arm("rank.presented", stop):
+    with failpoints.arm("rank.registered", stop):
         dcp.save(pieces(context.rank, count, 1), checkpoint_id=checkpoint_id, storage_writer=writer)
     return report_of(writer.last_save)
 

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from replicated_ckpt import CachedSavePlanner, CheckpointManager, ReplicatedWriter, Retention
 from replicated_ckpt.dcp import named_checkpoints
-from replicated_ckpt.dcp.c10d.lent_group import agree_on_all, borrow_group
+from replicated_ckpt.dcp.c10d.group_pool import acquire_group, agree_on_all
 from replicated_ckpt.dcp.named_checkpoints import NamedCheckpoints
 from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptError
 from tests.harness.cluster import Digests
@@ -178,19 +178,19 @@ def destroy_groups_behind_a_save(context: Context, ends_before: bool) -> str:
 
 def agree_where_one_breaks(context: Context) -> str:
     """All ranks do something, and rank 1 fails with an error that is none of the package's: what each raises."""
-    lent = borrow_group()
-    assert lent is not None
+    pooled = acquire_group()
+    assert pooled is not None
 
     def act() -> None:
         if context.rank == 1:
             raise OSError("it breaks on purpose")
 
     try:
-        agree_on_all(lent.group, act)
+        agree_on_all(pooled.group, act)
     except (OSError, ReplicatedCkptError) as exc:
         return f"{type(exc).__name__}: {exc}"
     finally:
-        lent.close()
+        pooled.close()
     return "nothing"
 
 

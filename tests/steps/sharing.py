@@ -19,7 +19,7 @@ from torch.futures import Future
 
 from replicated_ckpt import ReplicatedReader, ReplicatedWriter
 from replicated_ckpt.dcp.c10d import blackboard, world
-from replicated_ckpt.dcp.c10d.kept_decisions import KeptDecisions
+from replicated_ckpt.dcp.c10d.cached_decisions import CachedDecisions
 from replicated_ckpt.stores.node_cache import exchange as exchanging
 from tests.steps.context import Context
 from tests.steps.peers import pieces
@@ -91,13 +91,13 @@ def load_with_trouble(
     ranks: int,
     trouble: str,
     at: int,
-    patience_s: float,
+    wait_s: float,
 ) -> dict[str, Any]:
     """Loads the pieces of all ranks that saved; rank `at` has trouble. Says how it went here, and how long it read.
 
-    A rank that stops goes on when the others have read all. Ranks that read wait for `patience_s` for each other.
+    A rank that stops goes on when the others have read all. Ranks that read wait for `wait_s` for each other.
     """
-    exchanging.PATIENCE_S = patience_s
+    exchanging.STALL_TIMEOUT_S = wait_s
     wanted = {name: tensor for rank in range(ranks) for name, tensor in pieces(rank, count, 1).items()}
     found = {name: torch.zeros_like(tensor) for name, tensor in wanted.items()}
     reader = TimedReader(context.root)
@@ -123,19 +123,19 @@ def save_as_in_a_large_job(context: Context, kinds: list[str], times: int, forge
     """
     read: list[int] = []
 
-    class Counting(KeptDecisions):
+    class Counting(CachedDecisions):
         def complete(self, topic: str, raw: bytes, fields: dict[str, Any]) -> dict[str, Any]:
             read.append(len(raw))
             return super().complete(topic, raw, fields)
 
     with (
         mock.patch.object(blackboard, "PACKED_FROM_BYTES", 256),
-        mock.patch.object(world, "KeptDecisions", Counting),
-        mock.patch.dict(world._kept_by_group, clear=True),
+        mock.patch.object(world, "CachedDecisions", Counting),
+        mock.patch.dict(world._cached_by_group, clear=True),
     ):
         for number in range(times):
             if number == forgets_at and context.rank == dist.get_world_size() - 1:
-                world._kept_by_group.clear()
+                world._cached_by_group.clear()
             state = dict(build_all(context, kinds, number))
             dcp.save(state, checkpoint_id=f"step-{number}", storage_writer=ReplicatedWriter(context.root))
     return read

@@ -21,7 +21,7 @@ from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.copy import PeerShard
 from replicated_ckpt.stores.verified import Expected, VerifiedShard
-from tests.agent.agents import opened_door
+from tests.agent.agents import opened_server
 from tests.agent.checkpoints import checkpointed, findings, shard
 
 pytestmark = pytest.mark.timeout(60)
@@ -78,7 +78,7 @@ def expected_of(manifest: Manifest) -> Expected:
     return Expected(entry.size_bytes, entry.crc32c)
 
 
-def sources_of(stores: list[LocalStore], door: AgentAddress, manifest: Manifest, bad: list[str]) -> AnySource:
+def sources_of(stores: list[LocalStore], agent: AgentAddress, manifest: Manifest, bad: list[str]) -> AnySource:
     """The first store's own disk, and the second one's agent."""
     save = "step-1", manifest.save_id, SHARD
 
@@ -86,7 +86,7 @@ def sources_of(stores: list[LocalStore], door: AgentAddress, manifest: Manifest,
         return ShardFile(partial(stores[0].open_file, *save), "own store", SHARD, expected)
 
     def at_peer(expected: Expected) -> VerifiedShard:
-        return PeerShard(AgentClient(door), *save, expected)
+        return PeerShard(AgentClient(agent), *save, expected)
 
     def note(node: str, error: ReplicatedCkptError) -> None:
         assert isinstance(error, ObjectCorrupt), error  # else its agent would not be told to read the file again
@@ -104,12 +104,12 @@ def test_two_copies_that_have_lost_other_sectors_are_together_whole(
     """As with flipped bits: both are told of, and all is read, and copied, unless it is one block that both have lost."""
     lost = [(path_in(stores[0]), own * BLOCK_BYTES + 5000), (path_in(stores[1]), peers * BLOCK_BYTES + 9000)]
     raw, bad = path_in(stores[0]).read_bytes(), list[str]()
-    with opened_door(stores[1]) as door, losing(*lost):
-        with closing(sources_of(stores, door, manifest, bad)) as sources:
+    with opened_server(stores[1]) as agent, losing(*lost):
+        with closing(sources_of(stores, agent, manifest, bad)) as sources:
             found = sources.read(0, DATA_BYTES)
         assert (None if found is None else bytes(found)) == (None if own == peers else raw[:DATA_BYTES])
         assert bad == ["own", "peer"]
-        with closing(sources_of(stores, door, manifest, bad)) as sources:
+        with closing(sources_of(stores, agent, manifest, bad)) as sources:
             if own != peers:
                 pull_shard(sources, SHARD, FileSink.create(tmp_path / SHARD), lambda _: None)
                 assert (tmp_path / SHARD).read_bytes() == raw
@@ -120,23 +120,27 @@ def test_lost_footers_are_taken_from_the_data(stores: list[LocalStore], manifest
     """The one copy's footer cannot be read, the other one has lost a block."""
     lost = [(path_in(stores[0]), manifest.shards[SHARD].size_bytes - 20), (path_in(stores[1]), 9000)]
     raw, bad = path_in(stores[0]).read_bytes(), list[str]()
-    with opened_door(stores[1]) as door, losing(*lost), closing(sources_of(stores, door, manifest, bad)) as sources:
+    with (
+        opened_server(stores[1]) as agent,
+        losing(*lost),
+        closing(sources_of(stores, agent, manifest, bad)) as sources,
+    ):
         found = sources.read(0, DATA_BYTES)
         assert found is not None
         assert bytes(found) == raw[:DATA_BYTES]
     assert [findings(store) for store in stores] == [[], []]
 
 
-@pytest.mark.parametrize(("place", "footless"), [(-20, (SHARD,)), (9000, ())])
+@pytest.mark.parametrize(("place", "footer_damaged"), [(-20, (SHARD,)), (9000, ())])
 def test_a_lost_footer_leaves_the_data_to_be_copied(
-    stores: list[LocalStore], manifest: Manifest, place: int, footless: tuple[str, ...]
+    stores: list[LocalStore], manifest: Manifest, place: int, footer_damaged: tuple[str, ...]
 ) -> None:
     """An only copy whose footer alone is lost loads, and is copied: it must not count as lost, as one without a block."""
     inspector = Inspector(stores[0], stores[0].node_id())
     with losing((path_in(stores[0]), place % manifest.shards[SHARD].size_bytes)):
         assert [finding.name for finding in inspector.inspect()] == [SHARD]
     (holding,) = inspector.holdings
-    assert (holding.damaged, holding.footless) == ((SHARD,), footless)
+    assert (holding.damaged, holding.footer_damaged) == ((SHARD,), footer_damaged)
     assert findings(stores[0]) == []
 
 

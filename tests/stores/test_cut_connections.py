@@ -16,7 +16,7 @@ from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.copy import PeerShard
 from replicated_ckpt.stores.verified import Expected
-from tests.agent.agents import opened_door
+from tests.agent.agents import opened_server
 from tests.agent.checkpoints import checkpointed, findings, shard
 
 pytestmark = pytest.mark.timeout(60)
@@ -73,7 +73,7 @@ class CuttingLine:
 def opened(store: LocalStore, *, is_reset: bool) -> Iterator[tuple[CuttingLine, PeerShard]]:
     manifest = checkpointed([store], 1, {SHARD: (0,)}, size_bytes=DATA_BYTES, copies=1)
     entry = manifest.shards[SHARD]
-    with opened_door(store) as door, closing(CuttingLine(door, is_reset=is_reset)) as line:
+    with opened_server(store) as unix_socket, closing(CuttingLine(unix_socket, is_reset=is_reset)) as line:
         found = PeerShard(
             AgentClient(line.address), "step-1", manifest.save_id, SHARD, Expected(entry.size_bytes, entry.crc32c)
         )

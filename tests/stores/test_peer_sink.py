@@ -1,4 +1,4 @@
-"""A copy that is sent to a peer: one that takes it too slowly, or never ends, is given up like one that is gone."""
+"""A copy that is sent to a peer: one that takes it too slowly, or never ends, is aborted like one that is gone."""
 
 import socket
 import threading

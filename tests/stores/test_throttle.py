@@ -10,14 +10,14 @@ import pytest
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
-from replicated_ckpt.stores.node_cache.cache import RankCache, is_any_cache_held
+from replicated_ckpt.stores.node_cache.cache import RankCache, is_any_cache_locked
 from replicated_ckpt.stores.throttle import (
     BUSY_BYTES_PER_S,
     LOOK_EVERY_S,
     Stopped,
     YieldingPace,
     copy_pace,
-    hand_over_pace,
+    submission_pace,
 )
 from tests.agent.checkpoints import checkpointed, shard
 
@@ -73,13 +73,13 @@ def test_a_pace_follows_what_the_node_does() -> None:
 
 def test_a_rank_fetches_while_it_has_a_cache(tmp_path: Path) -> None:
     """From the plan of its load to its end; one that was killed has none, though its file is there."""
-    assert not is_any_cache_held(tmp_path)
+    assert not is_any_cache_locked(tmp_path)
     cache = RankCache.create(tmp_path, 1, 4096)
-    assert is_any_cache_held(tmp_path)
+    assert is_any_cache_locked(tmp_path)
     cache.close()
-    assert not is_any_cache_held(tmp_path)
+    assert not is_any_cache_locked(tmp_path)
     (tmp_path / "cache-of-a-dead-rank").touch()
-    assert not is_any_cache_held(tmp_path)
+    assert not is_any_cache_locked(tmp_path)
 
 
 def test_a_pace_that_is_named_is_always_kept() -> None:
@@ -120,10 +120,10 @@ def test_a_slow_pace_of_copies_gives_no_shard_up() -> None:
     """A buddy would, if it had no piece for seconds; else what ranks hand over shares the pace of the copies."""
     stopping = threading.Event()
     slow, fast = (copy_pace(rate, stopping, never, never) for rate in (0.001, 64))
-    own = hand_over_pace(0.001, stopping, slow)
+    own = submission_pace(0.001, stopping, slow)
     assert own is not None
     assert own is not slow
     for _ in range(4):
         own.take(100_000)  # 0.05 s in all; 400 s at the pace of copies
-    assert hand_over_pace(64, stopping, fast) is fast
-    assert hand_over_pace(None, stopping, copy_pace(None, stopping, never, never)) is None
+    assert submission_pace(64, stopping, fast) is fast
+    assert submission_pace(None, stopping, copy_pace(None, stopping, never, never)) is None

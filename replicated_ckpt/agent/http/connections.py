@@ -123,19 +123,19 @@ _OTHERS = "other addresses"
 
 
 @dataclass
-class _Stranger:
+class _UnauthenticatedClient:
     said_at: float
     count: int = 0
     last: str = ""
 
 
-class Strangers:
+class UnauthenticatedClients:
     """Safe for concurrent use."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._by_address: dict[str, _Stranger] = {}
+        self._by_address: dict[str, _UnauthenticatedClient] = {}
         self._next_look = 0.0
 
     def note(self, address: str, what: str) -> None:
@@ -147,7 +147,7 @@ class Strangers:
                 address = _OTHERS
             found = self._by_address.get(address)
             if found is None:
-                self._by_address[address] = _Stranger(now)
+                self._by_address[address] = _UnauthenticatedClient(now)
                 lines.append(f"no valid token from {address}: {what}")
             else:
                 found.count += 1
@@ -166,7 +166,7 @@ class Strangers:
                 lines.append(
                     f"no valid token from {address}: {found.count} times in {since_s:.0f} s, last: {found.last}"
                 )
-                self._by_address[address] = _Stranger(now)
+                self._by_address[address] = _UnauthenticatedClient(now)
             else:
                 del self._by_address[address]
         self._next_look = min((found.said_at for found in self._by_address.values()), default=now) + INTERVAL_S

@@ -85,7 +85,7 @@ class ObjectRoutes:
         manifest = self._manifest_of(save_id) or told
         self.uploader.book.forget(save_id)
         bucket = self.uploader.book.bucket(str(fields["url"]))
-        with self.uploader.held.hold(save_id):
+        with self.uploader.paused.hold(save_id):
             is_removed = remove_save(bucket, checkpoint_id, save_id, manifest)
         return json_answer(is_removed=is_removed)
 

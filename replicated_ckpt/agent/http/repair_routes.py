@@ -9,7 +9,7 @@ from replicated_ckpt.agent.repair.reprotect import Reprotector
 from replicated_ckpt.agent.requests.request import Answer, Checks, Request, json_answer
 from replicated_ckpt.agent.saves.pins import PIN_S
 from replicated_ckpt.agent.saves.service import NodeService
-from replicated_ckpt.agent.saves.settle import give_up_lost
+from replicated_ckpt.agent.saves.settle import abort_lost
 from replicated_ckpt.agent.state.rights import Right
 from replicated_ckpt.core.layout import is_checkpoint_file, is_checkpoint_id, is_lineage, is_save_id
 from replicated_ckpt.core.upkeep.policy import Policy
@@ -53,7 +53,7 @@ class RepairRoutes:
             "verify": self._verify,
             "repair": self._carry_out,
             "retention": self._retain,
-            "give-up": self._give_up,
+            "abort-lost": self._abort_lost,
             "remove": self._remove,
             "forget": self._forget,
             "drained": self._drain,
@@ -102,13 +102,13 @@ class RepairRoutes:
         is_due = is_new or fields.get("is_committed")
         return json_answer(self._reprotector.wake if is_due else None)
 
-    def _give_up(self, fields: Mapping[str, Any], request: Request) -> Answer:
+    def _abort_lost(self, fields: Mapping[str, Any], request: Request) -> Answer:
         """The operator says that nodes never come back: a save that is in doubt for them alone is settled."""
         save_id, lost = fields["save_id"], [str(node) for node in fields["lost"]]
         if not is_save_id(save_id) or not lost:
-            raise ConfigInvalid("give-up: a save and the nodes that are lost must be named.")
+            raise ConfigInvalid("abort-lost: a save and the nodes that are lost must be named.")
         with request.heartbeat:
-            waits_for = give_up_lost(self._service, save_id, lost)
+            waits_for = abort_lost(self._service, save_id, lost)
         return json_answer(self._reprotector.wake, waits_for=list(waits_for))
 
     def _remove(self, fields: Mapping[str, Any], request: Request) -> Answer:
@@ -197,8 +197,8 @@ class RepairRoutes:
             node_id=self._service.node_id,
             findings=findings,
             holdings=[holding.to_json() for holding in inspector.holdings],
-            remains=[remains.to_json() for remains in inspector.remains],
-            standing=self._reprotector.standing().to_json(),
+            unclaimed=[unclaimed.to_json() for unclaimed in inspector.unclaimed],
+            node_report=self._reprotector.node_report().to_json(),
             room=try_room(self._service.store.root).to_json(),
             newer=list(self._service.store.catalog.of_newer_format(checkpoint_id)),
             silent=[holding.to_json() for holding in self._reprotector.watch.silent_holdings()],

@@ -80,8 +80,8 @@ def _ranges(raw: bytes) -> Mapping[str, tuple[ByteRange, ...]]:
         return ranges_from_json(json.loads(raw)["items"])
 
 
-class HandOverRoutes:
-    """Maps requests to the node's hand-overs. Safe for concurrent use."""
+class SubmissionRoutes:
+    """Maps requests to the node's submissions. Safe for concurrent use."""
 
     def __init__(self, service: NodeService) -> None:
         self._service = service
@@ -106,7 +106,7 @@ class HandOverRoutes:
         if not isinstance(names, list) or any(ShardName.parse(str(name)) is None for name in names):
             raise PeerProtocolError("written: no shards are named.")
         with request.heartbeat:
-            written = self._service.hand_overs.wait(save_id, [str(name) for name in names])
+            written = self._service.submissions.wait(save_id, [str(name) for name in names])
         return json_answer(written=[copies.to_json() for copies in written])
 
 
@@ -173,10 +173,10 @@ class Routes:
         self._service = service
         self._reprotector = reprotector
         checks = Checks()
-        self._repair = RepairRoutes(service, reprotector, checks, objects.uploader.held.hold)
+        self._repair = RepairRoutes(service, reprotector, checks, objects.uploader.paused.hold)
         self._objects = objects
         self._unmanaged = UnmanagedRoutes(service, checks)
-        self._handed = HandOverRoutes(service)
+        self._submitted = SubmissionRoutes(service)
         self._status = status
         self._stop = stop
 
@@ -242,9 +242,9 @@ class Routes:
                     held = self._service.commit(save_id)
                 return json_answer(self._wake_upkeep, held=list(held))
             case ("POST", "written"):
-                return self._handed.wait_for_written(request, save_id)
+                return self._submitted.wait_for_written(request, save_id)
             case ("POST", "finish"):
-                return self._handed.finish(request, save_id)
+                return self._submitted.finish(request, save_id)
             case ("POST", "abort"):
                 return self._abort(request, save_id)
         raise ObjectMissing("this agent", request.method, request.target[:200], "no such verb")
@@ -269,19 +269,19 @@ class Routes:
             )
         if not isinstance(intent.checkpoint_id, str) or not is_checkpoint_id(intent.checkpoint_id):
             raise ConfigInvalid(f"{str(intent.checkpoint_id)[:200]!r} is no checkpoint id.")
-        if request.connection is not None:  # else its rank may be at a later save, which would be given up for this one
+        if request.connection is not None:  # else its rank may be at a later save, which would be aborted for this one
             require_asker(request.connection)
-        histories, leftovers = self._service.begin(intent)
+        histories, stale_saves = self._service.begin(intent)
         named = find_named(self._service.store.catalog, intent.checkpoint_id)
-        if leftovers:
+        if stale_saves:
             with request.heartbeat:
-                settle(self._service, leftovers, peers)
+                settle(self._service, stale_saves, peers)
         told = {lineage: history.to_json() for lineage, history in histories.items()}
         taken = self._service.store.find_taken_numbers(intent.checkpoint_id, save_id)
         return json_answer(histories=told, named=named, taken_numbers=None if taken is None else sorted(taken))
 
     def _abort(self, request: Request, save_id: str) -> Answer:
-        """A peer gives up a save that it takes part in, and none that is decided here.
+        """A peer aborts a save that it takes part in, and none that is decided here.
 
         Once one node has published a save all peers know its id, and what lies here may lie nowhere else.
         """
@@ -298,7 +298,7 @@ class Routes:
         return Intent.admits_at(save_id, self._service.store.intent_path(save_id), ticket)
 
     def _require_part(self, request: Request, save_id: str, ticket: str) -> None:
-        """What is settled may be given up: that is for nodes of the save, if it is staged here and has a ticket."""
+        """What is settled may be aborted: that is for nodes of the save, if it is staged here and has a ticket."""
         if self._service.store.intent_of(save_id).ticket and not self._admits(save_id, ticket):
             request.require(Right.JOB)
 
@@ -314,7 +314,7 @@ class Routes:
         durable = request.headers.get("X-Rckpt-Ack", "durable") != "memory"
         with request.heartbeat:
             if BEHIND_HEADER in request.headers:  # what brings a shard has a connection, so a thread, for it alone
-                give_way(self._service.hand_overs.niceness)
+                give_way(self._service.submissions.niceness)
             found = self._service.receive(save_id, name, request.body, durable=durable)
         if durable:
             return json_answer(**asdict(found))
@@ -324,16 +324,16 @@ class Routes:
         if checkpoint_id is not None:
             check_checkpoint_id(checkpoint_id)
         found = self._service.holdings(checkpoint_id)
-        remains = [found.to_json() for found in self._service.remains.find(checkpoint_id)]
+        unclaimed = [found.to_json() for found in self._service.unclaimed.find(checkpoint_id)]
         holdings = [holding.to_json() for holding in found]
         newer = [] if is_upkeep else list(self._service.store.catalog.of_newer_format(checkpoint_id))
-        answer = {"node_id": self._service.node_id, "holdings": holdings, "remains": remains, "newer": newer}
+        answer = {"node_id": self._service.node_id, "holdings": holdings, "unclaimed": unclaimed, "newer": newer}
         if checkpoint_id is not None:
             beside = self._service.store.catalog.newest_of_runs(self._service.node_id, scope_of(checkpoint_id))
-            return json_answer(**answer, standing={}, beside=[holding.to_json() for holding in beside])
+            return json_answer(**answer, node_report={}, beside=[holding.to_json() for holding in beside])
         room = try_room(self._service.store.root).to_json()
-        standing = replace(self._objects.uploader.standing(), is_busy=self._reprotector.is_busy)
-        return json_answer(**answer, standing=standing.to_json(), room=room)
+        node_report = replace(self._objects.uploader.node_report(), is_busy=self._reprotector.is_busy)
+        return json_answer(**answer, node_report=node_report.to_json(), room=room)
 
     def _meet(self, request: Request) -> Answer:
         """A load begins: learn the nodes that take part, and settle what earlier saves left behind."""
@@ -341,7 +341,7 @@ class Routes:
         with parsing("Peers cannot be learned"):
             peers = self._service.learn_peers(fields["peers"])
         with request.heartbeat:
-            settle(self._service, self._service.leftovers(), peers)
+            settle(self._service, self._service.list_stale_saves(), peers)
         return json_answer(self._reprotector.wake_for_load)
 
     def _open(self, name: str, query: Mapping[str, str]) -> int:

@@ -1,4 +1,4 @@
-"""The agent's HTTP front door: reads a request, checks the token, routes it, answers. Plain threads, bounded in number."""
+"""The agent's HTTP server: reads a request, checks the token, routes it, answers. Plain threads, bounded in number."""
 
 import errno
 import json
@@ -15,7 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import BufferedIOBase, BufferedReader
 from typing import Any, cast
 
-from replicated_ckpt.agent.http.connections import Connections, Strangers
+from replicated_ckpt.agent.http.connections import Connections, UnauthenticatedClients
 from replicated_ckpt.agent.http.routes import Routes
 from replicated_ckpt.agent.requests.body import Body, Head
 from replicated_ckpt.agent.requests.releases import check_release
@@ -151,7 +151,7 @@ class AgentServer(DualStackServer):
         self.routes = routes
         self._tls = tls
         self.connections = Connections(CONNECTIONS_MAX)
-        self._strangers = Strangers()
+        self._unauthenticated = UnauthenticatedClients()
         super().__init__(bind, _Handler)
 
     def get_request(self) -> tuple[Any, Any]:
@@ -208,11 +208,11 @@ class AgentServer(DualStackServer):
             self.log_problem(client_address, f"connection broke: {type(sys.exception()).__name__}")
 
     def log_problem(self, client_address: Any, what: str) -> None:
-        """Logs one line; of a peer that has shown no valid token, as few as `Strangers` allows."""
+        """Logs one line; of a peer that has shown no valid token, as few as `UnauthenticatedClients` allows."""
         if self.connections.is_known(client_address):
             log.info("%s:%d: %s", *client_address[:2], what)
         else:
-            self._strangers.note(str(client_address[0]) if client_address else "this host", what)
+            self._unauthenticated.note(str(client_address[0]) if client_address else "this host", what)
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -19,7 +19,7 @@ class Activity:
         self._lock = threading.Lock()
         self._under_way = 0
         self._last = time.monotonic()
-        self._presented_at: float | None = None
+        self._registered_at: float | None = None
 
     def __enter__(self) -> None:
         with self._lock:
@@ -34,19 +34,19 @@ class Activity:
         with self._lock:
             self._last = time.monotonic()
 
-    def note_presented(self) -> None:
+    def note_registered(self) -> None:
         """A rank of this node is about to save, and was told that this agent opens it."""
         with self._lock:
-            self._presented_at = time.monotonic()
+            self._registered_at = time.monotonic()
 
     def note_opened(self) -> None:
         with self._lock:
-            self._presented_at = None
+            self._registered_at = None
 
     @property
     def awaits_opening(self) -> bool:
         with self._lock:
-            return self._presented_at is not None and time.monotonic() - self._presented_at < OPENING_WITHIN_S
+            return self._registered_at is not None and time.monotonic() - self._registered_at < OPENING_WITHIN_S
 
     @property
     def is_idle(self) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from replicated_ckpt.agent.peers.twins import Twins
+from replicated_ckpt.agent.peers.duplicate_nodes import DuplicateNodes
 from replicated_ckpt.errors import ObjectMissing, StoreDenied, StoreError
 from replicated_ckpt.stores.files.durable import fsync_directory, raise_shortage, translate_errors, write_file
 from replicated_ckpt.stores.files.ownership import read_private
@@ -29,7 +29,7 @@ def _is_downgrade(peer: AgentAddress, known: Mapping[str, AgentAddress]) -> bool
 
 
 def _as_given(peer: AgentAddress) -> AgentAddress:
-    """The address with who gave it in the first place, not with the books that have handed it on."""
+    """The address with who gave it in the first place, not with the books that passed it on."""
     first = peer.origin.rpartition(_FROM)[2]
     return replace(peer, origin="" if first.startswith(_BOOK) else first)
 
@@ -51,7 +51,7 @@ class PeerBook:
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / _PEERS_NAME
-        self.twins = Twins()
+        self.duplicate_nodes = DuplicateNodes()
         self._lock = threading.Lock()
 
     def learn(self, peers: Sequence[AgentAddress]) -> None:

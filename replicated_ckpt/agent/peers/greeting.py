@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from replicated_ckpt.agent.peers.address_book import INTRODUCE_HINT, PeerBook
-from replicated_ckpt.agent.peers.twins import Who, ask_who
+from replicated_ckpt.agent.peers.duplicate_nodes import Who, ask_who
 from replicated_ckpt.agent.state.endpoint import Endpoint
 from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptError, StoreDenied, StoreError, StoreUnavailable
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
@@ -98,9 +98,9 @@ class Greeter:
         self._peers = peers
         self._lock = threading.Lock()
         self._refusals: dict[str, str] = {}
-        self._present(endpoint)
+        self._register(endpoint)
 
-    def _present(self, endpoint: Endpoint) -> None:
+    def _register(self, endpoint: Endpoint) -> None:
         """No peer has heard this yet."""
         with self._lock:
             self._document = {"peer": {**endpoint.address().to_json(), "host": ""}}
@@ -108,7 +108,7 @@ class Greeter:
 
     def announce(self, endpoint: Endpoint) -> threading.Thread:
         """As `start`, once this agent has another certificate."""
-        self._present(endpoint)
+        self._register(endpoint)
         return self.start()
 
     def start(self) -> threading.Thread:
@@ -147,15 +147,15 @@ class Greeter:
 
         A peer that has not looked, as this agent greets too often, or that does not answer, says nothing new of that.
         """
-        is_twin, node_id = isinstance(error, ConfigInvalid), address.node_id
+        is_duplicate, node_id = isinstance(error, ConfigInvalid), address.node_id
         with self._lock:
-            was_twin = node_id in self._refusals
-            if is_twin:
+            was_duplicate = node_id in self._refusals
+            if is_duplicate:
                 self._refusals[node_id] = str(error)
             elif not isinstance(error, StoreUnavailable):
                 self._refusals.pop(node_id, None)
         if error is not None:
-            level = logging.WARNING if is_twin and not was_twin else logging.INFO
+            level = logging.WARNING if is_duplicate and not was_duplicate else logging.INFO
             log.log(level, "could not greet %s: %s", address.label, error.message)
 
     def describe_refusals(self) -> list[str]:
@@ -201,8 +201,8 @@ def heed_hello(book: PeerBook, said: AgentAddress, from_host: str, call_backs: C
         asked = FanOut.run({before, announced}, ask_who)
     expected = Who(known.node_id, said.incarnation, is_leaving=False, tls_sha256=said.tls_sha256)
     there, here = asked.results.get(before), asked.results.get(announced)
-    if there is not None and here is not None and known.node_id == here.node_id and there.is_twin_of(here):
-        raise book.twins.note(known, announced)
+    if there is not None and here is not None and known.node_id == here.node_id and there.is_duplicate_of(here):
+        raise book.duplicate_nodes.note(known, announced)
     if there is not None and there != expected and there.node_id == known.node_id and before != announced:
         raise _denial(said, "it answers at the address that is known, and says otherwise")
     found = [address for address in (before, announced) if asked.results.get(address) == expected]

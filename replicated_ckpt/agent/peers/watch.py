@@ -8,9 +8,9 @@ from typing import Any
 from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.manifest import Manifest
-from replicated_ckpt.core.upkeep.policy import NOTHING_SAID, Standing
-from replicated_ckpt.core.upkeep.remains import Remains
+from replicated_ckpt.core.upkeep.policy import NOTHING_REPORTED, NodeReport
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
+from replicated_ckpt.core.upkeep.unclaimed_files import UnclaimedFiles
 from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptError, StoreError
 from replicated_ckpt.stores.files.room import Room
 from replicated_ckpt.stores.peer.answer import parsing
@@ -27,7 +27,7 @@ HOLDINGS_MAX = 1 << 16
 
 
 @dataclass(frozen=True)
-class Patience:
+class SilenceTimeouts:
     """How long a node that does not answer is taken to hold what it held.
 
     `lost_after_s`: one that fell silent. `away_after_s`: one whose agent said that it leaves, with its disk intact.
@@ -38,16 +38,16 @@ class Patience:
 
 
 @dataclass(frozen=True)
-class Held:
-    """What a node says that it holds, what it has without a manifest that it believes, its standing, and its room.
+class NodeHoldings:
+    """A node's answer: what it holds, its files without a valid manifest, its report, and its free space.
 
     `newer`: the checkpoints there that only a newer version of the package reads; a node of that lists them as held.
     `beside`: where it was asked for one checkpoint, the newest of each run in that directory of ids.
     """
 
     holdings: tuple[Holding, ...]
-    remains: tuple[Remains, ...] = ()
-    standing: Standing = NOTHING_SAID
+    unclaimed: tuple[UnclaimedFiles, ...] = ()
+    node_report: NodeReport = NOTHING_REPORTED
     room: Room | None = None
     newer: tuple[str, ...] = ()
     beside: tuple[Holding, ...] = ()
@@ -55,18 +55,20 @@ class Held:
     def view_of(self, node: str) -> NodeView:
         """The node, which has answered this, as repair and retention plan for it."""
         writable_bytes = None if self.room is None else self.room.writable_bytes
-        return NodeView(node, Presence.UP, self.holdings, self.remains, self.standing, writable_bytes=writable_bytes)
+        return NodeView(
+            node, Presence.UP, self.holdings, self.unclaimed, self.node_report, writable_bytes=writable_bytes
+        )
 
 
 class PeerWatch:
     """Asks every known peer what it holds, and keeps since when those that are silent are. One thread."""
 
-    def __init__(self, peers: PeerBook, patience: Patience, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, peers: PeerBook, timeouts: SilenceTimeouts, clock: Callable[[], float] = time.monotonic) -> None:
         self._peers = peers
-        self._patience = patience
+        self._timeouts = timeouts
         self._clock = clock
         self._silent_since: dict[str, float] = {}
-        self._held: dict[str, Held] = {}
+        self._held: dict[str, NodeHoldings] = {}
         self._known_then: dict[str, frozenset[str]] = {}
 
     def look(self, known: Collection[str] = ()) -> tuple[NodeView, ...]:
@@ -98,15 +100,15 @@ class PeerWatch:
         self._held[node] = replace(self._held[node], holdings=holdings)
         return replace(view, holdings=holdings)
 
-    def _view(self, address: AgentAddress, answers: Mapping[str, Held]) -> NodeView:
+    def _view(self, address: AgentAddress, answers: Mapping[str, NodeHoldings]) -> NodeView:
         node = address.node_id
         if node in answers:
             self._silent_since.pop(node, None)
             held = self._held[node] = answers[node]
             return held.view_of(node)
         silent_s = self._clock() - self._silent_since.setdefault(node, self._clock())
-        patience = self._patience.away_after_s if self._peers.is_away(node) else self._patience.lost_after_s
-        presence = Presence.ASSUMED if silent_s < patience else Presence.GONE
+        timeout_s = self._timeouts.away_after_s if self._peers.is_away(node) else self._timeouts.lost_after_s
+        presence = Presence.ASSUMED if silent_s < timeout_s else Presence.GONE
         last = self._held.get(node)
         return NodeView(node, presence, None if last is None else last.holdings)
 
@@ -115,8 +117,8 @@ class PeerWatch:
         silent = [self._held[node] for node in sorted(self._silent_since) if node in self._held]
         return tuple(holding for held in silent for holding in held.holdings)
 
-    def has_doubt(self, views: Sequence[NodeView]) -> bool:
-        """Whether a node fell silent that is not given up yet: soon there may be work."""
+    def is_in_doubt(self, views: Sequence[NodeView]) -> bool:
+        """Whether a silent node is not counted as lost yet: soon there may be work."""
         return any(view.presence is Presence.ASSUMED and not self._peers.is_away(view.node_id) for view in views)
 
 
@@ -128,17 +130,17 @@ def _meant_for(node: str, manifest: Manifest) -> Holding | None:
     return Holding.of_save(manifest, node, manifest.checkpoint_id, has_metadata=True, sizes=sizes)
 
 
-def ask_holdings(address: AgentAddress) -> Held:
+def ask_holdings(address: AgentAddress) -> NodeHoldings:
     """What a node says it holds.
 
     Raises:
         StoreUnavailable: no answer. PeerProtocolError: no sensible one.
     """
     with AgentClient(address, HOLDINGS_TIMEOUT_S) as client, client.within(HOLDINGS_DEADLINE_S):
-        return parse_held(client.call("GET", "/v1/holdings?upkeep=1"), address)
+        return parse_node_holdings(client.call("GET", "/v1/holdings?upkeep=1"), address)
 
 
-def parse_held(answer: Mapping[str, Any], address: AgentAddress) -> Held:
+def parse_node_holdings(answer: Mapping[str, Any], address: AgentAddress) -> NodeHoldings:
     """What a node has answered to the question what it holds; what it says of other nodes is left out.
 
     Raises:
@@ -148,14 +150,14 @@ def parse_held(answer: Mapping[str, Any], address: AgentAddress) -> Held:
         if len(answer["holdings"]) > HOLDINGS_MAX:
             raise ValueError(f"more than {HOLDINGS_MAX} checkpoints")
         found = tuple(Holding.from_json(fields) for fields in answer["holdings"])
-        remains = tuple(Remains.from_json(fields) for fields in answer.get("remains", ()))
-        standing = Standing.from_json(answer.get("standing", {}))
+        unclaimed = tuple(UnclaimedFiles.from_json(fields) for fields in answer.get("unclaimed", ()))
+        node_report = NodeReport.from_json(answer.get("node_report", {}))
         room = Room.from_json(answer["room"]) if "room" in answer else None
         newer = tuple(one_line(checkpoint_id) for checkpoint_id in answer.get("newer", ()))
         beside = tuple(Holding.from_json(fields) for fields in answer.get("beside", ()))
     holdings, beside = (tuple(one for one in told if one.node_id == address.node_id) for told in (found, beside))
-    remains = tuple(one for one in remains if one.node_id == address.node_id)
-    return Held(holdings, remains, standing, room, newer, beside)
+    unclaimed = tuple(one for one in unclaimed if one.node_id == address.node_id)
+    return NodeHoldings(holdings, unclaimed, node_report, room, newer, beside)
 
 
 def runs_no_agent(error: ReplicatedCkptError) -> bool:

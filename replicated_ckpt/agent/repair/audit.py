@@ -8,14 +8,14 @@ from typing import Any
 
 from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.agent.peers.manifests import ManifestBook
-from replicated_ckpt.agent.peers.watch import HOLDINGS_TIMEOUT_S, Held, describe_silence, parse_held
+from replicated_ckpt.agent.peers.watch import HOLDINGS_TIMEOUT_S, NodeHoldings, describe_silence, parse_node_holdings
 from replicated_ckpt.agent.state.endpoint import listening_endpoint
 from replicated_ckpt.agent.state.policies import PolicyBook
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.layout import ShardName
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.upkeep.finding import Finding, Problem
-from replicated_ckpt.core.upkeep.policy import Standing
+from replicated_ckpt.core.upkeep.policy import NodeReport
 from replicated_ckpt.core.upkeep.removal import find_removed
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence, plan_repair
 from replicated_ckpt.core.upkeep.repair_plan import RepairPlan, ShortShard
@@ -40,7 +40,7 @@ class NodeReading:
 
     node_id: str
     findings: tuple[Finding, ...]
-    held: Held
+    held: NodeHoldings
     bytes_read: int
     silent: tuple[Holding, ...] = ()
 
@@ -51,7 +51,7 @@ class NodeReading:
     @classmethod
     def from_json(cls, fields: Mapping[str, Any], address: AgentAddress) -> "NodeReading":
         """Raises PeerProtocolError: it is no such answer."""
-        held = parse_held(fields, address)
+        held = parse_node_holdings(fields, address)
         with parsing(f"{address.label} answered verify wrongly", ConfigInvalid):
             findings = tuple(Finding.from_json(finding) for finding in fields["findings"])
             silent = tuple(Holding.from_json(holding) for holding in fields["silent"])
@@ -159,10 +159,10 @@ class Auditor:
         self._own_bytes = inspector.sum_sizes(checkpoint_id)
         self._inspector = inspector
         findings = tuple(inspector.inspect(checkpoint_id))
-        standing = read_standing(self._store)
-        holdings, remains = tuple(inspector.holdings), tuple(inspector.remains)
+        node_report = read_node_report(self._store)
+        holdings, unclaimed = tuple(inspector.holdings), tuple(inspector.unclaimed)
         newer = tuple(self._store.catalog.of_newer_format(checkpoint_id))
-        held = Held(holdings, remains, standing, measure_room(self._store.root), newer)
+        held = NodeHoldings(holdings, unclaimed, node_report, measure_room(self._store.root), newer)
         return NodeReading(self._node_id, findings, held, inspector.bytes_read)
 
     def _views(self, readings: Sequence[NodeReading], silent: Sequence[AgentAddress]) -> list[NodeView]:
@@ -176,10 +176,10 @@ class Auditor:
         return views
 
 
-def read_standing(store: LocalStore) -> Standing:
+def read_node_report(store: LocalStore) -> NodeReport:
     """What this node's agents have noted of it, where none runs that would say more. Raises StoreError."""
     policies = PolicyBook(store.root_agent_directory()).read_all()
-    return Standing(policies, removed=store.journal.read_removed())
+    return NodeReport(policies, removed=store.journal.read_removed())
 
 
 def _plan(manifests: Mapping[str, Manifest], views: Sequence[NodeView]) -> RepairPlan:
@@ -197,7 +197,7 @@ def _find_lost(
     for short in plan_repair(manifests, views, going=retired).lost:
         manifest = manifests.get(short.save_id)
         if short.save_id in removed and manifest is not None and manifest.checkpoint_id == short.checkpoint_id:
-            removed_on = {view.node_id for view in views if short.save_id in view.standing.removed}
+            removed_on = {view.node_id for view in views if short.save_id in view.node_report.removed}
             if not is_removed_everywhere(manifest, short.shard, removed_on):
                 yield short
 

@@ -13,7 +13,7 @@ from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.upkeep.collection import (
     WholeVersions,
-    find_end_of_doubt,
+    find_end_of_in_doubt,
     find_in_the_way,
     find_replaced,
     find_whole_versions,
@@ -68,7 +68,7 @@ class Collector:
         """
         own, removed_before = self._service.policies.read_all(), self.removed
         self.failed = []
-        agreed = agree([*own, *(policy for view in views for policy in view.standing.policies)])
+        agreed = agree([*own, *(policy for view in views for policy in view.node_report.policies)])
         plan = plan_retention(manifests, views, agreed)
         if set(own) == set(told):
             careful = plan_retention(manifests, views, agreed, in_doubt=True) if in_doubt else plan
@@ -185,27 +185,27 @@ class Collector:
         """
         self._service.pins.release_old()
         own = [held for view in views if view.node_id == self._service.node_id for held in view.holdings or ()]
-        doubts = self._service.doubts.read_all()
-        if doubts or has_several_versions(own, views):
+        in_doubt = self._service.in_doubt.read_all()
+        if in_doubt or has_several_versions(own, views):
             whole = find_whole_versions(manifests, views, may_be_short=is_stuck)
             for removal in find_replaced(own, whole):
                 self._try(removal, self._store.drop_replaced)
             for removal in find_in_the_way(own, manifests, whole):
                 self._try(removal, partial(recycle, self._store.root))
-            for doubt in doubts:
-                self._end_doubt(doubt.intent, whole, views)
+            for save in in_doubt:
+                self._end_in_doubt(save.intent, whole, views)
         for removal in damaged:
             self._try(removal, self._store.drop_replaced)
 
-    def _end_doubt(self, intent: Intent, whole: WholeVersions, views: Sequence[NodeView]) -> None:
+    def _end_in_doubt(self, intent: Intent, whole: WholeVersions, views: Sequence[NodeView]) -> None:
         """Removes a staged save in doubt, if it is over. Only its coordinator's node finds that no node publishes it."""
         service, is_own = self._service, intent.coordinator == self._service.node_id
         decided = self._read_decided(intent.save_id)
         members = set[str]()
-        if is_own and decided is not None and not service.is_held(intent.save_id):
+        if is_own and decided is not None and not service.is_locked(intent.save_id):
             members = {*intent.nodes, *(node.node_id for node in decided.nodes)}
         published = self._store.catalog.find_manifest(intent.checkpoint_id)
-        why = find_end_of_doubt(
+        why = find_end_of_in_doubt(
             intent.checkpoint_id,
             intent.place if decided is None else decided.version,
             whole,

@@ -102,12 +102,12 @@ class Mender:
 
     def _examine(self, directory: Committed, manifest: Manifest, name: str) -> Finding | None:
         inspector = Inspector(self._store, self._service.node_id, self._take)
-        is_footless = False
+        has_damaged_footer = False
         if name == METADATA_NAME:
             finding = inspector.metadata_problem(directory, manifest)
         elif name in manifest.shards:
             finding = inspector.shard_problem(directory, manifest, name)
-            is_footless = finding is not None and inspector.is_footless(directory, manifest, name)
+            has_damaged_footer = finding is not None and inspector.has_damaged_footer(directory, manifest, name)
         else:
             return None
         place = directory.checkpoint_id, manifest.save_id, name
@@ -115,7 +115,7 @@ class Mender:
             self._service.damage.clear(*place)
         else:
             log.warning("%s", finding)
-            self._service.damage.mark(*place, is_footless=is_footless)
+            self._service.damage.mark(*place, has_damaged_footer=has_damaged_footer)
         return finding
 
     def _refuse_removed(self, checkpoint_id: str, manifest: Manifest) -> None:
@@ -205,7 +205,7 @@ class Mender:
             self._refuse_removed(action.checkpoint_id, manifest)
             self._refuse_while_saved(action)
             self._store.begin(
-                Intent(action.save_id, action.checkpoint_id, _SESSION, overwrite=True), replaces_others=False
+                Intent(action.save_id, action.checkpoint_id, _SESSION, overwrite=True), replaces_other_runs=False
             )
             self._store.put_small(action.save_id, METADATA_NAME, metadata)
             self._store.put_small(action.save_id, MANIFEST_NAME, raw_manifest)
@@ -225,7 +225,7 @@ class Mender:
         for intent in self._store.list_staged():
             is_other = intent.checkpoint_id == action.checkpoint_id and intent.save_id != action.save_id
             if is_other and (
-                self._service.was_opened_within(OPEN_GRACE_S, intent) or self._service.is_held(intent.save_id)
+                self._service.was_opened_within(OPEN_GRACE_S, intent) or self._service.is_locked(intent.save_id)
             ):
                 raise StoreUnavailable(
                     f"node {self._service.node_id}",

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TypeAlias
 
 from replicated_ckpt.agent.peers.manifests import ManifestBook
-from replicated_ckpt.agent.peers.watch import Held, Patience, PeerWatch
+from replicated_ckpt.agent.peers.watch import NodeHoldings, PeerWatch, SilenceTimeouts
 from replicated_ckpt.agent.repair.collector import Collector
 from replicated_ckpt.agent.repair.deferred import DeferredActions
 from replicated_ckpt.agent.repair.mender import Mender, find_damaged, restore_replaced
@@ -19,7 +19,7 @@ from replicated_ckpt.agent.saves.settle import settle
 from replicated_ckpt.core.lineage import histories_of
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.upkeep.finding import Finding
-from replicated_ckpt.core.upkeep.policy import NOTHING_SAID, Standing
+from replicated_ckpt.core.upkeep.policy import NOTHING_REPORTED, NodeReport
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence, plan_repair
 from replicated_ckpt.core.upkeep.repair_plan import (
     Action,
@@ -81,7 +81,7 @@ class Protection:
 
     `planned`: what all nodes together have to do. `failed`: what this node could not do, in words. `short` and `lost`:
     shards that nothing can be done for now, for want of nodes or of any copy. `in_doubt`: a node fell silent and is not
-    given up yet.
+    counted as lost yet.
     """
 
     is_complete: bool
@@ -94,7 +94,7 @@ class Protection:
 
 
 STALE_ROUNDS_MAX = 10
-LEFTOVER_GRACE_S = 60.0
+STALE_SAVE_GRACE_S = 60.0
 SUSPECTS_MAX = 4096
 LOAD_FIRST_S = 0.3
 """Looking, and beginning to copy, takes processors that a load needs: up to a fifth of its time with two for four ranks."""
@@ -106,29 +106,29 @@ Outcome: TypeAlias = tuple[Action, str]
 class Reprotector:
     """One thread that looks, plans and does this node's part, whenever it is woken and every `idle_pause_s`.
 
-    All nodes plan alike from what all nodes hold, so no node has to be in charge. The collector removes what is over.
-    Nothing else is deleted: a node that comes back after it was given up brings one copy more. `standing` returns what
-    the other nodes are told besides. `round` may also be called directly, while the thread is off.
+    All nodes plan alike from what all nodes hold, so no node has to be in charge. The collector removes superseded and
+    retired saves. Nothing else is deleted: a node that returns after it was counted as lost brings one copy more.
+    `node_report` returns this node's report for the other nodes. `round` may also be called directly, without the thread.
     """
 
     def __init__(
         self,
         service: NodeService,
-        patience: Patience,
+        timeouts: SilenceTimeouts,
         pace: Pace,
         stopping: threading.Event,
         clock: Callable[[], float] = time.monotonic,
-        standing: Callable[[], Standing] = lambda: NOTHING_SAID,
+        node_report: Callable[[], NodeReport] = lambda: NOTHING_REPORTED,
         on_seen: Callable[[Collection[str]], None] = lambda _: None,
         idle_pause_s: float = IDLE_PAUSE_S,
     ) -> None:
         self._service = service
-        self.standing = standing
+        self.node_report = node_report
         self._on_seen = on_seen
         self._pauses = Pauses(idle_pause_s)
         self._collector = Collector(service, stopping)
         self._clock = clock
-        self.watch = PeerWatch(service.peers, patience, clock)
+        self.watch = PeerWatch(service.peers, timeouts, clock)
         self._mender = Mender(service, pace, self._remove_meanwhile)
         self._stopping = stopping
         self._woken = threading.Event()
@@ -137,7 +137,7 @@ class Reprotector:
         self._suspects = deque(service.damage.read_all(), maxlen=SUSPECTS_MAX)
         self._orders: deque[tuple[RepairPlan, bool, Future[list[Outcome]]]] = deque()
         self._manifests = ManifestBook(service.store, service.node_id, service.peers)
-        self._deferred = DeferredActions(patience.lost_after_s, clock)
+        self._deferred = DeferredActions(timeouts.lost_after_s, clock)
         self._stale: tuple[RepairPlan, int] = (RepairPlan(), 0)
         self._began_at: float | None = None
         self._look_again_at = clock()
@@ -256,7 +256,7 @@ class Reprotector:
             StoreError: the node's own store cannot be read. Stopped: the agent is leaving.
         """
         self._read_suspects()
-        self._settle_old_leftovers()
+        self._settle_stale_saves()
         policies = self._service.policies.read_all()
         manifests, (own, *others) = self._look()
         if self._stopping.is_set():
@@ -265,12 +265,12 @@ class Reprotector:
         for view in others:
             told = histories_of(holding.version for holding in view.holdings or ())
             self._service.hear({lineage: history.sequence for lineage, history in told.items()}, view.node_id)
-        in_doubt = self.watch.has_doubt(others)
+        in_doubt = self.watch.is_in_doubt(others)
         damaged = find_damaged(self._service)
         is_restored = restore_replaced(self._service, damaged, manifests, others)
         going, is_removed = self._collector.retire(manifests, (own, *others), policies, in_doubt=in_doubt)
         if is_restored or is_removed:  # a name may be free now for another run's checkpoint
-            own = replace(own, holdings=self._service.holdings(), remains=self._service.remains.find())
+            own = replace(own, holdings=self._service.holdings(), unclaimed=self._service.unclaimed.find())
         views = (own, *others)
         plan = plan_repair(manifests, views, self._service.node_id, going=going)
         self._stale = (plan, self._stale[1] + 1 if plan == self._stale[0] else 0)
@@ -280,7 +280,7 @@ class Reprotector:
             views,
             damaged=damaged if is_complete and not is_restored else (),
             is_stuck=self._stale[1] >= STALE_ROUNDS_MAX
-            and not (in_doubt or any(view.standing.is_busy for view in others)),
+            and not (in_doubt or any(view.node_report.is_busy for view in others)),
         )
         found = Protection(
             is_complete=is_complete,
@@ -303,7 +303,7 @@ class Reprotector:
         try:
             policies = self._service.policies.read_all()
             manifests, views = self._look()
-            going, _ = self._collector.retire(manifests, views, policies, in_doubt=self.watch.has_doubt(views))
+            going, _ = self._collector.retire(manifests, views, policies, in_doubt=self.watch.is_in_doubt(views))
             self._collector.drop_superseded(without_retired(manifests, going), views)
         except (ReplicatedCkptError, OSError) as exc:
             log.warning("what is over stays for now: %s", exc)
@@ -324,14 +324,14 @@ class Reprotector:
                 refused += [place] if isinstance(exc, StoreError) and is_refusal(exc) else []
         self._suspects.extend(refused)
 
-    def _settle_old_leftovers(self) -> None:
+    def _settle_stale_saves(self) -> None:
         """Where the disk does not show what is left, that keeps no copy from being made."""
         try:
             self._service.store.tidy(is_alone=True)  # this thread alone brings files into checkpoints
             sweep(self._service.store.root_agent_directory())
-            leftovers = self._service.find_abandoned(LEFTOVER_GRACE_S)
-            if leftovers:
-                settle(self._service, leftovers, self._service.peers.read_all())
+            stale_saves = self._service.find_settleable(STALE_SAVE_GRACE_S)
+            if stale_saves:
+                settle(self._service, stale_saves, self._service.peers.read_all())
         except (ReplicatedCkptError, OSError) as exc:
             log.warning("what is left over stays for now: %s", exc)
 
@@ -339,8 +339,10 @@ class Reprotector:
         """The manifests of the saves that nodes hold, and the views of all nodes, this one first."""
         others, service = self.watch.look(self._manifests.known), self._service
         self._look_again_at = self._clock() + self._pauses.after(len(others), is_active=False)
-        remains, standing = service.remains.find(), self.standing()
-        own = Held(service.holdings(), remains, standing, try_room(service.store.root)).view_of(service.node_id)
+        unclaimed, node_report = service.unclaimed.find(), self.node_report()
+        own = NodeHoldings(service.holdings(), unclaimed, node_report, try_room(service.store.root)).view_of(
+            service.node_id
+        )
         manifests = self._manifests.of((own, *others))
         return manifests, self.watch.with_newer((own, *others), manifests)
 

@@ -105,7 +105,7 @@ class Scrubber:
             except StoreError as exc:
                 if not is_refusal(exc):
                     raise
-                log.error("scrub: %s is passed over: %s", checkpoint_id, exc)  # noqa: TRY400 - it explains itself
+                log.error("scrub: %s is skipped: %s", checkpoint_id, exc)  # noqa: TRY400 - it explains itself
                 continue
             for holding in inspector.holdings:
                 note(holding)
@@ -118,7 +118,7 @@ class Scrubber:
         self._damage.note_scrubbed_to("")
 
     def _wait_for_pace(self, size_bytes: int) -> None:
-        while any(self._store.is_held(intent.save_id) for intent in self._store.list_staged()):
+        while any(self._store.is_locked(intent.save_id) for intent in self._store.list_staged()):
             if self._stopping.wait(_BUSY_PAUSE_S):
                 raise Stopped
         self._pace.take(size_bytes)

@@ -170,12 +170,12 @@ class UnmanagedAuditor:
     `node_ids` are afterwards the nodes that answered.
     """
 
-    def __init__(self, store: LocalStore, unasked: Collection[str] = ()) -> None:
-        """`unasked`: nodes that are lost, or did not answer a moment ago."""
+    def __init__(self, store: LocalStore, not_asked: Collection[str] = ()) -> None:
+        """`not_asked`: nodes that are lost, or did not answer a moment ago."""
         self._store = store
         self._node_id = store.read_node_id()
         known = PeerBook(store.root_agent_directory()).read_all()
-        self._addresses = {peer.node_id: peer for peer in known if peer.node_id not in unasked}
+        self._addresses = {peer.node_id: peer for peer in known if peer.node_id not in not_asked}
         self.node_ids: tuple[str, ...] = ()
 
     def audit(self, checkpoint_id: str | None = None, without: Iterable[str] = ()) -> tuple[UnmanagedAudit, ...]:

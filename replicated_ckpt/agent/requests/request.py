@@ -1,4 +1,4 @@
-"""One request to the agent and its answer, as values between the HTTP front door and the routes."""
+"""One request to the agent and its answer, as values between the HTTP server and the routes."""
 
 import json
 import os
@@ -115,7 +115,7 @@ def json_answer(after: Callable[[], object] | None = None, /, **fields: Any) -> 
 
 
 def require_asker(connection: socket.socket) -> None:
-    """Goes on only while the answer is waited for: an agent that hung finds questions that were given up.
+    """Goes on only while the answer is waited for: an agent that hung finds questions that were aborted.
 
     Raises:
         ConnectionAbortedError: the other end has closed the connection, or its own direction, whatever it has sent before.

@@ -1,1 +1,1 @@
-"""Saves on this node: opened, received, handed over, committed, given up, and settled after a crash."""
+"""Saves on this node: opened, received, submitted, committed, aborted, and settled after a crash."""

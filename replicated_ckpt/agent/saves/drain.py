@@ -58,30 +58,30 @@ class Draining:
         return {debt: why for debt, why in owed.items() if debt not in self._settled}
 
     def _find_taken(self) -> frozenset[str]:
-        """Staged saves of which shards were handed over: ranks may have opened one here by themselves, after the stop."""
+        """Staged saves of which shards were submitted: ranks may have opened one here by themselves, after the stop."""
         staged = (intent.save_id for intent in self._service.store.list_staged())
-        return frozenset(filter(self._service.hand_overs.has, staged))
+        return frozenset(filter(self._service.submissions.has, staged))
 
     def _find_own_part(self, save_id: str) -> str:
         """What this node has not done of a save; empty: it is over here, or goes on without this agent."""
         service = self._service
-        unwritten = service.hand_overs.list_unwritten(save_id)
+        unwritten = service.submissions.list_unwritten(save_id)
         if unwritten:
             return f"{', '.join(unwritten)} is not written"
         if service.finisher.is_finishing(save_id):
             return "it is not decided"
         if service.was_opened_within(OPEN_GRACE_S, service.store.intent_of(save_id)):
             return "it was opened just now"
-        if service.is_held(save_id):
+        if service.is_locked(save_id):
             return "ranks of this node work on it"
         return "it is not published" if self._is_followed(save_id) else ""
 
     def _is_followed(self, save_id: str) -> bool:
         """Whether this agent has a part of a save without ranks, and asks the coordinator's node what became of it."""
         service = self._service
-        if not service.hand_overs.has(save_id) or not service.store.is_staged(save_id):
+        if not service.submissions.has(save_id) or not service.store.is_staged(save_id):
             return False
-        return not (service.doubts.has(save_id) and self._waits_in_vain((save_id, self._own)))
+        return not (service.in_doubt.has(save_id) and self._waits_in_vain((save_id, self._own)))
 
     def _is_settled(self, debt: Debt) -> bool:
         """Whether the other node needs this one no more. One that said goodbye has nothing that it could finish."""

@@ -14,14 +14,14 @@ from typing import Any, Self
 
 from replicated_ckpt import failpoints
 from replicated_ckpt.agent.peers.address_book import PeerBook
-from replicated_ckpt.agent.saves.hand_overs import HandOvers
 from replicated_ckpt.agent.saves.shard_copies import WrittenCopies
+from replicated_ckpt.agent.saves.submissions import Submissions
 from replicated_ckpt.core.layout import MANIFEST_NAME
 from replicated_ckpt.core.manifest import Manifest, decode_manifest
 from replicated_ckpt.core.protocol.placement import intended_holders
 from replicated_ckpt.errors import ObjectMissing, PeerProtocolError, ReplicatedCkptError, SaveAborted, StoreUnavailable
-from replicated_ckpt.stores.files.locks import HeldLock
-from replicated_ckpt.stores.kept_error import forget_locals, translate_any
+from replicated_ckpt.stores.detached_error import forget_locals, translate_any
+from replicated_ckpt.stores.files.locks import DescriptorLock
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.versions.replaceable import check_decidable
 from replicated_ckpt.stores.peer.answer import parsing
@@ -74,7 +74,7 @@ class Outline:
 
 @dataclass(frozen=True)
 class Finished:
-    """How a save ended: its manifest, "" if it was given up for missing copies; and what agents have written."""
+    """How a save ended: its manifest, "" if it was aborted for missing copies; and what agents have written."""
 
     manifest: str
     written: Sequence[WrittenCopies]
@@ -95,12 +95,12 @@ class Finisher:
         self,
         store: LocalStore,
         peers: PeerBook,
-        hand_overs: HandOvers,
+        submissions: Submissions,
         commit: Callable[[str], object],
         abort: Callable[[str, str], object],
     ) -> None:
-        """`abort` gives up what is not decided."""
-        self._store, self._peers, self._hand_overs = store, peers, hand_overs
+        """`abort` removes a save that is not decided."""
+        self._store, self._peers, self._submissions = store, peers, submissions
         self._commit, self._abort = commit, abort
         self._lock = threading.Lock()
         self._ends: dict[str, Future[Finished]] = {}
@@ -158,7 +158,7 @@ class Finisher:
                 return self._ends[save_id]
         raise ObjectMissing("this agent", "finish", save_id, "no rank has asked for it")
 
-    def _run(self, outline: Outline, held: HeldLock, end: "Future[Finished]") -> None:
+    def _run(self, outline: Outline, held: DescriptorLock, end: "Future[Finished]") -> None:
         save_id = outline.manifest.save_id
         try:
             failpoints.reach("agent.finishing")
@@ -182,9 +182,9 @@ class Finisher:
             self._store.put_small(save_id, MANIFEST_NAME, raw)
             self._note_nodes(outline.manifest)
         except BaseException as exc:
-            self._give_up(save_id, one_line(translate_any(exc, "this node's agent", "finish", save_id)))
+            self._abort_unwritten(save_id, one_line(translate_any(exc, "this node's agent", "finish", save_id)))
             if isinstance(exc, StoreUnavailable | ObjectMissing):  # of another node: this one's agent is there
-                raise SaveAborted(f"Save {save_id} was given up: {exc.message}", exc.hint) from exc
+                raise SaveAborted(f"Save {save_id} was aborted: {exc.message}", exc.hint) from exc
             raise
         failpoints.reach("agent.decided")
         try:
@@ -194,12 +194,12 @@ class Finisher:
         failpoints.reach("agent.finished")
         return Finished(raw.decode(), tuple(written.values()))
 
-    def _give_up(self, save_id: str, why: str) -> None:
+    def _abort_unwritten(self, save_id: str, why: str) -> None:
         """A disk that takes no shard may not remove what is staged, either: its ranks are told of the shard."""
         try:
             self._abort(save_id, f"its shards are not all written: {why}")
         except ReplicatedCkptError as exc:
-            log.warning("save %s is given up, and stays staged for now: %s", save_id, exc)
+            log.warning("save %s is aborted, and stays staged for now: %s", save_id, exc)
 
     def _note_nodes(self, manifest: Manifest) -> None:
         nodes = frozenset(entry.node_id for entry in manifest.nodes) - {self._store.node_id()}
@@ -220,13 +220,13 @@ class Finisher:
         while True:
             try:
                 if node == self._store.node_id():
-                    return self._hand_overs.wait(save_id, names)
+                    return self._submissions.wait(save_id, names)
                 return self._ask(save_id, node, names)
             except (StoreUnavailable, ObjectMissing):
                 failing_since = failing_since or time.monotonic()
                 if time.monotonic() > failing_since + AGAIN_WITHIN_S:
                     raise
-                self._store.lock_save(save_id).release()  # raises SaveAborted: it was given up meanwhile
+                self._store.lock_save(save_id).release()  # raises SaveAborted: it was aborted meanwhile
                 time.sleep(_PAUSE_S)
 
     def _ask(self, save_id: str, node: str, names: Sequence[str]) -> Sequence[WrittenCopies]:

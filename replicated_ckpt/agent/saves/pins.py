@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from replicated_ckpt.stores.files.locks import HeldLock
+from replicated_ckpt.stores.files.locks import DescriptorLock
 
 PIN_S = 300.0
 """How long after a load began, or the last of its reads here, its checkpoint stays whatever the policy says."""
@@ -32,10 +32,10 @@ class Pins:
         self._clock = clock
         self._lock = threading.Lock()
         self._by_reader: dict[str, _Pin] = {}
-        self._lock_by_save: dict[str, HeldLock] = {}
+        self._lock_by_save: dict[str, DescriptorLock] = {}
         weakref.finalize(self, _release_all, self._lock_by_save)
 
-    def pin(self, save_id: str, reader: str, lock: HeldLock | None = None, sender: str = "") -> None:
+    def pin(self, save_id: str, reader: str, lock: DescriptorLock | None = None, sender: str = "") -> None:
         """Keeps a save for a reader, unless its sender has PINS_MAX others.
 
         `lock`: that on the version, taken over; None: it does not lie here.
@@ -101,6 +101,6 @@ class Pins:
         return [reader for reader, pin in self._by_reader.items() if pin.save_id == save_id and pin.until > now]
 
 
-def _release_all(lock_by_save: dict[str, HeldLock]) -> None:
+def _release_all(lock_by_save: dict[str, DescriptorLock]) -> None:
     for lock in lock_by_save.values():
         lock.release()

@@ -38,6 +38,6 @@ class ReservedSequences:
         return told
 
     def release(self, save_id: str) -> None:
-        """The save was given up, and takes none."""
+        """The save was aborted, and takes none."""
         with self._lock:
             self._by_save.pop(save_id, None)

@@ -12,12 +12,12 @@ from typing import Any
 from replicated_ckpt import failpoints
 from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.agent.requests.body import Body
-from replicated_ckpt.agent.saves.doubts import Doubts, Leftover
 from replicated_ckpt.agent.saves.finish import Finisher, Outline
-from replicated_ckpt.agent.saves.hand_overs import HandOvers
+from replicated_ckpt.agent.saves.in_doubt import InDoubtSaves, StaleSave
 from replicated_ckpt.agent.saves.pins import Pins
 from replicated_ckpt.agent.saves.receive import Intake, Received, receive_file, receive_plain_file, taking_metadata
 from replicated_ckpt.agent.saves.reserved import ReservedSequences
+from replicated_ckpt.agent.saves.submissions import Submissions
 from replicated_ckpt.agent.state.damage import DamageBook
 from replicated_ckpt.agent.state.policies import PolicyBook
 from replicated_ckpt.agent.state.sequence_floor import SequenceFloor
@@ -38,8 +38,8 @@ from replicated_ckpt.errors import (
 from replicated_ckpt.stores.files.locks import exclusive
 from replicated_ckpt.stores.local.directories.intent import WRITER, Intent
 from replicated_ckpt.stores.local.directories.journal import End
-from replicated_ckpt.stores.local.remains import RemainsReader
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.local.unclaimed import UnclaimedFilesReader
 from replicated_ckpt.stores.local.versions.readers import lock_version, look_again
 from replicated_ckpt.stores.local.versions.recycled import RecycledFiles, RoomOfRecycled
 from replicated_ckpt.stores.peer.client import AgentAddress
@@ -47,7 +47,7 @@ from replicated_ckpt.stores.peer.client import AgentAddress
 log = logging.getLogger(__name__)
 
 OPEN_GRACE_S = 5.0
-_GIVEN_UP = (End.ABORTED, End.RETIRED)
+_ABORTED = (End.ABORTED, End.RETIRED)
 """What this node says of every node: the save is decided nowhere, or no node is to have it."""
 
 
@@ -60,18 +60,18 @@ class NodeService:
         self.node_id = store.node_id()
         self.peers = PeerBook(store.agent_directory())
         self.damage = DamageBook(store)
-        self.remains = RemainsReader(store, self.node_id)
+        self.unclaimed = UnclaimedFilesReader(store, self.node_id)
         self.sequence_floor = SequenceFloor(store.agent_directory())
         self.policies = PolicyBook(store.agent_directory())
-        self.doubts = Doubts()
+        self.in_doubt = InDoubtSaves()
         self.pins = Pins()
         self.completing = threading.Lock()
         """Held by the thread that completes a save by what others know of it: one at a time, else they undo each other."""
         self._lock = threading.Lock()
         self._intake = Intake(store)
-        self.hand_overs = HandOvers(store, niceness)
-        give_up = partial(self.abort, unless_decided=True)
-        self.finisher = Finisher(store, self.peers, self.hand_overs, self.commit, give_up)
+        self.submissions = Submissions(store, niceness)
+        abort = partial(self.abort, unless_decided=True)
+        self.finisher = Finisher(store, self.peers, self.submissions, self.commit, abort)
         self._opened_at: dict[str, float] = {}
         self._started_at = time.monotonic()
         self._is_leaving, self.is_drained = False, False
@@ -85,7 +85,7 @@ class NodeService:
         return self._complete_decided(self.store.list_staged())
 
     def _complete_decided(self, intents: Iterable[Intent]) -> tuple[str, ...]:
-        """Commits the saves whose decision lies here: it is never taken back, and no node may take them for given up."""
+        """Commits the saves whose decision lies here: it is never taken back, and no node may take them for aborted."""
         completed = []
         for save_id in (intent.save_id for intent in intents):
             try:
@@ -98,21 +98,21 @@ class NodeService:
                 log.error("save %s cannot be completed: %s", save_id, exc)  # noqa: TRY400 - it explains itself
         return tuple(completed)
 
-    def begin(self, intent: Intent) -> tuple[dict[str, History], tuple[Leftover, ...]]:
+    def begin(self, intent: Intent) -> tuple[dict[str, History], tuple[StaleSave, ...]]:
         """Opens a save. Returns the lineages known here, with what other open saves may take, and the saves left behind.
 
         Those may be over: other attempts at this checkpoint, and saves of its own process group. Another job's save is
         not, though no rank of this node works on it: its ranks may still plan.
 
         Raises:
-            CheckpointExists, StoreError. SaveAborted: this node gave it up. StoreUnavailable: this agent was told to stop.
+            CheckpointExists, StoreError. SaveAborted: this node aborted it. StoreUnavailable: this agent was told to stop.
         """
-        self._refuse_over(intent.save_id, *_GIVEN_UP)
+        self._refuse_over(intent.save_id, *_ABORTED)
         self.pins.end(intent.session.partition(WRITER)[0])
         self.is_drained = False  # it is used again
-        found = self.leftovers(intent)  # not again once that is done: a later save may be open by then
-        completed = self._complete_decided(leftover.intent for leftover in found)
-        leftovers = tuple(leftover for leftover in found if leftover.intent.save_id not in completed)
+        found = self.list_stale_saves(intent)  # not again once that is done: a later save may be open by then
+        completed = self._complete_decided(stale_save.intent for stale_save in found)
+        stale_saves = tuple(stale_save for stale_save in found if stale_save.intent.save_id not in completed)
         with self._lock:  # first: what looks at the disk meanwhile must not take it for one that no rank works on
             if self._is_leaving:
                 raise _leaving(intent)
@@ -124,12 +124,12 @@ class NodeService:
                 self._opened_at.pop(intent.save_id, None)
             raise
         with self._lock:
-            if intent.save_id in self._opened_at:  # else it was given up meanwhile
+            if intent.save_id in self._opened_at:  # else it was aborted meanwhile
                 self._opened_at[intent.save_id] = time.monotonic()
-        for leftover in leftovers:
-            if leftover.is_over:
-                self._reserved.release(leftover.intent.save_id)
-        return self._reserved.reserve(intent.save_id, scope_of(intent.checkpoint_id)), leftovers
+        for stale_save in stale_saves:
+            if stale_save.is_over:
+                self._reserved.release(stale_save.intent.save_id)
+        return self._reserved.reserve(intent.save_id, scope_of(intent.checkpoint_id)), stale_saves
 
     def refuse_saves(self) -> frozenset[str]:
         """From here on no save is opened here. Returns those that are open."""
@@ -172,7 +172,7 @@ class NodeService:
         """The step of `begin` after which the save is seen on disk."""
         self.store.begin(intent)
 
-    def leftovers(self, by: Intent | None = None) -> tuple[Leftover, ...]:
+    def list_stale_saves(self, by: Intent | None = None) -> tuple[StaleSave, ...]:
         """Staged saves that are over, and those of which only a decision can tell that they are.
 
         They are of a session that has gone on to the save `by`, they are overtaken by the save `by` of the same checkpoint,
@@ -180,30 +180,30 @@ class NodeService:
         may load while it saves in the background. But where it is decided, all have written.
         """
         with self.looking():
-            return tuple(self._leftovers(by, OPEN_GRACE_S))
+            return tuple(self._list_stale_saves(by, OPEN_GRACE_S))
 
     def looking(self) -> contextlib.AbstractContextManager[None]:
         """No process opens a save by itself meanwhile: it would be seen before its process holds it."""
         return exclusive(self.store.root_agent_directory())
 
-    def _leftovers(self, by: Intent | None, grace_s: float) -> Iterator[Leftover]:
+    def _list_stale_saves(self, by: Intent | None, grace_s: float) -> Iterator[StaleSave]:
         for intent in self.store.list_staged():
             is_left = by is not None and intent.session == by.session
             if by is not None and intent.save_id == by.save_id:
                 continue
             if by is not None and intent.checkpoint_id == by.checkpoint_id:
                 why = f"save {by.save_id} of {by.checkpoint_id!r} overtook it"
-                yield Leftover(intent, why, is_over=True, is_left=is_left)
+                yield StaleSave(intent, why, is_over=True, is_left=is_left)
             elif is_left:
-                yield Leftover(intent, "its process group has gone on without it", is_over=True, is_left=True)
+                yield StaleSave(intent, "its process group has gone on without it", is_over=True, is_left=True)
             else:
-                may_live = self.was_opened_within(grace_s, intent) or self.is_held(intent.save_id)
-                yield Leftover(intent, "the processes that made it are gone", may_live)
+                may_live = self.was_opened_within(grace_s, intent) or self.is_locked(intent.save_id)
+                yield StaleSave(intent, "the processes that made it are gone", may_live)
 
-    def find_abandoned(self, grace_s: float) -> tuple[Leftover, ...]:
+    def find_settleable(self, grace_s: float) -> tuple[StaleSave, ...]:
         """Staged saves whose processes are gone, none of them opened, or found by this agent, less than `grace_s` ago."""
         with self.looking():
-            return tuple(leftover for leftover in self._leftovers(None, grace_s) if not leftover.may_live)
+            return tuple(stale_save for stale_save in self._list_stale_saves(None, grace_s) if not stale_save.may_live)
 
     def was_opened_within(self, grace_s: float, intent: Intent) -> bool:
         """Whether the save is so young that its ranks may not have come to hold it."""
@@ -213,9 +213,9 @@ class NodeService:
             opened_at = self._started_at
         return opened_at is not None and time.monotonic() - opened_at < grace_s
 
-    def is_held(self, save_id: str) -> bool:
+    def is_locked(self, save_id: str) -> bool:
         """Whether a rank of this node still works on the save. Each takes a lock before it writes."""
-        return self.store.is_held(save_id)
+        return self.store.is_locked(save_id)
 
     def check_open(self, save_id: str) -> None:
         """Raises SaveAborted: the save is not open here, or not any more."""
@@ -260,29 +260,29 @@ class NodeService:
     def commit(self, save_id: str) -> tuple[str, ...]:
         """As `LocalStore.commit`; the save is in doubt no more."""
         held = self.store.commit(save_id)
-        self.doubts.settle(save_id)
+        self.in_doubt.settle(save_id)
         with self._lock:
             self._opened_at.pop(save_id, None)
         return held
 
     def finish(self, outline: Outline) -> None:
-        """From here on the save is completed, or given up, without any rank.
+        """From here on the save is completed, or aborted, without any rank.
 
         Raises:
-            SaveAborted: it is not open, or was given up.
+            SaveAborted: it is not open, or was aborted.
         """
         self._refuse_over(outline.manifest.save_id)
         self.finisher.begin(outline)
 
     @property
     def is_saving(self) -> bool:
-        """Whether saves that were handed over are being written, or finished."""
-        return self.hand_overs.is_busy or self.finisher.is_busy
+        """Whether saves that were submitted are being written, or finished."""
+        return self.submissions.is_busy or self.finisher.is_busy
 
     def is_in_use(self) -> bool:
         """Whether ranks of this node save, or a load was told to read here."""
         staged = self.store.list_staged()
-        return self.is_saving or self.pins.has_any() or any(self.is_held(intent.save_id) for intent in staged)
+        return self.is_saving or self.pins.has_any() or any(self.is_locked(intent.save_id) for intent in staged)
 
     def abort(self, save_id: str, why: str, *, unless_decided: bool = False) -> None:
         """As `LocalStore.abort`: later bytes of the save are refused, with the reason. A committed one stays."""
@@ -290,7 +290,7 @@ class NodeService:
         with self._lock:
             self._opened_at.pop(save_id, None)
         self.store.abort(save_id, why, unless_decided=unless_decided)
-        self.doubts.settle(save_id)
+        self.in_doubt.settle(save_id)
 
     def state_of(self, save_id: str) -> dict[str, Any]:
         """What `GET /v1/saves/{save_id}` says of a save, and where it is committed.
@@ -337,7 +337,7 @@ class NodeService:
         with self.looking():
             intent = self.store.intent_of(save_id)
             is_young = not is_over and self.was_opened_within(OPEN_GRACE_S, intent)
-            if not is_left and (is_young or self.is_held(save_id)):
+            if not is_left and (is_young or self.is_locked(save_id)):
                 return {"state": Answer.WORKING.value}
         if intent.coordinator == self.node_id and not self.store.is_decision_damaged(save_id):
             why = "its coordinator is gone, and another node asks what became of it"
@@ -345,10 +345,10 @@ class NodeService:
         return self._end_of(save_id)
 
     def _end_of(self, save_id: str) -> dict[str, Any]:
-        """As `state_of`; of one that was given up that is said, whatever damaged checkpoint is here."""
+        """As `state_of`; of one that was aborted that is said, whatever damaged checkpoint is here."""
         entry = self.store.journal.find(save_id)
-        is_over = entry is not None and entry.end in _GIVEN_UP and self.answer_of(save_id) is Answer.ABSENT
-        return {"state": Answer.GIVEN_UP.value} if is_over else self.state_of(save_id)
+        is_over = entry is not None and entry.end in _ABORTED and self.answer_of(save_id) is Answer.ABSENT
+        return {"state": Answer.ABORTED.value} if is_over else self.state_of(save_id)
 
     def holdings(self, checkpoint_id: str | None = None) -> tuple[Holding, ...]:
         """What lies here, files that are known to be bad marked as such."""

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from replicated_ckpt.agent.peers.manifests import fetch_first, fetch_manifest, fetch_metadata
-from replicated_ckpt.agent.saves.doubts import Leftover
+from replicated_ckpt.agent.saves.in_doubt import StaleSave
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
 from replicated_ckpt.core.protocol.settlement import Answer, Fate, Settlement, settle_staged
@@ -32,7 +32,7 @@ _END_JOB = "End the job that saves, then repair again."
 _ENDED = "It has ended on this node: `replicated-ckpt status --root ROOT` shows what is in doubt now."
 
 
-def settle(service: NodeService, leftovers: Sequence[Leftover], peers: Sequence[AgentAddress]) -> None:
+def settle(service: NodeService, stale_saves: Sequence[StaleSave], peers: Sequence[AgentAddress]) -> None:
     """Settles each save that is over. `peers` are the nodes that can be asked now, other than this one.
 
     Holds afterwards: it is committed here if it is on any node that answered, or if its decision lies here. It is
@@ -40,17 +40,17 @@ def settle(service: NodeService, leftovers: Sequence[Leftover], peers: Sequence[
     again with the next save or load and by re-protection.
     """
     silent: set[str] = set()
-    for leftover in leftovers:
+    for stale_save in stale_saves:
         try:
             with service.completing:
-                _settle_one(service, leftover, peers, silent)
+                _settle_one(service, stale_save, peers, silent)
         except ReplicatedCkptError as exc:
-            is_news = service.doubts.note(leftover.intent, failure=str(exc))
-            if not _is_gone(service, leftover.intent.save_id) and is_news:
-                log.error("could not settle save %s: %s", leftover.intent.save_id, exc)  # noqa: TRY400 - it explains itself
+            is_news = service.in_doubt.note(stale_save.intent, failure=str(exc))
+            if not _is_gone(service, stale_save.intent.save_id) and is_news:
+                log.error("could not settle save %s: %s", stale_save.intent.save_id, exc)  # noqa: TRY400 - it explains itself
 
 
-def give_up_lost(service: NodeService, save_id: str, lost: Collection[str]) -> Sequence[str]:
+def abort_lost(service: NodeService, save_id: str, lost: Collection[str]) -> Sequence[str]:
     """Settles a save in doubt as if the nodes `lost`, which never come back, had said that they did not publish it.
 
     Returns the nodes that it waits for all the same; empty: it is completed or removed. A node that answers is never
@@ -61,74 +61,74 @@ def give_up_lost(service: NodeService, save_id: str, lost: Collection[str]) -> S
     """
     intent = next((staged for staged in service.store.list_staged() if staged.save_id == save_id), None)
     if intent is None:
-        raise ObjectMissing(f"node {service.node_id}", "give up", save_id, "it is not staged here", _ENDED)
-    if service.is_held(save_id):
-        raise ConfigInvalid(f"Save {save_id} is not given up: ranks of this node still work on it.", _END_JOB)
-    leftover = Leftover(intent, f"node {', '.join(sorted(lost))} never comes back, as the operator says")
+        raise ObjectMissing(f"node {service.node_id}", "abort", save_id, "it is not staged here", _ENDED)
+    if service.is_locked(save_id):
+        raise ConfigInvalid(f"Save {save_id} is not aborted: ranks of this node still work on it.", _END_JOB)
+    stale_save = StaleSave(intent, f"node {', '.join(sorted(lost))} never comes back, as the operator says")
     with service.completing:
-        _settle_one(service, leftover, service.peers.read_all(), set(), frozenset(lost))
-    waits_for = next((doubt.waits_for for doubt in service.doubts.read_all() if doubt.intent.save_id == save_id), ())
+        _settle_one(service, stale_save, service.peers.read_all(), set(), frozenset(lost))
+    waits_for = next((save.waits_for for save in service.in_doubt.read_all() if save.intent.save_id == save_id), ())
     if not waits_for and service.store.is_staged(save_id):
         raise _stays(service, intent)
     return waits_for
 
 
 def _stays(service: NodeService, intent: Intent) -> ConfigInvalid:
-    """Why a save that waits for no node is not given up."""
+    """Why a save that waits for no node is not aborted."""
     named, place = service.store.catalog.find_manifest(intent.checkpoint_id), service.store.final(intent.checkpoint_id)
     if named is not None and service.store.is_decided(intent.save_id):
         return ConfigInvalid(
-            f"Save {intent.save_id} is not given up: it is decided, and save {named.save_id} has its name, "
+            f"Save {intent.save_id} is not aborted: it is decided, and save {named.save_id} has its name, "
             f"{intent.checkpoint_id!r}, on this node.",
             f"It goes once a newer save of its run is whole. If you rename {place}, that directory is a checkpoint of its "
             "new name, and this save is published.",
         )
     return ConfigInvalid(
-        f"Save {intent.save_id} is not given up: another node of it says that ranks work on it there, or did a moment ago.",
+        f"Save {intent.save_id} is not aborted: another node of it says that ranks work on it there, or did a moment ago.",
         _END_JOB,
     )
 
 
 def _settle_one(
     service: NodeService,
-    leftover: Leftover,
+    stale_save: StaleSave,
     peers: Sequence[AgentAddress],
     silent: set[str],
     lost: frozenset[str] = frozenset(),
 ) -> None:
     """`silent`: nodes that did not answer a moment ago; they are not asked again, and those that do not now are added."""
-    intent = leftover.intent
+    intent = stale_save.intent
     answer = service.answer_of(intent.save_id)
     if answer is Answer.PUBLISHED:
         service.store.abort(intent.save_id)  # it is in place, and stays: only what surrounded it is left
-        service.doubts.settle(intent.save_id)
+        service.in_doubt.settle(intent.save_id)
         return
     if (
-        answer is Answer.ABSENT and not leftover.may_live
+        answer is Answer.ABSENT and not stale_save.may_live
     ):  # a crash left its description alone: nothing can be completed
-        service.abort(intent.save_id, leftover.why, unless_decided=True)
+        service.abort(intent.save_id, stale_save.why, unless_decided=True)
         return
     if answer is Answer.DECIDED:  # it goes once the newer save is seen whole, or where the node that decided it says so
-        if _is_given_up(service, intent, silent):
-            service.abort(intent.save_id, leftover.why)
+        if _is_aborted(service, intent, silent):
+            service.abort(intent.save_id, stale_save.why)
             log.warning("removed save %s of %r: its coordinator's node has", intent.save_id, intent.checkpoint_id)
         else:
-            service.doubts.note(intent)
+            service.in_doubt.note(intent)
         return
-    _settle_by_others(service, leftover, peers, silent, lost)
+    _settle_by_others(service, stale_save, peers, silent, lost)
 
 
-def _is_given_up(service: NodeService, intent: Intent, silent: set[str]) -> bool:
+def _is_aborted(service: NodeService, intent: Intent, silent: set[str]) -> bool:
     """Whether its coordinator's node says that a decided save is over: no node has published it, or a policy retired it."""
     if intent.coordinator in silent | {service.node_id}:
         return False
     asked = [peer for peer in service.peers.read_all() if peer.node_id == intent.coordinator]
-    return Answer.GIVEN_UP in _answers(intent, "working", asked, silent).values()
+    return Answer.ABORTED in _answers(intent, "working", asked, silent).values()
 
 
 def _settle_by_others(
     service: NodeService,
-    leftover: Leftover,
+    stale_save: StaleSave,
     peers: Sequence[AgentAddress],
     silent: set[str],
     lost: frozenset[str],
@@ -137,8 +137,8 @@ def _settle_by_others(
 
     One of those may have taken the save over from a node that has lost it since.
     """
-    intent, known = leftover.intent, service.peers.read_all()
-    how = "left" if leftover.is_left else "over" if leftover.is_over else "working"
+    intent, known = stale_save.intent, service.peers.read_all()
+    how = "left" if stale_save.is_left else "over" if stale_save.is_over else "working"
     nodes = intent.nodes or {peer.node_id for peer in (*peers, *known)}
     is_decision_bad = service.store.is_decision_damaged(intent.save_id)
     coordinator = "" if is_decision_bad and intent.coordinator == service.node_id else intent.coordinator
@@ -152,18 +152,18 @@ def _settle_by_others(
             own=service.node_id,
             nodes=tuple(node for node in nodes if node not in lost or node in answers),
             coordinator=coordinator,
-            is_worked_on=leftover.may_live,
+            is_worked_on=stale_save.may_live,
             answers=answers,
         )
         if settlement.fate is not Fate.DROP or coordinator == service.node_id:
             break
-    _carry_out(service, leftover, settlement, addresses)
+    _carry_out(service, stale_save, settlement, addresses)
 
 
 def _answers(intent: Intent, how: str, addresses: Sequence[AgentAddress], silent: set[str]) -> dict[str, Answer]:
     """What each node says of the save; one that does not answer, or not sensibly, is left out.
 
-    Only the nodes of the save, which have its ticket, are told that it is settled: one that has it may have it given up.
+    Only the nodes of the save, which have its ticket, are told that it is settled: one that has it may have it aborted.
     """
     by_node = {address.node_id: address for address in addresses}
     settled = f"{intent.save_id}?{urllib.parse.urlencode({'settle': how, 'ticket': intent.ticket})}"
@@ -187,30 +187,30 @@ def _ask(address: AgentAddress, query: str) -> Answer:
 
 
 def _carry_out(
-    service: NodeService, leftover: Leftover, settlement: Settlement, addresses: Mapping[str, AgentAddress]
+    service: NodeService, stale_save: StaleSave, settlement: Settlement, addresses: Mapping[str, AgentAddress]
 ) -> None:
-    save_id, checkpoint_id = leftover.intent.save_id, leftover.intent.checkpoint_id
+    save_id, checkpoint_id = stale_save.intent.save_id, stale_save.intent.checkpoint_id
     if settlement.fate is Fate.COMPLETE:
-        _stage_decision(service, leftover.intent, [addresses[node] for node in settlement.sources])
+        _stage_decision(service, stale_save.intent, [addresses[node] for node in settlement.sources])
         service.commit(save_id)
         log.warning("completed save %s of %r, which a peer had committed", save_id, checkpoint_id)
     elif settlement.fate is Fate.DROP:
-        service.abort(save_id, leftover.why, unless_decided=True)
-        log.warning("removed what was staged of save %s of %r: %s", save_id, checkpoint_id, leftover.why)
+        service.abort(save_id, stale_save.why, unless_decided=True)
+        log.warning("removed what was staged of save %s of %r: %s", save_id, checkpoint_id, stale_save.why)
     if settlement.fate is Fate.IN_DOUBT:
-        is_news = service.doubts.note(leftover.intent, settlement.waits_for)
+        is_news = service.in_doubt.note(stale_save.intent, settlement.waits_for)
         if not _is_gone(service, save_id) and is_news:
             waits = ", ".join(settlement.waits_for)
             log.warning("save %s of %r is in doubt: node %s did not answer", save_id, checkpoint_id, waits)
     else:
-        service.doubts.settle(save_id)
+        service.in_doubt.settle(save_id)
 
 
 def _is_gone(service: NodeService, save_id: str) -> bool:
-    """Whether a save was given up or published while nodes were asked about it: then there is no doubt, nor a failure."""
+    """Whether a save was aborted or published while nodes were asked about it: then there is no doubt, nor a failure."""
     if service.store.has_intent(save_id):
         return False
-    service.doubts.settle(save_id)
+    service.in_doubt.settle(save_id)
     return True
 
 
@@ -247,7 +247,7 @@ def _ask_name(save_id: str, sources: Sequence[AgentAddress]) -> str:
 
 
 _PAUSE_FIRST_S, _PAUSE_MAX_S = 0.3, 3.0
-"""Each look asks all nodes of the save, one look for each shard that a rank had handed over."""
+"""Each look asks all nodes of the save, one look for each shard that a rank had submitted."""
 FOLLOW_S = 60.0
 """So long after the last word of the coordinator's node. From then on re-protection settles it, as any save left behind."""
 STAY_S = 90.0
@@ -261,24 +261,24 @@ def awaits_settling(service: NodeService) -> bool:
         StoreError: it cannot be seen.
     """
     staged = service.store.list_staged()
-    return any(service.was_opened_within(STAY_S, each) and not service.doubts.has(each.save_id) for each in staged)
+    return any(service.was_opened_within(STAY_S, each) and not service.in_doubt.has(each.save_id) for each in staged)
 
 
-def follow_orphan(service: NodeService, save_id: str) -> None:
-    """Returns once nothing of the save is staged here: it was published, or given up. Or after a while in doubt.
+def follow_stale_save(service: NodeService, save_id: str) -> None:
+    """Returns once nothing of the save is staged here: it was published, or aborted. Or after a while in doubt.
 
     While a rank, or the agent that finishes the save, holds it, nothing is asked. While the coordinator's node says that it
     works on the save it is asked on, however long other nodes write. An agent that ranks started does not leave meanwhile.
     """
-    with service.hand_overs.following():
+    with service.submissions.following():
         until, pause_s = time.monotonic() + FOLLOW_S, _PAUSE_FIRST_S
         while time.monotonic() < until:
             try:
                 if not service.store.is_staged(save_id):
                     return
-                if service.is_held(save_id) or not _is_in_doubt(service, save_id):
+                if service.is_locked(save_id) or not _is_in_doubt(service, save_id):
                     until = time.monotonic() + FOLLOW_S
-            except (ReplicatedCkptError, OSError) as exc:  # it was published or given up, or the disk refuses
+            except (ReplicatedCkptError, OSError) as exc:  # it was published or aborted, or the disk refuses
                 log.info("what becomes of save %s is looked at again soon: %s", save_id, exc)
             time.sleep(pause_s)
             pause_s = min(_PAUSE_MAX_S, 1.3 * pause_s)
@@ -287,5 +287,5 @@ def follow_orphan(service: NodeService, save_id: str) -> None:
 def _is_in_doubt(service: NodeService, save_id: str) -> bool:
     """Settles the save, as far as that can be done now; whether it is in doubt then."""
     intent = service.store.intent_of(save_id)
-    settle(service, [Leftover(intent, "its ranks are gone")], service.peers.read_all())
-    return service.doubts.has(save_id)
+    settle(service, [StaleSave(intent, "its ranks are gone")], service.peers.read_all())
+    return service.in_doubt.has(save_id)

@@ -97,7 +97,7 @@ def write_copies(
     A buddy that fails is replaced by a spare, or, if none can take the copy, listed in `missed`.
 
     Raises:
-        SaveAborted: the save was given up elsewhere. StoreError: the node's own store failed. And whatever `fill` raises.
+        SaveAborted: the save was aborted elsewhere. StoreError: the node's own store failed. And whatever `fill` raises.
     """
     path = store.path_of_staged(wanted.save_id, wanted.name)
     own_file = FileSink.create(path, wanted.direct_io, RecycledFiles(store.root))

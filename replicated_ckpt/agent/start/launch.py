@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from replicated_ckpt.agent.requests.releases import RELEASES_HINT
-from replicated_ckpt.agent.start.leaving import held_hint, note_leaving, wait_until_gone
+from replicated_ckpt.agent.start.leaving import lock_hint, note_leaving, wait_until_gone
 from replicated_ckpt.agent.state.endpoint import (
     ALREADY_SERVED,
     LOCK_NAME,
@@ -185,13 +185,13 @@ def is_only_read(store: LocalStore) -> bool:
 
 def _stay_client(root: Path, directory: Path) -> None:
     held = _client_lock_by_root.get(root)
-    if held is not None and held.is_held:  # a fork's is not
+    if held is not None and held.is_locked:  # a fork's is not
         return
     lock = client_lock(directory, START_TIMEOUT_S)
     if lock is None:
         raise AgentUnavailable(
             f"The client lock in {directory} is held by a process that does not let go.",
-            held_hint(directory, "clients"),
+            lock_hint(directory, "clients"),
         )
     _client_lock_by_root[root] = lock
 
@@ -202,7 +202,7 @@ def _take_start(directory: Path) -> FileLock:
     if lock is None:
         raise AgentUnavailable(
             f"Another process has been starting the agent of {directory.parent} for too long.",
-            held_hint(directory, "start"),
+            lock_hint(directory, "start"),
         )
     return lock
 
@@ -320,7 +320,7 @@ def _start(store: LocalStore, directory: Path, bind_host: str | None, *, is_open
         raise AgentUnavailable(
             f"Another agent of {store.root} has given no answer for {waited_s:.0f} s; it may be stopped. "
             f"{_quote_log(directory, log_begins)}.",
-            held_hint(directory, LOCK_NAME),
+            lock_hint(directory, LOCK_NAME),
         )
     process.kill()
     process.wait()

@@ -47,7 +47,7 @@ def wait_until_gone(directory: Path, agent: Endpoint) -> None:
     while not (is_free(directory) or _is_followed(directory, agent)):
         if time.monotonic() > deadline:
             raise AgentUnavailable(
-                f"The agent of {directory.parent} was told to stop and has not.", held_hint(directory, LOCK_NAME)
+                f"The agent of {directory.parent} was told to stop and has not.", lock_hint(directory, LOCK_NAME)
             )
         time.sleep(_POLL_S)
 
@@ -58,7 +58,7 @@ def _is_followed(directory: Path, agent: Endpoint) -> bool:
     return now is not None and (now.pid, now.incarnation) != (agent.pid, agent.incarnation)
 
 
-def held_hint(directory: Path, lock_name: str) -> str:
+def lock_hint(directory: Path, lock_name: str) -> str:
     """The next step where a process holds a lock for too long."""
     pid = holder_of(directory / lock_name)
     if pid is None:

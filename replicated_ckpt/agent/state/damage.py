@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from replicated_ckpt.agent.state.note_file import NoteFile
+from replicated_ckpt.agent.state.state_file import StateFile
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.layout import METADATA_NAME, is_checkpoint_file, is_checkpoint_id, is_save_id
 from replicated_ckpt.errors import ManifestVersionUnknown, ObjectMissing, StoreError
@@ -27,7 +27,7 @@ class _Bad:
     """A file as it lay there when it was found bad. `signature` None: it was missing."""
 
     signature: _Signature | None
-    is_footless: bool = False
+    has_damaged_footer: bool = False
 
 
 class DamageBook:
@@ -39,14 +39,14 @@ class DamageBook:
     def __init__(self, store: LocalStore) -> None:
         self._store = store
         self._lock = threading.Lock()
-        self._file = NoteFile(store.root_agent_directory() / NAME)
+        self._file = StateFile(store.root_agent_directory() / NAME)
         # A file that cannot be read counts as none: the scrub finds it again.
         self._bad, self.scrubbed_to = self._file.read(_parse) or ({}, "")
 
-    def mark(self, checkpoint_id: str, save_id: str, name: str, *, is_footless: bool = False) -> None:
-        """Notes that the file, as it lies there now, is bad. `is_footless`: its footer alone, the data is intact."""
+    def mark(self, checkpoint_id: str, save_id: str, name: str, *, has_damaged_footer: bool = False) -> None:
+        """Notes that the file, as it lies there now, is bad. `has_damaged_footer`: its footer alone, the data is intact."""
         key = checkpoint_id, save_id, name
-        found = _Bad(self._signature(key), is_footless)
+        found = _Bad(self._signature(key), has_damaged_footer)
         with self._lock:
             self._keep(self._bad | {key: found})
 
@@ -68,7 +68,7 @@ class DamageBook:
         names = {METADATA_NAME, *holding.sizes}
         bad = {*holding.damaged, *(() if holding.has_metadata else (METADATA_NAME,))}
         key = holding.checkpoint_id, holding.save_id
-        marks = {(*key, name): _Bad(self._signature((*key, name)), name in holding.footless) for name in bad}
+        marks = {(*key, name): _Bad(self._signature((*key, name)), name in holding.footer_damaged) for name in bad}
         intact = {(*key, name) for name in names - bad}
         with self._lock:
             self._keep(
@@ -107,7 +107,7 @@ class DamageBook:
     def _mark_damaged(self, holding: Holding) -> Holding:
         with self._lock:
             bad = {
-                name: found.is_footless
+                name: found.has_damaged_footer
                 for (checkpoint_id, save_id, name), found in self._bad.items()
                 if (checkpoint_id, save_id) == (holding.checkpoint_id, holding.save_id)
             }
@@ -118,7 +118,7 @@ class DamageBook:
             holding,
             has_metadata=holding.has_metadata and METADATA_NAME not in bad,
             damaged=damaged,
-            footless=tuple(name for name in damaged if bad[name]),
+            footer_damaged=tuple(name for name in damaged if bad[name]),
         )
 
     def _forget_changed(self) -> None:
@@ -137,7 +137,7 @@ class DamageBook:
 
     def _write(self) -> None:
         """With the lock held."""
-        bad = [[*key, found.signature, found.is_footless] for key, found in self._bad.items()]
+        bad = [[*key, found.signature, found.has_damaged_footer] for key, found in self._bad.items()]
         try:
             self._file.write({"bad": bad, "scrubbed_to": self.scrubbed_to})
         except StoreError as exc:
@@ -170,8 +170,8 @@ def _parse(document: Any) -> tuple[dict[_Key, _Bad], str]:
 
 
 def _parse_bad(entry: Any) -> tuple[_Key, _Bad]:
-    checkpoint_id, save_id, name, signature, is_footless = entry
+    checkpoint_id, save_id, name, signature, has_damaged_footer = entry
     if not (is_checkpoint_id(checkpoint_id) and is_save_id(save_id) and is_checkpoint_file(name)):
         raise ValueError(f"no file of a checkpoint: {entry!r}"[:300])
     at = None if signature is None else (int(signature[0]), int(signature[1]), int(signature[2]))
-    return (checkpoint_id, save_id, name), _Bad(at, bool(is_footless))
+    return (checkpoint_id, save_id, name), _Bad(at, bool(has_damaged_footer))

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from replicated_ckpt.agent.state.note_file import NoteFile
+from replicated_ckpt.agent.state.state_file import StateFile
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.upkeep.policy import Policy, merge_policies
 
@@ -26,7 +26,7 @@ class PolicyBook:
     """
 
     def __init__(self, directory: Path) -> None:
-        self._file = NoteFile(directory / NAME)
+        self._file = StateFile(directory / NAME)
         self._lock = threading.Lock()
         policies = self._file.read(_parse) or []
         self._by_key = {policy.key: policy for policy in policies}

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from replicated_ckpt.agent.state.note_file import NoteFile
+from replicated_ckpt.agent.state.state_file import StateFile
 from replicated_ckpt.core.layout import is_lineage
 from replicated_ckpt.core.lineage import believe
 from replicated_ckpt.errors import StoreError
@@ -23,7 +23,7 @@ class SequenceFloor:
     """Only grow. Safe to use concurrently. An unreadable file counts as none: peers will say it again."""
 
     def __init__(self, directory: Path) -> None:
-        self._file = NoteFile(directory / _NAME)
+        self._file = StateFile(directory / _NAME)
         self._lock = threading.Lock()
         self._by_lineage, self._sender_by_lineage = self._file.read(_parse) or ({}, {})
         self._is_full_logged = False

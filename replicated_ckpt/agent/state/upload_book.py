@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from replicated_ckpt.agent.state.note_file import NoteFile
+from replicated_ckpt.agent.state.state_file import StateFile
 from replicated_ckpt.core.manifest import Manifest, UploadEntry
 from replicated_ckpt.errors import ConfigInvalid
 from replicated_ckpt.stores.bucket.bucket import Bucket
@@ -30,7 +30,7 @@ class UploadBook:
     """
 
     def __init__(self, directory: Path) -> None:
-        self._file = NoteFile(directory / NAME, 0o600)
+        self._file = StateFile(directory / NAME, 0o600)
         self._lock = threading.Lock()
         targets, self._url_by_save, begun = self._file.read(_parse) or ([], {}, [])
         self._begun_by_save: dict[str, dict[str, BegunUpload]] = {}

@@ -11,7 +11,7 @@ from replicated_ckpt.agent.uploads.upload_progress import UploadProgress
 from replicated_ckpt.config import Retention
 from replicated_ckpt.core.manifest import Manifest, decode_manifest
 from replicated_ckpt.core.notes import metrics_of
-from replicated_ckpt.core.upkeep.policy import Standing, scope_of
+from replicated_ckpt.core.upkeep.policy import NodeReport, scope_of
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
 from replicated_ckpt.core.upkeep.retention import Candidate, Verdict, judge
 from replicated_ckpt.errors import (
@@ -24,7 +24,7 @@ from replicated_ckpt.errors import (
 )
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.bucket.bucket_save import BucketSave
-from replicated_ckpt.stores.bucket.removal import remove_outlived, remove_save
+from replicated_ckpt.stores.bucket.removal import remove_save, remove_superseded
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ _REFUSED_MAX = 16
 """Of the checkpoints that may not be deleted so many are tried after each save."""
 
 
-def standing_of(service: NodeService, book: UploadBook, uploads: Mapping[str, UploadProgress]) -> Standing:
+def make_node_report(service: NodeService, book: UploadBook, uploads: Mapping[str, UploadProgress]) -> NodeReport:
     """What this node says of its policies and uploads. One of which it does not know that it is over is not.
 
     The last ones stay uploaded when they are retired here: other nodes may not have looked into the bucket since.
@@ -59,7 +59,7 @@ def standing_of(service: NodeService, book: UploadBook, uploads: Mapping[str, Up
     uploaded = frozenset(wanted.intersection(over)).union(over[-TOLD_MAX:])
     absent = frozenset(save_id for save_id in uploaded if uploads[save_id].is_absent)
     saves = uploading, uploaded, ordered, removed, unable, absent
-    return Standing(service.policies.read_all(), *saves, is_drained=service.is_drained)
+    return NodeReport(service.policies.read_all(), *saves, is_drained=service.is_drained)
 
 
 def check_wanted(service: NodeService, bucket: Bucket, manifest: Manifest) -> None:
@@ -85,7 +85,7 @@ def check_wanted(service: NodeService, bucket: Bucket, manifest: Manifest) -> No
             )
 
 
-def take_back_removed(
+def withdraw_removed(
     service: NodeService, bucket: Bucket, manifest: Manifest, look: Callable[[], Sequence[NodeView]]
 ) -> None:
     """Removes from the bucket what was just brought there, if this node's user has removed the save during its upload.
@@ -105,7 +105,7 @@ def take_back_removed(
 
 def _keeps(view: NodeView, save_id: str) -> bool:
     is_here = any(holding.save_id == save_id for holding in view.holdings or ())
-    return view.presence is Presence.UP and is_here and save_id not in view.standing.removed
+    return view.presence is Presence.UP and is_here and save_id not in view.node_report.removed
 
 
 def _check_not_removed(service: NodeService, manifest: Manifest) -> None:
@@ -142,7 +142,7 @@ def retire_in_bucket(service: NodeService, bucket: Bucket, manifest: Manifest) -
 def tidy_after(bucket: Bucket, manifest: Manifest, there: BucketSave) -> None:
     """Removes what an agent has left that did not come to the end of its commit. What cannot be is logged and stays."""
     try:
-        remove_outlived(bucket, manifest, there)
+        remove_superseded(bucket, manifest, there)
     except ReplicatedCkptError as exc:
         log.warning("some objects of %s may stay: %s", manifest.checkpoint_id, exc)
 

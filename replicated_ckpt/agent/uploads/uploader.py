@@ -14,20 +14,20 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
-from replicated_ckpt.agent.peers.watch import Patience, PeerWatch
+from replicated_ckpt.agent.peers.watch import PeerWatch, SilenceTimeouts
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.state.upload_book import UploadBook
 from replicated_ckpt.agent.uploads.bucket_retention import (
     check_wanted,
+    make_node_report,
     retire_in_bucket,
-    standing_of,
-    take_back_removed,
     tidy_after,
+    withdraw_removed,
 )
 from replicated_ckpt.agent.uploads.upload_progress import RETRY_MAX_S, UploadProgress
 from replicated_ckpt.core.bucket.upload_plan import UploadState, choose_uploader
 from replicated_ckpt.core.manifest import Manifest
-from replicated_ckpt.core.upkeep.policy import Standing
+from replicated_ckpt.core.upkeep.policy import NodeReport
 from replicated_ckpt.core.upkeep.repair import NodeView
 from replicated_ckpt.errors import ObjectCorrupt, ReplicatedCkptError, SaveAborted, SaveSuperseded, StoreUnavailable
 from replicated_ckpt.stores.bucket.bucket import Bucket, prefix_of
@@ -46,24 +46,24 @@ HELD_WITHIN_S = 30.0
 """A removal waits that long for a request to the bucket that is under way; then what the upload brings goes after it."""
 
 
-class UploadHeld(Exception):
+class UploadPaused(Exception):
     """The save is being removed: its upload lets go of it for now."""
 
 
-class HeldUploads:
+class PausedUploads:
     """Which save the uploader works on, and which ones it is not to begin. Safe for concurrent use."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._at_work = ""
-        self._held: Counter[str] = Counter()
+        self._paused: Counter[str] = Counter()
 
     @contextmanager
     def work_on(self, save_id: str) -> Iterator[None]:
-        """For the uploader, around all that it does in the bucket for one save. Raises UploadHeld: not now."""
+        """For the uploader, around all that it does in the bucket for one save. Raises UploadPaused: not now."""
         with self._changed:
-            if save_id in self._held:
-                raise UploadHeld
+            if save_id in self._paused:
+                raise UploadPaused
             self._at_work = save_id
         try:
             yield
@@ -76,19 +76,19 @@ class HeldUploads:
     def hold(self, save_id: str) -> Iterator[None]:
         """Inside, the save is not uploaded. What is under way ends first, if it does within HELD_WITHIN_S."""
         with self._changed:
-            self._held[save_id] += 1
+            self._paused[save_id] += 1
             self._changed.wait_for(lambda: self._at_work != save_id, HELD_WITHIN_S)
         try:
             yield
         finally:
             with self._changed:
-                self._held -= Counter([save_id])
+                self._paused -= Counter([save_id])
 
     def check(self, save_id: str) -> None:
-        """Between two steps of an upload. Raises UploadHeld."""
+        """Between two steps of an upload. Raises UploadPaused."""
         with self._changed:
-            if save_id in self._held:
-                raise UploadHeld
+            if save_id in self._paused:
+                raise UploadPaused
 
 
 IDLE_PAUSE_S = 5.0
@@ -113,7 +113,7 @@ class Uploader:
         service: NodeService,
         book: UploadBook,
         pace: Pace,
-        patience: Patience,
+        timeouts: SilenceTimeouts,
         stopping: threading.Event,
         on_bad: Callable[[str, str, str, str], None],
         clock: Callable[[], float] = time.monotonic,
@@ -122,16 +122,16 @@ class Uploader:
         self.book = book
         self._pace = pace
         self._pace_lock = threading.Lock()
-        self._patience = patience
+        self._timeouts = timeouts
         self._watch_lock = threading.Lock()
-        self._watch = PeerWatch(service.peers, replace(patience, away_after_s=0.0), clock)
+        self._watch = PeerWatch(service.peers, replace(timeouts, away_after_s=0.0), clock)
         self._stopping = stopping
         self._on_bad = on_bad
         self._clock = clock
         self._uploads: dict[str, UploadProgress] = {}
         self._replaced_since: dict[str, float] = {}
         self._lock = threading.Lock()
-        self.held = HeldUploads()
+        self.paused = PausedUploads()
         self._woken = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rckpt-upload", daemon=True)
         self.bytes_sent = 0
@@ -165,9 +165,9 @@ class Uploader:
         pending = {save_id: asdict(upload.state) for save_id, upload in uploads.items() if upload.is_pending}
         return {"pending": pending, "done": len(uploads) - len(pending), "bytes_sent": self.bytes_sent}
 
-    def standing(self) -> Standing:
+    def node_report(self) -> NodeReport:
         """What this node says of its policies of retention and its uploads. From any thread."""
-        return standing_of(self._service, self.book, self._read_uploads())
+        return make_node_report(self._service, self.book, self._read_uploads())
 
     def state_of(self, save_id: str) -> UploadState | None:
         """How far a save has come; the caller waits, so it is looked at soon. None: not here, or not to be uploaded."""
@@ -256,7 +256,7 @@ class Uploader:
         """
         now = self._clock()
         self._replaced_since = {one.save_id: self._replaced_since.get(one.save_id, now) for one in replaced}
-        long = now - self._patience.lost_after_s
+        long = now - self._timeouts.lost_after_s
         return [manifest for manifest in replaced if self._replaced_since[manifest.save_id] < long]
 
     def _pending(self, committed: Sequence[Manifest]) -> list[tuple[Manifest, UploadProgress]]:
@@ -281,14 +281,14 @@ class Uploader:
         """Returns what it has failed with."""
         upload.state.attempts += 1
         try:
-            with self.held.work_on(manifest.save_id):
+            with self.paused.work_on(manifest.save_id):
                 is_there = self._advance(manifest, upload)
             if not is_there:
                 upload.wait(self._clock())
                 return None
             upload.end("committed")
             log.info("%s is committed in %s", manifest.checkpoint_id, upload.state.url)
-        except UploadHeld:
+        except UploadPaused:
             upload.wait(self._clock())
             return None
         except SaveAborted as exc:
@@ -334,7 +334,7 @@ class Uploader:
         with open_committed_save(self._service.store.root, manifest.checkpoint_id, save_id) as (directory, _):
             raw_manifest, raw_metadata = descriptions(directory, manifest)
         bucket.commit(manifest, raw_manifest, raw_metadata)
-        take_back_removed(self._service, bucket, manifest, self._look)
+        withdraw_removed(self._service, bucket, manifest, self._look)
         uploads = self._read_uploads()
         for gone in uploads.keys() & retire_in_bucket(self._service, bucket, manifest):
             uploads[gone].is_retired = uploads[gone].state.url == upload.state.url
@@ -344,7 +344,7 @@ class Uploader:
         """A try has some twenty looks, and one that fails puts all of it off, ever longer: each gets LOOK_AGAIN_S."""
         client, within_s = self.book.bucket(url).client, LOOK_AGAIN_S
         return Bucket(
-            RetryingClient(client, within_s=within_s, look_within_s=within_s, is_given_up=self._stopping.is_set)
+            RetryingClient(client, within_s=within_s, look_within_s=within_s, should_stop=self._stopping.is_set)
         )
 
     def _is_whole(self, bucket: Bucket, manifest: Manifest, there: BucketSave, upload: UploadProgress) -> bool:
@@ -382,7 +382,7 @@ class Uploader:
         }
         mine = {name for name in missing & held if manifest.shards[name].owner_node == own}
         others = (missing & held) - mine
-        if others and self._clock() - upload.first_seen > self._patience.lost_after_s / 3:
+        if others and self._clock() - upload.first_seen > self._timeouts.lost_after_s / 3:
             views = self._look()
             is_ordered = self.book.is_ordered(manifest.save_id)
             chosen = partial(choose_uploader, manifest, views=views, own_node=own, is_ordered=is_ordered)
@@ -399,8 +399,8 @@ class Uploader:
 
         def bring(name: str) -> None:
             self._bring(bucket, manifest, name, upload)
-            self.held.check(manifest.save_id)
-            take_back_removed(self._service, bucket, manifest, self._look)
+            self.paused.check(manifest.save_id)
+            withdraw_removed(self._service, bucket, manifest, self._look)
 
         FanOut.run(names, bring, most=SHARDS_PARALLEL, until_error=True).raise_first()
 
@@ -423,7 +423,7 @@ class Uploader:
             upload.state.shards_there += 1
 
     def _wait_for_pace(self, save_id: str, upload: UploadProgress, size_bytes: int) -> None:
-        self.held.check(save_id)
+        self.paused.check(save_id)
         with self._pace_lock:
             upload.moved_at = self._clock()
             self._pace.take(size_bytes)

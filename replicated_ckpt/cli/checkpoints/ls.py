@@ -19,13 +19,13 @@ from replicated_ckpt.cli.look.checkpoints import (
     find_needed,
     list_checkpoints,
 )
-from replicated_ckpt.cli.look.doubts import advise_on_doubt, describe_wait, list_staged_saves
+from replicated_ckpt.cli.look.conflicting_runs import describe_conflicting_runs
 from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
-from replicated_ckpt.cli.look.rivals import describe_rivals
 from replicated_ckpt.cli.look.root import describe_memory_tier
 from replicated_ckpt.cli.look.start import add_start_argument, open_store_of
 from replicated_ckpt.cli.look.table import format_table
 from replicated_ckpt.cli.look.waiting import say_if_slow
+from replicated_ckpt.cli.look.waiting_saves import advise_on_in_doubt, describe_wait, list_staged_saves
 from replicated_ckpt.errors import StoreError
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.bucket.bucket_save import BucketSave
@@ -87,7 +87,8 @@ def list_bucket(target: ObjectTarget) -> Sequence[BucketSave]:
 
 def _print_json(store: LocalStore, seen: NodesSeen, rows: Sequence[CheckpointSeen]) -> None:
     nodes: list[dict[str, Any]] = [
-        {"node_id": node, "host": seen.hosts.get(node, ""), "is_reached": True} for node in sorted(seen.held)
+        {"node_id": node, "host": seen.hosts.get(node, ""), "is_reached": True}
+        for node in sorted(seen.holdings_by_node)
     ]
     nodes += [
         {"node_id": node, "host": seen.hosts.get(node, ""), "is_reached": False, "error": describe_silence(error)}
@@ -95,7 +96,10 @@ def _print_json(store: LocalStore, seen: NodesSeen, rows: Sequence[CheckpointSee
     ]
     staged = [asdict(save) for save in list_staged_saves(store)]
     document = {"node_id": seen.own_node, "nodes": nodes, "staged": staged}
-    document |= {"rivals": describe_rivals(rows, seen, store.root), "memory_tier": describe_memory_tier(store)}
+    document |= {
+        "conflicting_runs": describe_conflicting_runs(rows, seen, store.root),
+        "memory_tier": describe_memory_tier(store),
+    }
     document |= {"newer_format": seen.newer}
     print(json.dumps({**document, "checkpoints": [row.to_json() for row in rows]}, indent=2))
 
@@ -110,12 +114,12 @@ def _print(store: LocalStore, seen: NodesSeen, rows: Sequence[CheckpointSeen]) -
     for save in staged:
         print(f"in doubt: {save}; {describe_wait(save, seen)}")
     listed = {row.checkpoint_id for row in rows if row.save_id}
-    for one in seen.remains:
+    for one in seen.unclaimed:
         if one.is_ours and one.checkpoint_id in listed:
             print(f"{seen.label(one.node_id)}: its manifest of {one.checkpoint_id} is damaged; `repair` restores it")
-    steps = [step for save in staged for step in advise_on_doubt(save, seen, store.root)]
+    steps = [step for save in staged for step in advise_on_in_doubt(save, seen, store.root)]
     for line in [
-        *describe_rivals(rows, seen, store.root),
+        *describe_conflicting_runs(rows, seen, store.root),
         *seen.describe_unreached(find_needed(rows, seen)),
         *steps,
         *advise(rows, seen, store.root),

@@ -14,17 +14,17 @@ from replicated_ckpt.cli.checkpoints.verify import as_json, describe_short, see_
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.absent import describe_absent, describe_newer, find_id
 from replicated_ckpt.cli.look.checkpoints import advise, list_checkpoints
-from replicated_ckpt.cli.look.doubts import (
-    advise_on_doubt,
+from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
+from replicated_ckpt.cli.look.root import open_store
+from replicated_ckpt.cli.look.start import start_agent
+from replicated_ckpt.cli.look.waiting_saves import (
+    advise_on_in_doubt,
     describe_loss,
     describe_wait,
     label_nodes,
     list_staged_saves,
     waits_for_any,
 )
-from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
-from replicated_ckpt.cli.look.root import open_store
-from replicated_ckpt.cli.look.start import start_agent
 from replicated_ckpt.core.upkeep.repair_plan import RepairPlan, ShortShard
 from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptError
 from replicated_ckpt.stores.local.store import LocalStore
@@ -82,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="NODE",
         help="this node, named by its id or its host, is gone for good: its copies are made anew, and saves that are in "
-        "doubt for it alone are given up (may be given several times)",
+        "doubt for it alone are aborted (may be given several times)",
     )
     parser.add_argument("--json", action="store_true", help="the same for machines")
 
@@ -97,14 +97,14 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.id and not stock:
         _check_is_there(store, audit, arguments.id)
     if not arguments.json:
-        _print_doubts(store, audit, arguments.lost)
+        _print_in_doubt(store, audit, arguments.lost)
         _print_plan(store, audit)
         for checkpoint_id in stock:
             print(f"not repaired: {checkpoint_id}: {_OF_STOCK}")
     newer = [] if arguments.id else see_audit(store, audit).newer
     done = _Done(short=set(audit.plan.short))
     if not arguments.dry_run:
-        done.errors |= _give_up_lost(store, arguments.lost)
+        done.errors |= _abort_lost(store, arguments.lost)
         _carry_out_until_done(store, audit.plan, arguments.lost, done)
     in_doubt = list_staged_saves(store)
     if arguments.json:
@@ -116,14 +116,14 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"not checked: {line}")
         if not arguments.dry_run:
             _print_outcome(done, audit)
-    code = _exit_code(audit, done, has_doubts=bool(in_doubt) and waits_for_any(store))
+    code = _exit_code(audit, done, has_in_doubt=bool(in_doubt) and waits_for_any(store))
     return ExitCode.FAILED if (newer or arguments.id in stock) and code != ExitCode.SHARD_LOST else code
 
 
 def _list_stock(store: LocalStore, audit: Audit, arguments: argparse.Namespace) -> tuple[str, ...]:
     """The checkpoints of stock torch that were asked for, newest first: they have no checksums, and nothing is planned."""
-    unasked = {*arguments.lost, *audit.silent_nodes}
-    peers = [peer for peer in PeerBook(store.root_agent_directory()).read_all() if peer.node_id not in unasked]
+    not_asked = {*arguments.lost, *audit.silent_nodes}
+    peers = [peer for peer in PeerBook(store.root_agent_directory()).read_all() if peer.node_id not in not_asked]
     found = UnmanagedLook(store, store.read_node_id(), peers).checkpoints(arguments.id, audit.checkpoint_ids)
     return tuple(checkpoint.checkpoint_id for checkpoint in found)
 
@@ -137,12 +137,12 @@ class _Done:
     short: set[ShortShard] = field(default_factory=set)
 
 
-def _exit_code(audit: Audit, done: _Done, *, has_doubts: bool) -> ExitCode:
+def _exit_code(audit: Audit, done: _Done, *, has_in_doubt: bool) -> ExitCode:
     if any(short.is_lost for short in done.short):
         return ExitCode.SHARD_LOST
     if done.errors or done.short:
         return ExitCode.FAILED
-    return ExitCode.UNREACHABLE if audit.unreachable or has_doubts else ExitCode.OK
+    return ExitCode.UNREACHABLE if audit.unreachable or has_in_doubt else ExitCode.OK
 
 
 def _carry_out_until_done(store: LocalStore, plan: RepairPlan, lost: Sequence[str], done: _Done) -> None:
@@ -210,7 +210,7 @@ def _check_is_there(store: LocalStore, audit: Audit, checkpoint_id: str) -> None
         raise describe_absent(store, look_at_nodes(store), checkpoint_id)
 
 
-def _print_doubts(store: LocalStore, audit: Audit, lost: Sequence[str]) -> None:
+def _print_in_doubt(store: LocalStore, audit: Audit, lost: Sequence[str]) -> None:
     """Which saves are in doubt on this node, what they wait for, and what `--lost` would lose."""
     saves = list_staged_saves(store)
     where, seen = label_nodes(store, saves), see_audit(store, audit)
@@ -224,11 +224,11 @@ def _print_doubts(store: LocalStore, audit: Audit, lost: Sequence[str]) -> None:
             )
             continue
         print(f"  {describe_wait(save, seen)}")
-        for line in advise_on_doubt(save, seen, store.root):
+        for line in advise_on_in_doubt(save, seen, store.root):
             print(line)
 
 
-def _give_up_lost(store: LocalStore, lost: Sequence[str]) -> dict[str, str]:
+def _abort_lost(store: LocalStore, lost: Sequence[str]) -> dict[str, str]:
     """Has this node's agent settle what is in doubt for lost nodes alone; returns what is in doubt all the same."""
     saves = list_staged_saves(store) if lost else []
     if not saves:
@@ -238,12 +238,12 @@ def _give_up_lost(store: LocalStore, lost: Sequence[str]) -> dict[str, str]:
     for save in saves:
         try:
             with AgentClient(own) as client:
-                answer = client.call("POST", "/v1/give-up", {"save_id": save.save_id, "lost": list(lost)})
+                answer = client.call("POST", "/v1/abort-lost", {"save_id": save.save_id, "lost": list(lost)})
         except ReplicatedCkptError as exc:
-            errors[f"give up save {save.save_id}"] = str(exc)
+            errors[f"abort save {save.save_id}"] = str(exc)
             continue
         if answer["waits_for"]:
-            errors[f"give up save {save.save_id}"] = f"it waits for node {', '.join(answer['waits_for'])}, too"
+            errors[f"abort save {save.save_id}"] = f"it waits for node {', '.join(answer['waits_for'])}, too"
     return errors
 
 

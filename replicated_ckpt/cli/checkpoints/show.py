@@ -13,7 +13,7 @@ from replicated_ckpt.cli.look.checkpoints import (
     CheckpointSeen,
     advise,
     list_checkpoints,
-    see_with_remains,
+    see_with_unclaimed_files,
 )
 from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
 from replicated_ckpt.cli.look.start import add_start_argument, open_store_of
@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise describe_absent(store, seen, arguments.id)
     saves = {save.save_id: save for save in saves_found(seen.holdings)}
     known = [
-        (row, see_with_remains(saves[row.save_id], seen.manifests[row.save_id], seen))
+        (row, see_with_unclaimed_files(saves[row.save_id], seen.manifests[row.save_id], seen))
         for row in rows
         if row.save_id in seen.manifests
     ]

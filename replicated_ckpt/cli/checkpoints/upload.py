@@ -181,7 +181,7 @@ def _find_holders(manifest: Manifest, name: str, seen: NodesSeen) -> set[str]:
         and holding.sizes.get(name) == entry.size_bytes
         and name not in holding.damaged
     }
-    return here | (set(entry.holders) - seen.held.keys())
+    return here | (set(entry.holders) - seen.holdings_by_node.keys())
 
 
 def _wait_for_upload(store: LocalStore, manifest: Manifest, target: ObjectTarget, timeout_s: float) -> UploadState:

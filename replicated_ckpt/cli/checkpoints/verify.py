@@ -16,9 +16,9 @@ from replicated_ckpt.cli.checkpoints.ls import name_bucket
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.absent import describe_absent, describe_newer, find_id
 from replicated_ckpt.cli.look.checkpoints import advise, list_checkpoints
+from replicated_ckpt.cli.look.conflicting_runs import describe_conflicting_runs
 from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
 from replicated_ckpt.cli.look.progress import read_all
-from replicated_ckpt.cli.look.rivals import describe_rivals
 from replicated_ckpt.cli.look.start import add_start_argument, open_store_of
 from replicated_ckpt.cli.look.table import format_duration
 from replicated_ckpt.cli.look.unmanaged import print_audits, worst_code
@@ -203,7 +203,11 @@ def _print(store: LocalStore, audit: Audit, seconds: float, *, has_others: bool)
     for row in rows:
         if seen.unreached.keys() & set(row.not_reached):
             print(f"{row.checkpoint_id}: {row.describe_copies(seen)}")
-    for line in [*describe_rivals(rows, seen, store.root), *seen.describe_unreached(), *advise(rows, seen, store.root)]:
+    for line in [
+        *describe_conflicting_runs(rows, seen, store.root),
+        *seen.describe_unreached(),
+        *advise(rows, seen, store.root),
+    ]:
         print(line)
     size = sum(reading.bytes_read for reading in audit.readings)
     read = f"{describe_bytes(size)} read in {format_duration(seconds)} ({describe_bytes(size / max(seconds, 1e-9))}/s)"

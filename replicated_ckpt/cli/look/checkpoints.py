@@ -13,7 +13,7 @@ from replicated_ckpt.cli.look.nodes import (
     NodesSeen,
     advise_on_lost,
     advise_on_silence,
-    advise_on_strangers,
+    advise_on_unknown_nodes,
     describe_spare,
 )
 from replicated_ckpt.cli.look.table import format_moment
@@ -22,12 +22,12 @@ from replicated_ckpt.core.layout import METADATA_NAME, OBJECT_NODE
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.protocol.seen_save import SeenSave, see_save
 from replicated_ckpt.core.upkeep.policy import pending
-from replicated_ckpt.core.upkeep.remains import recognize
+from replicated_ckpt.core.upkeep.unclaimed_files import recognize
 from replicated_ckpt.stores.bucket.bucket_save import BucketSave
 from replicated_ckpt.wording import describe_bytes, list_some, plural
 
 HEADER = ("ID", "SAVED AT", "STEP", "SIZE", "COPIES", "HOSTS", "BUCKET")
-WHOLE, SHORT, NOT_SEEN, LOST, SAVED_OVER = "whole", "short", "not seen", "lost", "saved over"
+WHOLE, SHORT, NOT_SEEN, LOST, OVERWRITTEN = "whole", "short", "not seen", "lost", "overwritten"
 DAMAGED, UNMANAGED, IN_BUCKET, REMOVED = "manifest damaged", "unmanaged", "in the bucket", "being removed"
 RETIRED = "being retired"
 _HOSTS_MAX = 4
@@ -105,9 +105,9 @@ class CheckpointSeen:
         why = f": {seen.list_names(silent)} not reached" if silent else ""
         if unknown and not silent:
             why = f": {seen.list_names(unknown)} not known to this node"
-        if self.state in (NOT_SEEN, LOST, SAVED_OVER):
+        if self.state in (NOT_SEEN, LOST, OVERWRITTEN):
             removed = f"; removed on {seen.list_names(self.removed_on)}" if self.removed_on else ""
-            what = f"{SAVED_OVER} by another run" if self.state == SAVED_OVER else self.state
+            what = f"{OVERWRITTEN} by another run" if self.state == OVERWRITTEN else self.state
             return f"{plural(len(self.missing), 'file')} {what}{why}{removed}"
         if self.state == SHORT:
             return f"{self.copies_seen} of {self.copies_wanted} copies seen{why}"
@@ -165,18 +165,18 @@ def _see(save: SaveFound, seen: NodesSeen, in_bucket: set[tuple[str, str]] | Non
         largest = {name: size for holding in save.holdings for name, size in holding.sizes.items()}
         return replace(row, size_bytes=sum(largest.values()))
     size = manifest.metadata_bytes + sum(manifest.shard_sizes.values())
-    counted = see_with_remains(replace(save, holdings=on_nodes), manifest, seen)
+    counted = see_with_unclaimed_files(replace(save, holdings=on_nodes), manifest, seen)
     return _count_copies(replace(row, size_bytes=size, note=""), counted, seen)
 
 
-def see_with_remains(save: SaveFound, manifest: Manifest, seen: NodesSeen) -> SeenSave:
+def see_with_unclaimed_files(save: SaveFound, manifest: Manifest, seen: NodesSeen) -> SeenSave:
     """The save as the nodes hold it, with the files of nodes whose manifest of it is damaged or gone."""
-    of_it = [one for one in seen.remains if one.checkpoint_id == save.checkpoint_id and recognize(one, [manifest])]
+    of_it = [one for one in seen.unclaimed if one.checkpoint_id == save.checkpoint_id and recognize(one, [manifest])]
     more = [one.holding(manifest) for one in of_it if one.matching(manifest)]
     members = {node for entry in manifest.shards.values() for node in entry.holders}
-    with_remains = replace(save, holdings=(*save.holdings, *more))
-    silent = members - seen.held.keys()
-    return see_save(with_remains, manifest, seen.held.keys(), silent, {holding.node_id for holding in more})
+    completed = replace(save, holdings=(*save.holdings, *more))
+    silent = members - seen.holdings_by_node.keys()
+    return see_save(completed, manifest, seen.holdings_by_node.keys(), silent, {holding.node_id for holding in more})
 
 
 def _count_copies(row: CheckpointSeen, save: SeenSave, seen: NodesSeen) -> CheckpointSeen:
@@ -194,9 +194,9 @@ def _count_copies(row: CheckpointSeen, save: SeenSave, seen: NodesSeen) -> Check
     may_be_there = all(assumed[name] or seen.unreached for name in missing)
     state = WHOLE if least >= min(wanted, seen.nodes_known) else SHORT if least else NOT_SEEN if may_be_there else LOST
     taken = seen.taken_on(row.checkpoint_id, row.lineage) if state == LOST else ()
-    if state == LOST and all(save.is_saved_over(name, taken) for name in missing):
-        state = SAVED_OVER
-    nodes = tuple(sorted(node for node in save.holders if node in seen.held))
+    if state == LOST and all(save.is_overwritten(name, taken) for name in missing):
+        state = OVERWRITTEN
+    nodes = tuple(sorted(node for node in save.holders if node in seen.holdings_by_node))
     removed_on = seen.removed_on(row.checkpoint_id, row.save_id)
     is_going = bool(removed_on) and all(is_removed_everywhere(save.manifest, name, removed_on) for name in missing)
     if state != WHOLE and row.save_id in seen.retired:
@@ -221,12 +221,12 @@ def _bucket_state(
     if in_bucket is not None:
         is_there = (save.checkpoint_id, save.save_id) in in_bucket
         return "there" if is_there else "" if manifest is None or manifest.upload is None else "not there"
-    standings = [held.standing for held in seen.held.values()]
-    if save.save_id in pending(standings):
+    node_reports = [held.node_report for held in seen.holdings_by_node.values()]
+    if save.save_id in pending(node_reports):
         return "on its way"
-    if any(save.save_id in standing.absent for standing in standings):
+    if any(save.save_id in node_report.absent for node_report in node_reports):
         return "not there"
-    if any(save.save_id in standing.uploaded for standing in standings):
+    if any(save.save_id in node_report.uploaded for node_report in node_reports):
         return "there"
     return "" if manifest is None or manifest.upload is None else "unknown"
 
@@ -234,7 +234,7 @@ def _bucket_state(
 def _list_damaged(seen: NodesSeen, listed: set[str]) -> Iterator[CheckpointSeen]:
     """Directories with files of ours of which no node that answered has a manifest that is believed."""
     by_id: dict[str, list[tuple[str, int]]] = {}
-    for one in seen.remains:
+    for one in seen.unclaimed:
         if one.is_ours and one.checkpoint_id not in listed:
             by_id.setdefault(one.checkpoint_id, []).append((one.node_id, sum(one.sizes.values())))
     for checkpoint_id, found in sorted(by_id.items()):
@@ -247,7 +247,9 @@ def describe_totals(
 ) -> str:
     """The line below the table: what there is in all, and what is not as it should be: of `bad`, or of all."""
     size = describe_bytes(sum(row.size_bytes or 0 for row in rows))
-    nodes = f"{len(seen.held)} of {plural(len(seen.held) + len(seen.unreached), 'node')} answered"
+    nodes = (
+        f"{len(seen.holdings_by_node)} of {plural(len(seen.holdings_by_node) + len(seen.unreached), 'node')} answered"
+    )
     judged = rows if bad is None else bad
     by_state: Mapping[str, int] = {state: sum(row.state == state for row in judged) for state in _NOT_GOOD}
     wrong = [f"{number} {words}" for state, number in by_state.items() if number and (words := _NOT_GOOD[state])]
@@ -258,7 +260,7 @@ def describe_totals(
     )
 
 
-def without_outlived(rows: Sequence[CheckpointSeen]) -> list[CheckpointSeen]:
+def without_superseded(rows: Sequence[CheckpointSeen]) -> list[CheckpointSeen]:
     """All but older versions of what a newer, whole save of the same run has replaced, which may lack files."""
     whole: dict[tuple[str, str], int] = {}
     for row in rows:
@@ -271,7 +273,7 @@ def without_outlived(rows: Sequence[CheckpointSeen]) -> list[CheckpointSeen]:
 def find_needed(rows: Sequence[CheckpointSeen], seen: NodesSeen) -> set[str]:
     """The nodes that did not answer and may hold what a checkpoint misses; the others' copies are all elsewhere."""
     missed = set[str]()
-    for row in without_outlived(rows):
+    for row in without_superseded(rows):
         if not row.is_good:
             missed.update(seen.unreached if row.state == DAMAGED else row.not_reached)
     return missed & seen.unreached.keys()
@@ -287,16 +289,16 @@ def advise_on_missing(rows: Sequence[CheckpointSeen], seen: NodesSeen, root: Pat
     """The next step for each checkpoint that no node which answered can mend, and for the nodes that it misses."""
     by_id = Counter(row.checkpoint_id for row in rows)
     damaged = [_advise_on_damaged(row, seen, root) for row in rows if row.state == DAMAGED]
-    wanted = without_outlived(rows)
+    wanted = without_superseded(rows)
     lost = [_advise_on_lost(row, by_id[row.checkpoint_id] > 1, root) for row in wanted if row.state == LOST]
     short = [row for row in wanted if row.state in (SHORT, NOT_SEEN)]
-    strangers = {node for row in short for node in row.not_reached}
+    unauthenticated = {node for row in short for node in row.not_reached}
     needed = find_needed(rows, seen)
     copies_wanted = max((row.copies_wanted or 0 for row in short), default=0)
     return [
         *damaged,
         *lost,
-        *advise_on_strangers(strangers, seen),
+        *advise_on_unknown_nodes(unauthenticated, seen),
         *advise_on_silence(seen, needed),
         *advise_on_lost(seen, root, needed, copies_wanted),
     ]
@@ -330,7 +332,7 @@ _NOT_GOOD = {
     SHORT: "with fewer copies than wanted",
     NOT_SEEN: "with files that no node showed",
     LOST: "with lost files",
-    SAVED_OVER: "saved over by another run",
+    OVERWRITTEN: "overwritten by another run",
     DAMAGED: "with a damaged manifest",
     UNMANAGED: "of stock torch",
 }

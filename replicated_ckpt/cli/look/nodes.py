@@ -12,19 +12,19 @@ from typing import Any
 
 from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.agent.peers.manifests import ManifestBook
-from replicated_ckpt.agent.peers.watch import Held, describe_silence, parse_held, runs_no_agent
-from replicated_ckpt.agent.repair.audit import read_standing
+from replicated_ckpt.agent.peers.watch import NodeHoldings, describe_silence, parse_node_holdings, runs_no_agent
+from replicated_ckpt.agent.repair.audit import read_node_report
 from replicated_ckpt.agent.start.launch import running_agent
 from replicated_ckpt.agent.state.damage import DamageBook
 from replicated_ckpt.agent.state.endpoint import listening_endpoint
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.manifest import Manifest, find_domains
-from replicated_ckpt.core.upkeep.remains import Remains
 from replicated_ckpt.core.upkeep.retention import find_retired
+from replicated_ckpt.core.upkeep.unclaimed_files import UnclaimedFiles
 from replicated_ckpt.environment import PLAIN_ENV
 from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptError, StoreDenied
-from replicated_ckpt.stores.local.remains import RemainsReader
 from replicated_ckpt.stores.local.store import NO_NODE, LocalStore
+from replicated_ckpt.stores.local.unclaimed import UnclaimedFilesReader
 from replicated_ckpt.stores.local.versions.recycled import measure_room
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.fan_out import FanOut
@@ -40,7 +40,7 @@ class NodesSeen:
     """What the nodes hold that answered, and which did not, and why."""
 
     own_node: str
-    held: Mapping[str, Held]
+    holdings_by_node: Mapping[str, NodeHoldings]
     addresses: Mapping[str, AgentAddress]
     unreached: Mapping[str, ReplicatedCkptError]
     manifests: Mapping[str, Manifest]
@@ -48,11 +48,11 @@ class NodesSeen:
 
     @property
     def holdings(self) -> list[Holding]:
-        return [holding for held in self.held.values() for holding in held.holdings]
+        return [holding for held in self.holdings_by_node.values() for holding in held.holdings]
 
     @property
-    def remains(self) -> list[Remains]:
-        return [remains for held in self.held.values() for remains in held.remains]
+    def unclaimed(self) -> list[UnclaimedFiles]:
+        return [unclaimed for held in self.holdings_by_node.values() for unclaimed in held.unclaimed]
 
     @property
     def reached(self) -> tuple[AgentAddress, ...]:
@@ -87,17 +87,17 @@ class NodesSeen:
     @property
     def nodes_known(self) -> int:
         """How many nodes there are to hold copies, those that do not answer included."""
-        return len(self.held) + len(self.unreached)
+        return len(self.holdings_by_node) + len(self.unreached)
 
     @property
     def newer(self) -> list[str]:
         """The checkpoints, on any node that answered, that only a newer version of the package reads."""
-        return sorted({checkpoint_id for held in self.held.values() for checkpoint_id in held.newer})
+        return sorted({checkpoint_id for held in self.holdings_by_node.values() for checkpoint_id in held.newer})
 
     @cached_property
     def retired(self) -> frozenset[str]:
         """The saves that the policies of their runs keep no more: each node removes its part when it comes to it."""
-        return find_retired(self.manifests, [found.view_of(node) for node, found in self.held.items()])
+        return find_retired(self.manifests, [found.view_of(node) for node, found in self.holdings_by_node.items()])
 
     def renamed_from(self, checkpoint_id: str, save_id: str) -> str | None:
         """Under which id a save was made whose directory a user has given another name; None: this one, or unknown."""
@@ -108,7 +108,9 @@ class NodesSeen:
         """The nodes whose user has removed a save there; none has where the directory was renamed or copied by hand."""
         if self.renamed_from(checkpoint_id, save_id) is not None:
             return ()
-        return tuple(sorted(node for node, held in self.held.items() if save_id in held.standing.removed))
+        return tuple(
+            sorted(node for node, held in self.holdings_by_node.items() if save_id in held.node_report.removed)
+        )
 
     def taken_on(self, checkpoint_id: str, lineage: str) -> frozenset[str]:
         """The nodes where a save of another run has the name."""
@@ -160,7 +162,7 @@ def look_at_nodes(store: LocalStore, *, asks_own: bool = True) -> NodesSeen:
     own, peers = store.read_node_id(), PeerBook(store.root_agent_directory())
     addresses = {peer.node_id: peer for peer in peers.read_all() if peer.node_id != own}
 
-    def look(node: str) -> Held:
+    def look(node: str) -> NodeHoldings:
         return _look_at_own(store, own, asks=asks_own) if node == own else _ask(addresses[node])
 
     outcome = FanOut.run([own, *addresses], look)
@@ -188,7 +190,7 @@ def ask_own_status(store: LocalStore) -> dict[str, Any] | None:
         return client.call("GET", "/v1/status")
 
 
-def _look_at_own(store: LocalStore, own: str, *, asks: bool) -> Held:
+def _look_at_own(store: LocalStore, own: str, *, asks: bool) -> NodeHoldings:
     """As this node's agent says, which knows what is uploaded; else as the disk and what the last agent noted show it."""
     endpoint = listening_endpoint(store.root_agent_directory())
     if asks and endpoint is not None and endpoint.node_id == own:
@@ -197,13 +199,13 @@ def _look_at_own(store: LocalStore, own: str, *, asks: bool) -> Held:
         except ReplicatedCkptError as exc:
             log.info("this process looks at the store itself: %s", exc)
     holdings = DamageBook.mark_noted(store, store.catalog.holdings(own))
-    remains, newer = RemainsReader(store, own).find(), tuple(store.catalog.of_newer_format())
-    return Held(holdings, remains, read_standing(store), measure_room(store.root), newer)
+    unclaimed, newer = UnclaimedFilesReader(store, own).find(), tuple(store.catalog.of_newer_format())
+    return NodeHoldings(holdings, unclaimed, read_node_report(store), measure_room(store.root), newer)
 
 
-def _ask(address: AgentAddress) -> Held:
+def _ask(address: AgentAddress) -> NodeHoldings:
     with AgentClient(address) as client:
-        return parse_held(client.call("GET", "/v1/holdings"), address)
+        return parse_node_holdings(client.call("GET", "/v1/holdings"), address)
 
 
 def advise_on_silence(seen: NodesSeen, nodes: Collection[str]) -> list[str]:
@@ -232,8 +234,8 @@ def advise_on_silence(seen: NodesSeen, nodes: Collection[str]) -> list[str]:
 
 def advise_on_lost(seen: NodesSeen, root: object, nodes: Collection[str], copies_wanted: int) -> list[str]:
     """What to do about these nodes, each of which a checkpoint misses, if they never come back."""
-    if nodes and len(seen.held) < copies_wanted:
-        room = f"{plural(len(seen.held), 'node')} cannot hold {copies_wanted} copies"
+    if nodes and len(seen.holdings_by_node) < copies_wanted:
+        room = f"{plural(len(seen.holdings_by_node), 'node')} cannot hold {copies_wanted} copies"
         names = seen.list_names(nodes)
         return [f"if {names} never comes back: run the job with a new node in its place, which gets the copies; {room}"]
     repair = f"replicated-ckpt repair --root {quote(str(root))} --lost"
@@ -250,9 +252,9 @@ def describe_spare(seen: NodesSeen, root: object, nodes: Iterable[str]) -> list[
     ]
 
 
-def advise_on_strangers(nodes: Iterable[str], seen: NodesSeen) -> list[str]:
+def advise_on_unknown_nodes(nodes: Iterable[str], seen: NodesSeen) -> list[str]:
     """What to do about nodes that a manifest names, and of which this node has no address."""
-    unknown = sorted(set(nodes) - seen.held.keys() - seen.addresses.keys())
+    unknown = sorted(set(nodes) - seen.holdings_by_node.keys() - seen.addresses.keys())
     if not unknown:
         return []
     names = seen.list_names(unknown)

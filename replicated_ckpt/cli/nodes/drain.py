@@ -10,11 +10,11 @@ from typing import Any
 from replicated_ckpt.cli.checkpoints.repair import carry_out
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.absent import describe_newer
-from replicated_ckpt.cli.look.doubts import list_staged_saves
 from replicated_ckpt.cli.look.nodes import NodesSeen, advise_on_silence, ask_own_status, look_at_nodes
 from replicated_ckpt.cli.look.progress import read_all
 from replicated_ckpt.cli.look.root import open_store
 from replicated_ckpt.cli.look.start import start_agent
+from replicated_ckpt.cli.look.waiting_saves import list_staged_saves
 from replicated_ckpt.core.upkeep.removal import find_removed
 from replicated_ckpt.core.upkeep.repair import plan_repair
 from replicated_ckpt.core.upkeep.repair_plan import RepairPlan
@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
         done += len(plan.actions)
         failed = carry_out(plan, seen.addresses, seen.label)
     stays, others = _list_what_stays(store, seen), _list_others(store)
-    drained = _Drained(seen, plan, done, failed, stays, others, unread & seen.held.keys())
+    drained = _Drained(seen, plan, done, failed, stays, others, unread & seen.holdings_by_node.keys())
     if not (arguments.dry_run or drained.is_empty):
         _tell_agent(store, is_drained=False)
     if arguments.json:
@@ -115,7 +115,9 @@ class _Drained:
     def _drained_before(self) -> list[str]:
         """Other nodes that answer and are taken down, too."""
         return [
-            node for node, held in self.seen.held.items() if held.standing.is_drained and node != self.seen.own_node
+            node
+            for node, held in self.seen.holdings_by_node.items()
+            if held.node_report.is_drained and node != self.seen.own_node
         ]
 
     @property
@@ -152,7 +154,7 @@ class _Drained:
         if self.unread:
             names = self.seen.list_names(self.unread)
             lines.append(f"not read, as it stopped to answer, so not counted: {names}; run the same command again")
-        other_count = len(self.seen.held) - 1 - len(self.unread.union(gone))
+        other_count = len(self.seen.holdings_by_node) - 1 - len(self.unread.union(gone))
         others = plural(other_count, "other node")
         label = self.seen.label(self.seen.own_node)
         if not self.is_empty:
@@ -174,15 +176,15 @@ class _Drained:
 
 def _plan(seen: NodesSeen, unread: Collection[str] = ()) -> RepairPlan:
     """What makes up for this node's copies on those that answer and stay; one that is silent is not counted on."""
-    up = [held.view_of(node) for node, held in seen.held.items() if node not in unread]
-    views = [replace(view, is_leaving=view.node_id == seen.own_node or view.standing.is_drained) for view in up]
+    up = [held.view_of(node) for node, held in seen.holdings_by_node.items() if node not in unread]
+    views = [replace(view, is_leaving=view.node_id == seen.own_node or view.node_report.is_drained) for view in up]
     return plan_repair(seen.manifests, views, going=find_retired(seen.manifests, views) | find_removed(views))
 
 
 def _list_what_stays(store: LocalStore, seen: NodesSeen) -> list[str]:
     """What no copy on another node can stand for."""
     stays = [str(save) for save in list_staged_saves(store)]
-    stays += [f"{one.checkpoint_id} is being saved here" for one in store.list_staged() if store.is_held(one.save_id)]
+    stays += [f"{one.checkpoint_id} is being saved here" for one in store.list_staged() if store.is_locked(one.save_id)]
     managed = {holding.checkpoint_id for holding in seen.holdings}
     stays += [
         f"{checkpoint_id} has no manifest: it has no copies; if stock torch wrote it, load it and save it under a new id"
@@ -211,10 +213,10 @@ def _list_others(store: LocalStore) -> list[str]:
 
 def _list_removed_elsewhere(seen: NodesSeen) -> list[str]:
     """What lies here and no node makes copies of, as the user of another one has removed it there."""
-    own, found = seen.held[seen.own_node], []
+    own, found = seen.holdings_by_node[seen.own_node], []
     for holding in own.holdings:
         nodes = [node for node in seen.removed_on(holding.checkpoint_id, holding.save_id) if node != seen.own_node]
-        if nodes and holding.save_id not in own.standing.removed:
+        if nodes and holding.save_id not in own.node_report.removed:
             what = f"{holding.checkpoint_id} was removed on {seen.list_names(nodes)}, so gets no copies"
             found.append(f"{what}; `rm` it here, too, or copy it first")
     return found

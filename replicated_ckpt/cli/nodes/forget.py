@@ -9,10 +9,10 @@ from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look import unmanaged
 from replicated_ckpt.cli.look.checkpoints import DAMAGED, CheckpointSeen, find_needed, list_checkpoints
-from replicated_ckpt.cli.look.doubts import list_staged_saves
 from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
 from replicated_ckpt.cli.look.root import open_store
 from replicated_ckpt.cli.look.start import start_agent
+from replicated_ckpt.cli.look.waiting_saves import list_staged_saves
 from replicated_ckpt.core.layout import MANIFEST_NAME
 from replicated_ckpt.errors import ConfigInvalid
 from replicated_ckpt.stores.local.store import LocalStore
@@ -43,16 +43,16 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigInvalid(f"{seen.label(node)} answers.", hint)
     rows = list_checkpoints(seen)
     losses = {} if forgotten else _list_losses(store, seen, rows, node)
-    doubts = [str(save) for save in list_staged_saves(store) if node in save.nodes]
+    in_doubt = [str(save) for save in list_staged_saves(store) if node in save.nodes]
     is_done = not losses or arguments.force
     if is_done and not forgotten:
         with AgentClient(start_agent(store)) as client:
             client.call("POST", "/v1/forget", {"node_id": node})
     if arguments.json:
-        print(json.dumps({"node_id": node, "is_forgotten": is_done, "losses": losses, "in_doubt": doubts}, indent=2))
+        print(json.dumps({"node_id": node, "is_forgotten": is_done, "losses": losses, "in_doubt": in_doubt}, indent=2))
     else:
         is_missed = not forgotten and node in find_needed(rows, seen)
-        _print(seen, node, losses, doubts, is_done=is_done, is_missed=is_missed, root=str(store.root))
+        _print(seen, node, losses, in_doubt, is_done=is_done, is_missed=is_missed, root=str(store.root))
     return ExitCode.OK if is_done else ExitCode.FAILED
 
 
@@ -94,7 +94,7 @@ def _print(
     seen: NodesSeen,
     node: str,
     losses: dict[str, list[str]],
-    doubts: list[str],
+    in_doubt: list[str],
     *,
     is_done: bool,
     is_missed: bool,
@@ -110,10 +110,10 @@ def _print(
         return
     copies = "copies that it held are made anew where nodes are left" if is_missed else "no copy is missed without it"
     print(f"forgotten: {label} is not waited for any more; {copies}")
-    for doubt in doubts:
-        print(f"in doubt: {doubt}")
-    if doubts:
+    for save in in_doubt:
+        print(f"in doubt: {save}")
+    if in_doubt:
         print(
-            f"next step: `replicated-ckpt repair --root {quote(root)} --lost {node}` gives up what is in doubt for it alone"
+            f"next step: `replicated-ckpt repair --root {quote(root)} --lost {node}` aborts what is in doubt for it alone"
         )
     print("next step: run the same command on the other nodes; a job with ranks on it introduces it again")

@@ -15,11 +15,11 @@ from replicated_ckpt.cli.look.checkpoints import (
     SHORT,
     CheckpointSeen,
     find_needed,
-    without_outlived,
+    without_superseded,
 )
-from replicated_ckpt.cli.look.doubts import WaitingSave
 from replicated_ckpt.cli.look.nodes import NodesSeen, describe_spare
 from replicated_ckpt.cli.look.table import format_duration
+from replicated_ckpt.cli.look.waiting_saves import WaitingSave
 from replicated_ckpt.stores.files.room import Room
 from replicated_ckpt.wording import describe_bytes, list_some, plural
 
@@ -77,14 +77,14 @@ def judge_health(
     rows: Sequence[CheckpointSeen],
     agent: Mapping[str, Any] | None,
     why_down: str,
-    doubts: Sequence[WaitingSave],
+    in_doubt: Sequence[WaitingSave],
     root: Path,
 ) -> Health:
     """`agent`: what this node's agent says of itself. None and no `why_down`: it has left, as no job runs."""
     is_idle = agent is None and not why_down
     idle = frozenset(node for node, error in seen.unreached.items() if is_idle and runs_no_agent(error))
-    bad = [row for row in without_outlived(rows) if not (row.is_good or _waits_for_idle(row, seen, idle))]
-    needed = find_needed(bad, seen) | {node for one in doubts for node in one.nodes if node in seen.unreached}
+    bad = [row for row in without_superseded(rows) if not (row.is_good or _waits_for_idle(row, seen, idle))]
+    needed = find_needed(bad, seen) | {node for one in in_doubt for node in one.nodes if node in seen.unreached}
     found = [(ExitCode.SHARD_LOST, why) for why in _describe(bad, seen, is_lost=True)]
     if why_down:
         found.append((ExitCode.UNREACHABLE, f"this node's agent gives no answer: {why_down}"))
@@ -94,7 +94,7 @@ def judge_health(
         *map(describe_newer, seen.newer),
         *seen.describe_unreached(needed),
         *_crowded(seen),
-        *(f"in doubt: {one.describe(seen)}" for one in doubts),
+        *(f"in doubt: {one.describe(seen)}" for one in in_doubt),
         *(() if agent is None else _failing(agent)),
     ]
     notes = [_describe_idle(seen, idle, root)] if is_idle else []
@@ -128,14 +128,14 @@ def _describe_idle(seen: NodesSeen, idle: Collection[str], root: Path) -> str:
 
 
 def _unwritable(seen: NodesSeen) -> Iterator[str]:
-    for node, held in sorted(seen.held.items()):
+    for node, held in sorted(seen.holdings_by_node.items()):
         if held.room is not None and held.room.write_error:
             what = f"{seen.label(node)}: nothing can be written to its root: {held.room.write_error}"
             yield f"{what}. Saves of its ranks fail, and it takes no copies; look at `dmesg` and `df` there"
 
 
 def _crowded(seen: NodesSeen) -> Iterator[str]:
-    for node, held in sorted(seen.held.items()):
+    for node, held in sorted(seen.holdings_by_node.items()):
         if held.room is not None and held.room.free_bytes < ROOM_SHARE_MIN * held.room.size_bytes:
             yield f"{seen.label(node)}: {describe_room(held.room)}"
 
@@ -146,7 +146,7 @@ def describe_room(room: Room | None) -> str:
 
 def _failing(agent: Mapping[str, Any]) -> Iterator[str]:
     """What this node's agent says that it cannot do."""
-    yield from agent.get("twins", ())
+    yield from agent.get("duplicate_nodes", ())
     protection = agent["protection"]
     for problem in protection["failed"]:
         yield f"re-protection: {problem}"

@@ -16,12 +16,12 @@ from replicated_ckpt.agent.state.endpoint import has_clients, read_endpoint
 from replicated_ckpt.agent.state.log_file import LOG_NAME
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.checkpoints import CheckpointSeen, advise_on_missing, describe_totals, list_checkpoints
-from replicated_ckpt.cli.look.doubts import WaitingSave, advise_on_doubt, list_waiting
+from replicated_ckpt.cli.look.conflicting_runs import describe_conflicting_runs
 from replicated_ckpt.cli.look.nodes import NodesSeen, ask_own_status, look_at_nodes
-from replicated_ckpt.cli.look.rivals import describe_rivals
 from replicated_ckpt.cli.look.root import describe_memory_tier
 from replicated_ckpt.cli.look.start import add_start_argument, open_store_of
 from replicated_ckpt.cli.look.table import format_moment, format_table, parse_seconds
+from replicated_ckpt.cli.look.waiting_saves import WaitingSave, advise_on_in_doubt, list_waiting
 from replicated_ckpt.cli.nodes.health import Health, describe_room, describe_work, judge_health
 from replicated_ckpt.errors import ReplicatedCkptError
 from replicated_ckpt.stores.local.store import LocalStore
@@ -118,7 +118,7 @@ class _State:
     is_silent: bool
     errors: Sequence[str]
     health: Health
-    doubts: Sequence[WaitingSave]
+    in_doubt: Sequence[WaitingSave]
     memory_tier: Sequence[str]
 
     @property
@@ -128,7 +128,7 @@ class _State:
     def to_json(self, store: LocalStore) -> dict[str, Any]:
         nodes = [
             {"node_id": node, "is_reached": True, "room": None if held.room is None else held.room.to_json()}
-            for node, held in sorted(self.seen.held.items())
+            for node, held in sorted(self.seen.holdings_by_node.items())
         ]
         nodes += [
             {"node_id": node, "is_reached": False, "error": describe_silence(error)}
@@ -146,12 +146,16 @@ class _State:
             "memory_tier": list(self.memory_tier),
             "agent": self.agent,
             "last_errors": list(self.errors),
-            "rivals": describe_rivals(self.rows, self.seen, store.root),
+            "conflicting_runs": describe_conflicting_runs(self.rows, self.seen, store.root),
         }
 
     def text(self, store: LocalStore) -> str:
         """The verdict first, what to do about it, and then what there is."""
-        lines = [*self.health.lines, *self._next_steps(store), *describe_rivals(self.rows, self.seen, store.root)]
+        lines = [
+            *self.health.lines,
+            *self._next_steps(store),
+            *describe_conflicting_runs(self.rows, self.seen, store.root),
+        ]
         lines += [format_table(("NODE", "AGENT", "CHECKPOINTS", "ROOM"), list(map(self._cells, self._nodes())))]
         lines += [f"copies: {describe_totals(self.rows, self.seen, self.health.bad)}", *self.memory_tier]
         if self.agent is not None:
@@ -166,18 +170,18 @@ class _State:
             return []
         is_down = self.agent is None and not (self.is_silent or self.health.is_idle)
         start = ["next step: --start-agents starts this node's agent, as does a save or a load"] if is_down else []
-        steps = [step for one in self.doubts for step in advise_on_doubt(one, self.seen, store.root)]
+        steps = [step for one in self.in_doubt for step in advise_on_in_doubt(one, self.seen, store.root)]
         rows = self.health.bad if self.health.is_idle else self.rows
         return [*start, *steps, *advise_on_missing(rows, self.seen, store.root)]
 
     def _nodes(self) -> list[str]:
         own = self.seen.own_node
-        return [own, *sorted((self.seen.held.keys() | self.seen.unreached.keys()) - {own})]
+        return [own, *sorted((self.seen.holdings_by_node.keys() | self.seen.unreached.keys()) - {own})]
 
     def _cells(self, node: str) -> tuple[str, str, str, str]:
         if node in self.seen.unreached:
             return self.seen.label(node), f"not reached: {describe_silence(self.seen.unreached[node])}", "-", "-"
-        held, agent = self.seen.held[node], "up"
+        held, agent = self.seen.holdings_by_node[node], "up"
         if node == self.seen.own_node and self.agent is None:
             agent = "no answer" if self.is_silent else "none"
         elif node == self.seen.own_node and self.agent is not None:
@@ -196,10 +200,10 @@ def _look(store: LocalStore) -> _State:
         why_down = _describe_end(store)
     seen = look_at_nodes(store, asks_own=not is_silent)
     rows = list_checkpoints(seen)
-    doubts = list_waiting(store, None if agent is None else agent["in_doubt"])
-    health = judge_health(seen, rows, agent, why_down, doubts, store.root)
+    in_doubt = list_waiting(store, None if agent is None else agent["in_doubt"])
+    health = judge_health(seen, rows, agent, why_down, in_doubt, store.root)
     errors = _read_last_errors(store, 0.0 if agent is None else time.time() - agent["uptime_s"])
-    return _State(seen, rows, agent, is_silent, errors, health, doubts, describe_memory_tier(store))
+    return _State(seen, rows, agent, is_silent, errors, health, in_doubt, describe_memory_tier(store))
 
 
 def _describe_end(store: LocalStore) -> str:

@@ -98,7 +98,7 @@ class Remover:
 
     def removables(self) -> list[Removable]:
         """The saves as the decision sees them; without those that no manifest tells of, and renamed directories."""
-        waiting = pending(held.standing for held in self.seen.held.values())
+        waiting = pending(held.node_report for held in self.seen.holdings_by_node.values())
         return [
             Removable(self._candidate(row, waiting), row.lineage, is_lost=self._is_lost(row))
             for row in self.rows
@@ -111,7 +111,7 @@ class Remover:
         return row.is_lost and (self._keeps_bucket or row.bucket not in ("there", "unknown"))
 
     def _candidate(self, row: CheckpointSeen, waiting: frozenset[str]) -> Candidate:
-        wanted = min(row.copies_wanted or 1, len(self.seen.held))
+        wanted = min(row.copies_wanted or 1, len(self.seen.holdings_by_node))
         manifest = self.seen.manifests.get(row.save_id)
         return Candidate(
             row.checkpoint_id,
@@ -130,7 +130,7 @@ class Remover:
 
     def wanted_by(self, run: tuple[str, str], tier: str = NODES) -> Retention | None:
         """What the ranks of this node want kept of a run there, by its scope and lineage; None: they have not said."""
-        said = self.seen.held[self.seen.own_node].standing.policies
+        said = self.seen.holdings_by_node[self.seen.own_node].node_report.policies
         policies = said or PolicyBook(self._store.root_agent_directory()).read_all()  # no agent runs
         return next((one.retention for one in policies if one.tier == tier and (one.scope, one.lineage) == run), None)
 
@@ -158,9 +158,9 @@ class Remover:
         """
         shared = {checkpoint_id for ids in outcome.still_on.values() for checkpoint_id in ids}
         saves = {(row.checkpoint_id, row.save_id) for row in chosen}
-        for node, found in look_at_nodes(self._store).held.items():
+        for node, found in look_at_nodes(self._store).holdings_by_node.items():
             here = {one.checkpoint_id for one in found.holdings if (one.checkpoint_id, one.save_id) in saves}
-            here.update(one.checkpoint_id for one in found.remains)
+            here.update(one.checkpoint_id for one in found.unclaimed)
             outcome.still_on[node] = [each for each in outcome.still_on.get(node, ()) if each in here]
         outcome.still_on = {node: ids for node, ids in outcome.still_on.items() if ids}
         gone = shared.difference(outcome.kept, *outcome.still_on.values(), *outcome.not_reached.values())
@@ -178,7 +178,7 @@ class Remover:
         if why:
             outcome.kept[row.checkpoint_id] = f"{why}; wait for it to end, or use --force"
             return
-        others = [node for node in row.nodes if node in self.seen.held and node != self.seen.own_node]
+        others = [node for node in row.nodes if node in self.seen.holdings_by_node and node != self.seen.own_node]
         silent = self._silent_holders(row)
         for book, nodes in ((outcome.still_on, others), (outcome.not_reached, silent)):
             for node in nodes:
@@ -191,8 +191,8 @@ class Remover:
         if answer["why"]:
             outcome.kept[row.checkpoint_id] = one_line(answer["why"])
             return
-        here = self.seen.held[self.seen.own_node]
-        if any(one.checkpoint_id == row.checkpoint_id for one in here.remains):
+        here = self.seen.holdings_by_node[self.seen.own_node]
+        if any(one.checkpoint_id == row.checkpoint_id for one in here.unclaimed):
             path = quote(str(self._store.root / row.checkpoint_id))
             outcome.kept[row.checkpoint_id] = (
                 "its manifest on this node is damaged or gone, so that nothing tells which save its files are of; none of "
@@ -215,7 +215,7 @@ class Remover:
         """
         manifest = self.seen.manifests.get(row.save_id)
         meant = {*self.seen.unreached} if manifest is None else {node.node_id for node in manifest.nodes}
-        return sorted(meant - self.seen.held.keys() - (self._forgotten - self.seen.unreached.keys()))
+        return sorted(meant - self.seen.holdings_by_node.keys() - (self._forgotten - self.seen.unreached.keys()))
 
     @cached_property
     def _forgotten(self) -> frozenset[str]:

@@ -43,10 +43,10 @@ def choose_uploader(
 ) -> str | None:
     """The node that is to bring `shard` to the bucket, as `own_node`, which holds it, sees the others.
 
-    In order: the owner, the other intended holders, then any holder by name. None: one that comes first is silent and not
-    given up yet, or no node holds it. One that was never heard is taken to hold what it was meant to; one that says that it
-    cannot is passed over, and so is one where a newer save has the name: it uploads that. `is_ordered`: the user has had
-    it ordered here by hand; a node without such an order brings nothing there.
+    In order: the owner, the other intended holders, then any holder by name. None: an earlier one in this order is silent
+    and not counted as lost yet, or no node holds it. A node that never answered is taken to hold what it was meant to.
+    Skipped are nodes that report that they cannot upload, and nodes where a newer save has the name: they upload that one.
+    `is_ordered`: the user ordered the upload here by hand. A node without such an order uploads nothing then.
     """
     entry = manifest.shards[shard]
     view_by_node = {view.node_id: view for view in views}
@@ -60,8 +60,8 @@ def choose_uploader(
         view = view_by_node.get(node)
         if view is None or view.presence is Presence.GONE or node not in holders:
             continue
-        standing = view.standing
-        if manifest.save_id in standing.unable or (is_ordered and manifest.save_id not in standing.ordered):
+        node_report = view.node_report
+        if manifest.save_id in node_report.unable or (is_ordered and manifest.save_id not in node_report.ordered):
             continue
         return node if view.presence is Presence.UP else None
     return None

@@ -16,14 +16,14 @@ class SeenSave:
     """What is known of one save. Nodes are assumed to have a file if they do not answer, or cannot say what they have.
 
     Such nodes keep copies from being made, and count for nothing else; all other sets are of nodes that answer. Of
-    `footless` copies the footer alone is bad. `holders` have any file of the save.
+    `footer_damaged` copies the footer alone is bad. `holders` have any file of the save.
     """
 
     found: SaveFound
     manifest: Manifest
     intact: NodesByShard
     damaged: NodesByShard
-    footless: NodesByShard
+    footer_damaged: NodesByShard
     assumed: NodesByShard
     holders: frozenset[str]
     with_manifest: frozenset[str]
@@ -57,20 +57,20 @@ class SeenSave:
 
     def can_give(self, shard: str) -> bool:
         """Whether an intact copy can be made: of one, of several damaged ones together, or of the data without footer."""
-        return bool(self.intact[shard] or self.footless[shard]) or len(self.damaged[shard]) > 1
+        return bool(self.intact[shard] or self.footer_damaged[shard]) or len(self.damaged[shard]) > 1
 
-    def is_saved_over(self, name: str, taken: Collection[str]) -> bool:
-        """Whether a file was to lie on one of these nodes, where another run's save has the name: its user gave it up."""
+    def is_overwritten(self, name: str, taken: Collection[str]) -> bool:
+        """Whether a file was to lie on one of these nodes, where another run's save has the name: its user aborted it."""
         entry = self.manifest.shards.get(name)
         meant = {node.node_id for node in self.manifest.nodes} if entry is None else {*entry.holders}
         return not meant.isdisjoint(taken)
 
-    def is_kept_out_by(self, held: Holding) -> bool:
+    def is_blocked_by(self, held: Holding) -> bool:
         """Whether what a node holds keeps this save out: another run's has the name, or files have the same names."""
         if held.checkpoint_id != self.found.checkpoint_id or held.save_id == self.found.save_id:
             return False
-        is_rival = held.lineage != self.version.lineage and not held.is_replaced
-        return is_rival or not self.manifest.shards.keys().isdisjoint(held.sizes)
+        is_conflicting = held.lineage != self.version.lineage and not held.is_replaced
+        return is_conflicting or not self.manifest.shards.keys().isdisjoint(held.sizes)
 
     def strays(self, node_id: str) -> list[str]:
         """Shards in the node's directory that the manifest does not name."""
@@ -79,15 +79,15 @@ class SeenSave:
 
 
 def see_save(
-    found: SaveFound, manifest: Manifest, up: Collection[str], unsure: Iterable[str], remains: Collection[str]
+    found: SaveFound, manifest: Manifest, up: Collection[str], unsure: Iterable[str], unclaimed: Collection[str]
 ) -> SeenSave:
     """What the holdings show. Nodes that are not `up` are only assumed to have what they had.
 
     `unsure` nodes say nothing of what they hold: they are assumed to have what they were meant to. The holdings of nodes
-    in `remains` were recognized by the files' checksums; a manifest they have not.
+    in `unclaimed` were recognized by the files' checksums; a manifest they have not.
     """
     by_kind: dict[str, dict[str, set[str]]] = {
-        kind: {shard: set() for shard in manifest.shards} for kind in ("intact", "damaged", "footless", "assumed")
+        kind: {shard: set() for shard in manifest.shards} for kind in ("intact", "damaged", "footer_damaged", "assumed")
     }
     for holding in found.holdings:
         _sort_shards(holding, manifest, by_kind, is_up=holding.node_id in up)
@@ -102,7 +102,7 @@ def see_save(
         manifest,
         **by_kind,
         holders=frozenset(holders),
-        with_manifest=frozenset(holders - set(remains)),
+        with_manifest=frozenset(holders - set(unclaimed)),
         with_metadata=frozenset(with_metadata & holders),
         assumed_metadata=frozenset(with_metadata - holders | unsure & members),
     )
@@ -111,7 +111,7 @@ def see_save(
 def _sort_shards(
     holding: Holding, manifest: Manifest, by_kind: Mapping[str, Mapping[str, set[str]]], *, is_up: bool
 ) -> None:
-    damaged, footless = set(holding.damaged), set(holding.footless)
+    damaged, footer_damaged = set(holding.damaged), set(holding.footer_damaged)
     for shard, size in holding.sizes.items():
         entry = manifest.shards.get(shard)
         if entry is None:
@@ -120,5 +120,5 @@ def _sort_shards(
         if is_intact or is_up:
             kind = "intact" if is_intact and is_up else "assumed" if is_intact else "damaged"
             by_kind[kind][shard].add(holding.node_id)
-        if is_up and not is_intact and shard in footless:
-            by_kind["footless"][shard].add(holding.node_id)
+        if is_up and not is_intact and shard in footer_damaged:
+            by_kind["footer_damaged"][shard].add(holding.node_id)

@@ -24,12 +24,12 @@ class Answer(Enum):
     """The save is staged there without a decision, and no rank of that node works on it."""
     ABSENT = "unknown"
     """Nothing of it is there. That a coordinator's node has it no more tells nothing: it may have been put back since."""
-    GIVEN_UP = "given up"
+    ABORTED = "aborted"
     """The save is over: this node, its coordinator's, never decides it, or has seen that no node published it and that a
     newer save has its name; or this node had published it, and retention has removed it."""
 
 
-_NOT_PUBLISHED = (Answer.STAGED, Answer.ABSENT, Answer.GIVEN_UP)
+_NOT_PUBLISHED = (Answer.STAGED, Answer.ABSENT, Answer.ABORTED)
 
 
 class Fate(Enum):
@@ -63,7 +63,7 @@ def settle_staged(
         return Settlement(Fate.COMPLETE, sources=published)
     if is_worked_on:
         return Settlement(Fate.WORKED_ON)
-    if coordinator == own or Answer.GIVEN_UP in answers.values():
+    if coordinator == own or Answer.ABORTED in answers.values():
         return Settlement(Fate.DROP)
     if Answer.WORKING in answers.values():
         return Settlement(Fate.WORKED_ON)

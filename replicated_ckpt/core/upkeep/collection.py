@@ -53,7 +53,7 @@ def find_in_the_way(
     return tuple(found)
 
 
-def find_end_of_doubt(
+def find_end_of_in_doubt(
     checkpoint_id: str,
     place: Version | None,
     whole: WholeVersions,
@@ -100,7 +100,7 @@ def find_whole_versions(
         manifest = manifest_by_save.get(save.save_id)
         if manifest is None or manifest.checkpoint_id != save.checkpoint_id:
             continue
-        seen = see_save(save, manifest, up, unsure=(), remains=())
+        seen = see_save(save, manifest, up, unsure=(), unclaimed=())
         if not seen.is_whole:
             continue
         is_newest = (manifest.checkpoint_id, manifest.lineage) not in met
@@ -113,6 +113,6 @@ def find_whole_versions(
 def _has_all_copies(save: SeenSave, up: Collection[NodeView]) -> bool:
     """Whether no node can have one more: one that is leaving takes none, nor one where another run's save has the name."""
     leaving = {node.node_id for node in up if node.is_leaving}
-    places = save.holders | {node.node_id for node in up if not any(map(save.is_kept_out_by, node.holdings or ()))}
+    places = save.holders | {node.node_id for node in up if not any(map(save.is_blocked_by, node.holdings or ()))}
     wanted = min(save.manifest.copies, len(places - leaving))
     return all(len(save.intact[shard] - leaving) >= wanted for shard in save.manifest.shards)

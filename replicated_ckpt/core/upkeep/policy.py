@@ -101,7 +101,7 @@ def confirm(agreed: Iterable[Policy], own: Iterable[Policy]) -> tuple[Policy, ..
 
 
 @dataclass(frozen=True)
-class Standing:
+class NodeReport:
     """What a node says besides its holdings that decides what may be removed: its policies, and how far uploads are.
 
     `uploading`: saves that it takes for not yet in the bucket. `uploaded`: those of which it knows that they are, or are
@@ -136,7 +136,7 @@ class Standing:
         }
 
     @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> "Standing":
+    def from_json(cls, fields: Mapping[str, Any]) -> "NodeReport":
         """As `to_json` wrote it; an agent of an older version says nothing. Raises as `Policy.from_json` does."""
         return cls(
             tuple(Policy.from_json(entry) for entry in fields.get("policies", ())),
@@ -147,16 +147,16 @@ class Standing:
 
 
 _SAVES = ("uploading", "uploaded", "ordered", "removed", "unable", "absent")
-NOTHING_SAID = Standing()
+NOTHING_REPORTED = NodeReport()
 
 
 def _save_ids(found: Iterable[Any]) -> frozenset[str]:
     return frozenset(text for text in map(str, found) if is_save_id(text))
 
 
-def pending(standings: Iterable[Standing]) -> frozenset[str]:
+def pending(node_reports: Iterable[NodeReport]) -> frozenset[str]:
     """The saves whose upload is not over, as far as these nodes know together: one that knows it is enough."""
-    said = tuple(standings)
+    said = tuple(node_reports)
     uploading = frozenset[str]().union(*(one.uploading for one in said))
     uploaded = frozenset[str]().union(*(one.uploaded for one in said))
     return uploading - uploaded | frozenset[str]().union(*(one.ordered for one in said))

@@ -17,7 +17,7 @@ def find_removed(nodes: Iterable[NodeView]) -> frozenset[str]:
     its own copies by its own user's word alone.
     """
     nodes = tuple(nodes)
-    said = frozenset[str]().union(*(node.standing.removed for node in nodes if node.presence is Presence.UP))
+    said = frozenset[str]().union(*(node.node_report.removed for node in nodes if node.presence is Presence.UP))
     held = [holding for node in nodes for holding in node.holdings or ()]
     removed: dict[str, set[Version]] = {}
     for one in held:

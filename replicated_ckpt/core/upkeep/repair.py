@@ -10,9 +10,9 @@ from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
 from replicated_ckpt.core.lineage import Version
 from replicated_ckpt.core.manifest import Manifest, find_domains, find_shared
 from replicated_ckpt.core.protocol.seen_save import SeenSave, see_save
-from replicated_ckpt.core.upkeep.policy import NOTHING_SAID, Standing
-from replicated_ckpt.core.upkeep.remains import Remains, recognize
+from replicated_ckpt.core.upkeep.policy import NOTHING_REPORTED, NodeReport
 from replicated_ckpt.core.upkeep.repair_plan import CopyShard, RepairPlan, RestoreManifest, SetAside, ShortShard
+from replicated_ckpt.core.upkeep.unclaimed_files import UnclaimedFiles, recognize
 
 
 class Presence(Enum):
@@ -30,15 +30,15 @@ class Presence(Enum):
 class NodeView:
     """One node as the planner sees it. `holdings` None: it is assumed to hold what it was meant to.
 
-    `remains` are its directories without a manifest that is believed. `is_leaving`: it gives copies, takes none, and those
+    `unclaimed` are its files without a valid manifest. `is_leaving`: it gives copies, takes none, and those
     that it has count for nothing, as it is to be taken down. `writable_bytes` None: it did not tell its room.
     """
 
     node_id: str
     presence: Presence
     holdings: tuple[Holding, ...] | None
-    remains: tuple[Remains, ...] = ()
-    standing: Standing = NOTHING_SAID
+    unclaimed: tuple[UnclaimedFiles, ...] = ()
+    node_report: NodeReport = NOTHING_REPORTED
     is_leaving: bool = False
     writable_bytes: int | None = None
 
@@ -100,11 +100,11 @@ class _Checkpoint:
         kept = {holding.node_id for holding in save.found.holdings if holding.is_replaced}
         return {node for node in kept if self._whole_named.get(node, save.version.lineage) != save.version.lineage}
 
-    def find_kept_out(self) -> dict[str, set[str]]:
+    def find_blocked(self) -> dict[str, set[str]]:
         """By save the nodes without it whose own version keeps it out."""
         held = [holding for save in self.saves for holding in save.found.holdings]
         return {
-            save.found.save_id: {one.node_id for one in held if save.is_kept_out_by(one)} - save.holders
+            save.found.save_id: {one.node_id for one in held if save.is_blocked_by(one)} - save.holders
             for save in self.saves
         }
 
@@ -129,17 +129,17 @@ def _checkpoints(
         manifest = manifest_by_save.get(save.save_id)
         if manifest is not None and not (save.save_id in going and save.checkpoint_id == manifest.checkpoint_id):
             found.setdefault(save.checkpoint_id, []).append(save)
-    remains: dict[str, list[Remains]] = {}
+    unclaimed: dict[str, list[UnclaimedFiles]] = {}
     for node in there:
-        for one in node.remains if node.presence is Presence.UP else ():
-            remains.setdefault(one.checkpoint_id, []).append(one)
+        for one in node.unclaimed if node.presence is Presence.UP else ():
+            unclaimed.setdefault(one.checkpoint_id, []).append(one)
     look = _Look(manifest_by_save, there, [one for save_id, one in manifest_by_save.items() if save_id in going])
-    for checkpoint_id in [*found, *(each for each in remains if each not in found)]:
-        yield look.at(checkpoint_id, found.get(checkpoint_id, []), remains.get(checkpoint_id, []))
+    for checkpoint_id in [*found, *(each for each in unclaimed if each not in found)]:
+        yield look.at(checkpoint_id, found.get(checkpoint_id, []), unclaimed.get(checkpoint_id, []))
 
 
 class _Look:
-    """Makes of holdings and remains what is known of each save."""
+    """Merges holdings and unclaimed files into what is known of each save."""
 
     def __init__(
         self, manifest_by_save: Mapping[str, Manifest], there: Sequence[NodeView], going: Sequence[Manifest]
@@ -148,14 +148,14 @@ class _Look:
         self._up = {node.node_id for node in there if node.presence is Presence.UP}
         self._unsure = {node.node_id for node in there if node.presence is Presence.ASSUMED and node.holdings is None}
 
-    def at(self, checkpoint_id: str, found: Sequence[SaveFound], remains: Sequence[Remains]) -> _Checkpoint:
+    def at(self, checkpoint_id: str, found: Sequence[SaveFound], unclaimed: Sequence[UnclaimedFiles]) -> _Checkpoint:
         saves = [self._see(save, ()) for save in found]
-        if not remains:
+        if not unclaimed:
             return _Checkpoint(checkpoint_id, tuple(saves))
         likely = [save.manifest for save in sorted(saves, key=lambda save: not save.is_whole)]
         foreign, unmanaged = set[str](), set[str]()
         recognized: dict[str, list[Holding]] = {save.save_id: [] for save in found}
-        for one in remains:
+        for one in unclaimed:
             manifest = recognize(one, likely)
             if manifest is not None and (one.is_ours or one.matching(manifest) or one.may_be_of(manifest)):
                 recognized[manifest.save_id].append(one.holding(manifest))
@@ -163,14 +163,14 @@ class _Look:
                 (foreign if one.is_ours else unmanaged).add(one.node_id)
         seen = tuple(self._see(save, recognized[save.save_id]) for save in found)
         gone = [manifest for manifest in self._going if manifest.checkpoint_id == checkpoint_id]
-        left = frozenset(one.node_id for one in remains if any(map(one.matching, gone)))
+        left = frozenset(one.node_id for one in unclaimed if any(map(one.matching, gone)))
         return _Checkpoint(checkpoint_id, seen, frozenset(foreign), frozenset(unmanaged), left)
 
     def _see(self, save: SaveFound, recognized: Sequence[Holding]) -> SeenSave:
         """The save with the files that were recognized as its own on nodes without its manifest."""
-        with_remains = replace(save, holdings=(*save.holdings, *recognized))
+        with_unclaimed_files = replace(save, holdings=(*save.holdings, *recognized))
         nodes = frozenset(holding.node_id for holding in recognized)
-        return see_save(with_remains, self._manifests[save.save_id], self._up, self._unsure, nodes)
+        return see_save(with_unclaimed_files, self._manifests[save.save_id], self._up, self._unsure, nodes)
 
 
 class _Planning:
@@ -188,7 +188,7 @@ class _Planning:
         self._bytes_by_node = dict.fromkeys(self._up, 0)
         self._writable = {node.node_id: node.writable_bytes for node in nodes if node.writable_bytes is not None}
         self._published = _index_published(nodes)
-        self._kept_out: dict[str, set[str]] = {}
+        self._blocked: dict[str, set[str]] = {}
         """Of a checkpoint with several saves, by save, the nodes whose own version must go first. Copies that are to be
         seen before that lie elsewhere."""
         self.restore: list[RestoreManifest] = []
@@ -199,7 +199,7 @@ class _Planning:
     def add(self, checkpoint: _Checkpoint) -> None:
         published = self._find_published(checkpoint)
         blank = self._up - published.keys() - checkpoint.foreign
-        self._kept_out = checkpoint.find_kept_out() if len(checkpoint.saves) > 1 else {}
+        self._blocked = checkpoint.find_blocked() if len(checkpoint.saves) > 1 else {}
         for lineage, saves in checkpoint.lineages.items():
             whole = next((save for save in saves if save.is_whole), None)
             loads = whole or next((save for save in saves if save.may_be_whole), None)
@@ -275,9 +275,13 @@ class _Planning:
 
     def _sources(self, save: SeenSave, shard: str) -> tuple[str, ...]:
         """Nodes that give the shard: intact copies first, the owner's before others, then those without a footer."""
-        intact, footless, owner = save.intact[shard], save.footless[shard], save.manifest.shards[shard].owner_node
+        intact, footer_damaged, owner = (
+            save.intact[shard],
+            save.footer_damaged[shard],
+            save.manifest.shards[shard].owner_node,
+        )
         whole = sorted(intact, key=lambda node: (node != owner, node))
-        return (*whole, *sorted(save.damaged[shard], key=lambda node: (node not in footless, node)))
+        return (*whole, *sorted(save.damaged[shard], key=lambda node: (node not in footer_damaged, node)))
 
     def _add_short(self, save: SeenSave, name: str, have: int, holders: set[str], *, is_in_doubt: bool) -> None:
         hosts = {node.node_id: node.host for node in save.manifest.nodes}
@@ -295,8 +299,8 @@ class _Planning:
             shared = find_shared(domains.get(node, ()), (domains.get(other, ()) for other in taken))
             bytes_then = self._bytes_by_node[node] + entry.size_bytes
             is_full = bytes_then > self._writable.get(node, bytes_then)
-            is_kept_out = node in self._kept_out.get(save.found.save_id, ())
-            return (is_full, is_kept_out, node not in entry.holders, shared, self._bytes_by_node[node], node)
+            is_blocked = node in self._blocked.get(save.found.save_id, ())
+            return (is_full, is_blocked, node not in entry.holders, shared, self._bytes_by_node[node], node)
 
         while len(chosen) < count:
             candidates = sorted(able - taken)
@@ -310,7 +314,7 @@ class _Planning:
 
 def _where_taken(short: ShortShard, save: SeenSave, taken: tuple[str, ...]) -> ShortShard:
     """What is short of a save where other runs' saves have its name on the nodes `taken`."""
-    is_over = not short.have and save.is_saved_over(short.shard, taken)
+    is_over = not short.have and save.is_overwritten(short.shard, taken)
     lies_on = tuple(sorted(save.holders)) if taken else ()
     return replace(short, taken_on=taken, is_in_doubt=short.is_in_doubt or is_over, lies_on=lies_on)
 

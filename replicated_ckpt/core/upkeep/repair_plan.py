@@ -97,7 +97,7 @@ class ShortShard:
         return self.have == 0 and not self.is_in_doubt
 
     def __str__(self) -> str:
-        doubt = f", of save {self.save_id}, while another save of it can be had" if self.is_in_doubt else ""
+        unsure = f", of save {self.save_id}, while another save of it can be had" if self.is_in_doubt else ""
         waits = f"; bring back node {' or node '.join(self.waits_for)}" if self.waits_for else ""
         taken = (
             f"; a save of another run has its name on node {' and node '.join(self.taken_on)}" if self.taken_on else ""
@@ -106,7 +106,7 @@ class ShortShard:
         if self.is_in_doubt and not self.waits_for and not self.taken_on:
             advice = f"; {_SAVE_AGAIN}"
         have = f"{self.have} of {self.wanted} copies" if self.save_id else "on no node that answers"
-        return f"{self.checkpoint_id}/{self.shard} (owner {self.owner}){doubt}: {have}{waits}{taken}{advice}"
+        return f"{self.checkpoint_id}/{self.shard} (owner {self.owner}){unsure}: {have}{waits}{taken}{advice}"
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Retention: which checkpoints a tier still keeps under a run's policy, and which it gives up, with the reason."""
+"""Retention: which checkpoints a tier still keeps under a run's policy, and which it removes, with the reason."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -195,7 +195,7 @@ def plan_retention(
 
 def find_retired(manifest_by_save: Mapping[str, Manifest], nodes: Sequence[NodeView]) -> frozenset[str]:
     """The saves that the policies of their runs keep no more, as these nodes tell them."""
-    policies = agree(policy for node in nodes for policy in node.standing.policies)
+    policies = agree(policy for node in nodes for policy in node.node_report.policies)
     return plan_retention(manifest_by_save, nodes, policies).retired
 
 
@@ -235,8 +235,8 @@ def _candidates(
     *,
     in_doubt: bool,
 ) -> Iterator[Candidate]:
-    waiting = pending(node.standing for node in up)
-    unbelieved = {one.checkpoint_id for node in up for one in node.remains if one.is_ours}
+    waiting = pending(node.node_report for node in up)
+    unbelieved = {one.checkpoint_id for node in up for one in node.unclaimed if one.is_ours}
     aside = {(held.checkpoint_id, held.lineage) for node in up for held in node.holdings or () if held.is_replaced}
     for save_id, manifest in manifests.items():
         held_back = NOT_UPLOADED if save_id in waiting else ""

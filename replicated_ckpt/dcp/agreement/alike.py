@@ -5,7 +5,7 @@ import socket
 from collections.abc import Mapping, Sequence
 
 from replicated_ckpt.config import WriterConfig
-from replicated_ckpt.dcp.c10d.lent_group import agree_on_all, borrow_group
+from replicated_ckpt.dcp.c10d.group_pool import acquire_group, agree_on_all
 from replicated_ckpt.errors import ConfigInvalid
 
 _MAY_DIFFER = ("root", "domain", "direct_io", "checkpoint_id_from")
@@ -27,11 +27,11 @@ def check_ranks_alike(wanted: Mapping[str, str]) -> None:
     Raises:
         ConfigInvalid: as `check_wanted_alike`, on all ranks.
     """
-    lent = borrow_group()
-    if lent is None:
+    pooled = acquire_group()
+    if pooled is None:
         return
-    with contextlib.closing(lent), lent.use():
-        told = agree_on_all(lent.group, lambda: (wanted, socket.gethostname()))
+    with contextlib.closing(pooled), pooled.use():
+        told = agree_on_all(pooled.group, lambda: (wanted, socket.gethostname()))
     check_wanted_alike([wants for wants, _ in told], [host for _, host in told])
 
 

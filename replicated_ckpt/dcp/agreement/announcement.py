@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from torch.distributed.checkpoint.planner import SavePlan
 
 from replicated_ckpt.core.protocol.announced import NOTHING_ANNOUNCED, Announced
-from replicated_ckpt.dcp.planning.kept_plan import KeptPlan
+from replicated_ckpt.dcp.planning.cached_plan import CachedSavePlan
 
 OBJECTS_BYTES_MAX = 8 << 30
 """Of one shard's objects together: how large they are is known only once they are pickled."""
@@ -35,7 +35,7 @@ def tensor_bytes(plan: SavePlan) -> int | None:
 
 
 def _whole(plan: SavePlan) -> SavePlan:
-    return (plan.whole or plan) if isinstance(plan, KeptPlan) else plan
+    return (plan.whole or plan) if isinstance(plan, CachedSavePlan) else plan
 
 
 def _shard_bytes_max(plan: SavePlan) -> int:

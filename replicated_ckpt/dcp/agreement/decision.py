@@ -201,7 +201,7 @@ def decide(posts: Sequence[SavePost], copies: int, save_id: str, plans: Sequence
 def name_checkpoint(
     root: str, given_id: str | os.PathLike[str] | None, id_from: CheckpointIdFrom, *, is_coordinator: bool
 ) -> str | None:
-    """The checkpoint that a rank names when it presents itself; None if it takes the coordinator's.
+    """The checkpoint that a rank names when it registers; None if it takes the coordinator's.
 
     Raises:
         ConfigInvalid: it was given none, or none that could be under `root`.
@@ -282,12 +282,12 @@ class ShardReceipt:
 class Receipt:
     """What a rank wrote, and in which time. `aborted`: another process gave the save up meanwhile.
 
-    `is_handed`: its node's agent writes its shards, whose receipts have the name alone.
+    `is_submitted`: its node's agent writes its shards, whose receipts have the name alone.
     """
 
     shards: tuple[ShardReceipt, ...] = ()
     aborted: str = ""
-    is_handed: bool = False
+    is_submitted: bool = False
     seconds: float = 0.0
     phases: Mapping[str, float] = field(default_factory=dict)
 
@@ -301,4 +301,4 @@ class Receipt:
             for shard in fields["shards"]
         )
         phases = {str(name): float(spent) for name, spent in fields["phases"].items()}
-        return cls(tuple(shards), fields["aborted"], bool(fields["is_handed"]), float(fields["seconds"]), phases)
+        return cls(tuple(shards), fields["aborted"], bool(fields["is_submitted"]), float(fields["seconds"]), phases)

@@ -23,7 +23,7 @@ from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, is_lineage
 from replicated_ckpt.core.lineage import Histories, History, believe, histories_from_json, merge_histories
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
 from replicated_ckpt.dcp.agreement.decision import SaveDecision
-from replicated_ckpt.dcp.planning.kept_layouts import KeptLayout
+from replicated_ckpt.dcp.planning.cached_layouts import CachedLayout
 from replicated_ckpt.errors import HINT_MARK, PeerProtocolError, ReplicatedCkptError, SaveAborted, StoreUnavailable
 from replicated_ckpt.stores.files.existence import list_prefixed
 from replicated_ckpt.stores.local.directories.intent import Intent
@@ -109,7 +109,7 @@ class Cluster(Protocol):
             CheckpointExists, StoreError: some node refused, or none answered; the caller aborts.
         """
 
-    def commit(self, save_id: str, metadata: bytes, manifest: bytes, same: KeptLayout | None = None) -> "Committed":
+    def commit(self, save_id: str, metadata: bytes, manifest: bytes, same: CachedLayout | None = None) -> "Committed":
         """Has every node publish the save; returns which did."""
 
     def abort(self, save_id: str, why: str) -> None:
@@ -219,7 +219,7 @@ class AgentCluster:
         taken = frozenset[int]().union(*numbers) if len(numbers) == len(told) else None
         return Opened(histories, outcome.errors, named, taken)
 
-    def commit(self, save_id: str, metadata: bytes, manifest: bytes, same: KeptLayout | None = None) -> Committed:
+    def commit(self, save_id: str, metadata: bytes, manifest: bytes, same: CachedLayout | None = None) -> Committed:
         path = f"/v1/saves/{save_id}"
         relay = Relay(self._own_node) if len(metadata) * len(self._by_node) > RELAY_FROM_BYTES else None
         whole = {"size_bytes": len(metadata), "crc32c": crc32c(metadata)}
@@ -269,7 +269,7 @@ def _held_in(answer: Mapping[str, object], node: str) -> tuple[str, ...]:
     return tuple(map(str, held))
 
 
-def _has_same(client: AgentClient, path: str, same: KeptLayout, whole: Mapping[str, int]) -> bool:
+def _has_same(client: AgentClient, path: str, same: CachedLayout, whole: Mapping[str, int]) -> bool:
     """Whether the node has taken `.metadata` from its own copy of the save `same`."""
     where = {"checkpoint_id": same.checkpoint_id, "save_id": same.save_id}
     try:
@@ -295,10 +295,10 @@ class LoneNode:
         self._service = LoneService(store)
 
     def begin(self, intent: Intent, on_own_open: OnOpen = lambda: None) -> Opened:
-        histories, leftovers = self._service.begin(intent)
+        histories, stale_saves = self._service.begin(intent)
         named = find_named(self._service.store.catalog, intent.checkpoint_id)
         on_own_open()
-        settle(self._service, leftovers, ())
+        settle(self._service, stale_saves, ())
         taken = self._service.store.find_taken_numbers(intent.checkpoint_id, intent.save_id)
         return Opened(histories, named=frozenset() if named is None else frozenset({named}), taken_numbers=taken)
 
@@ -307,7 +307,7 @@ class LoneNode:
         save_id: str,
         metadata: bytes,  # noqa: ARG002 - staged here already, as the manifest is
         manifest: bytes,  # noqa: ARG002
-        same: KeptLayout | None = None,  # noqa: ARG002
+        same: CachedLayout | None = None,  # noqa: ARG002
     ) -> Committed:
         held = self._service.commit(save_id)
         try:
@@ -320,7 +320,7 @@ class LoneNode:
         """Removes what was read when a newer save replaced it, and is read no more: there may be no agent to do it."""
         service = self._service
         if next(service.store.catalog.read_replaced(), None) is not None:
-            view = NodeView(service.node_id, Presence.UP, service.holdings(), service.remains.find())
+            view = NodeView(service.node_id, Presence.UP, service.holdings(), service.unclaimed.find())
             manifests = {each.save_id: each for _, each in service.store.catalog.committed()}
             Collector(service, threading.Event()).drop_superseded(manifests, (view,))
 
@@ -331,7 +331,7 @@ class LoneNode:
             ReplicatedCkptError,
             OSError,
         ) as exc:  # another error is being raised; the next save removes what is left
-            log.warning("save %s is given up (%s), and could not be removed: %s", save_id, why, exc)
+            log.warning("save %s is aborted (%s), and could not be removed: %s", save_id, why, exc)
 
 
 class LoneService(NodeService):

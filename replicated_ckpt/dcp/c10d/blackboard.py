@@ -1,4 +1,4 @@
-"""The blackboard: what the ranks of a save or load post on the c10d store, and what their coordinator decides.
+"""The blackboard: a place in the c10d store where ranks post values, and their coordinator posts its decision.
 
 No collective of ours is added: DCP's own order the messages. On a save every rank writes its post before it hands in its
 local plan, and the coordinator decides before it hands out the global one, so what is read is there. On a load the ranks
@@ -19,12 +19,12 @@ from typing import Any
 import torch.distributed as dist
 
 from replicated_ckpt.agent.requests.releases import check_rank
-from replicated_ckpt.dcp.c10d.kept_decisions import STAYS, KeptDecisions
+from replicated_ckpt.dcp.c10d.cached_decisions import STAYS, CachedDecisions
 from replicated_ckpt.dcp.c10d.once_per_node import read_once_per_node
 from replicated_ckpt.dcp.c10d.posted_error import pack_error, unpack_error
 from replicated_ckpt.dcp.c10d.presence import describe_ended, describe_stopped
 from replicated_ckpt.dcp.c10d.waiting import LINGER_S, POLL_S, SAY_AFTER_S, AnsweringStore, Wait, reaching_store
-from replicated_ckpt.errors import MeetingFailed, PeerProtocolError, ReplicatedCkptError
+from replicated_ckpt.errors import PeerProtocolError, RendezvousFailed, ReplicatedCkptError
 from replicated_ckpt.version import RELEASE
 from replicated_ckpt.wording import list_some
 
@@ -62,7 +62,7 @@ class Blackboard:
         rank: int,
         size: int,
         find_lost: Callable[[], Sequence[int]] = tuple,
-        kept: KeptDecisions | None = None,
+        kept: CachedDecisions | None = None,
         find_stopped: Callable[[], Mapping[int, int]] = dict,
     ) -> None:
         """`find_lost`: the ranks whose processes are known to have ended.
@@ -70,7 +70,7 @@ class Blackboard:
         `kept`: what this rank has of earlier decisions on this process group. `find_stopped`: the ranks of this host
         whose processes are stopped.
         """
-        self._kept = kept or KeptDecisions()
+        self._kept = kept or CachedDecisions()
         self.find_lost, self.find_stopped = find_lost, find_stopped
         self._store: Any = store  # its stub lacks methods that are there since torch 2.7, and that values may be bytes
         self._rank = rank
@@ -108,18 +108,18 @@ class Blackboard:
         """What a rank has posted last; None: nothing so far. It is not waited for.
 
         Raises:
-            MeetingFailed: the c10d store does not answer.
+            RendezvousFailed: the c10d store does not answer.
         """
-        return next((post for _, post in self._present(topic, [rank], one_by_one=True)), None)
+        return next((post for _, post in self._read_posts(topic, [rank], one_by_one=True)), None)
 
     def posts(self, topic: str, deadline_s: float, stale: Sequence[str | None] = ()) -> list[dict[str, Any]]:
         """Every rank's post, in rank order; `stale` as for `collect`.
 
         Raises:
-            RankFailed: a rank that did not post has ended. MeetingFailed: naming the ranks that did not post within
+            RankFailed: a rank that did not post has ended. RendezvousFailed: naming the ranks that did not post within
             `deadline_s`. ConfigInvalid, PeerProtocolError: a post is not believed. Others: a rank posted that error.
         """
-        return all_present(*self.collect(topic, deadline_s, stale))
+        return check_all_posted(*self.collect(topic, deadline_s, stale))
 
     def collect(
         self, topic: str, deadline_s: float, stale: Sequence[str | None] = ()
@@ -141,7 +141,7 @@ class Blackboard:
         while True:
             missing = [rank for rank in range(self._size) if rank not in found]
             is_look, is_over = wait.is_look_due(), wait.is_over
-            present = self._present(topic, missing, one_by_one=is_look or is_over)
+            present = self._read_posts(topic, missing, one_by_one=is_look or is_over)
             found |= {rank: post for rank, post in present if not stale or post["nonce"] != stale[rank]}
             absent = [rank for rank in missing if rank not in found]
             if is_look:
@@ -157,13 +157,17 @@ class Blackboard:
                 return [found.get(rank) for rank in range(self._size)], problem
             wait.pause()
 
-    def _describe_late(self, topic: str, absent: Sequence[int], waited_s: float) -> MeetingFailed:
+    def _describe_late(self, topic: str, absent: Sequence[int], waited_s: float) -> RendezvousFailed:
         stopped = {rank: pid for rank, pid in self.find_stopped().items() if rank in absent}
         why, hint = describe_stopped(stopped)
         what = f"After {waited_s:.0f} s ranks {absent} had not joined this {topic}."
-        return MeetingFailed(f"{what} {why}", f"{hint} Then save or load again.") if stopped else MeetingFailed(what)
+        return (
+            RendezvousFailed(f"{what} {why}", f"{hint} Then save or load again.") if stopped else RendezvousFailed(what)
+        )
 
-    def _present(self, topic: str, ranks: Sequence[int], *, one_by_one: bool) -> Iterator[tuple[int, dict[str, Any]]]:
+    def _read_posts(
+        self, topic: str, ranks: Sequence[int], *, one_by_one: bool
+    ) -> Iterator[tuple[int, dict[str, Any]]]:
         """The posts of these ranks if all are there, in two round trips; or `one_by_one` those that are."""
         keys = [f"{topic}/{rank}" for rank in ranks]
         with reaching_store():
@@ -238,7 +242,7 @@ class Blackboard:
         `before`: the nonce of the post before.
 
         Raises:
-            RankFailed: a rank's process has ended, and no decision comes. MeetingFailed: none came within `deadline_s`.
+            RankFailed: a rank's process has ended, and no decision comes. RendezvousFailed: none came within `deadline_s`.
             PeerProtocolError: it is not believed, or this rank's post is gone.
         """
         with self.waiting(deadline_s) as wait:
@@ -265,7 +269,7 @@ class Blackboard:
             if COORDINATOR in lost or (lost and wait.is_long):
                 raise describe_ended(lost)
             if is_over:
-                raise MeetingFailed(
+                raise RendezvousFailed(
                     f"After {deadline_s:.0f} s the coordinator had not decided about this {topic}.", _LATE_COORDINATOR
                 )
             wait.pause()
@@ -326,7 +330,7 @@ class Blackboard:
         `absent`: the ranks that are waited for, where this rank has found them itself.
 
         Raises:
-            MeetingFailed: the c10d store does not answer.
+            RendezvousFailed: the c10d store does not answer.
         """
         with reaching_store():
             if not wait.is_noted:
@@ -367,7 +371,7 @@ class Blackboard:
             node = self._node if size >= PACKED_FROM_BYTES else None
             raw = read_once_per_node(node, sha256, lambda: bytes(self._store.get(f"{topic}/decision")))
         if note != (nonce + _digest(raw)).encode():
-            raise MeetingFailed(f"This rank was too late to read what was decided about this {topic}.", _LATE_RANK)
+            raise RendezvousFailed(f"This rank was too late to read what was decided about this {topic}.", _LATE_RANK)
         return self._kept.complete(topic, raw, _decode(f"{topic}/decision", raw))
 
     def _write(self, key: str, raw: bytes) -> None:
@@ -392,7 +396,9 @@ def _check_absent(decision: Mapping[str, Any] | None, topic: str, rank: int) -> 
         raise PeerProtocolError(f"What '{topic}/absent/{rank}' on the c10d store is about is no error.")
 
 
-def all_present(posts: Sequence[Mapping[str, Any] | None], problem: ReplicatedCkptError | None) -> list[dict[str, Any]]:
+def check_all_posted(
+    posts: Sequence[Mapping[str, Any] | None], problem: ReplicatedCkptError | None
+) -> list[dict[str, Any]]:
     """The posts of all ranks. Raises the error of the first rank that posted one, or why there is none of some rank."""
     here = [dict(post) for post in posts if post is not None]
     for post in here:

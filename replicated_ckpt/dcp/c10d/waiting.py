@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from replicated_ckpt.errors import MeetingFailed
+from replicated_ckpt.errors import RendezvousFailed
 
 LOOK_AFTER_S = 1.5
 """So long a wait asks for nothing but what it waits for: then also for ranks that have failed, one by one."""
@@ -33,7 +33,7 @@ def reaching_store() -> Iterator[None]:
     try:
         yield
     except dist.DistError as exc:
-        raise MeetingFailed(f"The c10d store of this job does not answer: {exc}", _STORE_HINT) from exc
+        raise RendezvousFailed(f"The c10d store of this job does not answer: {exc}", _STORE_HINT) from exc
 
 
 _unanswered: "weakref.WeakKeyDictionary[dist.Store, tuple[Future[Any], float]]" = weakref.WeakKeyDictionary()

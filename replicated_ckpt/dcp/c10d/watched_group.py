@@ -17,12 +17,12 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from replicated_ckpt.dcp.c10d.blackboard import Blackboard
+from replicated_ckpt.dcp.c10d.picklable_error import dump, make_sendable
 from replicated_ckpt.dcp.c10d.presence import describe_ended, describe_stopped
-from replicated_ckpt.dcp.c10d.tellable import dump, make_sendable
 from replicated_ckpt.dcp.c10d.waiting import LOOK_AFTER_S, LOOK_EVERY_S, Wait
 from replicated_ckpt.dcp.runtime.failures import as_checkpoint_exception
 from replicated_ckpt.dcp.tensors.memory import memory_of
-from replicated_ckpt.errors import ConfigInvalid, MeetingFailed, RankFailed, ReplicatedCkptError
+from replicated_ckpt.errors import ConfigInvalid, RankFailed, RendezvousFailed, ReplicatedCkptError
 
 SEEK_S = 3.0
 """So long a rank whose collective has failed looks for the rank that has ended, before it says that it knows of none."""
@@ -58,7 +58,7 @@ Missed = tuple[int, ReplicatedCkptError]
 class WatchedGroup:
     """The object collectives that DCP uses, of one group. One thread at a time.
 
-    Each of them raises a CheckpointException that is RankFailed or MeetingFailed, too, if a rank has ended or left, on
+    Each of them raises a CheckpointException that is RankFailed or RendezvousFailed, too, if a rank has ended or left, on
     every rank that waits; then the group is broken, and each later collective of it raises the same at once. This keeps no
     group alive: gloo's threads end with `destroy_process_group` only if nothing does. Then it is ConfigInvalid, too.
     """
@@ -167,15 +167,15 @@ class WatchedGroup:
 
     def _finish(self, work: Any) -> None:
         """Returns once the collective has come to its end on this rank."""
-        patience_s = LOOK_AFTER_S
+        wait_s = LOOK_AFTER_S
         with self._board.waiting() as wait:
             while True:
                 try:
-                    if _is_over(work, patience_s):
+                    if _is_over(work, wait_s):
                         return
                 except RuntimeError as exc:
                     raise self._break(*self._seek(exc)) from exc
-                patience_s = self._look_every_s
+                wait_s = self._look_every_s
                 missed = self._look(wait)
                 if missed is not None:
                     raise self._break(*missed)
@@ -210,7 +210,7 @@ class WatchedGroup:
         return (next(iter(stopped)), RankFailed(what, f"{hint} {_NEW_GROUP}")) if stopped else None
 
     def _tell_left(self, why: ReplicatedCkptError) -> None:
-        with suppress(MeetingFailed):  # the c10d store does not answer: the others find that, too
+        with suppress(RendezvousFailed):  # the c10d store does not answer: the others find that, too
             self._board.tell_left(why)
 
     def _break(self, rank: int, error: ReplicatedCkptError) -> ReplicatedCkptError:

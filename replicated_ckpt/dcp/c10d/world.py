@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from replicated_ckpt.dcp.c10d.blackboard import COORDINATOR, Blackboard
-from replicated_ckpt.dcp.c10d.kept_decisions import KeptDecisions
+from replicated_ckpt.dcp.c10d.cached_decisions import CachedDecisions
 from replicated_ckpt.dcp.c10d.presence import Presence, announce, check_is_rank, describe_ended
 from replicated_ckpt.dcp.c10d.waiting import AnsweringStore, reaching_store
 from replicated_ckpt.dcp.c10d.watched_group import WatchedGroup
@@ -21,7 +21,7 @@ from replicated_ckpt.stores.local.directories.intent import WRITER
 
 _PREFIX = "replicated_ckpt"
 ALONE = "alone"
-_kept_by_group: dict[str, KeptDecisions] = {}
+_cached_by_group: dict[str, CachedDecisions] = {}
 
 
 class _Session:
@@ -99,7 +99,7 @@ def world_of_call(process_group: Any, no_dist: bool | None) -> World:
             "Call from the ranks of the group alone. The group of a DeviceMesh is its get_group().",
         )
     name = str(group.group_name)
-    board, watched = _set_up_meeting(group, name)
+    board, watched = _set_up_rendezvous(group, name)
     return World(dist.get_rank(group), dist.get_world_size(group), board, name, watched=watched)
 
 
@@ -131,7 +131,7 @@ def telling_if_left(process_group: Any) -> Iterator[None]:
 
 def watch_group(group: Any) -> WatchedGroup:
     """The collectives of a gloo group of some or all ranks."""
-    found = _set_up_meeting(group, str(group.group_name))[1]
+    found = _set_up_rendezvous(group, str(group.group_name))[1]
     assert found is not None, "it is a gloo group"
     return found
 
@@ -139,16 +139,16 @@ def watch_group(group: Any) -> WatchedGroup:
 def await_ranks(group: Any, name: str, deadline_s: float, what: str) -> None:
     """Returns once all ranks of a group have called this with this name, which no other call has, or after `deadline_s`.
 
-    Raises RankFailed: the process of one has ended. MeetingFailed: the c10d store does not answer.
+    Raises RankFailed: the process of one has ended. RendezvousFailed: the c10d store does not answer.
     """
-    lost = _set_up_meeting(group, str(group.group_name))[0].await_all(name, deadline_s, what)
+    lost = _set_up_rendezvous(group, str(group.group_name))[0].await_all(name, deadline_s, what)
     if lost:
         raise describe_ended(lost)
 
 
-def _set_up_meeting(group: Any, name: str) -> tuple[Blackboard, WatchedGroup | None]:
+def _set_up_rendezvous(group: Any, name: str) -> tuple[Blackboard, WatchedGroup | None]:
     presence, members = announce(), dist.get_process_group_ranks(group)
-    kept = _kept_by_group.setdefault(name, KeptDecisions())
+    kept = _cached_by_group.setdefault(name, CachedDecisions())
     store = AnsweringStore(f"{_PREFIX}/{name}", default_store())
     board = Blackboard(
         store,

@@ -55,10 +55,10 @@ def name_own_store(store: LocalStore, own_node: str) -> dict[str, str]:
 def describe_lost(manifest: Manifest, save: SaveFound, searched: Sequence[str]) -> ShardLost:
     """The error of "latest" that names every shard of a save that no store holds whole."""
     owners = {name: manifest.owner_of(name) for name in save.list_missing(manifest.shard_sizes)}
-    return ShardLost(save.checkpoint_id, owners, with_unasked_bucket(searched, manifest), is_latest=True)
+    return ShardLost(save.checkpoint_id, owners, with_bucket_not_asked(searched, manifest), is_latest=True)
 
 
-def with_unasked_bucket(searched: Sequence[str], manifest: Manifest) -> list[str]:
+def with_bucket_not_asked(searched: Sequence[str], manifest: Manifest) -> list[str]:
     """The places that were searched for a shard, and the bucket that its save was to go to if the load was given none."""
     url = manifest.bucket_url
     if not url or any(place.startswith(url) for place in searched):
@@ -97,7 +97,7 @@ def describe_absence(
 
 
 class NewerSaves:
-    """Checkpoints that only a newer version of the package reads: neither absent nor damaged, and passed over aloud."""
+    """Checkpoints that only a newer version of the package reads. They are skipped with a warning."""
 
     def __init__(self) -> None:
         self._told_by_id: dict[str, str] = {}

@@ -11,7 +11,7 @@ from replicated_ckpt.config import NEWEST_LINEAGE
 from replicated_ckpt.core.inventory import Holding, SaveFound, saves_found
 from replicated_ckpt.core.manifest import Manifest, decode_manifest
 from replicated_ckpt.core.reading.newest import Newest
-from replicated_ckpt.core.upkeep.remains import with_remains
+from replicated_ckpt.core.upkeep.unclaimed_files import with_unclaimed_files
 from replicated_ckpt.dcp.c10d.world import World
 from replicated_ckpt.dcp.find.absence import THERE_ARE_OTHERS
 from replicated_ckpt.dcp.find.bucket_look import BucketLook
@@ -65,7 +65,7 @@ class _Lister(Surveyor):
         for save in choose_lineage(asked, saves, self._lineage, newest).saves:
             manifest = self._read_manifest(save)
             if manifest is not None:
-                seen = with_remains(save, manifest, self.remains)
+                seen = with_unclaimed_files(save, manifest, self.unclaimed)
                 place = save.version.lineage, save.sequence
                 is_whole = seen.is_whole(manifest.shard_sizes, seen.damaged_copies)
                 of_manifest = manifest.created_unix_s, is_whole, manifest.notes
@@ -125,7 +125,7 @@ def look_up(
     except (AgreedError, CheckpointNotFound) as exc:
         error = exc.error if isinstance(exc, AgreedError) else exc
     else:
-        _tell_once(world, survey.passed_over)
+        _tell_once(world, survey.skipped)
         return survey.found
     if not isinstance(error, CheckpointNotFound):
         raise error

@@ -1,4 +1,4 @@
-"""The meeting before a load: every rank learns the same survey, or every rank raises the same error."""
+"""The rendezvous before a load: every rank learns the same survey, or every rank raises the same error."""
 
 import contextlib
 import json
@@ -16,26 +16,32 @@ from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.lineage import believe
 from replicated_ckpt.core.reading.newest import Newest, is_newest
 from replicated_ckpt.core.upkeep.policy import scope_of
-from replicated_ckpt.core.upkeep.remains import Remains
-from replicated_ckpt.dcp.c10d.blackboard import Blackboard, all_present
+from replicated_ckpt.core.upkeep.unclaimed_files import UnclaimedFiles
+from replicated_ckpt.dcp.c10d.blackboard import Blackboard, check_all_posted
 from replicated_ckpt.dcp.c10d.posted_error import pack_error, unpack_error
 from replicated_ckpt.dcp.c10d.waiting import LINGER_S
 from replicated_ckpt.dcp.c10d.world import World
 from replicated_ckpt.dcp.find.keeping import Silence, survey_and_keep
 from replicated_ckpt.dcp.find.survey import SURVEY_TIMEOUT_S, Survey, Surveyor
 from replicated_ckpt.dcp.node.given_id import id_under
-from replicated_ckpt.dcp.node.node import NodePost, SeenStore, present_for_load
+from replicated_ckpt.dcp.node.node import NodePost, SeenStore, register_for_load
 from replicated_ckpt.dcp.node.seen_lineage import remember
-from replicated_ckpt.errors import CheckpointIdMismatch, ConfigInvalid, MeetingFailed, RankFailed, ReplicatedCkptError
+from replicated_ckpt.errors import (
+    CheckpointIdMismatch,
+    ConfigInvalid,
+    RankFailed,
+    RendezvousFailed,
+    ReplicatedCkptError,
+)
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.files.durable import translate_errors
-from replicated_ckpt.stores.local.remains import RemainsReader
 from replicated_ckpt.stores.local.store import EmptyStore, LocalStore
+from replicated_ckpt.stores.local.unclaimed import UnclaimedFilesReader
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.deadline import is_time_out
 from replicated_ckpt.stores.peer.fan_out import FanOut
 
-MEETING_TIMEOUT_S = 300.0
+RENDEZVOUS_TIMEOUT_S = 300.0
 """How long a load waits for the slowest rank; DCP's own first collective would wait as long or longer."""
 
 INTERRUPTED_WAIT_S = 2 * LINGER_S
@@ -53,7 +59,7 @@ _NAME_IT = (
 
 
 class AgreedError(Exception):
-    """Carries the error with which a meeting ended: every rank raises one, `in_step` where DCP gathers what ranks raise.
+    """Carries the error with which a rendezvous ended: every rank raises one, `in_step` where DCP gathers what ranks raise.
 
     It is the same on all if it is one of ours; for another error the other ranks raise RankFailed.
     """
@@ -86,7 +92,7 @@ def meet(
         with translate_errors(str(store.root), "look for", "checkpoints"):
             return replace(_survey(store, world, posts, opened_bucket(), lineage), load_id=posts[0]["nonce"])
 
-    post, failure = _present(store, world, given_id)
+    post, failure = _register(store, world, given_id)
     post["in_step"] = in_step
     world.blackboard.share_in(None if isinstance(store, EmptyStore) else store.root_agent_directory())
     decision = _decision(world, world.blackboard, post, failure, survey)
@@ -127,7 +133,7 @@ def _decision(
             if world.is_coordinator:
                 failure = _coordinate(world, board, survey) or failure
             is_interrupted = failure is not None and not isinstance(failure, Exception)
-            wait_s = INTERRUPTED_WAIT_S if is_interrupted else MEETING_TIMEOUT_S
+            wait_s = INTERRUPTED_WAIT_S if is_interrupted else RENDEZVOUS_TIMEOUT_S
             decision = board.decision("load", nonce, wait_s, before)
         except ReplicatedCkptError:
             raise
@@ -137,7 +143,7 @@ def _decision(
             decision = board.decision("load", nonce, INTERRUPTED_WAIT_S, before)
         error = unpack_error(decision["error"]) if "error" in decision else None
     except ReplicatedCkptError as exc:
-        with contextlib.suppress(MeetingFailed):  # where the c10d store itself is gone
+        with contextlib.suppress(RendezvousFailed):  # where the c10d store itself is gone
             board.withdraw("load")
         raise AgreedError(failure or exc) from exc
     if error is not None:
@@ -147,19 +153,19 @@ def _decision(
     return decision
 
 
-def _present(
+def _register(
     store: LocalStore, world: World, given_id: str | os.PathLike[str] | None
 ) -> tuple[dict[str, Any], BaseException | None]:
     """What this rank posts: its node, or its error if it cannot take part. Also the error, if it is not one of ours."""
     try:
         with translate_errors(str(store.root), "present", "node"):
             checkpoint_id = _resolve_id(store, given_id, world)
-            node = None if isinstance(store, EmptyStore) else present_for_load(store)
+            node = None if isinstance(store, EmptyStore) else register_for_load(store)
             post: dict[str, Any] = {"checkpoint_id": checkpoint_id, "node": node.to_json() if node else None}
             if node is not None and node.silence:
                 wanted = None if is_newest(checkpoint_id) else checkpoint_id
                 post["holdings"] = [each.to_json() for each in store.catalog.holdings(node.node_id, wanted)]
-                post["remains"] = [each.to_json() for each in RemainsReader(store, node.node_id).find(wanted)]
+                post["unclaimed"] = [each.to_json() for each in UnclaimedFilesReader(store, node.node_id).find(wanted)]
             return post, None
     except ReplicatedCkptError as exc:
         return {"error": pack_error(exc)}, None
@@ -224,8 +230,8 @@ def _coordinate(
     posts: list[dict[str, Any] | None] = []
     failure: BaseException | None = None
     try:
-        posts, problem = board.collect("load", MEETING_TIMEOUT_S, stale)
-        outcome: Mapping[str, Any] = {"survey": survey(all_present(posts, problem)).to_json()}
+        posts, problem = board.collect("load", RENDEZVOUS_TIMEOUT_S, stale)
+        outcome: Mapping[str, Any] = {"survey": survey(check_all_posted(posts, problem)).to_json()}
     except ReplicatedCkptError as exc:
         outcome = {"error": pack_error(exc)}
     except BaseException as exc:  # noqa: BLE001 - told to the other ranks, then raised
@@ -275,8 +281,8 @@ def _nodes_of(posts: Sequence[Mapping[str, Any]]) -> tuple[dict[str, NodePost], 
                 nodes[node.node_id] = node
             if node.silence:
                 holdings = tuple(map(Holding.from_json, post["holdings"]))
-                remains = tuple(map(Remains.from_json, post["remains"]))
-                seen[node.node_id] = SeenStore(node.silence, holdings, remains)
+                unclaimed = tuple(map(UnclaimedFiles.from_json, post["unclaimed"]))
+                seen[node.node_id] = SeenStore(node.silence, holdings, unclaimed)
     return nodes, {node: store for node, store in seen.items() if nodes[node].silence}
 
 

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlencode
 
-from replicated_ckpt.agent.peers.watch import Held, parse_held
+from replicated_ckpt.agent.peers.watch import NodeHoldings, parse_node_holdings
 from replicated_ckpt.agent.repair.unmanaged import UnmanagedLook
 from replicated_ckpt.agent.state.damage import DamageBook
 from replicated_ckpt.config import NEWEST_LINEAGE
@@ -19,11 +19,11 @@ from replicated_ckpt.core.manifest import Manifest, decode_manifest
 from replicated_ckpt.core.reading.newest import Newest
 from replicated_ckpt.core.reading.unmanaged import UnmanagedCheckpoint, UnmanagedSave
 from replicated_ckpt.core.upkeep.policy import scope_of
-from replicated_ckpt.core.upkeep.remains import Remains, note_lost_manifests, with_remains
+from replicated_ckpt.core.upkeep.unclaimed_files import UnclaimedFiles, note_lost_manifests, with_unclaimed_files
 from replicated_ckpt.dcp.find import absence
 from replicated_ckpt.dcp.find.bucket_look import LOOK_WITHIN_S, BucketLook, InBucket
 from replicated_ckpt.dcp.find.lineage_choice import choose_lineage, note_newest_run
-from replicated_ckpt.dcp.find.passed_over import PassedOver, describe_passed_over, describe_silent, find_unread
+from replicated_ckpt.dcp.find.skipped import SkippedSave, describe_silent, describe_skipped, find_unread
 from replicated_ckpt.dcp.node.node import SeenStore
 from replicated_ckpt.errors import (
     CheckpointNotCommitted,
@@ -38,8 +38,8 @@ from replicated_ckpt.stores.bucket.bucket import Bucket, manifest_in
 from replicated_ckpt.stores.bucket.bucket_save import OF_NEWER_FORMAT, BucketSave
 from replicated_ckpt.stores.files.durable import raise_shortage
 from replicated_ckpt.stores.files.plain import read_plain
-from replicated_ckpt.stores.local.remains import RemainsReader
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.local.unclaimed import UnclaimedFilesReader
 from replicated_ckpt.stores.peer.answer import file_path
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.deadline import is_time_out
@@ -119,7 +119,7 @@ class Survey:
 
     `addresses` are the peers that answered; `searched` tells each place that was looked at. `in_bucket` is None if it is
     not there. `unmanaged_warning` is not empty if stock torch wrote it on the nodes' disks: the manifest has no checksums
-    then; nor is `passed_over` if something newer is not whole, or silent nodes may have some. `lineages` are those in the
+    then; nor is `skipped` if something newer is not whole, or silent nodes may have some. `lineages` are those in the
     directory of its id, the chosen one first; `sequence_max` is the largest of that. `load_id` is the same on all ranks
     that load together, and no other load's. `silent` are nodes that answered, and then let a time-out pass.
     """
@@ -134,7 +134,7 @@ class Survey:
     sequence_max: int = 0
     load_id: str = ""
     silent: tuple[str, ...] = ()
-    passed_over: str = ""
+    skipped: str = ""
 
     @cached_property
     def manifest(self) -> Manifest:
@@ -168,8 +168,8 @@ class Survey:
 class Surveyor:
     """Looks at this node's store and the bucket directly and at the peers' stores through their agents.
 
-    `saves`, `remains` and `newer` are what was found; `listed` the saves by node, and `moved` those of them that were gone
-    when their manifest was asked for; `unanswered` the peers that gave no answer, or none any more, and how.
+    `saves`, `unclaimed` and `newer` are what was found. `listed` has the saves by node, and `moved` those of them that were
+    gone when their manifest was asked for. `unanswered` has the peers that do not answer, or no longer do, with the error.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ class Surveyor:
         self.newer = absence.NewerSaves()
         self._problems, self._ids = list[str](), set[str]()
         self._newest: Newest | None = None
-        self.saves, self.remains = tuple[SaveFound, ...](), list[Remains]()
+        self.saves, self.unclaimed = tuple[SaveFound, ...](), list[UnclaimedFiles]()
         self._beside = list[Holding]()
 
     def survey(self, checkpoint_id: str) -> Survey:
@@ -257,26 +257,26 @@ class Surveyor:
         if self._newest is None:
             choice = note_newest_run(choice, checkpoint_id, saves_found(self._beside), self._lineage)
         self._lineages, self._sequence_max = choice.lineages, choice.sequence_max
-        passed: list[PassedOver] = []
+        passed: list[SkippedSave] = []
         for save in choice.saves:
             raw = self._manifest_raw(save)
             if raw is None:
                 self._damaged.setdefault(save.checkpoint_id, MANIFEST_NAME)
-                passed.append(PassedOver(save))
+                passed.append(SkippedSave(save))
                 continue
             manifest = decode_manifest(raw.encode(), "a holder")
-            bad, seen = save.damaged_copies, with_remains(save, manifest, self.remains)
+            bad, seen = save.damaged_copies, with_unclaimed_files(save, manifest, self.unclaimed)
             if seen.is_whole(manifest.shard_sizes, bad) and seen.is_described_to(self._ranks_on, self._hung):
-                told = describe_passed_over(seen, passed, self._places(), self._find_unread())
+                told = describe_skipped(seen, passed, self._places(), self._find_unread())
                 if self._newest is not None:
                     told = told or describe_silent(seen, manifest, self._own_node, self._searched)
-                return replace(self._survey(seen.holdings, raw, seen.save_id), passed_over=told)
-            passed.append(PassedOver(seen, raw, manifest))
+                return replace(self._survey(seen.holdings, raw, seen.save_id), skipped=told)
+            passed.append(SkippedSave(seen, raw, manifest))
         lost = [(one.save, one.raw, one.manifest) for one in passed if one.manifest is not None]
         if not lost:
             self.newer.raise_first(self._places(), self._is_wanted)
-            remains = [one for one in self.remains if self._is_wanted(one.checkpoint_id)]
-            self._problems += note_lost_manifests(remains, self._damaged)
+            unclaimed = [one for one in self.unclaimed if self._is_wanted(one.checkpoint_id)]
+            self._problems += note_lost_manifests(unclaimed, self._damaged)
             damaged = {name: file for name, file in self._damaged.items() if self._is_wanted(name)}
             if damaged:
                 raise absence.describe_unreadable(damaged, self._places(), is_latest=self._newest is not None)
@@ -292,7 +292,7 @@ class Surveyor:
         Raises LatestAmbiguous.
         """
         newest = Newest.parse(checkpoint_id)
-        unread = find_unread(self.remains, ())
+        unread = find_unread(self.unclaimed, ())
         return (
             None if newest is None else newest.choose_directory({*self._ids, *unread, *self._damaged, *self.newer.ids})
         )
@@ -302,31 +302,31 @@ class Surveyor:
 
     def _find_unread(self) -> list[str]:
         """The checkpoints that "latest" may mean, of which no node that answered has a manifest that is believed."""
-        return [name for name in find_unread(self.remains, self._ids) if self._is_wanted(name)]
+        return [name for name in find_unread(self.unclaimed, self._ids) if self._is_wanted(name)]
 
     def _holdings(self, checkpoint_id: str | None) -> list[Holding]:
         holdings = [*DamageBook.mark_noted(self._store, self._store.catalog.holdings(self._own_node, checkpoint_id))]
         if checkpoint_id is not None:
             self._beside += self._store.catalog.newest_of_runs(self._own_node, scope_of(checkpoint_id))
-        self.remains += RemainsReader(self._store, self._own_node).find(checkpoint_id)
+        self.unclaimed += UnclaimedFilesReader(self._store, self._own_node).find(checkpoint_id)
         self.newer.note(str(self._store.root), *self._store.catalog.of_newer_format(checkpoint_id))
         self._searched |= absence.name_own_store(self._store, self._own_node)
         path = "/v1/holdings" + ("" if checkpoint_id is None else f"?{urlencode({'checkpoint_id': checkpoint_id})}")
 
-        def ask(node: str) -> Held:
+        def ask(node: str) -> NodeHoldings:
             with AgentClient(self._by_node[node], SURVEY_TIMEOUT_S) as client:
                 answer = client.call("GET", path)
-            return parse_held(answer, self._by_node[node])
+            return parse_node_holdings(answer, self._by_node[node])
 
         outcome = FanOut.run([node for node in self._by_node if node not in self._silent], ask)
         outcome.errors.update({node: self._silent[node] for node in self._by_node if node in self._silent})
         holdings += [holding for store in self._seen.values() for holding in store.holdings]
-        self.remains += [remains for store in self._seen.values() for remains in store.remains]
+        self.unclaimed += [unclaimed for store in self._seen.values() for unclaimed in store.unclaimed]
         self._searched |= {node: f"node {node} by its own ranks ({store.why})" for node, store in self._seen.items()}
         for node, found in outcome.results.items():
             holdings += found.holdings
             self._beside += found.beside
-            self.remains += found.remains
+            self.unclaimed += found.unclaimed
             self._searched[node] = self._by_node[node].label
             self.newer.note(self._searched[node], *found.newer)
         self.unanswered = dict(outcome.errors)

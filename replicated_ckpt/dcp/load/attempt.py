@@ -22,10 +22,10 @@ from replicated_ckpt.core.reading.newest import is_newest
 from replicated_ckpt.core.reading.source_order import ByteRange
 from replicated_ckpt.core.reading.windows import CELL_BYTES, Window
 from replicated_ckpt.dcp.c10d.world import World
-from replicated_ckpt.dcp.find.absence import with_unasked_bucket
+from replicated_ckpt.dcp.find.absence import with_bucket_not_asked
 from replicated_ckpt.dcp.find.keeping import tell_load
 from replicated_ckpt.dcp.find.lineage_choice import describe_lineages
-from replicated_ckpt.dcp.find.rendezvous import MEETING_TIMEOUT_S, AgreedError, meet
+from replicated_ckpt.dcp.find.rendezvous import RENDEZVOUS_TIMEOUT_S, AgreedError, meet
 from replicated_ckpt.dcp.find.survey import Survey
 from replicated_ckpt.dcp.load.ending import outcomes_without, tell_end
 from replicated_ckpt.dcp.load.loading import Loading, ShardItems, Wanted, windows_for
@@ -34,7 +34,7 @@ from replicated_ckpt.dcp.load.reader_parts import ReaderParts
 from replicated_ckpt.dcp.load.report import LoadReport
 from replicated_ckpt.dcp.load.shard_reader import ShardReader, Traffic
 from replicated_ckpt.dcp.load.sharing import NodeSharing, RemoteNeeds, join_exchange, plan_sharing
-from replicated_ckpt.dcp.planning.kept_plan import HeldPlan, hand_back, hold, names_asked
+from replicated_ckpt.dcp.planning.cached_plan import CachedLoadPlan, hand_back, hold, names_asked
 from replicated_ckpt.dcp.rank_state.rank_state import find_world
 from replicated_ckpt.dcp.runtime.caller import warn
 from replicated_ckpt.dcp.runtime.failures import call_back
@@ -56,29 +56,33 @@ _ADVICE = (
 )
 
 
-def describe_unasked(checkpoint_id: str, saved: Mapping[str, STORAGE_TYPES], plans: Sequence[LoadPlan]) -> str | None:
+def describe_not_loaded(
+    checkpoint_id: str, saved: Mapping[str, STORAGE_TYPES], plans: Sequence[LoadPlan]
+) -> str | None:
     """A warning about the saved entries for which no rank's plan asks, None where there are none."""
     asked = names_asked(plans)
-    unasked = [name for name, entry in saved.items() if name not in asked and _has_content(entry)]
-    unasked = [name for name in unasked if find_world(name) in (None, len(plans))]  # RankState speaks of other worlds
-    if not unasked:
+    not_loaded = [name for name, entry in saved.items() if name not in asked and _has_content(entry)]
+    not_loaded = [
+        name for name in not_loaded if find_world(name) in (None, len(plans))
+    ]  # RankState speaks of other worlds
+    if not not_loaded:
         return None
-    count_by_prefix = count_prefixes(unasked, asked)
+    count_by_prefix = count_prefixes(not_loaded, asked)
     listed = sorted(count_by_prefix.items(), key=lambda one: (-one[1], one[0]))
     told = [f"{prefix!r} ({count})" for prefix, count in listed[:_PREFIXES_MAX]]
     if len(listed) > _PREFIXES_MAX:
         told.append(f"and under {len(listed) - _PREFIXES_MAX} other names")
     total = sum(map(_has_content, saved.values()))
     return (
-        f"The load of checkpoint {checkpoint_id!r} leaves {len(unasked)} of {total} saved entries unasked, under "
+        f"The load of checkpoint {checkpoint_id!r} does not load {len(not_loaded)} of {total} saved entries, under "
         f"{', '.join(told)}. {_ADVICE}"
     )
 
 
-def count_prefixes(unasked: Collection[str], asked: Collection[str]) -> Mapping[str, int]:
-    """How many of the unasked names lie under each prefix: for each name the shortest under which nothing was asked."""
+def count_prefixes(not_loaded: Collection[str], asked: Collection[str]) -> Mapping[str, int]:
+    """Counts the names that are not loaded by prefix. A prefix is the shortest under which nothing was asked."""
     met = {prefix for name in asked for prefix in _prefixes(name)}
-    return Counter(next((prefix for prefix in _prefixes(name) if prefix not in met), name) for name in unasked)
+    return Counter(next((prefix for prefix in _prefixes(name) if prefix not in met), name) for name in not_loaded)
 
 
 def _prefixes(name: str) -> Iterator[str]:
@@ -191,8 +195,8 @@ class LoadAttempt:
             self._places = places_of(metadata)
         if self._survey.unmanaged_warning and self._world.is_coordinator:
             warn(self._survey.unmanaged_warning, self._parts.made_at)
-        if self._survey.passed_over and self._world.is_coordinator:
-            warn(self._survey.passed_over, self._parts.made_at)
+        if self._survey.skipped and self._world.is_coordinator:
+            warn(self._survey.skipped, self._parts.made_at)
         if len(self._survey.lineages) > 1:
             warn(describe_lineages(self._survey.lineages), self._parts.made_at)
         return metadata
@@ -237,7 +241,7 @@ class LoadAttempt:
     def share(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Coordinator: as ReplicatedReader.prepare_global_plan."""
         if not self._parts.expect_partial:
-            warning = describe_unasked(self._survey.found.checkpoint_id, self._saved, plans)
+            warning = describe_not_loaded(self._survey.found.checkpoint_id, self._saved, plans)
             if warning is not None:
                 warn(warning, self._parts.made_at)
         return plan_sharing(list(map(hand_back, plans)), sorted(self._survey.manifest.shards))
@@ -259,7 +263,7 @@ class LoadAttempt:
         lost = found.list_missing({shard: manifest.shards[shard].size_bytes for shard in asked})
         if lost:
             owners = {shard: manifest.owner_of(shard) for shard in lost}
-            searched = with_unasked_bucket(self._survey.searched, manifest)
+            searched = with_bucket_not_asked(self._survey.searched, manifest)
             is_latest = self._given_id is not None and is_newest(os.fspath(self._given_id))
             raise ShardLost(found.checkpoint_id, owners, searched, is_latest)
 
@@ -289,7 +293,7 @@ class LoadAttempt:
     def read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         """As ReplicatedReader.read_data. What lies here of the save is not removed meanwhile, however long it takes."""
         began, key = time.monotonic(), f"rank {self._world.rank}"
-        placed = self._held if isinstance(plan, HeldPlan) else self._place(plan.items)
+        placed = self._held if isinstance(plan, CachedLoadPlan) else self._place(plan.items)
         wanted = self._group_by_shard(placed)
         shards = sorted(self._survey.manifest.shards)
         remote = {shard for shard in wanted if self._is_remote(shard)}
@@ -302,7 +306,7 @@ class LoadAttempt:
             bucket = self._parts.bucket.open()
             reader = ShardReader(self._store, self._own_node, self._survey, sorted(wanted), key, bucket, self._places)
             reader.findings.silent |= self._silent | self._silent_elsewhere(plan.storage_data)
-            self._parts.bucket.share_patience(partial(reader.findings.is_silent, OBJECT_NODE))
+            self._parts.bucket.share_timeout(partial(reader.findings.is_silent, OBJECT_NODE))
             stack.callback(reader.tell_suspects)
             stack.callback(reader.close)
             exchange = self._join(plan.storage_data, cache, windows)
@@ -357,7 +361,7 @@ class LoadAttempt:
         self._forget_metadata()
         board = None if self._world.watched is not None else self._world.blackboard
         arrival = f"load/arrived/{self._survey.load_id}"
-        if board is not None and (lost := board.await_all(arrival, MEETING_TIMEOUT_S, "this load")):
+        if board is not None and (lost := board.await_all(arrival, RENDEZVOUS_TIMEOUT_S, "this load")):
             return outcomes_without(lost, collectives, value)
         outcomes, reports = tell_end(collectives, value, self._report)
         if board is not None and self._world.is_coordinator:

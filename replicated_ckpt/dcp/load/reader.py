@@ -15,8 +15,8 @@ from torch.futures import Future
 from replicated_ckpt.config import NEWEST_LINEAGE, ReaderConfig, check_callable, check_root
 from replicated_ckpt.core.inventory import SaveFound
 from replicated_ckpt.core.reading.newest import Newest
+from replicated_ckpt.dcp.c10d.picklable_error import make_picklable
 from replicated_ckpt.dcp.c10d.presence import announce
-from replicated_ckpt.dcp.c10d.tellable import make_tellable
 from replicated_ckpt.dcp.c10d.world import world_of_call
 from replicated_ckpt.dcp.find.listing import look_up
 from replicated_ckpt.dcp.load.attempt import LoadAttempt
@@ -36,7 +36,7 @@ from replicated_ckpt.stores.local.store import EmptyStore, LocalStore
 T = TypeVar("T")
 
 
-@make_tellable
+@make_picklable
 class ReplicatedReader(StorageReader):
     """Loads a checkpoint from whatever survived: own store first, then any peer that holds a copy, then the object store.
 
@@ -62,7 +62,7 @@ class ReplicatedReader(StorageReader):
             a user who can write the checkpoint runs code here. Off: an object is loaded that names only what
             `torch.load(weights_only=True)` knows, what `torch.serialization.add_safe_globals` added, or numpy's
             plain scalars and arrays; another one is ObjectUnsafe.
-        expect_partial: a load may leave saved entries unasked. Off: rank 0 warns, once a load, with their prefixes.
+        expect_partial: a load may leave out saved entries. Off: rank 0 warns, once a load, with their prefixes.
         on_load: called on every rank with its LoadReport once all ranks have read. What it raises is logged.
 
     One reader serves many loads, one at a time.

@@ -24,29 +24,29 @@ class ReaderBucket:
         self._target = target
         self._look_s = READ_WITHIN_S if is_all else LOOK_WITHIN_S
         self._bucket: Bucket | None = None
-        self._is_given_up: Callable[[], bool] = lambda: False
+        self._is_over: Callable[[], bool] = lambda: False
 
-    def share_patience(self, is_given_up: Callable[[], bool]) -> None:
+    def share_timeout(self, should_stop: Callable[[], bool]) -> None:
         """Until `close`, a bucket that another rank or thread has waited for in vain is waited for no more."""
-        self._is_given_up = is_given_up
+        self._is_over = should_stop
 
     def open(self) -> Bucket | None:
         """The bucket; None if the reader was given none."""
         if self._bucket is None and self._target is not None:
-            self._is_given_up = lambda: False
+            self._is_over = lambda: False
             client = open_client(self._target)
-            self._bucket = Bucket(RetryingClient(client, look_within_s=self._look_s, is_given_up=self._gives_up))
+            self._bucket = Bucket(RetryingClient(client, look_within_s=self._look_s, should_stop=self._should_stop))
         return self._bucket
 
-    def _gives_up(self) -> bool:
-        return self._is_given_up()
+    def _should_stop(self) -> bool:
+        return self._is_over()
 
     def close(self) -> None:
         """Gives the connections back; a thread that still waits for an answer asks no more. It may be opened again."""
         if self._bucket is not None:
             self._bucket.client.close()
             self._bucket = None
-        self._is_given_up = lambda: True
+        self._is_over = lambda: True
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from replicated_ckpt.core.layout import OBJECT_NODE
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.reading.source_order import ByteRange, source_orders
 from replicated_ckpt.core.reading.windows import SHARDS_AT_ONCE
-from replicated_ckpt.dcp.find.absence import describe_answer, describe_move, with_unasked_bucket
+from replicated_ckpt.dcp.find.absence import describe_answer, describe_move, with_bucket_not_asked
 from replicated_ckpt.dcp.find.survey import Survey
 from replicated_ckpt.errors import (
     ObjectCorrupt,
@@ -178,7 +178,7 @@ class ShardReader:
         save, searched = self._survey.found, [*self._survey.searched, *self.findings.failures(shard)]
         if self._bucket is not None and self._survey.in_bucket is not None and not self.findings.is_silent(OBJECT_NODE):
             searched += describe_move(self._bucket, save.checkpoint_id, save.save_id)
-        places = with_unasked_bucket(searched, self._manifest)
+        places = with_bucket_not_asked(searched, self._manifest)
         return ShardLost(save.checkpoint_id, {shard: self._manifest.owner_of(shard)}, places)
 
     def _open_shard(self, shard: str) -> AnySource:

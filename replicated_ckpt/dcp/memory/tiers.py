@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from replicated_ckpt.config import Retention
 from replicated_ckpt.core.lineage import Histories, History, Version, merge_histories, newest_lineage, newest_version
 from replicated_ckpt.core.upkeep.policy import scope_of
-from replicated_ckpt.dcp.c10d.lent_group import agree_on_all
+from replicated_ckpt.dcp.c10d.group_pool import agree_on_all
 from replicated_ckpt.dcp.find.listing import Listed
 from replicated_ckpt.dcp.node.seen_lineage import find_seen_lineage, join_lineages
 from replicated_ckpt.errors import ObjectUnsafe, ReplicatedCkptError
@@ -60,24 +60,24 @@ def options_of_memory(options: Mapping[str, Any]) -> dict[str, Any]:
     return {**given, "retention": Retention(keep_last=GENERATIONS)}
 
 
-def options_of_disk(options: Mapping[str, Any], spill_every: int) -> dict[str, Any]:
+def options_of_disk(options: Mapping[str, Any], disk_every: int) -> dict[str, Any]:
     """What counts checkpoints counts those on the disk. "Every one" stays that: some go to the disk out of their turn."""
     given = {**options}
     if options.get("object_store") is not None:
-        given["object_every"] = _count_saves(options.get("object_every", 1), spill_every)
+        given["object_every"] = _count_saves(options.get("object_every", 1), disk_every)
     for name in ("retention", "object_retention"):
         kept = options.get(name)
         if kept is not None and kept.keep_every is not None:
-            given[name] = replace(kept, keep_every=_count_saves(kept.keep_every, spill_every))
+            given[name] = replace(kept, keep_every=_count_saves(kept.keep_every, disk_every))
     return given
 
 
-def _count_saves(every: int, spill_every: int) -> int:
+def _count_saves(every: int, disk_every: int) -> int:
     """Of the run's saves, each so many-th: those are `every`-th of what goes to the disk."""
-    return every if every == 1 else every * spill_every
+    return every if every == 1 else every * disk_every
 
 
-class SpillCount:
+class DiskSaveCount:
     """Every `every`-th save goes to the disk, by its sequence; one that did not come there makes the next one due.
 
     So it does not matter what kept it from the disk: an error, or the end of all trainers between the two tiers.
@@ -95,9 +95,9 @@ class SpillCount:
         """Whether what was saved to memory goes to the disk: nothing from the last multiple of `every` on is there."""
         return saved.sequence // self._every > self._newest.get(saved.lineage, 0) // self._every
 
-    def note(self, spilled: Version) -> None:
+    def note(self, on_disk: Version) -> None:
         """The disk has it."""
-        self._newest[spilled.lineage] = spilled.sequence
+        self._newest[on_disk.lineage] = on_disk.sequence
 
 
 _LEFT = (

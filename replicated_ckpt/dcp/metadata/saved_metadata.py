@@ -13,7 +13,7 @@ from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import METADATA_NAME
 from replicated_ckpt.dcp.metadata.columns import ColumnsInvalid, decode_columns, encode_columns
 from replicated_ckpt.dcp.metadata.metadata import decode_metadata, encode_metadata
-from replicated_ckpt.dcp.planning.kept_layouts import holds_paths_only
+from replicated_ckpt.dcp.planning.cached_layouts import holds_paths_only
 from replicated_ckpt.errors import CheckpointNotFound, ObjectMissing
 from replicated_ckpt.stores.local.directories.committed import open_committed_save
 from replicated_ckpt.stores.local.store import LocalStore

@@ -14,7 +14,7 @@ from replicated_ckpt.agent.state.endpoint import read_endpoint
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.layout import NODE_NAME
 from replicated_ckpt.core.manifest import list_domains
-from replicated_ckpt.core.upkeep.remains import Remains
+from replicated_ckpt.core.upkeep.unclaimed_files import UnclaimedFiles
 from replicated_ckpt.dcp.runtime.caller import warn
 from replicated_ckpt.environment import HOST_ENV, PLAIN_ENV
 from replicated_ckpt.errors import AgentUnavailable, ConfigInvalid
@@ -37,7 +37,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True)
 class NodePost:
-    """A node as one of its ranks presents it. `store_inode` tells apart two stores that one host sees.
+    """A node as one of its ranks registers it. `store_inode` tells apart two stores that one host sees.
 
     `silence` says why nothing is asked of its agent; empty: it answers.
     `invitation` lets the coordinator open saves at its agent and introduce the job's nodes: see `Right.JOB`.
@@ -88,11 +88,11 @@ class SeenStore:
 
     why: str
     holdings: tuple[Holding, ...]
-    remains: tuple[Remains, ...] = ()
+    unclaimed: tuple[UnclaimedFiles, ...] = ()
 
 
-def present_node(store: LocalStore, domain: str | None, *, is_opening: bool = False) -> NodePost:
-    """Presents this node; its agent runs when this returns, or hangs: then it is presented with its `silence`.
+def register_node(store: LocalStore, domain: str | None, *, is_opening: bool = False) -> NodePost:
+    """Registers this node; its agent runs when this returns, or hangs: then it is registered with its `silence`.
 
     `is_opening`: for a save that opens now, see `ensure_agent`.
 
@@ -115,38 +115,38 @@ def present_node(store: LocalStore, domain: str | None, *, is_opening: bool = Fa
     return _post(store, address, silence, endpoint.invitation(), domain)
 
 
-def present_for_save(store: LocalStore, domain: str | None) -> NodePost:
-    """As `present_node`, for a save that is to be opened: the end of an agent that was told to stop is waited for.
+def register_for_save(store: LocalStore, domain: str | None) -> NodePost:
+    """As `register_node`, for a save that is to be opened: the end of an agent that was told to stop is waited for.
 
     Raises:
         AgentUnavailable, StoreError, ConfigInvalid
     """
-    post = present_node(store, domain, is_opening=True)
+    post = register_node(store, domain, is_opening=True)
     try:
         is_next = not post.silence and await_departure(store.agent_directory())
     except AgentUnavailable as exc:
         return replace(post, silence=str(exc))
-    return present_node(store, domain, is_opening=True) if is_next else post
+    return register_node(store, domain, is_opening=True) if is_next else post
 
 
-def present_again(store: LocalStore, before: NodePost) -> NodePost:
-    """Presents this node once more in the same save: its agent may have died and been started again, or hang now."""
+def register_again(store: LocalStore, before: NodePost) -> NodePost:
+    """Registers this node once more in the same save: its agent may have died and been started again, or hang now."""
     try:
-        return present_node(store, before.domain)
+        return register_node(store, before.domain)
     except AgentUnavailable as exc:
         log.warning("this node will publish the checkpoint later: %s", exc)
         return replace(before, silence=str(exc))
 
 
-def present_for_load(store: LocalStore) -> NodePost | None:
-    """Presents this node for a load, which needs its agent only for what other nodes read here. None: there is no store.
+def register_for_load(store: LocalStore) -> NodePost | None:
+    """Registers this node for a load, which needs its agent only for what other nodes read here. None: there is no store.
 
     Raises:
         StoreError, ConfigInvalid
     """
     try:
         if can_hold_agent(store):
-            post = present_node(store, None)
+            post = register_node(store, None)
             if post.silence:
                 warn(post.silence)
             return post
@@ -176,8 +176,8 @@ def _post(
         )
 
 
-def present_alone(store: LocalStore, domain: str | None) -> NodePost:
-    """Presents this node to this process alone: no agent is started."""
+def register_alone(store: LocalStore, domain: str | None) -> NodePost:
+    """Registers this node to this process alone: no agent is started."""
     node_id = store.node_id()
     address = AgentAddress(node_id, "", 0, "")
     return NodePost(node_id, socket.gethostname(), _read_boot_id(), _inode(store), domain, address)

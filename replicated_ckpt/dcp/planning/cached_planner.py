@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 
-from replicated_ckpt.dcp.planning.kept_plan import ItemsKept, KeptPlan, Place, PlansUnknown
+from replicated_ckpt.dcp.planning.cached_plan import CachedSavePlan, CachedWriteItems, Place, PlansUnknown
 from replicated_ckpt.dcp.runtime.torch_private import DTensor, local_part
 
 Basis = tuple[tuple[bool, bool], tuple[str, ...], tuple[Any, ...]]
@@ -95,13 +95,13 @@ class CachedSavePlanner(DefaultSavePlanner):
         self._asked, self._asked_basis, self._next_known = plan, basis, None
         if was_cut_short or self._place is None or not _are_same(plan, self._local):
             return plan
-        return KeptPlan(ItemsKept(), was=self._place)
+        return CachedSavePlan(CachedWriteItems(), was=self._place)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Coordinator: for each rank its final plan, or the word that it is the one that this rank has."""
         known = self._known
         local = tuple(self._find_whole(rank, plan) for rank, plan in enumerate(all_plans))
-        are_kept = [isinstance(plan, KeptPlan) for plan in all_plans]
+        are_kept = [isinstance(plan, CachedSavePlan) for plan in all_plans]
         if known is not None and all(are_kept) and len(all_plans) == len(known.local):
             planned, metadata = known, _to_give_out(known.metadata)
         else:
@@ -119,7 +119,7 @@ class CachedSavePlanner(DefaultSavePlanner):
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """This rank's final plan, with the storage data of this save."""
-        if isinstance(new_plan, KeptPlan):
+        if isinstance(new_plan, CachedSavePlan):
             self._final, self._place = replace(self._final, storage_data=new_plan.storage_data), new_plan.now
         elif isinstance(new_plan.planner_data, _Placed):
             placed = new_plan.planner_data
@@ -156,7 +156,7 @@ class CachedSavePlanner(DefaultSavePlanner):
         return super().create_local_plan(), basis
 
     def _find_whole(self, rank: int, plan: SavePlan) -> SavePlan:
-        if not isinstance(plan, KeptPlan):
+        if not isinstance(plan, CachedSavePlan):
             return plan
         known = self._known
         if known is None or plan.was != Place(known.generation, rank):
@@ -168,8 +168,8 @@ class CachedSavePlanner(DefaultSavePlanner):
 
 def _send(plan: SavePlan, place: Place, asked: SavePlan | None) -> SavePlan:
     """`plan` as it goes to its rank; `asked`: what this rank said, if it has the plan."""
-    if isinstance(asked, KeptPlan):
-        return KeptPlan(ItemsKept(), was=asked.was, now=place, whole=plan)
+    if isinstance(asked, CachedSavePlan):
+        return CachedSavePlan(CachedWriteItems(), was=asked.was, now=place, whole=plan)
     return replace(plan, planner_data=_Placed(place, plan.planner_data))
 
 

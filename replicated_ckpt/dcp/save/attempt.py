@@ -35,10 +35,9 @@ from replicated_ckpt.dcp.agreement.decision import (
 )
 from replicated_ckpt.dcp.agreement.nodes import AgentCluster, Cluster, LoneNode, Opened, cluster_of
 from replicated_ckpt.dcp.c10d.world import World
-from replicated_ckpt.dcp.find.standing import check_gives_way
-from replicated_ckpt.dcp.hand_over.follower import Follower
+from replicated_ckpt.dcp.find.overwrite_check import check_gives_way
 from replicated_ckpt.dcp.metadata.saved_metadata import SavedMetadata, tell_metadata
-from replicated_ckpt.dcp.node.node import NodePost, present_again
+from replicated_ckpt.dcp.node.node import NodePost, register_again
 from replicated_ckpt.dcp.node.seen_lineage import find_seen_lineage, remember
 from replicated_ckpt.dcp.runtime.caller import warn
 from replicated_ckpt.dcp.runtime.failures import call_back
@@ -48,6 +47,7 @@ from replicated_ckpt.dcp.save.numbering import assign_sequence, choose_file_numb
 from replicated_ckpt.dcp.save.report import SaveReport, report_ranks, report_save
 from replicated_ckpt.dcp.save.shard_writer import WrittenShard
 from replicated_ckpt.dcp.save.writer_parts import WriterParts
+from replicated_ckpt.dcp.submit.follower import Follower
 from replicated_ckpt.errors import AckNotReached, CheckpointExists, SaveAborted
 from replicated_ckpt.stores.files.durable import translate_errors
 from replicated_ckpt.stores.local.store import LocalStore
@@ -58,7 +58,7 @@ log = logging.getLogger(__name__)
 _SAID_WITHIN_S = 1.0
 
 
-class HeldSave:
+class LockedSave:
     """What a writer holds of its save, until it is closed or the writer is gone."""
 
     def __init__(self) -> None:
@@ -119,10 +119,10 @@ def collect_receipts(
 
 
 def check_none_aborted(receipts: Sequence[Receipt], decision: SaveDecision) -> None:
-    """Raises SaveAborted: a rank stopped because the save was given up."""
+    """Raises SaveAborted: a rank stopped because the save was aborted."""
     aborted = [f"rank {rank}: {receipt.aborted}" for rank, receipt in enumerate(receipts) if receipt.aborted]
     if aborted:
-        raise SaveAborted(f"Save {decision.save_id} was given up: {'; '.join(aborted)}")
+        raise SaveAborted(f"Save {decision.save_id} was aborted: {'; '.join(aborted)}")
 
 
 DECISION_TIMEOUT_S = 30.0
@@ -131,8 +131,8 @@ DECISION_TIMEOUT_S = 30.0
 class SaveAttempt:
     """One save: every rank calls `present` and `write`, the coordinator `decide` between them and `commit` after them.
 
-    Whatever a step raises once the save was opened, KeyboardInterrupt too, the save is given up first on every node that
-    answers: nothing of it counts then. One that may be decided is not: it is published, or given up by agents. This rank
+    Whatever a step raises once the save was opened, KeyboardInterrupt too, the save is aborted first on every node that
+    answers: nothing of it counts then. One that may be decided is not: it is published, or aborted by agents. This rank
     holds the save, for agents to see, until it learns of its end, or `close`. One thread at a time.
     """
 
@@ -151,7 +151,7 @@ class SaveAttempt:
         self._parts, self._config, self._store = parts, parts.config, parts.store
         self._world, self._given_id, self._notes = world, given_id, notes
         self._started_at, self.thread = time.monotonic(), threading.get_ident()
-        self._held, self._keep_report = HeldSave(), keep_report
+        self._held, self._keep_report = LockedSave(), keep_report
         self._receipts: Sequence[Receipt] = []
         self._reference: SavedMetadata | None = None
         self._is_undecided = False
@@ -172,8 +172,8 @@ class SaveAttempt:
             board.share_in(self._store.root_agent_directory())
             self._nonce = board.post("save", self._post.to_json())
         self._warn(filter(None, [self._post.node.silence]))
-        self._warn(self._parts.object_tier.hand_over(self._world.size))
-        failpoints.reach("rank.presented")
+        self._warn(self._parts.object_tier.submit(self._world.size))
+        failpoints.reach("rank.registered")
 
     def decide(self, plans: list[SavePlan]) -> None:
         """Coordinator: checks that the ids agree, chooses the buddies, opens the save on every node, tells all ranks.
@@ -191,7 +191,7 @@ class SaveAttempt:
             self._parts.memory.check(self._decision, posts, plans)
         failpoints.reach("coordinator.drawn")
         self._is_undecided = True
-        with self._giving_up_on_error():
+        with self._abort_on_error():
             opened = self._open()
             failpoints.reach("coordinator.opened")
             overwrites = self._decision.overwrite
@@ -219,7 +219,7 @@ class SaveAttempt:
             self._cluster = cluster_of(self._decision, self._world.rank)
         save_id = self._decision.save_id
         self.version = Version(self._decision.lineage, self._decision.sequence, 0.0, save_id)
-        with self._giving_up_on_error():
+        with self._abort_on_error():
             try:
                 results, self._receipt = self._write_shard(plan, planner, staged)
             except SaveAborted as exc:
@@ -227,7 +227,7 @@ class SaveAttempt:
                 results, self._receipt = [], Receipt(aborted=exc.message)
             failpoints.reach("rank.written")
             if board is not None:
-                now = present_again(self._store, self._post.node)
+                now = register_again(self._store, self._post.node)
                 board.post("receipt", make_receipt_post(self._receipt, save_id, now))
             failpoints.reach("rank.receipted")
             if self._decision.upload is not None:
@@ -246,7 +246,7 @@ class SaveAttempt:
         """
         board, receipts, decision = self._world.blackboard, [self._receipt], self._decision
         self._is_undecided = False
-        with self._giving_up_on_error():
+        with self._abort_on_error():
             if board is not None:
                 own_node, posts = decision.node_of(self._world.rank).node_id, board.posts("receipt", DECISION_TIMEOUT_S)
                 receipts, self._cluster = collect_receipts(posts, decision, own_node)
@@ -302,7 +302,7 @@ class SaveAttempt:
         call_back(self._parts.on_save, report)
 
     def break_off(self) -> None:
-        """The ranks meet no more: the coordinator gives up a save that is open and undecided, and this rank closes it."""
+        """The ranks meet no more: the coordinator aborts a save that is open and undecided, and this rank closes it."""
         try:
             if self._is_undecided:
                 self._abort("the ranks meet no more: one of them has ended, or left a collective")
@@ -315,7 +315,7 @@ class SaveAttempt:
 
     def _agent_starter(self) -> Callable[[], object]:
         """It does not hold this attempt: what a follower holds lives until the save is closed, and this closes it."""
-        return partial(present_again, self._store, self._post.node)
+        return partial(register_again, self._store, self._post.node)
 
     def _write_shard(
         self, plan: SavePlan, planner: SavePlanner, staged: memoryview | None
@@ -326,16 +326,16 @@ class SaveAttempt:
         self._held.hold(self._store, decision.save_id)
         if rank == decision.ranks_of(decision.node_of(rank).node_id)[0]:
             self._store.note_place(decision.save_id, decision.lineage, decision.sequence)
-        self._warn(self._parts.retaining.hand_over(decision, rank))
+        self._warn(self._parts.retaining.submit(decision, rank))
         shard: WrittenShard | None = None
         if plan.items:
             has_agent = self._world.blackboard is not None and not decision.node_of(rank).silence
             if staged is not None and has_agent:
-                shard = self._parts.shards.hand_over(plan, planner, decision, rank, staged, self._agent_starter())
+                shard = self._parts.shards.submit(plan, planner, decision, rank, staged, self._agent_starter())
             shard = shard or self._parts.shards.write(plan, planner, decision, rank)
         receipt = Receipt(
             (shard.receipt,) if shard else (),
-            is_handed=shard is not None and shard.follower is not None,
+            is_submitted=shard is not None and shard.follower is not None,
             seconds=time.monotonic() - self._started_at,
             phases={"plan": began - self._started_at, **(shard.phases if shard else {})},
         )
@@ -370,13 +370,13 @@ class SaveAttempt:
         return self._cluster.begin(decision.intent, partial(self._hold_as_coordinator, decision.save_id))
 
     def _hold_as_coordinator(self, save_id: str) -> None:
-        """However slow other nodes, or the planning, are: no agent takes this save for an abandoned one."""
+        """However slow other nodes, or the planning, are: no agent takes this save for a stale one."""
         if self._world.blackboard is not None:
             self._held.hold(self._store, save_id)
 
     @contextmanager
-    def _giving_up_on_error(self) -> Iterator[None]:
-        """If the block raises, the save is given up on every node that answers, and this rank holds it no more."""
+    def _abort_on_error(self) -> Iterator[None]:
+        """If the block raises, the save is aborted on every node that answers, and this rank holds it no more."""
         try:
             yield
         except BaseException as exc:

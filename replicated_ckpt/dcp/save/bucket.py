@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from math import isnan
 from numbers import Real
 
-from replicated_ckpt.agent.peers.watch import Patience
+from replicated_ckpt.agent.peers.watch import SilenceTimeouts
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.state.upload_book import UploadBook
 from replicated_ckpt.agent.uploads.uploader import Uploader
@@ -35,7 +35,7 @@ GIVE_UP_S = 120.0
 """`wait` does not wait longer for a bucket of which every try has failed for that long."""
 _POLL_FIRST_S, _POLL_MAX_S, _POLL_SHARE = 0.02, 1.0, 0.05
 """The agent is asked again after this share of the time that was waited so far: so much longer a wait takes at most."""
-_GONE = "this node knows nothing of it any more: it was given up, replaced or removed."
+_GONE = "this node knows nothing of it any more: it was aborted, replaced or removed."
 
 
 def check_timeout(timeout_s: object) -> float:
@@ -75,7 +75,7 @@ class ObjectTier:
         """Whether the save of this sequence goes to the bucket: every n-th of a run, whichever job goes on with it."""
         return self._target is not None and sequence % self._every == 0
 
-    def hand_over(self, world_size: int = 1) -> list[str]:
+    def submit(self, world_size: int = 1) -> list[str]:
         """Names the bucket to this node's agent, started here if need be; returns what is wrong. Cheap.
 
         Raises:
@@ -118,7 +118,7 @@ class ObjectTier:
         return Probed(plan, histories_from_json(found["histories"]), problem, named)
 
     def expect(self, save_id: str, checkpoint_id: str) -> None:
-        """A save that goes to the bucket is written: `wait` waits for it, unless it is given up before the commit."""
+        """A save that goes to the bucket is written: `wait` waits for it, unless it is aborted before the commit."""
         with self._lock:
             self._awaited[save_id] = checkpoint_id
 
@@ -127,7 +127,7 @@ class ObjectTier:
         if self._target is not None and self._target.is_process_local:
             self._bring_here()
             return
-        for problem in self.hand_over():  # wakes it, too
+        for problem in self.submit():  # wakes it, too
             log.warning("uploads wait: %s", problem)
 
     def _bring_here(self) -> None:
@@ -137,7 +137,7 @@ class ObjectTier:
         service = NodeService(self._store)
         book = UploadBook(self._store.agent_directory())
         book.learn(self._target)
-        Uploader(service, book, Pace(1e15, stopping), Patience(), stopping, lambda *_: None).round()
+        Uploader(service, book, Pace(1e15, stopping), SilenceTimeouts(), stopping, lambda *_: None).round()
 
     def wait(self, timeout_s: float, *, is_last_wanted: bool = False) -> tuple[str, ...]:
         """Waits until every save that was expected is committed in the bucket, or is not to come there any more.

@@ -20,12 +20,12 @@ from replicated_ckpt.core.notes import RefusedNotes
 from replicated_ckpt.core.protocol.placement import intended_holders
 from replicated_ckpt.dcp.agreement.decision import Receipt, SaveDecision, ShardReceipt
 from replicated_ckpt.dcp.agreement.nodes import Cluster, Committed
-from replicated_ckpt.dcp.hand_over.handed import AgentSilent, finish_by_agent
 from replicated_ckpt.dcp.metadata.metadata import encode_metadata, share_parts
 from replicated_ckpt.dcp.metadata.saved_metadata import encode_metadata_file
-from replicated_ckpt.dcp.planning.kept_layouts import KeptLayout, KeptLayouts
+from replicated_ckpt.dcp.planning.cached_layouts import CachedLayout, CachedLayouts
 from replicated_ckpt.dcp.runtime.gc_pause import put_off
 from replicated_ckpt.dcp.runtime.torch_private import metadata_version
+from replicated_ckpt.dcp.submit.submission import AgentSilent, finish_by_agent
 from replicated_ckpt.errors import AckNotReached, SaveAborted, StoreError
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.versions.replaceable import check_decidable
@@ -42,7 +42,7 @@ def commit_save(
     *,
     notes: Mapping[str, Any] | None = None,
     start_agent: Callable[[], object] = lambda: None,
-    layouts: KeptLayouts | None = None,
+    layouts: CachedLayouts | None = None,
 ) -> tuple[list[str], Sequence[Receipt]]:
     """Ends a save whose shards are all written, or in the hands of agents, which this node's agent then waits for.
 
@@ -50,7 +50,7 @@ def commit_save(
     Where the layout is that of the save before, in `layouts`, so is `.metadata`: it is neither made nor sent again.
     `start_agent` starts this node's agent again, if it has died.
     Holds afterwards: it is committed on every node that is not named in what is returned. If this raises before the
-    decision, the save is given up everywhere; once the decision may be durable it is never given up.
+    decision, the save is aborted everywhere; once the decision may be durable it is never aborted.
 
     Raises:
         SaveAborted: an item lies in a shard that no rank has written, or an agent could not write one.
@@ -60,8 +60,8 @@ def commit_save(
         `on_degraded` says so, fewer holders than acknowledged their copies have. It will be completed all the same.
         StoreError: the decision could not be made durable. StoreUnavailable: nor is it known what this node's agent did.
     """
-    layouts = layouts or KeptLayouts()
-    with _giving_up(cluster, decision.save_id):
+    layouts = layouts or CachedLayouts()
+    with _abort_on_error(cluster, decision.save_id):
         if isinstance(notes, RefusedNotes):
             raise notes.error
         with put_off():
@@ -71,7 +71,7 @@ def commit_save(
         failpoints.reach("coordinator.accounted")
         store.put_small(decision.save_id, METADATA_NAME, raw_metadata)
         failpoints.reach("coordinator.metadata-staged")
-    with _giving_up(cluster, decision.save_id, lambda: _may_be_decided(store, decision.save_id)):
+    with _abort_on_error(cluster, decision.save_id, lambda: _may_be_decided(store, decision.save_id)):
         manifest, receipts, missed = _decide(store, decision, config, manifest, receipts, start_agent)
     failpoints.reach("coordinator.decided")
     layouts.keep(layout)
@@ -84,12 +84,14 @@ def commit_save(
 
 
 @contextmanager
-def _giving_up(cluster: Cluster, save_id: str, may_be_decided: Callable[[], bool] = lambda: False) -> Iterator[None]:
+def _abort_on_error(
+    cluster: Cluster, save_id: str, may_be_decided: Callable[[], bool] = lambda: False
+) -> Iterator[None]:
     """Has every node give the save up if the block raises, unless its decision may lie here: that is never taken back."""
     try:
         yield
     except AgentSilent:
-        raise  # what it has decided stands: nothing may be given up
+        raise  # what it has decided stands: nothing may be aborted
     except BaseException as exc:
         if not may_be_decided():
             cluster.abort(save_id, f"the coordinator failed: {type(exc).__name__}: {exc}")
@@ -140,7 +142,7 @@ def _decide(
 
     Returns the manifest, the receipts with what agents wrote, and the copies that are missing, in words.
     """
-    if not any(receipt.is_handed for receipt in receipts):
+    if not any(receipt.is_submitted for receipt in receipts):
         check_decidable(store.root, store.intent_of(decision.save_id))
         store.put_small(decision.save_id, MANIFEST_NAME, manifest.encode())
         return manifest, receipts, []
@@ -160,7 +162,7 @@ def _read_decided(decision: SaveDecision, finished: Finished, missed: Sequence[s
 
 def _complete(receipt: Receipt, manifest: Manifest, finished: Finished) -> Receipt:
     """The receipt of a rank whose shard an agent has written since."""
-    if not receipt.is_handed:
+    if not receipt.is_submitted:
         return receipt
     entries = {shard.name: manifest.shards[shard.name] for shard in receipt.shards}
     written = {copies.name: copies for copies in finished.written if copies.name in entries}
@@ -170,17 +172,17 @@ def _complete(receipt: Receipt, manifest: Manifest, finished: Finished) -> Recei
         for name, each in entries.items()
     )
     phases = {name: spent for copies in written.values() for name, spent in copies.phases.items()}
-    return replace(receipt, shards=tuple(shards), phases={**receipt.phases, **phases}, is_handed=False)
+    return replace(receipt, shards=tuple(shards), phases={**receipt.phases, **phases}, is_submitted=False)
 
 
 def _outline(decision: SaveDecision, config: WriterConfig, manifest: Manifest, receipts: Sequence[Receipt]) -> Outline:
-    handed = {
+    submitted = {
         shard.name: decision.buddies_of(decision.node_of(rank).node_id)
         for rank, receipt in enumerate(receipts)
-        if receipt.is_handed
+        if receipt.is_submitted
         for shard in receipt.shards
     }
-    return Outline(manifest, handed, decision.placement.copies, config.on_degraded == "raise")
+    return Outline(manifest, submitted, decision.placement.copies, config.on_degraded == "raise")
 
 
 def lay_out(
@@ -188,8 +190,8 @@ def lay_out(
     shards: Mapping[str, ShardEntry],
     metadata: Metadata,
     results: Sequence[Sequence[WriteResult]],
-    layouts: KeptLayouts,
-) -> tuple[KeptLayout | None, KeptLayout]:
+    layouts: CachedLayouts,
+) -> tuple[CachedLayout | None, CachedLayout]:
     """Completes the metadata by where the items lie. The layout of the save before, if it is the same, and of this one."""
     same = layouts.find(metadata, results)
     if same is None:
@@ -208,7 +210,7 @@ def lay_out(
         return same, replace(same, save_id=decision.save_id, checkpoint_id=decision.checkpoint_id)
     share_parts(metadata)
     raw = encode_metadata_file(metadata)
-    return None, KeptLayout.of(decision.save_id, decision.checkpoint_id, metadata, results, raw)
+    return None, CachedLayout.of(decision.save_id, decision.checkpoint_id, metadata, results, raw)
 
 
 def _describe(
@@ -216,7 +218,7 @@ def _describe(
     copies: int,
     shards: Mapping[str, ShardEntry],
     metadata: Metadata,
-    layout: KeptLayout,
+    layout: CachedLayout,
     notes: Mapping[str, Any],
 ) -> tuple[bytes, Manifest]:
     raw_metadata, upload = _add_for_bucket(layout, metadata, decision)
@@ -242,7 +244,9 @@ def _describe(
     return raw_metadata, manifest
 
 
-def _add_for_bucket(layout: KeptLayout, metadata: Metadata, decision: SaveDecision) -> tuple[bytes, UploadEntry | None]:
+def _add_for_bucket(
+    layout: CachedLayout, metadata: Metadata, decision: SaveDecision
+) -> tuple[bytes, UploadEntry | None]:
     """The bytes of `.metadata`, and what of them becomes the bucket's, where shards may lie under the save's own prefix."""
     plan, raw = decision.upload, layout.raw
     if plan is None:

@@ -89,7 +89,9 @@ def _place_in_lineage(decision: SaveDecision, histories: Histories, seen: Seen) 
         lineage = decision.lineage or uuid.uuid4().hex[:16]
     known = histories.get(lineage, History(0)).sequence
     sequence = max(known, seen[1] if seen is not None else 0) + 1
-    return replace(decision, lineage=lineage, sequence=sequence), _rivals(decision.checkpoint_id, lineage, histories)
+    return replace(decision, lineage=lineage, sequence=sequence), _find_conflicting_runs(
+        decision.checkpoint_id, lineage, histories
+    )
 
 
 def _describe_replaced(decision: SaveDecision, named: AbstractSet[str], seen: Seen) -> list[str]:
@@ -109,7 +111,7 @@ def _describe_replaced(decision: SaveDecision, named: AbstractSet[str], seen: Se
     return [problem]
 
 
-def _rivals(checkpoint_id: str, lineage: str, histories: Histories) -> list[str]:
+def _find_conflicting_runs(checkpoint_id: str, lineage: str, histories: Histories) -> list[str]:
     """In words, once in a process, that checkpoints of another run lie in the directory of this one."""
     others = {name for name, history in histories.items() if history.created_unix_s > 0} - {lineage}
     scope = scope_of(checkpoint_id)

@@ -37,7 +37,7 @@ class Retaining:
         )
         return [told]
 
-    def hand_over(self, decision: SaveDecision, rank: int) -> list[str]:
+    def submit(self, decision: SaveDecision, rank: int) -> list[str]:
         """Names the policies to this node's agent, once for each node of the save; returns what is wrong. Cheap.
 
         No node is asked where there is no policy, nor one to take back, nor an agent that answers.

@@ -10,16 +10,16 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 
 from replicated_ckpt import failpoints
-from replicated_ckpt.agent.saves.hand_overs import HandedShard
 from replicated_ckpt.agent.saves.shard_copies import WantedCopies, write_copies
+from replicated_ckpt.agent.saves.submissions import SubmittedShard
 from replicated_ckpt.config import Ack
 from replicated_ckpt.core.layout import ShardName
 from replicated_ckpt.dcp.agreement.decision import SaveDecision, ShardReceipt
-from replicated_ckpt.dcp.hand_over.follower import Follower
-from replicated_ckpt.dcp.hand_over.handed import hand_over
-from replicated_ckpt.dcp.hand_over.layout import ShardLayout, TooMuchElsewhere
 from replicated_ckpt.dcp.runtime.torch_private import StorageInfo
 from replicated_ckpt.dcp.staging.segment import descriptor_of
+from replicated_ckpt.dcp.submit.follower import Follower
+from replicated_ckpt.dcp.submit.layout import ShardLayout, TooMuchElsewhere
+from replicated_ckpt.dcp.submit.submission import submit
 from replicated_ckpt.dcp.tensors.item_writer import ItemWriter, Stream
 from replicated_ckpt.errors import StoreDenied, StoreUnavailable
 from replicated_ckpt.stores.local.store import LocalStore
@@ -67,7 +67,7 @@ class ShardWriter:
         A buddy that fails is replaced by another node, or, if none can take the copy, listed in `missed`.
 
         Raises:
-            SaveAborted: the save was given up elsewhere. StoreError: this node's store failed. And what the planner raises.
+            SaveAborted: the save was aborted elsewhere. StoreError: this node's store failed. And what the planner raises.
         """
         wanted = self._choose_places(decision, rank)
         results: list[WriteResult] = []
@@ -77,7 +77,7 @@ class ShardWriter:
         receipt = ShardReceipt(found.name, found.size_bytes, found.crc32c, found.holders)
         return WrittenShard(receipt, results, list(found.missed), dict(found.phases))
 
-    def hand_over(
+    def submit(
         self,
         plan: SavePlan,
         planner: SavePlanner,
@@ -91,7 +91,7 @@ class ShardWriter:
         None: no agent takes it, or another user's would, or it does not lie there: it is to be written by this rank.
 
         Raises:
-            SaveAborted: the save was given up elsewhere. And whatever the planner raises.
+            SaveAborted: the save was aborted elsewhere. And whatever the planner raises.
         """
         wanted = self._choose_places(decision, rank)
         results: list[WriteResult] = []
@@ -101,8 +101,8 @@ class ShardWriter:
                 self._lay_out(plan, planner, wanted.name, results, layout)
                 layout.finish()
                 failpoints.reach("rank.handing-over")
-                shard = HandedShard(wanted, layout.pieces)
-                handed = hand_over(self._store, shard, [descriptor_of(staged), layout.between], staged)
+                shard = SubmittedShard(wanted, layout.pieces)
+                submitted = submit(self._store, shard, [descriptor_of(staged), layout.between], staged)
             except BaseException:
                 layout.close()
                 raise
@@ -111,8 +111,8 @@ class ShardWriter:
                 log.warning("this rank writes its shards itself: %s", exc.message)
             self._has_said_why = True
             return None
-        follower = Follower(self._store, shard, layout, staged, start_agent, handed)
-        failpoints.reach("rank.handed-over")
+        follower = Follower(self._store, shard, layout, staged, start_agent, submitted)
+        failpoints.reach("rank.submitted")
         return WrittenShard(ShardReceipt(wanted.name, 0, 0, ()), results, follower=follower)
 
     def _choose_places(self, decision: SaveDecision, rank: int) -> WantedCopies:

@@ -27,13 +27,13 @@ from replicated_ckpt.config import (
     check_root,
 )
 from replicated_ckpt.core.lineage import Version
+from replicated_ckpt.dcp.c10d.picklable_error import make_picklable
 from replicated_ckpt.dcp.c10d.presence import announce
-from replicated_ckpt.dcp.c10d.tellable import make_tellable
 from replicated_ckpt.dcp.c10d.world import telling_if_left, watch_first_step, world_of_call
 from replicated_ckpt.dcp.memory.limit import MemoryLimit
 from replicated_ckpt.dcp.objects.unloadable import refuse_unloadable_paths
+from replicated_ckpt.dcp.planning.cached_layouts import CachedLayouts
 from replicated_ckpt.dcp.planning.cached_planner import CachedSavePlanner
-from replicated_ckpt.dcp.planning.kept_layouts import KeptLayouts
 from replicated_ckpt.dcp.runtime.caller import find_line
 from replicated_ckpt.dcp.save.attempt import SaveAttempt
 from replicated_ckpt.dcp.save.bucket import WAIT_TIMEOUT_S, ObjectTier, check_timeout
@@ -50,7 +50,7 @@ from replicated_ckpt.stores.local.store import LocalStore
 _GOES_ON = "It goes on: wait again, or longer."
 
 
-@make_tellable
+@make_picklable
 class ReplicatedWriter(StorageWriter, AsyncStager):
     """Writes each rank's shard to the node's own disk and, in the same pass, to buddy nodes.
 
@@ -151,7 +151,7 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
             self.config,
             store,
             ShardWriter(store, self.config.direct_io, self.config.ack),
-            KeptLayouts(),
+            CachedLayouts(),
             ObjectTier(store, self._target, self.config.object_every),
             Retaining(store, self.config, self._target),
             find_line(),
@@ -282,7 +282,7 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
         world.watch_call(self._attempt.break_off)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Presents this rank to the coordinator. The plan is not changed. Raises ConfigInvalid: no load would take it."""
+        """Registers this rank to the coordinator. The plan is not changed. Raises ConfigInvalid: no load would take it."""
         refuse_unloadable_paths(plan)
         self._under_way.present()
         return plan
@@ -295,7 +295,7 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes this rank's shard here and at its buddies.
 
-        Afterwards it holds at the level of `ack`. On failure the save is given up on every node before this raises.
+        Afterwards it holds at the level of `ack`. On failure the save is aborted on every node before this raises.
         """
         future: Future[list[WriteResult]] = Future()
         try:
@@ -323,7 +323,7 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
 
         Raises:
             UploadFailed: one is not there, and trying longer does not help, or the time is over; with "object" also if the
-            last was given up, replaced or removed first, which else is only logged. Copies on nodes stand.
+            last was aborted, replaced or removed first, which else is only logged. Copies on nodes stand.
             StoreUnavailable: the time is over, and the save goes on. ConfigInvalid: no save of this writer gets so far, or
             `timeout_s` (it may be infinite) is no number. CheckpointException, ReplicatedCkptError: the last failed.
         """

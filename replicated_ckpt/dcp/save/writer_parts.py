@@ -8,8 +8,8 @@ from replicated_ckpt.config import WriterConfig
 from replicated_ckpt.dcp.agreement.alike import describe_wanted
 from replicated_ckpt.dcp.agreement.decision import SavePost
 from replicated_ckpt.dcp.memory.limit import MemoryLimit
-from replicated_ckpt.dcp.node.node import present_alone, present_for_save
-from replicated_ckpt.dcp.planning.kept_layouts import KeptLayouts
+from replicated_ckpt.dcp.node.node import register_alone, register_for_save
+from replicated_ckpt.dcp.planning.cached_layouts import CachedLayouts
 from replicated_ckpt.dcp.runtime.caller import Line
 from replicated_ckpt.dcp.runtime.gc_pause import Pause
 from replicated_ckpt.dcp.save.bucket import ObjectTier
@@ -29,7 +29,7 @@ class WriterParts:
     config: WriterConfig
     store: LocalStore
     shards: ShardWriter
-    layouts: KeptLayouts
+    layouts: CachedLayouts
     object_tier: ObjectTier
     retaining: Retaining
     made_at: Line | None
@@ -40,6 +40,6 @@ class WriterParts:
 
     def present(self, checkpoint_id: str | None, *, is_alone: bool) -> SavePost:
         """What this rank says before a save, and which node it is on, whose agent runs by then."""
-        node = (present_alone if is_alone else present_for_save)(self.store, self.config.domain)
+        node = (register_alone if is_alone else register_for_save)(self.store, self.config.domain)
         memory_bytes = None if self.memory is None else self.memory.measure(checkpoint_id)
         return SavePost(checkpoint_id, node, memory_bytes, describe_wanted(self.config))

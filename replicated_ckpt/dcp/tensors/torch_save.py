@@ -29,7 +29,7 @@ class Writable(Protocol):
     def write(self, data: memoryview, /) -> int: ...
 
 
-class _Remembering:
+class _Recording:
     """What `torch.save` is given in place of a stream: it keeps the error of a write, as torch raises another one."""
 
     def __init__(self, stream: Writable) -> None:
@@ -53,7 +53,7 @@ def save_tensor(tensor: torch.Tensor, stream: Writable) -> None:
     Raises:
         ReplicatedCkptError: of the stream; torch closes its archive after a failed write, and raises what that fails with.
     """
-    remembering = _Remembering(stream)
+    remembering = _Recording(stream)
     try:
         torch.save(tensor, remembering)  # type: ignore[arg-type]
     except RuntimeError as exc:

@@ -100,7 +100,7 @@ class Bucket:
         problem = "its commit mark is damaged"
         try:
             mark = read_mark(self.client, checkpoint_id, size)
-            if mark is None and is_ours:  # damaged, or saved over since it was listed
+            if mark is None and is_ours:  # damaged, or overwritten since it was listed
                 size = self.client.size_bytes(f"{checkpoint_id}/{METADATA_NAME}")
                 mark = read_mark(self.client, checkpoint_id, size)
         except ObjectMissing:

@@ -54,7 +54,7 @@ class BucketSave:
 
 
 def is_superseded(manifest: Manifest, there: BucketSave | None) -> bool:
-    """Whether a save may not be committed over the one there. Another run's gives way if saved over there, or older."""
+    """Whether a save may not be committed over the one there. Another run's yields if overwritten there, or older."""
     if there is None or there.mark is None or there.save_id in (manifest.save_id, manifest.replaces_in_bucket):
         return False
     if there.mark.lineage != manifest.lineage:

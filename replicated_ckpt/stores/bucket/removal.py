@@ -31,7 +31,7 @@ def remove_save(bucket: Bucket, checkpoint_id: str, save_id: str, manifest: Mani
     return False
 
 
-def remove_outlived(bucket: Bucket, manifest: Manifest, there: BucketSave) -> None:
+def remove_superseded(bucket: Bucket, manifest: Manifest, there: BucketSave) -> None:
     """Deletes what is left of the saves that a committed one, of this manifest, has replaced.
 
     An agent that ends in its commit, or does not get the answer, has not come to that. The manifest of such a save goes

@@ -1,4 +1,4 @@
-"""Any bucket that fsspec speaks to: the general door, without the checksums and resumed uploads that only S3 offers."""
+"""Any bucket that fsspec speaks to: the general client, without the checksums and resumed uploads that only S3 offers."""
 
 import contextlib
 import errno

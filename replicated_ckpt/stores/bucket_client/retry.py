@@ -32,16 +32,16 @@ class RetryingClient:
         *,
         within_s: float = READ_WITHIN_S,
         look_within_s: float = READ_WITHIN_S,
-        is_given_up: Callable[[], bool] = lambda: False,
+        should_stop: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """`is_given_up`: whether another one has waited for the bucket in vain by now; then nothing is tried again."""
+        """`should_stop`: whether another one has waited for the bucket in vain by now; then nothing is tried again."""
         self.target = client.target
         self._client = client
         self._within_s = within_s
         self._look_within_s = min(within_s, look_within_s)
-        self._is_given_up = is_given_up
+        self._should_stop = should_stop
         self._clock = clock
         self._sleep = sleep
 
@@ -92,7 +92,7 @@ class RetryingClient:
             try:
                 return call()
             except StoreUnavailable:
-                if self._clock() + pause_s > deadline or self._is_given_up():
+                if self._clock() + pause_s > deadline or self._should_stop():
                     raise
                 self._sleep(pause_s * _CHANCE.uniform(0.5, 1.0))
                 pause_s = min(_PAUSE_MAX_S, 2 * pause_s)

@@ -50,7 +50,7 @@ def _close_all() -> None:
 os.register_at_fork(after_in_child=_close_all)
 
 
-class HeldLock:
+class DescriptorLock:
     """A descriptor with a flock of this process alone, until `release` or the process's end."""
 
     def __init__(self, fd: int) -> None:
@@ -60,7 +60,7 @@ class HeldLock:
         close_in_forks(self)
 
     @property
-    def is_held(self) -> bool:
+    def is_locked(self) -> bool:
         return self.fd >= 0
 
     def wait(self, path: Path, *, shared: bool = False, within_s: float | None = None) -> None:
@@ -112,7 +112,7 @@ class HeldLock:
         of a network file system: what the lock was for is done by now.
         """
         try:
-            if self.is_held:
+            if self.is_locked:
                 with contextlib.suppress(OSError):
                     fcntl.flock(self.fd, fcntl.LOCK_UN)
         finally:
@@ -124,7 +124,7 @@ class HeldLock:
             os.close(fd)
 
 
-class FileLock(HeldLock):
+class FileLock(DescriptorLock):
     """A flock on a file held until `release`, or the end of the process."""
 
     def __init__(self, path: Path, fd: int) -> None:
@@ -236,6 +236,6 @@ def exclusive(directory: Path, within_s: float | None = None) -> Iterator[None]:
     if not is_directory(directory):
         yield
         return
-    with HeldLock(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as lock:
+    with DescriptorLock(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as lock:
         lock.wait(directory, within_s=within_s)
         yield

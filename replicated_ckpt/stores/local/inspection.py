@@ -11,16 +11,16 @@ from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
 from replicated_ckpt.core.manifest import Manifest, ShardEntry
 from replicated_ckpt.core.upkeep.finding import Finding, Problem
-from replicated_ckpt.core.upkeep.remains import Remains
+from replicated_ckpt.core.upkeep.unclaimed_files import UnclaimedFiles
 from replicated_ckpt.errors import ManifestInvalid, ManifestVersionUnknown, ObjectCorrupt, ObjectMissing, StoreError
 from replicated_ckpt.stores.files.direct import page_aligned, read_past_cache
 from replicated_ckpt.stores.files.durable import is_refusal, is_unreadable, translate_errors, translate_read_errors
 from replicated_ckpt.stores.files.plain import closing_fd
 from replicated_ckpt.stores.local.directories.committed import Committed, open_directory
 from replicated_ckpt.stores.local.directories.footer import crc_of_footer
-from replicated_ckpt.stores.local.remains import read_remains, tell_crc
 from replicated_ckpt.stores.local.shard_file import ShardFile
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.local.unclaimed import read_unclaimed_files, tell_crc
 from replicated_ckpt.stores.verified import Expected
 
 PIECE_BYTES = 4 << 20
@@ -39,7 +39,7 @@ class Inspector:
     A file that the system refuses to read ends the inspection: it is neither intact nor damaged.
 
     `holdings` tells afterwards what lies there of each checkpoint that was inspected, bad shards marked as damaged, and
-    `remains` what lies where no manifest is believed.
+    `unclaimed` the files without a valid manifest.
     """
 
     def __init__(self, store: LocalStore, node_id: str, paced: Paced = at_once) -> None:
@@ -48,11 +48,11 @@ class Inspector:
         self._paced = paced
         self._scratch = page_aligned(PIECE_BYTES)
         self.holdings: list[Holding] = []
-        self.remains: list[Remains] = []
+        self.unclaimed: list[UnclaimedFiles] = []
         self.bytes_read = 0
 
     def inspect(self, checkpoint_id: str | None = None) -> Iterator[Finding]:
-        """What is wrong with one checkpoint, or with any. One that disappears meanwhile is passed over.
+        """What is wrong with one checkpoint, or with any. One that disappears meanwhile is skipped.
 
         Raises:
             StoreError: the disk cannot be listed, or a file may not be read.
@@ -80,7 +80,7 @@ class Inspector:
         except StoreError as exc:
             if not is_unreadable(exc):
                 raise
-            self.remains.append(Remains(self._node_id, checkpoint_id, is_ours=True))
+            self.unclaimed.append(UnclaimedFiles(self._node_id, checkpoint_id, is_ours=True))
             path = str(self._store.root / checkpoint_id)
             what = "", MANIFEST_NAME, path, Problem.CORRUPT, "a directory", exc.detail
             yield Finding(self._node_id, checkpoint_id, *what)
@@ -91,7 +91,7 @@ class Inspector:
         except ManifestVersionUnknown:
             return
         except (ManifestInvalid, ObjectMissing) as exc:
-            yield from self._of_remains(directory, exc)
+            yield from self._of_unclaimed_files(directory, exc)
         else:
             yield from self._of_save(directory.of_save(manifest.save_id), manifest)
 
@@ -100,13 +100,13 @@ class Inspector:
         problem = self.metadata_problem(directory, manifest)
         if problem is not None:
             yield problem
-        damaged, footless = [], []
+        damaged, footer_damaged = [], []
         for shard in sorted(manifest.shards):
             found = self.shard_problem(directory, manifest, shard)
             if found is not None:
                 yield found
                 damaged.append(shard)
-                footless += [shard] if self.is_footless(directory, manifest, shard) else []
+                footer_damaged += [shard] if self.has_damaged_footer(directory, manifest, shard) else []
         catalog = self._store.catalog
         strays = [] if directory.is_replaced else catalog.list_unclaimed(catalog.look(directory.checkpoint_id))
         for name in strays:
@@ -115,29 +115,31 @@ class Inspector:
         sizes = {name: size for name, size in looked.items() if name in manifest.shards or name in strays}
         bad = tuple(name for name in damaged if name in sizes)
         held = Holding.of_save(manifest, self._node_id, directory.checkpoint_id, problem is None, sizes)
-        self.holdings.append(replace(held, damaged=bad, is_replaced=directory.is_replaced, footless=tuple(footless)))
+        self.holdings.append(
+            replace(held, damaged=bad, is_replaced=directory.is_replaced, footer_damaged=tuple(footer_damaged))
+        )
 
-    def _of_remains(self, directory: Committed, why: ManifestInvalid | ObjectMissing) -> Iterator[Finding]:
+    def _of_unclaimed_files(self, directory: Committed, why: ManifestInvalid | ObjectMissing) -> Iterator[Finding]:
         """A directory without a manifest that is believed; of stock torch's, which has none, nothing is said."""
         claimed = self._store.catalog.list_claimed(directory.checkpoint_id)
-        remains = read_remains(directory, self._node_id, tell_crc, self._holds, claimed)
-        if remains is None:
+        unclaimed = read_unclaimed_files(directory, self._node_id, tell_crc, self._holds, claimed)
+        if unclaimed is None:
             return
-        self.remains.append(remains)
+        self.unclaimed.append(unclaimed)
         if isinstance(why, ManifestInvalid):
             found = Problem.CORRUPT, "a manifest that is believed", why.message
         else:
             found = Problem.MISSING, "a manifest", "none"
-        if remains.is_ours:
+        if unclaimed.is_ours:
             yield self._finding(directory, "", MANIFEST_NAME, *found)
 
     def _holds(self, fd: int, crc: int) -> bool:
         return self._hash_open(fd)[1] == crc
 
-    def is_footless(self, directory: Committed, manifest: Manifest, shard: str) -> bool:
+    def has_damaged_footer(self, directory: Committed, manifest: Manifest, shard: str) -> bool:
         """Whether the data of a damaged shard is intact and its footer alone is not, or is not there, or not read."""
         entry, root, label = manifest.shards[shard], str(self._store.root), f"{directory.checkpoint_id}/{shard}"
-        expected = Expected(entry.size_bytes, entry.crc32c, is_footless=True)
+        expected = Expected(entry.size_bytes, entry.crc32c, has_damaged_footer=True)
         try:
             fd = directory.open(shard)
         except StoreError:

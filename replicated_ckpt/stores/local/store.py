@@ -21,7 +21,7 @@ from replicated_ckpt.core.layout import (
     check_checkpoint_id,
     is_checkpoint_file,
     is_save_id,
-    kept_metadata_name,
+    version_metadata_name,
 )
 from replicated_ckpt.core.lineage import Version
 from replicated_ckpt.core.manifest import Manifest
@@ -43,7 +43,7 @@ from replicated_ckpt.stores.files.durable import (
     translate_errors,
 )
 from replicated_ckpt.stores.files.existence import is_directory, is_there, list_prefixed
-from replicated_ckpt.stores.files.locks import HeldLock, exclusive
+from replicated_ckpt.stores.files.locks import DescriptorLock, exclusive
 from replicated_ckpt.stores.files.ownership import check_claimable, make_private
 from replicated_ckpt.stores.files.plain import open_plain
 from replicated_ckpt.stores.local.directories.catalog import Catalog
@@ -147,10 +147,10 @@ class LocalStore:
             raise ConfigInvalid(f"{name!r} is no file of a checkpoint.")
         return self.staging(save_id) / name
 
-    def begin(self, intent: Intent, *, replaces_others: bool = True) -> None:
+    def begin(self, intent: Intent, *, replaces_other_runs: bool = True) -> None:
         """Opens a save: its staging directory exists afterwards, and nothing of it counts until `commit`.
 
-        `replaces_others`: it may replace what another lineage has there by now, as only a user can want it.
+        `replaces_other_runs`: it may replace what another lineage has there by now, as only a user can want it.
 
         Raises:
             CheckpointExists: the checkpoint is committed here and the save may not overwrite it.
@@ -167,7 +167,7 @@ class LocalStore:
             if not is_directory(staging.parent):
                 self.node_id()  # the identity is durable wherever there is a staging area
             make_directories(staging.parent, self.root)
-            asked = "" if replaces is None or not replaces_others else replaces.save_id
+            asked = "" if replaces is None or not replaces_other_runs else replaces.save_id
             intent = replace(intent, replaces=asked)
             if intent.nodes or not self.intent_of(intent.save_id).nodes:  # else it is staged, and that knows its nodes
                 write_with_room(self.root, self.intent_path(intent.save_id), intent.encode(), is_name_flushed=False)
@@ -202,7 +202,7 @@ class LocalStore:
         """The places of staged saves, by save id, as far as they are known. Raises: StoreError"""
         return {intent.save_id: intent.place for intent in self.list_staged() if intent.place is not None}
 
-    def lock_save(self, save_id: str) -> HeldLock:
+    def lock_save(self, save_id: str) -> DescriptorLock:
         """Marks an open save as being worked on, until the lock is released, or this process has ended.
 
         Raises:
@@ -213,17 +213,17 @@ class LocalStore:
             fd = open_plain(path)
         except FileNotFoundError as exc:
             raise SaveAborted(f"Save {save_id} is not open any more in {self.root}.") from exc
-        lock = HeldLock(fd)
+        lock = DescriptorLock(fd)
         lock.wait(path, shared=True)
         return lock
 
-    def is_held(self, save_id: str) -> bool:
+    def is_locked(self, save_id: str) -> bool:
         """Whether a process marks a staged save as being worked on."""
         try:
             fd = open_plain(self.intent_path(save_id))
         except FileNotFoundError:
             return False
-        with HeldLock(fd) as lock:
+        with DescriptorLock(fd) as lock:
             return not lock.try_take()
 
     def put_small(self, save_id: str, name: str, data: bytes) -> None:
@@ -311,7 +311,7 @@ class LocalStore:
         directory = self.root / checkpoint_id
         if name == MANIFEST_NAME:
             return self.catalog.manifest_path(checkpoint_id, save_id)
-        own = directory / kept_metadata_name(save_id)
+        own = directory / version_metadata_name(save_id)
         return own if name == METADATA_NAME and is_there(own) else directory / name
 
     def drop_replaced(self, checkpoint_id: str, save_id: str) -> bool:

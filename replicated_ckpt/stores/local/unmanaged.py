@@ -228,7 +228,7 @@ class UnmanagedInspector:
     def inspect(self, checkpoint_id: str, ranges: Mapping[str, Sequence[ByteRange]]) -> Iterator[Finding]:
         """What is wrong with the shards that lie here, where `.metadata` has items at `ranges`.
 
-        What disappears meanwhile, the checkpoint or a shard, is passed over.
+        What disappears meanwhile, the checkpoint or a shard, is skipped.
         """
         with contextlib.suppress(ObjectMissing), open_directory(self._store.root, checkpoint_id) as directory:
             if MANIFEST_NAME in directory.names():

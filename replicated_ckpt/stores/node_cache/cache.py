@@ -19,7 +19,7 @@ from typing import Self
 
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.stores.files.direct import address_of
-from replicated_ckpt.stores.files.locks import HeldLock
+from replicated_ckpt.stores.files.locks import DescriptorLock
 
 SLOTS = 4
 OVER = 1 << 62
@@ -124,7 +124,7 @@ class _Shape:
 class RankCache:
     """This process's own cache. Its pieces are numbered from 0, in the order in which they were announced."""
 
-    def __init__(self, path: Path, lock: HeldLock, memory: mmap.mmap, shape: _Shape) -> None:
+    def __init__(self, path: Path, lock: DescriptorLock, memory: mmap.mmap, shape: _Shape) -> None:
         """A file that is named, locked and mapped: `create` makes it."""
         self._fd = lock.fd
         self._close = weakref.finalize(self, _remove, path, lock)
@@ -234,12 +234,12 @@ class OtherRankCache:
             self._map.close()
 
 
-def is_any_cache_held(directory: Path) -> bool:
+def is_any_cache_locked(directory: Path) -> bool:
     """Whether a rank of this node has a cache, which it has while it may fetch from other nodes for a load."""
-    return any(_is_held(path) for path in directory.glob(f"{_PREFIX}*"))
+    return any(_is_file_locked(path) for path in directory.glob(f"{_PREFIX}*"))
 
 
-def _is_held(path: Path) -> bool:
+def _is_file_locked(path: Path) -> bool:
     with contextlib.suppress(OSError), _open(path) as lock:
         return not lock.try_take(shared=True)
     return False
@@ -255,7 +255,7 @@ def _is_locked(fd: int) -> bool:
     return False
 
 
-def _create_locked_file(directory: Path) -> tuple[Path, HeldLock]:
+def _create_locked_file(directory: Path) -> tuple[Path, DescriptorLock]:
     """A new file, locked and named.
 
     In the instant before it is locked, a sweep takes it for one that was left behind: then another one is made.
@@ -263,7 +263,7 @@ def _create_locked_file(directory: Path) -> tuple[Path, HeldLock]:
     for _ in range(_TRIES):
         path = directory / f"{_PREFIX}{uuid.uuid4().hex}"
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        lock, is_ours = HeldLock(fd), False
+        lock, is_ours = DescriptorLock(fd), False
         try:
             is_ours = lock.try_take() and os.fstat(fd).st_nlink > 0
         finally:
@@ -275,9 +275,9 @@ def _create_locked_file(directory: Path) -> tuple[Path, HeldLock]:
     raise OSError(errno.EAGAIN, "every new cache was swept away", str(directory))
 
 
-def _remove(path: Path, lock: HeldLock) -> None:
+def _remove(path: Path, lock: DescriptorLock) -> None:
     """Takes a cache's name away, then its lock. A process that was forked from its owner has neither."""
-    if lock.is_held:
+    if lock.is_locked:
         path.unlink(missing_ok=True)
     lock.release()
 
@@ -290,5 +290,5 @@ def sweep(directory: Path) -> None:
                 path.unlink(missing_ok=True)
 
 
-def _open(path: Path) -> HeldLock:
-    return HeldLock(os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW))
+def _open(path: Path) -> DescriptorLock:
+    return DescriptorLock(os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW))

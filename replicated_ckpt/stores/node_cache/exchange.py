@@ -16,7 +16,7 @@ from replicated_ckpt.stores.node_cache.cache import OVER, SLOTS, OtherRankCache,
 
 log = logging.getLogger(__name__)
 
-PATIENCE_S = 5.0
+STALL_TIMEOUT_S = 5.0
 QUIET_S = 1.0
 """A sign of life that is younger is good; a process that is slow or waits for the processor looks no worse."""
 _STEP_MAX_S = 0.1
@@ -36,8 +36,8 @@ class Pause:
 
 
 @dataclass
-class Patience:
-    """Whether one process has waited PATIENCE_S in vain. From then on in this load it waits for no silence to end."""
+class StallTimeout:
+    """Whether one process has waited STALL_TIMEOUT_S in vain. From then on in this load it waits for no silence to end."""
 
     is_over: bool = False
 
@@ -45,8 +45,8 @@ class Patience:
 class Wait:
     """One wait of one thread. Of a long step, as this process itself was stopped, only a short one counts."""
 
-    def __init__(self, patience: Patience) -> None:
-        self._patience = patience
+    def __init__(self, timeout: StallTimeout) -> None:
+        self._timeout = timeout
         self._last_s = time.monotonic()
         self._quiet_s = 0.0
 
@@ -59,11 +59,11 @@ class Wait:
         quiet = [rank for rank, age_s in age_by_rank.items() if age_s >= QUIET_S]
         self._quiet_s = self._quiet_s + step_s if quiet else 0.0
         has_waited = self._quiet_s > QUIET_S  # they may have been stopped with this process, and be about to go on
-        is_over = self._patience.is_over
-        silent = {rank for rank in quiet if is_over or (has_waited and age_by_rank[rank] >= PATIENCE_S)}
+        is_over = self._timeout.is_over
+        silent = {rank for rank in quiet if is_over or (has_waited and age_by_rank[rank] >= STALL_TIMEOUT_S)}
         dead = {rank for rank in quiet if not caches[rank].is_locked()}
         if silent - dead:
-            self._patience.is_over = True
+            self._timeout.is_over = True
         return [rank for rank in quiet if rank in silent | dead]
 
 
@@ -97,7 +97,7 @@ class Exchange:
         self._others = others
         self._lost = {taker for unit in units for taker in unit.takers} - {rank, *others}
         self._lock = threading.Lock()
-        self._patience = Patience()
+        self._timeout = StallTimeout()
         self._memory: memoryview | None = None
         self._unit_by_cell = {unit.window.cell: unit for unit in units if rank in unit.takers}
         self._number_by_window: dict[Window, int] = {}
@@ -152,7 +152,7 @@ class Exchange:
 
     def wait_for_slot(self, number: int, is_stopped: Callable[[], bool]) -> bool:
         """Returns when the slot of piece `number` may be used; False: it is not needed any more."""
-        wait, pause = Wait(self._patience), Pause()
+        wait, pause = Wait(self._timeout), Pause()
         while awaited := self.slot_awaits(number):
             if is_stopped():
                 return False
@@ -187,7 +187,7 @@ class Exchange:
 
     def take(self, unit: Unit) -> memoryview | None:
         """What another rank has fetched, valid until the next call; None: it does not come, this rank has to fetch it."""
-        wait, pause = Wait(self._patience), Pause()
+        wait, pause = Wait(self._timeout), Pause()
         while (found := self.find(unit)) is Found.NOT_YET:
             self._wait_for([unit.fetcher], wait)
             pause()
@@ -210,11 +210,11 @@ class Exchange:
         """One look at the ranks that are waited for. A rank is as fresh as those that it waits for, and no fresher."""
         caches = {rank: self._others[rank] for rank in ranks}
         for rank in wait.find_lost(caches):
-            self.give_up(rank)
+            self.stop_waiting_for(rank)
         for cache in caches.values():
             self._cache.board.pulse(cache.board.pulse_ns)
 
-    def give_up(self, rank: int) -> None:
+    def stop_waiting_for(self, rank: int) -> None:
         """From now on nothing is taken from a rank, and it is waited for no more."""
         with self._lock:
             is_new = rank not in self._lost
@@ -243,7 +243,7 @@ class Exchange:
 
     def wait_until_opened(self) -> None:
         """After that the cache's name is needed no more."""
-        wait, pause = Wait(self._patience), Pause()
+        wait, pause = Wait(self._timeout), Pause()
         while awaited := self.not_opened_by():
             self._wait_for(awaited, wait)
             pause()

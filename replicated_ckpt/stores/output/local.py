@@ -9,7 +9,7 @@ from replicated_ckpt.errors import ConfigInvalid, StoreFull
 from replicated_ckpt.stores.files import renames
 from replicated_ckpt.stores.files.durable import fsync_directory, remove_tree, translate_errors, write_all
 from replicated_ckpt.stores.files.existence import is_directory, is_link, is_name_taken
-from replicated_ckpt.stores.files.locks import HeldLock
+from replicated_ckpt.stores.files.locks import DescriptorLock
 from replicated_ckpt.stores.files.room import find_free_bytes
 from replicated_ckpt.stores.output.output import READ_BYTES, Output, Stream
 
@@ -32,7 +32,7 @@ class _FileStream(Stream):
         os.close(self._fd)
         self._fd = -1
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)
 
@@ -61,7 +61,7 @@ class LocalOutput(Output):
         self._is_directory = is_directory
         self._may_replace = may_replace
         self._part = path.parent / f".{path.name}.part"
-        self._lock = HeldLock(-1)
+        self._lock = DescriptorLock(-1)
         self._check()
         self._begin()
         try:
@@ -89,8 +89,8 @@ class LocalOutput(Output):
         try:
             with translate_errors(str(self._path.parent), "write", self._part.name):
                 self._take_part()
-                for leftover in self._part.iterdir():
-                    leftover.unlink()
+                for stale_save in self._part.iterdir():
+                    stale_save.unlink()
         except BaseException:
             self._close()
             raise
@@ -99,7 +99,9 @@ class LocalOutput(Output):
         """Locks the directory beside `path`. Raises ConfigInvalid: another process or user has it, or just published it."""
         try:
             self._part.mkdir(exist_ok=True)
-            self._lock = HeldLock(os.open(self._part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC))
+            self._lock = DescriptorLock(
+                os.open(self._part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            )
             status = os.fstat(self._lock.fd)
             if status.st_uid != os.geteuid():  # its owner could put other bytes there, once they were verified
                 raise ConfigInvalid(f"{self._part} is another user's.", "Remove it, or name another place.")

@@ -40,7 +40,7 @@ class Stream(abc.ABC):
         """Everything was written; it is there, and durable where that can be had, when this returns."""
 
     @abc.abstractmethod
-    def give_up(self) -> None:
+    def abort(self) -> None:
         """Ends it however far it got. Never raises."""
 
 
@@ -78,7 +78,7 @@ class Output(abc.ABC):
             yield stream
             stream.close()
         except BaseException:
-            stream.give_up()
+            stream.abort()
             raise
         self.written[name] = Written(stream.position, stream.crc)
 

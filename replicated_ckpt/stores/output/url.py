@@ -28,7 +28,7 @@ class _UrlStream(Stream):
         with self._files.translate_errors("write", self._path):
             self._file.close()
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         with contextlib.suppress(ReplicatedCkptError):
             self.close()  # there is no way back that all back ends know; it has a part's name, and is removed
 

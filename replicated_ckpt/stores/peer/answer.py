@@ -77,11 +77,11 @@ def document_in(raw: bytes, what: str) -> dict[str, Any]:
 
 
 def refusal(
-    status: int, raw: bytes, peer: str, method: str, path: str, stranger_hint: str | None = None
+    status: int, raw: bytes, peer: str, method: str, path: str, wrong_token_hint: str | None = None
 ) -> ReplicatedCkptError:
     """The error that an agent refused a request with: of its class, with its message and its hint.
 
-    `stranger_hint`: the next step where the agent does not know the token, and so is another one than was asked.
+    `wrong_token_hint`: the next step where the agent does not know the token, and so is another one than was asked.
     """
     try:
         fields = json.loads(raw)
@@ -90,7 +90,7 @@ def refusal(
         message, hint, named = one_line(raw[:200].decode(errors="replace")), None, None
     hint = one_line(hint, _HINT_CHARS) if isinstance(hint, str) else None
     if status == HTTPStatus.UNAUTHORIZED:
-        hint = stranger_hint or hint
+        hint = wrong_token_hint or hint
     kinds = _KINDS_BY_STATUS.get(status, (PeerProtocolError,))
     kind = next((kind for kind in kinds if kind.__name__ == named), kinds[0])
     if issubclass(kind, StoreError):

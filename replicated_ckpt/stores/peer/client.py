@@ -21,8 +21,8 @@ from typing import Any, Self
 
 from replicated_ckpt.errors import ManifestInvalid, ObjectCorrupt, PeerProtocolError, StoreUnavailable
 from replicated_ckpt.stores.peer.answer import document_in, fill, refusal
-from replicated_ckpt.stores.peer.deadline import give_up_after
-from replicated_ckpt.stores.peer.reach import reach_hint, stranger_hint
+from replicated_ckpt.stores.peer.deadline import limit_time
+from replicated_ckpt.stores.peer.reach import reach_hint, wrong_token_hint
 from replicated_ckpt.stores.peer.tls import PinnedConnection, PlainConnection
 from replicated_ckpt.version import RELEASE, RELEASE_HEADER
 from replicated_ckpt.wording import one_line
@@ -94,7 +94,7 @@ class AgentAddress:
 def open_connection(address: AgentAddress, timeout_s: float) -> http.client.HTTPConnection:
     """A connection to an agent, by TLS if its address says so; it connects when it is first used."""
     if address.tls_sha256:
-        pinned, hint = address.tls_sha256, stranger_hint(address)
+        pinned, hint = address.tls_sha256, wrong_token_hint(address)
         return PinnedConnection(
             address.host, address.port, timeout=timeout_s, sha256=pinned, label=address.label, hint=hint
         )
@@ -135,7 +135,7 @@ class AgentClient:
         if self._connection.sock is None:
             with self.translate_errors("CONNECT", "/"):
                 self._connection.connect()
-        with give_up_after(self._connection.sock, seconds):
+        with limit_time(self._connection.sock, seconds):
             yield
 
     def fetch(self, method: str, path: str, body: bytes | None = None) -> bytes:
@@ -240,7 +240,7 @@ class AgentClient:
 
     def raise_for(self, status: int, raw: bytes, method: str, path: str) -> None:
         if not 200 <= status < 300:
-            raise refusal(status, raw, self.address.label, method, path, stranger_hint(self.address))
+            raise refusal(status, raw, self.address.label, method, path, wrong_token_hint(self.address))
 
     def raise_refusal(self, path: str) -> None:
         """After a send broke: raises what the agent answered before it closed, if it did."""
@@ -275,7 +275,7 @@ class Upload:
 
     def finish(self) -> dict[str, Any]:
         """Ends the body and returns the agent's JSON answer, which comes within ACK_TIMEOUT_S."""
-        with self._client.translate_errors("PUT", self._path), give_up_after(self._connection.sock, ACK_TIMEOUT_S):
+        with self._client.translate_errors("PUT", self._path), limit_time(self._connection.sock, ACK_TIMEOUT_S):
             try:
                 self._connection.send(b"0\r\n\r\n")
             except ConnectionError:

@@ -25,7 +25,7 @@ SLOW_WINDOW_S = 10.0
 SLOW_BYTES_PER_S = 1 << 20
 
 SLOW_READ_S = 10.0
-PATIENCE = 12
+SLOWDOWN_ALLOWED = 12
 """So many times as long a range may take where no other source is left, or re-protection asks for it."""
 
 
@@ -111,7 +111,7 @@ class PeerShard(VerifiedShard):
     def _fill(self, target: memoryview, offset: int) -> None:
         """A range is asked for twice if the connection ends in it: where the peer's disk has lost bytes it ends again."""
         within_s = SLOW_READ_S + len(target) / SLOW_BYTES_PER_S
-        within_s *= 1 if self._is_preferred() else PATIENCE
+        within_s *= 1 if self._is_preferred() else SLOWDOWN_ALLOWED
         for is_last in (False, True):
             try:
                 self._client.read_range(self._path, offset, target, within_s)

@@ -16,7 +16,7 @@ def is_time_out(error: BaseException | None) -> bool:
 
 
 @contextmanager
-def give_up_after(connected: socket.socket | None, seconds: float) -> Iterator[None]:
+def limit_time(connected: socket.socket | None, seconds: float) -> Iterator[None]:
     """Breaks the connection when the block lasts longer; what the block meets then becomes a TimeoutError.
 
     Where it was translated already it stays a StoreUnavailable, of that: nothing else says that the peer lives.

@@ -41,7 +41,7 @@ def reach_hint(at: Address, error: BaseException) -> str:
     )
 
 
-def stranger_hint(at: Address) -> str:
+def wrong_token_hint(at: Address) -> str:
     """What to do where another agent answers at the address than the one that was introduced under it."""
     why = f" {_LOOPBACK.format(at.host)}" if is_loopback(at.host) else ""
     return (

@@ -53,7 +53,7 @@ def test_an_agent_that_listens_says_how_it_is(tmp_path: Path, monkeypatch: pytes
 def test_an_idle_agent_first_settles_what_ranks_have_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They were killed while they wrote: else their files lie there until the next job, in a memory tier as memory."""
     monkeypatch.setattr(service, "OPEN_GRACE_S", 0.5)
-    monkeypatch.setattr(reprotect, "LEFTOVER_GRACE_S", 3.0)
+    monkeypatch.setattr(reprotect, "STALE_SAVE_GRACE_S", 3.0)
     store = LocalStore(tmp_path)
     left = Intent("5" * 32, "step-1", "session", overwrite=False, nodes=(store.node_id(),), coordinator=store.node_id())
     store.begin(left)

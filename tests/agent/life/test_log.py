@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from replicated_ckpt.agent.http.connections import ADDRESSES_MAX, INTERVAL_S, Strangers
+from replicated_ckpt.agent.http.connections import ADDRESSES_MAX, INTERVAL_S, UnauthenticatedClients
 from replicated_ckpt.agent.start.launch import ensure_agent
 from replicated_ckpt.agent.state.log_file import LOG_NAME, BoundedLog, open_log
 from replicated_ckpt.core.upkeep.repair_plan import RestoreManifest
@@ -87,23 +87,23 @@ def test_a_log_is_no_link(tmp_path: Path) -> None:
 def test_strangers_are_counted(caplog: pytest.LogCaptureFixture) -> None:
     """One line a minute for each address, with a count; more addresses than are kept go together; nothing is forgotten."""
     now = 0.0
-    strangers = Strangers(lambda: now)
+    unauthenticated = UnauthenticatedClients(lambda: now)
     for _ in range(1000):
-        strangers.note("10.0.0.1", "401")
+        unauthenticated.note("10.0.0.1", "401")
     assert len(caplog.messages) == 1
     now = INTERVAL_S
-    strangers.note("10.0.0.2", "no TLS")
+    unauthenticated.note("10.0.0.2", "no TLS")
     assert caplog.messages[1:] == [
         "no valid token from 10.0.0.1: 999 times in 60 s, last: 401",
         "no valid token from 10.0.0.2: no TLS",
     ]
     caplog.clear()
     for number in range(100_000):
-        strangers.note(f"2001:db8::{number:x}", "401")
+        unauthenticated.note(f"2001:db8::{number:x}", "401")
     assert len(caplog.messages) <= ADDRESSES_MAX
     now = 2 * INTERVAL_S
     caplog.clear()
-    strangers.note("10.0.0.3", "401")
+    unauthenticated.note("10.0.0.3", "401")
     assert any("other addresses: " in message for message in caplog.messages)
     assert len(caplog.messages) <= 2
 
@@ -140,8 +140,8 @@ def test_connections_without_a_token_leave_a_line_or_two(tmp_path: Path, monkeyp
                 client.call("GET", "/v1/nothing")
             client.call("GET", "/v1/status")
         said = log.read_text().removeprefix(before)
-        strangers = [line for line in said.splitlines() if "/v1/nothing" not in line]
-        assert len(strangers) <= 2, said[:2000]
+        unauthenticated = [line for line in said.splitlines() if "/v1/nothing" not in line]
+        assert len(unauthenticated) <= 2, said[:2000]
         assert len(said) < 2000
         assert "no valid token from 127.0.0.1" in said
         assert "/v1/nothing" in said

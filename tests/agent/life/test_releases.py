@@ -61,7 +61,7 @@ def test_what_another_release_of_the_protocol_says_or_does_not_say_of_a_load_is_
     survey = Survey("{}", (), (), ("node a",), silent=("b",))
     told = survey.to_json()
     assert Survey.from_json(json.loads(json.dumps({**told, "of_a_later_release": 1}))) == survey
-    del told["silent"], told["passed_over"]
+    del told["silent"], told["skipped"]
     assert Survey.from_json(json.loads(json.dumps(told))) == replace(survey, silent=())
 
 

@@ -15,7 +15,7 @@ from replicated_ckpt.errors import StoreDenied
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.tls import fingerprint
 from tests.agent.agents import RunningAgent, peers_of, running_agent, wait_for
-from tests.agent.door.test_tls import certificate, needs_openssl
+from tests.agent.http.test_tls import certificate, needs_openssl
 from tests.harness.cluster import Cluster, call
 
 pytestmark = needs_openssl
@@ -142,7 +142,7 @@ def test_what_is_announced_while_peers_are_greeted_is_told_them(
     def tell(*_: Any) -> None:
         told.append("hello")
         if len(told) == 1:
-            greeter._present(replace(shown, tls_sha256="2" * 64))
+            greeter._register(replace(shown, tls_sha256="2" * 64))
 
     monkeypatch.setattr(greeter, "_tell", tell)
     greeter.greet_all()

@@ -15,17 +15,17 @@ from unittest import mock
 
 import pytest
 
-from replicated_ckpt.agent.http.local_door import LocalDoor
 from replicated_ckpt.agent.http.routes import Routes
 from replicated_ckpt.agent.http.server import AgentServer
+from replicated_ckpt.agent.http.unix_socket import UnixSocketServer
 from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.agent.peers.greeting import Greeter
 from replicated_ckpt.agent.requests.body import Body
 from replicated_ckpt.agent.requests.request import Heartbeat
 from replicated_ckpt.agent.saves.finish import Outline
-from replicated_ckpt.agent.saves.hand_overs import HandedShard
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.saves.shard_copies import WantedCopies, write_copies
+from replicated_ckpt.agent.saves.submissions import SubmittedShard
 from replicated_ckpt.agent.start import launch
 from replicated_ckpt.agent.start.launch import ensure_agent
 from replicated_ckpt.agent.state.endpoint import Endpoint
@@ -37,12 +37,12 @@ from replicated_ckpt.cli.main import main
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import METADATA_NAME, ShardName
 from replicated_ckpt.core.manifest import Manifest, NodeEntry
-from replicated_ckpt.dcp.hand_over.handed import hand_over
+from replicated_ckpt.dcp.submit.submission import submit
 from replicated_ckpt.errors import AgentUnavailable, StoreUnavailable
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
-from replicated_ckpt.stores.peer.deadline import give_up_after
+from replicated_ckpt.stores.peer.deadline import limit_time
 from replicated_ckpt.stores.peer.fan_out import FanOut
 from replicated_ckpt.stores.tee import Buffers
 from tests.stopwatch import Stopwatch
@@ -73,42 +73,42 @@ def service(tmp_path: Path) -> NodeService:
     return service
 
 
-def shard_of(store: LocalStore) -> tuple[HandedShard, int]:
+def shard_of(store: LocalStore) -> tuple[SubmittedShard, int]:
     fd = os.memfd_create("staged")
     os.write(fd, b"0123456789" * 1000)
-    return HandedShard(WantedCopies(SAVE, SHARD, store.node_id()), [(0, 0, 10_000)]), fd
+    return SubmittedShard(WantedCopies(SAVE, SHARD, store.node_id()), [(0, 0, 10_000)]), fd
 
 
 def test_a_shard_that_gets_no_thread_is_refused(service: NodeService) -> None:
     """Whoever brings it hears so, nothing stays open, nothing counts as under way, and it may be brought again."""
     shard, fd = shard_of(service.store)
     with without_threads(), pytest.raises(StoreUnavailable, match="gets no thread"):
-        service.hand_overs.take(shard, [fd])
+        service.submissions.take(shard, [fd])
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)
     assert not service.is_saving
     shard, fd = shard_of(service.store)
-    assert service.hand_overs.take(shard, [fd]).result(30).holders == (service.node_id,)
+    assert service.submissions.take(shard, [fd]).result(30).holders == (service.node_id,)
 
 
 def test_a_rank_that_gets_no_thread_of_the_agent_is_sent_away(service: NodeService, stopwatch: Stopwatch) -> None:
     """At once, so that it writes its shard itself; and the door takes the next one."""
     store = service.store
-    door = LocalDoor(store.agent_directory(), service)
-    door.start()
+    unix_socket = UnixSocketServer(store.agent_directory(), service)
+    unix_socket.start()
     shard, fd = shard_of(store)
     try:
         with without_threads():
             began = stopwatch.now()
             with pytest.raises(StoreUnavailable):
-                hand_over(store, shard, [fd])
+                submit(store, shard, [fd])
             assert stopwatch.now() - began < AT_ONCE_S
-        handed = hand_over(store, shard, [fd])
-        assert handed.wait().holders == (store.node_id(),)
-        handed.close()
+        submitted = submit(store, shard, [fd])
+        assert submitted.wait().holders == (store.node_id(),)
+        submitted.close()
     finally:
         os.close(fd)
-        door.close()
+        unix_socket.close()
 
 
 def test_a_shard_that_gets_no_thread_to_be_written_leaves_no_file(service: NodeService) -> None:
@@ -159,7 +159,7 @@ def test_a_save_that_gets_no_thread_is_not_begun(service: NodeService) -> None:
     outline = Outline(manifest, {}, 1, must_have_all=False)
     with without_threads(), pytest.raises(StoreUnavailable, match="gets no thread"):
         service.finish(outline)
-    assert not store.is_held(SAVE)
+    assert not store.is_locked(SAVE)
     assert not service.is_saving
     service.finish(outline)
     assert service.finisher.end_of(SAVE).result(30).manifest
@@ -188,7 +188,7 @@ def test_an_agent_that_gets_no_thread_to_greet_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "waits", [give_up_after(None, 1.0), Heartbeat(BytesIO(), Body(BytesIO(), Message()))], ids=["deadline", "heartbeat"]
+    "waits", [limit_time(None, 1.0), Heartbeat(BytesIO(), Body(BytesIO(), Message()))], ids=["deadline", "heartbeat"]
 )
 def test_a_wait_that_gets_no_thread_is_an_error_that_is_handled(waits: AbstractContextManager[object]) -> None:
     """A copy goes to another node then, and a peer is told why. It was a RuntimeError, which ended a save."""

@@ -9,21 +9,21 @@ from pathlib import Path
 
 import pytest
 
-from replicated_ckpt.agent.saves.hand_overs import HandedShard
 from replicated_ckpt.agent.saves.shard_copies import WantedCopies
+from replicated_ckpt.agent.saves.submissions import SubmittedShard
 from replicated_ckpt.agent.start import leaving
 from replicated_ckpt.agent.start.launch import ensure_agent
 from replicated_ckpt.agent.state.endpoint import read_endpoint
 from replicated_ckpt.config import DRAIN_S
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import ShardName
-from replicated_ckpt.dcp.hand_over.handed import hand_over
-from replicated_ckpt.dcp.node.node import NodePost, present_for_save
+from replicated_ckpt.dcp.node.node import NodePost, register_for_save
+from replicated_ckpt.dcp.submit.submission import submit
 from replicated_ckpt.errors import StoreUnavailable
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.peer.client import AgentClient
 from tests.agent.agents import HOME, peers_of, running_agent, stop_agent, wait_for
-from tests.agent.test_hand_over import FILES, SAVE, TICKET, WITHIN_S, Job, job
+from tests.agent.test_submissions import FILES, SAVE, TICKET, WITHIN_S, Job, job
 from tests.marks import long
 
 __all__ = ["job"]
@@ -47,7 +47,7 @@ def log_of(job: Job, index: int) -> str:
 def test_agents_told_to_stop_together_finish_the_save(job: Job) -> None:
     """All ranks are gone, and all agents get SIGTERM while shards are written: they leave a whole save, with its copies."""
     for rank in (0, 1):
-        job.hand_over(rank)
+        job.submit(rank)
     job.finish()
     job.die()
     assert job.files() == [set(), set()], "it was to be told to stop before the save is over"
@@ -68,7 +68,7 @@ def test_agents_told_to_stop_together_finish_the_save(job: Job) -> None:
 def test_one_agent_of_a_save_is_told_to_stop(job: Job) -> None:
     """It is the coordinator's: it waits for the other node's shard, and stays until that node has published the save."""
     for rank in (0, 1):
-        job.hand_over(rank)
+        job.submit(rank)
     job.finish()
     job.die()
     stop(job, 0)
@@ -80,7 +80,7 @@ def test_one_agent_of_a_save_is_told_to_stop(job: Job) -> None:
 def test_an_agent_that_leaves_opens_no_save(job: Job) -> None:
     """It says so with the next step to take, goes on with what is open, and answers its peers until that is over."""
     for rank in (0, 1):
-        job.hand_over(rank)
+        job.submit(rank)
     stop(job, 0)
     wait_for(lambda: "stays, for" in log_of(job, 0), WITHIN_S, "the agent says what it stays for")
     document = {"checkpoint_id": "step-2", "session": "t", "overwrite": False, "coordinator": job.nodes[0]}
@@ -99,14 +99,14 @@ def test_a_save_that_begins_meanwhile_is_opened_by_the_next_agent(job: Job, monk
     """A rank that is about to save waits until the agent that leaves has ended, and starts another one for it."""
     monkeypatch.setenv("REPLICATED_CKPT_AGENT_IDLE_S", "30")
     for rank in (0, 1):
-        job.hand_over(rank)
+        job.submit(rank)
     job.finish()
     job.die()
     stop(job, 0)
     wait_for(lambda: "stays, for" in log_of(job, 0), WITHIN_S, "the agent says what it stays for")
     store = job.stores[0]
     try:
-        post = present_for_save(store, None)
+        post = register_for_save(store, None)
         assert not post.silence
         assert job.files() == [FILES, FILES]
         now = read_endpoint(store.agent_directory())
@@ -129,14 +129,14 @@ def test_an_agent_that_is_to_stay_takes_the_place_of_one_of_ranks(job: Job, monk
     monkeypatch.setattr(leaving, "_POLL_S", 0.5)  # the agent that is to stay looks more often
     monkeypatch.setattr(leaving, "DRAIN_S", WITHIN_S / 2)
     for rank in (0, 1):
-        job.hand_over(rank)
+        job.submit(rank)
     job.finish()
     store = job.stores[0]
     ensure_agent(store, "127.0.0.1")
 
     def begin_save() -> NodePost:
         wait_for(lambda: "stays, for" in log_of(job, 0), WITHIN_S, "the agent says what it stays for")
-        return present_for_save(store, None)
+        return register_for_save(store, None)
 
     with ThreadPoolExecutor(1) as pool:
         saving = pool.submit(begin_save)
@@ -164,12 +164,12 @@ def test_what_it_takes_meanwhile_it_writes(job: Job) -> None:
     job.held.append(store.lock_save(NEXT))
     fd = os.memfd_create("staged")
     os.write(fd, b"content")
-    handed = hand_over(store, HandedShard(WantedCopies(NEXT, name, job.nodes[0], ()), [(0, 0, 7)]), [fd])
+    submitted = submit(store, SubmittedShard(WantedCopies(NEXT, name, job.nodes[0], ()), [(0, 0, 7)]), [fd])
     os.close(fd)
-    job.handed.append(handed)
+    job.submitted.append(submitted)
     with job.agents[0].client() as client:
         client.call("POST", f"/v1/saves/{SAVE}/abort", {"why": "a rank failed", "ticket": TICKET})
-    assert handed.wait().name == name
+    assert submitted.wait().name == name
     job.die()
     assert job.agents[0].process.wait(WITHIN_S) == 0
 
@@ -177,8 +177,8 @@ def test_what_it_takes_meanwhile_it_writes(job: Job) -> None:
 @pytest.mark.parametrize("job", [(LONG, "")], indirect=True)
 def test_told_to_stop_again_it_leaves_at_once(job: Job) -> None:
     """What it leaves undone is in its log, by save and shard; the usual bound would have kept it much longer."""
-    job.hand_over(0)
-    job.hand_over(1)
+    job.submit(0)
+    job.submit(1)
     job.finish()
     stop(job, 0)
     wait_for(lambda: "stays, for" in log_of(job, 0), WITHIN_S, "the agent says what it stays for")
@@ -196,7 +196,7 @@ def short_stay(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("job", [(LONG, "")], indirect=True)
 def test_it_stays_no_longer_than_its_bound(job: Job) -> None:
     """A shard that is never written keeps the agent for `--drain-s`; the log says what is left."""
-    job.hand_over(0)
+    job.submit(0)
     stop(job, 0)
     assert job.agents[0].process.wait(DRAIN_S / 2) == 0
     assert f"was told to stop 1 s ago, and leaves undone: save {SAVE}: __0_0.distcp is not written" in log_of(job, 0)
@@ -206,8 +206,8 @@ def test_it_stays_no_longer_than_its_bound(job: Job) -> None:
 @pytest.mark.parametrize("job", [("", "commit.checked=kill")], indirect=True)
 def test_it_does_not_stay_for_a_node_that_is_gone(job: Job) -> None:
     """The other node's agent dies before it has published the save: what it has is completed when both are back."""
-    job.hand_over(0)
-    job.hand_over(1)
+    job.submit(0)
+    job.submit(1)
     job.finish()
     job.die()
     assert job.agents[1].process.wait(WITHIN_S) == -signal.SIGKILL

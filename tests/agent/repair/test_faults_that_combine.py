@@ -15,12 +15,12 @@ import pytest
 
 from replicated_ckpt.agent.peers.manifests import ManifestBook
 from replicated_ckpt.agent.saves import settle as settling
-from replicated_ckpt.agent.saves.doubts import Leftover
+from replicated_ckpt.agent.saves.in_doubt import StaleSave
 from replicated_ckpt.agent.saves.pins import PIN_S, Pins
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.saves.settle import settle
-from replicated_ckpt.cli.look.doubts import list_staged_saves, list_waiting
 from replicated_ckpt.cli.look.nodes import look_at_nodes
+from replicated_ckpt.cli.look.waiting_saves import list_staged_saves, list_waiting
 from replicated_ckpt.cli.main import main
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.inventory import Holding
@@ -100,7 +100,7 @@ def stage(
 
 def look(service: NodeService) -> tuple[NodeView, ...]:
     """What re-protection sees: this node alone."""
-    return (NodeView(service.node_id, Presence.UP, service.holdings(), service.remains.find()),)
+    return (NodeView(service.node_id, Presence.UP, service.holdings(), service.unclaimed.find()),)
 
 
 def is_staged(service: NodeService, save_id: str) -> bool:
@@ -112,7 +112,7 @@ def test_what_another_run_published_lets_nothing_staged_go(service: NodeService)
     published = stage(service, OLD, 5, RUN, service.node_id)
     service.commit(OLD)
     stage(service, NEW, 1, ANOTHER, OTHER, is_decided=False)
-    settle(service, [Leftover(service.store.intent_of(NEW), "its processes are gone")], [])
+    settle(service, [StaleSave(service.store.intent_of(NEW), "its processes are gone")], [])
     drop_superseded(service, {OLD: published}, look(service))
     assert is_staged(service, NEW)
 
@@ -127,7 +127,7 @@ def test_a_decided_save_that_was_overtaken_goes_once_the_newer_one_is_whole(
     newest = stage(service, NEWEST, 3, RUN, service.node_id)
     service.commit(NEWEST)
     for _ in range(2):
-        settle(service, service.find_abandoned(0.0), [])
+        settle(service, service.find_settleable(0.0), [])
         drop_superseded(service, {NEWEST: newest}, look(service))
     assert not is_staged(service, NEW)
 
@@ -142,16 +142,16 @@ def test_a_save_that_cannot_be_completed_goes_once_a_newer_one_is_whole(service:
     newest = stage(service, NEWEST, 3, RUN, service.node_id)
     service.commit(NEWEST)
     with running_agent(publisher.store.root) as agent:
-        settle(service, service.find_abandoned(0.0), [agent.endpoint.address()])
+        settle(service, service.find_settleable(0.0), [agent.endpoint.address()])
     assert is_staged(service, NEW)
-    (doubt,) = service.doubts.read_all()
+    (doubt,) = service.in_doubt.read_all()
     (shown,) = list_waiting(service.store, [doubt.to_json()])
     said = shown.describe(look_at_nodes(service.store, asks_own=False))
     assert f"save {NEW} of step-10: could not be settled, which is tried again: GET" in said
     assert METADATA_NAME in said
     drop_superseded(service, {NEWEST: newest}, look(service))
     assert not is_staged(service, NEW)
-    assert service.doubts.read_all() == ()
+    assert service.in_doubt.read_all() == ()
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_a_decided_save_whose_name_another_run_has_taken_goes(
     theirs = stage(service, OLD, 3, ANOTHER, service.node_id)
     service.commit(OLD)
     decide(service.store, mine)
-    settle(service, service.find_abandoned(0.0), [])
+    settle(service, service.find_settleable(0.0), [])
     assert is_staged(service, NEW)
     own = look(service)
     copies = tuple(replace(holding, node_id=OTHER) for holding in own[0].holdings or () if holding.save_id == OLD)
@@ -206,7 +206,7 @@ def test_a_decided_save_that_its_coordinators_node_has_given_up_goes(service: No
             decide(node.store, manifest)
             if manifest is theirs:
                 node.commit(OLD)
-        settle(node, node.find_abandoned(0.0), [])
+        settle(node, node.find_settleable(0.0), [])
         assert is_staged(node, NEW)
     views = (*look(service), *look(coordinator))
     service.peers.learn([AgentAddress(coordinator.node_id, "127.0.0.1", 1, "token")])
@@ -215,14 +215,14 @@ def test_a_decided_save_that_its_coordinators_node_has_given_up_goes(service: No
         return Answer(coordinator.answer_to_settle(NEW, is_over=False, is_left=False)["state"])
 
     with mock.patch.object(settling, "_ask", ask):
-        settle(service, service.find_abandoned(0.0), [])
+        settle(service, service.find_settleable(0.0), [])
         assert is_staged(service, NEW), "while its coordinator's node has it"
         for node in (coordinator, service):
             drop_superseded(node, {OLD: theirs}, views)
         assert not is_staged(coordinator, NEW)
-        settle(service, service.find_abandoned(0.0), [])
+        settle(service, service.find_settleable(0.0), [])
     assert not is_staged(service, NEW)
-    assert service.doubts.read_all() == ()
+    assert service.in_doubt.read_all() == ()
 
 
 def test_a_decided_save_is_not_given_up_for_a_lost_node(
@@ -237,7 +237,7 @@ def test_a_decided_save_is_not_given_up_for_a_lost_node(
     service.commit(OLD)
     decide(service.store, mine)
     with pytest.raises(ConfigInvalid, match=f"it is decided, and save {OLD} has its name") as raised:
-        settling.give_up_lost(service, NEW, [OTHER])
+        settling.abort_lost(service, NEW, [OTHER])
     assert f"If you rename {service.store.root}/step-10" in raised.value.hint
     for command in (["ls"], ["repair", "--dry-run"], ["repair", "--dry-run", "--lost", OTHER]):
         main([*command, "--root", str(service.store.root)])
@@ -246,7 +246,7 @@ def test_a_decided_save_is_not_given_up_for_a_lost_node(
         assert "--lost" not in said
         assert "to do: give up" not in said
     (service.store.root / "step-10").rename(service.store.root / "theirs")
-    assert settling.give_up_lost(service, NEW, [OTHER]) == ()
+    assert settling.abort_lost(service, NEW, [OTHER]) == ()
     assert service.store.catalog.checkpoint_of(NEW) == "step-10"
     assert service.store.catalog.checkpoint_of(OLD) == "theirs"
 
@@ -256,7 +256,7 @@ def test_what_a_crash_left_of_a_save_that_was_published_and_retired_goes(service
     service.store.begin(Intent(NEW, "step-10", "repair", overwrite=True))
     service.store.staging(NEW).rmdir()
     with mock.patch.object(settling, "_ask", return_value=Answer.PUBLISHED):
-        settle(service, service.find_abandoned(0.0), [AgentAddress(OTHER, "127.0.0.1", 1, "token")])
+        settle(service, service.find_settleable(0.0), [AgentAddress(OTHER, "127.0.0.1", 1, "token")])
     assert service.store.list_staged() == ()
 
 
@@ -271,7 +271,7 @@ def test_a_damaged_decision_is_not_taken_for_none(service: NodeService, damage: 
     else:
         (service.store.staging(NEW) / METADATA_NAME).unlink()
     service.recover()
-    settle(service, service.find_abandoned(0.0), [])
+    settle(service, service.find_settleable(0.0), [])
     assert is_staged(service, NEW)
     assert service.answer_to_settle(NEW, is_over=True, is_left=True)["state"] != "unknown"
 
@@ -304,7 +304,7 @@ def test_what_may_be_published_is_not_noted_as_given_up(service: NodeService) ->
     service.commit(NEW)
     service.store.intent_path(NEW).write_bytes(intent)
     flip(service.store.root / "step-10" / MANIFEST_NAME, 60)
-    settle(service, service.find_abandoned(0.0), [])
+    settle(service, service.find_settleable(0.0), [])
     with pytest.raises(ManifestInvalid):
         service.answer_to_settle(NEW, is_over=True, is_left=True)
 
@@ -314,7 +314,7 @@ def test_an_intent_that_cannot_be_read_waits_for_all_known_nodes(service: NodeSe
     stage(service, NEW, 2, RUN, OTHER, is_decided=False)
     service.peers.learn([AgentAddress(OTHER, "127.0.0.1", 1, "token")])
     flip(service.store.intent_path(NEW), 0)
-    settle(service, service.find_abandoned(0.0), [])
+    settle(service, service.find_settleable(0.0), [])
     assert is_staged(service, NEW)
 
 
@@ -327,7 +327,7 @@ def test_a_decision_that_is_made_while_others_are_asked_counts(service: NodeServ
         return {}
 
     with mock.patch.object(settling, "_answers", ask):
-        settle(service, [Leftover(service.store.intent_of(NEW), "another save began", is_over=True)], [])
+        settle(service, [StaleSave(service.store.intent_of(NEW), "another save began", is_over=True)], [])
     assert is_staged(service, NEW) or service.store.path_of("step-10", NEW, METADATA_NAME).exists()
 
 
@@ -340,7 +340,7 @@ def test_a_silent_node_is_asked_once_for_all_leftovers(service: NodeService) -> 
         service.store.begin(intent)
     address = AgentAddress(OTHER, "127.0.0.1", 1, "token")
     with mock.patch.object(settling, "_answers", wraps=settling._answers) as asked:
-        settle(service, service.find_abandoned(0.0), [address])
+        settle(service, service.find_settleable(0.0), [address])
     assert [len(call.args[2]) for call in asked.call_args_list] == [1, 0, 0, 0]
     assert all(is_staged(service, save_id) for save_id in saves)
 
@@ -349,8 +349,8 @@ def test_a_save_of_another_job_leaves_one_whose_ranks_still_plan_open(service: N
     """Longer than the grace nobody of this node works on it; nodes of it that are asked say that it goes on."""
     service.begin(Intent(NEW, "step-10", "one", overwrite=False, nodes=(service.node_id, OTHER), coordinator=OTHER))
     with mock.patch("replicated_ckpt.agent.saves.service.OPEN_GRACE_S", 0.0):
-        _, leftovers = service.begin(Intent(NEWEST, "step-11", "another", overwrite=False))
-    assert [(found.intent.save_id, found.is_over) for found in leftovers] == [(NEW, False)]
+        _, stale_saves = service.begin(Intent(NEWEST, "step-11", "another", overwrite=False))
+    assert [(found.intent.save_id, found.is_over) for found in stale_saves] == [(NEW, False)]
     service.check_open(NEW)
 
 
@@ -385,28 +385,29 @@ def test_a_decision_comes_from_the_first_node_that_gives_it_intact(tmp_path: Pat
     waiting = services[2]
     with running_agent(stores[0].root) as bad, running_agent(stores[1].root) as good:
         peers = [bad.endpoint.address(), good.endpoint.address()]
-        settle(waiting, [Leftover(waiting.store.intent_of(NEW), "its processes are gone")], peers)
+        settle(waiting, [StaleSave(waiting.store.intent_of(NEW), "its processes are gone")], peers)
     assert (stores[2].root / "step-10" / METADATA_NAME).read_bytes() == METADATA
 
 
 def test_why_a_save_is_not_settled_is_logged_once(service: NodeService, caplog: pytest.LogCaptureFixture) -> None:
     """Each round tries again; the log has a line when the reason is another one."""
     stage(service, NEW, 2, RUN, OTHER, is_decided=False)
-    leftover = Leftover(service.store.intent_of(NEW), "its processes are gone")
+    stale_save = StaleSave(service.store.intent_of(NEW), "its processes are gone")
     for why in ("a bad bit", "a bad bit", "no answer"):
         with mock.patch.object(settling, "_answers", side_effect=PeerProtocolError(why)):
-            settle(service, [leftover], [])
+            settle(service, [stale_save], [])
     said = [record.getMessage() for record in caplog.records if "could not settle" in record.getMessage()]
     assert [why in line for why, line in zip(("a bad bit", "no answer"), said, strict=True)] == [True, True]
 
 
 AS_ANOTHER_USER = """
 import os, sys
-from replicated_ckpt.stores.local.remains import RemainsReader
+from replicated_ckpt.stores.local.unclaimed import UnclaimedFilesReader
 from replicated_ckpt.stores.local.store import LocalStore
 os.setgid(1000); os.setuid(1000)
 store = LocalStore(sys.argv[1])
-print(len(store.catalog.holdings("n")), len(RemainsReader(store, "n").find()), len(list(store.catalog.without_manifest())))
+unclaimed = UnclaimedFilesReader(store, "n").find()
+print(len(store.catalog.holdings("n")), len(unclaimed), len(list(store.catalog.without_manifest())))
 """
 
 

@@ -15,7 +15,7 @@ import pytest
 from replicated_ckpt.agent.repair.reprotect import STALE_ROUNDS_MAX
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.main import main
-from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, kept_metadata_name, replaced_name
+from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, replaced_name, version_metadata_name
 from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.agents import RunningAgent, running_agent, wait_for
 from tests.agent.checkpoints import checkpointed, findings, held, quarantined, shard
@@ -320,7 +320,7 @@ def test_a_replaced_version_gets_its_name_back_where_that_is_free(tmp_path: Path
     made = checkpointed(nodes, 1, PAIR)
     kept = nodes[1].root / "step-1" / replaced_name(made.save_id)
     kept.with_name(MANIFEST_NAME).rename(kept)
-    kept.with_name(METADATA_NAME).rename(kept.with_name(kept_metadata_name(made.save_id)))
+    kept.with_name(METADATA_NAME).rename(kept.with_name(version_metadata_name(made.save_id)))
     with agents(nodes, *QUICK) as running:
         wait_for(lambda: of_save(nodes[1]) == 1 and not kept.exists(), 30, "the name")
         wait_for(protected(*running), 30, "being done")

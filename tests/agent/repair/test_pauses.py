@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from replicated_ckpt.agent.peers.watch import Patience
+from replicated_ckpt.agent.peers.watch import SilenceTimeouts
 from replicated_ckpt.agent.repair.deferred import RETRY_S
 from replicated_ckpt.agent.repair.mender import Mender
 from replicated_ckpt.agent.repair.reprotect import IDLE_PAUSE_S, Pauses, Reprotector
@@ -81,7 +81,7 @@ def test_a_copy_that_no_node_has_intact_is_tried_again_after_a_while(
         copy(self, action)
 
     monkeypatch.setattr(Mender, "_copy", counted)
-    reprotector = Reprotector(service, Patience(), Pace(1e12, stopping), stopping, clock=lambda: now[0])
+    reprotector = Reprotector(service, SilenceTimeouts(), Pace(1e12, stopping), stopping, clock=lambda: now[0])
     reprotector.suspect("step-1", save_id, NAME, "a load says so")
     for _ in range(3):
         (failed,) = reprotector.round().failed
@@ -99,10 +99,10 @@ def test_what_is_known_to_be_bad_is_not_read_again_for_each_report(damaged: Dama
     """Two nodes that tried to copy from each other each reported the other's, and woke each other without end."""
     store, save_id, intact = damaged
     service, stopping = NodeService(store), threading.Event()
-    reprotector = Reprotector(service, Patience(), Pace(1e12, stopping), stopping)
+    reprotector = Reprotector(service, SilenceTimeouts(), Pace(1e12, stopping), stopping)
     reprotector.suspect("step-1", save_id, NAME, "a load says so")
     reprotector.round()
-    again = Reprotector(service, Patience(), Pace(1e12, stopping), stopping)
+    again = Reprotector(service, SilenceTimeouts(), Pace(1e12, stopping), stopping)
     again.suspect("step-1", save_id, NAME, "another load says so")
     is_read_again = again.is_busy
     assert not is_read_again

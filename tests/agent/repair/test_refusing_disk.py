@@ -11,15 +11,15 @@ from unittest import mock
 
 import pytest
 
-from replicated_ckpt.agent.peers.watch import Patience
+from replicated_ckpt.agent.peers.watch import SilenceTimeouts
 from replicated_ckpt.agent.repair import mender as mending
 from replicated_ckpt.agent.repair.mender import Mender
 from replicated_ckpt.agent.repair.reprotect import Reprotector
 from replicated_ckpt.agent.repair.scrub import Scrubber
-from replicated_ckpt.agent.saves.hand_overs import HandedShard, HandOvers
 from replicated_ckpt.agent.saves.service import NodeService
-from replicated_ckpt.agent.saves.settle import follow_orphan
+from replicated_ckpt.agent.saves.settle import follow_stale_save
 from replicated_ckpt.agent.saves.shard_copies import WantedCopies
+from replicated_ckpt.agent.saves.submissions import Submissions, SubmittedShard
 from replicated_ckpt.core.layout import MANIFEST_NAME, replaced_name
 from replicated_ckpt.core.upkeep.repair_plan import CopyShard
 from replicated_ckpt.errors import StoreDenied, StoreError, StoreFull
@@ -138,7 +138,7 @@ def test_a_replaced_version_that_stays_keeps_no_other_one(
 def test_what_cannot_be_removed_is_told(service: NodeService, monkeypatch: pytest.MonkeyPatch) -> None:
     """The status says so: all copies are there, and the disk fills."""
     stopping = threading.Event()
-    reprotector = Reprotector(service, Patience(), Pace(1e12, stopping), stopping)
+    reprotector = Reprotector(service, SilenceTimeouts(), Pace(1e12, stopping), stopping)
     service.store.journal.note(SAVE, End.REMOVING)
     with monkeypatch.context() as patch:
         refusal = StoreDenied("the disk", "retire", "step-1", "PermissionError: Permission denied")
@@ -153,7 +153,7 @@ def test_what_cannot_be_removed_is_told(service: NodeService, monkeypatch: pytes
 def test_what_did_not_get_into_a_checkpoint_goes_in_the_next_round(service: NodeService) -> None:
     """The disk had refused to remove it, too, when the copy failed: it stayed until the agent was started again."""
     stopping = threading.Event()
-    reprotector = Reprotector(service, Patience(), Pace(1e12, stopping), stopping)
+    reprotector = Reprotector(service, SilenceTimeouts(), Pace(1e12, stopping), stopping)
     left = service.store.root / "step-1" / f"{shard(0)}.{'2' * 32}.part"
     left.write_bytes(b"a part of a shard")
     assert reprotector.round().failed == ()
@@ -164,10 +164,10 @@ def test_what_did_not_get_into_a_checkpoint_goes_in_the_next_round(service: Node
 def test_a_root_that_its_user_has_removed_stays_removed(service: NodeService) -> None:
     """An agent sees within half a second that it is gone, and what it does or notes until then makes no new one."""
     stopping, root = threading.Event(), service.store.root
-    reprotector = Reprotector(service, Patience(), Pace(1e12, stopping), stopping)
+    reprotector = Reprotector(service, SilenceTimeouts(), Pace(1e12, stopping), stopping)
     root.rename(root.with_name("old"))
     service.damage.mark("step-1", SAVE, shard(0))
-    assert service.leftovers() == ()
+    assert service.list_stale_saves() == ()
     with pytest.raises(StoreError):
         reprotector.round()
     assert not root.exists()
@@ -214,19 +214,19 @@ def test_a_shard_is_taken_where_the_disk_hides_an_old_one(
     service: NodeService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever comes of it, its descriptors are closed: each of a rank's memory stays in use until then."""
-    monkeypatch.setattr("replicated_ckpt.agent.saves.hand_overs._KEPT", 0)
-    hand_overs = HandOvers(service.store)
+    monkeypatch.setattr("replicated_ckpt.agent.saves.submissions._KEPT", 0)
+    submissions = Submissions(service.store)
     copies = WantedCopies(SAVE, shard(0), service.node_id)
     for _ in range(2):
         fd = os.memfd_create("shard")
         with refused(service.store.root / ".staging", errno.EIO):
-            future = hand_overs.take(HandedShard(copies, []), [fd])
+            future = submissions.take(SubmittedShard(copies, []), [fd])
             assert future.exception(20) is not None
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(fd)
 
 
-@pytest.mark.parametrize("method", ["is_staged", "is_held", "intent_of"])
+@pytest.mark.parametrize("method", ["is_staged", "is_locked", "intent_of"])
 @pytest.mark.parametrize("error", [StoreError("the disk", "read", "intent", "EIO"), OSError(errno.EMFILE, "too many")])
 def test_a_save_whose_ranks_are_gone_is_followed_past_an_error(
     service: NodeService, monkeypatch: pytest.MonkeyPatch, method: str, error: Exception
@@ -241,6 +241,6 @@ def test_a_save_whose_ranks_are_gone_is_followed_past_an_error(
         return look(store, asked)
 
     monkeypatch.setattr(LocalStore, method, refused_once)
-    follow_orphan(service, save_id)
+    follow_stale_save(service, save_id)
     assert (left, service.store.is_staged(save_id)) == ([], False)
     assert findings(service.store) == []

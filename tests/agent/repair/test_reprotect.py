@@ -15,11 +15,11 @@ import pytest
 
 from replicated_ckpt import Retention
 from replicated_ckpt.agent.peers.address_book import PeerBook
-from replicated_ckpt.agent.peers.watch import Patience, ask_holdings
+from replicated_ckpt.agent.peers.watch import SilenceTimeouts, ask_holdings
 from replicated_ckpt.agent.repair import reprotect
 from replicated_ckpt.agent.repair.reprotect import IDLE_PAUSE_S, STALE_ROUNDS_MAX, Reprotector
 from replicated_ckpt.agent.saves.service import NodeService
-from replicated_ckpt.core.upkeep.policy import NODES, Policy, Standing
+from replicated_ckpt.core.upkeep.policy import NODES, NodeReport, Policy
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
 from replicated_ckpt.core.upkeep.repair_plan import RepairPlan, RestoreManifest
 from replicated_ckpt.errors import StoreError
@@ -109,11 +109,11 @@ def test_a_node_that_says_goodbye_is_not_replaced(tmp_path: Path) -> None:
 
 
 def test_a_node_that_falls_silent_right_after_a_save_is_taken_to_hold_it(tmp_path: Path) -> None:
-    """Nobody has asked it since: its shard is copied once it is given up. What it was known to lack is copied at once."""
+    """Nobody has asked it since: its shard is copied once it is aborted. What it was known to lack is copied at once."""
     nodes, now, stopping = stores(tmp_path, 3), [0.0], threading.Event()
     checkpointed(nodes, 1, RING, on=[0, 1])
     service = NodeService(nodes[0])
-    reprotector = Reprotector(service, Patience(), Pace(1e12, stopping), stopping, clock=lambda: now[0])
+    reprotector = Reprotector(service, SilenceTimeouts(), Pace(1e12, stopping), stopping, clock=lambda: now[0])
     with running_agent(nodes[1].root) as other, running_agent(nodes[2].root) as silent:
         introduced(nodes[0], [other.endpoint.address(), silent.endpoint.address()])
         for _ in range(2):
@@ -123,7 +123,7 @@ def test_a_node_that_falls_silent_right_after_a_save_is_taken_to_hold_it(tmp_pat
         silent.process.wait(10)
         assert reprotector.round().in_doubt
         assert [held(nodes[0], save) for save in ("step-1", "step-2")] == [set(RING), {shard(0), shard(2)}]
-        now[0] += Patience().lost_after_s
+        now[0] += SilenceTimeouts().lost_after_s
         reprotector.round()
         assert held(nodes[0], "step-2") == set(RING)
     assert [findings(store) for store in nodes] == [[], [], []]
@@ -136,7 +136,7 @@ def test_an_agent_that_ranks_started_copies_to_the_end(tmp_path: Path) -> None:
     with running_agent(nodes[0].root, *QUICK) as there:
         introduced(nodes[1], [there.endpoint.address()])
         with running_agent(nodes[1].root, *QUICK, "--idle-exit-s", "2", "--copy-mib-per-s", "1") as idle:
-            wait_for(lambda: ask_holdings(idle.endpoint.address()).standing.is_busy, 10, "word that it is at work")
+            wait_for(lambda: ask_holdings(idle.endpoint.address()).node_report.is_busy, 10, "word that it is at work")
             assert idle.process.wait(60) == 0
     assert held(nodes[1]) == {shard(0)}
 
@@ -147,7 +147,7 @@ def test_a_save_that_others_publish_just_now_is_not_said_to_lack_copies(
     """The round after a commit looks at nodes that have not got so far; if the next one finds the same, it is said."""
     nodes, stopping = stores(tmp_path, 2), threading.Event()
     service, other = NodeService(nodes[0]), NodeService(nodes[1])
-    reprotector = Reprotector(service, Patience(), Pace(1e12, stopping), stopping)
+    reprotector = Reprotector(service, SilenceTimeouts(), Pace(1e12, stopping), stopping)
     monkeypatch.setattr(reprotector.watch, "look", lambda _: (NodeView(other.node_id, Presence.UP, other.holdings()),))
     caplog.set_level(logging.INFO, "replicated_ckpt.agent.repair.reprotect")
     checkpointed(nodes, 1, {shard(0): (0, 1)}, on=[0])
@@ -170,7 +170,7 @@ def test_a_name_that_retention_frees_is_another_runs_in_the_same_round(tmp_path:
     checkpointed(nodes, 2, {shard(0): (0,)}, copies=1, checkpoint_id="step-2", lineage=run)
     theirs = checkpointed(nodes, 3, {shard(0): (1,)}, copies=1, on=[1], lineage=another)
     service = NodeService(nodes[0])
-    reprotector = Reprotector(service, Patience(), Pace(1e12, stopping), stopping)
+    reprotector = Reprotector(service, SilenceTimeouts(), Pace(1e12, stopping), stopping)
     service.policies.learn([Policy("", NODES, 2, Retention(keep_last=1), run)])
     with running_agent(nodes[1].root) as other:
         introduced(nodes[0], [other.endpoint.address()])
@@ -183,15 +183,15 @@ def test_an_older_version_stays_while_another_node_is_at_work(tmp_path: Path, mo
     """However long that copies the newer one, and finds its source bad in the end: a node that waits counts no rounds."""
     nodes, stopping, halves = stores(tmp_path, 2), threading.Event(), {shard(0): (0,), shard(1): (1,)}
     service, other = NodeService(nodes[0]), NodeService(nodes[1])
-    reprotector = Reprotector(service, Patience(), Pace(1e12, stopping), stopping)
-    view = NodeView(other.node_id, Presence.UP, (), standing=Standing(is_busy=True))
+    reprotector = Reprotector(service, SilenceTimeouts(), Pace(1e12, stopping), stopping)
+    view = NodeView(other.node_id, Presence.UP, (), node_report=NodeReport(is_busy=True))
     monkeypatch.setattr(reprotector.watch, "look", lambda _: (replace(view, holdings=other.holdings()),))
     for number in (1, 2):
         checkpointed(nodes, number, halves)
     for _ in range(STALE_ROUNDS_MAX + 2):
         assert reprotector.round().planned == 2
     assert replaced_saves(nodes[0])
-    view = replace(view, standing=Standing())
+    view = replace(view, node_report=NodeReport())
     reprotector.round()
     assert not replaced_saves(nodes[0])
 
@@ -210,7 +210,7 @@ def test_what_is_over_goes_while_a_copy_takes_long(tmp_path: Path) -> None:
                 checkpointed(nodes, next(numbers), halves, copies=1, checkpoint_id=name, size_bytes=1000)
             now[0] += IDLE_PAUSE_S
 
-    reprotector = Reprotector(service, Patience(), WhileOthersSave(1, stopping), stopping, clock=lambda: now[0])
+    reprotector = Reprotector(service, SilenceTimeouts(), WhileOthersSave(1, stopping), stopping, clock=lambda: now[0])
     service.policies.learn([Policy("", NODES, 2, Retention(keep_last=2))])
     checkpointed(nodes, 1, {shard(0): (1, 0)}, checkpoint_id="other/large", size_bytes=26_000_000, on=[1])
     with running_agent(nodes[1].root) as other:
@@ -234,7 +234,7 @@ def test_the_newest_save_does_not_wait_for_all_copies_of_older_ones(tmp_path: Pa
             now[0] += size_bytes and IDLE_PAUSE_S
 
     service = NodeService(nodes[0])
-    reprotector = Reprotector(service, Patience(), WhileOneIsSaved(1, stopping), stopping, clock=lambda: now[0])
+    reprotector = Reprotector(service, SilenceTimeouts(), WhileOneIsSaved(1, stopping), stopping, clock=lambda: now[0])
     for number in (1, 2, 3):
         checkpointed(nodes, number, {shard(0): (1, 0)}, checkpoint_id=f"step-{number}", on=[1])
     with running_agent(nodes[1].root) as other:
@@ -251,12 +251,14 @@ def test_what_is_long_gone_is_forgotten(tmp_path: Path) -> None:
     """An agent that sees a save retired every minute for a year keeps nothing of each."""
     (store,), now, stopping = stores(tmp_path, 1), [0.0], threading.Event()
     checkpointed([store], 1, {shard(0): (0,)}, copies=1)
-    reprotector = Reprotector(NodeService(store), Patience(), Pace(1e12, stopping), stopping, clock=lambda: now[0])
+    reprotector = Reprotector(
+        NodeService(store), SilenceTimeouts(), Pace(1e12, stopping), stopping, clock=lambda: now[0]
+    )
     reprotector.round()
     shutil.rmtree(store.final("step-1"))
     reprotector.round()
     assert len(reprotector._deferred._gone_since) == 1, "it is not put back at once"
-    now[0] += Patience().lost_after_s
+    now[0] += SilenceTimeouts().lost_after_s
     reprotector.round()
     assert not reprotector._deferred._gone_since
 
@@ -271,7 +273,7 @@ def test_a_repair_that_cannot_begin_is_answered(
     (store,), stopping = stores(tmp_path, 1), threading.Event()
     made = checkpointed([store], 1, {shard(0): (0,)}, copies=1)
     service = NodeService(store)
-    reprotector = Reprotector(service, Patience(), Pace(1e12, stopping), stopping)
+    reprotector = Reprotector(service, SilenceTimeouts(), Pace(1e12, stopping), stopping)
     part = RepairPlan(restore=(RestoreManifest(store.node_id(), "step-2", "2" * 32, ("elsewhere",)),))
 
     def fail() -> NoReturn:
@@ -294,7 +296,7 @@ def test_a_repair_that_cannot_begin_is_answered(
 def test_a_load_that_begins_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is looked for or copied for a moment, unless something else wakes the thread."""
     (store,), stopping = stores(tmp_path, 1), threading.Event()
-    reprotector = Reprotector(NodeService(store), Patience(), Pace(1e12, stopping), stopping)
+    reprotector = Reprotector(NodeService(store), SilenceTimeouts(), Pace(1e12, stopping), stopping)
     monkeypatch.setattr(reprotect, "LOAD_FIRST_S", 60.0)
     waits = mock.Mock(wraps=reprotector._woken.wait)
     monkeypatch.setattr(reprotector._woken, "wait", waits)
@@ -321,7 +323,7 @@ def test_no_repair_waits_for_a_load_that_began_before_the_last_round(
 ) -> None:
     """Of two loads, one right after the other, the second ends what the first was given, and leaves nothing to wait for."""
     (store,), stopping = stores(tmp_path, 1), threading.Event()
-    reprotector = Reprotector(NodeService(store), Patience(), Pace(1e12, stopping), stopping)
+    reprotector = Reprotector(NodeService(store), SilenceTimeouts(), Pace(1e12, stopping), stopping)
     monkeypatch.setattr(reprotect, "LOAD_FIRST_S", 60.0)
     waits = mock.Mock(wraps=reprotector._woken.wait)
     monkeypatch.setattr(reprotector._woken, "wait", waits)

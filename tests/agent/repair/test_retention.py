@@ -16,8 +16,8 @@ from replicated_ckpt.agent.state.policies import PolicyBook
 from replicated_ckpt.core.layout import RECYCLED_DIR, gone_name
 from replicated_ckpt.core.upkeep.policy import NODES, Policy
 from replicated_ckpt.errors import StoreDenied
-from replicated_ckpt.stores.local.remains import RemainsReader
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.local.unclaimed import UnclaimedFilesReader
 from replicated_ckpt.stores.local.versions.remove import retire
 from tests.agent.agents import RunningAgent, peers_of, running_agent, wait_for
 from tests.agent.checkpoints import checkpointed, findings, held, replaced_saves, shard
@@ -127,7 +127,7 @@ def test_a_node_that_was_away_retires_them_when_its_ranks_say_so(tmp_path: Path,
 
 
 def test_nothing_goes_while_a_node_is_silent(tmp_path: Path) -> None:
-    """It may know better; once it answers, or is given up, the policy is carried out."""
+    """It may know better; once it answers, or is aborted, the policy is carried out."""
     stores = stored(tmp_path, 3, (1, 2, 3))
     with agents(stores, *PATIENT) as running:
         running[2].signal(signal.SIGSTOP)
@@ -241,7 +241,7 @@ def test_what_a_load_reads_of_another_runs_version_has_its_name_no_more(tmp_path
 
 
 def test_a_whole_checkpoint_with_which_a_node_was_away_gets_its_copies_again(tmp_path: Path) -> None:
-    """Another run had saved over it, and has retired that by now: it is the checkpoint of its name."""
+    """Another run had overwritten it, and has retired that by now: it is the checkpoint of its name."""
     stores = [LocalStore(tmp_path / f"node{index}") for index in range(3)]
     checkpointed(stores, 9, {shard(0): (2, 0), shard(1): (2, 1)}, size_bytes=SMALL, lineage=OTHER)
     ours = {shard(0): (0,), shard(1): (0,)}
@@ -405,8 +405,8 @@ def test_a_store_retires_in_one_step(tmp_path: Path, action: str) -> None:
         ):
             retire(store.root, "step-1", later.save_id)
         assert store.catalog.look("step-1").gone == (later.save_id,)
-        remains = RemainsReader(store, store.node_id()).find()
-        assert remains == (), "a load does not take what is being removed for a checkpoint that may be newer"
+        unclaimed = UnclaimedFilesReader(store, store.node_id()).find()
+        assert unclaimed == (), "a load does not take what is being removed for a checkpoint that may be newer"
         store.tidy(is_alone=True)
     else:
         assert retire(store.root, "step-1", later.save_id)

@@ -46,7 +46,7 @@ def test_a_full_disk_ends_no_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     reading = Reading(tmp_path / "root")
-    monkeypatch.setattr("replicated_ckpt.agent.state.note_file.write_file", fail)
+    monkeypatch.setattr("replicated_ckpt.agent.state.state_file.write_file", fail)
     assert reading.scrubber.scrub().passes == 1
     assert reading.read == IDS
 

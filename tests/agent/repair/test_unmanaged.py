@@ -29,7 +29,7 @@ from tests.agent.repair.test_reprotect import agents, stores
 from tests.agent.repair.test_verify_repair import tree
 from tests.agent.scattered import ID, loads, scattered, state
 from tests.damage import flip
-from tests.fault.hostile.test_door_limits import peak_kib
+from tests.fault.hostile.test_server_limits import peak_kib
 
 pytestmark = [
     pytest.mark.fault,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from replicated_ckpt.agent.peers.watch import Held
+from replicated_ckpt.agent.peers.watch import NodeHoldings
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.nodes import NodesSeen
 from replicated_ckpt.cli.main import main
@@ -36,7 +36,7 @@ def test_a_save_without_a_manifest_is_refused(
     """Another node alone holds it, and nobody could give its manifest: it may be the last good one. --force goes on."""
     store = LocalStore(tmp_path / "node0")
     own = store.node_id()
-    held = {own: Held(()), "b": Held((Holding("b", "step-1", "1" * 32, 1, True),))}
+    held = {own: NodeHoldings(()), "b": NodeHoldings((Holding("b", "step-1", "1" * 32, 1, True),))}
     see(monkeypatch, NodesSeen(own, held, {"b": NOWHERE}, {}, {}))
     assert main(["rm", "step-1", "--root", str(store.root)]) == ExitCode.FAILED
     said = capsys.readouterr().out
@@ -55,7 +55,7 @@ def test_what_may_be_the_last_good_one_is_not_said_to_be(
     made = {one.save_id: one for one in (checkpointed([here, there], n, halves, copies=1) for n in (1, 2))}
     own, other = here.node_id(), there.node_id()
     away = StoreUnavailable("host1", "ask", "", "it is away")
-    held = {own: Held(here.catalog.holdings(own))}
+    held = {own: NodeHoldings(here.catalog.holdings(own))}
     see(monkeypatch, NodesSeen(own, held, {other: NOWHERE}, {other: away}, made))
     root = ["--root", str(here.root)]
     assert main(["rm", "step-1", *root]) == ExitCode.FAILED
@@ -72,7 +72,7 @@ def test_json_is_json_where_it_is_refused_or_only_tried(
     store = LocalStore(tmp_path / "node0")
     own = store.node_id()
     made = checkpointed([store], 1, {shard(0): (0,)}, copies=1, size_bytes=3000)
-    see(monkeypatch, NodesSeen(own, {own: Held(store.catalog.holdings(own))}, {}, {}, {made.save_id: made}))
+    see(monkeypatch, NodesSeen(own, {own: NodeHoldings(store.catalog.holdings(own))}, {}, {}, {made.save_id: made}))
     assert main(["rm", "step-1", "--root", str(store.root), "--json"]) == ExitCode.FAILED
     assert json.loads(capsys.readouterr().out)["kept"] == {"step-1": "is the last good checkpoint of its run"}
     assert main(["rm", "step-1", "--root", str(store.root), "--json", "--force", "--dry-run"]) == ExitCode.OK

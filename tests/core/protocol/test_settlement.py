@@ -18,7 +18,7 @@ from replicated_ckpt.core.protocol.settlement import (
 
 NODES = ("a", "b", "c")
 SILENT = None
-NOT_PUBLISHED = {Answer.STAGED, Answer.ABSENT, Answer.GIVEN_UP}
+NOT_PUBLISHED = {Answer.STAGED, Answer.ABSENT, Answer.ABORTED}
 
 
 def settled(coordinator: str, answers: dict[str, Answer], *, is_worked_on: bool = False) -> Settlement:
@@ -40,7 +40,7 @@ def test_no_staged_save_is_dropped_that_a_silent_node_may_have_published(coordin
             assert found.fate is Fate.COMPLETE
             assert set(found.sources) == {node for node, answer in answers.items() if answer is Answer.PUBLISHED}
         if found.fate is Fate.DROP:
-            knows = coordinator == "a" or Answer.GIVEN_UP in answers.values()
+            knows = coordinator == "a" or Answer.ABORTED in answers.values()
             assert knows or {answers.get("b"), answers.get("c")} <= NOT_PUBLISHED
             assert Answer.PUBLISHED not in answers.values()
             assert knows or Answer.WORKING not in answers.values()
@@ -53,12 +53,12 @@ def test_no_staged_save_is_dropped_that_a_silent_node_may_have_published(coordin
 def test_a_coordinator_that_has_given_up_settles_it_for_all() -> None:
     """The decision is on its node before any other has it, so no other node need be waited for. One that knows nothing
     may have forgotten it, with its disk put back."""
-    assert settled("b", {"b": Answer.GIVEN_UP}).fate is Fate.DROP
+    assert settled("b", {"b": Answer.ABORTED}).fate is Fate.DROP
     assert settled("b", {"b": Answer.ABSENT}) == Settlement(Fate.IN_DOUBT, waits_for=("c",))
     assert settled("b", {"b": Answer.ABSENT, "c": Answer.ABSENT}).fate is Fate.DROP
     assert settled("a", {}).fate is Fate.DROP
     assert settled("b", {"c": Answer.ABSENT}) == Settlement(Fate.IN_DOUBT, waits_for=("b",))
-    assert settled("b", {"c": Answer.GIVEN_UP}).fate is Fate.DROP, "retention has removed it there"
+    assert settled("b", {"c": Answer.ABORTED}).fate is Fate.DROP, "retention has removed it there"
     assert settled("b", {"b": Answer.STAGED}) == Settlement(Fate.IN_DOUBT, waits_for=("c",))
     assert settled("b", {"b": Answer.WORKING, "c": Answer.ABSENT}).fate is Fate.WORKED_ON
     assert settled("b", {"b": Answer.DECIDED, "c": Answer.ABSENT}) == Settlement(Fate.IN_DOUBT, waits_for=("b",))

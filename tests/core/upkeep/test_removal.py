@@ -3,11 +3,11 @@
 from dataclasses import replace
 
 from replicated_ckpt.config import Retention
-from replicated_ckpt.core.upkeep.policy import Standing
-from replicated_ckpt.core.upkeep.remains import Remains
+from replicated_ckpt.core.upkeep.policy import NodeReport
 from replicated_ckpt.core.upkeep.removal import Removable, find_last_good, find_removed, plan_prune
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence, plan_repair
 from replicated_ckpt.core.upkeep.retention import Candidate
+from replicated_ckpt.core.upkeep.unclaimed_files import UnclaimedFiles
 from tests.core.upkeep.test_repair import holding, manifest, shard
 
 
@@ -49,19 +49,19 @@ def test_only_nodes_that_answer_say_what_was_removed() -> None:
     """What a silent node said once does not keep copies from being made."""
     ids = "1" * 32, "2" * 32
     views = [
-        NodeView("a", Presence.UP, (), standing=Standing(removed=frozenset(ids[:1]))),
-        NodeView("b", Presence.ASSUMED, (), standing=Standing(removed=frozenset(ids[1:]))),
+        NodeView("a", Presence.UP, (), node_report=NodeReport(removed=frozenset(ids[:1]))),
+        NodeView("b", Presence.ASSUMED, (), node_report=NodeReport(removed=frozenset(ids[1:]))),
     ]
     assert find_removed(views) == frozenset(ids[:1])
-    said = Standing(removed=frozenset(ids))
-    assert Standing.from_json(said.to_json()) == said
+    said = NodeReport(removed=frozenset(ids))
+    assert NodeReport.from_json(said.to_json()) == said
 
 
 def test_an_older_version_does_not_spread_while_a_node_has_the_removed_one() -> None:
     """One node removed what replaced it, one has that still, one has the old one alone: none is copied."""
     old, new = (manifest(number, {shard(0): ("a", "b", "c")}) for number in (1, 2))
     views = [
-        NodeView("a", Presence.UP, (), standing=Standing(removed=frozenset({new.save_id}))),
+        NodeView("a", Presence.UP, (), node_report=NodeReport(removed=frozenset({new.save_id}))),
         NodeView("b", Presence.UP, (holding("b", new, shard(0)),)),
         NodeView("c", Presence.UP, (holding("c", old, shard(0)),)),
     ]
@@ -77,12 +77,12 @@ def test_a_damaged_manifest_of_what_is_being_removed_is_not_missed() -> None:
     """
     of = manifest(1, {shard(0): ("b", "c")})
     entry = of.shards[shard(0)]
-    own = Remains("c", "step-1", is_ours=True, sizes={shard(0): 100}, crcs={shard(0): entry.crc32c})
-    for remains, is_complete in ((own, True), (replace(own, crcs={shard(0): entry.crc32c + 1}), False)):
+    own = UnclaimedFiles("c", "step-1", is_ours=True, sizes={shard(0): 100}, crcs={shard(0): entry.crc32c})
+    for unclaimed, is_complete in ((own, True), (replace(own, crcs={shard(0): entry.crc32c + 1}), False)):
         views = [
-            NodeView("a", Presence.UP, (), standing=Standing(removed=frozenset({of.save_id}))),
+            NodeView("a", Presence.UP, (), node_report=NodeReport(removed=frozenset({of.save_id}))),
             NodeView("b", Presence.UP, (holding("b", of, shard(0)),)),
-            NodeView("c", Presence.UP, (), remains=(remains,)),
+            NodeView("c", Presence.UP, (), unclaimed=(unclaimed,)),
         ]
         plan = plan_repair({of.save_id: of}, views, going=find_removed(views))
         assert (plan.actions, plan.is_complete) == ((), is_complete)

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
-from replicated_ckpt.core.upkeep.remains import Remains
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence, plan_repair
 from replicated_ckpt.core.upkeep.repair_plan import RepairPlan
+from replicated_ckpt.core.upkeep.unclaimed_files import UnclaimedFiles
 
 UP, ASSUMED, GONE = Presence.UP, Presence.ASSUMED, Presence.GONE
 
@@ -74,7 +74,7 @@ def test_a_blank_node_takes_the_place_of_a_lost_one() -> None:
 
 
 def test_a_silent_node_is_not_taken_for_lost() -> None:
-    """Until it is given up it counts as holding what it held, or, if nobody knows, what it was meant to hold."""
+    """Until it is aborted it counts as holding what it held, or, if nobody knows, what it was meant to hold."""
     for held in (None, (holding("b", PAIR, *BOTH),)):
         views = [NodeView("a", UP, (holding("a", PAIR, *BOTH),)), NodeView("b", ASSUMED, held), NodeView("new", UP, ())]
         assert plan_repair({PAIR.save_id: PAIR}, views).copy == ()
@@ -301,11 +301,11 @@ def test_a_damaged_copy_that_cannot_be_mended_now_is_said() -> None:
 
 def test_a_footer_is_made_anew_from_its_data() -> None:
     """A single damaged copy is not lost if its data is intact; among damaged ones it is the first source."""
-    footless = replace(holding("b", PAIR, *BOTH), damaged=(shard(1),), footless=(shard(1),))
-    (action,) = plan_repair({PAIR.save_id: PAIR}, [NodeView("b", UP, (footless,))]).copy
+    footer_damaged = replace(holding("b", PAIR, *BOTH), damaged=(shard(1),), footer_damaged=(shard(1),))
+    (action,) = plan_repair({PAIR.save_id: PAIR}, [NodeView("b", UP, (footer_damaged,))]).copy
     assert (action.node_id, action.sources) == ("b", ("b",))
     bad = replace(holding("a", PAIR, *BOTH), damaged=(shard(1),))
-    plan = plan_repair({PAIR.save_id: PAIR}, [NodeView("a", UP, (bad,)), NodeView("b", UP, (footless,))])
+    plan = plan_repair({PAIR.save_id: PAIR}, [NodeView("a", UP, (bad,)), NodeView("b", UP, (footer_damaged,))])
     assert {action.sources for action in plan.copy} == {("b", "a")}
 
 
@@ -320,17 +320,19 @@ def test_a_shard_that_the_manifest_does_not_name_is_set_aside() -> None:
 def test_metadata_is_taken_from_a_node_whose_manifest_is_damaged() -> None:
     """And the manifest from one whose metadata is: the two are mended by each other."""
     left = holding("a", PAIR, *BOTH, has_metadata=False)
-    right = remains("b", {".metadata": (8, 9), shard(0): (100, 7), shard(1): (100, 7)})
-    views = [NodeView("a", UP, (left,)), NodeView("b", UP, (), remains=(right,))]
+    right = unclaimed("b", {".metadata": (8, 9), shard(0): (100, 7), shard(1): (100, 7)})
+    views = [NodeView("a", UP, (left,)), NodeView("b", UP, (), unclaimed=(right,))]
     plan = plan_repair({PAIR.save_id: PAIR}, views)
     assert [(action.node_id, action.sources) for action in plan.restore] == [("a", ("b",)), ("b", ("a",))]
     assert plan.copy == ()
     assert plan.short == ()
 
 
-def remains(node: str, files: Mapping[str, tuple[int, int | None]], checkpoint_id: str = "step-1") -> Remains:
+def unclaimed(node: str, files: Mapping[str, tuple[int, int | None]], checkpoint_id: str = "step-1") -> UnclaimedFiles:
     sizes = {name: size for name, (size, _) in files.items()}
-    return Remains(node, checkpoint_id, True, sizes, {name: crc for name, (_, crc) in files.items() if crc is not None})
+    return UnclaimedFiles(
+        node, checkpoint_id, True, sizes, {name: crc for name, (_, crc) in files.items() if crc is not None}
+    )
 
 
 def test_files_without_a_manifest_are_those_of_the_save_that_they_match() -> None:
@@ -339,7 +341,7 @@ def test_files_without_a_manifest_are_those_of_the_save_that_they_match() -> Non
     manifests = {PAIR.save_id: PAIR, newer.save_id: newer}
     views = [
         NodeView("a", UP, (holding("a", newer, shard(0)),)),
-        NodeView("b", UP, (), remains=(remains("b", {".metadata": (8, 9), shard(1): (100, 7)}),)),
+        NodeView("b", UP, (), unclaimed=(unclaimed("b", {".metadata": (8, 9), shard(1): (100, 7)}),)),
         NodeView("c", UP, (holding("c", PAIR, shard(0)),)),
     ]
     plan = plan_repair(manifests, views)
@@ -352,7 +354,7 @@ def test_files_without_a_manifest_are_those_of_the_save_that_they_match() -> Non
 
 def test_files_of_a_save_that_nobody_knows_stay() -> None:
     """A silent node may have their manifest. Where all have answered, their node lets a whole save take their place."""
-    foreign = NodeView("c", UP, (), remains=(remains("c", {shard(0): (100, 66)}),))
+    foreign = NodeView("c", UP, (), unclaimed=(unclaimed("c", {shard(0): (100, 66)}),))
     there = [NodeView(node, UP, (holding(node, PAIR, *BOTH),)) for node in "ab"]
     for silent in (ASSUMED, GONE):
         plan = plan_repair({PAIR.save_id: PAIR}, [*there, foreign, NodeView("d", silent, None)], "c")

@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from replicated_ckpt.core.upkeep.remains import Remains
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence, plan_repair
 from replicated_ckpt.core.upkeep.repair_plan import RepairPlan
+from replicated_ckpt.core.upkeep.unclaimed_files import UnclaimedFiles
 from tests.core.upkeep.test_repair import BOTH, PAIR, copies, holding, manifest, shard
 
 UP, ASSUMED, GONE = Presence.UP, Presence.ASSUMED, Presence.GONE
@@ -76,8 +76,8 @@ def test_a_replaced_version_takes_a_free_name_if_another_node_can_give_it() -> N
 
 def test_files_of_others_alone_are_no_checkpoint() -> None:
     """A directory of stock's without anything of ours under that name is no business of repair."""
-    stock = Remains("b", "step-5", False, {shard(0): 100}, {})
-    views = [FULL, NodeView("b", UP, (holding("b", PAIR, *BOTH),), remains=(stock,))]
+    stock = UnclaimedFiles("b", "step-5", False, {shard(0): 100}, {})
+    views = [FULL, NodeView("b", UP, (holding("b", PAIR, *BOTH),), unclaimed=(stock,))]
     assert plan_repair({PAIR.save_id: PAIR}, views) == RepairPlan()
 
 

@@ -15,8 +15,7 @@ from replicated_ckpt import Retention
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
 from replicated_ckpt.core.upkeep.collection import find_whole_versions
-from replicated_ckpt.core.upkeep.policy import NODES, Policy, Standing, merge_policies, pending, scope_of
-from replicated_ckpt.core.upkeep.remains import Remains
+from replicated_ckpt.core.upkeep.policy import NODES, NodeReport, Policy, merge_policies, pending, scope_of
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence, plan_repair
 from replicated_ckpt.core.upkeep.retention import (
     Candidate,
@@ -24,6 +23,7 @@ from replicated_ckpt.core.upkeep.retention import (
     judge,
     plan_retention,
 )
+from replicated_ckpt.core.upkeep.unclaimed_files import UnclaimedFiles
 from replicated_ckpt.errors import ConfigInvalid
 
 UP, ASSUMED, GONE = Presence.UP, Presence.ASSUMED, Presence.GONE
@@ -356,16 +356,16 @@ def test_a_version_stays_as_long_as_the_one_that_it_has_replaced() -> None:
 def test_one_that_is_not_uploaded_stays() -> None:
     """Whoever says so; one node that knows that it is over is enough, but not against an order by hand."""
     one, two = save_id(1), save_id(2)
-    waits = Standing(uploading=frozenset({one, two}))
-    over = Standing(uploaded=frozenset({one}))
-    ordered = Standing(uploading=frozenset({one}), ordered=frozenset({one}))
-    for standings, expected in (
-        ((waits, Standing()), set()),
+    waits = NodeReport(uploading=frozenset({one, two}))
+    over = NodeReport(uploaded=frozenset({one}))
+    ordered = NodeReport(uploading=frozenset({one}), ordered=frozenset({one}))
+    for node_reports, expected in (
+        ((waits, NodeReport()), set()),
         ((waits, over), {one}),
         ((waits, over, ordered), set()),
-        ((Standing(), Standing()), {one, two}),
+        ((NodeReport(), NodeReport()), {one, two}),
     ):
-        views = [view(node, FOUR, standing=said) for node, said in zip("abc", standings, strict=False)]
+        views = [view(node, FOUR, node_report=said) for node, said in zip("abc", node_reports, strict=False)]
         plan = plan_retention(by_save(FOUR), views, [policy(LAST_TWO)])
         assert plan.retired == expected
         assert {verdict.save_id for verdict in plan.held_back} == {one, two} - expected
@@ -374,7 +374,7 @@ def test_one_that_is_not_uploaded_stays() -> None:
 
 def test_one_whose_manifest_a_node_lost_is_mended_first() -> None:
     """Else that node's files would lie there for good, as nobody could say any more what they are."""
-    views = [view("a", FOUR), view("b", FOUR[1:], remains=(Remains("b", "step-1", is_ours=True),))]
+    views = [view("a", FOUR), view("b", FOUR[1:], unclaimed=(UnclaimedFiles("b", "step-1", is_ours=True),))]
     plan = plan_retention(by_save(FOUR), views, [policy(LAST_TWO)])
     assert plan.retired == {save_id(2)}
     restored = plan_repair(by_save(FOUR), views, going=plan.retired).restore
@@ -464,9 +464,9 @@ def test_policies_merge_alike_in_any_order(one: Policy, two: Policy, three: Poli
 @given(policies)
 def test_what_a_node_says_survives_the_wire(one: Policy) -> None:
     """As JSON and back; what an agent of an older version leaves out is empty."""
-    said = Standing((one,), frozenset({save_id(1)}), frozenset({save_id(2)}), frozenset({save_id(1)}))
-    assert Standing.from_json(json.loads(json.dumps(said.to_json()))) == said
-    assert Standing.from_json({}) == Standing()
+    said = NodeReport((one,), frozenset({save_id(1)}), frozenset({save_id(2)}), frozenset({save_id(1)}))
+    assert NodeReport.from_json(json.loads(json.dumps(said.to_json()))) == said
+    assert NodeReport.from_json({}) == NodeReport()
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Retention next to other runs' checkpoints: they are neither counted nor removed, but for parts that were saved over."""
+"""Retention next to other runs' checkpoints: they are neither counted nor removed, but for parts that were overwritten."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,7 +8,7 @@ import pytest
 from replicated_ckpt import Retention
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.upkeep.collection import find_whole_versions
-from replicated_ckpt.core.upkeep.policy import NODES, Policy, Standing, find_series_name
+from replicated_ckpt.core.upkeep.policy import NODES, NodeReport, Policy, find_series_name
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
 from replicated_ckpt.core.upkeep.retention import (
     OTHER_STAYS,
@@ -41,8 +41,8 @@ def test_another_runs_checkpoints_are_neither_counted_nor_removed() -> None:
     assert plan_of([*ours, *other], [replace(KEEP_TWO, lineage="")]).retired == frozenset()
 
 
-def saved_over(*, ours: bool, theirs: bool, is_replaced: bool = True) -> tuple[Manifest, list[Manifest], NodeView]:
-    """A node with two newer saves of this run, and one that was saved over another run's: is either whole."""
+def overwritten(*, ours: bool, theirs: bool, is_replaced: bool = True) -> tuple[Manifest, list[Manifest], NodeView]:
+    """A node with two newer saves of this run, and one that was overwritten another run's: is either whole."""
     (old,) = of_run(OTHER, 9)
     over = replace(of_run(OURS, 1)[0], checkpoint_id=old.checkpoint_id)
     saves = [over, *of_run(OURS, 2, 3), old]
@@ -55,7 +55,7 @@ def saved_over(*, ours: bool, theirs: bool, is_replaced: bool = True) -> tuple[M
 
 def test_what_has_replaced_another_runs_version_stays_while_that_is_there() -> None:
     """A load reads it. Else it would have the name once more. Where it has the name, it says nothing of this one."""
-    _, saves, view = saved_over(ours=True, theirs=True)
+    _, saves, view = overwritten(ours=True, theirs=True)
     plan = plan_retention(by_save(saves), [view], [KEEP_TWO])
     assert plan.removals == ()
     assert OTHER_STAYS in {verdict.rule for verdict in plan.verdicts}
@@ -66,18 +66,18 @@ def test_what_has_replaced_another_runs_version_stays_while_that_is_there() -> N
 
 def test_what_a_save_was_to_replace_that_is_not_whole_stays() -> None:
     """That other run's checkpoint has not given way: it is whole, and the only one of its name that is."""
-    _, saves, view = saved_over(ours=False, theirs=True)
+    _, saves, view = overwritten(ours=False, theirs=True)
     assert plan_retention(by_save(saves), [view], [KEEP_TWO]).retired == {saves[0].save_id}
 
 
 @pytest.mark.parametrize("is_replaced", [True, False])
 def test_a_part_that_was_saved_over_here_goes_with_what_replaced_it(is_replaced: bool) -> None:
     """Before that. The newer one is not whole any more, as others have retired it. What has its name elsewhere stays."""
-    old, saves, view = saved_over(ours=False, theirs=False, is_replaced=is_replaced)
+    old, saves, view = overwritten(ours=False, theirs=False, is_replaced=is_replaced)
     plan = plan_retention(by_save(saves), [view], [KEEP_TWO])
     expected = [old.save_id] * is_replaced + [saves[0].save_id]
     assert [removal.save_id for removal in plan.of_node("a")] == expected
-    assert find_retired(by_save(saves), [replace(view, standing=Standing((KEEP_TWO,)))]) == set(expected)
+    assert find_retired(by_save(saves), [replace(view, node_report=NodeReport((KEEP_TWO,)))]) == set(expected)
     own = [KEEP_TWO, replace(KEEP_TWO, lineage=OTHER)]
     assert plan_retention(by_save(saves), [view], own).retired == {saves[0].save_id}, "its own run's policy judges it"
 

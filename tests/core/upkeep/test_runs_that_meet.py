@@ -1,12 +1,12 @@
-"""Saves of two runs under one name: neither takes the other's place, but on the node where it was saved over."""
+"""Saves of two runs under one name: neither takes the other's place, but on the node where it was overwritten."""
 
 from dataclasses import replace
 
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
 from replicated_ckpt.core.protocol.settlement import may_be_dropped, may_publish
-from replicated_ckpt.core.upkeep.remains import Remains
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence, plan_repair
+from replicated_ckpt.core.upkeep.unclaimed_files import UnclaimedFiles
 
 RUN, OTHER = "a" * 16, "b" * 16
 SHARD = "__0_0.distcp"
@@ -38,7 +38,7 @@ def test_a_node_that_was_away_keeps_what_was_saved_over_elsewhere() -> None:
     views = [view("a", held("a", FOREIGN)), view("b", held("b", OURS, SHARD)), view("c", held("c", OURS, SHARD))]
     plan = plan_repair(BOTH, views)
     assert plan.actions == ()
-    assert plan.lost == (), "its user has saved over it on node b"
+    assert plan.lost == (), "its user has overwritten it on node b"
     (short,) = plan.short
     assert (short.save_id, short.taken_on, short.lies_on) == (FOREIGN.save_id, ("b", "c"), ("a",))
     assert "a save of another run has its name on node b and node c" in str(short)
@@ -81,7 +81,7 @@ def test_two_runs_that_never_met_keep_one_name_and_the_words_say_what_to_do() ->
 
 def test_files_of_an_unknown_save_give_way_only_where_one_run_is_known() -> None:
     """They may be of the run that has the name elsewhere."""
-    unknown = NodeView("a", Presence.UP, (), (Remains("a", "step-2", True, {SHARD: 100}, {SHARD: 8}),))
+    unknown = NodeView("a", Presence.UP, (), (UnclaimedFiles("a", "step-2", True, {SHARD: 100}, {SHARD: 8}),))
     views = [unknown, view("b", held("b", OURS, SHARD)), view("c", held("c", OURS, SHARD))]
     assert [action.node_id for action in plan_repair(BOTH, views, "a").restore] == ["a"]
     met = [*views, view("d", held("d", FOREIGN, SHARD))]

@@ -17,7 +17,7 @@ from replicated_ckpt import CheckpointManager, ReplicatedCkptWarning, Replicated
 from replicated_ckpt.agent.state.damage import DamageBook
 from replicated_ckpt.core.inventory import Holding, SaveFound, saves_found
 from replicated_ckpt.core.layout import OBJECT_NODE
-from replicated_ckpt.dcp.find.passed_over import PassedOver, describe_passed_over, describe_silent
+from replicated_ckpt.dcp.find.skipped import SkippedSave, describe_silent, describe_skipped
 from replicated_ckpt.stores.files import plain
 from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.agents import running_agent
@@ -45,15 +45,15 @@ def test_latest_is_an_older_checkpoint_where_the_newest_is_known_to_be_damaged(t
 
 
 @pytest.mark.parametrize(
-    ("damaged", "footless", "others", "is_lacking"),
+    ("damaged", "footer_damaged", "others", "is_lacking"),
     [((SHARD,), (), 0, True), ((SHARD,), (SHARD,), 0, False), ((SHARD,), (), 1, False), ((), (), 0, False)],
     ids=["the-only-copy", "its-footer-alone", "one-of-two", "intact"],
 )
 def test_one_damaged_copy_alone_is_none(
-    damaged: tuple[str, ...], footless: tuple[str, ...], others: int, *, is_lacking: bool
+    damaged: tuple[str, ...], footer_damaged: tuple[str, ...], others: int, *, is_lacking: bool
 ) -> None:
     """Several damaged ones may make up for each other, and data behind a bad footer is read."""
-    holdings = [Holding("n0", "step-1", "1" * 32, 1, True, {SHARD: 9}, damaged, footless=footless)]
+    holdings = [Holding("n0", "step-1", "1" * 32, 1, True, {SHARD: 9}, damaged, footer_damaged=footer_damaged)]
     holdings += [Holding("n1", "step-1", "1" * 32, 1, True, {SHARD: 9}, (SHARD,))] * others
     save = SaveFound("step-1", "1" * 32, 1, tuple(holdings))
     assert bool(save.list_missing({SHARD: 9}, save.damaged_copies)) is is_lacking
@@ -196,7 +196,7 @@ def test_it_names_what_did_not_answer() -> None:
         for n in (1, 2, 3)
     )
     places = ["node a at /root (own store)", "node b at host-b:1: not reached (no answer in time)"]
-    said = describe_passed_over(older, [PassedOver(newest), PassedOver(newer)], places)
+    said = describe_skipped(older, [SkippedSave(newest), SkippedSave(newer)], places)
     assert "Of 'step-1' (save 33333333, sequence 3) no intact copy was found of .manifest.json" in said
     assert "nor of 1 other newer checkpoint all that is needed. Not reached: node b at host-b:1. If" in said
-    assert describe_passed_over(newest, [], places) == ""
+    assert describe_skipped(newest, [], places) == ""

@@ -20,7 +20,7 @@ from replicated_ckpt.stores.peer.copy import PeerShard
 from replicated_ckpt.stores.verified import Expected
 from tests.agent.agents import RunningAgent, running_agent
 from tests.agent.checkpoints import checkpointed, introduced, shard
-from tests.agent.door.test_tls import certificate
+from tests.agent.http.test_tls import certificate
 from tests.marks import long
 
 pytestmark = pytest.mark.timeout(100)

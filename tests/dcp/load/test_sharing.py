@@ -14,7 +14,7 @@ from replicated_ckpt.dcp.load.loading import Loading
 from replicated_ckpt.dcp.load.shard_reader import Findings
 from replicated_ckpt.dcp.load.sharing import NodeSharing, RemoteNeeds, join_exchange, plan_sharing
 from replicated_ckpt.errors import ShardLost, StoreUnavailable
-from replicated_ckpt.stores.node_cache.cache import RankCache, is_any_cache_held
+from replicated_ckpt.stores.node_cache.cache import RankCache, is_any_cache_locked
 from replicated_ckpt.stores.node_cache.exchange import Exchange
 
 SHARDS = ["__0_0.distcp"]
@@ -105,9 +105,9 @@ def test_a_load_that_failed_in_its_planning_keeps_no_cache(tmp_path: Path) -> No
     """As another rank's state did not fit: the agent would bring missing copies slowly for as long as the reader lives."""
     reader = ReplicatedReader(tmp_path)
     reader._attempt._cache = RankCache.create(tmp_path, 1, CELL_BYTES)
-    assert is_any_cache_held(tmp_path)
+    assert is_any_cache_locked(tmp_path)
     reader.let_go()
-    assert not is_any_cache_held(tmp_path)
+    assert not is_any_cache_locked(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 

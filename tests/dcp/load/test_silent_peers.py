@@ -31,8 +31,8 @@ from replicated_ckpt.dcp.load.shard_reader import ShardReader
 from replicated_ckpt.dcp.node.node import NodePost, SeenStore
 from replicated_ckpt.dcp.save.shard_writer import ShardWriter
 from replicated_ckpt.errors import ObjectCorrupt
-from replicated_ckpt.stores.local.remains import RemainsReader
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.local.unclaimed import UnclaimedFilesReader
 from replicated_ckpt.stores.peer import client
 from replicated_ckpt.stores.peer.client import PROGRESS_TIMEOUT_S, AgentAddress, open_connection
 from tests.agent.agents import running_agent
@@ -152,8 +152,8 @@ def test_what_ranks_see_without_a_manifest_counts(tmp_path: Path) -> None:
     here, there = LocalStore(tmp_path / "here"), LocalStore(tmp_path / "there")
     checkpointed([here, there], 1, {shard(0): [0], shard(1): [1]}, copies=1)
     (there.root / "step-1" / MANIFEST_NAME).write_text("damaged")
-    remains = RemainsReader(there, there.node_id()).find("step-1")
-    seen = {there.node_id(): SeenStore("its agent is silent", (), remains)}
+    unclaimed = UnclaimedFilesReader(there, there.node_id()).find("step-1")
+    seen = {there.node_id(): SeenStore("its agent is silent", (), unclaimed)}
     survey = Surveyor(here, here.node_id(), [], seen=seen).survey("step-1")
     assert survey.is_whole
     assert survey.found.holders_of(shard(1), survey.manifest.shards[shard(1)].size_bytes) == (there.node_id(),)

@@ -188,7 +188,7 @@ def test_only_losses_are_errors(tmp_path: Path, caplog: pytest.LogCaptureFixture
         {"preempt_on": "SIGTERM"},
         {"preempt_on": ("SIGKILL",)},
         {"preempt_on": ("TERM",)},
-        {"spill_every": 2},
+        {"disk_every": 2},
         {"on_save": 3},
     ],
 )

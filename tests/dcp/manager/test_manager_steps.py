@@ -283,7 +283,7 @@ def test_restore_takes_the_newest_step_of_its_own(
     root: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], Any], newest: int, memory: bool
 ) -> None:
     """Whatever else lies in the root: copied, renamed or imported there. What is saved next is newer than all of it."""
-    options: dict[str, Any] = {"memory": True, "spill_every": 1} if memory else {}
+    options: dict[str, Any] = {"memory": True, "disk_every": 1} if memory else {}
     with CheckpointManager(root, copies=1, **options) as manager:
         for step in (1, 2, 3):
             manager.save(step, state(step))

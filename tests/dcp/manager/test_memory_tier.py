@@ -68,7 +68,7 @@ def test_the_bucket_and_keep_every_count_what_goes_to_the_disk(root: Path, tmp_p
     bucket.mkdir()
     kept = Retention(keep_last=1, keep_every=3)
     options: dict[str, Any] = {"object_store": f"file://{bucket}", "object_every": 2, "retention": kept}
-    with opened(root, memory, spill_every=2, **options) as manager:
+    with opened(root, memory, disk_every=2, **options) as manager:
         for step in range(1, 9):
             manager.save(step, state(step))
         assert manager.wait() == ("step-4", "step-8")
@@ -96,7 +96,7 @@ def test_a_wait_for_both_tiers_has_one_deadline(monkeypatch: pytest.MonkeyPatch)
 
 def test_metrics_and_notes_of_both_tiers_are_seen(root: Path, memory: Path) -> None:
     """The best step may lie on the disk alone, while memory has only the newest two."""
-    with opened(root, memory, spill_every=2) as manager:
+    with opened(root, memory, disk_every=2) as manager:
         for step, loss in enumerate([5.0, 1.0, 4.0, 3.0, 2.0, 6.0], start=1):
             manager.save(step, state(step), metrics={"loss": loss})
         assert {2, 4, 5, 6} <= set(manager.all_steps())
@@ -112,7 +112,7 @@ def test_what_is_saved_after_an_older_step_was_restored_is_the_newest(
     root: Path, tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch, kind: str, newest: int
 ) -> None:
     """What the run left behind lies in another tier, to which the saves that follow do not go: they are newer."""
-    options: dict[str, Any] = {"memory": memory, "spill_every": 2}
+    options: dict[str, Any] = {"memory": memory, "disk_every": 2}
     if kind == "bucket":
         (tmp_path / "bucket").mkdir()
         options = {"object_store": f"file://{tmp_path}/bucket", "object_every": 2}
@@ -141,13 +141,13 @@ def test_what_is_saved_after_an_older_step_was_restored_is_the_newest(
 
 def test_what_the_disk_has_newer_is_loaded(root: Path, memory: Path) -> None:
     """A job that ran without its memory tier went further: its checkpoint goes before memory's, and so do its sequences."""
-    with opened(root, memory, spill_every=100) as manager:
+    with opened(root, memory, disk_every=100) as manager:
         manager.save(1, state(1))
     with CheckpointManager(root, copies=1, preempt_on=()) as manager:
         assert manager.restore(state(-1)) is None
         for step in (2, 3):
             manager.save(step, state(step))
-    with opened(root, memory, spill_every=100) as manager:
+    with opened(root, memory, disk_every=100) as manager:
         found = state(-1)
         assert (manager.restore(found), manager.latest_step()) == (3, 3)
         assert torch.equal(found["w"], state(3)["w"])
@@ -161,7 +161,7 @@ def test_what_was_saved_without_the_tier_is_newer_than_what_the_tier_has(
 ) -> None:
     """A job that left the tier out goes on from an older step, and says so; with the tier again its checkpoints load."""
     other = memory.parent / "other"
-    with opened(root, memory, spill_every=3) as manager:
+    with opened(root, memory, disk_every=3) as manager:
         for step in range(1, 6):
             manager.save(step, state(step))
     options: dict[str, Any] = {"memory": None if between == "no tier" else other, "copies": 1, "preempt_on": ()}
@@ -188,7 +188,7 @@ def test_what_was_saved_without_the_tier_is_newer_than_what_the_tier_has(
 @pytest.mark.parametrize("what", ["nothing", "a file", "a loop of links"])
 def test_a_tier_of_before_that_is_no_store_any_more_is_passed_over(root: Path, memory: Path, what: str) -> None:
     """After a reboot anything may lie where it was; a job without the tier restores and saves all the same."""
-    with opened(root, memory, spill_every=1) as manager:
+    with opened(root, memory, disk_every=1) as manager:
         manager.save(1, state(1))
     stop_agent(memory)
     shutil.rmtree(memory)
@@ -204,11 +204,11 @@ def test_a_tier_of_before_that_is_no_store_any_more_is_passed_over(root: Path, m
 
 def test_a_first_save_without_a_look_continues_the_run_of_the_disk(root: Path, memory: Path) -> None:
     """Memory is empty after a reboot, and the program restores nothing: its saves are newer than the disk's."""
-    with opened(root, memory, spill_every=1) as manager:
+    with opened(root, memory, disk_every=1) as manager:
         for step in (1, 2, 3):
             manager.save(step, state(step))
     shutil.rmtree(memory)
-    with opened(root, memory, spill_every=100) as manager:
+    with opened(root, memory, disk_every=100) as manager:
         manager.save(2, state(20))
         assert manager.latest_step() == 2
     assert steps_in(root) == {1, 2, 3}
@@ -217,7 +217,7 @@ def test_a_first_save_without_a_look_continues_the_run_of_the_disk(root: Path, m
 def test_the_state_is_copied_once_and_may_change_at_once(root: Path, memory: Path) -> None:
     """Both tiers hold the state as it was at the call, though it was changed before either was written."""
     changing = state(1)
-    with opened(root, memory, spill_every=1) as manager:
+    with opened(root, memory, disk_every=1) as manager:
         manager.async_save(1, changing)
         changing["w"].fill_(2)
         manager.wait()
@@ -230,7 +230,7 @@ def test_the_state_is_copied_once_and_may_change_at_once(root: Path, memory: Pat
 
 def test_a_load_that_memory_cannot_give_warns_once(root: Path, memory: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The warning names the step, both stores and what was wrong; and the disk's bytes are in the state."""
-    with opened(root, memory, spill_every=1) as manager:
+    with opened(root, memory, disk_every=1) as manager:
         manager.save(1, state(1))
     damage_step(memory, 1)
     found = state(-1)
@@ -258,10 +258,10 @@ def test_a_process_that_can_open_no_file_gets_no_older_step(root: Path, memory: 
         return real(name, *arguments, dir_fd=dir_fd, **named)
 
     real = os.open
-    with opened(root, memory, spill_every=2) as manager:
+    with opened(root, memory, disk_every=2) as manager:
         for step in (1, 2, 3):
             manager.save(step, state(step))
-    with opened(root, memory, spill_every=2) as manager:
+    with opened(root, memory, disk_every=2) as manager:
         with mock.patch.object(os, "open", refuse), pytest.raises(CheckpointException, match=os.strerror(code)):
             manager.restore(state(-1))
         assert manager.restore(found := state(-1)) == 3
@@ -280,7 +280,7 @@ def test_an_older_save_of_the_step_is_told_by_its_sequence(
     root: Path, memory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A step was saved again, in memory alone, which is damaged: the disk's is loaded, and the warning tells them apart."""
-    with opened(root, memory, spill_every=2) as manager:
+    with opened(root, memory, disk_every=2) as manager:
         manager.save(2, state(2))
         manager.save(1, state(1))
         manager.save(1, state(3))
@@ -299,12 +299,12 @@ def test_another_runs_steps_on_the_disk_are_no_newer_than_memorys(root: Path, me
     with CheckpointManager(tmp_path / "another", copies=1, preempt_on=()) as manager:
         for step in range(1, 6):
             manager.save(step, state(-step))
-    with opened(root, memory, spill_every=100) as manager:
+    with opened(root, memory, disk_every=100) as manager:
         for step in (1, 2):
             manager.save(step, state(step))
     shutil.copytree(tmp_path / "another" / "step-5", root / "step-5")
     damage_step(memory, 2)
-    with opened(root, memory, spill_every=100) as manager:
+    with opened(root, memory, disk_every=100) as manager:
         assert manager.restore(found := state(0)) == 1
     assert torch.equal(found["w"], state(1)["w"])
 
@@ -327,7 +327,7 @@ class Refusing:
 def test_what_a_part_of_the_state_refuses_is_raised_at_once(root: Path, memory: Path) -> None:
     """Other ranks may not meet it, and would not load another step; the rest of the state is the newest step's."""
     part = Refusing()
-    with opened(root, memory, spill_every=2) as manager:
+    with opened(root, memory, disk_every=2) as manager:
         for step in (1, 2, 3):
             manager.save(step, {**state(step), "part": part})
         found = {**state(-1), "part": part}
@@ -338,7 +338,7 @@ def test_what_a_part_of_the_state_refuses_is_raised_at_once(root: Path, memory: 
 
 def test_a_state_that_does_not_fit_gets_no_older_step(root: Path, memory: Path) -> None:
     """The error of the newest step is raised, as without a memory tier: an older one that fits would hide it."""
-    with opened(root, memory, spill_every=100) as manager:
+    with opened(root, memory, disk_every=100) as manager:
         manager.save(1, {**state(1), "gone": torch.ones(1)})
         manager.save(2, state(2))
         with pytest.raises(CheckpointException, match="gone"):
@@ -375,7 +375,7 @@ def _go_on(manager: CheckpointManager) -> None:
 
 def test_a_child_that_is_forked_saves_in_a_thread_of_its_own(root: Path, memory: Path) -> None:
     """The threads of the parent's saves are not in it: it makes its own, and both processes' checkpoints are whole."""
-    with opened(root, memory, spill_every=1) as manager:
+    with opened(root, memory, disk_every=1) as manager:
         manager.async_save(1, state(1))
         manager.wait()
         child = get_context("fork").Process(target=_go_on, args=(manager,))
@@ -390,7 +390,7 @@ def test_a_child_that_is_forked_saves_in_a_thread_of_its_own(root: Path, memory:
 
 def test_what_is_saved_after_a_signal_goes_to_the_disk(root: Path, memory: Path) -> None:
     """The nodes may be taken away all at once, and their memory with them."""
-    with CheckpointManager(root, memory=memory, spill_every=100, copies=1, preempt_on=("SIGUSR1",)) as manager:
+    with CheckpointManager(root, memory=memory, disk_every=100, copies=1, preempt_on=("SIGUSR1",)) as manager:
         manager.save(1, state(1))
         assert steps_in(root) == set()
         os.kill(os.getpid(), signal.SIGUSR1)
@@ -405,7 +405,7 @@ def test_what_is_saved_after_a_signal_goes_to_the_bucket(root: Path, tmp_path: P
     bucket.mkdir()
     kept = Retention(keep_last=1, keep_every=1)
     options: dict[str, Any] = {"object_store": f"file://{bucket}", "retention": kept, "copies": 1}
-    with CheckpointManager(root, memory=memory, spill_every=2, preempt_on=("SIGUSR1",), **options) as manager:
+    with CheckpointManager(root, memory=memory, disk_every=2, preempt_on=("SIGUSR1",), **options) as manager:
         for step in (1, 2):
             manager.save(step, state(step))
         os.kill(os.getpid(), signal.SIGUSR1)
@@ -418,16 +418,16 @@ def test_what_is_saved_after_a_signal_goes_to_the_bucket(root: Path, tmp_path: P
 
 
 def test_a_smaller_spill_every_counts_at_once(root: Path, memory: Path) -> None:
-    """A job that goes on with a smaller `spill_every` has what is due on the disk at once, and counts on from there."""
-    with opened(root, memory, spill_every=100) as manager:
+    """A job that goes on with a smaller `disk_every` has what is due on the disk at once, and counts on from there."""
+    with opened(root, memory, disk_every=100) as manager:
         for step in (1, 2, 3, 4):
             manager.save(step, state(step))
-    with mock.patch.dict(seen_lineage._seen, clear=True), opened(root, memory, spill_every=3) as manager:
+    with mock.patch.dict(seen_lineage._seen, clear=True), opened(root, memory, disk_every=3) as manager:
         assert manager.restore(state(-1)) == 4
         for step in (5, 6):
             manager.save(step, state(step))
     assert steps_in(root) == {5, 6}
-    with mock.patch.dict(seen_lineage._seen, clear=True), opened(root, memory, spill_every=4) as manager:
+    with mock.patch.dict(seen_lineage._seen, clear=True), opened(root, memory, disk_every=4) as manager:
         for step in (7, 8, 9):
             manager.save(step, state(step))
     assert steps_in(root) == {5, 6, 8}
@@ -437,7 +437,7 @@ def test_after_a_signal_the_disk_gets_what_memory_refuses(
     root: Path, memory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The last save before the nodes go is not lost because their memory is full; before the signal it is refused."""
-    with CheckpointManager(root, memory=memory, spill_every=100, copies=1, preempt_on=("SIGUSR1",)) as manager:
+    with CheckpointManager(root, memory=memory, disk_every=100, copies=1, preempt_on=("SIGUSR1",)) as manager:
         manager.save(1, state(1))
         monkeypatch.setattr(limit, "measure_memory", lambda _: 0)
         with pytest.raises(CheckpointException, match="MemoryTierShort"):
@@ -456,7 +456,7 @@ def test_a_spill_that_failed_is_made_with_the_next_save(
     root: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A disk that was full for a moment costs one step there, not ten."""
-    with opened(root, memory, spill_every=2) as manager:
+    with opened(root, memory, disk_every=2) as manager:
         manager.save(1, state(1))
         with monkeypatch.context() as patch:
             patch.setattr(FileSink, "sync", full_disk_at(root, FileSink.sync))
@@ -483,13 +483,13 @@ def full_disk_at(root: Path, sync: Callable[[FileSink], None]) -> Callable[[File
 
 def test_a_first_save_continues_a_run_of_which_nothing_is_whole(root: Path, memory: Path) -> None:
     """After a reboot that damaged the disk's only checkpoint: its retention would not know what a new lineage leaves."""
-    with opened(root, memory, spill_every=1) as manager:
+    with opened(root, memory, disk_every=1) as manager:
         manager.save(1, state(1))
     before = LocalStore(root).catalog.manifest("step-1").version
     shutil.rmtree(memory)
     next((root / "step-1").glob("*.distcp")).unlink()
     stop_agent(root)
-    with mock.patch.dict(seen_lineage._seen, clear=True), opened(root, memory, spill_every=1) as manager:
+    with mock.patch.dict(seen_lineage._seen, clear=True), opened(root, memory, disk_every=1) as manager:
         manager.save(2, state(2))
     for store in (root, memory):
         found = LocalStore(store).catalog.manifest("step-2").version
@@ -505,7 +505,7 @@ def test_a_first_save_after_a_look_that_failed_says_what_it_does(
         raise StoreUnavailable("bucket", "look for", checkpoint_id, "no answer")
 
     monkeypatch.setattr(ReplicatedReader, "find", find)
-    with opened(root, memory, spill_every=1) as manager, caplog.at_level(logging.WARNING, "replicated_ckpt"):
+    with opened(root, memory, disk_every=1) as manager, caplog.at_level(logging.WARNING, "replicated_ckpt"):
         manager.save(1, state(1))
         manager.save(2, state(2))
     (said,) = [text for text in caplog.messages if "begins a new lineage" in text]
@@ -521,7 +521,7 @@ def test_what_another_run_left_is_no_room_for_this_one(
     room = 1 << 40
     monkeypatch.setattr(limit, "measure_memory", lambda _: room)  # what this machine has changes with what else it does
     large = {"w": torch.zeros(8 << 20, dtype=torch.uint8)}
-    with opened(root, memory, spill_every=100) as manager:
+    with opened(root, memory, disk_every=100) as manager:
         manager.save(1, large)
     store = LocalStore(memory)
     tier = limit.MemoryLimit(store, 3)
@@ -538,7 +538,7 @@ def test_without_memory_for_a_copy_the_save_is_made_at_once(
     drop_idle_segments()
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(1 << 60))  # so each rank's share of the memory is nothing
     changing = state(1)
-    with opened(root, memory, spill_every=1) as manager, caplog.at_level(logging.WARNING, "replicated_ckpt"):
+    with opened(root, memory, disk_every=1) as manager, caplog.at_level(logging.WARNING, "replicated_ckpt"):
         manager.async_save(1, changing)
         changing["w"].fill_(2)
         assert (steps_in(root), steps_in(memory)) == ({1}, {1})
@@ -663,7 +663,7 @@ def unlimited(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
 
 def test_memory_without_a_limit_of_its_own_is_not_full(root: Path, unlimited: Path) -> None:
     """Such a file system says zeros of its size; what the machine has is the limit."""
-    with opened(root, unlimited / "tier", spill_every=100) as manager:
+    with opened(root, unlimited / "tier", disk_every=100) as manager:
         manager.save(1, state(1))
     assert main(["verify", "--root", str(unlimited / "tier"), "step-1"]) == ExitCode.OK
     assert not lacks_room_to_start(unlimited)

@@ -25,7 +25,7 @@ from replicated_ckpt.dcp.agreement.decision import decide
 from replicated_ckpt.dcp.metadata import saved_metadata
 from replicated_ckpt.dcp.metadata.metadata import decode_metadata
 from replicated_ckpt.dcp.metadata.saved_metadata import SavedMetadata, tell_metadata
-from replicated_ckpt.dcp.planning.kept_layouts import KeptLayout, KeptLayouts, PlannerData, ShardResults
+from replicated_ckpt.dcp.planning.cached_layouts import CachedLayout, CachedLayouts, PlannerData, ShardResults
 from replicated_ckpt.dcp.runtime.torch_private import StorageInfo
 from replicated_ckpt.dcp.save.commit import commit_save
 from replicated_ckpt.stores.local.store import LocalStore
@@ -39,7 +39,7 @@ def results_of(count: int, offset: int = 0) -> list[WriteResult]:
     ]
 
 
-def refer_again(layouts: KeptLayouts) -> ShardResults:
+def refer_again(layouts: CachedLayouts) -> ShardResults:
     """Results of another rank's second save, which are those of the first: pickled, they are a digest."""
     layouts.refer(results_of(3), FIRST, "")
     again = layouts.refer(results_of(3), SECOND, FIRST)
@@ -50,22 +50,22 @@ def refer_again(layouts: KeptLayouts) -> ShardResults:
 @pytest.mark.parametrize("make", [copy.copy, copy.deepcopy])
 def test_a_copy_of_results_has_the_results(make: Any) -> None:
     """A storage writer around ours that copies a rank's results hands on all of them, though no coordinator is here."""
-    copied = make(refer_again(KeptLayouts()))
+    copied = make(refer_again(CachedLayouts()))
     assert list(copied) == results_of(3)
     assert pickle.loads(pickle.dumps(copied)) == results_of(3)
 
 
 def test_a_wrapper_that_replaces_results_is_believed() -> None:
     """What a storage writer around ours puts in the place of a result goes to the coordinator, and is not kept."""
-    layouts, moved = KeptLayouts(), results_of(1, offset=64)[0]
+    layouts, moved = CachedLayouts(), results_of(1, offset=64)[0]
     first = layouts.refer(results_of(3), FIRST, "")
-    layouts.keep(KeptLayout.of(FIRST, "step-1", Metadata({}, storage_data={}), [first], b""))
+    layouts.keep(CachedLayout.of(FIRST, "step-1", Metadata({}, storage_data={}), [first], b""))
     again = layouts.refer(results_of(3), SECOND, FIRST)
     again[0] = moved
     arrived = pickle.loads(pickle.dumps(again))
     assert list(arrived) == [moved, *results_of(3)[1:]]
     assert layouts.find(Metadata({}, storage_data={}), [arrived]) is None
-    layouts.keep(KeptLayout.of(SECOND, "step-2", Metadata({}, storage_data={}), [arrived], b""))
+    layouts.keep(CachedLayout.of(SECOND, "step-2", Metadata({}, storage_data={}), [arrived], b""))
     assert layouts.save_id == ""
 
 
@@ -83,13 +83,13 @@ def test_nodes_are_asked_for_what_they_can_have(tmp_path: Path, own_prefix: bool
 
     Either way what the bucket gets of a kept layout is as small as what the first save gave it.
     """
-    world, layouts, sizes, asked = World(8, 64, ranks_per_node=1), KeptLayouts(), [], []
+    world, layouts, sizes, asked = World(8, 64, ranks_per_node=1), CachedLayouts(), [], []
     for save_id in (FIRST, SECOND):
         decision = replace(decide(synthetic.posts(world), 1, save_id), upload=UploadPlan("s3://b/p", own_prefix))
         planner = DefaultSavePlanner()
         planner.set_up_planner({}, is_coordinator=True)
         plans, metadata = planner.create_global_plan([pickle.loads(pickle.dumps(p)) for p in synthetic.plans(world)])
-        results = [KeptLayouts().refer(own, save_id, "") for own in synthetic.results(plans)]
+        results = [CachedLayouts().refer(own, save_id, "") for own in synthetic.results(plans)]
         receipts = synthetic.receipts(world, decision)
         nodes, store = WillingNodes(synthetic.held_by_node(receipts)), LocalStore(tmp_path)
         store.node_id()

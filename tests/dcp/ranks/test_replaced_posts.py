@@ -7,9 +7,9 @@ import pytest
 import torch.distributed as dist
 
 from replicated_ckpt.dcp.c10d import waiting
-from replicated_ckpt.dcp.c10d.blackboard import Blackboard, all_present
+from replicated_ckpt.dcp.c10d.blackboard import Blackboard, check_all_posted
 from replicated_ckpt.dcp.c10d.posted_error import pack_error, unpack_error
-from replicated_ckpt.errors import ConfigInvalid, MeetingFailed, PeerProtocolError
+from replicated_ckpt.errors import ConfigInvalid, PeerProtocolError, RendezvousFailed
 from tests.stopwatch import Stopwatch
 
 LARGE = {"what": "x" * 10_000}
@@ -30,7 +30,7 @@ class Job:
     def answered(self, topic: str, nonces: list[str], fields: dict[str, Any] = LARGE) -> list[Any]:
         posts, problem = self.boards[0].collect(topic, 5.0)
         try:
-            all_present(posts, problem)
+            check_all_posted(posts, problem)
         except (ConfigInvalid, PeerProtocolError) as exc:
             self.boards[0].decide(topic, posts, {"error": pack_error(exc)})
             return [exc]
@@ -70,7 +70,7 @@ def replayed(job: Job, values: dict[str, bytes]) -> None:
         job.store.set(key, value)
 
 
-@pytest.mark.parametrize("outcome", [{"survey": "old"}, {"error": pack_error(MeetingFailed("too late"))}])
+@pytest.mark.parametrize("outcome", [{"survey": "old"}, {"error": pack_error(RendezvousFailed("too late"))}])
 def test_an_old_note_is_no_decision_of_this_run(outcome: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Put back, what an earlier run told a rank that came late makes the call fail, and no more."""
     monkeypatch.setattr(waiting, "LINGER_S", 0.1)
@@ -96,7 +96,7 @@ def test_an_old_decision_answers_no_post_of_this_run() -> None:
     earlier, job = Job(), Job()
     earlier.call(fields={"survey": "old"})
     replayed(job, {key: earlier.store.get(key) for key in ("load/decided/1", "load/decision")})
-    with pytest.raises(MeetingFailed):
+    with pytest.raises(RendezvousFailed):
         job.boards[1].decision("load", job.boards[1].post("load", {"rank": 1}), 0.2)
 
 
@@ -131,6 +131,6 @@ def test_a_rank_that_waits_long_reads_its_own_post_ever_more_seldom(monkeypatch:
     nonce = job.boards[1].post("load", LARGE)
     check = mock.create_autospec(Blackboard._check_own, side_effect=Blackboard._check_own)
     monkeypatch.setattr(Blackboard, "_check_own", check)
-    with pytest.raises(MeetingFailed, match="the coordinator had not decided"):
+    with pytest.raises(RendezvousFailed, match="the coordinator had not decided"):
         job.boards[1].decision("load", nonce, 1.0)
     assert 1 <= check.call_count <= 6

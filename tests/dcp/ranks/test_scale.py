@@ -20,7 +20,7 @@ from replicated_ckpt.dcp.agreement.decision import Receipt, SaveDecision, SavePo
 from replicated_ckpt.dcp.c10d.blackboard import Blackboard
 from replicated_ckpt.dcp.save.commit import commit_save
 from replicated_ckpt.dcp.save.writer import ReplicatedWriter
-from replicated_ckpt.errors import MeetingFailed
+from replicated_ckpt.errors import RendezvousFailed
 from replicated_ckpt.stores.local.store import LocalStore
 
 SMALL, LARGE = 64, 256
@@ -171,7 +171,7 @@ def test_who_waits_for_a_decision_reads_it_once() -> None:
     new = second.post("load", {})
     read: list[Sequence[str]] = []
     store._store = Watched(store._store, read)
-    with pytest.raises(MeetingFailed, match="not decided"):
+    with pytest.raises(RendezvousFailed, match="not decided"):
         second.decision("load", new, 0.2)
     assert "load/decision" not in read
 
@@ -199,12 +199,12 @@ def test_an_earlier_post_is_waited_out_and_who_is_missing_is_named(is_extended: 
     ranked = boards(3, store)
     stale = [board.post("load", {"call": 1}) for board in ranked]
     ranked[0].post("load", {"call": 2})
-    with pytest.raises(MeetingFailed, match=r"ranks \[1, 2\]"):
+    with pytest.raises(RendezvousFailed, match=r"ranks \[1, 2\]"):
         ranked[0].posts("load", 0.05, stale)
     new = [board.post("load", {"call": 2}) for board in ranked]
     posts = ranked[0].posts("load", 5.0, stale)
     assert [post["nonce"] for post in posts] == new
     ranked[0].decide("load", posts, {"call": 2})
     assert [board.decision("load", nonce, 5.0)["call"] for board, nonce in zip(ranked, new, strict=True)] == [2, 2, 2]
-    with pytest.raises(MeetingFailed, match=r"ranks \[3\]"):
+    with pytest.raises(RendezvousFailed, match=r"ranks \[3\]"):
         Blackboard(store, 0, 4).posts("load", 0.05)  # type: ignore[arg-type]

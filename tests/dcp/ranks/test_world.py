@@ -20,13 +20,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from replicated_ckpt import ReplicatedWriter
 from replicated_ckpt.dcp.c10d import blackboard, waiting
-from replicated_ckpt.dcp.c10d.blackboard import Blackboard, all_present
-from replicated_ckpt.dcp.c10d.lent_group import LentGroup
+from replicated_ckpt.dcp.c10d.blackboard import Blackboard, check_all_posted
+from replicated_ckpt.dcp.c10d.group_pool import PooledGroup
 from replicated_ckpt.dcp.c10d.posted_error import pack_error, unpack_error
 from replicated_ckpt.dcp.c10d.presence import Presence
 from replicated_ckpt.dcp.c10d.waiting import AnsweringStore, reaching_store
 from replicated_ckpt.dcp.c10d.world import World, watch_group
-from replicated_ckpt.errors import ConfigInvalid, MeetingFailed, RankFailed
+from replicated_ckpt.errors import ConfigInvalid, RankFailed, RendezvousFailed
 from tests.gloo import group_of_one
 from tests.harness.processes import stop_process
 from tests.stopwatch import Stopwatch
@@ -55,19 +55,19 @@ class Groups:
     """Stands for the groups of a job."""
 
     def __init__(self) -> None:
-        self.groups, self.lent = ["a group"], {0}
+        self.groups, self.in_use = ["a group"], {0}
 
 
 def test_what_was_made_before_the_groups_were_destroyed_says_so() -> None:
     """A group lives as long as the job's, and not as long as what borrowed it; giving it back later is no error."""
     pool: Any = Groups()
-    lent = LentGroup(pool, 0)
-    assert lent.group == "a group"
+    pooled = PooledGroup(pool, 0)
+    assert pooled.group == "a group"
     del pool
     with pytest.raises(ConfigInvalid, match="have been destroyed") as raised:
-        _ = lent.group
+        _ = pooled.group
     assert "destroy_process_group" in raised.value.hint
-    lent.close()
+    pooled.close()
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ def test_ranks_of_another_protocol_are_refused(release: str | None, monkeypatch:
     posts, problem = here[0].collect("load", TIMEOUT_S)
     what = "an unknown release" if release is None else release.split()[1]
     with pytest.raises(ConfigInvalid, match=rf"Rank 1 runs replicated_ckpt {what} \(.*, and rank 0 runs ") as caught:
-        all_present(posts, problem)
+        check_all_posted(posts, problem)
     assert "start the job again" in caught.value.hint
     here[0].decide("load", posts, {"error": pack_error(caught.value)})
     for board, nonce in zip(here, nonces, strict=True):
@@ -110,7 +110,7 @@ def test_a_failed_rank_is_told_of_without_waiting_for_a_late_one(stopwatch: Stop
     nonces = [first.post("load", {}), second.post("load", {"error": "full disk"})]
     posts, problem = first.collect("load", 30.0)
     assert [post is None for post in posts] == [False, False, True]
-    assert isinstance(problem, MeetingFailed)
+    assert isinstance(problem, RendezvousFailed)
     first.decide("load", posts, {"error": "full disk"})
     assert second.decision("load", nonces[1], 5.0)["error"] == "full disk"
     began = stopwatch.now()
@@ -162,7 +162,7 @@ def test_a_store_that_is_gone_is_named() -> None:
     board = Blackboard(client, 1, 2)
     board.post("load", {})
     del server
-    with pytest.raises(MeetingFailed, match="c10d store"):
+    with pytest.raises(RendezvousFailed, match="c10d store"):
         board.post("load", {})
 
 
@@ -216,10 +216,10 @@ def test_a_store_whose_process_is_stopped_is_given_up(stopwatch: Stopwatch) -> N
         store.set_timeout(timedelta(seconds=1))
         stop_process(pid)
         began = stopwatch.now()
-        with pytest.raises(MeetingFailed, match="does not answer: no answer within its time-out, 1 s"):
+        with pytest.raises(RendezvousFailed, match="does not answer: no answer within its time-out, 1 s"):
             board.post("load", {"second": 2})
         for _ in range(10):
-            with pytest.raises(MeetingFailed), reaching_store():
+            with pytest.raises(RendezvousFailed), reaching_store():
                 presence.find_lost()
         assert stopwatch.now() - began < 5
         os.kill(pid, signal.SIGCONT)
@@ -240,7 +240,7 @@ class HeldStore:
         return self.answers.wait(TIMEOUT_S)
 
 
-def give_up_a_call(job: "dist.Store") -> tuple[AnsweringStore, HeldStore]:
+def abort_a_call(job: "dist.Store") -> tuple[AnsweringStore, HeldStore]:
     job.set_timeout(timedelta(seconds=0))
     store, held = AnsweringStore("job", job), HeldStore()
     store._store = cast(Any, held)
@@ -251,8 +251,8 @@ def give_up_a_call(job: "dist.Store") -> tuple[AnsweringStore, HeldStore]:
 
 
 def test_a_late_answer_is_for_all_threads_that_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A save in the background and a load go on, both, with a store of which a call before was given up."""
-    store, held = give_up_a_call(dist.HashStore())
+    """A save in the background and a load go on, both, with a store of which a call before was aborted."""
+    store, held = abort_a_call(dist.HashStore())
     now, asked = time.monotonic() - TIMEOUT_S, threading.Semaphore(0)
 
     def tell_time() -> float:
@@ -272,7 +272,7 @@ def test_what_a_store_owes_is_forgotten_with_it() -> None:
     """The store of the next job may get its place in memory."""
     before = len(waiting._unanswered)
     job = dist.HashStore()
-    store, held = give_up_a_call(job)
+    store, held = abort_a_call(job)
     held.answers.set()
     del store, job
     assert len(waiting._unanswered) <= before

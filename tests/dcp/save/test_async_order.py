@@ -214,7 +214,7 @@ def test_a_save_whose_group_is_gone_is_no_save_of_one_rank(
 
 
 def test_a_group_that_is_destroyed_within_a_save_is_named() -> None:
-    """The next collective says so on this rank, and the save is given up."""
+    """The next collective says so on this rank, and the save is aborted."""
     given_up = list[bool]()
     with group_of_one():
         watched = watch_group(dist.group.WORLD)

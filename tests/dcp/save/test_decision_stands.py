@@ -1,4 +1,4 @@
-"""A coordinator that fails at the moment of its decision: what may be decided is given up nowhere, all else everywhere."""
+"""A coordinator that fails at the moment of its decision: what may be decided is aborted nowhere, all else everywhere."""
 
 import errno
 from collections.abc import Callable, Iterator
@@ -14,14 +14,14 @@ from replicated_ckpt import ReplicatedWriter
 from replicated_ckpt.core.layout import MANIFEST_NAME
 from replicated_ckpt.dcp.agreement.decision import Receipt, SaveDecision, SavePost, ShardReceipt, decide
 from replicated_ckpt.dcp.agreement.nodes import cluster_of
-from replicated_ckpt.dcp.hand_over.handed import AgentSilent, finish_by_agent
 from replicated_ckpt.dcp.node.node import NodePost
 from replicated_ckpt.dcp.save.commit import commit_save
+from replicated_ckpt.dcp.submit.submission import AgentSilent, finish_by_agent
 from replicated_ckpt.errors import StoreError, StoreUnavailable
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentClient
 from tests.agent.agents import RunningAgent, peers_of, running_agent
-from tests.dcp.save.test_hand_over_errors import outline
+from tests.dcp.save.test_submit_errors import outline
 
 pytestmark = pytest.mark.fault
 SAVE, TICKET = "6" * 32, "c" * 32

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from replicated_ckpt.dcp.hand_over.handed import HandedOver
+from replicated_ckpt.dcp.submit.submission import Submission
 from replicated_ckpt.stores.files.locks import FileLock, close_in_forks, exclusive
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
@@ -63,7 +63,7 @@ def is_agent_lock_free(path: Path) -> bool:
 LOCKS: dict[str, tuple[Callable[[Path], AbstractContextManager[None]], Callable[[Path], bool]]] = {
     "a directory": (exclusive, is_directory_free),
     "an agent's start": (taken_by_an_agent, is_agent_lock_free),
-    "an open save": (held_save, lambda path: not opened(path).is_held(SAVE)),
+    "an open save": (held_save, lambda path: not opened(path).is_locked(SAVE)),
 }
 
 
@@ -119,17 +119,17 @@ def test_a_forked_process_keeps_no_save_handed_over() -> None:
     """The agent learns that a rank has left, and its thread is free for another one; the fork's end says nothing."""
     rank, agent = socket.socketpair()
     close_in_forks(rank)
-    handed = HandedOver(rank)
+    submitted = Submission(rank)
     agent.settimeout(0.5)
     with worker():
         child = os.fork()
         if child == 0:
-            handed.close()
+            submitted.close()
             os._exit(0)
         os.waitpid(child, 0)
         with pytest.raises(TimeoutError):
             agent.recv(1)
-        handed.close()
+        submitted.close()
         assert agent.recv(1) == b""
     agent.close()
 
@@ -145,9 +145,9 @@ def test_a_forked_process_ends_no_lock(tmp_path: Path) -> None:
         os.fstat(number)
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
-    assert opened(tmp_path).is_held(SAVE)
+    assert opened(tmp_path).is_locked(SAVE)
     lock.release()
-    assert not opened(tmp_path).is_held(SAVE)
+    assert not opened(tmp_path).is_locked(SAVE)
 
 
 def test_a_fork_takes_locks_of_its_own(tmp_path: Path) -> None:
@@ -157,6 +157,6 @@ def test_a_fork_takes_locks_of_its_own(tmp_path: Path) -> None:
     child = os.fork()
     if child == 0:
         own = store.lock_save(SAVE)
-        os._exit(0 if own.is_held and not parents.is_held else 1)
+        os._exit(0 if own.is_locked and not parents.is_locked else 1)
     assert os.waitpid(child, 0)[1] == 0
     parents.release()

@@ -124,7 +124,7 @@ def test_a_manager_overlaps_both_tiers(tmp_path: Path) -> None:
     options = {"overlap": True}
     with (
         TemporaryDirectory(dir="/dev/shm") as memory,
-        CheckpointManager(tmp_path, copies=1, memory=memory, spill_every=1, writer_options=options) as manager,
+        CheckpointManager(tmp_path, copies=1, memory=memory, disk_every=1, writer_options=options) as manager,
     ):
         for step in (1, 2):
             keep_gpu_busy(BUSY_CYCLES // 4)

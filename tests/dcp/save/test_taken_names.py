@@ -192,7 +192,7 @@ def test_a_process_that_has_loaded_a_run_replaces_its_checkpoints_in_silence(tmp
 
 @pytest.mark.parametrize(("first", "second"), [("step-1/ema", "step-1"), ("step-1", "step-1/ema")])
 def test_one_checkpoint_may_lie_in_the_directory_of_another(tmp_path: Path, first: str, second: str) -> None:
-    """In either order; each is saved over and read for itself."""
+    """In either order; each is overwritten and read for itself."""
     save(tmp_path, first, 1.0)
     save(tmp_path, second, 2.0)
     assert [loaded(tmp_path, first), loaded(tmp_path, second)] == [1.0, 2.0]

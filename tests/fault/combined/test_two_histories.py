@@ -23,7 +23,7 @@ from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.inventory import Holding, saves_found
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
 from replicated_ckpt.core.upkeep.policy import NODES, Policy
-from replicated_ckpt.stores.files.locks import HeldLock
+from replicated_ckpt.stores.files.locks import DescriptorLock
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.testing.shard_files import table_of
 from tests.agent.agents import RunningAgent, peers_of, running_agent, wait_for
@@ -111,7 +111,7 @@ class Save:
         self.save_id = f"{number:032x}"
         self.path = f"/v1/saves/{self.save_id}"
         self.members = sorted({node for held in holders.values() for node in held})
-        self.lock: HeldLock | None = None
+        self.lock: DescriptorLock | None = None
         stores = [nodes.store(index) for index in self.members]
         self.number = next_file_number(stores, checkpoint_id)
         contents = {self.shard(rank): os.urandom(300_000) for rank in holders}
@@ -399,9 +399,9 @@ def test_the_lock_of_a_dead_coordinator_is_free(nodes: Nodes) -> None:
     save = Save(nodes, 1, {0: (0,)})
     save.open()
     save.hold()
-    assert nodes.store(0).is_held(save.save_id)
+    assert nodes.store(0).is_locked(save.save_id)
     save.end()
-    assert not nodes.store(0).is_held(save.save_id)
+    assert not nodes.store(0).is_locked(save.save_id)
     with nodes.store(0).intent_path(save.save_id).open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     assert json.loads(nodes.store(0).intent_path(save.save_id).read_text())["coordinator"]

@@ -22,7 +22,7 @@ from replicated_ckpt.core.upkeep.repair import Presence
 from replicated_ckpt.errors import StoreDenied, StoreUnavailable
 from replicated_ckpt.stores.peer.client import AgentAddress
 from tests.agent.agents import RunningAgent, running_agent, wait_for
-from tests.agent.door.test_tls import certificate
+from tests.agent.http.test_tls import certificate
 from tests.fault.hostile.test_hostile_peers import answering
 from tests.fault.hostile.test_peers_token import QUIET, book, said_of, spoken
 from tests.stopwatch import Stopwatch
@@ -252,5 +252,5 @@ def test_a_peer_that_only_gives_signs_of_life_holds_up_no_round(
     peers = PeerBook(tmp_path)
     with running_agent(tmp_path / "a", *QUIET) as agent, answering(beat_forever) as liar:
         peers.learn([agent.endpoint.address(), liar])
-        seen = {view.node_id: view.presence for view in watch.PeerWatch(peers, watch.Patience()).look()}
+        seen = {view.node_id: view.presence for view in watch.PeerWatch(peers, watch.SilenceTimeouts()).look()}
     assert seen == {agent.endpoint.node_id: Presence.UP, liar.node_id: Presence.ASSUMED}

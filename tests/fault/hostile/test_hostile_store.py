@@ -22,9 +22,9 @@ from replicated_ckpt.stores.bucket_client.directory import DirectoryClient
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.inspection import Inspector
-from replicated_ckpt.stores.local.remains import RemainsReader
 from replicated_ckpt.stores.local.shard_file import ShardFile
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.local.unclaimed import UnclaimedFilesReader
 from replicated_ckpt.stores.local.unmanaged import UncheckedItems, UnmanagedDirectory, UnmanagedFileShard
 from replicated_ckpt.stores.peer.answer import file_path
 from replicated_ckpt.stores.verified import Expected, VerifiedShard
@@ -81,7 +81,7 @@ def test_one_file_does_not_stop_the_looks(store: LocalStore, way: str, place: st
     fresh, node = LocalStore(store.root), store.node_id()
     held = {holding.checkpoint_id for holding in fresh.catalog.holdings(node)}
     assert "step-2" in held
-    RemainsReader(fresh, node).find()
+    UnclaimedFilesReader(fresh, node).find()
     UnmanagedDirectory(fresh.root).holdings(node)
     fresh.list_staged()
     assert not fresh.is_decided("c" * 32)

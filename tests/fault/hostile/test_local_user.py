@@ -131,9 +131,9 @@ def test_a_rank_of_root_writes_itself_where_the_agent_is_another_users(
     """Its memory is not given to another user's agent: the asynchronous save succeeds, and a line of the log says why."""
     root = scratch / "root"
     with running_agent(root, "--idle-exit-s", "60"), socket.socket(socket.AF_UNIX) as theirs:
-        door = root / ".agent" / SOCKET_NAME
-        door.unlink()
-        theirs.bind(str(door))
+        unix_socket = root / ".agent" / SOCKET_NAME
+        unix_socket.unlink()
+        theirs.bind(str(unix_socket))
         os.seteuid(NOBODY)
         theirs.listen()
         os.seteuid(0)

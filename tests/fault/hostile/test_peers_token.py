@@ -14,7 +14,7 @@ import pytest
 from replicated_ckpt.agent.peers import manifests
 from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.agent.peers.manifests import ManifestBook
-from replicated_ckpt.agent.peers.watch import HOLDINGS_MAX, ask_holdings, parse_held
+from replicated_ckpt.agent.peers.watch import HOLDINGS_MAX, ask_holdings, parse_node_holdings
 from replicated_ckpt.agent.requests.request import CHECKS_MAX, Checks, Request
 from replicated_ckpt.agent.saves.pins import PINS_MAX, Pins
 from replicated_ckpt.agent.saves.service import NodeService
@@ -472,6 +472,6 @@ def test_a_node_that_lists_too_many_checkpoints_is_not_believed(agent: RunningAg
     """A plan weighs each of them, on every node."""
     address = agent.endpoint.address()
     one = Holding(address.node_id, "step-1", SAVE, 1, has_metadata=True).to_json()
-    assert len(parse_held({"holdings": [one] * 10}, address).holdings) == 10
+    assert len(parse_node_holdings({"holdings": [one] * 10}, address).holdings) == 10
     with pytest.raises(PeerProtocolError, match="listed its holdings wrongly"):
-        parse_held({"holdings": [one] * (HOLDINGS_MAX + 1)}, address)
+        parse_node_holdings({"holdings": [one] * (HOLDINGS_MAX + 1)}, address)

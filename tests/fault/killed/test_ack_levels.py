@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from replicated_ckpt import failpoints
-from tests.fault.killed.test_hand_over import AGENTS_STAY_S, FILES, KINDS, seed
+from tests.fault.killed.test_submitted_saves import AGENTS_STAY_S, FILES, KINDS, seed
 from tests.harness.cluster import Cluster, call
 from tests.marks import mark_long
 

@@ -66,7 +66,7 @@ class Case:
         return {failpoints.ENV: ",".join(points)}
 
 
-HANDED_OVER = {"rank.handing-over", "rank.handed-over", "agent.handed-over", "agent.writing", "coordinator.handed-over"}
+HANDED_OVER = {"rank.handing-over", "rank.submitted", "agent.submitted", "agent.writing", "coordinator.submitted"}
 HANDED_OVER |= {"agent.finishing", "agent.decided", "agent.finished"}
 RANKS = ["rank0", "rank1"]
 AGENTS = ["agent0", "agent1"]
@@ -282,7 +282,7 @@ def test_every_failpoint_has_its_kill() -> None:
     design = (Path(__file__).resolve().parents[3] / "docs" / "failpoints.md").read_text()
     elsewhere = {"retire.gone"}  # tests/agent/repair/test_retention.py
     elsewhere |= {"retire.recycled", "store.recycled"}  # tests/stores/local/test_recycled.py
-    elsewhere |= HANDED_OVER  # tests/fault/killed/test_hand_over.py
+    elsewhere |= HANDED_OVER  # tests/fault/killed/test_submitted_saves.py
     killed_at = {case.point for case in NEW_ID + SAME_ID} | elsewhere
     assert killed_at == {name for name in failpoints.POINTS if not is_of_upload(name)}
     assert [name for name in failpoints.POINTS if f"| `{name}` |" not in design] == []

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from replicated_ckpt import failpoints
-from replicated_ckpt.agent.peers.watch import Patience
+from replicated_ckpt.agent.peers.watch import SilenceTimeouts
 from replicated_ckpt.dcp.memory.root import measure_memory
 from replicated_ckpt.stores.local.store import LocalStore
 from tests.damage import flip
@@ -22,10 +22,10 @@ from tests.marks import mark_long
 from tests.steps.memory import UNSAVED
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(300)]
-SPILL_EVERY = 3
+DISK_EVERY = 3
 RETAINED_WITHIN_S = 60.0
 AGENTS_STAY_S = 120.0
-LOST_AFTER_S = Patience().lost_after_s
+LOST_AFTER_S = SilenceTimeouts().lost_after_s
 
 
 @pytest.fixture
@@ -53,17 +53,17 @@ def disks_of(cluster: Cluster) -> list[Node]:
     return cluster.nodes[:2]
 
 
-def train_and_die(cluster: Cluster, last: int, first: int = 1, spill_every: int = SPILL_EVERY, **options: Any) -> None:
+def train_and_die(cluster: Cluster, last: int, first: int = 1, disk_every: int = DISK_EVERY, **options: Any) -> None:
     """Each step is in the buddy's memory before the next; after the last one every trainer is killed."""
     steps = list(range(first, last + 1))
-    train = call("memory.train", steps=steps, spill_every=spill_every, die_after=last, **options)
+    train = call("memory.train", steps=steps, disk_every=disk_every, die_after=last, **options)
     attempt = cluster.attempt([train], nodes=[0, 1], grace_s=30.0)
     assert attempt.codes == [-signal.SIGKILL] * 2, attempt
 
 
 def restore(cluster: Cluster, nodes: tuple[int, ...] = (0, 1), **arguments: Any) -> list[dict[str, Any]]:
     """What each rank of a new job finds."""
-    found = cluster.launch([call("memory.restore", spill_every=SPILL_EVERY, **arguments)], nodes=nodes)
+    found = cluster.launch([call("memory.restore", disk_every=DISK_EVERY, **arguments)], nodes=nodes)
     return found.of(0)
 
 
@@ -98,7 +98,7 @@ def test_memory_of_the_only_node_left_does_not_fill(cluster: Cluster) -> None:
     """Its checkpoints have one copy where two are wanted: older ones go while the lost node is still waited for."""
     train_and_die(cluster, 2)
     lose_node(cluster, 1)
-    cluster.launch([call("memory.train", steps=list(range(3, 9)), spill_every=100)], nodes=[0])
+    cluster.launch([call("memory.train", steps=list(range(3, 9)), disk_every=100)], nodes=[0])
     await_checkpoints(tiers_of(cluster)[:1], {"step-7", "step-8"}, LOST_AFTER_S / 2)
 
 
@@ -125,8 +125,8 @@ def test_a_spill_in_which_all_trainers_are_killed_is_made_by_the_next_job(cluste
     """Memory has the third step and the disks do not: they get the fourth, and not the sixth as the next one."""
     train_and_die(cluster, 2)
     for disk in disks_of(cluster):
-        disk.environment[failpoints.ENV] = "rank.presented=kill@2"  # memory first, then the disk
-    train = call("memory.train", steps=[3], spill_every=SPILL_EVERY)
+        disk.environment[failpoints.ENV] = "rank.registered=kill@2"  # memory first, then the disk
+    train = call("memory.train", steps=[3], disk_every=DISK_EVERY)
     attempt = cluster.attempt([train], nodes=[0, 1], grace_s=30.0)
     assert -signal.SIGKILL in attempt.codes, attempt  # the other rank may have met that first
     for disk in disks_of(cluster):
@@ -138,11 +138,11 @@ def test_a_spill_in_which_all_trainers_are_killed_is_made_by_the_next_job(cluste
 
 def test_a_first_save_goes_on_with_the_run_that_another_node_holds(cluster: Cluster) -> None:
     """Rank 0's node is blank, all memory is gone, and what the other disk holds is not whole: the look fails."""
-    train_and_die(cluster, 2, spill_every=1, copies=1)
+    train_and_die(cluster, 2, disk_every=1, copies=1)
     lose_node(cluster, 0)
     tiers_of(cluster)[1].lose()
     before = LocalStore(disks_of(cluster)[1].root).catalog.manifest("step-2").version
-    cluster.launch([call("memory.train_whatever", steps=[3], spill_every=1)], nodes=[0, 1])
+    cluster.launch([call("memory.train_whatever", steps=[3], disk_every=1)], nodes=[0, 1])
     for node in cluster.nodes:
         found = LocalStore(node.root).catalog.manifest("step-3").version
         assert (found.lineage, found.sequence) == (before.lineage, before.sequence + 1)
@@ -192,7 +192,7 @@ def test_deleting_a_step_removes_it_from_both_tiers(cluster: Cluster) -> None:
     """It is in neither afterwards, and a second call finds none."""
     train_and_die(cluster, 4)
     await_checkpoints(tiers_of(cluster), {"step-3", "step-4"})
-    deleted = cluster.launch([call("memory.delete", spill_every=SPILL_EVERY, wanted=3)], nodes=[0, 1])
+    deleted = cluster.launch([call("memory.delete", disk_every=DISK_EVERY, wanted=3)], nodes=[0, 1])
     assert deleted.agreed(0) == [True, False, 4]
     for node in cluster.nodes:
         assert "step-3" not in node.checkpoints()
@@ -202,7 +202,7 @@ def test_what_does_not_fit_is_refused_before_it_is_taken(cluster: Cluster) -> No
     """Every rank hears how much is missing on which node; nothing is written, and the steps before stand."""
     train_and_die(cluster, 2)
     numbers = measure_memory(tiers_of(cluster)[0].root) // 4 // 3  # one save fits, three do not by far
-    refuse = call("memory.refuse", spill_every=SPILL_EVERY, number=3, numbers=numbers)
+    refuse = call("memory.refuse", disk_every=DISK_EVERY, number=3, numbers=numbers)
     results = cluster.launch([refuse], nodes=[0, 1])
     for said, *left in results.of(0):
         assert "MemoryTierShort" in said
@@ -217,7 +217,7 @@ def test_a_node_lost_at_any_moment_costs_one_step_at_most(cluster: Cluster, seed
     """A node's trainer and agents are killed while saves go on: what the survivor saw acknowledged is there, or newer."""
     lost = seed % 2
     delay_s = Random(seed).uniform(0.0, 3.0)
-    train = call("memory.train_on", spill_every=SPILL_EVERY, node=lost, delay_s=delay_s)
+    train = call("memory.train_on", disk_every=DISK_EVERY, node=lost, delay_s=delay_s)
     attempt = cluster.attempt([train], nodes=[0, 1], grace_s=30.0)
     assert -signal.SIGKILL in attempt.codes, attempt
     lose_node(cluster, lost)
@@ -233,7 +233,7 @@ def test_no_acknowledged_step_is_lost_however_often_all_trainers_are_killed(clus
     """At random moments of saves that agents complete: each new job restores what was acknowledged, or a newer step."""
     draw = Random(kills)
     for _ in range(kills):
-        train = call("memory.train_until_killed", spill_every=SPILL_EVERY, delay_s=draw.uniform(0.1, 2.0))
+        train = call("memory.train_until_killed", disk_every=DISK_EVERY, delay_s=draw.uniform(0.1, 2.0))
         attempt = cluster.attempt([train], nodes=[0, 1], grace_s=30.0)
         assert -signal.SIGKILL in attempt.codes, attempt  # the other rank may have met that first
         assert not any("AssertionError" in failure for failure in attempt.failures), attempt

@@ -9,7 +9,7 @@ from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.saves.settle import settle
 from replicated_ckpt.core.integrity.checksum import crc32c
-from replicated_ckpt.core.layout import is_checkpoint_file, kept_metadata_name, replaced_name
+from replicated_ckpt.core.layout import is_checkpoint_file, replaced_name, version_metadata_name
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.errors import ObjectCorrupt, ObjectMissing
 from replicated_ckpt.stores import verified
@@ -20,7 +20,7 @@ from replicated_ckpt.stores.verified import Expected
 from tests.fault.power_loss.replay import Promises
 from tests.fault.power_loss.scenarios import CHECKPOINT, LAST, no_mark, receive_copy, save, shard_data, shard_file
 
-_NAMES_OF_REPLACED = (replaced_name, kept_metadata_name)
+_NAMES_OF_REPLACED = (replaced_name, version_metadata_name)
 OTHER_PID = 4_000_000
 """The process that starts after the power loss has another pid than the one that was lost."""
 
@@ -31,7 +31,7 @@ def restart(store: LocalStore) -> NodeService:
         service = NodeService(store)
         service.recover()
         store.tidy(is_alone=True)
-        settle(service, service.leftovers(), ())
+        settle(service, service.list_stale_saves(), ())
     return service
 
 

@@ -21,7 +21,7 @@ from replicated_ckpt.agent.requests.body import Body
 from replicated_ckpt.agent.saves.receive import receive_file
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.core.integrity.checksum import crc32c
-from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, kept_metadata_name, replaced_name
+from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, replaced_name, version_metadata_name
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
 from replicated_ckpt.stores.any_source import AnySource, Source
 from replicated_ckpt.stores.files.direct import PAGE_BYTES
@@ -323,7 +323,7 @@ def replaced(store: LocalStore) -> None:
     committed(store)
     directory = store.final(CHECKPOINT)
     (directory / MANIFEST_NAME).rename(directory / replaced_name(OLD))
-    (directory / METADATA_NAME).rename(directory / kept_metadata_name(OLD))
+    (directory / METADATA_NAME).rename(directory / version_metadata_name(OLD))
 
 
 def taken_over(store: LocalStore, mark: Marker) -> None:
@@ -332,7 +332,7 @@ def taken_over(store: LocalStore, mark: Marker) -> None:
         mark(f"durable {shard}", OLD)
     mark(f"checkpoint {CHECKPOINT}", None, OLD)
     mark("node", store.node_id())
-    store.begin(Intent(OLD, CHECKPOINT, "repair", overwrite=True), replaces_others=False)
+    store.begin(Intent(OLD, CHECKPOINT, "repair", overwrite=True), replaces_other_runs=False)
     store.put_small(OLD, ".metadata", metadata_of(OLD))
     store.put_small(OLD, ".manifest.json", manifest_of(store.node_id(), OLD, CHECKPOINT).encode())
     store.commit(OLD)

@@ -192,7 +192,7 @@ def test_each_fsync_of_a_save_is_needed_or_known_not_to_be(base: Path, memory: P
 def test_giving_up_before_the_decision_is_gone_durably_is_found(
     base: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A save that is given up would come back in part, decided and without its shards."""
+    """A save that is aborted would come back in part, decided and without its shards."""
     monkeypatch.setattr(local, "fsync_directory", lambda path: None)
     log = recorded(SCENARIOS["abort after the decision"], base).log
     assert any("distcp" in finding for finding in Judge(memory).findings(crash_states(log)))

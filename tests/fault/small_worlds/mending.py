@@ -12,7 +12,7 @@ Runs = tuple[str, str]
 """The lineage of each version."""
 ONE_RUN: Runs = ("11" * 8, "11" * 8)
 TWO_RUNS: Runs = ("22" * 8, "11" * 8)
-"""The new version was saved over another run's, on the nodes where it was opened."""
+"""The new version was overwritten another run's, on the nodes where it was opened."""
 SHARD_BYTES = 100
 PUBLISHED = (3, 4)
 """Places of a version whose holdings are listed: it has its name, or had it and is set aside."""

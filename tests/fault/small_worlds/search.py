@@ -9,7 +9,7 @@ from tests.fault.small_worlds.world import NEW, OLD, Node, Place, State, World
 
 HEALING_ROUNDS = 12
 _CameBy = dict[State, tuple[State, str] | None]
-LOST = Node(is_up=False, is_held=False, places=(Place.NONE, Place.NONE), shards=(0, 0))
+LOST = Node(is_up=False, is_locked=False, places=(Place.NONE, Place.NONE), shards=(0, 0))
 
 
 @dataclass
@@ -76,7 +76,7 @@ class Search:
         """What a step must not do. `changed` are the nodes that it changes, before and after."""
         away = self.world.away
         if away is not None and after.nodes[away].places[OLD] is not Place.NAMED:
-            return "I3a: another run's version loses its name where it was not saved over"
+            return "I3a: another run's version loses its name where it was not overwritten"
         for was, now in changed:
             if was.places == now.places:
                 continue
@@ -115,7 +115,7 @@ class Search:
         """All agents but that of a lost node run, all ranks are gone, and each node settles and protects until nothing
         changes."""
         nodes = tuple(
-            LOST if index == lost else node._replace(is_up=True, is_held=False, heard=())
+            LOST if index == lost else node._replace(is_up=True, is_locked=False, heard=())
             for index, node in enumerate(state.nodes)
         )
         key = (nodes, state.is_given_up, lost)
@@ -145,7 +145,7 @@ def can_be_published(state: State) -> bool:
     if any(node.places[NEW] in (Place.DECIDED, Place.NAMED, Place.REPLACED) for node in state.nodes):
         return True
     first = state.nodes[0]
-    return not state.is_over and not state.told and first.is_held and first.places[NEW] is Place.STAGED
+    return not state.is_over and not state.told and first.is_locked and first.places[NEW] is Place.STAGED
 
 
 def _is_dropped(was: Node, now: Node, version: int) -> bool:

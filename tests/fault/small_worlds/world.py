@@ -29,14 +29,14 @@ class Place(IntEnum):
 
 
 class Node(NamedTuple):
-    """One node. `is_held`: a rank there holds the lock of the new save. `places` and `shards` (bits) are by version.
+    """One node. `is_locked`: a rank there holds the lock of the new save. `places` and `shards` (bits) are by version.
 
     `heard` are the answers of the others so far, while this node settles the new save; `opened`: it adopts the old one,
     has it staged with its decision, and has not published it.
     """
 
     is_up: bool
-    is_held: bool
+    is_locked: bool
     places: tuple[Place, Place]
     shards: tuple[int, int]
     heard: tuple[tuple[int, Answer], ...] = ()
@@ -137,17 +137,17 @@ class World:
                 yield from self._background(state, index)
             else:
                 yield f"agent of {index} starts", self._started(state, index)
-            if node.is_held:
-                yield f"rank of {index} dies", self.with_node(state, index, node._replace(is_held=False))
+            if node.is_locked:
+                yield f"rank of {index} dies", self.with_node(state, index, node._replace(is_locked=False))
 
     def disasters(self, state: State) -> Iterator[Step]:
         """Next states that no rule can help: what was on a disk is not there any more.
 
         Meanwhile each question that was under way is over: it waits for seconds.
         """
-        if self.may_go_back and not state.nodes[0].is_up and not state.nodes[0].is_held:
+        if self.may_go_back and not state.nodes[0].is_up and not state.nodes[0].is_locked:
             shards = (self.layout.placed[0], 0)
-            back = Node(is_up=False, is_held=False, places=(Place.NAMED, Place.NONE), shards=shards)
+            back = Node(is_up=False, is_locked=False, places=(Place.NAMED, Place.NONE), shards=shards)
             others = tuple(node._replace(heard=()) for node in state.nodes[1:])
             yield "disk of 0 is put back", state._replace(nodes=(back, *others), is_given_up=False)
 
@@ -157,7 +157,7 @@ class World:
     # The coordinator ---------------------------------------------------------------------------------------------
 
     def _coordinator(self, state: State) -> Iterator[Step]:
-        if state.is_over or not state.nodes[0].is_held:
+        if state.is_over or not state.nodes[0].is_locked:
             return
         if not state.told:
             first = state.nodes[0]
@@ -199,7 +199,7 @@ class World:
         for index, known in enumerate(state.told):
             if known == PUBLISHED:
                 seen |= self.layout.placed[index]
-        state = self.with_node(state, 0, state.nodes[0]._replace(is_held=False))
+        state = self.with_node(state, 0, state.nodes[0]._replace(is_locked=False))
         return state._replace(is_over=True, is_acknowledged=seen == self.layout.whole, told=())
 
     # A node ------------------------------------------------------------------------------------------------------
@@ -267,12 +267,12 @@ class World:
     def _asked(self, state: State, index: int, other: int) -> State:
         state = self._published(state, other, NEW) or state
         answer, node = self._answer(state.nodes[other]), state.nodes[other]
-        if answer is Answer.STAGED and node.is_held:
+        if answer is Answer.STAGED and node.is_locked:
             answer = Answer.WORKING
         elif answer is Answer.STAGED and other == 0 and self.rules.gives_up_when_asked():
-            state, answer = self._dropped(state, other, NEW), Answer.GIVEN_UP
+            state, answer = self._dropped(state, other, NEW), Answer.ABORTED
         elif answer is Answer.ABSENT and other == 0 and state.is_given_up and self.rules.gives_up_when_asked():
-            answer = Answer.GIVEN_UP
+            answer = Answer.ABORTED
         heard = tuple(sorted({**dict(state.nodes[index].heard), other: answer}.items()))
         return self.with_node(state, index, state.nodes[index]._replace(heard=heard))
 
@@ -289,7 +289,7 @@ class World:
     def _acted(self, state: State, index: int) -> State:
         node = state.nodes[index]
         answers = dict(node.heard)
-        fate = self.rules.settle(index, self.count, is_worked_on=node.is_held, answers=answers)
+        fate = self.rules.settle(index, self.count, is_worked_on=node.is_locked, answers=answers)
         if fate is Fate.COMPLETE:
             decided = node._replace(places=(node.places[OLD], Place.DECIDED), heard=())
             state = self.with_node(state, index, decided)

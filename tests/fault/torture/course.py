@@ -12,8 +12,8 @@ from replicated_ckpt.errors import (
     CheckpointAmbiguous,
     CheckpointNotFound,
     ManifestInvalid,
-    MeetingFailed,
     MetadataUnsafe,
+    RendezvousFailed,
     ReplicatedCkptError,
     ShardLost,
 )
@@ -221,24 +221,24 @@ class Course:
     def saved(self, job: Any, attempt: Attempt, *, overwrite: bool) -> Saved:
         """How a save ended; the oracle knows it from that moment on."""
         if self.hands_over:
-            self.cluster.handed.expect()
+            self.cluster.submitted.expect()
         saved: Saved = job.save(attempt.checkpoint_id, attempt.number, overwrite=overwrite, hands_over=self.hands_over)
         if self.hands_over:
-            saved = self.end_handed(job, attempt, saved)
+            saved = self.end_submitted(job, attempt, saved)
         self.oracle.end(attempt, is_acknowledged=saved.error is None)
         return saved
 
-    def end_handed(self, job: Any, attempt: Attempt, saved: Saved) -> Saved:
+    def end_submitted(self, job: Any, attempt: Attempt, saved: Saved) -> Saved:
         """Agents, and the ranks that live, do what is left of a save that was handed over; how it ended then.
 
         If all that happened is that every trainer was killed, it is completed from the moment that the coordinator's agent
         had the outline; before that, nothing is left of it.
         """
-        self.cluster.handed.finish()
+        self.cluster.submitted.finish()
         error = saved.error
         if job.is_dead:  # a rank that is killed takes the job along
             job.end()
-            self.cluster.handed.finish()
+            self.cluster.submitted.finish()
         if self.trainers_alone_die and job.is_dead:
             error = self._judge_orphan(job, attempt, error)
         rank_is_there = not job.is_dead  # else the only memory with the shard went with its agent
@@ -251,7 +251,7 @@ class Course:
     def _judge_orphan(self, job: Any, attempt: Attempt, error: BaseException | None) -> BaseException | None:
         """What became of a save of which every trainer was killed, and nothing else: None if it is whole."""
         self.oracle.look()
-        had_outline = self.cluster.handed.had_outline()
+        had_outline = self.cluster.submitted.had_outline()
         had_outline = bool(attempt.parts) if had_outline is None else had_outline
         self.say(
             f"all trainers were killed, attempt {attempt.number} is to be {'completed' if had_outline else 'gone'}"
@@ -312,7 +312,7 @@ class Course:
         except (ShardLost, CheckpointNotFound, MetadataUnsafe, ManifestInvalid, CheckpointAmbiguous) as exc:
             self.say(f"load {checkpoint_id} on nodes {list(group)}: {type(exc).__name__}: {exc.message}")
             return None
-        except MeetingFailed as exc:
+        except RendezvousFailed as exc:
             raise Violation(f"a load did not end: {exc}") from exc
         attempts = {attempt for attempt, _ in loaded}
         where = " or the bucket" if with_bucket else ""

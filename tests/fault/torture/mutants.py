@@ -26,10 +26,10 @@ from replicated_ckpt.core.protocol.settlement import Answer, Fate, Settlement
 from replicated_ckpt.core.upkeep import repair, retention
 from replicated_ckpt.core.upkeep.policy import Policy, scope_of
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
-from replicated_ckpt.dcp.hand_over import follower
 from replicated_ckpt.dcp.load.shard_reader import ShardReader
+from replicated_ckpt.dcp.submit import follower
 from replicated_ckpt.stores import verified
-from replicated_ckpt.stores.files.locks import HeldLock
+from replicated_ckpt.stores.files.locks import DescriptorLock
 from replicated_ckpt.stores.local.directories.journal import End, Journal
 from replicated_ckpt.stores.peer.copy import PeerSink
 from tests.fault.torture.course import Course
@@ -102,7 +102,7 @@ def an_assumption_makes_others_give_way() -> Iterator[None]:
         whole: dict[str, tuple[Version, ...]] = {}
         for save in saves_found(holding for node in there for holding in node.holdings or ()):
             manifest = manifests.get(save.save_id)
-            if manifest is not None and see_save(save, manifest, up, unsure, remains=()).may_be_whole:
+            if manifest is not None and see_save(save, manifest, up, unsure, unclaimed=()).may_be_whole:
                 whole[save.checkpoint_id] = (*whole.get(save.checkpoint_id, ()), manifest.version)
         return whole
 
@@ -152,8 +152,8 @@ def an_agent_finishes_without_holding_the_save() -> Iterator[None]:
         with mock.patch.object(self._store, "lock_save", side_effect=open_nothing):
             return real(self, outline)
 
-    def open_nothing(_: str) -> HeldLock:
-        return HeldLock(os.open(os.devnull, os.O_RDONLY))
+    def open_nothing(_: str) -> DescriptorLock:
+        return DescriptorLock(os.open(os.devnull, os.O_RDONLY))
 
     real = Finisher.begin
     with mock.patch.object(Finisher, "begin", begin):
@@ -161,19 +161,19 @@ def an_agent_finishes_without_holding_the_save() -> Iterator[None]:
 
 
 @contextmanager
-def what_dead_ranks_handed_over_is_dropped() -> Iterator[None]:
+def what_dead_ranks_submitted_is_dropped() -> Iterator[None]:
     """An agent whose ranks are gone removes its part of the save, and asks nobody."""
 
-    def drop(service: Any, leftovers: Sequence[Any], _: object) -> None:
-        for leftover in leftovers:
-            service.abort(leftover.intent.save_id, leftover.why, unless_decided=True)
+    def drop(service: Any, stale_saves: Sequence[Any], _: object) -> None:
+        for stale_save in stale_saves:
+            service.abort(stale_save.intent.save_id, stale_save.why, unless_decided=True)
 
     with mock.patch.object(settle, "settle", drop):
         yield
 
 
 @contextmanager
-def memory_is_handed_over_once() -> Iterator[None]:
+def memory_is_submitted_once() -> Iterator[None]:
     """A rank whose agent dies with its shard does not hand it over again."""
     with mock.patch.object(follower, "_TRIES", 1):
         yield
@@ -223,7 +223,7 @@ def a_coordinator_that_knows_nothing_has_given_up() -> Iterator[None]:
 
     def ask(*arguments: Any) -> Answer:
         answer = real(*arguments)
-        return Answer.GIVEN_UP if answer is Answer.ABSENT else answer
+        return Answer.ABORTED if answer is Answer.ABSENT else answer
 
     real = settle._ask
     with mock.patch.object(settle, "_ask", ask):
@@ -258,8 +258,8 @@ MUTANTS = [
     Mutant(only_the_first_source_is_asked, 1007),
     Mutant(re_protection_only_says_so, 1016),
     Mutant(an_agent_finishes_without_holding_the_save, 1010),
-    Mutant(what_dead_ranks_handed_over_is_dropped, 1006),
-    Mutant(memory_is_handed_over_once, 1005),
+    Mutant(what_dead_ranks_submitted_is_dropped, 1006),
+    Mutant(memory_is_submitted_once, 1005),
     Mutant(a_prepared_node_decides_alone, SEED, "D1", one_pair_comes_back_first),
     Mutant(an_assumption_makes_others_give_way, SEED, "D2", a_copy_is_assumed),
     Mutant(retention_counts_other_runs, 1010, "D3"),

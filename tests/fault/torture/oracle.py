@@ -237,12 +237,12 @@ class Oracle:
         has_stocks_order = sum(found.is_stock for found in self.attempts) > 1
         return len(set(saved)) == len(saved) and len({lineage for lineage, _ in saved}) < 2 and not has_stocks_order
 
-    def rival_ids(self) -> set[str]:
+    def conflicting_ids(self) -> set[str]:
         """Checkpoints of which saves of several lineages have the name on disks: each keeps its nodes."""
         named = [found for found in self.attempts if found.published_by_part.get(MANIFEST)]
-        return {one.checkpoint_id for one in named if self.has_rival(one)}
+        return {one.checkpoint_id for one in named if self.has_conflicting_run(one)}
 
-    def has_rival(self, attempt: Attempt) -> bool:
+    def has_conflicting_run(self, attempt: Attempt) -> bool:
         """Whether a save of another lineage has the name: they have no order."""
         return any(
             other.published_by_part.get(MANIFEST) and other.lineage != attempt.lineage
@@ -280,18 +280,18 @@ class Oracle:
         """What may be found under an id: acknowledged last, or later, or at the same time."""
         return [attempt for attempt in self.of_id(checkpoint_id) if not self.is_superseded(attempt)]
 
-    def standing(self, checkpoint_id: str) -> list[Attempt]:
+    def surviving(self, checkpoint_id: str) -> list[Attempt]:
         """Those of them of which one must be found: acknowledged, or published so far that they took its place."""
         return [found for found in self.current(checkpoint_id) if found.is_acknowledged or found.was_whole]
 
     def is_kept(self, checkpoint_id: str) -> bool:
         """Whether the policy keeps a checkpoint, however many of the later saves that failed it may have counted."""
-        acknowledged = [found for found in self.standing(checkpoint_id) if found.is_acknowledged]
+        acknowledged = [found for found in self.surviving(checkpoint_id) if found.is_acknowledged]
         if self._keep_last is None or not acknowledged:
             return bool(acknowledged)
         last = acknowledged[-1]
-        over = [found for found in self.standing(checkpoint_id) if found.run == MAIN and last.number in found.saw]
-        if last.run != MAIN and over:  # it was saved over, and goes with what took its place
+        over = [found for found in self.surviving(checkpoint_id) if found.run == MAIN and last.number in found.saw]
+        if last.run != MAIN and over:  # it was overwritten, and goes with what took its place
             last = over[-1]
         ours = [attempt for attempt in self.attempts if attempt.run == MAIN and attempt.parts]
         may_be = [one for one in self.attempts if one.run == MAIN and one.is_blind and not one.parts]
@@ -311,20 +311,20 @@ class Oracle:
 
     def must_load(self, checkpoint_id: str, nodes: Collection[int] | None = None, *, with_bucket: bool = False) -> bool:
         """Whether a load by these nodes must find it now. None: in the end, when every disk is back and all had time."""
-        standing = self.standing(checkpoint_id)
+        surviving = self.surviving(checkpoint_id)
         if not self.is_kept(checkpoint_id) or any(attempt.ended is None for attempt in self.of_id(checkpoint_id)):
             return False
-        rivals = self._find_rivals(checkpoint_id, {attempt.lineage for attempt in standing})
+        conflicting_runs = self._find_conflicting_runs(checkpoint_id, {attempt.lineage for attempt in surviving})
         if (
-            rivals and self.find_left_by_people()
+            conflicting_runs and self.find_left_by_people()
         ):  # all that a node knew of its run may have been removed: it began anew
             return False
-        found = (*standing, *rivals)
+        found = (*surviving, *conflicting_runs)
         if any(attempt.is_spoilt or attempt.was_removed for attempt in found):
             return False
         return all(attempt.has_all_parts(nodes) or (with_bucket and attempt.is_in_bucket) for attempt in found)
 
-    def _find_rivals(self, checkpoint_id: str, lineages: Collection[str]) -> list[Attempt]:
+    def _find_conflicting_runs(self, checkpoint_id: str, lineages: Collection[str]) -> list[Attempt]:
         """Saves of other lineages that have the name on a node, whole or not: a load takes the newest lineage."""
         named = [found for found in self.current(checkpoint_id) if found.published_by_part.get(MANIFEST)]
         return [found for found in named if found.lineage not in lineages]
@@ -336,14 +336,14 @@ class Oracle:
         were cut off have saved an older one under a higher number.
         """
         acknowledged = [attempt for attempt in self.attempts if attempt.is_acknowledged and not attempt.is_stock]
-        standing = [attempt for attempt in acknowledged if not self.is_superseded(attempt)]
-        newest_first = sorted(standing, key=lambda found: found.began, reverse=True)
+        surviving = [attempt for attempt in acknowledged if not self.is_superseded(attempt)]
+        newest_first = sorted(surviving, key=lambda found: found.began, reverse=True)
         if not self._has_true_clocks and not self.has_one_order():
             return None
         for attempt in newest_first:
             if attempt.lineage != newest_first[0].lineage:
                 return None
-            if any(one.is_ahead_of(attempt) and one.began < attempt.began for one in standing):
+            if any(one.is_ahead_of(attempt) and one.began < attempt.began for one in surviving):
                 return None
             if self.must_load(attempt.checkpoint_id, nodes, with_bucket=with_bucket):
                 return attempt

@@ -158,10 +158,10 @@ class Schedule:
         course.oracle.look()
         ids, taken = [found for found in course.oracle.ids() if course.oracle.must_load(found)], set[str]()
         for checkpoint_id in ids:
-            standing = course.oracle.standing(checkpoint_id)
-            if not any(attempt.is_in_bucket for attempt in standing):
-                if not self._is_anothers(checkpoint_id, standing):
-                    raise Violation(f"{checkpoint_id} is not in the bucket: {standing}")
+            surviving = course.oracle.surviving(checkpoint_id)
+            if not any(attempt.is_in_bucket for attempt in surviving):
+                if not self._is_anothers(checkpoint_id, surviving):
+                    raise Violation(f"{checkpoint_id} is not in the bucket: {surviving}")
                 taken.add(checkpoint_id)
         for node in course.cluster.nodes:
             node.wipe()
@@ -170,8 +170,8 @@ class Schedule:
                 continue
             self._check_id([0, 1], checkpoint_id, with_bucket=True)
 
-    def _is_anothers(self, checkpoint_id: str, standing: Sequence[Attempt]) -> bool:
-        lineages = {attempt.lineage for attempt in standing}
+    def _is_anothers(self, checkpoint_id: str, surviving: Sequence[Attempt]) -> bool:
+        lineages = {attempt.lineage for attempt in surviving}
         others = (attempt for attempt in self.course.oracle.of_id(checkpoint_id) if attempt.lineage not in lineages)
         return any(attempt.is_in_bucket for attempt in others)
 
@@ -204,14 +204,18 @@ class Schedule:
             course.oracle.check_files({each.number for each in course.oracle.attempts if self._is_kept_for_loads(each)})
         course.oracle.check_stays_removed()
         if not is_done and is_mended:
-            self._check_rivals(audits)
+            self._check_conflicting_runs(audits)
         self._check_nothing_left(current, is_done=is_done, is_mended=is_mended)
 
     def _check_nothing_left(self, current: Sequence[Attempt], *, is_done: bool, is_mended: bool) -> None:
         oracle = self.course.oracle
         copied = self._find_published(is_done=is_done)
         unnamed = {found.save_id for found in oracle.attempts if found.readable_on and not self._is_left(found)}
-        named = [] if is_done else [found for found in oracle.attempts if found.readable_on and oracle.has_rival(found)]
+        named = (
+            []
+            if is_done
+            else [found for found in oracle.attempts if found.readable_on and oracle.has_conflicting_run(found)]
+        )
         lost_ids = {found.checkpoint_id for found in (*current, *named) if found.parts and not found.has_all_parts()}
         lost_ids |= oracle.find_left_by_people()
         lost = {found.save_id for found in oracle.attempts if found.checkpoint_id in lost_ids}
@@ -281,20 +285,20 @@ class Schedule:
         catalogs = [LocalStore(node.root).catalog for node in self.course.cluster.nodes]
         return {manifest.save_id for catalog in catalogs for _, manifest in catalog.committed()}
 
-    def _check_rivals(self, audits: Mapping[int, Audit]) -> None:
+    def _check_conflicting_runs(self, audits: Mapping[int, Audit]) -> None:
         """All that keeps re-protection from being done are two saves under one name, and `verify` says so, too.
 
         They are of two runs, or nobody can know any more of which run and time the older one is.
         """
-        rivals = self.course.oracle.rival_ids() | self.course.oracle.forgotten_ids()
-        rivals |= self.course.oracle.find_left_by_people() | self.course.oracle.alias_ids()
+        conflicting_runs = self.course.oracle.conflicting_ids() | self.course.oracle.forgotten_ids()
+        conflicting_runs |= self.course.oracle.find_left_by_people() | self.course.oracle.alias_ids()
         short = {short.checkpoint_id for audit in audits.values() for short in audit.plan.short}
         is_busy = any(audit.plan.actions for audit in audits.values())
-        if is_busy or not short or not short <= rivals:
+        if is_busy or not short or not short <= conflicting_runs:
             raise Violation(
-                f"nothing is damaged beyond repair, and re-protection is not done: {sorted(short - rivals)}"
+                f"nothing is damaged beyond repair, and re-protection is not done: {sorted(short - conflicting_runs)}"
             )
-        self.course.counts["rivals"] += 1
+        self.course.counts["conflicting_runs"] += 1
 
 
 def _staged_in(root: Path, waits: Collection[str]) -> list[Path]:

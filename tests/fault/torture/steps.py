@@ -17,9 +17,9 @@ AGENT_STEPS = "agent.", "commit.", "store.", "abort.", "restore.", "retire."
 AGENT_POINTS = sorted(name for name in POINTS if name.startswith(AGENT_STEPS))
 DECIDING_POINTS = ["coordinator.metadata-staged", "coordinator.decided", "coordinator.decided", "coordinator.published"]
 PUBLISHING_POINTS = sorted(name for name in POINTS if name.startswith(("agent.decision", "commit.")))
-RANK_HANDING_POINTS = ["rank.handing-over", "rank.handed-over", "rank.written", "rank.receipted"]
+RANK_HANDING_POINTS = ["rank.handing-over", "rank.submitted", "rank.written", "rank.receipted"]
 RANK_HANDING_POINTS += sorted(name for name in POINTS if name.startswith("coordinator."))
-AGENT_HANDING_POINTS = ["agent.handed-over", "agent.writing", "agent.finishing", "agent.decided", "agent.finished"]
+AGENT_HANDING_POINTS = ["agent.submitted", "agent.writing", "agent.finishing", "agent.decided", "agent.finished"]
 AGENT_HANDING_POINTS += ["store.shard-fsynced", "store.shard-named", "agent.receiving", "commit.named", "commit.done"]
 PAUSING_POINTS = ["coordinator.drawn", "coordinator.opened", "coordinator.placed", "rank.writing", "rank.written"]
 PAUSING_POINTS += ["store.opened", "store.shard-fsynced", "agent.receiving", "coordinator.decided", "commit.checked"]
@@ -77,7 +77,7 @@ def kill_with_a_shard(course: Course) -> None:
     job = course.current_job()
     if job is None:
         return
-    name, node = course.random.choice(["agent.handed-over", "agent.writing"]), course.random.choice(job.nodes)
+    name, node = course.random.choice(["agent.submitted", "agent.writing"]), course.random.choice(job.nodes)
     course.cluster.plan_kill(name, node, is_agent=True)
     course.disturbances += 1
     course.agent_alone_dies = course.are_all_up(job.nodes)

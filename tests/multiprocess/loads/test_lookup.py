@@ -46,7 +46,7 @@ def test_only_rank_0_tells_of_saved_entries_for_which_no_rank_asks(cluster_of: C
     ]
     results = cluster.launch(calls, nodes=[0, 1])
     [told], others, silent = results.warnings[0][1], results.warnings[1][1], [by[2] for by in results.warnings]
-    assert "leaves 2 of 4 saved entries unasked, under 'a.d' (1), 'e' (1)." in told
+    assert "leaves 2 of 4 saved entries, under 'a.d' (1), 'e' (1)." in told
     assert others == []
     assert silent == [[], []]
 

@@ -12,7 +12,7 @@ from tests.multiprocess.conftest import ClusterOf
 COUNT = 12  # MiB for each rank that saved
 SAVED = 2 * COUNT << 20
 EDGES = 2 * (256 << 10)  # of the two shards: what else is in the last blocks that are needed
-PATIENCE_S, UNTROUBLED_PATIENCE_S = 2.0, 10.0  # shorter than it is where a rank is waited for in vain
+STALL_TIMEOUT_S, UNTROUBLED_STALL_S = 2.0, 10.0  # shorter than it is where a rank is waited for in vain
 UNDISTURBED_S = 4.0  # that one rank reads, at most, on a busy machine
 
 
@@ -35,10 +35,10 @@ def loses_a_disk(cluster: Cluster) -> Cluster:
 
 
 def load(cluster: Cluster, trouble: str, at: int = 1, ranks: int = 3, **arguments: Any) -> list[dict[str, Any]]:
-    patience_s = PATIENCE_S if trouble else UNTROUBLED_PATIENCE_S
+    wait_s = STALL_TIMEOUT_S if trouble else UNTROUBLED_STALL_S
     step = call(
         "sharing.load_with_trouble",
-        checkpoint_id="step-1", count=COUNT, ranks=2, trouble=trouble, at=at, patience_s=patience_s, **arguments,
+        checkpoint_id="step-1", count=COUNT, ranks=2, trouble=trouble, at=at, wait_s=wait_s, **arguments,
     )  # fmt: skip
     return cluster.launch([step], nodes=[0, 1], ranks=[ranks, 1]).of(0)
 
@@ -70,12 +70,12 @@ def test_a_rank_that_stops_costs_the_others_one_time_out(slow_to_heal: Cluster) 
     first, stopped, third, _ = load(slow_to_heal, "stops")
     assert all(all(value["same"]) for value in (first, stopped, third))
     assert stopped["elapsed_s"] > max(first["elapsed_s"], third["elapsed_s"])
-    assert max(first["seconds"], third["seconds"]) < PATIENCE_S + max(UNDISTURBED_S, 4 * undisturbed_s)
+    assert max(first["seconds"], third["seconds"]) < STALL_TIMEOUT_S + max(UNDISTURBED_S, 4 * undisturbed_s)
     assert caches_of(slow_to_heal) == []
 
 
 @pytest.mark.fault
-@pytest.mark.parametrize(("trouble", "waited_s"), [("raises", 0.0), long("raises before", PATIENCE_S)])
+@pytest.mark.parametrize(("trouble", "waited_s"), [("raises", 0.0), long("raises before", STALL_TIMEOUT_S)])
 def test_a_rank_that_fails_holds_no_other_up(cluster: Cluster, trouble: str, waited_s: float) -> None:
     """What raises while it reads tells the others; what never comes to reading is waited for once."""
     outcomes = load(cluster, trouble)

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from tests.fault.killed.test_hand_over import await_all
+from tests.fault.killed.test_submitted_saves import await_all
 from tests.harness.cluster import call
 from tests.multiprocess.conftest import ClusterOf
 

@@ -120,7 +120,7 @@ def test_everything_at_once(moto: Server, site_of: SiteOf, seed: int) -> None:
 
 @pytest.mark.long
 def test_a_hang_of_one_request_costs_its_time_out(moto: Server, site_of: SiteOf) -> None:
-    """An upload that nobody answers is given up after the client's time-out, and made again."""
+    """An upload that nobody answers is aborted after the client's time-out, and made again."""
     site = site_of(moto, 1)
     site.faulty.add(Fault("hang", method="PUT", key="__0_0", at=1 << 20, times=1))
     found = site.cluster.launch([site.save("step-2", COUNT), site.wait()], nodes=[0], timeout_s=120)

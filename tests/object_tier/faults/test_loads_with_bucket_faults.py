@@ -98,7 +98,7 @@ def test_a_bucket_that_goes_away_in_the_middle_is_waited_for_once(
     moto: Server, site_of: SiteOf, tmp_path: Path
 ) -> None:
     """A rank does not wait once more for what another one of its node has waited for in vain: it took twice as long."""
-    site, patience_s, large = site_of(moto, 2), 8.0, 16
+    site, wait_s, large = site_of(moto, 2), 8.0, 16
     site.cluster.launch([site.save("step-1", large), site.wait()], nodes=[0, 1], ranks=2)
     site.lose_all()
     site.faulty.add(Fault("throttle", method="GET", key="distcp", bytes_per_s=8e6))
@@ -110,8 +110,8 @@ def test_a_bucket_that_goes_away_in_the_middle_is_waited_for_once(
 
     threading.Thread(target=leave, daemon=True).start()
     shape = {"checkpoint_id": "step-1", "count": large, "ranks": 4, "where": site.where}
-    load = call("objects.load_fails_midway", **shape, folder=str(tmp_path), patience_s=patience_s)
+    load = call("objects.load_fails_midway", **shape, folder=str(tmp_path), wait_s=wait_s)
     for failure in site.cluster.launch([load], nodes=[0, 1], ranks=2).of(0):
         assert failure["types"] == ["ShardLost"]
         assert failure["hint"].startswith("See that the object store answers")
-        assert patience_s / 2 < failure["seconds"] < 2 * patience_s
+        assert wait_s / 2 < failure["seconds"] < 2 * wait_s

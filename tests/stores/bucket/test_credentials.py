@@ -13,7 +13,7 @@ from replicated_ckpt.errors import ConfigInvalid, StoreDenied
 from replicated_ckpt.stores.bucket_client.s3 import S3Client
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.peer.tls import server_context
-from tests.agent.door.test_tls import certificate, needs_openssl
+from tests.agent.http.test_tls import certificate, needs_openssl
 from tests.buckets.faults import Fault
 from tests.buckets.faulty_bucket import faulty_bucket
 from tests.buckets.servers import Server

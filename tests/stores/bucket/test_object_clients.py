@@ -142,8 +142,8 @@ def test_a_shard_without_a_mark_is_held_against_a_footer_of_ours(client: ObjectC
         read.read(299_999, 2)
     assert read.read(600_000, 9) == data[600_000:600_009]
     ours[-1] ^= 1
-    client.put("footless", bytes(ours))
-    read = unmanaged(client, "footless", len(ours), whole)
+    client.put("footer_damaged", bytes(ours))
+    read = unmanaged(client, "footer_damaged", len(ours), whole)
     with pytest.raises(ObjectCorrupt, match="footer"):
         read.read(0, 9)
     client.put("stock", data)

@@ -62,7 +62,7 @@ def test_patience_ends() -> None:
 def test_what_another_has_given_up_is_asked_once() -> None:
     """It has waited as long as this one would."""
     failing = Failing(*[StoreUnavailable] * 50)
-    client = RetryingClient(failing, is_given_up=lambda: True)  # type: ignore[arg-type]
+    client = RetryingClient(failing, should_stop=lambda: True)  # type: ignore[arg-type]
     with pytest.raises(StoreUnavailable):
         client.read("a", 0, memoryview(bytearray(4)))
     assert failing.asked == 1

@@ -19,7 +19,7 @@ from replicated_ckpt.core.upkeep.policy import Policy
 from replicated_ckpt.errors import StoreDenied, StoreError, StoreUnavailable
 from replicated_ckpt.stores.bucket.bucket import Bucket, key_of
 from replicated_ckpt.stores.bucket.inspection import BucketInspector
-from replicated_ckpt.stores.bucket.removal import remove_outlived
+from replicated_ckpt.stores.bucket.removal import remove_superseded
 from replicated_ckpt.stores.bucket_client import fsspec as fsspec_client
 from replicated_ckpt.stores.bucket_client.client import ARCHIVED, PART_BYTES, Listing
 from replicated_ckpt.stores.bucket_client.fsspec import FsspecClient
@@ -218,10 +218,10 @@ def test_what_may_not_be_deleted_is_found_again(client: S3Client, proxy: FaultyB
     manifest = overwritten(client, proxy, tmp_path, HOLD)
     (there,) = bucket.saves()
     with pytest.raises(StoreDenied):
-        remove_outlived(bucket, manifest, there)
+        remove_superseded(bucket, manifest, there)
     assert set(client.list_keys("step-1/").sizes) == {METADATA_NAME, MANIFEST_NAME, shard(0)}
     proxy.clear()
-    remove_outlived(bucket, manifest, there)
+    remove_superseded(bucket, manifest, there)
     assert set(client.list_keys("step-1/").sizes) == {METADATA_NAME}
 
 

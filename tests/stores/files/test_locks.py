@@ -17,7 +17,7 @@ import pytest
 
 from replicated_ckpt.errors import StoreError, StoreUnavailable
 from replicated_ckpt.stores.files import locks
-from replicated_ckpt.stores.files.locks import FileLock, HeldLock, exclusive
+from replicated_ckpt.stores.files.locks import DescriptorLock, FileLock, exclusive
 from tests.harness.processes import open_below, stop_process
 
 HOME = Path(__file__).resolve().parents[3]
@@ -151,6 +151,6 @@ def test_an_interrupt_before_the_release_ends_the_lock(tmp_path: Path, monkeypat
         monkeypatch.setattr(fcntl, "flock", interrupted)
     monkeypatch.undo()
     assert interrupted.called
-    lock = HeldLock(os.open(tmp_path, os.O_RDONLY))
+    lock = DescriptorLock(os.open(tmp_path, os.O_RDONLY))
     assert lock.try_take()
     lock.release()

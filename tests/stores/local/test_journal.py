@@ -39,8 +39,8 @@ def store(tmp_path: Path) -> LocalStore:
 def test_the_coordinators_node_says_so_after_its_agent_was_started_again(store: LocalStore) -> None:
     """The node that has given a save up notes it before it says so: the answer is the same after a restart."""
     open_save(store, SAVE, store.node_id())
-    assert said_of(store, SAVE) == Answer.GIVEN_UP.value, "it is given up before the answer"
-    assert said_of(store, SAVE) == Answer.GIVEN_UP.value
+    assert said_of(store, SAVE) == Answer.ABORTED.value, "it is aborted before the answer"
+    assert said_of(store, SAVE) == Answer.ABORTED.value
     assert NodeService(store).state_of(SAVE) == {"state": Answer.ABSENT.value}, "to those that do not settle it"
 
 
@@ -48,7 +48,7 @@ def test_a_rank_that_gives_up_without_an_agent_leaves_the_note_too(store: LocalS
     """A coordinator's rank that aborts in its own store notes it there for the agent that comes later."""
     open_save(store, SAVE, store.node_id())
     store.abort(SAVE)
-    assert said_of(store, SAVE) == Answer.GIVEN_UP.value
+    assert said_of(store, SAVE) == Answer.ABORTED.value
 
 
 def test_a_crash_before_the_note_leaves_the_intent_which_the_next_start_goes_by(store: LocalStore) -> None:
@@ -59,7 +59,7 @@ def test_a_crash_before_the_note_leaves_the_intent_which_the_next_start_goes_by(
     assert not store.is_staged(SAVE)
     (intent,) = store.list_staged()
     NodeService(store).abort(intent.save_id, "its ranks are gone")
-    assert said_of(store, SAVE) == Answer.GIVEN_UP.value
+    assert said_of(store, SAVE) == Answer.ABORTED.value
     assert store.list_staged() == ()
 
 
@@ -79,11 +79,11 @@ def test_what_retention_has_removed_is_noted(store: LocalStore, rule: str) -> No
         removal = Removal(store.node_id(), made.checkpoint_id, made.save_id, rule)
         collector.carry_out(RetentionPlan(removals=(removal,)))
     assert store.catalog.checkpoint_of(made.save_id) is None
-    assert said_of(store, made.save_id) == (Answer.ABSENT if rule == BY_HAND else Answer.GIVEN_UP).value
+    assert said_of(store, made.save_id) == (Answer.ABSENT if rule == BY_HAND else Answer.ABORTED).value
 
 
 def test_no_other_node_speaks_for_the_coordinators(store: LocalStore) -> None:
-    """A node that did not coordinate a save says that it has nothing of it, never that it was given up."""
+    """A node that did not coordinate a save says that it has nothing of it, never that it was aborted."""
     store.node_id()
     open_save(store, SAVE, ELSEWHERE)
     store.abort(SAVE)
@@ -109,7 +109,7 @@ def test_notes_that_cannot_be_believed_count_as_none(store: LocalStore, content:
     (store.root / AGENT_DIR / "journal").write_bytes(content)
     assert said_of(store, SAVE) == Answer.ABSENT.value
     open_save(store, ANOTHER, store.node_id())
-    assert said_of(store, ANOTHER) == Answer.GIVEN_UP.value
+    assert said_of(store, ANOTHER) == Answer.ABORTED.value
 
 
 def test_the_oldest_are_forgotten(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:

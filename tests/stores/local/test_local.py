@@ -270,7 +270,7 @@ def test_a_load_right_after_a_crash_completes_what_was_decided(tmp_path: Path) -
     for number in (1, 2):
         service.begin(Intent(save_id(number), f"step-{number}", f"session {number}", overwrite=False))
     staged(store, 1, b"decided")
-    settle(service, service.leftovers(), ())
+    settle(service, service.list_stale_saves(), ())
     assert content(store) == b"decided"
     assert [intent.save_id for intent in store.list_staged()] == [save_id(2)]
 

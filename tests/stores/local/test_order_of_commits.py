@@ -260,7 +260,7 @@ def test_the_place_of_a_staged_save_is_known_to_the_next(tmp_path: Path) -> None
             assert store.read_places() == {}
             assert store.intent_of(manifest.save_id).checkpoint_id == manifest.checkpoint_id
         store.note_place(manifest.save_id, RUN, 41)
-        assert store.is_held(manifest.save_id), "its ranks still lock the same file"
+        assert store.is_locked(manifest.save_id), "its ranks still lock the same file"
     assert replace(store.read_places()[manifest.save_id], created_unix_s=0.0).order == (41, 0.0, manifest.save_id)
     store.abort(manifest.save_id)
     assert store.read_places() == {}

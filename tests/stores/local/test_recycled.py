@@ -23,10 +23,10 @@ from replicated_ckpt import failpoints
 from replicated_ckpt.agent.repair.collector import Collector
 from replicated_ckpt.agent.repair.mender import Mender
 from replicated_ckpt.agent.requests.body import Body
-from replicated_ckpt.agent.saves.hand_overs import HandOvers
 from replicated_ckpt.agent.saves.receive import receive_file
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.saves.shard_copies import WrittenCopies
+from replicated_ckpt.agent.saves.submissions import Submissions
 from replicated_ckpt.core.layout import RECYCLED_DIR, STAGING_DIR
 from replicated_ckpt.core.upkeep.repair_plan import CopyShard
 from replicated_ckpt.errors import StoreFull
@@ -432,8 +432,8 @@ def note_written(store: LocalStore) -> None:
     """As the agent does of a shard that it was handed and has written."""
     path = store.path_of_staged(SAVE, shard(0))
     path.write_bytes(b"x")
-    HandOvers(store)._note(SAVE, WrittenCopies(path.name, 1, 0, (store.node_id(),)))
-    assert HandOvers(store).wait(SAVE, [path.name])[0].size_bytes == 1
+    Submissions(store)._note(SAVE, WrittenCopies(path.name, 1, 0, (store.node_id(),)))
+    assert Submissions(store).wait(SAVE, [path.name])[0].size_bytes == 1
 
 
 @pytest.mark.parametrize("note", [note_places, note_written])

@@ -19,7 +19,7 @@ from tests.harness.processes import open_below
 def test_a_part_that_the_disk_does_not_remove_hides_no_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What the shard was given up for is raised, with its type; the file that stays is named in the log, and closed."""
+    """What the shard was aborted for is raised, with its type; the file that stays is named in the log, and closed."""
 
     def refuse(path: Path, *, missing_ok: bool = False) -> None:
         del missing_ok

@@ -247,7 +247,7 @@ class World:
             case "joins":
                 fields = {"has_joined": True, "lost": self._join(state, rank)}
             case "gives up":
-                exchange.give_up(step.other)
+                exchange.stop_waiting_for(step.other)
                 fields = {"lost": frozenset(exchange._lost)}
             case "leaves":
                 exchange.leave()

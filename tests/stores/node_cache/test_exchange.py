@@ -26,13 +26,13 @@ from tests.stores.node_cache.exchange_worlds import Outcome, World, opened, sear
 SLOT = 1 << 12
 ALIVE = 1.0
 """Seconds within which a wait ends that is none."""
-PATIENCE_S, QUIET_S = 2.0, 0.5
+STALL_TIMEOUT_S, QUIET_S = 2.0, 0.5
 """Shorter than they are."""
 
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchanging, "PATIENCE_S", PATIENCE_S)
+    monkeypatch.setattr(exchanging, "STALL_TIMEOUT_S", STALL_TIMEOUT_S)
     monkeypatch.setattr(exchanging, "QUIET_S", QUIET_S)
 
 
@@ -300,11 +300,11 @@ def test_a_rank_that_hangs_costs_one_time_out_in_all(tmp_path: Path, stopwatch: 
     assert remote.exchange.find(remote.units[0]) is Found.NOT_YET
     assert remote.exchange.take(remote.units[0]) is None
     waiting.join()
-    assert time.monotonic() - began > PATIENCE_S - 0.1
-    assert stopwatch.now() - started < PATIENCE_S + QUIET_S + ALIVE
+    assert time.monotonic() - began > STALL_TIMEOUT_S - 0.1
+    assert stopwatch.now() - started < STALL_TIMEOUT_S + QUIET_S + ALIVE
     again = stopwatch.now()
     assert remote.exchange.take(remote.units[1]) is None
-    assert remote.exchange._patience.is_over
+    assert remote.exchange._timeout.is_over
     assert remote.cache.board.count_passed(1) > SLOTS
     assert stopwatch.now() - again < ALIVE
     remote.process.send_signal(signal.SIGCONT)
@@ -318,7 +318,7 @@ def test_a_rank_that_works_slowly_is_waited_for(tmp_path: Path) -> None:
     done: list[bool] = []
     thread = threading.Thread(target=lambda: done.append(remote.exchange.take(remote.units[0]) is None))
     thread.start()
-    thread.join(PATIENCE_S + 2 * QUIET_S)
+    thread.join(STALL_TIMEOUT_S + 2 * QUIET_S)
     assert done == []
     remote.process.kill()
     thread.join(2 * QUIET_S + ALIVE)
@@ -337,7 +337,7 @@ def test_ranks_that_wait_for_each_other_let_go(tmp_path: Path, stopwatch: Stopwa
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(3 * PATIENCE_S)
-    assert time.monotonic() - began > PATIENCE_S - 0.1
-    assert stopwatch.now() - started < PATIENCE_S + QUIET_S + ALIVE
+        thread.join(3 * STALL_TIMEOUT_S)
+    assert time.monotonic() - began > STALL_TIMEOUT_S - 0.1
+    assert stopwatch.now() - started < STALL_TIMEOUT_S + QUIET_S + ALIVE
     made.close()

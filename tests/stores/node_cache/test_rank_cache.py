@@ -102,7 +102,7 @@ class UntilTheNumber:
 
 
 def test_a_half_written_entry_gives_no_piece_of_another_number(own: RankCache, other: OtherRankCache) -> None:
-    """A taker that was given up, and goes on while its slot is used again, does not take the later piece for its own."""
+    """A taker that was aborted, and goes on while its slot is used again, does not take the later piece for its own."""
     own.put(0, memoryview(bytearray(b"first")))
     own.board._words = UntilTheNumber(own.board._words)  # type: ignore[assignment]
     with pytest.raises(InterruptedError):

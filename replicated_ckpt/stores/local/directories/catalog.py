@@ -16,8 +16,8 @@ from replicated_ckpt.core.layout import (
     STAGING_DIR,
     is_checkpoint_id,
     is_save_id,
-    kept_metadata_name,
     replaced_name,
+    version_metadata_name,
 )
 from replicated_ckpt.core.lineage import History, histories_of
 from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX, Manifest, decode_manifest
@@ -184,7 +184,10 @@ class Catalog:
         Not those that only a newer version of the package reads.
         """
         damaged = [name for name in looked.manifest_names if self._is_damaged(looked, name)]
-        missing = set(looked.kept_metadata) - {*looked.replaced, *(found.save_id for found in self._published(looked))}
+        missing = set(looked.version_metadata) - {
+            *looked.replaced,
+            *(found.save_id for found in self._published(looked)),
+        }
         # Of a save that is staged the manifest is not there yet.
         gone = [save_id for save_id in sorted(missing) if not is_directory(self.staging / save_id)]
         return [*damaged, *map(replaced_name, gone)]
@@ -228,14 +231,14 @@ class Catalog:
             strays = self.list_unclaimed(looked)
             yield self._holding(node_id, looked, manifest, {*manifest.shards, *strays}, METADATA_NAME)
         for manifest in self.replaced_in(looked):
-            name = kept_metadata_name(manifest.save_id)
+            name = version_metadata_name(manifest.save_id)
             yield replace(self._holding(node_id, looked, manifest, set(manifest.shards), name), is_replaced=True)
 
     def _holding(
         self, node_id: str, looked: Looked, manifest: Manifest, names: set[str], metadata_name: str
     ) -> Holding:
         sizes = {name: size for name, size in looked.sizes.items() if name in names}
-        own = looked.size_of(kept_metadata_name(manifest.save_id))  # also while it is being published
+        own = looked.size_of(version_metadata_name(manifest.save_id))  # also while it is being published
         has_metadata = manifest.metadata_bytes in (looked.size_of(metadata_name), own)
         return Holding.of_save(manifest, node_id, looked.checkpoint_id, has_metadata, sizes)
 

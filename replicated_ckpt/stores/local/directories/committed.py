@@ -24,8 +24,8 @@ from replicated_ckpt.core.layout import (
     check_checkpoint_id,
     is_checkpoint_file,
     is_save_id,
-    kept_metadata_name,
     replaced_name,
+    version_metadata_name,
 )
 from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX, Manifest, decode_manifest, find_save_id
 from replicated_ckpt.errors import ConfigInvalid, ManifestInvalid, ObjectCorrupt, ObjectMissing, StoreError
@@ -124,7 +124,7 @@ class Committed:
     def _own_name(self, name: str) -> str:
         if not self._save_id or ShardName.parse(name) is not None:
             return ""
-        return (kept_metadata_name if name == METADATA_NAME else replaced_name)(self._save_id)
+        return (version_metadata_name if name == METADATA_NAME else replaced_name)(self._save_id)
 
     def _try_open(self, name: str) -> int | None:
         try:

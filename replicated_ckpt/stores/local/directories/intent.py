@@ -89,7 +89,7 @@ class Intent:
         """As `admits`, of the intent at `path`.
 
         Raises:
-            StoreError: it cannot be read, which is no reason to take the sender for a stranger.
+            StoreError: it cannot be read, which is no reason to treat the sender as unauthenticated.
         """
         with translate_errors(str(path.parent), "read", path.name):
             return cls._read(save_id, path).admits(ticket)

@@ -11,8 +11,8 @@ from replicated_ckpt.core.layout import (
     ShardName,
     is_ours,
     is_unfinished,
-    parse_kept_metadata,
     parse_marked,
+    parse_version_metadata,
     replaced_name,
 )
 from replicated_ckpt.stores.files.durable import is_unreadable
@@ -64,9 +64,9 @@ class Looked:
         return self._marked("replaced")
 
     @cached_property
-    def kept_metadata(self) -> tuple[str, ...]:
+    def version_metadata(self) -> tuple[str, ...]:
         """The saves whose metadata has a name of its own: replaced, or being published; their manifest may be gone."""
-        return tuple(sorted(filter(None, map(parse_kept_metadata, self._entries))))
+        return tuple(sorted(filter(None, map(parse_version_metadata, self._entries))))
 
     @cached_property
     def gone(self) -> tuple[str, ...]:

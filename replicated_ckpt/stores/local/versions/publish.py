@@ -15,8 +15,8 @@ from replicated_ckpt import failpoints
 from replicated_ckpt.core.layout import (
     MANIFEST_NAME,
     METADATA_NAME,
-    kept_metadata_name,
     replaced_name,
+    version_metadata_name,
 )
 from replicated_ckpt.core.manifest import Manifest, ShardEntry, find_save_id
 from replicated_ckpt.core.protocol.settlement import may_be_dropped, may_publish
@@ -94,7 +94,7 @@ def publish(directory: Path, staging: Path, manifest: Manifest) -> None:
     At every instant, and after a crash at any, readers find the old version or the new one, whole. What is staged stays:
     if a crash comes before the end, all of this is done once more. Within `exclusive`.
     """
-    own, own_metadata = replaced_name(manifest.save_id), kept_metadata_name(manifest.save_id)
+    own, own_metadata = replaced_name(manifest.save_id), version_metadata_name(manifest.save_id)
     before = _save_id_in(directory)
     if before != manifest.save_id:
         _name(staging / METADATA_NAME, directory / own_metadata)
@@ -147,7 +147,7 @@ def remove_unmanaged(catalog: Catalog, checkpoint_id: str) -> None:
 
 def _keep_published(directory: Path, save_id: str) -> None:
     """Gives manifest and metadata of the version that has the name a second name each, under which they are found then."""
-    kept = directory / kept_metadata_name(save_id)
+    kept = directory / version_metadata_name(save_id)
     if not is_there(kept):  # else a power loss broke this off, and `.metadata` may be of the new version already
         with contextlib.suppress(FileNotFoundError):  # its metadata is lost
             _name(directory / METADATA_NAME, kept)

@@ -11,7 +11,7 @@ from replicated_ckpt.core.protocol.settlement import Answer
 from replicated_ckpt.errors import ManifestInvalid, ObjectMissing, StoreError, StoreUnavailable
 from replicated_ckpt.stores.files.durable import SHORTAGES, translate_errors
 from replicated_ckpt.stores.files.existence import is_directory
-from replicated_ckpt.stores.files.locks import HeldLock, exclusive
+from replicated_ckpt.stores.files.locks import DescriptorLock, exclusive
 from replicated_ckpt.stores.local.directories.catalog import Catalog
 from replicated_ckpt.stores.local.directories.committed import open_committed_save
 
@@ -36,7 +36,7 @@ def look_again(catalog: Catalog, save_id: str) -> Answer:
         return Answer.ABSENT if catalog.checkpoint_of(save_id) is None else Answer.PUBLISHED
 
 
-def lock_version(catalog: Catalog, checkpoint_id: str, save_id: str) -> HeldLock | None:
+def lock_version(catalog: Catalog, checkpoint_id: str, save_id: str) -> DescriptorLock | None:
     """Keeps a version from being removed until the lock is released, or this process has ended.
 
     None: it is not here; or its files may be read, and its manifest cannot, or a process was stopped that removes it; or
@@ -51,7 +51,7 @@ def lock_version(catalog: Catalog, checkpoint_id: str, save_id: str) -> HeldLock
                 if isinstance(exc.__cause__, OSError) and exc.__cause__.errno in SHORTAGES:
                     raise
                 return None
-            lock = HeldLock(fd)
+            lock = DescriptorLock(fd)
             path = catalog.root / checkpoint_id
             try:
                 lock.wait(path, shared=True)
@@ -91,7 +91,7 @@ def unread(manifest: Path) -> Iterator[bool]:
     except FileNotFoundError:
         yield True
         return
-    with HeldLock(fd) as lock:
+    with DescriptorLock(fd) as lock:
         yield lock.try_take()
 
 

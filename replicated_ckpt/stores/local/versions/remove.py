@@ -18,8 +18,8 @@ from replicated_ckpt.core.layout import (
     STAGING_DIR,
     check_checkpoint_id,
     gone_name,
-    kept_metadata_name,
     replaced_name,
+    version_metadata_name,
 )
 from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX, Manifest, decode_manifest
 from replicated_ckpt.errors import ConfigInvalid, ManifestInvalid, ObjectMissing
@@ -122,7 +122,7 @@ def _remove_files(catalog: Catalog, checkpoint_id: str, save_id: str, *, recycle
     directory = catalog.root / checkpoint_id
     mark = directory / gone_name(save_id)
     gone = _read_gone(mark)
-    (directory / kept_metadata_name(save_id)).unlink(missing_ok=True)
+    (directory / version_metadata_name(save_id)).unlink(missing_ok=True)
     looked = catalog.look(checkpoint_id)
     names = catalog.list_unclaimed(looked) if gone is None else catalog.list_only_of(looked, gone)
     if not looked.has_manifest and not set(looked.shards).difference(names, catalog.list_claimed(checkpoint_id)):

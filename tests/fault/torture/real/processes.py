@@ -22,7 +22,7 @@ from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentClient
 from tests.fault.torture.contents import State, contents
 from tests.fault.torture.course import Backend
-from tests.fault.torture.real.handed import HandedSaves
+from tests.fault.torture.real.submitted import SubmittedSaves
 from tests.fault.torture.simulated.faults import Outage
 from tests.fault.torture.simulated.jobs import FirstError, Policy, Saved
 from tests.fault.torture.simulated.network import Actor
@@ -203,7 +203,7 @@ class RealCluster:
         self.network = RealNetwork(self)
         self.world: list[int] = []
         """The node of each rank of the launch under way."""
-        self.handed = HandedSaves(self)
+        self.submitted = SubmittedSaves(self)
         self._planned: tuple[int, bool] | None = None
         self._ambush: Ambush | None = None
         self.died: Actor | None = None
@@ -232,7 +232,7 @@ class RealCluster:
 
     def plan_outage(self, name: str, node: int, *, is_agent: bool, outage: Outage) -> None:
         self._arm({failpoints.ENV: f"{name}=stop"}, node, is_agent=is_agent)
-        self.handed.outage_at = name
+        self.submitted.outage_at = name
         self._ambush = Ambush(self, node, outage, is_agent=is_agent)
 
     def _arm(self, armed: dict[str, str], node: int, *, is_agent: bool) -> None:
@@ -319,7 +319,7 @@ class RealCluster:
     def name_bucket(self, url: str) -> None:
         """As ranks of the next job do."""
         for node in self.nodes:
-            problems = ObjectTier(LocalStore(node.root), ObjectTarget.check(url, None), 1).hand_over()
+            problems = ObjectTier(LocalStore(node.root), ObjectTarget.check(url, None), 1).submit()
             assert not problems, problems
 
 

@@ -125,8 +125,8 @@ def restore(course: Course) -> None:
     if not _is_idle(course, node):
         return
     is_instead = course.random.random() < 0.6
-    has_twin = _identity(backup) in {_identity(other.root) for other in course.cluster.nodes if other is not node}
-    is_another = has_twin or _holds_an_open_save(backup) or course.random.random() < 0.5
+    has_duplicate = _identity(backup) in {_identity(other.root) for other in course.cluster.nodes if other is not node}
+    is_another = has_duplicate or _holds_an_open_save(backup) or course.random.random() < 0.5
     put_back(course, node, backup, is_instead=is_instead, is_another=is_another)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from replicated_ckpt.agent.http.object_routes import ObjectRoutes
 from replicated_ckpt.agent.http.routes import Routes
 from replicated_ckpt.agent.peers.greeting import Greeter
-from replicated_ckpt.agent.peers.watch import Patience
+from replicated_ckpt.agent.peers.watch import SilenceTimeouts
 from replicated_ckpt.agent.repair.reprotect import Outcome, Protection, Reprotector
 from replicated_ckpt.agent.saves.pins import Pins
 from replicated_ckpt.agent.saves.service import NodeService
@@ -122,12 +122,12 @@ class Node:
             self.greeter.greet_all()
 
     def _start_background_work(self, store: LocalStore) -> None:
-        patience = Patience(LOST_AFTER_S, AWAY_AFTER_S)
+        timeouts = SilenceTimeouts(LOST_AFTER_S, AWAY_AFTER_S)
         stopping, clock = threading.Event(), self.cluster.now
         targets = UploadBook(store.agent_directory())
-        self.uploader = Uploader(self.service, targets, NoPace(), patience, stopping, self._suspect, clock)
+        self.uploader = Uploader(self.service, targets, NoPace(), timeouts, stopping, self._suspect, clock)
         self.reprotector = Reprotector(
-            self.service, patience, NoPace(), stopping, clock, self.uploader.standing, self.greeter.greet
+            self.service, timeouts, NoPace(), stopping, clock, self.uploader.node_report, self.greeter.greet
         )
         self.reprotector.carry_out = self._carry_out  # type: ignore[method-assign] # its thread does not run
         objects = ObjectRoutes(self.service, self.uploader)
@@ -146,7 +146,7 @@ class Node:
             "tls_sha256": self.endpoint.tls_sha256,
             "greeted": True,
             "object_store": self.uploader.status(),
-            "in_doubt": [doubt.to_json() for doubt in self.service.doubts.read_all()],
+            "in_doubt": [doubt.to_json() for doubt in self.service.in_doubt.read_all()],
         }
 
     def _carry_out(self, part: RepairPlan, *, may_replace: bool) -> list[Outcome]:
@@ -216,7 +216,7 @@ class Cluster:
         self.ranks: list[Actor] = []
         """The processes of all jobs that go on."""
         self.faults = Faults(self.operations, base, self._suffer)
-        self.threads = self.handed = Threads(self, seed)
+        self.threads = self.submitted = Threads(self, seed)
 
     def now(self) -> float:
         """Seconds on the one clock that never jumps."""
@@ -334,7 +334,7 @@ class Cluster:
         """As ranks of the next job do. An agent that came up blank, and has had no save since, knows of none."""
         for node in self.nodes:
             with self.network.acting(Actor(node.index, is_agent=False)):
-                problems = ObjectTier(LocalStore(node.root), ObjectTarget.check(url, None), 1).hand_over()
+                problems = ObjectTier(LocalStore(node.root), ObjectTarget.check(url, None), 1).submit()
             assert not problems, problems
 
     def pass_time(self, seconds: float) -> None:

@@ -109,7 +109,7 @@ class Job:
         self.cluster.wait(SAVE_S)
         call = _Call()
         try:
-            self._save(writers, call, checkpoint_id, attempt, is_handed=hands_over)
+            self._save(writers, call, checkpoint_id, attempt, is_submitted=hands_over)
         except (ReplicatedCkptError, Killed, FirstError) as exc:
             return Saved(exc)
         else:
@@ -150,7 +150,7 @@ class Job:
         checkpoint_id: str,
         attempt: int,
         *,
-        is_handed: bool = False,
+        is_submitted: bool = False,
     ) -> None:
         state = contents(attempt, len(self.nodes))
         planners = [DefaultSavePlanner() for _ in writers]
@@ -158,7 +158,7 @@ class Job:
         def local(rank: int) -> Any:
             writer, planner, part = writers[rank], planners[rank], part_of(state, rank)
             if isinstance(writer, ReplicatedWriter):
-                if is_handed:
+                if is_submitted:
                     part = writer.stage(part)
                     writer.synchronize_staging()
                 writer.reset(checkpoint_id)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from replicated_ckpt.errors import StoreUnavailable
-from replicated_ckpt.stores.files.locks import HeldLock
+from replicated_ckpt.stores.files.locks import DescriptorLock
 
 if TYPE_CHECKING:
     from tests.fault.torture.simulated.network import Actor
@@ -139,9 +139,9 @@ class Operations:
         return any(operation.is_over for operation in waiting)
 
     def wait_for_lock(self) -> Callable[..., None]:
-        """Stands in for `HeldLock.wait`. What waits for a bounded time gives up: an operation that is paused is slower."""
+        """Stands in for `DescriptorLock.wait`. A wait with a bound ends at once: an operation that is paused is slower."""
 
-        def wait(lock: HeldLock, path: Path, *, shared: bool = False, within_s: float | None = None) -> None:
+        def wait(lock: DescriptorLock, path: Path, *, shared: bool = False, within_s: float | None = None) -> None:
             if within_s is None:
                 self.wait_until(lambda: lock.try_take(shared=shared), "the lock of a file")
             elif not lock.try_take(shared=shared):

@@ -124,7 +124,7 @@ def _find_only_there(course: Course, node: int) -> list[str]:
     return [
         checkpoint_id
         for checkpoint_id in kept
-        if all({node} in attempt.nodes_by_part.values() for attempt in oracle.standing(checkpoint_id))
+        if all({node} in attempt.nodes_by_part.values() for attempt in oracle.surviving(checkpoint_id))
     ]
 
 

@@ -39,7 +39,7 @@ from replicated_ckpt.stores.bucket_client.client import ObjectClient
 from replicated_ckpt.stores.bucket_client.opening import open_client
 from replicated_ckpt.stores.bucket_client.retry import RetryingClient
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
-from replicated_ckpt.stores.files.locks import HeldLock
+from replicated_ckpt.stores.files.locks import DescriptorLock
 from replicated_ckpt.stores.local.directories import catalog, committed
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer import client as agent_client
@@ -125,7 +125,7 @@ def pretences(cluster: "Cluster") -> Iterator[AbstractContextManager[Any]]:
     clock = SimpleNamespace(monotonic=cluster.now, sleep=cluster.wait, time=cluster.unix_now)
     replaced: Sequence[tuple[object, str, object]] = (
         (agent_client, "open_connection", cluster.network.connection),
-        (agent_client, "give_up_after", _no_deadline),
+        (agent_client, "limit_time", _no_deadline),
         (time, "time", cluster.read_wall_clock),
         (service, "time", clock),
         (reprotect, "time", clock),
@@ -139,7 +139,7 @@ def pretences(cluster: "Cluster") -> Iterator[AbstractContextManager[Any]]:
         (tee, "BlockHasher", partial(BlockHasher, BLOCK_BYTES)),
         (shard_writer, "Buffers", partial(tee.Buffers, 4, 1 << 16)),
         (os, "fsync", lambda _: None),  # nothing loses power here
-        (HeldLock, "wait", cluster.operations.wait_for_lock()),
+        (DescriptorLock, "wait", cluster.operations.wait_for_lock()),
         (verified, "SCRATCH_BYTES", 1 << 16),
         (verified, "tables_of_size", _tables_of_size),
         (loading, "FetchAhead", FetchInTurn),
@@ -160,8 +160,8 @@ def pretences(cluster: "Cluster") -> Iterator[AbstractContextManager[Any]]:
         (reader, "world_of_call", lambda *_: now.rank.world),
         (reader, "find_call", lambda: True),
         (load_attempt, "meet", now.meet),
-        (node_module, "present_node", lambda *_: now.rank.post()),
-        (writer_parts, "present_for_save", lambda *_: now.rank.post()),
+        (node_module, "register_node", lambda *_: now.rank.post()),
+        (writer_parts, "register_for_save", lambda *_: now.rank.post()),
         (own_agent, "ensure_agent", partial(_endpoint_of, cluster)),
         (repair, "ensure_agent", partial(_endpoint_of, cluster)),
         (start, "ensure_agent", partial(_endpoint_of, cluster)),

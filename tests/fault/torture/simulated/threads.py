@@ -11,12 +11,12 @@ from random import Random
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from replicated_ckpt.agent.saves import finish, hand_overs, settle
-from replicated_ckpt.agent.saves.hand_overs import HandedShard
+from replicated_ckpt.agent.saves import finish, settle, submissions
 from replicated_ckpt.agent.saves.shard_copies import WrittenCopies
+from replicated_ckpt.agent.saves.submissions import SubmittedShard
 from replicated_ckpt.agent.state.endpoint import Endpoint
-from replicated_ckpt.dcp.hand_over import follower, handed
 from replicated_ckpt.dcp.save import attempt, shard_writer
+from replicated_ckpt.dcp.submit import follower, submission
 from replicated_ckpt.errors import StoreUnavailable
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.tee import Buffers
@@ -40,7 +40,7 @@ class Threads:
         self._random = Random(f"threads {seed}")
         self.acting = cluster.network.acting
         self._turns = 0
-        self.handed: list[HandedInTurn] = []
+        self.submitted: list[SubmittedInTurn] = []
 
     def start(self, work: Callable[..., object], *arguments: Any, name: str) -> None:
         """Stands in for `start_worker`: a thread of the process that runs now."""
@@ -117,7 +117,7 @@ class Threads:
 
     def had_outline(self) -> bool:
         """Whether the coordinator's agent has had all that it needs for the last one."""
-        return "coordinator.handed-over" in self._cluster.faults.reached
+        return "coordinator.submitted" in self._cluster.faults.reached
 
     def run_all(self) -> None:
         """Every thread has time to end, and every agent to settle what ranks have left it, in any order."""
@@ -125,45 +125,45 @@ class Threads:
             steps: list[Callable[[], object]] = [
                 self.run_one for operation in self._operations.paused if operation.is_thread
             ]
-            steps += [handed.follow for handed in self.handed if handed.is_orphan]
+            steps += [submitted.follow for submitted in self.submitted if submitted.is_orphan]
             if not steps:
                 break
             self._random.choice(steps)()
-        self.handed = [handed for handed in self.handed if not handed.is_over]
+        self.submitted = [submitted for submitted in self.submitted if not submitted.is_over]
 
-    def hand_over(
-        self, store: LocalStore, shard: HandedShard, descriptors: Sequence[int], memory: memoryview | None = None
-    ) -> "HandedInTurn":
-        """Stands in for `hand_over`: the agent's local door."""
+    def submit(
+        self, store: LocalStore, shard: SubmittedShard, descriptors: Sequence[int], memory: memoryview | None = None
+    ) -> "SubmittedInTurn":
+        """Stands in for `submit`: the agent's local door."""
         del memory
         node = next(node for node in self._cluster.nodes if node.root == store.root)
         if node.agent is None or not node.is_up:
             raise StoreUnavailable("this node's agent", "hand over", "the shard", "it does not run")
-        copy = HandedShard.from_json(json.loads(json.dumps(shard.to_json())), len(descriptors))
+        copy = SubmittedShard.from_json(json.loads(json.dumps(shard.to_json())), len(descriptors))
         rank = self._cluster.network.actor
         with self._cluster.network.acting(node.agent):
             node.service.check_open(shard.copies.save_id)
-            future = node.service.hand_overs.take(copy, [os.dup(fd) for fd in descriptors])
-        handed = HandedInTurn(self, node, rank, shard.copies.save_id, future)
-        self.handed.append(handed)
+            future = node.service.submissions.take(copy, [os.dup(fd) for fd in descriptors])
+        submitted = SubmittedInTurn(self, node, rank, shard.copies.save_id, future)
+        self.submitted.append(submitted)
         if self._random.random() < 0.5:
             self.run_one()
-        return handed
+        return submitted
 
     def pretences(self) -> Iterator[tuple[object, str, object]]:
         """What stands in for threads, and for waiting for them, in the modules of a hand-over."""
         clock = SimpleNamespace(monotonic=self._cluster.now, sleep=self.sleep)
-        for module in (finish, hand_overs, follower):
+        for module in (finish, submissions, follower):
             yield module, "start_worker", self.start
             yield module, "Future", partial(FutureInTurn, self)
-        for module in (finish, handed, follower):
+        for module in (finish, submission, follower):
             yield module, "time", clock
         yield settle, "time", SimpleNamespace(monotonic=self._cluster.now, sleep=self._sleep_as_orphan)
-        yield hand_overs, "Buffers", partial(Buffers, 4, 1 << 16)
+        yield submissions, "Buffers", partial(Buffers, 4, 1 << 16)
         yield attempt, "wait", self._wait_for_all
-        yield follower, "hand_over", self.hand_over
-        yield shard_writer, "hand_over", self.hand_over
-        yield handed, "read_endpoint", self._read_endpoint
+        yield follower, "submit", self.submit
+        yield shard_writer, "submit", self.submit
+        yield submission, "read_endpoint", self._read_endpoint
 
     def _wait_for_all(self, ends: Sequence["Future[Any]"], timeout_s: float | None = None) -> SimpleNamespace:
         """Stands in for `concurrent.futures.wait`."""
@@ -193,8 +193,8 @@ class FutureInTurn(Future[Any]):
         return super().exception(timeout)
 
 
-class HandedInTurn:
-    """A shard in an agent's hands; stands in for `HandedOver`, and for the thread of the local door."""
+class SubmittedInTurn:
+    """A shard in an agent's hands; stands in for `Submission`, and for the thread of the local door."""
 
     def __init__(self, threads: Threads, node: "Node", rank: Actor, save_id: str, end: "Future[WrittenCopies]") -> None:
         self._threads, self._node, self._rank, self._save_id, self._end = threads, node, rank, save_id, end
@@ -208,7 +208,7 @@ class HandedInTurn:
         found: WrittenCopies = self._end.result()
         return WrittenCopies.from_json(json.loads(json.dumps(found.to_json())))
 
-    def give_up(self, memory: memoryview) -> None:
+    def detach(self, memory: memoryview) -> None:
         del memory
         self._is_closed = True
 
@@ -227,10 +227,12 @@ class HandedInTurn:
     def is_orphan(self) -> bool:
         """Whether the rank is gone, and the agent is to settle the save now."""
         is_left = self._is_closed or self._rank.is_dead
-        return is_left and not self.is_over and self._end.done() and not self._node.service.store.is_held(self._save_id)
+        return (
+            is_left and not self.is_over and self._end.done() and not self._node.service.store.is_locked(self._save_id)
+        )
 
     def follow(self) -> None:
         self._is_followed = True
         assert self._agent is not None
         with contextlib.suppress(Killed), self._threads.acting(self._agent):
-            settle.follow_orphan(self._node.service, self._save_id)
+            settle.follow_stale_save(self._node.service, self._save_id)

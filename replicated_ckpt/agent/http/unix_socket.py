@@ -1,0 +1,145 @@
+"""The agent's Unix socket, by which the node's own ranks submit their shards, memory and all."""
+
+import contextlib
+import logging
+import os
+import socket
+import threading
+from concurrent.futures import Future, wait
+from pathlib import Path
+from typing import Any
+
+from replicated_ckpt.agent.http.server import describe_refusal, status_of
+from replicated_ckpt.agent.requests.local_messages import check_same_user, listen, receive_message, send_message
+from replicated_ckpt.agent.requests.request import INTERVAL_S, require_asker
+from replicated_ckpt.agent.saves.service import NodeService
+from replicated_ckpt.agent.saves.settle import follow_stale_save
+from replicated_ckpt.agent.saves.shard_copies import WrittenCopies
+from replicated_ckpt.agent.saves.submissions import SubmittedShard
+from replicated_ckpt.errors import ReplicatedCkptError, StoreUnavailable
+from replicated_ckpt.stores.detached_error import translate_any
+from replicated_ckpt.stores.peer.answer import parsing
+from replicated_ckpt.stores.peer.client import PROGRESS_TIMEOUT_S
+from replicated_ckpt.stores.thread_start import start_worker
+
+log = logging.getLogger(__name__)
+
+CONNECTIONS_MAX = 256
+_PAUSE_S = 0.3
+
+
+class UnixSocketServer:
+    """Takes shards from the ranks of this node. One thread for each that is under way."""
+
+    def __init__(self, directory: Path, service: NodeService) -> None:
+        """Raises OSError: the directory's file system has no sockets, say."""
+        self._service = service
+        self._slots = threading.BoundedSemaphore(CONNECTIONS_MAX)
+        self._stopping = threading.Event()
+        self._listener = listen(directory)
+
+    def start(self) -> None:
+        start_worker(self._accept, name="rckpt-unix-socket")
+
+    def close(self) -> None:
+        """New shards are refused; those under way are written on."""
+        self._stopping.set()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            self._slots.acquire()
+            try:
+                connection, _ = self._listener.accept()
+            except OSError as exc:
+                self._slots.release()
+                if self._stopping.wait(_PAUSE_S):
+                    return
+                log.warning("a rank that hands a shard over has to wait: %s", exc)  # too many files are open, say
+                continue
+            try:
+                start_worker(self._serve, connection, name="rckpt-submit")
+            except StoreUnavailable as exc:
+                self._slots.release()
+                self._refuse(connection, exc)
+
+    def _refuse(self, connection: socket.socket, exc: StoreUnavailable) -> None:
+        """The rank writes its shard itself. It is told without being heard: its message may be long."""
+        log.warning("a rank that hands a shard over is sent away: %s", exc)
+        with connection, contextlib.suppress(OSError):
+            connection.settimeout(_PAUSE_S)
+            send_message(connection, _refusal(exc))
+
+    def _serve(self, connection: socket.socket) -> None:
+        try:
+            with connection:
+                connection.settimeout(PROGRESS_TIMEOUT_S)
+                self._take(connection)
+        except (OSError, EOFError) as exc:
+            log.info("a rank that hands a shard over is gone: %s", exc)
+        finally:
+            self._slots.release()
+
+    def _take(self, connection: socket.socket) -> None:
+        try:
+            check_same_user(connection)
+            fields, descriptors = receive_message(connection)
+            future = self._begin(connection, fields, descriptors)
+        except ReplicatedCkptError as exc:
+            send_message(connection, _refusal(exc))
+            return
+        with contextlib.suppress(OSError):  # a rank that is gone is not told
+            send_message(connection, {"state": "taken"})
+            self._tell_end(connection, future)
+        wait([future])
+        self._wait_for_leave(connection)
+        follow_stale_save(self._service, str(fields["copies"]["save_id"]))
+
+    def _wait_for_leave(self, connection: socket.socket) -> None:
+        """Returns once the rank has closed its end, or has died."""
+        connection.settimeout(None)
+        with contextlib.suppress(OSError):
+            while connection.recv(1):
+                pass
+
+    def _begin(
+        self, connection: socket.socket, fields: dict[str, Any], descriptors: list[int]
+    ) -> "Future[WrittenCopies]":
+        """Raises ConnectionAbortedError: the rank has waited in vain, as this agent hung, and writes the shard itself."""
+        try:
+            require_asker(connection)
+            with parsing("No shard is submitted"):
+                shard = SubmittedShard.from_json(fields, len(descriptors))
+            self._service.check_open(shard.copies.save_id)
+        except BaseException:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            raise
+        return self._service.submissions.take(shard, descriptors)
+
+    def _tell_end(self, connection: socket.socket, future: "Future[WrittenCopies]") -> None:
+        """Says once a second that it goes on, and then how it ended."""
+        while not wait([future], INTERVAL_S).done:
+            send_message(connection, {"state": "working"})
+        error = future.exception()
+        if error is None:
+            send_message(connection, {"state": "written", "copies": future.result().to_json()})
+            return
+        send_message(connection, _refusal(translate_any(error, "this node's agent", "write", "a shard")))
+
+
+def open_unix_socket(directory: Path, service: NodeService) -> UnixSocketServer | None:
+    """Opens the socket. None: the directory's file system has no sockets, and ranks write their shards themselves."""
+    try:
+        unix_socket = UnixSocketServer(directory, service)
+    except OSError as exc:
+        log.warning("ranks cannot submit their shards: %s", exc)
+        return None
+    unix_socket.start()
+    return unix_socket
+
+
+def _refusal(exc: ReplicatedCkptError) -> dict[str, Any]:
+    return {"state": "refused", "status": status_of(exc), **describe_refusal(exc)}

@@ -1,0 +1,110 @@
+"""Nodes of which two agents run: one root was made as a copy of another, as a cloned disk is, with the identity in it."""
+
+import logging
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from operator import index
+from typing import Any
+
+from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptError
+from replicated_ckpt.stores.peer.answer import parsing
+from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
+
+log = logging.getLogger(__name__)
+
+CALL_BACK_STEP_S = 0.6
+"""Each of three steps: connecting, the handshake, the answer. The sender of the greeting waits meanwhile."""
+
+
+@dataclass(frozen=True)
+class Who:
+    """Its node, which start of the node's agent this is, whether it is about to leave.
+
+    `tls_sha256`: the certificate that it shows now, which may not be the one that it is asked under. `start_id`: drawn by
+    each process of an agent, so that two of one node are told apart; "": of an older release.
+    """
+
+    node_id: str
+    incarnation: int
+    is_leaving: bool
+    tls_sha256: str
+    start_id: str = field(default="", compare=False)
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> "Who":
+        """Raises KeyError, TypeError: it says something else."""
+        is_leaving, tls_sha256 = fields["is_leaving"] is True, str(fields["tls_sha256"])
+        start_id = str(fields.get("start_id", ""))
+        return cls(str(fields["node_id"]), index(fields["incarnation"]), is_leaving, tls_sha256, start_id)
+
+    def is_duplicate_of(self, other: "Who") -> bool:
+        """Whether these are two agents of one node: one agent may answer at two addresses of its host."""
+        if self.node_id != other.node_id:
+            return False
+        if self.start_id and other.start_id:
+            return self.start_id != other.start_id
+        return self.incarnation != other.incarnation
+
+
+def ask_who(address: AgentAddress) -> Who:
+    """Which agent answers at an address. Over TLS it has the key of the certificate that the address names.
+
+    Raises:
+        StoreUnavailable, StoreDenied, PeerProtocolError: none, another one, or no sensible answer.
+    """
+    with AgentClient(address, CALL_BACK_STEP_S) as client, client.within(CALL_BACK_STEP_S):
+        answer = client.call("GET", "/v1/status?brief=1")
+    with parsing(f"{address.label} does not say who it is"):
+        return Who.from_json(answer)
+
+
+_HINT = (
+    "One was made as a copy of the other (a cloned disk): stop the agent of the copy, and `rm -r ROOT/node.json "
+    "ROOT/.agent` there, with its root for ROOT."
+)
+
+
+def _two_agents(*addresses: AgentAddress) -> ConfigInvalid:
+    """The error that says so."""
+    places = sorted(f"{address.host}:{address.port}" for address in addresses)
+    return ConfigInvalid(f"Two agents are node {addresses[0].node_id}: at {' and at '.join(places)}.", _HINT)
+
+
+class DuplicateNodes:
+    """What this agent has found since it started. Safe to use concurrently."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._found: dict[str, tuple[AgentAddress, AgentAddress]] = {}
+
+    def note(self, one: AgentAddress, other: AgentAddress) -> ConfigInvalid:
+        """Both have answered as one node. Returns the error, which is logged once."""
+        error = _two_agents(one, other)
+        with self._lock:
+            is_new = one.node_id not in self._found
+            self._found[one.node_id] = one, other
+        if is_new:
+            log.warning("%s", error)
+        return error
+
+    def look_again(self) -> None:
+        """Forgets those of which one agent is left. For each round of re-protection."""
+        with self._lock:
+            found = dict(self._found)
+        for node_id, pair in found.items():
+            if not _are_two(*pair):
+                with self._lock:
+                    self._found.pop(node_id, None)
+
+    def describe(self) -> list[str]:
+        """Each in words, with the next step."""
+        with self._lock:
+            return [str(_two_agents(*pair)) for pair in self._found.values()]
+
+
+def _are_two(one: AgentAddress, other: AgentAddress) -> bool:
+    try:
+        return ask_who(one).is_duplicate_of(ask_who(other))
+    except ReplicatedCkptError:
+        return False

@@ -1,0 +1,78 @@
+"""Staged saves that may be over: stale ones, and those in doubt, whose end other nodes decide."""
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from replicated_ckpt.stores.local.directories.intent import Intent
+
+
+@dataclass(frozen=True)
+class StaleSave:
+    """A save that is staged here and over: to be completed if it was decided anywhere, else removed.
+
+    One that `may_live` is left as it is where it was not decided.
+    """
+
+    intent: Intent
+    why: str
+    may_live: bool = False
+    is_over: bool = False
+    """Another save has shown that it is: it has overtaken it, or is of the same process group."""
+    is_left: bool = False
+    """Its own coordinator has gone on to another save: whatever locks its ranks have left, it decides this one no more."""
+
+
+@dataclass(frozen=True)
+class InDoubtSave:
+    """A staged save that is neither completed nor removed yet, and on which no process works.
+
+    One of the nodes that it waits for has to answer, or `failure` keeps it from being settled, which is tried again.
+    """
+
+    intent: Intent
+    waits_for: tuple[str, ...]
+    since: float
+    failure: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "save_id": self.intent.save_id,
+            "checkpoint_id": self.intent.checkpoint_id,
+            "waits_for": list(self.waits_for),
+            "since_unix_s": self.since,
+            "failure": self.failure,
+        }
+
+
+class InDoubtSaves:
+    """The saves in doubt as the last try to settle each of them found it. Safe for concurrent use."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._by_save: dict[str, InDoubtSave] = {}
+
+    def note(self, intent: Intent, waits_for: Sequence[str] = (), failure: str = "") -> bool:
+        """Keeps that a save is in doubt; whether that, the nodes waited for or what failed is news."""
+        with self._lock:
+            known = self._by_save.get(intent.save_id)
+            since = time.time() if known is None else known.since
+            found = self._by_save[intent.save_id] = InDoubtSave(intent, tuple(waits_for), since, failure)
+            return found != known
+
+    def settle(self, save_id: str) -> None:
+        """The save is not in doubt, or not any more."""
+        with self._lock:
+            self._by_save.pop(save_id, None)
+
+    def has(self, save_id: str) -> bool:
+        """Whether the last try to settle a save left it staged, other than because ranks or agents work on it."""
+        with self._lock:
+            return save_id in self._by_save
+
+    def read_all(self) -> tuple[InDoubtSave, ...]:
+        """The oldest first."""
+        with self._lock:
+            return tuple(sorted(self._by_save.values(), key=lambda save: save.since))

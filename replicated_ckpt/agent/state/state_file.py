@@ -1,0 +1,54 @@
+"""A small document that an agent keeps across restarts."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from replicated_ckpt.errors import ConfigInvalid
+from replicated_ckpt.stores.files.durable import raise_shortage, translate_errors, write_file
+
+Found = TypeVar("Found")
+_PROBLEMS = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, ConfigInvalid)
+
+
+class StateFile:
+    """JSON at `path`. Not for several threads at once: each book that has one holds a lock while it writes."""
+
+    def __init__(self, path: Path, mode: int = 0o644) -> None:
+        self._path = path
+        self._mode = mode
+        self._written = b""
+
+    def read(self, parse: Callable[[Any], Found]) -> Found | None:
+        """What `parse` makes of what the last agent wrote; None if it cannot be read, or is something else.
+
+        Raises:
+            StoreError: no file can be read now, for want of descriptors or memory. What is there is not taken for nothing:
+                it would be written anew without it.
+        """
+        try:
+            raw = self._path.read_bytes()
+        except OSError as exc:
+            raise_shortage(exc, self._path)
+            return None
+        try:
+            found = parse(json.loads(raw))
+        except _PROBLEMS:
+            return None
+        self._written = raw
+        return found
+
+    def write(self, document: Any) -> None:
+        """Durably, unless it is there already. After a failure either may be there, and the next call writes its own.
+
+        Raises:
+            StoreError: as said.
+        """
+        raw = json.dumps(document).encode()
+        if raw == self._written:
+            return
+        self._written = b""
+        with translate_errors(str(self._path.parent), "write", self._path.name):
+            write_file(self._path, raw, self._mode)
+        self._written = raw

@@ -1,0 +1,85 @@
+"""Versions of one checkpoint and runs in one directory, as the command line shows them, and which of them a load takes."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from shlex import quote
+
+from replicated_ckpt.cli.look.checkpoints import LOST, SHORT, WHOLE, CheckpointSeen
+from replicated_ckpt.cli.look.nodes import NodesSeen
+from replicated_ckpt.cli.look.table import format_moment
+from replicated_ckpt.core.inventory import Holding, SaveFound, lineages_found, saves_found
+from replicated_ckpt.core.upkeep.policy import scope_of
+from replicated_ckpt.wording import describe_way_out, plural
+
+
+def describe_conflicting_runs(rows: Sequence[CheckpointSeen], seen: NodesSeen, root: Path) -> list[str]:
+    """A few lines for each checkpoint of which several saves lie on the nodes, and each directory of several runs."""
+    row_of = {(row.checkpoint_id, row.save_id): row for row in rows}
+    lines: list[str] = []
+    by_name: dict[str, list[Holding]] = {}
+    for holding in seen.holdings:
+        by_name.setdefault(holding.checkpoint_id, []).append(holding)
+    for checkpoint_id, holdings in sorted(by_name.items()):
+        saves = saves_found(holdings)
+        if len(saves) > 1:
+            lines += _describe_versions([(save, row_of[checkpoint_id, save.save_id]) for save in saves], seen, root)
+    return [*lines, *_describe_runs(seen)]
+
+
+def _describe_versions(
+    versions: Sequence[tuple[SaveFound, CheckpointSeen]], seen: NodesSeen, root: Path
+) -> Iterator[str]:
+    """`versions`: in the order in which a load by name tries them."""
+    first = versions[0][0]
+    of_run = [(save, row) for save, row in versions if save.version.lineage == first.version.lineage]
+    taken = next((save for save, row in of_run if row.state in (WHOLE, SHORT)), first)
+    name = first.checkpoint_id
+    yield f"{name}: {plural(len(versions), 'version')}; a load of this name takes save {taken.save_id}"
+    for save, row in versions:
+        made = format_moment(row.saved_unix_s)
+        yield f"  save {save.save_id} of {made}: {row.describe_copies(seen)}; {_place(save, seen)}"
+    named = [(save, row) for save, row in versions if not all(holding.is_replaced for holding in save.holdings)]
+    if len({save.version.lineage for save, _ in named}) > 1:
+        yield f"next step for {name}: several runs have saved under this name, and neither gives way"
+        for save, _ in named:
+            if save.version.lineage != first.version.lineage:
+                on = [holding.node_id for holding in save.holdings if not holding.is_replaced]
+                where = quote(str(root)) if on == [seen.own_node] else "ROOT"
+                yield f"  save {save.save_id} of another run: {describe_way_out(name, save.save_id, on, where)}"
+    elif named:
+        yield _describe_wait(*named[0])
+
+
+def _place(save: SaveFound, seen: NodesSeen) -> str:
+    """Where it has the name, and where a newer one took it."""
+    named = [holding.node_id for holding in save.holdings if not holding.is_replaced]
+    kept = [holding.node_id for holding in save.holdings if holding.is_replaced]
+    words = [f"has the name on {seen.list_names(named)}"] if named else []
+    return ", ".join([*words, *([f"kept, as replaced, on {seen.list_names(kept)}"] if kept else [])])
+
+
+def _describe_wait(newest: SaveFound, row: CheckpointSeen) -> str:
+    """What the older versions are still there for."""
+    stay = f"the older stay until every shard of save {newest.save_id} is seen"
+    if row.state in (WHOLE, SHORT):
+        return f"{row.checkpoint_id}: {stay}: so it is, and re-protection removes them, once no load reads them"
+    if row.state == LOST:
+        return f"{row.checkpoint_id}: {stay}; as its files are lost, they stay until a newer save is whole"
+    return f"{row.checkpoint_id}: {stay}; the nodes that were not reached can show it"
+
+
+def _describe_runs(seen: NodesSeen) -> Iterator[str]:
+    saves = saves_found(seen.holdings)
+    for scope in sorted({scope_of(save.checkpoint_id) for save in saves}):
+        runs = lineages_found(save for save in saves if scope_of(save.checkpoint_id) == scope)
+        if len(runs) < 2:
+            continue
+        where = f"directory {scope}" if scope else "the root"
+        yield f"{plural(len(runs), 'run')} in {where}, of which a load takes the one that was saved last, named first:"
+        for run in runs:
+            made = format_moment(run.created_unix_s)
+            yield f"  lineage {run.lineage!r}: newest {run.newest_id}, saved at {made}, on {seen.list_names(run.nodes)}"
+        yield (
+            f"next step for {where}: to load another run: `ReplicatedReader(lineage={runs[1].lineage!r})`; then give each "
+            f"run a directory of its own: on {seen.list_names(runs[1].nodes)} move the checkpoints of the other one"
+        )

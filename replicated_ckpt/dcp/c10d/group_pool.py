@@ -1,0 +1,161 @@
+"""Gloo groups of all ranks, used by one caller at a time: what a group costs (descriptors, threads, keys) is paid once."""
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from replicated_ckpt.dcp.c10d.presence import check_is_rank
+from replicated_ckpt.dcp.c10d.watched_group import is_broken
+from replicated_ckpt.dcp.c10d.world import await_ranks, watch_group
+from replicated_ckpt.errors import ConfigInvalid, RankFailed, ReplicatedCkptError
+
+T = TypeVar("T")
+_FIRST_GROUP_S = 300.0
+GROUPS_MAX = 512
+"""Groups in use at once in one process; those beyond it are not reused."""
+
+
+class PooledGroup:
+    """A group for one caller alone until `close`. All ranks acquire groups, in the same order.
+
+    It keeps no group alive: `destroy_process_group` ends gloo's threads only if nothing else holds one, and threads that
+    outlive the interpreter abort the process.
+    """
+
+    def __init__(self, pool: "_Pool", number: int) -> None:
+        self._pool = weakref.ref(pool)
+        self._number = number
+        self._is_fit = True
+
+    @property
+    def group(self) -> Any:
+        """Raises ConfigInvalid if the job's process groups were destroyed meanwhile."""
+        pool = self._pool()
+        if pool is None:
+            raise ConfigInvalid(
+                "The process groups that this was made with have been destroyed.",
+                "Close it before destroy_process_group; after the next init_process_group, make a new one.",
+            )
+        return pool.groups[self._number]
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the job's process groups were destroyed meanwhile."""
+        return self._pool() is None
+
+    @contextlib.contextmanager
+    def use(self) -> Iterator[None]:
+        """For a block of collectives. If it breaks off in the middle of one, no later block gets the group."""
+        try:
+            yield
+        except (CheckpointException, ReplicatedCkptError):
+            self._is_fit = self._is_fit and not self.is_gone and not is_broken(self.group)
+            raise
+        except BaseException:
+            self._is_fit = False
+            raise
+
+    def close(self) -> None:
+        """Releases the group; its caller has no collective under way. Any rank may do so alone, and more than once."""
+        pool = self._pool()
+        if self._is_fit and pool is not None:
+            pool.in_use.discard(self._number)
+        self._is_fit = False
+
+
+class _Pool:
+    """The groups of one job, the same in number on all ranks. Which are in use may differ: a rank may have closed none."""
+
+    def __init__(self) -> None:
+        self.groups: list[Any] = []
+        self.in_use: set[int] = set()
+        self._agreeing: Any = dist.new_group(backend="gloo")
+
+    def acquire(self) -> PooledGroup:
+        taken = torch.zeros(GROUPS_MAX + 1, dtype=torch.uint8, device="cpu")
+        taken[sorted(self.in_use)] = 1
+        watch_group(self._agreeing).reduce_to_max(taken)
+        number = taken.tolist().index(0)
+        if number == GROUPS_MAX:
+            raise ConfigInvalid(
+                f"{GROUPS_MAX} process groups are in use.", "Close each CheckpointManager after its use."
+            )
+        if number == len(self.groups):
+            self.groups.append(dist.new_group(backend="gloo"))
+        self.in_use.add(number)
+        return PooledGroup(self, number)
+
+
+_POOLS: "weakref.WeakKeyDictionary[Any, _Pool]" = weakref.WeakKeyDictionary()
+
+
+def acquire_group() -> PooledGroup | None:
+    """A group that no other user of this process has on any rank; None where there is no job of several processes.
+
+    Raises:
+        ConfigInvalid: this process was forked from a rank; or too many are in use. RankFailed: a rank has ended.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        return None
+    check_is_rank()
+    world = dist.group.WORLD
+    if world not in _POOLS:
+        await_ranks(world, "group pool", _FIRST_GROUP_S, "making a CheckpointManager")  # torch's own wait names no rank
+        _POOLS[world] = _Pool()
+    return _POOLS[world].acquire()
+
+
+def agree_on_first(group: Any, look: Callable[[], T]) -> T:
+    """What rank 0 of a group of all ranks finds, given to all of them; what it raises, all raise.
+
+    None: this process alone.
+    """
+    if group is None:
+        return look()
+    watched = watch_group(group)
+    outcome: list[Any] = [None, None]
+    if dist.get_rank(group) == 0:
+        try:
+            outcome[0] = look()
+        except BaseException as exc:
+            watched.broadcast_object([None, _make_picklable(exc, 0)])
+            raise
+    outcome = watched.broadcast_object(outcome)
+    if outcome[1] is not None:
+        raise outcome[1]
+    found: T = outcome[0]
+    return found
+
+
+def agree_on_all(group: Any, act: Callable[[], T]) -> list[T]:
+    """What every rank of a group of all ranks does or finds, in rank order; what one of them raises, all raise.
+
+    None: this process alone.
+    """
+    if group is None:
+        return [act()]
+    watched = watch_group(group)
+    found, failure = None, None
+    try:
+        found = act()
+    except ReplicatedCkptError as exc:
+        failure = exc
+    except BaseException as exc:
+        watched.all_gather_object((None, _make_picklable(exc, dist.get_rank(group))))
+        raise
+    told = watched.all_gather_object((found, failure))
+    for _, error in told:
+        if error is not None:
+            raise error
+    return [each for each, _ in told]
+
+
+def _make_picklable(error: BaseException, rank: int) -> ReplicatedCkptError:
+    if isinstance(error, ReplicatedCkptError):
+        return error
+    return RankFailed(f"Rank {rank} failed with {type(error).__name__}: {error}.")

@@ -1,0 +1,102 @@
+"""May a checkpoint that a save must not overwrite give way all the same: only if it is certain that it is not whole."""
+
+from collections.abc import Iterable
+
+from replicated_ckpt.agent.peers.address_book import PeerBook
+from replicated_ckpt.core.inventory import SaveFound
+from replicated_ckpt.core.protocol.settlement import Answer
+from replicated_ckpt.dcp.find.survey import Survey, Surveyor
+from replicated_ckpt.errors import CheckpointAmbiguous, CheckpointExists, CheckpointNotFound, ManifestInvalid, ShardLost
+from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
+from replicated_ckpt.stores.peer.fan_out import FanOut
+
+_ASK_TIMEOUT_S = 3.0
+_OVER = (Answer.PUBLISHED.value, Answer.ABSENT.value)
+
+
+def check_gives_way(store: LocalStore, own_node: str, nodes: Iterable[AgentAddress], checkpoint_id: str) -> None:
+    """Looks whether what has a checkpoint's name can still be loaded. `nodes` are those of the save that wants the name.
+
+    It gives way only if its manifest says which nodes may hold a part of it, all of them have answered, none still
+    publishes it, and a part is missing all the same. A node that does not answer may have that part. And only if nothing
+    else has the name anywhere: another run's save, or files that are not certain to be of this one.
+
+    Raises:
+        CheckpointExists: it stays; says why.
+    """
+    met = {peer.node_id: peer for peer in PeerBook(store.agent_directory()).read_all()}
+    peers = {**met, **{address.node_id: address for address in nodes}}
+    surveyor = Surveyor(store, own_node, peers.values(), expected=peers)
+    try:
+        survey = surveyor.survey(checkpoint_id)
+    except (CheckpointAmbiguous, CheckpointNotFound, ManifestInvalid, ShardLost) as exc:
+        raise CheckpointExists(
+            f"Checkpoint already exists: {checkpoint_id!r} in {store.root}. Which nodes have parts of it cannot be known: "
+            f"{exc.message}",
+            "Save with ReplicatedWriter(..., overwrite=True) to give it up, or move its directory away on every node.",
+        ) from exc
+    _check_may_go(survey, checkpoint_id, store)
+    _check_is_alone(survey, surveyor)
+    missing = ", ".join(survey.found.list_missing(survey.manifest.shard_sizes)) or "the metadata"
+    unreached = [*surveyor.unreached, *_unreached_of_manifest(survey, own_node), *_publishing(survey, own_node)]
+    if store.is_staged(survey.manifest.save_id):
+        unreached.append("this node, which still publishes it")
+    if unreached:
+        raise CheckpointExists(
+            f"Checkpoint {checkpoint_id!r} exists and is not whole as far as can be seen: {missing} is missing, and may "
+            f"lie where nothing was seen: {'; '.join(unreached)}.",
+            "Bring that back, or save with ReplicatedWriter(..., overwrite=True) to give the old one up.",
+        )
+
+
+def _check_may_go(survey: Survey, checkpoint_id: str, store: LocalStore) -> None:
+    """What is whole, what stock torch wrote and what may lie in a bucket stays."""
+    if survey.is_whole or survey.unmanaged_warning:
+        raise CheckpointExists(f"Checkpoint already exists: {checkpoint_id!r} in {store.root}.")
+    upload = survey.manifest.upload
+    if upload is not None:
+        raise CheckpointExists(
+            f"Checkpoint {checkpoint_id!r} exists; the nodes hold a part of it, and {upload.url} may hold all of it.",
+            "Load it from there, or save with ReplicatedWriter(..., overwrite=True) to give the old one up.",
+        )
+
+
+def _check_is_alone(survey: Survey, surveyor: Surveyor) -> None:
+    """Another save with this name would be overwritten too, and only this save was checked."""
+    manifest = survey.manifest
+    others = [save for save in surveyor.saves if save.version.lineage != manifest.lineage]
+    unknown = [each for each in surveyor.unclaimed if not each.sizes or each.sizes.keys() - each.matching(manifest)]
+    found = [
+        *(f"save {save.save_id} of another run on node {', '.join(_nodes_of(save))}" for save in others),
+        *(f"files on node {each.node_id} that no readable manifest describes" for each in unknown),
+        *surveyor.newer.tell(),
+    ]
+    if found:
+        raise CheckpointExists(
+            f"Checkpoint {manifest.checkpoint_id!r} exists and is not whole, and more has this name: {'; '.join(found)}.",
+            "Save under another id, or move that away, or with ReplicatedWriter(..., overwrite=True) give all of it up.",
+        )
+
+
+def _nodes_of(save: SaveFound) -> list[str]:
+    return sorted({holding.node_id for holding in save.holdings})
+
+
+def _unreached_of_manifest(survey: Survey, own_node: str) -> list[str]:
+    """Nodes of the checkpoint whose address no rank here has, or that did not answer."""
+    answered = {own_node, *(address.node_id for address in survey.addresses)}
+    return [f"node {node.node_id} ({node.host})" for node in survey.manifest.nodes if node.node_id not in answered]
+
+
+def _publishing(survey: Survey, own_node: str) -> list[str]:
+    """Nodes on which the save is still staged: it may get whole."""
+    by_node = {address.node_id: address for address in survey.addresses if address.node_id != own_node}
+
+    def ask(node: str) -> str:
+        with AgentClient(by_node[node], _ASK_TIMEOUT_S) as client:
+            return str(client.call("GET", f"/v1/saves/{survey.manifest.save_id}").get("state"))
+
+    outcome = FanOut.run(by_node, ask)
+    staged = [by_node[node].label for node, state in outcome.results.items() if state not in _OVER]
+    return [*staged, *(f"{by_node[node].label}: {error.message}" for node, error in outcome.errors.items())]

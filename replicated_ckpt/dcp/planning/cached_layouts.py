@@ -1,0 +1,195 @@
+"""The layout of a save, kept for the next: a rank whose shard is laid out alike sends a digest in place of its results."""
+
+import copy
+import hashlib
+import operator
+import pickle
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, SupportsIndex
+
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.storage import WriteResult
+
+from replicated_ckpt.dcp.runtime.torch_private import StorageInfo
+from replicated_ckpt.errors import SaveAborted
+
+_FIELDS: Mapping[type, int] = {
+    kind: len(fields(kind)) for kind in (Metadata, TensorStorageMetadata, BytesStorageMetadata)
+}
+
+
+class ShardResults(list[WriteResult]):
+    """DCP's results for one rank's shard. Pickled, they are the digest alone if the coordinator has them from `same_as`."""
+
+    def __init__(self, results: Iterable[WriteResult] = (), digest: str = "", same_as: str = "") -> None:
+        super().__init__(results)
+        self._digest, self._described = digest, list(self)
+        self._same_as = same_as
+
+    @property
+    def digest(self) -> str:
+        """Of names, offsets and lengths; "" if a wrapper of the writer has changed the list since."""
+        return self._digest if self == self._described else ""
+
+    def __copy__(self) -> list[WriteResult]:
+        """The results themselves: a rank that is not the coordinator could not find them by the digest."""
+        return list(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> list[WriteResult]:
+        return copy.deepcopy(list(self), memo)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
+        if self._same_as and self.digest:
+            return _find_results, (self._same_as, self._digest)
+        return ShardResults, (list(self), self.digest)
+
+
+class _LostResults(list[WriteResult]):
+    """In the place of results that the coordinator does not have. Gathering cannot raise: the other ranks would wait."""
+
+
+def holds_paths_only(planner_data: Any) -> bool:
+    """Whether a planner has kept what DCP's own keeps: where each name lies in the nested state."""
+    return type(planner_data) is dict and all(type(path) is tuple for path in planner_data.values())
+
+
+class PlannerData:
+    """A planner's own data as it was. Of what a foreign planner puts there, `==` may say anything: pickles are compared."""
+
+    def __init__(self, data: Any) -> None:
+        is_paths = holds_paths_only(data)
+        self._paths = dict(data) if is_paths else None
+        self._pickle = b"" if is_paths else pickle.dumps(data)
+
+    def is_same(self, data: Any) -> bool:
+        if self._paths is None:
+            return pickle.dumps(data) == self._pickle
+        if type(data) is not dict or list(data) != list(self._paths):
+            return False
+        if all(map(operator.is_, data.values(), self._paths.values())):
+            return True
+        return pickle.dumps(data) == pickle.dumps(self._paths)
+
+
+@dataclass(frozen=True)
+class CachedLayout:
+    """What the coordinator knows of a committed save. `raw`: the bytes of its `.metadata`, without those for a bucket."""
+
+    save_id: str
+    checkpoint_id: str
+    results_by_digest: Mapping[str, Sequence[WriteResult]]
+    digests: Sequence[str]
+    described: Mapping[str, Any]
+    planner_data: PlannerData
+    places: Mapping[MetadataIndex, StorageInfo]
+    shards: frozenset[str]
+    raw: bytes
+
+    @classmethod
+    def of(
+        cls,
+        save_id: str,
+        checkpoint_id: str,
+        metadata: Metadata,
+        results: Sequence[Sequence[WriteResult]],
+        raw: bytes,
+    ) -> "CachedLayout":
+        digests = [_digest_in(one) for one in results]
+        return cls(
+            save_id,
+            checkpoint_id,
+            dict(zip(digests, map(list, results), strict=True)),
+            digests,
+            dict(metadata.state_dict_metadata),
+            PlannerData(metadata.planner_data),
+            dict(metadata.storage_data),
+            frozenset(str(info.relative_path) for info in metadata.storage_data.values()),
+            raw,
+        )
+
+    def is_of(self, metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> bool:
+        """Whether a save with this metadata and these results has the same `.metadata`."""
+        return (
+            _has_fields_only(metadata)
+            and self.digests == [_digest_in(one) for one in results]
+            and self.described == metadata.state_dict_metadata
+            and self.planner_data.is_same(metadata.planner_data)
+        )
+
+
+def _has_fields_only(metadata: Metadata) -> bool:
+    """Whether all that it says is in DCP's own fields, which `==` compares. A planner may have added attributes."""
+    return all(len(vars(one)) == _FIELDS.get(type(one)) for one in (metadata, *metadata.state_dict_metadata.values()))
+
+
+_by_save: "weakref.WeakValueDictionary[str, CachedLayout]" = weakref.WeakValueDictionary()
+
+
+def _find_results(save_id: str, digest: str) -> list[WriteResult]:
+    """At the coordinator, which has named the save in its decision: the results that a rank means."""
+    kept = _by_save.get(save_id)
+    if kept is None or digest not in kept.results_by_digest:
+        return _LostResults()
+    return ShardResults(kept.results_by_digest[digest], digest)
+
+
+class CachedLayouts:
+    """What one writer keeps from save to save. Each rank keeps digests, the coordinator the layout that they stand for.
+
+    Nothing is assumed: the coordinator names the save that it knows, a rank compares what it has just written with what it
+    wrote then, and the coordinator compares the digests of all ranks and what its planner describes.
+    """
+
+    def __init__(self) -> None:
+        self._digest_by_save: dict[str, str] = {}
+        self._kept: CachedLayout | None = None
+
+    @property
+    def save_id(self) -> str:
+        """Coordinator: the save that ranks may refer to; "" for none."""
+        return "" if self._kept is None else self._kept.save_id
+
+    def refer(self, results: list[WriteResult], save_id: str, known: str) -> ShardResults:
+        """This rank's results of a save, as they go to the coordinator, which knows those of the save `known`."""
+        digest = _digest_of(results)
+        is_same = self._digest_by_save.get(known) == digest
+        self._digest_by_save = {
+            one: kept for one, kept in (*self._digest_by_save.items(), (save_id, digest)) if one in (known, save_id)
+        }
+        return ShardResults(results, digest, known if is_same else "")
+
+    def find(self, metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> CachedLayout | None:
+        """Coordinator: the layout kept, if it is that of a save with this metadata and these results.
+
+        Raises:
+            SaveAborted: a rank refers to results that are not known here. The next save gets them whole.
+        """
+        if any(isinstance(one, _LostResults) for one in results):
+            self._kept = None
+            raise SaveAborted(
+                "A rank refers to the layout of an earlier save, and the coordinator has none of it.",
+                "Save again: all ranks send their layouts then.",
+            )
+        kept = self._kept
+        return kept if kept is not None and kept.is_of(metadata, results) else None
+
+    def keep(self, layout: CachedLayout) -> None:
+        """Coordinator: a save of this layout is decided. Lists that a wrapper of the writer has made are not kept."""
+        self._kept = layout if all(layout.digests) else None
+        _by_save[layout.save_id] = layout
+
+
+def _digest_in(results: object) -> str:
+    return results.digest if isinstance(results, ShardResults) else ""
+
+
+def _digest_of(results: Sequence[WriteResult]) -> str:
+    digest = hashlib.sha256()
+    for result in results:
+        index, info = result.index, result.storage_data
+        offset = None if index.offset is None else tuple(index.offset)
+        place = (info.relative_path, info.offset, info.length, getattr(info, "transform_descriptors", None))
+        digest.update(repr((index.fqn, offset, index.index, result.size_in_bytes, place)).encode())
+    return digest.hexdigest()

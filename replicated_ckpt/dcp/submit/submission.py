@@ -1,0 +1,188 @@
+"""A shard in the hands of this node's agent, as its rank follows it, and the agent that finishes the save."""
+
+import contextlib
+import json
+import logging
+import socket
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from replicated_ckpt import failpoints
+from replicated_ckpt.agent.requests.local_messages import connect, receive_message, send_message
+from replicated_ckpt.agent.saves.finish import Finished, Outline
+from replicated_ckpt.agent.saves.shard_copies import WrittenCopies
+from replicated_ckpt.agent.saves.submissions import SubmittedShard
+from replicated_ckpt.agent.state.endpoint import read_endpoint
+from replicated_ckpt.errors import ObjectMissing, PeerProtocolError, ReplicatedCkptError, StoreUnavailable
+from replicated_ckpt.stores.files.locks import close_in_forks
+from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.peer.answer import parsing, refusal
+from replicated_ckpt.stores.peer.client import PROGRESS_TIMEOUT_S, AgentClient
+from replicated_ckpt.stores.thread_start import start_worker
+
+log = logging.getLogger(__name__)
+
+_TRIES = 3
+_PAUSE_S = 0.3
+LOG_HINT = "Look at ROOT/.agent/log for what became of the agent; then save again."
+
+
+class AgentSilent(StoreUnavailable):
+    """This node's agent was asked to end the save and answers no more: the save may be committed by it, or not."""
+
+    default_hint = (
+        "The next save or load settles it. On rank 0's node `replicated-ckpt status --root ROOT` says whether the agent is "
+        "stopped, and ROOT/.agent/log what became of it."
+    )
+
+
+def finish_by_agent(store: LocalStore, outline: Outline, start_agent: Callable[[], object]) -> Finished:
+    """Has this node's agent end the save, and waits for it. One that dies is started again, and told again.
+
+    Raises:
+        AgentSilent: it does not answer any more, or is not reached again. Others: it has given the save up, or refused it.
+    """
+    body = json.dumps(outline.to_json()).encode()
+    for tries_left in reversed(range(_TRIES)):
+        try:
+            return _finish(store, outline.manifest.save_id, body)
+        except AgentSilent:
+            raise
+        except (StoreUnavailable, ObjectMissing) as exc:  # not known any more: it was started again
+            if tries_left == 0:
+                raise AgentSilent("this node's agent", "finish", outline.manifest.save_id, exc.message) from exc
+            log.warning("this node's agent is asked again to finish the save: %s", exc)
+        time.sleep(_PAUSE_S)
+        try:
+            start_agent()
+        except BaseException as exc:  # of a start; one that lives may be finishing the save, and decide
+            raise AgentSilent("this node's agent", "finish", outline.manifest.save_id, _tell(exc)) from exc
+    raise AssertionError("the last try returns or raises")
+
+
+def _finish(store: LocalStore, save_id: str, body: bytes) -> Finished:
+    endpoint = read_endpoint(store.agent_directory())
+    if endpoint is None:
+        raise StoreUnavailable("this node's agent", "finish", save_id, "it is not there", LOG_HINT)
+    path = f"/v1/saves/{save_id}/finish"
+    with AgentClient(endpoint.local_address()) as client:
+        try:
+            client.put("POST", path, body)
+            failpoints.reach("coordinator.submitted")
+            return Finished.from_json(client.call("POST", path))
+        except ReplicatedCkptError:
+            raise  # the agent has given the save up, or is gone
+        except BaseException as exc:  # from here on this rank cannot tell, and must not have the other nodes give it up
+            raise AgentSilent("this node's agent", "finish", save_id, _tell(exc)) from exc
+
+
+def _tell(exc: BaseException) -> str:
+    return f"{type(exc).__name__}: {exc}"
+
+
+_AGENT = "this node's agent"
+_never_released: list[tuple[socket.socket, memoryview | None]] = []
+"""Where no thread could watch the connection; a copy of a state for each, at worst."""
+
+
+class Submission:
+    """A shard that the agent has taken. The memory stays as it is until `wait` has returned or raised. One thread."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+
+    def wait(self) -> WrittenCopies:
+        """What became of the shard: it is durable in the node's own store.
+
+        Raises:
+            StoreUnavailable: the agent died or hangs: what it did is unknown. Others: what kept it from being written.
+        """
+        while True:
+            answer = _receive(self._connection)
+            if answer["state"] == "working":
+                continue
+            with parsing(f"{_AGENT} says of a shard {answer!r}"):
+                return WrittenCopies.from_json(answer["copies"])
+
+    def detach(self, memory: memoryview) -> None:
+        """As `close`, and if the agent only hangs, `memory` is kept until it cannot read it any more."""
+        _keep_while_read(self._connection, memory)
+
+    def close(self) -> None:
+        """This rank has nothing more to do with the save: from here on the agent settles what it finds of it."""
+        with contextlib.suppress(OSError):  # it is given up, or the agent is gone, or this is a fork
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._connection.close()
+
+
+def submit(
+    store: LocalStore, shard: SubmittedShard, descriptors: Sequence[int], memory: memoryview | None = None
+) -> Submission:
+    """Gives a shard to this node's agent, which has taken it when this returns.
+
+    `memory`: what must stay as it is as long as the agent may read it, also if this raises.
+
+    Raises:
+        StoreUnavailable: there is no agent that takes shards. StoreDenied: it is another user's. Others: it refuses this
+            one. Nothing of it was written.
+    """
+    try:
+        connection = connect(store.root_agent_directory(), PROGRESS_TIMEOUT_S)
+    except OSError as exc:
+        raise _unavailable(exc) from exc
+    close_in_forks(connection)
+    try:
+        try:
+            send_message(connection, shard.to_json(), descriptors)
+        except OSError as exc:
+            raise _unavailable(exc) from exc
+        _receive(connection)
+    except BaseException:
+        _keep_while_read(connection, memory)
+        raise
+    return Submission(connection)
+
+
+def _keep_while_read(connection: socket.socket, memory: memoryview | None) -> None:
+    """Gives the connection up, and holds the memory until the agent has, too: it is done with the shard, or dead.
+
+    An agent that was stopped and goes on reads what it was sent before. By then the next save would lie there.
+    """
+    fd = connection.detach()  # `connection` is closed from here on
+    if fd < 0:
+        return  # given up before
+    kept = socket.socket(fileno=fd)
+    close_in_forks(kept)
+    with contextlib.suppress(OSError):
+        kept.shutdown(socket.SHUT_WR)  # for the agent this rank has left: it begins nothing for it
+    try:
+        start_worker(_wait_for_end, kept, memory, name="rckpt-kept")
+    except StoreUnavailable as exc:
+        log.warning("memory that was submitted is kept for good: %s", exc)
+        _never_released.append((kept, memory))
+
+
+def _wait_for_end(connection: socket.socket, memory: memoryview | None) -> None:
+    with connection, contextlib.suppress(OSError):
+        connection.settimeout(None)
+        while connection.recv(1 << 16):
+            pass
+    del memory
+
+
+def _receive(connection: socket.socket) -> dict[str, Any]:
+    try:
+        answer, descriptors = receive_message(connection)
+    except (OSError, EOFError) as exc:
+        raise _unavailable(exc) from exc
+    if descriptors or "state" not in answer:
+        raise PeerProtocolError(f"{_AGENT} says of a shard {answer!r}.")
+    if answer["state"] == "refused":
+        status = int(answer.get("status", 500))
+        raise refusal(status, json.dumps(answer).encode(), _AGENT, "hand over", "the shard")
+    return answer
+
+
+def _unavailable(exc: Exception) -> StoreUnavailable:
+    return StoreUnavailable(_AGENT, "hand over", "the shard", f"{type(exc).__name__}: {exc}", LOG_HINT)

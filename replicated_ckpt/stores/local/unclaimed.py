@@ -1,0 +1,109 @@
+"""A look at directories whose manifest is damaged or gone: which files lie there, and which bytes they say they are."""
+
+import os
+from collections.abc import Callable, Collection, Iterable
+
+from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, is_checkpoint_id
+from replicated_ckpt.core.upkeep.unclaimed_files import UnclaimedFiles
+from replicated_ckpt.errors import ManifestVersionUnknown, ObjectMissing, StoreError
+from replicated_ckpt.stores.files.durable import hash_open_file, is_unreadable
+from replicated_ckpt.stores.local.directories.committed import Committed, open_directory
+from replicated_ckpt.stores.local.directories.footer import crc_of_footer
+from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.peer.client import FILE_BYTES_MAX
+
+_KEPT_MAX = 4096
+Tell = Callable[[str, int], int | None]
+"""The CRC32C that the file of this name, behind this descriptor, has by what it says itself; None: it does not tell."""
+Holds = Callable[[int, int], bool]
+
+
+class UnclaimedFilesReader:
+    """Reads the footers of shards, and `.metadata` in full. What was read is kept until its file changes.
+
+    Changes nothing. Safe for concurrent use.
+    """
+
+    def __init__(self, store: LocalStore, node_id: str) -> None:
+        self._store = store
+        self._node_id = node_id
+        self._crcs: dict[tuple[int, int, int, int], int | None] = {}
+
+    def find(self, checkpoint_id: str | None = None) -> tuple[UnclaimedFiles, ...]:
+        """What lies in the directory of one checkpoint, or in any, without a manifest that is believed.
+
+        Raises:
+            StoreError: the disk cannot be read.
+        """
+        return tuple(unclaimed for name in self._ids(checkpoint_id) if (unclaimed := self._of(name)) is not None)
+
+    def _ids(self, checkpoint_id: str | None) -> Iterable[str]:
+        if checkpoint_id is not None:
+            return [checkpoint_id]
+        return sorted({*self._store.catalog.with_invalid_manifest(), *self._store.catalog.without_manifest()})
+
+    def _of(self, checkpoint_id: str) -> UnclaimedFiles | None:
+        try:
+            if not is_checkpoint_id(checkpoint_id) or self._store.catalog.save_id_of(checkpoint_id):
+                return None
+            with open_directory(self._store.root, checkpoint_id) as directory:
+                claimed = self._store.catalog.list_claimed(checkpoint_id)
+                return read_unclaimed_files(directory, self._node_id, self._crc, claimed=claimed)
+        except (ManifestVersionUnknown, ObjectMissing):
+            return None
+        except StoreError as exc:
+            if not is_unreadable(exc):
+                raise
+            return UnclaimedFiles(self._node_id, checkpoint_id, is_ours=True)
+
+    def _crc(self, name: str, fd: int) -> int | None:
+        status = os.fstat(fd)
+        key = (status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size)
+        if key not in self._crcs:
+            if len(self._crcs) >= _KEPT_MAX:
+                self._crcs.clear()
+            self._crcs[key] = tell_crc(name, fd)
+        return self._crcs[key]
+
+
+def read_unclaimed_files(
+    directory: Committed,
+    node_id: str,
+    tell: Tell,
+    holds: Holds = lambda _, __: True,
+    claimed: Collection[str] = (),
+) -> UnclaimedFiles | None:
+    """What lies in a directory; None: nothing of a checkpoint. A file that cannot be opened is not there.
+
+    `holds` says of a file, behind a descriptor, whether it has the CRC32C that it tells. Files that are `claimed` are of
+    versions there whose manifests are believed.
+    """
+    names = [name for name in directory.names() if name not in claimed]
+    sizes: dict[str, int] = {}
+    crcs: dict[str, int] = {}
+    is_ours = MANIFEST_NAME in names
+    for name in (name for name in names if name != MANIFEST_NAME):
+        try:
+            fd = directory.open(name)
+        except StoreError:
+            continue
+        try:
+            sizes[name] = os.fstat(fd).st_size
+            told = tell(name, fd)
+            is_ours = is_ours or (name != METADATA_NAME and told is not None)
+            crcs |= {name: told} if told is not None and holds(fd, told) else {}
+        except OSError:
+            continue  # it cannot be read: it is there, and damaged
+        finally:
+            os.close(fd)
+    return UnclaimedFiles(node_id, directory.checkpoint_id, is_ours, sizes, crcs) if names else None
+
+
+def tell_crc(name: str, fd: int) -> int | None:
+    """The CRC32C that a file has by what it says itself: `.metadata` by its bytes, a shard by its footer.
+
+    None: its footer is damaged, or it is larger than any that is believed.
+    """
+    if name != METADATA_NAME:
+        return crc_of_footer(fd)
+    return hash_open_file(fd)[1] if os.fstat(fd).st_size <= FILE_BYTES_MAX else None

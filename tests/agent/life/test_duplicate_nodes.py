@@ -1,0 +1,79 @@
+"""Two living agents of one node, as a cloned disk makes them: peers warn, and `status` says so until one is gone."""
+
+import shutil
+from functools import partial
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from replicated_ckpt.agent.peers.address_book import PeerBook
+from replicated_ckpt.agent.peers.greeting import Greeter
+from replicated_ckpt.agent.state.endpoint import Endpoint
+from replicated_ckpt.cli.exit_codes import ExitCode
+from replicated_ckpt.errors import ConfigInvalid, StoreUnavailable
+from replicated_ckpt.stores.peer.client import AgentAddress
+from tests.agent.agents import RunningAgent, peers_of, running_agent, wait_for
+from tests.cli.commands import as_json
+
+pytestmark = [pytest.mark.fault, pytest.mark.timeout(120)]
+OFTEN = ("--round-every-s", "1")
+
+
+def duplicate_nodes(agent: RunningAgent) -> list[str]:
+    with agent.client() as client:
+        found: list[str] = client.call("GET", "/v1/status")["duplicate_nodes"]
+    return found
+
+
+def introduce(one: RunningAgent, other: RunningAgent) -> None:
+    for to, who in ((one, other), (other, one)):
+        with to.client() as client:
+            client.call("POST", "/v1/peers", {"peers": peers_of(who)})
+
+
+@pytest.mark.parametrize("starts", [0, 1, 2], ids=["fewer starts", "as many starts", "more starts"])
+def test_a_cloned_disk_is_named_while_both_agents_run(tmp_path: Path, starts: int) -> None:
+    """However often each was started since: by the peer that both greet, in its log and status, and by the second one."""
+    roots = [tmp_path / name for name in ("peer", "node", "clone")]
+    with running_agent(roots[0], *OFTEN) as peer, running_agent(roots[1], *OFTEN) as node:
+        introduce(peer, node)
+        node_id = node.endpoint.node_id
+    shutil.copytree(roots[1], roots[2], ignore=shutil.ignore_patterns("*.sock"))
+    for _ in range(1, starts):
+        with running_agent(roots[2]):
+            pass
+    for _ in range(1, 2 - starts):
+        with running_agent(roots[1]):
+            pass
+    with running_agent(roots[0], *OFTEN) as peer:
+        with running_agent(roots[1], *OFTEN) as node:
+            with running_agent(roots[2], *OFTEN) as clone:
+                assert clone.endpoint.node_id == node_id
+                for agent in (peer, clone):
+                    (said,) = wait_for(partial(duplicate_nodes, agent), 30.0, "a line about two agents")
+                    assert f"Two agents are node {node_id}: at 127.0.0.1:" in said
+                    code, found = as_json("status", "--root", agent.root)
+                    assert code == ExitCode.FAILED
+                    assert said in found["reasons"]
+                assert duplicate_nodes(node) == []
+            wait_for(lambda: not duplicate_nodes(peer), 30.0, "the end of that line")
+        (known,) = PeerBook(peer.root / ".agent").read_all()
+        assert known.port == node.endpoint.port, "what the clone said of itself was not believed"
+    log = (roots[0] / "agent.out").read_text()
+    assert log.count("WARNING replicated_ckpt.agent.peers.duplicate_nodes: Two agents are node") == 1
+
+
+def test_a_peer_that_says_nothing_new_takes_nothing_back(tmp_path: Path) -> None:
+    """It has not looked, as this agent greets too often, or it is silent: `status` of the second agent stays degraded."""
+    book = PeerBook(tmp_path)
+    book.learn([AgentAddress("a" * 12, "127.0.0.1", 1, "t" * 32)])
+    greeter = Greeter(book, Endpoint("b" * 12, "127.0.0.1", 2, "t" * 32, 1, "0"))
+    unheard = StoreUnavailable("a peer", "hear", "node b", "greets too often")
+    answers = [ConfigInvalid("Two agents are node b."), unheard, unheard, None]
+    said = []
+    with mock.patch.object(Greeter, "_tell", side_effect=answers):
+        for _ in answers:
+            greeter.greet_all()
+            said.append([*greeter.describe_refusals()])
+    assert said == [[str(answers[0])]] * 3 + [[]]

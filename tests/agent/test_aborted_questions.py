@@ -1,0 +1,86 @@
+"""An agent that hung, and goes on: what it was asked meanwhile, and is waited for no longer, undoes nothing newer."""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from replicated_ckpt.agent.saves.shard_copies import WantedCopies
+from replicated_ckpt.agent.saves.submissions import SubmittedShard
+from replicated_ckpt.core.layout import ShardName
+from replicated_ckpt.dcp.submit import submission
+from replicated_ckpt.errors import StoreUnavailable
+from replicated_ckpt.stores.local.directories.intent import Intent
+from replicated_ckpt.stores.local.shard_file import FileSink
+from replicated_ckpt.stores.local.store import LocalStore
+from tests.agent.agents import ANSWER_S, RunningAgent, peers_of, running_agent, wait_for
+
+EARLIER, LATER = "a" * 32, "b" * 32
+HUNG_S = 0.3
+SHARD = str(ShardName(1, 0))
+
+
+@pytest.fixture
+def agents(tmp_path: Path) -> Iterator[list[RunningAgent]]:
+    """Two nodes; the first one coordinates."""
+    with running_agent(tmp_path / "first") as first, running_agent(tmp_path / "second") as second:
+        yield [first, second]
+
+
+def open_save(agents: list[RunningAgent], at: RunningAgent, save_id: str, timeout_s: float = ANSWER_S) -> None:
+    document = {
+        "checkpoint_id": f"step-{save_id[0]}",
+        "session": "s",
+        "overwrite": False,
+        "coordinator": agents[0].endpoint.node_id,
+        "peers": peers_of(*agents),
+    }
+    with at.client(timeout_s) as client:
+        client.call("POST", f"/v1/saves/{save_id}", document)
+
+
+def log_of(agent: RunningAgent) -> str:
+    return (agent.root / "agent.out").read_text()
+
+
+def test_the_opening_of_an_earlier_save_ends_no_later_one(agents: list[RunningAgent]) -> None:
+    """The job has gone on without that agent, and its ranks work on the next save, which they have opened by themselves."""
+    first, second = agents
+    stores = [LocalStore(agent.root) for agent in agents]
+    second.signal(signal.SIGSTOP)
+    with pytest.raises(StoreUnavailable):
+        open_save(agents, second, EARLIER, HUNG_S)
+    open_save(agents, first, LATER)
+    stores[1].begin(Intent(LATER, "step-b", "s", False, coordinator=first.endpoint.node_id))
+    with stores[0].lock_save(LATER), stores[1].lock_save(LATER):
+        second.signal(signal.SIGCONT)
+        is_seen = lambda: "waits for no answer" in log_of(second) or stores[1].is_staged(EARLIER)  # noqa: E731
+        wait_for(is_seen, ANSWER_S, "the agent goes on")
+        with second.client() as client:
+            assert client.call("GET", f"/v1/saves/{EARLIER}")["state"] == "unknown"
+        assert [store.is_staged(LATER) for store in stores] == [True, True]
+
+
+def test_a_shard_that_its_rank_writes_by_now_is_not_taken(
+    agents: list[RunningAgent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rank has waited in vain for its agent to take the shard; else they would undo each other's work."""
+    second = agents[1]
+    open_save(agents, second, LATER)
+    store, memory = LocalStore(second.root), os.memfd_create("staged")
+    monkeypatch.setattr(submission, "PROGRESS_TIMEOUT_S", HUNG_S)
+    second.signal(signal.SIGSTOP)
+    with store.lock_save(LATER):
+        shard = SubmittedShard(WantedCopies(LATER, SHARD, second.endpoint.node_id), [])
+        with pytest.raises(StoreUnavailable):
+            submission.submit(store, shard, [memory])
+        os.close(memory)
+        with FileSink.create(store.path_of_staged(LATER, SHARD)) as sink:
+            sink.write(memoryview(b"the rank's"))
+            second.signal(signal.SIGCONT)
+            is_seen = lambda: "waits for no answer" in log_of(second) or store.path_of_staged(LATER, SHARD).exists()  # noqa: E731
+            wait_for(is_seen, ANSWER_S, "the agent goes on")
+            sink.finish_durably()
+        assert store.path_of_staged(LATER, SHARD).read_bytes() == b"the rank's"

@@ -1,0 +1,92 @@
+"""Memory that a rank hands over: it is not used again while an agent that was stopped may go on and read it."""
+
+import gc
+import os
+import socket
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from replicated_ckpt.agent.requests.local_messages import connect, listen, receive_message, send_message
+from replicated_ckpt.agent.saves.shard_copies import WantedCopies
+from replicated_ckpt.agent.saves.submissions import SubmittedShard
+from replicated_ckpt.core.layout import ShardName
+from replicated_ckpt.dcp.staging.segment import descriptor_of, lease_segment
+from replicated_ckpt.dcp.submit import follower, submission
+from replicated_ckpt.dcp.submit.layout import ShardLayout
+from replicated_ckpt.errors import StoreUnavailable
+from replicated_ckpt.stores.local.store import LocalStore
+from tests.agent.agents import wait_for
+
+SAVE = "b" * 32
+WITHIN_S = 20.0
+BYTES = 4096
+SILENT_S = 0.2
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    return LocalStore(tmp_path / "root")
+
+
+@pytest.fixture
+def agent(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
+    """The socket of an agent that was stopped: ranks wait for it a moment only."""
+    monkeypatch.setattr(submission, "PROGRESS_TIMEOUT_S", SILENT_S)
+    monkeypatch.setattr(follower, "_PAUSE_S", 0.01)
+    monkeypatch.setattr(
+        follower.log, "disabled", True
+    )  # pytest keeps errors that were logged, and what their frames hold
+    store.node_id()
+    with listen(store.agent_directory()) as listener:
+        listener.settimeout(WITHIN_S)
+        yield listener
+
+
+def is_free(lease: "weakref.ref[memoryview]") -> bool:
+    gc.collect()
+    return lease() is None
+
+
+def take(agent: socket.socket) -> socket.socket:
+    connection, _ = agent.accept()
+    _, descriptors = receive_message(connection)
+    for descriptor in descriptors:
+        os.close(descriptor)
+    return connection
+
+
+def test_a_hand_over_without_an_answer(store: LocalStore, agent: socket.socket) -> None:
+    """The agent finds the message when it goes on, and reads: until it closes the connection the memory is kept."""
+    staged = lease_segment(BYTES, lambda: 1 << 30)
+    shard = SubmittedShard(WantedCopies(SAVE, str(ShardName(0, 0)), "node"), [(0, 0, BYTES)])
+    with pytest.raises(StoreUnavailable):
+        submission.submit(store, shard, [descriptor_of(staged)], staged)
+    lease = weakref.ref(staged)
+    del staged
+    assert not is_free(lease)
+    with take(agent) as connection:
+        assert not is_free(lease)
+        assert connection.recv(1) == b"", "for the agent the rank has left"
+    wait_for(lambda: is_free(lease), WITHIN_S, "the memory is free")
+
+
+def test_an_agent_that_stops_with_a_shard(store: LocalStore, agent: socket.socket) -> None:
+    """Its rank gives up after some tries, and so ends the save here; the memory is kept as long as the agent lives."""
+    staged = lease_segment(BYTES, lambda: 1 << 30)
+    layout = ShardLayout(staged)
+    layout.finish()
+    shard = SubmittedShard(WantedCopies(SAVE, str(ShardName(0, 0)), "node"), [(0, 0, BYTES)])
+    taken = connect(store.agent_directory(), SILENT_S)
+    connection, _ = agent.accept()
+    send_message(connection, {"state": "working"})
+    following = follower.Follower(store, shard, layout, staged, lambda: None, submission.Submission(taken))
+    lease = weakref.ref(staged)
+    del staged
+    assert isinstance(following.end.exception(WITHIN_S), StoreUnavailable)
+    agent.close()  # what was handed over again is refused
+    assert not is_free(lease)
+    connection.close()
+    wait_for(lambda: is_free(lease), WITHIN_S, "the memory is free")

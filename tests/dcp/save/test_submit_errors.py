@@ -1,0 +1,104 @@
+"""What the hand-over of a shard or a save to this node's agent says when it cannot be done."""
+
+import errno
+import os
+import resource
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from replicated_ckpt import ReplicatedWriter
+from replicated_ckpt.agent.saves.finish import Outline
+from replicated_ckpt.agent.state.log_file import LOG_NAME
+from replicated_ckpt.cli.exit_codes import ExitCode
+from replicated_ckpt.cli.main import main
+from replicated_ckpt.core.manifest import Manifest, NodeEntry
+from replicated_ckpt.dcp.submit import layout, submission
+from replicated_ckpt.dcp.submit.layout import ShardLayout, TooMuchElsewhere
+from replicated_ckpt.dcp.submit.submission import AgentSilent, finish_by_agent
+from replicated_ckpt.errors import StoreUnavailable
+from replicated_ckpt.stores.local.store import LocalStore
+from tests.agent.agents import running_agent
+from tests.gloo import group_of_one
+
+SAVE = "5" * 32
+
+
+def outline(node: str) -> Outline:
+    nodes = (NodeEntry(node, "host", None, (0,)),)
+    manifest = Manifest(
+        SAVE,
+        "step-1",
+        1,
+        time.time(),
+        world_size=1,
+        copies=1,
+        metadata_bytes=1,
+        metadata_crc32c=0,
+        nodes=nodes,
+        shards={},
+        lineage="a" * 16,
+    )
+    return Outline(manifest, {}, 1, must_have_all=True)
+
+
+def test_an_agent_that_stays_away_is_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is started again and asked three times; then the error names the save, and the log under the name that it has."""
+    monkeypatch.setattr(submission, "_PAUSE_S", 0.01)
+    store = LocalStore(tmp_path)
+    started: list[None] = []
+    with pytest.raises(AgentSilent, match=SAVE) as raised:
+        finish_by_agent(store, outline(store.node_id()), lambda: started.append(None))
+    assert len(started) == 2
+    assert f"ROOT/{store.root_agent_directory().name}/{LOG_NAME} " in raised.value.hint
+
+
+def test_a_shard_that_lies_elsewhere_is_not_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank writes it itself then, and the hint says that nothing is to be done."""
+    monkeypatch.setattr(layout, "BETWEEN_BYTES_MAX", 8)
+    shard = ShardLayout(memoryview(bytearray(16)))
+    try:
+        shard.write(memoryview(b"12345678"))
+        with pytest.raises(TooMuchElsewhere, match="More than 8 bytes") as raised:
+            shard.write(memoryview(b"9"))
+    finally:
+        shard.close()
+    assert "nothing is to be done" in raised.value.hint
+
+
+def test_a_shard_for_which_there_is_no_memory_is_not_handed_over() -> None:
+    """The rank writes it itself, too; and the descriptor is closed, though what it was to have cannot be written."""
+    before, shard = resource.getrlimit(resource.RLIMIT_FSIZE), ShardLayout(memoryview(bytearray(16)))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4, before[1]))
+    try:
+        shard.write(memoryview(b"12345678"))
+        with pytest.raises(StoreUnavailable, match="File too large"):
+            shard.finish()
+        shard.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(shard.between)
+
+
+@pytest.mark.filterwarnings("ignore::replicated_ckpt.errors.ReplicatedCkptWarning")
+def test_a_rank_that_gets_no_descriptor_for_the_hand_over_writes_its_shard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What was staged is saved: only what lies between the tensors has no memory of its own."""
+    make = os.memfd_create
+
+    def refuse(name: str, *flags: int) -> int:
+        if name == "replicated-ckpt-between":
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return make(name, *flags)
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    with running_agent(tmp_path, "--idle-exit-s", "60"), group_of_one():
+        state, writer = {"t": torch.ones(1 << 16)}, ReplicatedWriter(tmp_path)
+        dcp.async_save(state, checkpoint_id="step-1", storage_writer=writer).result(60.0)  # type: ignore[union-attr]
+    assert "this rank writes its shards itself" in caplog.text
+    assert main(["verify", "step-1", "--root", str(tmp_path)]) == ExitCode.OK
