@@ -219,7 +219,7 @@ class TieredCheckpoints:
             remember(self.disk.writer.store, checkpoint_id, before)  # so it has the same sequence there
         self.disk.save(checkpoint_id, state, notes)
         assert self.disk.writer.last_version is not None, "it was saved"
-        self._disk_saves.note(self.disk.writer.last_version)
+        self._disk_saves.record_disk_save(self.disk.writer.last_version)
 
     def _join(self, checkpoint_id: str, newest: Version | None) -> None:
         if newest is not None:

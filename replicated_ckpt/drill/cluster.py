@@ -71,7 +71,7 @@ class Job:
         Raises: DrillError if a node ended with an error before, or after `limit_s`, with the stacks of all ranks.
         """
         self._wait(lambda: count_reports(self.results) == self.ranks, "all ranks to report", limit_s, may_fail=False)
-        return Evidence.read(self.results)
+        return Evidence.read_evidence(self.results)
 
     def wait_until_ended(self, limit_s: float, *, except_on: Sequence[Path] = ()) -> None:
         """Block until the torchruns of all nodes, `except_on` these stores, have ended, in whatever way.
@@ -130,7 +130,7 @@ class Cluster:
         results = Path(spec.results)
         results.mkdir(parents=True)
         spec_path = results / "job.json"
-        spec.write(spec_path)
+        spec.write_spec(spec_path)
         port = find_free_port()
         nodes = tuple(
             self._start_node(

@@ -31,12 +31,12 @@ class JobSpec:
     object_store: str | None = None
     storage_options: Mapping[str, Any] | None = None
 
-    def write(self, path: Path) -> None:
+    def write_spec(self, path: Path) -> None:
         """Make the spec readable for the ranks."""
         write_json(path, dataclasses.asdict(self))
 
     @classmethod
-    def read(cls, path: Path) -> Self:
+    def read_spec(cls, path: Path) -> Self:
         """The spec that `write` wrote."""
         raw = json.loads(path.read_text())
         return cls(**raw | {"loads": tuple(raw["loads"]), "save_steps": tuple(raw["save_steps"])})
@@ -98,7 +98,7 @@ class RankReport:
     loss_by_step: Mapping[int, float]
     wait: WaitRecord | None = None
 
-    def write(self, results: Path) -> None:
+    def write_report(self, results: Path) -> None:
         """Appear in the results, whole."""
         write_json(results / f"rank-{self.rank}.json", dataclasses.asdict(self))
 
@@ -114,7 +114,7 @@ class Evidence:
     digests: Mapping[str, Mapping[str, str]]
 
     @classmethod
-    def read(cls, results: Path) -> Self:
+    def read_evidence(cls, results: Path) -> Self:
         """Everything in the results folder of a job whose ranks have all reported."""
         reports = [_report(json.loads(path.read_text())) for path in results.glob("rank-*.json")]
         digests = {

@@ -110,9 +110,9 @@ def _moto(workdir: Path) -> Iterator[str]:
 @contextmanager
 def _own_prefix(url: str, *, keep: bool, progress: Progress) -> Iterator[str]:
     """A new place under `url`, known to be writable."""
-    ObjectTarget.check(url, None)  # an error names the URL as it was given
+    ObjectTarget.check_supported(url, None)  # an error names the URL as it was given
     own = f"{url.rstrip('/')}/drill-{uuid.uuid4().hex[:12]}"
-    target = ObjectTarget.check(own, None)
+    target = ObjectTarget.check_supported(own, None)
     if target.is_process_local:
         raise ConfigInvalid(f"--object-store {url}: it would be gone with the process that wrote it.")
     with closing(open_client(target)) as client:

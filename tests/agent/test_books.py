@@ -31,7 +31,7 @@ POLICY = Policy("", NODES, 1, Retention(keep_last=1), lineage="")
 
 
 def target(url: str) -> ObjectTarget:
-    return ObjectTarget.check(url, None)
+    return ObjectTarget.check_supported(url, None)
 
 
 def test_many_threads_name_buckets_at_once(tmp_path: Path) -> None:
@@ -133,11 +133,11 @@ def test_a_removal_that_was_refused_is_not_made_by_the_next_agent(
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", refuse_to_open)
         with pytest.raises(StoreError):
-            journal.note(SAVE, End.REMOVING)
+            journal.append_end(SAVE, End.REMOVING)
     assert SAVE.encode() in (tmp_path / ".agent" / "journal").read_bytes(), "it lies there"
     for each in (journal, Journal(tmp_path)):
         assert each.read_removals() == (frozenset(), frozenset())
-    journal.note(SAVE, End.REMOVING)
+    journal.append_end(SAVE, End.REMOVING)
     assert Journal(tmp_path).read_removals() == (frozenset({SAVE}), frozenset())
 
 

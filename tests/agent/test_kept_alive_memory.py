@@ -77,7 +77,7 @@ def test_an_agent_that_stops_with_a_shard(store: LocalStore, agent: socket.socke
     """Its rank gives up after some tries, and so ends the save here; the memory is kept as long as the agent lives."""
     staged = lease_segment(BYTES, lambda: 1 << 30)
     layout = ShardLayout(staged)
-    layout.finish()
+    layout.finish_layout()
     shard = SubmittedShard(WantedCopies(SAVE, str(ShardName(0, 0)), "node"), [(0, 0, BYTES)])
     taken = connect(store.agent_directory(), SILENT_S)
     connection, _ = agent.accept()

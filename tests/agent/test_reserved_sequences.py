@@ -22,7 +22,7 @@ def opened(path: Path) -> NodeService:
 def begin(service: NodeService, number: int, run: str) -> int:
     """Opens a save; the largest number that it is told of its run."""
     save_id = f"{number:032x}"
-    told, _ = service.begin(Intent(save_id, f"run-{run}/step-{number}", f"session {number}", overwrite=False))
+    told, _ = service.open_save(Intent(save_id, f"run-{run}/step-{number}", f"session {number}", overwrite=False))
     return told.get(RUNS[run], History(0)).sequence
 
 

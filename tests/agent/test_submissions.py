@@ -341,16 +341,16 @@ def test_a_save_that_waits_for_an_agent_that_died_is_given_up(tmp_path: Path, mo
     with running_agent(tmp_path / "other") as other:
         nodes = (service.node_id, other.endpoint.node_id)
         service.learn_peers(peers_of(other))
-    service.begin(Intent(SAVE, "step-1", "s", overwrite=False, nodes=nodes, coordinator=nodes[0], ticket=TICKET))
+    service.open_save(Intent(SAVE, "step-1", "s", overwrite=False, nodes=nodes, coordinator=nodes[0], ticket=TICKET))
     shard, fd = (
         SubmittedShard(WantedCopies(SAVE, str(ShardName(0, 0)), nodes[0]), [(0, 0, 7)]),
         os.memfd_create("staged"),
     )
     os.write(fd, b"content")
-    service.submissions.take(shard, [fd]).result(WITHIN_S)
+    service.submissions.take_shard(shard, [fd]).result(WITHIN_S)
     service.store.put_small(SAVE, METADATA_NAME, METADATA)
     began = time.monotonic()
-    service.finish(outline_of(nodes))
+    service.finish_save(outline_of(nodes))
     with pytest.raises(SaveAborted, match="was aborted"):
         service.finisher.end_of(SAVE).result(WITHIN_S)
     assert time.monotonic() - began > finish.AGAIN_WITHIN_S
@@ -366,7 +366,7 @@ def test_a_shard_is_handed_over_again_to_a_new_agent(job: Job) -> None:
     layout = ShardLayout(staged)
     layout.write(memoryview(b"head"))
     layout.refer(staged[:size])
-    layout.finish()
+    layout.finish_layout()
     shard = SubmittedShard(WantedCopies(SAVE, str(ShardName(0, 0)), job.nodes[0]), layout.pieces)
     submitted = submit(store, shard, [descriptor_of(staged), layout.between])
     job.agents[0].process.kill()

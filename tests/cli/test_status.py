@@ -163,7 +163,7 @@ def test_a_job_that_has_ended_is_idle(tmp_path: Path) -> None:
     assert command("status", "--own-agent", "--root", nodes[0].root).returncode == ExitCode.UNREACHABLE
     (nodes[0].root / "step-1" / shard(0)).unlink()
     assert command("status", "--root", nodes[0].root).returncode == ExitCode.OK, "node 1 may have it"
-    with FileLock.take(nodes[0].agent_directory() / "clients", shared=True) or pytest.fail("it is held"):
+    with FileLock.acquire(nodes[0].agent_directory() / "clients", shared=True) or pytest.fail("it is held"):
         done = command("status", "--root", nodes[0].root)
     assert (done.returncode, "ranks use this store" in done.stdout) == (ExitCode.UNREACHABLE, True), "a job runs"
 

@@ -39,7 +39,7 @@ def is_collecting() -> bool:
 def no_pause_of_before() -> None:
     """A save or load of another test that failed has left one, for seconds."""
     for pause in list(gc_pause._ends):
-        pause.end()
+        pause.end_pause()
 
 
 @contextmanager
@@ -159,13 +159,13 @@ def test_what_a_user_sets_meanwhile_stays() -> None:
 def test_collections_are_on_when_the_last_pause_ends() -> None:
     """Pauses overlap: collections wait for the end of the last one, however often it is ended."""
     one, other = Pause(), Pause()
-    one.begin()
-    other.begin()
-    one.begin()  # it goes on
+    one.begin_pause()
+    other.begin_pause()
+    one.begin_pause()  # it goes on
     with put_off():
-        one.end()
-        one.end()
-        other.end()
+        one.end_pause()
+        one.end_pause()
+        other.end_pause()
         assert not is_collecting()
     assert is_collecting()
 
@@ -189,10 +189,10 @@ def test_a_pause_that_is_not_ended_is_over_in_time_and_leaves_no_thread() -> Non
     def check() -> None:
         pause = Pause()
         for _ in range(2):
-            pause.begin()
+            pause.begin_pause()
             assert not is_collecting()
             wait_for(is_collecting, 30, "collections are on")
-            pause.end()
+            pause.end_pause()
             assert is_collecting()
             wait_for(lambda: not watchers(), 30, "no thread is left")
 
@@ -203,10 +203,10 @@ def test_many_pauses_cost_one_thread() -> None:
     """However many pauses there are, one thread watches over them."""
     pauses = [Pause() for _ in range(20)]
     for pause in pauses:
-        pause.begin()
+        pause.begin_pause()
     assert len(watchers()) == 1
     for pause in pauses:
-        pause.end()
+        pause.end_pause()
     assert is_collecting()
 
 
@@ -216,17 +216,17 @@ def test_a_child_that_was_forked_meanwhile_collects() -> None:
 
     def check() -> None:
         assert is_collecting()
-        pause.end()  # of what the parent began
-        pause.begin()
+        pause.end_pause()  # of what the parent began
+        pause.begin_pause()
         assert not is_collecting()
-        pause.end()
+        pause.end_pause()
         assert is_collecting()
 
-    pause.begin()
+    pause.begin_pause()
     with put_off():
         assert holds_in_child(check)
     assert not is_collecting()
-    pause.end()
+    pause.end_pause()
     assert is_collecting()
 
 
@@ -238,9 +238,9 @@ def test_a_process_without_threads_to_spare_goes_on_without_a_pause(monkeypatch:
 
     def check() -> None:
         pause = Pause()
-        pause.begin()
+        pause.begin_pause()
         assert is_collecting()
-        pause.end()
+        pause.end_pause()
         assert is_collecting()
 
     monkeypatch.setattr(threading.Thread, "start", refuse)

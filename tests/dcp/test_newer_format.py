@@ -93,7 +93,7 @@ def test_in_a_bucket_it_is_neither_damaged_nor_retired(
 ) -> None:
     """A load says that it takes a newer version; `verify` finds nothing wrong, and retention leaves it there."""
     (tmp_path / "bucket").mkdir()
-    bucket = Bucket(open_client(ObjectTarget.check(f"file://{tmp_path}/bucket", None)))
+    bucket = Bucket(open_client(ObjectTarget.check_supported(f"file://{tmp_path}/bucket", None)))
     manifest = checkpointed([LocalStore(tmp_path / "node")], 1, {shard(0): [0]}, copies=1)
     commit_newer(bucket, manifest, what, tmp_path / "manifest")
     for checkpoint_id in ("step-1", "latest"):

@@ -140,19 +140,19 @@ def test_evidence_survives_the_way_through_files(tmp_path: Path) -> None:
         for rank in range(11)
     )
     for report in reversed(reports):
-        report.write(tmp_path)
+        report.write_report(tmp_path)
     write_digests(tmp_path, "saved-step-1", {"w": "aa"})
-    assert Evidence.read(tmp_path) == Evidence(reports, {"saved-step-1": {"w": "aa"}})
+    assert Evidence.read_evidence(tmp_path) == Evidence(reports, {"saved-step-1": {"w": "aa"}})
 
 
 def test_a_job_spec_survives_the_way_through_a_file(tmp_path: Path) -> None:
     """The ranks do what the drill decided."""
     spec = JobSpec("r", "d", "cpu", 8, 7, 48, 2, ("step-8", "latest"), (4, 8), 12, trains_on=False, limit_s=9.5)
-    spec.write(tmp_path / "job.json")
-    assert JobSpec.read(tmp_path / "job.json") == spec
+    spec.write_spec(tmp_path / "job.json")
+    assert JobSpec.read_spec(tmp_path / "job.json") == spec
     spec = replace(spec, object_store="s3://b/x", storage_options={"client_kwargs": {"endpoint_url": "http://h"}})
-    spec.write(tmp_path / "job.json")
-    assert JobSpec.read(tmp_path / "job.json") == spec
+    spec.write_spec(tmp_path / "job.json")
+    assert JobSpec.read_spec(tmp_path / "job.json") == spec
 
 
 def test_the_work_directory_goes_unless_kept(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def test_moto_takes_objects_and_ends_with_the_drill(tmp_path: Path, monkeypatch:
     said: list[str] = []
     with object_store.object_store(MOTO, tmp_path, keep=False, progress=said.append) as store:
         assert store is not None
-        client = open_client(ObjectTarget.check(store.url, store.storage_options))
+        client = open_client(ObjectTarget.check_supported(store.url, store.storage_options))
         client.put("a", b"b")
         assert client.list_keys("").sizes == {"a": 1}
         client.close()
@@ -104,7 +104,7 @@ def test_under_a_url_only_the_drills_own_prefix_is_removed(tmp_path: Path, *, ke
         assert store is not None
         assert store.storage_options is None
         assert store.url.startswith(f"file://{tmp_path}/bucket/drill-")
-        open_client(ObjectTarget.check(store.url, None)).put("step-1/x/.metadata", b"b")
+        open_client(ObjectTarget.check_supported(store.url, None)).put("step-1/x/.metadata", b"b")
     kept = {".metadata", object_store._NOTE_KEY} if keep else set()
     assert files_in(tmp_path / "bucket") == {"thesis.tex"} | kept
     assert any(line.startswith("kept: ") for line in said) is keep

@@ -80,7 +80,7 @@ def service(tmp_path: Path) -> NodeService:
     """A node with a save that another node coordinates, which does not answer: what is staged here waits for it."""
     service = NodeService(LocalStore(tmp_path / "root"))
     nodes = (service.node_id, OTHER.node_id)
-    service.begin(Intent(SAVE, "step-1", "session", overwrite=False, nodes=nodes, coordinator=OTHER.node_id))
+    service.open_save(Intent(SAVE, "step-1", "session", overwrite=False, nodes=nodes, coordinator=OTHER.node_id))
     service.learn_peers([OTHER.to_json()])
     return service
 
@@ -90,7 +90,7 @@ def test_a_save_is_not_given_up_for_want_of_them(service: NodeService, code: int
     """Without the names of its nodes it would seem that all of them have said that they did not publish it."""
     intent, book = service.store.intent_path(SAVE), service.store.agent_directory() / "peers.json"
     with refused(intent, code):
-        unread = read_or_none(lambda: Intent.read(SAVE, intent))
+        unread = read_or_none(lambda: Intent.read_intent(SAVE, intent))
     with refused(book, code):
         settle(service, [StaleSave(unread or damaged(), "its processes are gone")], [])
     assert service.store.is_staged(SAVE)
@@ -131,7 +131,7 @@ def test_what_an_agent_keeps_is_not_taken_for_nothing_for_want_of_them(tmp_path:
     """An agent that starts then would write its books anew: removals by hand forgotten, other tokens than peers have."""
     journal = LocalStore(tmp_path / "root").journal
     LocalStore(tmp_path / "root").agent_directory()
-    journal.note(SAVE, End.REMOVING)
+    journal.append_end(SAVE, End.REMOVING)
     keep_identity(tmp_path, kept := next_identity(tmp_path, NODE))
     with short_of_descriptors():
         with pytest.raises(StoreError):

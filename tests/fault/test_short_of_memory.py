@@ -34,7 +34,7 @@ def refuse(*_: object, **__: object) -> Any:
 def service(tmp_path: Path) -> NodeService:
     """Of a node on which a save is open."""
     service = NodeService(LocalStore(tmp_path / "root"))
-    service.begin(Intent(SAVE, "step-1", "session", overwrite=False, coordinator=service.node_id))
+    service.open_save(Intent(SAVE, "step-1", "session", overwrite=False, coordinator=service.node_id))
     return service
 
 
@@ -44,8 +44,8 @@ def test_a_shard_that_is_not_written_ends_its_save_at_once(
     """Whatever way it is asked for. Of an error of another kind the connection broke, and was tried again for 20 s."""
     monkeypatch.setattr(submissions, "write_copies", refuse)
     shard = SubmittedShard(WantedCopies(SAVE, NAME, service.node_id), [])
-    future = service.submissions.take(shard, [os.memfd_create("shard")])
-    for ask in (lambda: future.result(20), lambda: service.submissions.wait(SAVE, [NAME])):
+    future = service.submissions.take_shard(shard, [os.memfd_create("shard")])
+    for ask in (lambda: future.result(20), lambda: service.submissions.wait_for_shards(SAVE, [NAME])):
         with pytest.raises(StoreError, match=f"write '{NAME}' at this node's agent: MemoryError"):
             ask()
 
@@ -59,7 +59,7 @@ def test_a_save_that_is_not_finished_says_why(
     outline = replace(outline, manifest=replace(outline.manifest, shards={}), buddies_by_shard={})
     service.store.put_small(SAVE, METADATA_NAME, METADATA)
     monkeypatch.setattr(finish.Finisher, place, refuse)
-    error = service.finisher.begin(outline).exception(20)
+    error = service.finisher.begin_finish(outline).exception(20)
     assert isinstance(error, StoreError), error
     assert "MemoryError" in error.message
     is_decided = place == "_note_nodes"
@@ -72,7 +72,7 @@ def test_what_is_not_removed_hides_no_reason(service: NodeService, monkeypatch: 
     """The disk that took no shard removes nothing, either: ranks were told of that, and not of the shard."""
     monkeypatch.setattr(finish.Finisher, "_collect", refuse)
     monkeypatch.setattr(service.finisher, "_abort", mock.Mock(side_effect=StoreError("the disk", "abort", SAVE, "EIO")))
-    error = service.finisher.begin(outline_of([service.node_id, "b" * 12])).exception(20)
+    error = service.finisher.begin_finish(outline_of([service.node_id, "b" * 12])).exception(20)
     assert isinstance(error, StoreError), error
     assert "MemoryError" in error.message
 

@@ -100,8 +100,8 @@ def test_a_save_that_opens_later_is_the_newer_one(store: LocalStore) -> None:
         Intent(f"{number:032x}", f"step-{number}", f"session {number}", overwrite=False) for number in (2, 3, 4)
     )
     known = service.histories("")[""].sequence
-    told = [service.begin(intent)[0][""].sequence for intent in (stopped, later)]
+    told = [service.open_save(intent)[0][""].sequence for intent in (stopped, later)]
     assert told == [known, known + 1], "the later one takes a larger one than the one that is stopped may take"
     for intent in (stopped, later):
         service.abort(intent.save_id, "by hand")
-    assert service.begin(latest)[0][""].sequence == known, "what was aborted takes none"
+    assert service.open_save(latest)[0][""].sequence == known, "what was aborted takes none"

@@ -189,7 +189,7 @@ def _read_container(raw: bytes) -> str:
             load_object(memoryview(raw), "key", "shard")
             outcome = "read"
         with contextlib.suppress(ValueError, RuntimeError):
-            TensorReader().read(memoryview(bytearray(raw)))
+            TensorReader().read_tensor(memoryview(bytearray(raw)))
             outcome = "read"
     return outcome
 

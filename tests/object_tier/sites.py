@@ -39,7 +39,7 @@ class Site:
 
     @cached_property
     def bucket(self) -> Bucket:
-        return Bucket(S3Client(ObjectTarget.check(self.url, self.server.storage_options())))
+        return Bucket(S3Client(ObjectTarget.check_supported(self.url, self.server.storage_options())))
 
     # Steps -------------------------------------------------------------------------------------------------------
 

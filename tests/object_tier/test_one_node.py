@@ -393,7 +393,9 @@ def test_a_save_waits_for_the_first_look_of_an_agent_that_was_started_again(
         return {"is_empty": True, "save_id": "", "lineage": "", "histories": {}, "error": "", "kind": ""}
 
     monkeypatch.setattr(bucket_module, "ask_agent", ask)
-    tier = bucket_module.ObjectTier(LocalStore(root), ObjectTarget.check(f"file://{tmp_path}/bucket", None), 1)
+    tier = bucket_module.ObjectTier(
+        LocalStore(root), ObjectTarget.check_supported(f"file://{tmp_path}/bucket", None), 1
+    )
     for _ in range(2):
         tier.probe("step-1", is_on_nodes=False, overwrite=False)
     assert min(waited) > FIRST_WAIT_S

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 def in_bucket(where: Mapping[str, Any]) -> list[str]:
-    client = open_client(ObjectTarget.check(where["object_store"], where["storage_options"]))
+    client = open_client(ObjectTarget.check_supported(where["object_store"], where["storage_options"]))
     try:
         return sorted(found.checkpoint_id for found in Bucket(client).saves())
     finally:
@@ -33,7 +33,7 @@ def in_bucket(where: Mapping[str, Any]) -> list[str]:
 
 
 def list_names(where: Mapping[str, Any], checkpoint_id: str) -> list[str]:
-    client = open_client(ObjectTarget.check(where["object_store"], where["storage_options"]))
+    client = open_client(ObjectTarget.check_supported(where["object_store"], where["storage_options"]))
     try:
         listing = client.list_keys(f"{checkpoint_id}/")
         return sorted([*listing.sizes, *listing.directories])

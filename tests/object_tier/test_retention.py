@@ -37,7 +37,7 @@ ONE, TWO, ALL = Retention(keep_last=1), Retention(keep_last=2), Retention(keep_l
 
 
 def bucket_of(where: Mapping[str, Any]) -> Bucket:
-    return Bucket(open_client(ObjectTarget.check(where["object_store"], where["storage_options"])))
+    return Bucket(open_client(ObjectTarget.check_supported(where["object_store"], where["storage_options"])))
 
 
 def in_bucket(where: Mapping[str, Any]) -> set[str]:

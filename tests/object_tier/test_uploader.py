@@ -55,7 +55,7 @@ def test_an_agent_stays_for_an_upload_that_moves(moto: Server, tmp_path: Path) -
     store = LocalStore(tmp_path / "node")
     manifest = checkpointed([store], 1, {shard(0): (0,)}, copies=1, size_bytes=2 * PART_BYTES)
     pace, targets = LongHours(), UploadBook(store.agent_directory())
-    target = ObjectTarget.check(f"s3://{moto.make_bucket('long-hours')}/x", moto.storage_options())
+    target = ObjectTarget.check_supported(f"s3://{moto.make_bucket('long-hours')}/x", moto.storage_options())
     targets.learn(target)
     uploader = pace.uploader = Uploader(
         NodeService(store), targets, pace, SilenceTimeouts(), threading.Event(), lambda *_: None, lambda: pace.now_s
@@ -73,7 +73,7 @@ def uploading(
 ) -> tuple[Uploader, NodeService, UploadBook]:
     store = LocalStore(root)
     service, targets, stopping = NodeService(store), UploadBook(store.agent_directory()), threading.Event()
-    targets.learn(ObjectTarget.check(url, {}))
+    targets.learn(ObjectTarget.check_supported(url, {}))
     pace = Pace(1e12, stopping)
     return Uploader(service, targets, pace, SilenceTimeouts(), stopping, lambda *_: None, clock), service, targets
 
@@ -83,7 +83,7 @@ def test_what_is_removed_before_its_upload_stays_here(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/bucket/run"
     uploader, service, targets = uploading(tmp_path / "node", url)
     manifest = checkpointed([service.store], 1, {shard(0): (0,)}, copies=1, size_bytes=3000, url=url)
-    service.store.journal.note(manifest.save_id, End.REMOVING)
+    service.store.journal.append_end(manifest.save_id, End.REMOVING)
     uploader.round()
     assert targets.bucket(url).save_of("step-1") is None
     assert uploader.state_of(manifest.save_id) is None
@@ -95,7 +95,7 @@ def test_a_removal_here_takes_nothing_back_that_another_node_has(tmp_path: Path)
     url = f"file://{tmp_path}/bucket/run"
     uploader, service, targets = uploading(tmp_path / "here", url)
     other, mark = LocalStore(tmp_path / "there"), tmp_path / "bucket" / "run" / "step-1" / ".metadata"
-    UploadBook(other.agent_directory()).learn(ObjectTarget.check(url, {}))
+    UploadBook(other.agent_directory()).learn(ObjectTarget.check_supported(url, {}))
     holders = {shard(0): (0, 1), shard(1): (1, 0)}
     manifest = checkpointed([service.store, other], 1, holders, size_bytes=3000, url=url)
     with running_agent(other.root, "--round-every-s", "0.2") as there:
@@ -103,7 +103,7 @@ def test_a_removal_here_takes_nothing_back_that_another_node_has(tmp_path: Path)
 
         def remove(_: str) -> None:
             wait_for(mark.exists, 30, "the commit by the other node")
-            service.store.journal.note(manifest.save_id, End.REMOVING)
+            service.store.journal.append_end(manifest.save_id, End.REMOVING)
 
         with failpoints.arm("upload.shard-arrived", remove):
             uploader.round()
@@ -153,7 +153,7 @@ def test_what_is_removed_during_its_upload_leaves_nothing_there(tmp_path: Path, 
     manifest = checkpointed([service.store], 1, shards, copies=1, size_bytes=3000, url=url)
 
     def remove(_: str) -> None:
-        service.store.journal.note(manifest.save_id, End.REMOVING)
+        service.store.journal.append_end(manifest.save_id, End.REMOVING)
         retire(service.store.root, "step-1", manifest.save_id)
 
     with failpoints.arm(point, remove):
@@ -170,7 +170,7 @@ def test_what_is_removed_between_two_parts_leaves_no_unfinished_upload(
 ) -> None:
     """Its parts are in no listing of the bucket, and are paid for."""
     bucket, store = moto.make_bucket(f"between-parts-{int(has_own_prefix)}"), LocalStore(tmp_path / "node")
-    target = ObjectTarget.check(f"s3://{bucket}/run", moto.storage_options())
+    target = ObjectTarget.check_supported(f"s3://{bucket}/run", moto.storage_options())
     targets = UploadBook(store.agent_directory())
     targets.learn(target)
     shards = {shard(0): (0,), shard(1): (0,)}
@@ -204,7 +204,7 @@ def test_what_is_removed_between_two_parts_leaves_no_unfinished_upload(
 
 def is_locked(uploader: Uploader, save_id: str) -> bool:
     try:
-        uploader.paused.check(save_id)
+        uploader.paused.check_not_paused(save_id)
     except UploadPaused:
         return True
     return False
@@ -267,7 +267,7 @@ def test_what_is_removed_during_its_upload_leaves_the_bucket_again(
     def commit(bucket: Bucket, of: Manifest, raw_manifest: bytes, raw_metadata: bytes) -> None:
         real_commit(bucket, of, raw_manifest, raw_metadata)
         committed.append(of.checkpoint_id)
-        service.store.journal.note(of.save_id, End.REMOVING)
+        service.store.journal.append_end(of.save_id, End.REMOVING)
 
     real_commit = Bucket.commit
     monkeypatch.setattr(Bucket, "commit", commit)
@@ -290,7 +290,7 @@ def test_a_shard_goes_there_in_parts_without_threads(
 
     start_really = threading.Thread.start
     store, stopping = LocalStore(tmp_path / "node"), threading.Event()
-    target = ObjectTarget.check(f"s3://{moto.make_bucket('no-threads')}/x", moto.storage_options())
+    target = ObjectTarget.check_supported(f"s3://{moto.make_bucket('no-threads')}/x", moto.storage_options())
     targets = UploadBook(store.agent_directory())
     targets.learn(target)
     checkpointed([store], 1, {shard(0): (0,)}, copies=1, size_bytes=2 * PART_BYTES, url=target.url)
@@ -308,7 +308,7 @@ def test_an_order_to_a_second_bucket_is_carried_out(tmp_path: Path, monkeypatch:
     """
     first, second = f"file://{tmp_path}/first", f"file://{tmp_path}/second"
     uploader, service, targets = uploading(tmp_path / "node", first)
-    targets.learn(ObjectTarget.check(second, {}))
+    targets.learn(ObjectTarget.check_supported(second, {}))
     manifest = checkpointed([service.store], 1, {shard(0): (0,)}, copies=1, size_bytes=3000, url=first)
 
     def order(*_: object) -> frozenset[str]:
@@ -350,7 +350,9 @@ def test_nothing_is_left_of_an_upload_whose_checkpoint_was_overwritten(
     """Its order and the notes by which it would go on: the save is gone before its upload has ended."""
     store, stopping = LocalStore(tmp_path / "node"), threading.Event()
     service, targets = NodeService(store), UploadBook(store.agent_directory())
-    target = ObjectTarget.check(f"s3://{moto.make_bucket(f'overwritten-{is_restarted:d}')}/x", moto.storage_options())
+    target = ObjectTarget.check_supported(
+        f"s3://{moto.make_bucket(f'overwritten-{is_restarted:d}')}/x", moto.storage_options()
+    )
     targets.learn(target)
 
     def start_uploader() -> Uploader:
@@ -451,7 +453,7 @@ def test_a_node_tells_of_an_upload_when_it_has_nothing_of_the_save_any_more(tmp_
     assert retire(service.store.root, "step-1", manifest.save_id)
     for number in range(2, 2 * TOLD_MAX):
         checkpointed([service.store], number, {shard(0): (0,)}, copies=1, size_bytes=300, url=f"{url}/{number}")
-        targets.learn(ObjectTarget.check(f"{url}/{number}", {}))
+        targets.learn(ObjectTarget.check_supported(f"{url}/{number}", {}))
         assert (manifest.save_id in uploader.node_report().uploaded) == (number <= TOLD_MAX + 1)
         uploader.round()
 
@@ -475,7 +477,7 @@ def test_a_bucket_that_hangs_holds_up_no_other(tmp_path: Path, monkeypatch: pyte
     """Of all that waits for it one is tried in a round; what is ordered to another bucket does not wait for the rest."""
     away, there = f"file://{tmp_path}/away", f"file://{tmp_path}/there"
     uploader, service, targets = uploading(tmp_path / "node", away)
-    targets.learn(ObjectTarget.check(there, {}))
+    targets.learn(ObjectTarget.check_supported(there, {}))
     manifests = [
         checkpointed(
             [service.store],

@@ -257,7 +257,7 @@ def saves_with_forks(context: Context, kinds: list[str], saves: int) -> dict[str
             time.sleep(0.05)
         future.result()
         found.append(_local_connections(agent_of(context.root)))
-    is_start_free = FileLock.take(context.root / ".agent" / "start") is not None
+    is_start_free = FileLock.acquire(context.root / ".agent" / "start") is not None
     for worker in workers:
         worker.kill()
         worker.join()

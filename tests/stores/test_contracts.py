@@ -40,7 +40,7 @@ from tests.buckets.servers import Server
 from tests.buckets.weak import WeakStore
 
 SHARD = "__0_0.distcp"
-MEMORY = ObjectTarget.check("memory://reference/one", None)
+MEMORY = ObjectTarget.check_supported("memory://reference/one", None)
 
 
 class Files:
@@ -110,7 +110,7 @@ class TestDirectoryClient(ObjectClientContract):
 
     @pytest.fixture
     def client(self, tmp_path: Path) -> ObjectClient:
-        return DirectoryClient(ObjectTarget.check(f"file://{tmp_path}/bucket", None))
+        return DirectoryClient(ObjectTarget.check_supported(f"file://{tmp_path}/bucket", None))
 
     @pytest.fixture
     def raw(self, tmp_path: Path) -> RawObjects:
@@ -123,7 +123,7 @@ class TestFsspecMemoryClient(ObjectClientContract):
 
     @pytest.fixture
     def client(self) -> ObjectClient:
-        return FsspecClient(ObjectTarget.check(f"memory://{uuid4().hex}/one", None))
+        return FsspecClient(ObjectTarget.check_supported(f"memory://{uuid4().hex}/one", None))
 
     @pytest.fixture
     def raw(self, client: ObjectClient) -> RawObjects:
@@ -139,7 +139,7 @@ class TestS3Client(ObjectClientContract):
 
     @pytest.fixture
     def client(self, moto: Server, bucket: str) -> ObjectClient:
-        return S3Client(ObjectTarget.check(f"s3://{bucket}/runs/one", moto.storage_options()))
+        return S3Client(ObjectTarget.check_supported(f"s3://{bucket}/runs/one", moto.storage_options()))
 
     @pytest.fixture
     def raw(self, moto: Server, bucket: str) -> RawObjects:
@@ -151,7 +151,7 @@ class TestS3fsClient(TestS3Client):
 
     @pytest.fixture
     def client(self, moto: Server, bucket: str) -> ObjectClient:
-        return FsspecClient(ObjectTarget.check(f"s3://{bucket}/runs/one", moto.storage_options()))
+        return FsspecClient(ObjectTarget.check_supported(f"s3://{bucket}/runs/one", moto.storage_options()))
 
 
 class WeakObjects:
@@ -175,7 +175,7 @@ class TestS3ClientOfAWeakStore(ObjectClientContract):
     @pytest.fixture
     def client(self, weak_store: WeakStore) -> ObjectClient:
         bucket = weak_store.make_bucket("weak")
-        return S3Client(ObjectTarget.check(f"s3://{bucket}/runs/one", weak_store.storage_options()))
+        return S3Client(ObjectTarget.check_supported(f"s3://{bucket}/runs/one", weak_store.storage_options()))
 
     @pytest.fixture
     def raw(self, client: ObjectClient, weak_store: WeakStore) -> RawObjects:

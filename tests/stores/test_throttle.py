@@ -103,7 +103,7 @@ def test_a_node_is_in_use_while_it_saves_or_is_read(tmp_path: Path) -> None:
     service = NodeService(LocalStore(tmp_path / "node"))
     store = service.store
     assert not service.is_in_use()
-    service.begin(Intent(SAVE, "step-2", "session", overwrite=False))
+    service.open_save(Intent(SAVE, "step-2", "session", overwrite=False))
     lock = store.lock_save(SAVE)
     assert service.is_in_use()
     lock.release()

@@ -138,7 +138,7 @@ class UnauthenticatedClients:
         self._by_address: dict[str, _UnauthenticatedClient] = {}
         self._next_look = 0.0
 
-    def note(self, address: str, what: str) -> None:
+    def log_refusal(self, address: str, what: str) -> None:
         """One more connection or request from there came without a valid token; `what` says how it was noticed."""
         now = self._clock()
         with self._lock:

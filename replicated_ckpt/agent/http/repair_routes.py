@@ -125,7 +125,7 @@ class RepairRoutes:
         if service.pins.is_pinned(save_id) and not fields.get("force"):
             if fields.get("is_patient"):
                 with request.heartbeat, self._hold_upload(save_id):
-                    service.store.journal.note(save_id, End.REMOVING)
+                    service.store.journal.append_end(save_id, End.REMOVING)
             return json_answer(is_removed=False, why=f"a load reads it, or did in the last {PIN_S:.0f} s")
         service.pins.drop(save_id)
         root = service.store.root
@@ -137,7 +137,7 @@ class RepairRoutes:
             make_room_to_start(root)
             with self._hold_upload(save_id):
                 # The note comes first: after a crash the agent goes on with it, and no node brings it back.
-                service.store.journal.note(save_id, End.REMOVING)
+                service.store.journal.append_end(save_id, End.REMOVING)
             is_staged = service.store.is_staged(save_id)  # before the look: it may be published meanwhile
             is_removed = retire(root, checkpoint_id, save_id)
             keep_room_to_start(root)
@@ -148,7 +148,7 @@ class RepairRoutes:
             why = "its save has not ended on this node; it goes when that has"
         else:
             with suppress(StoreError):  # the next look ends it
-                service.store.journal.note(save_id, End.REMOVED)
+                service.store.journal.append_end(save_id, End.REMOVED)
         return json_answer(self._reprotector.wake, is_removed=is_removed, why=why)
 
     def _refuse_renamed(self, checkpoint_id: str, save_id: str) -> None:

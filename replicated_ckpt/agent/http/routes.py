@@ -86,11 +86,11 @@ class SubmissionRoutes:
     def __init__(self, service: NodeService) -> None:
         self._service = service
 
-    def finish(self, request: Request, save_id: str) -> Answer:
+    def finish_save(self, request: Request, save_id: str) -> Answer:
         """Takes a save over from its ranks, or waits for its end. Raises ReplicatedCkptError: it has failed."""
         raw = request.body.read_all(MANIFEST_BYTES_MAX)
         if raw:
-            self._service.finish(_outline_in(raw, save_id))
+            self._service.finish_save(_outline_in(raw, save_id))
             return json_answer(state="taken")
         with request.heartbeat:
             finished = self._service.finisher.end_of(save_id).result()
@@ -106,7 +106,7 @@ class SubmissionRoutes:
         if not isinstance(names, list) or any(ShardName.parse(str(name)) is None for name in names):
             raise PeerProtocolError("written: no shards are named.")
         with request.heartbeat:
-            written = self._service.submissions.wait(save_id, [str(name) for name in names])
+            written = self._service.submissions.wait_for_shards(save_id, [str(name) for name in names])
         return json_answer(written=[copies.to_json() for copies in written])
 
 
@@ -244,7 +244,7 @@ class Routes:
             case ("POST", "written"):
                 return self._submitted.wait_for_written(request, save_id)
             case ("POST", "finish"):
-                return self._submitted.finish(request, save_id)
+                return self._submitted.finish_save(request, save_id)
             case ("POST", "abort"):
                 return self._abort(request, save_id)
         raise ObjectMissing("this agent", request.method, request.target[:200], "no such verb")
@@ -271,7 +271,7 @@ class Routes:
             raise ConfigInvalid(f"{str(intent.checkpoint_id)[:200]!r} is no checkpoint id.")
         if request.connection is not None:  # else its rank may be at a later save, which would be aborted for this one
             require_asker(request.connection)
-        histories, stale_saves = self._service.begin(intent)
+        histories, stale_saves = self._service.open_save(intent)
         named = find_named(self._service.store.catalog, intent.checkpoint_id)
         if stale_saves:
             with request.heartbeat:
@@ -324,7 +324,7 @@ class Routes:
         if checkpoint_id is not None:
             check_checkpoint_id(checkpoint_id)
         found = self._service.holdings(checkpoint_id)
-        unclaimed = [found.to_json() for found in self._service.unclaimed.find(checkpoint_id)]
+        unclaimed = [found.to_json() for found in self._service.unclaimed.find_files(checkpoint_id)]
         holdings = [holding.to_json() for holding in found]
         newer = [] if is_upkeep else list(self._service.store.catalog.of_newer_format(checkpoint_id))
         answer = {"node_id": self._service.node_id, "holdings": holdings, "unclaimed": unclaimed, "newer": newer}

@@ -212,7 +212,7 @@ class AgentServer(DualStackServer):
         if self.connections.is_known(client_address):
             log.info("%s:%d: %s", *client_address[:2], what)
         else:
-            self._unauthenticated.note(str(client_address[0]) if client_address else "this host", what)
+            self._unauthenticated.log_refusal(str(client_address[0]) if client_address else "this host", what)
 
 
 class _Handler(BaseHTTPRequestHandler):

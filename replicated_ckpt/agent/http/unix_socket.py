@@ -117,7 +117,7 @@ class UnixSocketServer:
             for descriptor in descriptors:
                 os.close(descriptor)
             raise
-        return self._service.submissions.take(shard, descriptors)
+        return self._service.submissions.take_shard(shard, descriptors)
 
     def _tell_end(self, connection: socket.socket, future: "Future[WrittenCopies]") -> None:
         """Says once a second that it goes on, and then how it ended."""

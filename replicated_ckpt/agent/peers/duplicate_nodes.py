@@ -78,7 +78,7 @@ class DuplicateNodes:
         self._lock = threading.Lock()
         self._found: dict[str, tuple[AgentAddress, AgentAddress]] = {}
 
-    def note(self, one: AgentAddress, other: AgentAddress) -> ConfigInvalid:
+    def record_duplicate(self, one: AgentAddress, other: AgentAddress) -> ConfigInvalid:
         """Both have answered as one node. Returns the error, which is logged once."""
         error = _two_agents(one, other)
         with self._lock:

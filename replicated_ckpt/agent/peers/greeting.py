@@ -202,7 +202,7 @@ def heed_hello(book: PeerBook, said: AgentAddress, from_host: str, call_backs: C
     expected = Who(known.node_id, said.incarnation, is_leaving=False, tls_sha256=said.tls_sha256)
     there, here = asked.results.get(before), asked.results.get(announced)
     if there is not None and here is not None and known.node_id == here.node_id and there.is_duplicate_of(here):
-        raise book.duplicate_nodes.note(known, announced)
+        raise book.duplicate_nodes.record_duplicate(known, announced)
     if there is not None and there != expected and there.node_id == known.node_id and before != announced:
         raise _denial(said, "it answers at the address that is known, and says otherwise")
     found = [address for address in (before, announced) if asked.results.get(address) == expected]

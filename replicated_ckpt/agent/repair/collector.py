@@ -156,7 +156,7 @@ class Collector:
 
     def _note(self, save_id: str, end: End, *, after: End) -> bool:
         try:
-            self._store.journal.note(save_id, end, BY_HAND, after=after)
+            self._store.journal.append_end(save_id, end, BY_HAND, after=after)
         except StoreError as exc:
             log.warning("the note of the removal of save %s stays as it is: %s", save_id, exc)
             return False

@@ -63,7 +63,7 @@ class Pauses:
         self._idle_s = idle_s
         self._next_s = PAUSE_S
 
-    def begin(self, nodes: int) -> None:
+    def begin_round(self, nodes: int) -> None:
         """A round begins for which the thread was woken."""
         self._next_s = min(PAUSE_S, max(FIRST_PAUSE_S, _FIRST_PER_NODE_S * nodes))
 
@@ -212,7 +212,7 @@ class Reprotector:
     def _run(self) -> None:
         while not self._stopping.is_set():
             if self._woken.is_set():
-                self._pauses.begin(self._service.peers.count())
+                self._pauses.begin_round(self._service.peers.count())
             self._woken.clear()
             if self._loads.is_set() and not self._orders:
                 self._woken.wait(LOAD_FIRST_S)
@@ -270,7 +270,7 @@ class Reprotector:
         is_restored = restore_replaced(self._service, damaged, manifests, others)
         going, is_removed = self._collector.retire(manifests, (own, *others), policies, in_doubt=in_doubt)
         if is_restored or is_removed:  # a name may be free now for another run's checkpoint
-            own = replace(own, holdings=self._service.holdings(), unclaimed=self._service.unclaimed.find())
+            own = replace(own, holdings=self._service.holdings(), unclaimed=self._service.unclaimed.find_files())
         views = (own, *others)
         plan = plan_repair(manifests, views, self._service.node_id, going=going)
         self._stale = (plan, self._stale[1] + 1 if plan == self._stale[0] else 0)
@@ -339,7 +339,7 @@ class Reprotector:
         """The manifests of the saves that nodes hold, and the views of all nodes, this one first."""
         others, service = self.watch.look(self._manifests.known), self._service
         self._look_again_at = self._clock() + self._pauses.after(len(others), is_active=False)
-        unclaimed, node_report = service.unclaimed.find(), self.node_report()
+        unclaimed, node_report = service.unclaimed.find_files(), self.node_report()
         own = NodeHoldings(service.holdings(), unclaimed, node_report, try_room(service.store.root)).view_of(
             service.node_id
         )

@@ -102,7 +102,7 @@ class UnmanagedLook:
 
     def _metadata_at(self, node: str, checkpoint_id: str, size_bytes: int) -> bytes:
         if node == self._own_node:
-            return self._unmanaged.read(checkpoint_id, METADATA_NAME, size_bytes)
+            return self._unmanaged.read_raw(checkpoint_id, METADATA_NAME, size_bytes)
         with AgentClient(self._by_node[node], LOOK_TIMEOUT_S) as client:
             return client.fetch_file(unmanaged_path(checkpoint_id, METADATA_NAME, size_bytes), size_bytes)
 

@@ -121,7 +121,7 @@ class Finisher:
         with self._lock:
             return {save_id: nodes for save_id, (decided_at, nodes) in self._nodes.items() if decided_at > since}
 
-    def begin(self, outline: Outline) -> "Future[Finished]":
+    def begin_finish(self, outline: Outline) -> "Future[Finished]":
         """From here on the save needs no rank. Of one that was begun, or has ended: its end.
 
         Raises:
@@ -220,7 +220,7 @@ class Finisher:
         while True:
             try:
                 if node == self._store.node_id():
-                    return self._submissions.wait(save_id, names)
+                    return self._submissions.wait_for_shards(save_id, names)
                 return self._ask(save_id, node, names)
             except (StoreUnavailable, ObjectMissing):
                 failing_since = failing_since or time.monotonic()

@@ -54,7 +54,7 @@ class InDoubtSaves:
         self._lock = threading.Lock()
         self._by_save: dict[str, InDoubtSave] = {}
 
-    def note(self, intent: Intent, waits_for: Sequence[str] = (), failure: str = "") -> bool:
+    def record_in_doubt(self, intent: Intent, waits_for: Sequence[str] = (), failure: str = "") -> bool:
         """Keeps that a save is in doubt; whether that, the nodes waited for or what failed is news."""
         with self._lock:
             known = self._by_save.get(intent.save_id)

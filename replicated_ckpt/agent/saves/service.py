@@ -98,7 +98,7 @@ class NodeService:
                 log.error("save %s cannot be completed: %s", save_id, exc)  # noqa: TRY400 - it explains itself
         return tuple(completed)
 
-    def begin(self, intent: Intent) -> tuple[dict[str, History], tuple[StaleSave, ...]]:
+    def open_save(self, intent: Intent) -> tuple[dict[str, History], tuple[StaleSave, ...]]:
         """Opens a save. Returns the lineages known here, with what other open saves may take, and the saves left behind.
 
         Those may be over: other attempts at this checkpoint, and saves of its own process group. Another job's save is
@@ -225,7 +225,7 @@ class NodeService:
 
     def _refuse_over(self, save_id: str, *ends: End) -> None:
         """Raises SaveAborted: the save has ended here, in one of these ways if any are named. The journal has why."""
-        entry = self.store.journal.find(save_id)
+        entry = self.store.journal.find_end(save_id)
         if entry is not None and (not ends or entry.end in ends):
             raise SaveAborted(f"Save {save_id} was {entry.end.value} on node {self.node_id}: {entry.why}.")
 
@@ -265,14 +265,14 @@ class NodeService:
             self._opened_at.pop(save_id, None)
         return held
 
-    def finish(self, outline: Outline) -> None:
+    def finish_save(self, outline: Outline) -> None:
         """From here on the save is completed, or aborted, without any rank.
 
         Raises:
             SaveAborted: it is not open, or was aborted.
         """
         self._refuse_over(outline.manifest.save_id)
-        self.finisher.begin(outline)
+        self.finisher.begin_finish(outline)
 
     @property
     def is_saving(self) -> bool:
@@ -346,7 +346,7 @@ class NodeService:
 
     def _end_of(self, save_id: str) -> dict[str, Any]:
         """As `state_of`; of one that was aborted that is said, whatever damaged checkpoint is here."""
-        entry = self.store.journal.find(save_id)
+        entry = self.store.journal.find_end(save_id)
         is_over = entry is not None and entry.end in _ABORTED and self.answer_of(save_id) is Answer.ABSENT
         return {"state": Answer.ABORTED.value} if is_over else self.state_of(save_id)
 

@@ -45,7 +45,7 @@ def settle(service: NodeService, stale_saves: Sequence[StaleSave], peers: Sequen
             with service.completing:
                 _settle_one(service, stale_save, peers, silent)
         except ReplicatedCkptError as exc:
-            is_news = service.in_doubt.note(stale_save.intent, failure=str(exc))
+            is_news = service.in_doubt.record_in_doubt(stale_save.intent, failure=str(exc))
             if not _is_gone(service, stale_save.intent.save_id) and is_news:
                 log.error("could not settle save %s: %s", stale_save.intent.save_id, exc)  # noqa: TRY400 - it explains itself
 
@@ -113,7 +113,7 @@ def _settle_one(
             service.abort(intent.save_id, stale_save.why)
             log.warning("removed save %s of %r: its coordinator's node has", intent.save_id, intent.checkpoint_id)
         else:
-            service.in_doubt.note(intent)
+            service.in_doubt.record_in_doubt(intent)
         return
     _settle_by_others(service, stale_save, peers, silent, lost)
 
@@ -198,7 +198,7 @@ def _carry_out(
         service.abort(save_id, stale_save.why, unless_decided=True)
         log.warning("removed what was staged of save %s of %r: %s", save_id, checkpoint_id, stale_save.why)
     if settlement.fate is Fate.IN_DOUBT:
-        is_news = service.in_doubt.note(stale_save.intent, settlement.waits_for)
+        is_news = service.in_doubt.record_in_doubt(stale_save.intent, settlement.waits_for)
         if not _is_gone(service, save_id) and is_news:
             waits = ", ".join(settlement.waits_for)
             log.warning("save %s of %r is in doubt: node %s did not answer", save_id, checkpoint_id, waits)

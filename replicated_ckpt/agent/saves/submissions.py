@@ -99,7 +99,7 @@ class Submissions:
         with self._lock:
             return sorted(name for (known, name), end in self._written.items() if known == save_id and not end.done())
 
-    def take(self, shard: SubmittedShard, descriptors: Sequence[int]) -> "Future[WrittenCopies]":
+    def take_shard(self, shard: SubmittedShard, descriptors: Sequence[int]) -> "Future[WrittenCopies]":
         """Begins to write a shard of an open save; closes the descriptors. Of one that is being written: what comes of it.
 
         The future has what the rank's receipt needs, or the error of the first thing that kept the shard from being
@@ -125,7 +125,7 @@ class Submissions:
             raise
         return future
 
-    def wait(self, save_id: str, names: Sequence[str]) -> Sequence[WrittenCopies]:
+    def wait_for_shards(self, save_id: str, names: Sequence[str]) -> Sequence[WrittenCopies]:
         """What became of these shards, once all of them are written.
 
         Raises:

@@ -41,7 +41,7 @@ class DamageBook:
         self._lock = threading.Lock()
         self._file = StateFile(store.root_agent_directory() / NAME)
         # A file that cannot be read counts as none: the scrub finds it again.
-        self._bad, self.scrubbed_to = self._file.read(_parse) or ({}, "")
+        self._bad, self.scrubbed_to = self._file.read_state(_parse) or ({}, "")
 
     def mark(self, checkpoint_id: str, save_id: str, name: str, *, has_damaged_footer: bool = False) -> None:
         """Notes that the file, as it lies there now, is bad. `has_damaged_footer`: its footer alone, the data is intact."""
@@ -139,7 +139,7 @@ class DamageBook:
         """With the lock held."""
         bad = [[*key, found.signature, found.has_damaged_footer] for key, found in self._bad.items()]
         try:
-            self._file.write({"bad": bad, "scrubbed_to": self.scrubbed_to})
+            self._file.write_state({"bad": bad, "scrubbed_to": self.scrubbed_to})
         except StoreError as exc:
             log.warning("what is damaged, and how far the scrub has come, is known until this agent ends: %s", exc)
 

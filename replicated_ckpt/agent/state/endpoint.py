@@ -194,7 +194,7 @@ def shut_out_clients(directory: Path) -> bool:
 
     So a rank never takes an agent for its own that has just decided to leave.
     """
-    return FileLock.take(directory / _CLIENTS_NAME) is not None
+    return FileLock.acquire(directory / _CLIENTS_NAME) is not None
 
 
 def has_clients(directory: Path) -> bool:

@@ -28,7 +28,7 @@ class PolicyBook:
     def __init__(self, directory: Path) -> None:
         self._file = StateFile(directory / NAME)
         self._lock = threading.Lock()
-        policies = self._file.read(_parse) or []
+        policies = self._file.read_state(_parse) or []
         self._by_key = {policy.key: policy for policy in policies}
 
     def read_all(self) -> tuple[Policy, ...]:
@@ -56,7 +56,7 @@ class PolicyBook:
                 del self._by_key[next(iter(self._by_key))]
             if self._by_key:
                 told = [policy.to_json() for policy in self._by_key.values()]
-                self._file.write({"crc32c": _checksum(told), "policies": told})
+                self._file.write_state({"crc32c": _checksum(told), "policies": told})
         for policy in changed:
             log.info("retention of %r in %s: %s", policy.scope or "*", policy.tier or "the nodes", policy.retention)
         return bool(changed)

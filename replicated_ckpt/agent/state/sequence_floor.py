@@ -25,7 +25,7 @@ class SequenceFloor:
     def __init__(self, directory: Path) -> None:
         self._file = StateFile(directory / _NAME)
         self._lock = threading.Lock()
-        self._by_lineage, self._sender_by_lineage = self._file.read(_parse) or ({}, {})
+        self._by_lineage, self._sender_by_lineage = self._file.read_state(_parse) or ({}, {})
         self._is_full_logged = False
 
     def read_all(self) -> Mapping[str, int]:
@@ -65,7 +65,7 @@ class SequenceFloor:
     def _write(self) -> None:
         """With the lock held."""
         try:
-            self._file.write({"sequences": self._by_lineage, "senders": self._sender_by_lineage})
+            self._file.write_state({"sequences": self._by_lineage, "senders": self._sender_by_lineage})
         except StoreError as exc:
             log.warning("how far each run has come is known until this agent ends: %s", exc)
 

@@ -20,7 +20,7 @@ class StateFile:
         self._mode = mode
         self._written = b""
 
-    def read(self, parse: Callable[[Any], Found]) -> Found | None:
+    def read_state(self, parse: Callable[[Any], Found]) -> Found | None:
         """What `parse` makes of what the last agent wrote; None if it cannot be read, or is something else.
 
         Raises:
@@ -39,7 +39,7 @@ class StateFile:
         self._written = raw
         return found
 
-    def write(self, document: Any) -> None:
+    def write_state(self, document: Any) -> None:
         """Durably, unless it is there already. After a failure either may be there, and the next call writes its own.
 
         Raises:

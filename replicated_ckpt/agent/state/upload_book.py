@@ -32,7 +32,7 @@ class UploadBook:
     def __init__(self, directory: Path) -> None:
         self._file = StateFile(directory / NAME, 0o600)
         self._lock = threading.Lock()
-        targets, self._url_by_save, begun = self._file.read(_parse) or ([], {}, [])
+        targets, self._url_by_save, begun = self._file.read_state(_parse) or ([], {}, [])
         self._begun_by_save: dict[str, dict[str, BegunUpload]] = {}
         for save_id, shard, note in begun:
             self.begun(save_id, shard).note = note
@@ -135,7 +135,7 @@ class UploadBook:
             if each.note is not None
         ]
         targets = [target.to_json() for target in self._target_by_url.values()]
-        self._file.write({"targets": targets, "orders": self._url_by_save, "begun": begun})
+        self._file.write_state({"targets": targets, "orders": self._url_by_save, "begun": begun})
 
 
 def _parse(document: Any) -> _Known:

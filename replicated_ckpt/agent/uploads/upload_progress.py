@@ -43,7 +43,7 @@ class UploadProgress:
         self.state.state, self.state.error = state, why
         self.intact.clear()
 
-    def wait(self, now: float) -> None:
+    def wait_for_end(self, now: float) -> None:
         """This node has brought what it can: the next look is soon, then ever later."""
         self._clear_error()
         self._wait_s = min(WAIT_MAX_S, 1.5 * self._wait_s)

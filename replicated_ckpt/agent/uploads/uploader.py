@@ -84,7 +84,7 @@ class PausedUploads:
             with self._changed:
                 self._paused -= Counter([save_id])
 
-    def check(self, save_id: str) -> None:
+    def check_not_paused(self, save_id: str) -> None:
         """Between two steps of an upload. Raises UploadPaused."""
         with self._changed:
             if save_id in self._paused:
@@ -284,12 +284,12 @@ class Uploader:
             with self.paused.work_on(manifest.save_id):
                 is_there = self._advance(manifest, upload)
             if not is_there:
-                upload.wait(self._clock())
+                upload.wait_for_end(self._clock())
                 return None
             upload.end("committed")
             log.info("%s is committed in %s", manifest.checkpoint_id, upload.state.url)
         except UploadPaused:
-            upload.wait(self._clock())
+            upload.wait_for_end(self._clock())
             return None
         except SaveAborted as exc:
             is_denied = isinstance(exc, SaveSuperseded)
@@ -399,7 +399,7 @@ class Uploader:
 
         def bring(name: str) -> None:
             self._bring(bucket, manifest, name, upload)
-            self.paused.check(manifest.save_id)
+            self.paused.check_not_paused(manifest.save_id)
             withdraw_removed(self._service, bucket, manifest, self._look)
 
         FanOut.run(names, bring, most=SHARDS_PARALLEL, until_error=True).raise_first()
@@ -423,7 +423,7 @@ class Uploader:
             upload.state.shards_there += 1
 
     def _wait_for_pace(self, save_id: str, upload: UploadProgress, size_bytes: int) -> None:
-        self.paused.check(save_id)
+        self.paused.check_not_paused(save_id)
         with self._pace_lock:
             upload.moved_at = self._clock()
             self._pace.take(size_bytes)

@@ -74,7 +74,7 @@ def name_bucket(url: str, store: LocalStore) -> ObjectTarget:
     Raises:
         ConfigInvalid: it names no bucket, or a node's store, or no package here reaches it.
     """
-    target = ObjectTarget.check(url, None)
+    target = ObjectTarget.check_supported(url, None)
     target.check_is_apart(store.root)
     open_client(target).close()
     return target

@@ -123,7 +123,7 @@ def _read(target: ObjectTarget, checkpoint_id: str | None) -> _InBucket:
         with closing(RetryingClient(open_client(target))) as client:
             inspector = BucketInspector(Bucket(client))
             with say_if_slow(target.url):
-                saves = inspector.find(checkpoint_id)
+                saves = inspector.find_damage(checkpoint_id)
             findings = tuple(finding for save in saves for finding in inspector.inspect_save(save))
     except StoreError as exc:
         return _InBucket(target.url, problem=exc)

@@ -74,7 +74,7 @@ class Printer:
 
     def __enter__(self) -> Self:
         self._caught.__enter__()
-        warnings.showwarning = lambda message, *_args, **_more: self.note(str(message))
+        warnings.showwarning = lambda message, *_args, **_more: self.print_line(str(message))
         warnings.filterwarnings("ignore", module="torch")
         warnings.filterwarnings("always", category=ReplicatedCkptWarning)
         warnings.filterwarnings("ignore", ".* this save replaces", ReplicatedCkptWarning)  # --overwrite asks for it
@@ -91,7 +91,7 @@ class Printer:
         share = progress.done_bytes / progress.total_bytes if progress.total_bytes else 1.0
         speed = describe_bytes(progress.done_bytes / max(now - self._started_at, 1e-9))
         size = f"{describe_bytes(progress.done_bytes)} of {describe_bytes(progress.total_bytes)}"
-        self.note(f"{progress.step}, {size} ({share:.0%}), {speed}/s")
+        self.print_line(f"{progress.step}, {size} ({share:.0%}), {speed}/s")
 
-    def note(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         print(f"{self._verb}: {escape_controls(line)}", file=sys.stderr, flush=True)

@@ -63,6 +63,6 @@ def run(arguments: argparse.Namespace) -> int:
         )
     if done.skipped:
         entries, names = plural(len(done.skipped), "entry"), list_some(done.skipped, _SKIPPED_SHOWN_MAX)
-        printer.note(f"left out {entries} without a tensor, which {arguments.format} files cannot hold: {names}")
+        printer.print_line(f"left out {entries} without a tensor, which {arguments.format} files cannot hold: {names}")
     print(f"{done.checkpoint_id}: {describe(done)} written to {done.place} and read back")
     return ExitCode.OK

@@ -199,7 +199,7 @@ def _look_at_own(store: LocalStore, own: str, *, asks: bool) -> NodeHoldings:
         except ReplicatedCkptError as exc:
             log.info("this process looks at the store itself: %s", exc)
     holdings = DamageBook.mark_noted(store, store.catalog.holdings(own))
-    unclaimed, newer = UnclaimedFilesReader(store, own).find(), tuple(store.catalog.of_newer_format())
+    unclaimed, newer = UnclaimedFilesReader(store, own).find_files(), tuple(store.catalog.of_newer_format())
     return NodeHoldings(holdings, unclaimed, read_node_report(store), measure_room(store.root), newer)
 
 

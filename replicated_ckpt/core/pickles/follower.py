@@ -117,7 +117,7 @@ class _Follower:
         self._is_framed, self._limit = True, frame_end
         return end
 
-    def put(self, start: int, end: int) -> int:
+    def put_memo(self, start: int, end: int) -> int:
         if _unsigned(self._raw[start:end]) != len(self._memo):
             raise PickleUnsafe("stores into its memo out of order")
         self._memo.append(self._stack.items[-1])
@@ -168,8 +168,8 @@ def _float(raw: bytes) -> float:
 _OPCODES = {
     0x80: _Opcode(1, special=_Follower.protocol),  # PROTO
     0x95: _Opcode(8, special=_Follower.frame),  # FRAME
-    ord("q"): _Opcode(1, special=_Follower.put),  # BINPUT
-    ord("r"): _Opcode(4, special=_Follower.put),  # LONG_BINPUT
+    ord("q"): _Opcode(1, special=_Follower.put_memo),  # BINPUT
+    ord("r"): _Opcode(4, special=_Follower.put_memo),  # LONG_BINPUT
     ord("c"): _Opcode(special=_Follower.name_lines),  # GLOBAL
     0x8C: _Opcode(1, is_sized=True, value=_text),  # SHORT_BINUNICODE
     ord("X"): _Opcode(4, is_sized=True, value=_text),  # BINUNICODE

@@ -295,7 +295,7 @@ class LoneNode:
         self._service = LoneService(store)
 
     def begin(self, intent: Intent, on_own_open: OnOpen = lambda: None) -> Opened:
-        histories, stale_saves = self._service.begin(intent)
+        histories, stale_saves = self._service.open_save(intent)
         named = find_named(self._service.store.catalog, intent.checkpoint_id)
         on_own_open()
         settle(self._service, stale_saves, ())
@@ -320,7 +320,7 @@ class LoneNode:
         """Removes what was read when a newer save replaced it, and is read no more: there may be no agent to do it."""
         service = self._service
         if next(service.store.catalog.read_replaced(), None) is not None:
-            view = NodeView(service.node_id, Presence.UP, service.holdings(), service.unclaimed.find())
+            view = NodeView(service.node_id, Presence.UP, service.holdings(), service.unclaimed.find_files())
             manifests = {each.save_id: each for _, each in service.store.catalog.committed()}
             Collector(service, threading.Event()).drop_superseded(manifests, (view,))
 

@@ -106,7 +106,7 @@ class NewerSaves:
     def ids(self) -> Collection[str]:
         return self._told_by_id.keys()
 
-    def note(self, place: str, *checkpoint_ids: str) -> None:
+    def record_newer(self, place: str, *checkpoint_ids: str) -> None:
         for one in checkpoint_ids:
             if one not in self._told_by_id:
                 told = f"Checkpoint {one!r} in {place} is of a format that only a newer replicated_ckpt reads"
@@ -116,7 +116,7 @@ class NewerSaves:
     def note_refusal(self, error: Exception, place: str, checkpoint_id: str) -> None:
         """As `note`, if that is why its manifest was refused."""
         if isinstance(error, ManifestVersionUnknown):
-            self.note(place, checkpoint_id)
+            self.record_newer(place, checkpoint_id)
 
     def tell(self) -> tuple[str, ...]:
         """Each in words, with where it lies."""

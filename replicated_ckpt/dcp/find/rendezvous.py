@@ -165,7 +165,9 @@ def _register(
             if node is not None and node.silence:
                 wanted = None if is_newest(checkpoint_id) else checkpoint_id
                 post["holdings"] = [each.to_json() for each in store.catalog.holdings(node.node_id, wanted)]
-                post["unclaimed"] = [each.to_json() for each in UnclaimedFilesReader(store, node.node_id).find(wanted)]
+                post["unclaimed"] = [
+                    each.to_json() for each in UnclaimedFilesReader(store, node.node_id).find_files(wanted)
+                ]
             return post, None
     except ReplicatedCkptError as exc:
         return {"error": pack_error(exc)}, None

@@ -308,8 +308,8 @@ class Surveyor:
         holdings = [*DamageBook.mark_noted(self._store, self._store.catalog.holdings(self._own_node, checkpoint_id))]
         if checkpoint_id is not None:
             self._beside += self._store.catalog.newest_of_runs(self._own_node, scope_of(checkpoint_id))
-        self.unclaimed += UnclaimedFilesReader(self._store, self._own_node).find(checkpoint_id)
-        self.newer.note(str(self._store.root), *self._store.catalog.of_newer_format(checkpoint_id))
+        self.unclaimed += UnclaimedFilesReader(self._store, self._own_node).find_files(checkpoint_id)
+        self.newer.record_newer(str(self._store.root), *self._store.catalog.of_newer_format(checkpoint_id))
         self._searched |= absence.name_own_store(self._store, self._own_node)
         path = "/v1/holdings" + ("" if checkpoint_id is None else f"?{urlencode({'checkpoint_id': checkpoint_id})}")
 
@@ -328,7 +328,7 @@ class Surveyor:
             self._beside += found.beside
             self.unclaimed += found.unclaimed
             self._searched[node] = self._by_node[node].label
-            self.newer.note(self._searched[node], *found.newer)
+            self.newer.record_newer(self._searched[node], *found.newer)
         self.unanswered = dict(outcome.errors)
         for node, error in outcome.errors.items():
             self._not_reached(node, f"{self._by_node[node].label}: not reached ({error.message})")
@@ -344,7 +344,7 @@ class Surveyor:
             self._not_reached(OBJECT_NODE, f"{url}: not reached ({exc.message})")
             return []
         self._searched[OBJECT_NODE] = url
-        self.newer.note(url, *(save.checkpoint_id for save in found if save.problem == OF_NEWER_FORMAT))
+        self.newer.record_newer(url, *(save.checkpoint_id for save in found if save.problem == OF_NEWER_FORMAT))
         for save in found:
             if save.problem:
                 self._damaged[save.checkpoint_id] = METADATA_NAME

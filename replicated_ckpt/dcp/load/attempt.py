@@ -290,7 +290,7 @@ class LoadAttempt:
             log.warning("this rank fetches for itself alone: %s", exc)
             return None
 
-    def read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
+    def read_items(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         """As ReplicatedReader.read_data. What lies here of the save is not removed meanwhile, however long it takes."""
         began, key = time.monotonic(), f"rank {self._world.rank}"
         placed = self._held if isinstance(plan, CachedLoadPlan) else self._place(plan.items)
@@ -318,7 +318,7 @@ class LoadAttempt:
             }
 
             def feed(window: Window, raw: memoryview) -> None:
-                items[window.shard].take(window, raw)
+                items[window.shard].take_item(window, raw)
                 self._remind_if_due(reader, remote)
 
             def place_of(window: Window) -> memoryview | None:
@@ -326,7 +326,7 @@ class LoadAttempt:
 
             Loading(reader, remote.__contains__, exchange).run(windows, shards, feed, place_of)
             for ones in items.values():
-                ones.finish()
+                ones.finish_shard()
         self._report_read(reader.findings.traffic, len(placed), began)
 
     def _take_cache(self, stack: ExitStack) -> RankCache | None:

@@ -47,7 +47,7 @@ class FetchAhead:
             self.stop()
             raise
 
-    def take(self, window: Window) -> memoryview:
+    def take_window(self, window: Window) -> memoryview:
         """The window's bytes, verified; valid until `done`. Raises what went wrong with it."""
         with self._changed:
             while window not in self._results:
@@ -114,7 +114,7 @@ class FetchAhead:
         if not self._exchange.wait_for_slot(number, lambda: self._is_stopped):
             return
         found = self._read(reader, window, self._exchange.slot(number))
-        given = self._exchange.put(number, found if isinstance(found, memoryview) else None)
+        given = self._exchange.put_piece(number, found if isinstance(found, memoryview) else None)
         self._tell(window, given if isinstance(found, memoryview) else found)
 
     def _tell(self, window: Window, found: memoryview | BaseException) -> None:
@@ -126,7 +126,7 @@ class FetchAhead:
         with self._changed:
             self._reads_under_way += 1
         try:
-            return reader.read(window.shard, window.offset, window.length, memory)
+            return reader.read_range(window.shard, window.offset, window.length, memory)
         except ReplicatedCkptError as exc:
             return exc
         finally:

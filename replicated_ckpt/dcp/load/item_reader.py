@@ -30,7 +30,7 @@ class ItemReader:
             raise ConfigInvalid(f"trust_pickles must be True or False, not {trust_pickles!r}.")
         self._trust_pickles = trust_pickles
 
-    def read(self, raw: memoryview, item: ReadItem, planner: LoadPlanner, source: str) -> None:
+    def read_item(self, raw: memoryview, item: ReadItem, planner: LoadPlanner, source: str) -> None:
         """Gives one item to the planner: an object, or a tensor's named part into the target tensor.
 
         Nothing of `raw` is kept.
@@ -59,7 +59,7 @@ class ItemReader:
 
     def _tensor(self, raw: memoryview) -> torch.Tensor:
         try:
-            return self._tensors.read(raw)
+            return self._tensors.read_tensor(raw)
         except UnknownName:
             if not self._trust_pickles:
                 raise
@@ -118,7 +118,7 @@ class Feed:
         self._target: torch.Tensor | None = None
         self._rows = ByteRange(0, 0)
 
-    def take(self, piece: memoryview, position: int) -> None:
+    def take_piece(self, piece: memoryview, position: int) -> None:
         """Bytes of the item from `position` on.
 
         Raises:
@@ -157,11 +157,11 @@ class Feed:
         self._target = target_of(self._item, self._planner).detach()
         self._destination, self._rows = destination_for(self._target, stored, self._item)
 
-    def finish(self) -> None:
+    def finish_feed(self) -> None:
         """All that is needed has been taken: hands the tensor, or the object, to the planner."""
         if self._destination is not None and self._target is not None:
             self._destination.close()
             self._planner.commit_tensor(self._item, self._target)
             return
         raw = self._gathered if self._gathered is not None else self._read_whole()
-        self._reader.read(raw, self._item, self._planner, self._source)
+        self._reader.read_item(raw, self._item, self._planner, self._source)

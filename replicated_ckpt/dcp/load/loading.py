@@ -84,7 +84,7 @@ class ShardItems:
         one, feed = self._open[0]
         return feed.memory_of(window.offset - one.info.offset, window.length)
 
-    def take(self, window: Window, raw: memoryview) -> None:
+    def take_item(self, window: Window, raw: memoryview) -> None:
         """Feeds what lies in one window.
 
         Raises:
@@ -108,31 +108,31 @@ class ShardItems:
             self._next += 1
             start, length = one.info.offset - window.offset, one.info.length
             if start >= 0 and start + length <= window.length:
-                self._items.read(raw[start : start + length], one.item, self._planner, self._shard)
+                self._items.read_item(raw[start : start + length], one.item, self._planner, self._shard)
                 continue
             feed = Feed(one.item, one.info, one.stored, self._shard, (self._items, self._planner, self._whole(one)))
             self._feed(one, feed, window, raw)
             if one.end > window.end:
                 self._open.append((one, feed))
 
-    def finish(self) -> None:
+    def finish_shard(self) -> None:
         """All windows have come: what is left are items without a byte."""
         for one in self._wanted[self._next :]:
-            self._items.read(memoryview(b""), one.item, self._planner, self._shard)
+            self._items.read_item(memoryview(b""), one.item, self._planner, self._shard)
 
     def _feed(self, one: Wanted, feed: Feed, window: Window, raw: memoryview) -> None:
         start, end = max(one.info.offset, window.offset), min(one.end, window.end)
         if start < end:
-            feed.take(raw[start - window.offset : end - window.offset], start - one.info.offset)
+            feed.take_piece(raw[start - window.offset : end - window.offset], start - one.info.offset)
         if one.end <= window.end:
-            feed.finish()
+            feed.finish_feed()
 
     def _whole(self, one: Wanted) -> Callable[[], memoryview]:
         """Reads all of an item of which only a part was wanted, into memory of its own: a window is still being used."""
 
         def read() -> memoryview:
             with closing(self._reader.sibling()) as reader:
-                return reader.read(self._shard, one.info.offset, one.info.length)
+                return reader.read_range(self._shard, one.info.offset, one.info.length)
 
         return read
 
@@ -153,7 +153,7 @@ class Loading:
         Raises:
             ShardLost: no intact copy is left. And what `feed` raises. No thread is left that the load waits for.
         """
-        ahead, read = self._ahead(windows, shards), self._reader.read
+        ahead, read = self._ahead(windows, shards), self._reader.read_range
         try:
             for cell, group in groupby(windows, key=lambda window: window.cell):
                 unit = self._unit(cell)
@@ -163,7 +163,7 @@ class Loading:
                 is_remote = self._is_remote(cell[0])
                 for window in group:
                     if is_remote:
-                        feed(window, ahead.take(window))
+                        feed(window, ahead.take_window(window))
                         ahead.release(window)
                     else:
                         feed(window, read(window.shard, window.offset, window.length, place_of(window)))
@@ -202,10 +202,10 @@ class Loading:
         exchange, hull = self._exchange, unit.window
         assert exchange is not None
         is_own = exchange.is_own(unit)
-        raw = _take_fetched(hull, windows, ahead) if is_own else exchange.take(unit)
+        raw = _take_fetched(hull, windows, ahead) if is_own else exchange.take_piece(unit)
         for window in windows:
             if raw is None:
-                feed(window, self._reader.read(window.shard, window.offset, window.length))
+                feed(window, self._reader.read_range(window.shard, window.offset, window.length))
             else:
                 self._reader.findings.traffic.bytes_shared += 0 if is_own else window.length
                 feed(window, raw[window.offset - hull.offset : window.end - hull.offset])
@@ -217,7 +217,7 @@ class Loading:
 def _take_fetched(hull: Window, windows: Sequence[Window], ahead: FetchAhead) -> memoryview | None:
     """What this rank has fetched for several; None: a block of it is lost, perhaps one of those that no rank needs."""
     try:
-        return ahead.take(hull)
+        return ahead.take_window(hull)
     except ShardLost:
         if {block for window in windows for block in window.blocks}.issuperset(hull.blocks):
             raise

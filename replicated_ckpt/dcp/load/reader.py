@@ -218,7 +218,7 @@ class ReplicatedReader(StorageReader):
             self._under_way.is_met = False
             if find_call() is not None:
                 self._world.watch_call()
-                self._parts.planning.begin()
+                self._parts.planning.begin_pause()
             metadata = self._under_way.read_metadata()
         except Exception as exc:
             self._attempt.fail(exc)
@@ -260,9 +260,9 @@ class ReplicatedReader(StorageReader):
                 place in it, and what it held from there on.
         """
         try:
-            self._under_way.read(plan, planner)
+            self._under_way.read_items(plan, planner)
         finally:
-            self._parts.planning.end()
+            self._parts.planning.end_pause()
             self._attempt_by_thread.pop(threading.get_ident(), None)
         future: Future[None] = Future()
         future.set_result(None)

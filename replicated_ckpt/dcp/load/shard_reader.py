@@ -81,7 +81,7 @@ class Findings:
             else:
                 self.traffic.bytes_peer += size_bytes
 
-    def note(self, shard: str, node: str, error: ReplicatedCkptError, *, is_suspect: bool) -> bool:
+    def record_finding(self, shard: str, node: str, error: ReplicatedCkptError, *, is_suspect: bool) -> bool:
         """Notes that a copy failed; whether for the first time. `is_suspect`: its agent is to read it again."""
         with self._lock:
             if is_suspect:
@@ -158,7 +158,7 @@ class ShardReader:
             found.node_id for found in self._survey.holdings if shard in found.sizes and found.node_id not in others
         ]
 
-    def read(self, shard: str, offset: int, length: int, memory: memoryview | None = None) -> memoryview:
+    def read_range(self, shard: str, offset: int, length: int, memory: memoryview | None = None) -> memoryview:
         """Bytes [offset, offset + length) of a shard, verified; as a rule in `memory`, if that is given.
 
         Otherwise the memory may be reused by the next read of the shard.
@@ -227,7 +227,7 @@ class ShardReader:
 
     def _note(self, shard: str, node: str, error: ReplicatedCkptError) -> None:
         is_ours = not self._survey.unmanaged_warning  # what stock torch wrote is not mended
-        if self.findings.note(
+        if self.findings.record_finding(
             shard, node, error, is_suspect=is_ours and isinstance(error, ObjectCorrupt | ObjectMissing)
         ):
             how = "comes last" if isinstance(error.__cause__, TooSlow) else "is not used"

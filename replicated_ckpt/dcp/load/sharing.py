@@ -74,7 +74,7 @@ def join_exchange(
             with contextlib.suppress(OSError, ValueError):  # it has left, or died: the exchange goes on without it
                 others[other] = OtherRankCache.open(directory / name, world_size, CELL_BYTES)
     exchange = Exchange(rank, cache, others, sharing.units)
-    exchange.begin()
+    exchange.begin_piece()
     return exchange
 
 

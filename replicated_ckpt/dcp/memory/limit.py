@@ -58,7 +58,7 @@ class MemoryLimit:
         ]
         return sum(measure_used(self._root / name) for name in others)
 
-    def check(self, decision: SaveDecision, posts: Sequence[SavePost], plans: Sequence[SavePlan]) -> None:
+    def check_limit(self, decision: SaveDecision, posts: Sequence[SavePost], plans: Sequence[SavePlan]) -> None:
         """Coordinator: says what each node takes, if that is news.
 
         Raises:

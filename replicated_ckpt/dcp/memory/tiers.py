@@ -95,7 +95,7 @@ class DiskSaveCount:
         """Whether what was saved to memory goes to the disk: nothing from the last multiple of `every` on is there."""
         return saved.sequence // self._every > self._newest.get(saved.lineage, 0) // self._every
 
-    def note(self, on_disk: Version) -> None:
+    def record_disk_save(self, on_disk: Version) -> None:
         """The disk has it."""
         self._newest[on_disk.lineage] = on_disk.sequence
 

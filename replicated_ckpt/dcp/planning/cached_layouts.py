@@ -160,7 +160,7 @@ class CachedLayouts:
         }
         return ShardResults(results, digest, known if is_same else "")
 
-    def find(self, metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> CachedLayout | None:
+    def find_layout(self, metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> CachedLayout | None:
         """Coordinator: the layout kept, if it is that of a save with this metadata and these results.
 
         Raises:

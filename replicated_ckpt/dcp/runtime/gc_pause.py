@@ -31,7 +31,7 @@ class Pause:
     has set others meanwhile.
     """
 
-    def begin(self) -> None:
+    def begin_pause(self) -> None:
         """The pause begins, or goes on for another LONGEST_S. In a process that may have no more threads there is none."""
         global _watcher  # noqa: PLW0603 - one for the process
         with _lock:
@@ -46,7 +46,7 @@ class Pause:
                 _begin()
             _ends[self] = time.monotonic() + LONGEST_S
 
-    def end(self) -> None:
+    def end_pause(self) -> None:
         """The pause is over, if there is one."""
         with _lock:
             if _ends.pop(self, None) is not None:

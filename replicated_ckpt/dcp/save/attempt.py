@@ -188,7 +188,7 @@ class SaveAttempt:
         known, session = self._parts.layouts.save_id, self._world.session_of_writer(self._parts.name)
         self._decision = replace(decision, session=session, overwrite=config.overwrite, known_layout=known)
         if self._parts.memory is not None:
-            self._parts.memory.check(self._decision, posts, plans)
+            self._parts.memory.check_limit(self._decision, posts, plans)
         failpoints.reach("coordinator.drawn")
         self._is_undecided = True
         with self._abort_on_error():
@@ -206,7 +206,7 @@ class SaveAttempt:
             self._warn(list_weaknesses(self._decision, config.copies, posts), of=config.root)  # one text for all saves
             self._warn(self._parts.retaining.warn_of_name(decision.checkpoint_id), of=config.root)
 
-    def write(self, plan: SavePlan, planner: SavePlanner, staged: memoryview | None = None) -> list[WriteResult]:
+    def write_shard(self, plan: SavePlan, planner: SavePlanner, staged: memoryview | None = None) -> list[WriteResult]:
         """Writes this rank's shard here and at its buddies, and posts the receipt for it to the coordinator.
 
         `staged`: the memory that its tensors lie in, if this node's agent can be given it.
@@ -332,7 +332,7 @@ class SaveAttempt:
             has_agent = self._world.blackboard is not None and not decision.node_of(rank).silence
             if staged is not None and has_agent:
                 shard = self._parts.shards.submit(plan, planner, decision, rank, staged, self._agent_starter())
-            shard = shard or self._parts.shards.write(plan, planner, decision, rank)
+            shard = shard or self._parts.shards.write_shard(plan, planner, decision, rank)
         receipt = Receipt(
             (shard.receipt,) if shard else (),
             is_submitted=shard is not None and shard.follower is not None,

@@ -139,7 +139,7 @@ class ObjectTier:
         book.learn(self._target)
         Uploader(service, book, Pace(1e15, stopping), SilenceTimeouts(), stopping, lambda *_: None).round()
 
-    def wait(self, timeout_s: float, *, is_last_wanted: bool = False) -> tuple[str, ...]:
+    def wait_for_upload(self, timeout_s: float, *, is_last_wanted: bool = False) -> tuple[str, ...]:
         """Waits until every save that was expected is committed in the bucket, or is not to come there any more.
 
         Returns the checkpoint ids of those that are committed there.

@@ -193,7 +193,7 @@ def lay_out(
     layouts: CachedLayouts,
 ) -> tuple[CachedLayout | None, CachedLayout]:
     """Completes the metadata by where the items lie. The layout of the save before, if it is the same, and of this one."""
-    same = layouts.find(metadata, results)
+    same = layouts.find_layout(metadata, results)
     if same is None:
         metadata.storage_data = {result.index: result.storage_data for rank in results for result in rank}
     else:

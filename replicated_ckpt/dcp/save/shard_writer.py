@@ -55,7 +55,7 @@ class ShardWriter:
         self._items = ItemWriter()
         self._has_said_why = False
 
-    def write(
+    def write_shard(
         self,
         plan: SavePlan,
         planner: SavePlanner,
@@ -99,7 +99,7 @@ class ShardWriter:
             layout = ShardLayout(staged)
             try:
                 self._lay_out(plan, planner, wanted.name, results, layout)
-                layout.finish()
+                layout.finish_layout()
                 failpoints.reach("rank.handing-over")
                 shard = SubmittedShard(wanted, layout.pieces)
                 submitted = submit(self._store, shard, [descriptor_of(staged), layout.between], staged)
@@ -134,7 +134,7 @@ class ShardWriter:
         self, plan: SavePlan, planner: SavePlanner, name: str, results: list[WriteResult], stream: Stream
     ) -> None:
         for item in sort_for_shard(plan.items):
-            offset, length = self._items.write(stream, item, planner)
+            offset, length = self._items.write_item(stream, item, planner)
             failpoints.reach("rank.writing")
             info = StorageInfo(name, offset, length)
             results.append(WriteResult(index=item.index, size_in_bytes=length, storage_data=info))

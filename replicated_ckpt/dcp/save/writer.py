@@ -234,8 +234,8 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
 
         DCP calls this only where `dcp.save` was passed a checkpoint_id. Waits for an asynchronous save of this writer.
         """
-        self._stager.begin()
-        self._parts.planning.begin()
+        self._stager.begin_save()
+        self._parts.planning.begin_pause()
         self._next_id = checkpoint_id
 
     def storage_meta(self) -> StorageMeta:
@@ -252,9 +252,9 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
                 asynchronous save were destroyed.
         """
         del args
-        self._stager.begin()
+        self._stager.begin_save()
         self._stager.free_flattened()
-        self._parts.planning.begin()
+        self._parts.planning.begin_pause()
         self._given_id, self._next_id = self._next_id, None
         notes, self._next_notes = self._next_notes, {}
         if self._attempt is not None:
@@ -299,12 +299,12 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
         """
         future: Future[list[WriteResult]] = Future()
         try:
-            future.set_result(self._under_way.write(plan, planner, self._stager.memory()))
+            future.set_result(self._under_way.write_shard(plan, planner, self._stager.memory()))
         finally:
             if isinstance(planner, CachedSavePlanner):
                 planner.forget_state()
             self._stager.note_written()
-            self._parts.planning.end()
+            self._parts.planning.end_pause()
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -331,13 +331,15 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
         if ack is not None:
             self.config.check_awaitable(ack)
         try:
-            self._stager.wait(timeout_s)
+            self._stager.wait_for_staging(timeout_s)
         except TimeoutError as exc:
             why = f"the save is under way after {timeout_s:g} s"
             raise StoreUnavailable(f"store {self.config.root}", "wait", self.checkpoint_id, why, _GOES_ON) from exc
         if ack not in (None, "object"):
             return ()
-        return self._parts.object_tier.wait(max(0.0, deadline - time.monotonic()), is_last_wanted=ack == "object")
+        return self._parts.object_tier.wait_for_upload(
+            max(0.0, deadline - time.monotonic()), is_last_wanted=ack == "object"
+        )
 
     def _keep_report(self, report: SaveReport) -> None:
         self.last_save = report

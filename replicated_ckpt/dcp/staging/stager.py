@@ -59,7 +59,7 @@ class _SaveBehind:
             self._failure = describe_failure(error)
             log.warning("an asynchronous save of this rank has failed, which its future says too: %s", self._failure)
 
-    def wait(self, timeout_s: float) -> None:
+    def wait_for_end(self, timeout_s: float) -> None:
         future = self._find()
         if future is not None:
             future.result(timeout_s)
@@ -125,7 +125,7 @@ class Stager:
         if call is not None and call.in_process:
             state_copy = StateCopy(state_dict)
             staged = state_copy.make(None)  # DCP moves each of its storages into memory that both processes share
-            state_copy.copies.wait()
+            state_copy.copies.wait_for_copies()
             return staged
         try:
             return self._copy_to_segment(state_dict)
@@ -160,16 +160,16 @@ class Stager:
 
     def await_copy(self) -> None:
         """Returns once what was staged is copied. Raises RuntimeError, of CUDA."""
-        self._copies.wait()
+        self._copies.wait_for_copies()
 
-    def wait(self, timeout_s: float) -> None:
+    def wait_for_staging(self, timeout_s: float) -> None:
         """Returns when the future of the last `dcp.async_save` is done; raises its error, or TimeoutError.
 
         Raises RankFailed, which says the error, if the caller of `dcp.async_save` has not kept the future. The thread that
         saves does not wait for itself.
         """
         if self._behind is not None and self._thread is not threading.current_thread():
-            self._behind.wait(timeout_s)
+            self._behind.wait_for_end(timeout_s)
 
     def synchronize(self) -> None:
         """From here on the original may change. One that was not copied was written by then, or that failed."""
@@ -188,7 +188,7 @@ class Stager:
         self._asked_by = threading.current_thread()
         self._behind = _SaveBehind(future)
 
-    def begin(self) -> None:
+    def begin_save(self) -> None:
         """This thread saves what was staged; or something else, if it is the one that staged: after the save before.
 
         Torch 2.7 and 2.8 name a checkpoint in `dcp.async_save` too, before they stage: this waits for the save before.

@@ -68,7 +68,7 @@ class ShardLayout:
         if size:
             self.pieces.append((source, offset, size))
 
-    def finish(self) -> None:
+    def finish_layout(self) -> None:
         """Everything was appended: the descriptor has it now."""
         with _taking_memory():
             self._file.flush()

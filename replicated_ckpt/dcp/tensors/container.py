@@ -68,7 +68,7 @@ class TensorReader:
         self._data_range_by_tail: dict[bytes, tuple[int, int]] = {}
         self._layout_by_head: dict[bytes, _Layout] = {}
 
-    def read(self, raw: memoryview) -> torch.Tensor:
+    def read_tensor(self, raw: memoryview) -> torch.Tensor:
         """The tensor in a container; it may share memory with `raw` and is valid only as long as that keeps its bytes.
 
         Raises:

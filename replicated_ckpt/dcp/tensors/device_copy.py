@@ -54,7 +54,7 @@ class DeviceCopies:
         for device, end in self._ends.items():
             torch.cuda.current_stream(device).wait_event(end)
 
-    def wait(self) -> None:
+    def wait_for_copies(self) -> None:
         """Returns once everything is copied. Raises RuntimeError, of CUDA: then nothing is known of the bytes."""
         for end in self._ends.values():
             end.synchronize()
@@ -62,7 +62,7 @@ class DeviceCopies:
 
 
 def _wait_for_copy(place: torch.Tensor, copies: DeviceCopies) -> torch.Tensor:
-    copies.wait()
+    copies.wait_for_copies()
     return place
 
 

@@ -34,7 +34,7 @@ class TensorWriter:
     def __init__(self) -> None:
         self._surroundings: dict[tuple[Any, ...], Envelope | None] = {}
 
-    def write(self, tensor: torch.Tensor, stream: Stream) -> None:
+    def write_tensor(self, tensor: torch.Tensor, stream: Stream) -> None:
         """Appends a tensor, as a CPU tensor of its own storage.
 
         One on the CPU whose elements lie together, in any order, is not copied: the stream is told where they lie. What
@@ -95,7 +95,7 @@ class ItemWriter:
     def __init__(self) -> None:
         self._tensors = TensorWriter()
 
-    def write(self, stream: Stream, item: WriteItem, planner: SavePlanner) -> tuple[int, int]:
+    def write_item(self, stream: Stream, item: WriteItem, planner: SavePlanner) -> tuple[int, int]:
         """Resolves one item and appends it; returns its offset and length in bytes.
 
         Its tensor stays as it is until the stream is finished. Its data ends up aligned to 64 bytes, as the zip aligns it
@@ -134,5 +134,5 @@ class ItemWriter:
                 raise ConfigInvalid(f"{item.index.fqn!r} is on the meta device: it has no values.", _META_HINT)
             if type(tensor) is not torch.Tensor:
                 warn_if_class_is_unknown(type(tensor), item.index.fqn)
-            self._tensors.write(tensor, stream)
+            self._tensors.write_tensor(tensor, stream)
         return offset, stream.position - offset

@@ -38,7 +38,7 @@ class PinnedRing:
             self._target, self._start = target, position
         return self._memory[self._next][self._filled :]
 
-    def note(self, count: int) -> None:
+    def record_size(self, count: int) -> None:
         """So many bytes of that memory have their content."""
         self._filled += count
 
@@ -87,7 +87,7 @@ class PinnedCopies:
             count = min(len(piece), len(room))
             if address_of(piece) != address_of(room):
                 ctypes.memmove(address_of(room), address_of(piece), count)
-            self._ring.note(count)
+            self._ring.record_size(count)
             self._position += count
             piece = piece[count:]
 

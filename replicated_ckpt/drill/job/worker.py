@@ -78,7 +78,7 @@ class Trainer:
             raise RuntimeError("dcp.save returned and the writer knows of no save")
         return SaveRecord(name, self.step, seconds, report.shards, report.copies_made)
 
-    def wait(self) -> WaitRecord:
+    def wait_for_save(self) -> WaitRecord:
         """Wait until every checkpoint of this rank's writer is in the object store."""
         started = time.perf_counter()
         return WaitRecord(self.writer.wait(UPLOAD_LIMIT_S), time.perf_counter() - started)
@@ -133,8 +133,8 @@ def run(trainer: Trainer) -> None:
             if trainer.step in spec.save_steps:
                 saves.append(trainer.save())
         trainer.record_digests("end", trainer.state())
-    wait = trainer.wait() if saves and spec.object_store else None
-    RankReport(dist.get_rank(), tuple(saves), tuple(loads), trainer.loss_by_step, wait).write(trainer.results)
+    wait = trainer.wait_for_save() if saves and spec.object_store else None
+    RankReport(dist.get_rank(), tuple(saves), tuple(loads), trainer.loss_by_step, wait).write_report(trainer.results)
     while spec.trains_on:
         trainer.advance()
 
@@ -178,7 +178,7 @@ def main() -> None:
     """Join the group, run the job, leave."""
     # A forked rank inherits torchrun's handler, which never runs while torch waits in C: 30 s until torchrun's SIGKILL.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    spec = JobSpec.read(Path(sys.argv[1]))
+    spec = JobSpec.read_spec(Path(sys.argv[1]))
     _watch(spec, int(os.environ["RANK"]))
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(mode=True)

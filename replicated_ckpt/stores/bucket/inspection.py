@@ -31,10 +31,10 @@ class BucketInspector:
         self.newer: list[str] = []
 
     def inspect(self, checkpoint_id: str | None = None) -> Iterator[Finding]:
-        for save in self.find(checkpoint_id):
+        for save in self.find_damage(checkpoint_id):
             yield from self.inspect_save(save)
 
-    def find(self, checkpoint_id: str | None = None) -> Sequence[BucketSave]:
+    def find_damage(self, checkpoint_id: str | None = None) -> Sequence[BucketSave]:
         """The saves that are committed there, of one checkpoint or of all; nothing of them is read yet."""
         if checkpoint_id is None:
             return self._bucket.saves()

@@ -91,7 +91,7 @@ class ObjectTarget:
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def check(cls, url: str, options: Mapping[str, Any] | None) -> "ObjectTarget":
+    def check_supported(cls, url: str, options: Mapping[str, Any] | None) -> "ObjectTarget":
         """The target that the user of this process named, with what the environment says of it.
 
         Raises:
@@ -104,7 +104,7 @@ class ObjectTarget:
     def check_given(cls, url: str | None, options: Mapping[str, Any] | None) -> "ObjectTarget | None":
         """As `check`; None: no bucket is named. Raises: ConfigInvalid, also for options without a bucket."""
         if url is not None:
-            return cls.check(url, options)
+            return cls.check_supported(url, options)
         if options:
             raise ConfigInvalid('storage_options needs object_store="s3://bucket/prefix", say.')
         return None

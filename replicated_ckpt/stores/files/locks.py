@@ -132,7 +132,7 @@ class FileLock(DescriptorLock):
         self.path = path
 
     @classmethod
-    def take(cls, path: Path, *, shared: bool = False) -> "FileLock | None":
+    def acquire(cls, path: Path, *, shared: bool = False) -> "FileLock | None":
         """The lock, or None if another process holds it now. A disk that has become read-only can still be locked.
 
         Raises:
@@ -157,14 +157,14 @@ class FileLock(DescriptorLock):
     def take_within(cls, path: Path, timeout_s: float, *, shared: bool = False) -> "FileLock | None":
         """As `take`, once the process that holds the lock releases it; None: it has not done so in this time."""
         deadline = time.monotonic() + timeout_s
-        while (lock := cls.take(path, shared=shared)) is None and time.monotonic() < deadline:
+        while (lock := cls.acquire(path, shared=shared)) is None and time.monotonic() < deadline:
             time.sleep(_POLL_S)
         return lock
 
     @classmethod
     def is_taken(cls, path: Path, *, shared: bool = False) -> bool:
         """Whether another process holds the lock so that `take` would return None. Raises as that does."""
-        lock = cls.take(path, shared=shared)
+        lock = cls.acquire(path, shared=shared)
         if lock is not None:
             lock.release()
         return lock is None

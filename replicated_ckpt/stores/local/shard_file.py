@@ -62,7 +62,7 @@ class FileSink:
                 wants_direct = is_worthwhile(path.parent, direct_io)
                 # Another process may still write it: that goes on in a file without a name.
                 part.unlink(missing_ok=True)
-                taken = None if recycled is None else recycled.take(part, shard or path.name)
+                taken = None if recycled is None else recycled.take_file(part, shard or path.name)
                 flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
                 fd = os.open(part, flags, 0o640) if taken is None else taken
             except FileNotFoundError as exc:

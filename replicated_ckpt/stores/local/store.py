@@ -384,7 +384,7 @@ class LocalStore:
         """Notes in the journal that a save is over here. Without it other nodes wait for more answers."""
         try:
             self.agent_directory()
-            self.journal.note(save_id, end, why, is_flushed=end is not End.DROPPED)
+            self.journal.append_end(save_id, end, why, is_flushed=end is not End.DROPPED)
         except StoreError as exc:
             log.warning("a part of save %s elsewhere goes once all others answer, or by hand, as %s", save_id, exc)
 
@@ -427,7 +427,7 @@ class LocalStore:
 
     def intent_of(self, save_id: str) -> Intent:
         """The intent of a staged save; one without a name where it cannot be believed."""
-        return Intent.read(save_id, self.intent_path(save_id))
+        return Intent.read_intent(save_id, self.intent_path(save_id))
 
     def intent_path(self, save_id: str) -> Path:
         """The file that describes a staged save; each rank that works on it holds a shared flock on this file."""

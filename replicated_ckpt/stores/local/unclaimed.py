@@ -29,7 +29,7 @@ class UnclaimedFilesReader:
         self._node_id = node_id
         self._crcs: dict[tuple[int, int, int, int], int | None] = {}
 
-    def find(self, checkpoint_id: str | None = None) -> tuple[UnclaimedFiles, ...]:
+    def find_files(self, checkpoint_id: str | None = None) -> tuple[UnclaimedFiles, ...]:
         """What lies in the directory of one checkpoint, or in any, without a manifest that is believed.
 
         Raises:

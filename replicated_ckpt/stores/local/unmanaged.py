@@ -91,7 +91,7 @@ class UnmanagedDirectory:
             raise ObjectMissing(str(self.root), "open", f"{checkpoint_id}/{name}", detail)
         return fd
 
-    def read(self, checkpoint_id: str, name: str, size_bytes: int) -> bytes:
+    def read_raw(self, checkpoint_id: str, name: str, size_bytes: int) -> bytes:
         """A small file of this size; otherwise as `open`."""
         with os.fdopen(self.open(checkpoint_id, name, size_bytes), "rb") as file:
             return file.read(size_bytes)
@@ -118,7 +118,7 @@ class UncheckedItems:
         self._items = sorted(items, key=lambda item: item.offset)
         self._lock = threading.Lock()
 
-    def check(self, there: ByteRange, check: Callable[[ByteRange], None]) -> None:
+    def check_item(self, there: ByteRange, check: Callable[[ByteRange], None]) -> None:
         """Calls `check` for each that has bytes in this range; it counts as checked unless that raises."""
         with self._lock:
             for item in [item for item in self._items if item.offset < there.end and item.end > there.offset]:
@@ -155,7 +155,7 @@ class UnmanagedShard(VerifiedShard):
         if span:
             self._fill(span, offset)
         there = ByteRange(offset, length)
-        self._unchecked.check(there, partial(self._check, span, there))
+        self._unchecked.check_item(there, partial(self._check, span, there))
         return span
 
     def _check(self, span: memoryview, there: ByteRange, item: ByteRange) -> None:

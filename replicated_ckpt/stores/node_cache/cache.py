@@ -163,7 +163,7 @@ class RankCache:
         """Where to put piece `number`, once no rank needs the piece that lies there."""
         return self._shape.slot(self._map, number)
 
-    def put(self, number: int, piece: memoryview | None) -> memoryview:
+    def put_piece(self, number: int, piece: memoryview | None) -> memoryview:
         """Gives piece `number` to the takers; returns it as it lies in its slot. None: each of them has to fetch it."""
         slot = self._shape.slot(self._map, number)
         if piece is None:

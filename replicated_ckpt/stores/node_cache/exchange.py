@@ -109,7 +109,7 @@ class Exchange:
         self._takers = takers_by_fetcher[rank]
         self._gives = True
 
-    def begin(self) -> None:
+    def begin_piece(self) -> None:
         """Takes the room for what this rank gives, and tells the others that it has opened their caches."""
         try:
             self._cache.reserve(len(self._takers))
@@ -163,9 +163,9 @@ class Exchange:
     def slot(self, number: int) -> memoryview:
         return self._cache.slot(number)
 
-    def put(self, number: int, piece: memoryview | None) -> memoryview:
+    def put_piece(self, number: int, piece: memoryview | None) -> memoryview:
         """Gives piece `number` to the others; returns it as it lies in its slot. None: each of them has to fetch it."""
-        return self._cache.put(number, piece)
+        return self._cache.put_piece(number, piece)
 
     def release(self, unit: Unit) -> None:
         """This rank has used a piece of its own: its slot may be used again as far as this rank goes."""
@@ -173,7 +173,7 @@ class Exchange:
 
     # Taking --------------------------------------------------------------------------------------------------------
 
-    def find(self, unit: Unit) -> Found:
+    def find_piece(self, unit: Unit) -> Found:
         """What became of a piece of another rank."""
         if unit.fetcher in self._lost:
             return Found.NEVER
@@ -185,10 +185,10 @@ class Exchange:
             return Found.THERE
         return Found.NEVER if is_over or there > number else Found.NOT_YET
 
-    def take(self, unit: Unit) -> memoryview | None:
+    def take_piece(self, unit: Unit) -> memoryview | None:
         """What another rank has fetched, valid until the next call; None: it does not come, this rank has to fetch it."""
         wait, pause = Wait(self._timeout), Pause()
-        while (found := self.find(unit)) is Found.NOT_YET:
+        while (found := self.find_piece(unit)) is Found.NOT_YET:
             self._wait_for([unit.fetcher], wait)
             pause()
         if self._memory is None:

@@ -81,7 +81,7 @@ class UrlOutput(Output):
         if not parent.partition("://")[2]:
             raise ConfigInvalid(f"{url} names no file or directory in a bucket.", "Name one: s3://bucket/name, say.")
         self.label = url
-        self._files = _Files(ObjectTarget.check(parent, storage_options))
+        self._files = _Files(ObjectTarget.check_supported(parent, storage_options))
         self._name = name
         self._is_directory = is_directory
         self._may_replace = may_replace

@@ -273,7 +273,7 @@ class Upload:
                     self._client.raise_refusal(self._path)
                 raise
 
-    def finish(self) -> dict[str, Any]:
+    def finish_upload(self) -> dict[str, Any]:
         """Ends the body and returns the agent's JSON answer, which comes within ACK_TIMEOUT_S."""
         with self._client.translate_errors("PUT", self._path), limit_time(self._connection.sock, ACK_TIMEOUT_S):
             try:

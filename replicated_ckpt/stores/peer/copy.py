@@ -75,7 +75,7 @@ class PeerSink:
     def finish(self, table: BlockTable) -> None:
         if self._upload is None:
             raise PeerProtocolError(f"Nothing was sent to {self.label}.")
-        answer = self._upload.finish()
+        answer = self._upload.finish_upload()
         size_bytes, crc = answer.get("size_bytes"), answer.get("crc32c")
         if (size_bytes, crc) != (table.file_bytes, table.file_crc()):
             found = f"{size_bytes} bytes of CRC32C {crc:08x}" if isinstance(crc, int) else "something else"

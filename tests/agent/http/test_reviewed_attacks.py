@@ -32,7 +32,7 @@ def bring(service: NodeService, name: str, raw: bytes) -> None:
 def test_a_manifest_names_the_checkpoint_that_its_save_was_opened_for(tmp_path: Path) -> None:
     """Who may bring the files of one checkpoint cannot publish, or replace, another one with them."""
     service = NodeService(LocalStore(tmp_path / "root"))
-    service.begin(Intent(SAVE, "run/step-7", "session", overwrite=True, nodes=(service.node_id,)))
+    service.open_save(Intent(SAVE, "run/step-7", "session", overwrite=True, nodes=(service.node_id,)))
     node = NodeEntry(service.node_id, "host", None, (0,))
     manifest = Manifest(SAVE, "run/step-8", 9, 0.0, 1, 1, 4, crc32c(b"evil"), (node,), {})
     bring(service, METADATA_NAME, b"evil")

@@ -362,4 +362,4 @@ def test_a_refusal_in_the_middle_of_an_upload_is_heard(tmp_path: Path) -> None:
 def sent_whole(upload: Upload) -> None:
     for _ in range(6):
         upload.send(memoryview(DATA))
-    upload.finish()
+    upload.finish_upload()

@@ -89,21 +89,21 @@ def test_strangers_are_counted(caplog: pytest.LogCaptureFixture) -> None:
     now = 0.0
     unauthenticated = UnauthenticatedClients(lambda: now)
     for _ in range(1000):
-        unauthenticated.note("10.0.0.1", "401")
+        unauthenticated.log_refusal("10.0.0.1", "401")
     assert len(caplog.messages) == 1
     now = INTERVAL_S
-    unauthenticated.note("10.0.0.2", "no TLS")
+    unauthenticated.log_refusal("10.0.0.2", "no TLS")
     assert caplog.messages[1:] == [
         "no valid token from 10.0.0.1: 999 times in 60 s, last: 401",
         "no valid token from 10.0.0.2: no TLS",
     ]
     caplog.clear()
     for number in range(100_000):
-        unauthenticated.note(f"2001:db8::{number:x}", "401")
+        unauthenticated.log_refusal(f"2001:db8::{number:x}", "401")
     assert len(caplog.messages) <= ADDRESSES_MAX
     now = 2 * INTERVAL_S
     caplog.clear()
-    unauthenticated.note("10.0.0.3", "401")
+    unauthenticated.log_refusal("10.0.0.3", "401")
     assert any("other addresses: " in message for message in caplog.messages)
     assert len(caplog.messages) <= 2
 

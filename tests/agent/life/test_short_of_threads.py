@@ -69,7 +69,7 @@ def service(tmp_path: Path) -> NodeService:
     """A node with one open save."""
     store = LocalStore(tmp_path / "root")
     service = NodeService(store)
-    service.begin(Intent(SAVE, "step-1", "session", overwrite=False, coordinator=store.node_id()))
+    service.open_save(Intent(SAVE, "step-1", "session", overwrite=False, coordinator=store.node_id()))
     return service
 
 
@@ -83,12 +83,12 @@ def test_a_shard_that_gets_no_thread_is_refused(service: NodeService) -> None:
     """Whoever brings it hears so, nothing stays open, nothing counts as under way, and it may be brought again."""
     shard, fd = shard_of(service.store)
     with without_threads(), pytest.raises(StoreUnavailable, match="gets no thread"):
-        service.submissions.take(shard, [fd])
+        service.submissions.take_shard(shard, [fd])
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)
     assert not service.is_saving
     shard, fd = shard_of(service.store)
-    assert service.submissions.take(shard, [fd]).result(30).holders == (service.node_id,)
+    assert service.submissions.take_shard(shard, [fd]).result(30).holders == (service.node_id,)
 
 
 def test_a_rank_that_gets_no_thread_of_the_agent_is_sent_away(service: NodeService, stopwatch: Stopwatch) -> None:
@@ -122,7 +122,7 @@ def test_a_shard_that_gets_no_thread_to_be_written_leaves_no_file(service: NodeS
 def test_a_bucket_is_probed_once_there_are_threads_again(tmp_path: Path) -> None:
     """A probe that got none is not taken for one that the bucket has not answered yet."""
     targets, url = UploadBook(tmp_path), f"file://{tmp_path}/bucket"
-    targets.learn(ObjectTarget.check(url, {}))
+    targets.learn(ObjectTarget.check_supported(url, {}))
     prober = Prober(targets)
     with without_threads():
         assert "gets no thread" in prober.probe(url, "step-1")["error"]
@@ -158,10 +158,10 @@ def test_a_save_that_gets_no_thread_is_not_begun(service: NodeService) -> None:
     )
     outline = Outline(manifest, {}, 1, must_have_all=False)
     with without_threads(), pytest.raises(StoreUnavailable, match="gets no thread"):
-        service.finish(outline)
+        service.finish_save(outline)
     assert not store.is_locked(SAVE)
     assert not service.is_saving
-    service.finish(outline)
+    service.finish_save(outline)
     assert service.finisher.end_of(SAVE).result(30).manifest
 
 

@@ -100,7 +100,7 @@ def stage(
 
 def look(service: NodeService) -> tuple[NodeView, ...]:
     """What re-protection sees: this node alone."""
-    return (NodeView(service.node_id, Presence.UP, service.holdings(), service.unclaimed.find()),)
+    return (NodeView(service.node_id, Presence.UP, service.holdings(), service.unclaimed.find_files()),)
 
 
 def is_staged(service: NodeService, save_id: str) -> bool:
@@ -347,9 +347,9 @@ def test_a_silent_node_is_asked_once_for_all_leftovers(service: NodeService) -> 
 
 def test_a_save_of_another_job_leaves_one_whose_ranks_still_plan_open(service: NodeService) -> None:
     """Longer than the grace nobody of this node works on it; nodes of it that are asked say that it goes on."""
-    service.begin(Intent(NEW, "step-10", "one", overwrite=False, nodes=(service.node_id, OTHER), coordinator=OTHER))
+    service.open_save(Intent(NEW, "step-10", "one", overwrite=False, nodes=(service.node_id, OTHER), coordinator=OTHER))
     with mock.patch("replicated_ckpt.agent.saves.service.OPEN_GRACE_S", 0.0):
-        _, stale_saves = service.begin(Intent(NEWEST, "step-11", "another", overwrite=False))
+        _, stale_saves = service.open_save(Intent(NEWEST, "step-11", "another", overwrite=False))
     assert [(found.intent.save_id, found.is_over) for found in stale_saves] == [(NEW, False)]
     service.check_open(NEW)
 
@@ -363,7 +363,7 @@ def test_a_save_is_young_until_it_is_open(service: NodeService) -> None:
             seen.append(service.was_opened_within(5.0, intent))
 
     with mock.patch.object(service, "open_in_store", open_slowly):
-        service.begin(intent)
+        service.open_save(intent)
     assert seen == [True]
     assert service.was_opened_within(5.0, intent)
     assert not service.was_opened_within(0.0, intent)
@@ -454,7 +454,7 @@ def test_a_version_that_a_load_was_told_to_read_stays(tmp_path: Path, session: s
         assert (service.store.catalog.checkpoint_of(OLD) is not None) is is_there
     service.pin(NEW, "session/1")
     assert not retire(service.store.root, "step-10", NEW)
-    service.begin(
+    service.open_save(
         Intent(NEWEST, "step-11", session, overwrite=False, nodes=(service.node_id,), coordinator=service.node_id)
     )
     assert retire(service.store.root, "step-10", NEW)

@@ -34,7 +34,7 @@ def test_a_save_that_is_given_up_meanwhile_is_in_no_doubt(
     """The next save of its name opens while a node of it is asked: `status` would name it until the agent's next start."""
     service = NodeService(LocalStore(tmp_path))
     intent = Intent(SAVE, "step-1", "s", overwrite=True, nodes=(service.node_id, OTHER), coordinator=OTHER)
-    service.begin(intent)
+    service.open_save(intent)
     if was_known:
         settle(service, [StaleSave(intent, "its processes are gone")], [])
         assert [doubt.intent.save_id for doubt in service.in_doubt.read_all()] == [SAVE]
@@ -58,7 +58,7 @@ def test_a_decision_of_a_newer_format_is_kept_for_the_newer_version(tmp_path: Pa
     intent = Intent(
         manifest.save_id, "step-2", "s", overwrite=True, nodes=(service.node_id,), coordinator=service.node_id
     )
-    service.begin(intent)
+    service.open_save(intent)
     staged = service.store.staging(manifest.save_id)
     for path in (tmp_path / "step-1").iterdir():
         path.rename(staged / path.name)
@@ -82,7 +82,7 @@ def test_a_save_that_a_node_outside_of_the_job_has_taken_over_is_completed(tmp_p
         intent = Intent(manifest.save_id, "step-1", "s", overwrite=True, nodes=nodes, coordinator=nodes[1])
         (own.root / "step-1" / shard(0)).rename(tmp_path / "staged")
         shutil.rmtree(own.root / "step-1")
-        service.begin(intent)
+        service.open_save(intent)
         (tmp_path / "staged").rename(own.path_of_staged(manifest.save_id, shard(0)))
         settle(service, [StaleSave(intent, "its group has gone on", is_over=True)], [asked.endpoint.address()])
     assert own.catalog.checkpoint_of(manifest.save_id) == "step-1"
@@ -101,7 +101,7 @@ def test_a_version_that_is_being_replaced_is_not_unknown(
     shutil.rmtree(own.root / "step-1")
     service, asked = NodeService(own), NodeService(coordinator)
     intent = Intent(old.save_id, "step-1", "s", overwrite=True, nodes=nodes, coordinator=nodes[1])
-    service.begin(intent)
+    service.open_save(intent)
     (tmp_path / "staged").rename(own.path_of_staged(old.save_id, shard(0)))
 
     def ask(*_: Any) -> Answer:
@@ -144,7 +144,7 @@ def test_a_save_that_was_renamed_where_it_is_published_is_completed_under_that_n
         introduced(own, [agent.endpoint.address()])
         service = NodeService(own)
         intent = Intent(manifest.save_id, "step-1", "s", overwrite=True, nodes=nodes, coordinator=nodes[1])
-        service.begin(intent)
+        service.open_save(intent)
         (tmp_path / "staged").rename(own.path_of_staged(manifest.save_id, shard(0)))
         settle(service, [StaleSave(intent, "its processes are gone")], [agent.endpoint.address()])
     assert service.in_doubt.read_all() == ()

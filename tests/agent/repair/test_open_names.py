@@ -48,7 +48,7 @@ def test_a_copy_waits_for_a_save_that_was_opened_just_now(tmp_path: Path) -> Non
     with running_agent(other.root) as agent:
         introduced(blank, [agent.endpoint.address()])
         service = NodeService(blank)
-        service.begin(Intent(SAVE, "step-1", "a session", overwrite=True))
+        service.open_save(Intent(SAVE, "step-1", "a session", overwrite=True))
         mender = Mender(service, Pace(1e12, threading.Event()))
         action = RestoreManifest(service.node_id, "step-1", theirs.save_id, (other.node_id(),))
         with pytest.raises(StoreUnavailable, match=f"ranks of this node are writing save {SAVE}"):

@@ -32,9 +32,9 @@ def test_a_round_that_came_too_early_is_followed_by_another_soon() -> None:
     """A node that has published its part of a save looks for its peer's: at once, then less and less often."""
     pauses = Pauses(IDLE_PAUSE_S)
     assert after(pauses, 2) == [2.0, 2.0]
-    pauses.begin(2)
+    pauses.begin_round(2)
     assert after(pauses, 7) == [0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0]
-    pauses.begin(2)
+    pauses.begin_round(2)
     assert after(pauses, 1) == [0.1]
 
 
@@ -42,7 +42,7 @@ def test_a_round_that_came_too_early_is_followed_by_another_soon() -> None:
 def test_many_nodes_ask_each_other_less_often(nodes: int, first_s: float) -> None:
     """However many there are, an agent answers about as many questions a second."""
     pauses = Pauses(IDLE_PAUSE_S)
-    pauses.begin(nodes)
+    pauses.begin_round(nodes)
     assert after(pauses, 1, nodes) == [first_s]
     assert pauses.after(nodes, is_active=False) == max(IDLE_PAUSE_S, 0.05 * nodes)
 

@@ -139,7 +139,7 @@ def test_what_cannot_be_removed_is_told(service: NodeService, monkeypatch: pytes
     """The status says so: all copies are there, and the disk fills."""
     stopping = threading.Event()
     reprotector = Reprotector(service, SilenceTimeouts(), Pace(1e12, stopping), stopping)
-    service.store.journal.note(SAVE, End.REMOVING)
+    service.store.journal.append_end(SAVE, End.REMOVING)
     with monkeypatch.context() as patch:
         refusal = StoreDenied("the disk", "retire", "step-1", "PermissionError: Permission denied")
         patch.setattr("replicated_ckpt.agent.repair.collector.retire", mock.Mock(side_effect=refusal))
@@ -220,7 +220,7 @@ def test_a_shard_is_taken_where_the_disk_hides_an_old_one(
     for _ in range(2):
         fd = os.memfd_create("shard")
         with refused(service.store.root / ".staging", errno.EIO):
-            future = submissions.take(SubmittedShard(copies, []), [fd])
+            future = submissions.take_shard(SubmittedShard(copies, []), [fd])
             assert future.exception(20) is not None
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(fd)

@@ -405,7 +405,7 @@ def test_a_store_retires_in_one_step(tmp_path: Path, action: str) -> None:
         ):
             retire(store.root, "step-1", later.save_id)
         assert store.catalog.look("step-1").gone == (later.save_id,)
-        unclaimed = UnclaimedFilesReader(store, store.node_id()).find()
+        unclaimed = UnclaimedFilesReader(store, store.node_id()).find_files()
         assert unclaimed == (), "a load does not take what is being removed for a checkpoint that may be newer"
         store.tidy(is_alone=True)
     else:

@@ -80,7 +80,7 @@ def test_what_a_half_upload_has_brought_goes_with_the_last_copy(
     nodes = stores(tmp_path, 2)
     for number in (1, 2):
         checkpointed(nodes, number, PAIR, checkpoint_id=f"step-{number}", url=url)
-    UploadBook(nodes[0].agent_directory()).learn(ObjectTarget.check(url, {}))  # the other one brings nothing
+    UploadBook(nodes[0].agent_directory()).learn(ObjectTarget.check_supported(url, {}))  # the other one brings nothing
 
     def carried_out_late(self: Remover, chosen: Sequence[CheckpointSeen]) -> Removed:
         monkeypatch.setattr(Remover, "carry_out", carry_out)
@@ -135,7 +135,7 @@ def brought_to_bucket(folder: Path, nodes: Sequence[LocalStore], count: int) -> 
         holders = {shard(0): tuple(range(len(nodes)))}
         checkpointed(nodes, number, holders, checkpoint_id=f"step-{number}", url=url, lineage=RUN, copies=len(nodes))
     for store in nodes:
-        UploadBook(store.agent_directory()).learn(ObjectTarget.check(url, {}))
+        UploadBook(store.agent_directory()).learn(ObjectTarget.check_supported(url, {}))
     return url, folder / "bucket"
 
 
@@ -210,7 +210,7 @@ def test_a_node_that_was_away_removes_nothing_newer_from_the_bucket(tmp_path: Pa
     for number in (2, 3):
         name = f"step-{number}"
         checkpointed([others], number, {shard(0): (0,)}, checkpoint_id=name, url=url, lineage=RUN, copies=1)
-    UploadBook(others.agent_directory()).learn(ObjectTarget.check(url, {}))
+    UploadBook(others.agent_directory()).learn(ObjectTarget.check_supported(url, {}))
     PolicyBook(others.agent_directory()).learn([Policy("", url, 3, Retention(keep_last=9), RUN)])
     with agents([others]):
         wait_for(lambda: marks(bucket) == ["step-2", "step-3"], 30, "the run's uploads")
@@ -228,7 +228,7 @@ def test_prune_leaves_another_clusters_runs_in_the_bucket(tmp_path: Path, capsys
     for number in (11, 12):
         name = f"other-{number}"
         checkpointed([theirs], number, {shard(0): (0,)}, checkpoint_id=name, url=url, lineage="b" * 16, copies=1)
-    UploadBook(theirs.agent_directory()).learn(ObjectTarget.check(url, {}))
+    UploadBook(theirs.agent_directory()).learn(ObjectTarget.check_supported(url, {}))
     with agents([theirs]):
         wait_for(lambda: marks(bucket) == ["other-11", "other-12"], 30, "their uploads")
     with agents(nodes):

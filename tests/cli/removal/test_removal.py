@@ -125,7 +125,7 @@ def test_a_removal_that_was_cut_off_is_finished(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "node0")
     first, _ = saved_alone(store)
     store.agent_directory()
-    store.journal.note(first, End.REMOVING)
+    store.journal.append_end(first, End.REMOVING)
     with running_agent(store.root):
         wait_for(lambda: there(store) == [2], 20, "the removal")
     assert findings(store) == []
@@ -216,16 +216,16 @@ def test_a_removal_ends_once_it_is_done(tmp_path: Path, monkeypatch: pytest.Monk
     book = Journal(tmp_path)
     first, second = (f"{number:032x}" for number in (1, 2))
     for save_id in (first, second):
-        book.note(save_id, End.REMOVING)
-    book.note(first, End.REMOVED, after=End.REMOVING)
+        book.append_end(save_id, End.REMOVING)
+    book.append_end(first, End.REMOVED, after=End.REMOVING)
     for again in (book, Journal(tmp_path)):
         assert again.read_removals() == (frozenset({second}), frozenset({first}))
         assert again.read_removed() == {first, second}
     for save_id in (first, second):
-        book.note(save_id, End.RESTORED, after=End.REMOVED)
+        book.append_end(save_id, End.RESTORED, after=End.REMOVED)
     assert Journal(tmp_path).read_removals() == (frozenset({second}), frozenset())
     for number in range(MANY + 5):
-        book.note(f"{number + 3:032x}", End.REMOVING)
+        book.append_end(f"{number + 3:032x}", End.REMOVING)
     newest = {f"{number + 3:032x}" for number in range(5, MANY + 5)}
     assert book.read_removed() == book.read_removals()[0] == newest
 
@@ -238,7 +238,7 @@ def test_a_removal_during_a_look_is_not_taken_for_one_that_was_put_back(
     save_id = checkpointed([store], 1, {shard(0): (0,)}, copies=1, size_bytes=SMALL).save_id
     service = NodeService(store)
     book, find_here = service.store.journal, Collector._find_here
-    looks = iter((None, partial(book.note, end=End.REMOVING)))
+    looks = iter((None, partial(book.append_end, end=End.REMOVING)))
 
     def move_on(read: Callable[[Journal], Any]) -> Callable[[Journal], Any]:
         """A request for the removal gets one step further before the second time that the journal is read."""
@@ -256,10 +256,10 @@ def test_a_removal_during_a_look_is_not_taken_for_one_that_was_put_back(
             step(save_id)
         found = find_here(self)
         assert retire(store.root, "step-1", save_id)
-        book.note(save_id, End.REMOVED)
+        book.append_end(save_id, End.REMOVED)
         return found
 
-    book.note(OTHER_SAVE, End.REMOVING)  # without a note there is no look
+    book.append_end(OTHER_SAVE, End.REMOVING)  # without a note there is no look
     for name in ("read_removed", "read_removals"):
         monkeypatch.setattr(Journal, name, move_on(getattr(Journal, name)))
     monkeypatch.setattr(Collector, "_find_here", scan)

@@ -57,7 +57,7 @@ def same(found: torch.Tensor, wanted: torch.Tensor) -> bool:
 
 def written(writer: TensorWriter, tensor: torch.Tensor) -> memoryview:
     stream = Stream()
-    writer.write(tensor, stream)
+    writer.write_tensor(tensor, stream)
     return memoryview(bytearray(stream.getvalue()))
 
 
@@ -70,10 +70,10 @@ def test_any_tensor_goes_both_ways(dtype: torch.dtype, shape: list[int]) -> None
         tensor = random_tensor(dtype, tuple(shape))
         raw = written(writer, tensor)
         assert same(torch.load(io.BytesIO(raw), weights_only=True), tensor)
-        assert same(reader.read(raw), tensor)
+        assert same(reader.read_tensor(raw), tensor)
         stock = io.BytesIO()
         torch.save(tensor, stock)
-        assert same(reader.read(memoryview(bytearray(stock.getvalue()))), tensor)
+        assert same(reader.read_tensor(memoryview(bytearray(stock.getvalue()))), tensor)
 
 
 class FullStream(Stream):
@@ -95,7 +95,7 @@ def test_an_error_of_the_stream_comes_out_as_it_is() -> None:
     size_bytes = len(written(TensorWriter(), tensor))
     for room_bytes in range(0, size_bytes, 500):
         with pytest.raises(StoreFull, match=r"__0_0\.distcp"):
-            TensorWriter().write(tensor, FullStream(room_bytes))
+            TensorWriter().write_tensor(tensor, FullStream(room_bytes))
 
 
 @pytest.mark.parametrize("permuted", [(1, 0, 2), (2, 1, 0), (0, 2, 1)])
@@ -105,7 +105,7 @@ def test_strides_are_kept(permuted: tuple[int, ...]) -> None:
     for seed in range(3):
         tensor = (torch.arange(24) + seed).reshape(2, 3, 4).permute(permuted)
         raw = written(writer, tensor)
-        assert torch.equal(reader.read(raw), tensor)
+        assert torch.equal(reader.read_tensor(raw), tensor)
         assert torch.equal(torch.load(io.BytesIO(raw), weights_only=True), tensor)
 
 
@@ -116,8 +116,8 @@ def test_stock_containers_of_views_are_read_right() -> None:
         for tensor in (torch.arange(4.0)[value : value + 1].expand(4), torch.arange(8.0)[value : value + 4]):
             stock = io.BytesIO()
             torch.save(tensor, stock)
-            assert torch.equal(reader.read(memoryview(bytearray(stock.getvalue()))), tensor)
-            assert torch.equal(reader.read(written(TensorWriter(), tensor)), tensor)
+            assert torch.equal(reader.read_tensor(memoryview(bytearray(stock.getvalue()))), tensor)
+            assert torch.equal(reader.read_tensor(written(TensorWriter(), tensor)), tensor)
 
 
 def test_kinds_of_one_size_are_not_mistaken_for_each_other() -> None:
@@ -132,7 +132,7 @@ def test_kinds_of_one_size_are_not_mistaken_for_each_other() -> None:
     ]
     for _ in range(2):
         for tensor in tensors:
-            assert same(reader.read(written(writer, tensor)), tensor)
+            assert same(reader.read_tensor(written(writer, tensor)), tensor)
 
 
 @pytest.mark.parametrize("shift", [0, 1, 3])
@@ -144,13 +144,13 @@ def test_data_at_any_address_is_read(shift: int) -> None:
         raw = written(writer, tensor)
         buffer = memoryview(bytearray(len(raw) + shift))
         buffer[shift:] = raw
-        assert torch.equal(reader.read(buffer[shift:]), tensor)
+        assert torch.equal(reader.read_tensor(buffer[shift:]), tensor)
 
 
 @pytest.mark.parametrize("tensor", [torch.randn(4, dtype=torch.complex64).conj(), torch.randn(3, 3).to_sparse()])
 def test_unusual_tensors_go_through_torch(tensor: torch.Tensor) -> None:
     """A lazy conjugate and a sparse tensor are written as torch writes them."""
-    found = TensorReader().read(written(TensorWriter(), tensor))
+    found = TensorReader().read_tensor(written(TensorWriter(), tensor))
     assert torch.equal(
         found.to_dense() if found.is_sparse else found, tensor.to_dense() if tensor.is_sparse else tensor
     )
@@ -161,12 +161,12 @@ def test_a_tensor_is_not_copied(elements: int) -> None:
     """The stream is told where a tensor lies, also one that is a part of a larger storage; and it loads again."""
     tensor = torch.arange(elements + 9)[5:-4]
     stream = Stream()
-    TensorWriter().write(tensor, stream)
+    TensorWriter().write_tensor(tensor, stream)
     (memory,) = stream.referred
     assert len(memory) == elements * 8
     tensor += 1
     assert memory[:8].cast("q")[0] == 6, "it is the tensor's own memory"
-    assert same(TensorReader().read(written(TensorWriter(), tensor)), tensor)
+    assert same(TensorReader().read_tensor(written(TensorWriter(), tensor)), tensor)
 
 
 def resident_bytes() -> int:
@@ -217,7 +217,7 @@ def test_other_objects_are_no_tensor(value: Any) -> None:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     with pytest.raises((ValueError, pickle.UnpicklingError)):
-        TensorReader().read(memoryview(bytearray(buffer.getvalue())))
+        TensorReader().read_tensor(memoryview(bytearray(buffer.getvalue())))
 
 
 @settings(max_examples=200, deadline=None)

@@ -70,7 +70,7 @@ def test_numbers_seen_as_quantized_load_into_such(dtype: torch.dtype, size_bytes
     dcp.save({"t": tensor}, checkpoint_id="a", storage_writer=ReplicatedWriter(tmp_path))
     assert loaded(numbers_as(dtype, size_bytes, fill=0), ReplicatedReader(tmp_path)) == bits(tensor)
     stream, stock = Stream(), io.BytesIO()
-    TensorWriter().write(tensor, stream)
+    TensorWriter().write_tensor(tensor, stream)
     torch.save(tensor, stock)
     ours = torch.load(io.BytesIO(stream.getvalue()), weights_only=True)
     assert ours.dtype == torch.load(io.BytesIO(stock.getvalue()), weights_only=True).dtype == dtype

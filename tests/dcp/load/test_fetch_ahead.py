@@ -41,7 +41,7 @@ def ahead_of(on_read: Callable[[int], None]) -> FetchAhead:
 
 def take_all(ahead: FetchAhead) -> None:
     for window in WINDOWS:
-        ahead.take(window)
+        ahead.take_window(window)
         ahead.release(window)
 
 
@@ -50,7 +50,7 @@ def test_windows_come_in_order_and_not_too_early() -> None:
     read: list[int] = []
     ahead = ahead_of(read.append)
     for number, window in enumerate(WINDOWS):
-        assert ahead.take(window) == bytes([number] * 8)
+        assert ahead.take_window(window) == bytes([number] * 8)
         time.sleep(0.01)
         assert max(read) < number + BUFFERS
         ahead.release(window)
@@ -77,7 +77,7 @@ def test_threads_that_cannot_work_do_not_leave_the_rank_waiting(monkeypatch: pyt
     monkeypatch.setattr(fetch_ahead, "CELL_BYTES", 1 << 62)
     ahead = ahead_of(lambda _: None)
     with pytest.raises(MemoryError):
-        ahead.take(WINDOWS[0])
+        ahead.take_window(WINDOWS[0])
     ahead.stop()
 
 

@@ -92,7 +92,7 @@ def test_silence_that_one_rank_met_is_known_to_the_others(tmp_path: Path) -> Non
     for rank in range(2):
         findings[rank].exchange = part(tmp_path, caches, rank, WINDOWS)
         assert findings[rank].exchange is not None
-    findings[0].note(SHARDS[0], "node-x", StoreUnavailable("x", "GET", "y", "timed out"), is_suspect=False)
+    findings[0].record_finding(SHARDS[0], "node-x", StoreUnavailable("x", "GET", "y", "timed out"), is_suspect=False)
     assert findings[1].is_silent("node-x")
     assert not findings[1].is_silent("node-y")
     for finding, cache in zip(findings, caches, strict=True):

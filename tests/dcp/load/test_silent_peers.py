@@ -92,7 +92,7 @@ def test_a_buddy_that_let_a_time_out_pass_is_not_asked_again(
     planner.set_up_planner({"a": torch.ones(100_000)}, None, True)
     started = stopwatch.now()
     shards = ShardWriter(store, "off")
-    written = shards.write(planner.create_local_plan(), planner, decision, 0)
+    written = shards.write_shard(planner.create_local_plan(), planner, decision, 0)
     assert silent.asked == [f"PUT /v1/saves/{SAVE}/{shard(0)}"]
     assert stopwatch.now() - started < 2 * PROGRESS_TIMEOUT_S
     assert written.receipt.holders == (own.node_id,)
@@ -152,7 +152,7 @@ def test_what_ranks_see_without_a_manifest_counts(tmp_path: Path) -> None:
     here, there = LocalStore(tmp_path / "here"), LocalStore(tmp_path / "there")
     checkpointed([here, there], 1, {shard(0): [0], shard(1): [1]}, copies=1)
     (there.root / "step-1" / MANIFEST_NAME).write_text("damaged")
-    unclaimed = UnclaimedFilesReader(there, there.node_id()).find("step-1")
+    unclaimed = UnclaimedFilesReader(there, there.node_id()).find_files("step-1")
     seen = {there.node_id(): SeenStore("its agent is silent", (), unclaimed)}
     survey = Surveyor(here, here.node_id(), [], seen=seen).survey("step-1")
     assert survey.is_whole
@@ -182,7 +182,9 @@ def test_a_node_that_does_not_answer_is_told_of_one_bad_copy(tmp_path: Path, sil
     for known in ((SILENT,), ()):
         reader = ShardReader(store, store.node_id(), replace(survey, silent=known), shards, "rank 0")
         for name in shards:
-            reader.findings.note(name, SILENT, ObjectCorrupt("peer", "read", name, "a bad block"), is_suspect=True)
+            reader.findings.record_finding(
+                name, SILENT, ObjectCorrupt("peer", "read", name, "a bad block"), is_suspect=True
+            )
         reader.tell_suspects()
     assert silent.asked == ["POST /v1/suspects"]
 
@@ -252,6 +254,6 @@ def test_silence_that_a_rank_met_in_the_metadata_costs_the_others_nothing(
             attempts.append(attempt)
             planners.append(planner)
         for attempt, planner, plan in zip(attempts, planners, attempts[0].share(plans), strict=True):
-            attempt.read(plan, planner)
+            attempt.read_items(plan, planner)
             assert torch.equal(planner.state_dict["a"], state["a"])
         assert met.count(stopped.node_id) == 1

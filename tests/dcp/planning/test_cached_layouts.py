@@ -109,7 +109,7 @@ class Job:
         items, stream, name = ItemWriter(), Counting(), str(ShardName(rank, 0))
         results = []
         for item in plan.items:
-            offset, length = items.write(stream, item, self.planners[rank])
+            offset, length = items.write_item(stream, item, self.planners[rank])
             results.append(WriteResult(item.index, length, StorageInfo(name, offset, length)))
         return results
 
@@ -266,7 +266,7 @@ def test_a_reference_that_means_nothing_is_refused(which: str) -> None:
         job.layouts[0] = CachedLayouts()
     lost = pickle.loads(sent)
     with pytest.raises(SaveAborted, match="none of it"):
-        job.layouts[0].find(metadata, lost)
+        job.layouts[0].find_layout(metadata, lost)
     job.layouts[1:] = [CachedLayouts()]
     check_as_fresh(job, states)
 
@@ -282,7 +282,7 @@ def test_a_wrapper_that_adds_results_is_believed() -> None:
         assert len(pickle.dumps(again)) < 256
         again.append(more)
         assert list(pickle.loads(pickle.dumps(again))) == [more]
-        assert layouts.find(Metadata({}, storage_data={}), [again]) is None
+        assert layouts.find_layout(Metadata({}, storage_data={}), [again]) is None
 
 
 @pytest.mark.parametrize("seed", mark_long(range(20), keep=[0, 1]))

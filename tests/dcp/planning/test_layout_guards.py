@@ -64,7 +64,7 @@ def test_a_wrapper_that_replaces_results_is_believed() -> None:
     again[0] = moved
     arrived = pickle.loads(pickle.dumps(again))
     assert list(arrived) == [moved, *results_of(3)[1:]]
-    assert layouts.find(Metadata({}, storage_data={}), [arrived]) is None
+    assert layouts.find_layout(Metadata({}, storage_data={}), [arrived]) is None
     layouts.keep(CachedLayout.of(SECOND, "step-2", Metadata({}, storage_data={}), [arrived], b""))
     assert layouts.save_id == ""
 

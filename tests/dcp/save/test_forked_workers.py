@@ -22,7 +22,7 @@ SAVE = "0" * 32
 
 @contextlib.contextmanager
 def taken_by_an_agent(path: Path) -> Iterator[None]:
-    lock = FileLock.take(path / "start")
+    lock = FileLock.acquire(path / "start")
     assert lock is not None
     yield
     lock.release()
@@ -54,7 +54,7 @@ def is_directory_free(path: Path) -> bool:
 
 
 def is_agent_lock_free(path: Path) -> bool:
-    lock = FileLock.take(path / "start")
+    lock = FileLock.acquire(path / "start")
     if lock is not None:
         lock.release()
     return lock is not None

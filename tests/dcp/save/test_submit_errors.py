@@ -76,7 +76,7 @@ def test_a_shard_for_which_there_is_no_memory_is_not_handed_over() -> None:
     try:
         shard.write(memoryview(b"12345678"))
         with pytest.raises(StoreUnavailable, match="File too large"):
-            shard.finish()
+            shard.finish_layout()
         shard.close()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -109,7 +109,7 @@ class World:
                 reader = ShardReader(store, self.node_ids[on], survey, names, "reader")
                 try:
                     for name in names:
-                        assert reader.read(name, 0, DATA_BYTES) == self.contents[name][:DATA_BYTES]
+                        assert reader.read_range(name, 0, DATA_BYTES) == self.contents[name][:DATA_BYTES]
                 finally:
                     reader.close()
 

@@ -56,7 +56,7 @@ def brought(agent: RunningAgent, rank: int, raw: bytes, *, is_sized: bool) -> No
         else:
             upload = client.start_upload(path, {})
             upload.send(memoryview(raw))
-            upload.finish()
+            upload.finish_upload()
 
 
 def staged(agent: RunningAgent) -> list[str]:
@@ -103,7 +103,7 @@ def test_uploads_at_once_are_counted_together(agent: RunningAgent) -> None:
         wait_for(lambda: part.exists() and part.stat().st_size >= 4 << 20, 40, "the first bytes")
         uploads[1].send(piece)
         with pytest.raises(PeerProtocolError, match=f"more than {8 << 20} bytes"):
-            uploads[1].finish()
+            uploads[1].finish_upload()
     wait_for(lambda: staged(agent) == [], 10, "the end of the broken one")
     brought(agent, 0, file_of(5 << 20), is_sized=False)
 
@@ -168,7 +168,7 @@ def test_all_shards_and_the_largest_are_announced() -> None:
 def test_a_restart_does_not_lift_the_bound(opened: RunningAgent) -> None:
     """It lies with the save: the next agent of the node holds what comes to it, too."""
     path = opened.root / ".staging" / f"{SAVE}.json"
-    assert Intent.read(SAVE, path).announced == Announced(SHARD_MAX, SAVE_MAX)
+    assert Intent.read_intent(SAVE, path).announced == Announced(SHARD_MAX, SAVE_MAX)
     opened.process.kill()
     opened.process.wait()
     with running_agent(opened.root) as again, pytest.raises(PeerProtocolError, match=f"more than {SHARD_MAX} bytes"):

@@ -73,7 +73,7 @@ def client_of(kind: str, reply: Reply) -> Iterator[tuple[ObjectClient, list[str]
             **server.storage_options(),
             "config_kwargs": {"retries": {"total_max_attempts": 1}, "read_timeout": 1},
         }
-        client = KINDS[kind](ObjectTarget.check("s3://bucket/runs/one", options))
+        client = KINDS[kind](ObjectTarget.check_supported("s3://bucket/runs/one", options))
         try:
             yield client, asked
         finally:

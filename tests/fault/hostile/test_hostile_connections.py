@@ -160,7 +160,7 @@ def test_a_peer_sends_no_request_elsewhere(status: int) -> None:
             with AgentClient(liar, 2) as client, pytest.raises(PeerProtocolError, match=str(status)):
                 client.read_range("/v1/files/y", 0, memoryview(bytearray(10)))
             with AgentClient(replace(liar, incarnation=2), 2) as client, pytest.raises(PeerProtocolError):
-                client.start_upload("/v1/saves/x/y", {}).finish()
+                client.start_upload("/v1/saves/x/y", {}).finish_upload()
     assert asked == []
 
 

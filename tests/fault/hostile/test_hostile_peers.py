@@ -111,7 +111,7 @@ def test_any_answer_is_one_of_our_errors(answer: Callable[[socket.socket], None]
             client.read_range("/v1/files/y", 0, memoryview(bytearray(10)))
         upload = AgentClient(address, 2)
         with pytest.raises((PeerProtocolError, StoreUnavailable)):
-            upload.start_upload("/v1/saves/x/y", {}).finish()
+            upload.start_upload("/v1/saves/x/y", {}).finish_upload()
         upload.close()
 
 

@@ -81,7 +81,7 @@ def test_one_file_does_not_stop_the_looks(store: LocalStore, way: str, place: st
     fresh, node = LocalStore(store.root), store.node_id()
     held = {holding.checkpoint_id for holding in fresh.catalog.holdings(node)}
     assert "step-2" in held
-    UnclaimedFilesReader(fresh, node).find()
+    UnclaimedFilesReader(fresh, node).find_files()
     UnmanagedDirectory(fresh.root).holdings(node)
     fresh.list_staged()
     assert not fresh.is_decided("c" * 32)

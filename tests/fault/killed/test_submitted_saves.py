@@ -69,7 +69,9 @@ def test_a_shard_is_what_its_pieces_say(store: LocalStore) -> None:
     """Pieces of two descriptors, in their order; and both are closed afterwards."""
     staged, between = memory(b"0123456789" * 100_000), memory(b"abc")
     written = (
-        Submissions(store).take(submitted(store, (1, 0, 2), (0, 5, 900_000), (1, 2, 1)), [staged, between]).result(30)
+        Submissions(store)
+        .take_shard(submitted(store, (1, 0, 2), (0, 5, 900_000), (1, 2, 1)), [staged, between])
+        .result(30)
     )
     found = store.path_of_staged(SAVE, SHARD).read_bytes()
     assert found[:900_003] == b"ab" + (b"5678901234" * 90_000) + b"c"
@@ -93,7 +95,7 @@ def test_the_memory_is_closed_before_anybody_hears(
 
     staged = memory(b"0" * 10)
     monkeypatch.setattr(os, "close", close_slowly)
-    Submissions(store).take(submitted(store, (0, 0, size)), [staged]).exception(30)
+    Submissions(store).take_shard(submitted(store, (0, 0, size)), [staged]).exception(30)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(staged)
 
@@ -103,9 +105,9 @@ def test_memory_that_is_cut_short_fails_the_shard_alone(store: LocalStore) -> No
     submissions, staged = Submissions(store), memory(b"0" * 1000)
     os.ftruncate(staged, 10)
     with pytest.raises(ObjectCorrupt, match="shorter than the rank said"):
-        submissions.take(submitted(store, (0, 0, 1000)), [staged]).result(30)
+        submissions.take_shard(submitted(store, (0, 0, 1000)), [staged]).result(30)
     assert list(store.staging(SAVE).iterdir()) == []
-    assert submissions.take(submitted(store, (0, 0, 10)), [memory(b"0" * 10)]).result(30).size_bytes > 10
+    assert submissions.take_shard(submitted(store, (0, 0, 10)), [memory(b"0" * 10)]).result(30).size_bytes > 10
 
 
 def test_a_shard_that_failed_holds_no_memory_of_the_agent(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +125,7 @@ def test_a_shard_that_failed_holds_no_memory_of_the_agent(store: LocalStore, mon
     gc.disable()
     try:
         for _ in range(3):
-            failed = submissions.take(submitted(store, (0, 0, 11)), [memory(b"0" * 10)])
+            failed = submissions.take_shard(submitted(store, (0, 0, 11)), [memory(b"0" * 10)])
             assert isinstance(failed.exception(30), ObjectCorrupt)
         wait_for(lambda: [ref() for ref in buffers] == [None] * 3, 30, "the ends of the threads")
     finally:
@@ -135,12 +137,12 @@ def test_a_shard_is_written_at_the_pace_of_copies(store: LocalStore) -> None:
     stopping, submissions, size = threading.Event(), Submissions(store), 12 << 20
     submissions.pace = Pace(8 << 20, stopping)
     started = time.monotonic()
-    submissions.take(submitted(store, (0, 0, size)), [memory(bytes(size))]).result(30)
+    submissions.take_shard(submitted(store, (0, 0, size)), [memory(bytes(size))]).result(30)
     assert time.monotonic() - started > 1
     submissions.pace = Pace(1, stopping)
     store.begin(Intent("f" * 32, "step-2", "session", overwrite=False))
     again = SubmittedShard(WantedCopies("f" * 32, SHARD, store.node_id()), [(0, 0, size)])
-    future = submissions.take(again, [memory(bytes(size))])
+    future = submissions.take_shard(again, [memory(bytes(size))])
     stopping.set()
     assert future.result(30).size_bytes > size
 

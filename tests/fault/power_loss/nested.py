@@ -29,7 +29,7 @@ def restarted(store: LocalStore) -> None:
 def settled_by_next_save(store: LocalStore) -> None:
     """A process alone begins its next save, of the same checkpoint; no agent starts."""
     service = NodeService(store)
-    settle(service, service.begin(Intent(NEXT, CHECKPOINT, "session", overwrite=True))[1], ())
+    settle(service, service.open_save(Intent(NEXT, CHECKPOINT, "session", overwrite=True))[1], ())
 
 
 def committed_again(store: LocalStore) -> None:

@@ -144,7 +144,7 @@ def save(
     service = NodeService(store)
     mark("node", service.node_id)
     shards = [renumbered(shard, next_file_number([store], checkpoint_id)) for shard in SHARDS]
-    service.begin(Intent(save_id, checkpoint_id, "session", overwrite=before is not None))
+    service.open_save(Intent(save_id, checkpoint_id, "session", overwrite=before is not None))
     for shard in shards:
         write(store, save_id, shard)
         mark(f"durable {shard}", save_id)
@@ -199,7 +199,7 @@ def aborted_early(store: LocalStore, mark: Marker) -> None:
     mark(f"checkpoint {CHECKPOINT}", OLD)
     service = NodeService(store)
     mark("node", service.node_id)
-    service.begin(Intent(NEW, CHECKPOINT, "session", overwrite=True))
+    service.open_save(Intent(NEW, CHECKPOINT, "session", overwrite=True))
     write_own(store, NEW, SHARDS[0])
     receive_copy(store, NEW, SHARDS[1])
     store.put_small(NEW, ".metadata", metadata_of(NEW))
@@ -211,7 +211,7 @@ def aborted_late(store: LocalStore, mark: Marker) -> None:
     mark(f"checkpoint {CHECKPOINT}", None, NEW)
     service = NodeService(store)
     mark("node", service.node_id)
-    service.begin(Intent(NEW, CHECKPOINT, "session", overwrite=False))
+    service.open_save(Intent(NEW, CHECKPOINT, "session", overwrite=False))
     for shard in SHARDS:
         write_own(store, NEW, shard)
     store.put_small(NEW, ".metadata", metadata_of(NEW))

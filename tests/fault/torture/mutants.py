@@ -155,8 +155,8 @@ def an_agent_finishes_without_holding_the_save() -> Iterator[None]:
     def open_nothing(_: str) -> DescriptorLock:
         return DescriptorLock(os.open(os.devnull, os.O_RDONLY))
 
-    real = Finisher.begin
-    with mock.patch.object(Finisher, "begin", begin):
+    real = Finisher.begin_finish
+    with mock.patch.object(Finisher, "begin_finish", begin):
         yield
 
 
@@ -182,13 +182,13 @@ def memory_is_submitted_once() -> Iterator[None]:
 @contextmanager
 def a_removal_by_hand_is_not_noted() -> Iterator[None]:
     """An agent removes what its user names, and tells no other node of it."""
-    note = Journal.note
+    note = Journal.append_end
 
     def forget(self: Journal, save_id: str, end: End, why: str = "", **options: Any) -> None:
         if end is not End.REMOVING:
             note(self, save_id, end, why, **options)
 
-    with mock.patch.object(Journal, "note", forget):
+    with mock.patch.object(Journal, "append_end", forget):
         yield
 
 

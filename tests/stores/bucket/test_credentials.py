@@ -41,7 +41,7 @@ def test_keys_that_are_renewed_in_their_file_are_used(
     with faulty_bucket(moto) as proxy:
         url = f"s3://{moto.make_bucket(f'b-{uuid4().hex[:12]}')}/x"
         write("OLD")
-        client = S3Client(ObjectTarget.check(url, without_keys(proxy.server)))
+        client = S3Client(ObjectTarget.check_supported(url, without_keys(proxy.server)))
         used: list[str] = []
         client.put("a", b"abc")
         proxy.add(Fault("status", status=403, code=code, times=1))
@@ -58,13 +58,13 @@ def test_keys_that_are_renewed_in_their_file_are_used(
 def test_half_of_the_keys_is_refused(name: str, missing: str) -> None:
     """Not signed with "None", nor left for what a file says: the error names what is missing."""
     with pytest.raises(ConfigInvalid, match=f"Partial credentials.*missing: aws_.*{missing}"):
-        S3Client(ObjectTarget.check("s3://bucket/x", {name: KEYS[name]}))
+        S3Client(ObjectTarget.check_supported("s3://bucket/x", {name: KEYS[name]}))
 
 
 @pytest.mark.parametrize("name", KEYS)
 def test_a_key_with_a_line_break_is_refused_and_not_shown(name: str) -> None:
     """As a secret of Kubernetes often ends with one: HTTP's own error shows the header, and calls the bucket away."""
-    target = ObjectTarget.check("s3://bucket/x", {**KEYS, name: f"{KEYS[name]}\n"})
+    target = ObjectTarget.check_supported("s3://bucket/x", {**KEYS, name: f"{KEYS[name]}\n"})
     with pytest.raises(ConfigInvalid, match="ends with a space or a line break") as raised:
         S3Client(target)
     assert KEYS[name] not in str(raised.value)
@@ -75,7 +75,7 @@ def test_a_key_with_a_line_break_is_refused_and_not_shown(name: str) -> None:
 def test_no_name_of_a_bucket_is_denied(moto: Server, url: str) -> None:
     """At once, as no such bucket is, and in one line: it was called away, and tried for ever."""
     with pytest.raises(StoreDenied, match=r"Invalid bucket name.*Check the bucket's name") as raised:
-        S3Client(ObjectTarget.check(url, moto.storage_options())).list_keys("")
+        S3Client(ObjectTarget.check_supported(url, moto.storage_options())).list_keys("")
     assert "\n" not in str(raised.value)
 
 
@@ -94,7 +94,7 @@ def test_a_certificate_that_is_not_believed_is_a_refusal(tmp_path: Path, trouble
 
         pool.submit(greet)
         options = {"endpoint_url": f"https://127.0.0.1:{listening.getsockname()[1]}", "verify": verify}
-        client = S3Client(ObjectTarget.check("s3://bucket/x", {**KEYS, "client_kwargs": options}))
+        client = S3Client(ObjectTarget.check_supported("s3://bucket/x", {**KEYS, "client_kwargs": options}))
         with pytest.raises(StoreDenied, match="AWS_CA_BUNDLE or by client_kwargs="):
             client.list_keys("")
         if trouble == "no such file":

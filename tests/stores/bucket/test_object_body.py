@@ -54,7 +54,7 @@ def test_a_signed_payload_is_read_and_sent(moto: Server, size_bytes: int, *, is_
     """The signer reads the body first, if the user wants payloads signed; then it is sent from its start."""
     bucket = moto.make_bucket(f"b-{uuid4().hex[:12]}")
     options = {**moto.storage_options(), "config_kwargs": {"s3": {"payload_signing_enabled": is_signed}}}
-    client = S3Client(ObjectTarget.check(f"s3://{bucket}", options))
+    client = S3Client(ObjectTarget.check_supported(f"s3://{bucket}", options))
     data = os.urandom(size_bytes)
     client.put("one", data)
     found = bytearray(size_bytes)
@@ -77,7 +77,7 @@ def test_a_slow_link_is_not_given_up(moto: Server, tmp_path: Path, monkeypatch: 
     expected = Expected(table.file_bytes, table.file_crc())
     with faulty_bucket(moto) as proxy:
         bucket = proxy.server.make_bucket(f"b-{uuid4().hex[:12]}")
-        client = S3Client(ObjectTarget.check(f"s3://{bucket}", proxy.server.storage_options()))
+        client = S3Client(ObjectTarget.check_supported(f"s3://{bucket}", proxy.server.storage_options()))
         proxy.add(Fault("throttle", method="PUT", bytes_per_s=1.6e6))
         start_s = time.monotonic()
         with UploadSource(os.open(path, os.O_RDONLY), "node", "shard", expected) as source:

@@ -59,7 +59,7 @@ def free(size_bytes: int) -> None:
 
 def s3_target(server: Server, **options: Any) -> ObjectTarget:
     bucket = server.make_bucket(f"b-{uuid4().hex[:12]}")
-    return ObjectTarget.check(f"s3://{bucket}/runs/one", {**server.storage_options(), **options})
+    return ObjectTarget.check_supported(f"s3://{bucket}/runs/one", {**server.storage_options(), **options})
 
 
 @pytest.fixture(params=["s3", "s3fs", "file", "memory"])
@@ -68,7 +68,7 @@ def client(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectClient:
         target = s3_target(request.getfixturevalue("moto"))
         return S3Client(target) if request.param == "s3" else FsspecClient(target)
     url = f"file://{tmp_path}/bucket" if request.param == "file" else f"memory://{uuid4().hex}/one"
-    return open_client(ObjectTarget.check(url, None))
+    return open_client(ObjectTarget.check_supported(url, None))
 
 
 def source_of(store: LocalStore, manifest: Manifest, name: str, tmp_path: Path) -> UploadSource:
@@ -280,7 +280,7 @@ def test_refusals_are_told_apart(moto: Server, tmp_path: Path) -> None:
     """A wrong bucket and wrong keys are denied; a server that is away is unavailable; no secret is in any message."""
     options = moto.storage_options()
     with pytest.raises(StoreDenied, match="NoSuchBucket"):
-        Bucket(S3Client(ObjectTarget.check("s3://nobody-has-this/x", options))).is_empty("step-1")
+        Bucket(S3Client(ObjectTarget.check_supported("s3://nobody-has-this/x", options))).is_empty("step-1")
     with faulty_bucket(moto) as proxy:
         target = s3_target(proxy.server)
         proxy.away()
@@ -293,12 +293,12 @@ def test_an_end_point_that_is_none_names_the_environment(monkeypatch: pytest.Mon
     """No option was given: the variable is what to correct."""
     monkeypatch.setenv("AWS_ENDPOINT_URL", "nonsense")
     with pytest.raises(ConfigInvalid, match=r"nonsense\. Hint: Correct storage_options, or the AWS_\* variables\."):
-        S3Client(ObjectTarget.check("s3://bucket/x", None))
+        S3Client(ObjectTarget.check_supported("s3://bucket/x", None))
 
 
 def test_a_target_tells_no_secret() -> None:
     """Neither its text nor a message that quotes an option."""
-    target = ObjectTarget.check("s3://bucket/x", {"key": "AKIA1234", "secret": "very-secret"})
+    target = ObjectTarget.check_supported("s3://bucket/x", {"key": "AKIA1234", "secret": "very-secret"})
     assert "secret" not in repr(target)
     assert target.scrub("cannot sign with very-secret of AKIA1234") == "cannot sign with *** of ***"
 
@@ -310,7 +310,7 @@ def test_a_target_tells_no_secret() -> None:
 def test_what_is_no_url_of_a_bucket_is_refused(url: Any) -> None:
     """With a typed error that names what was given."""
     with pytest.raises(ConfigInvalid):
-        ObjectTarget.check(url, None)
+        ObjectTarget.check_supported(url, None)
 
 
 def test_a_mark_is_believed_only_whole() -> None:
@@ -345,7 +345,7 @@ def test_a_read_outlives_a_moment_of_bucket_faults(moto: Server, stopwatch: Stop
         assert stopwatch.now() - started < 10
     options = moto.storage_options()
     with pytest.raises(StoreDenied):
-        RetryingClient(S3Client(ObjectTarget.check("s3://nobody-has-this/x", options))).list_keys("")
+        RetryingClient(S3Client(ObjectTarget.check_supported("s3://nobody-has-this/x", options))).list_keys("")
 
 
 def test_fsspecs_configuration_holds_where_no_option_is_given(moto: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,11 +354,11 @@ def test_fsspecs_configuration_holds_where_no_option_is_given(moto: Server, monk
     monkeypatch.setenv("FSSPEC_S3_KEY", moto.key)
     monkeypatch.setenv("FSSPEC_S3_SECRET", moto.secret)
     monkeypatch.setenv("FSSPEC_S3_ENDPOINT_URL", moto.endpoint_url)
-    client = open_client(ObjectTarget.check(f"s3://{bucket}/x", None))
+    client = open_client(ObjectTarget.check_supported(f"s3://{bucket}/x", None))
     assert isinstance(client, S3Client)
     client.put("a", b"one")
     assert client.list_keys("").sizes == {"a": 3}
-    elsewhere = open_client(ObjectTarget.check(f"s3://{bucket}/x", {"endpoint_url": "http://127.0.0.1:9"}))
+    elsewhere = open_client(ObjectTarget.check_supported(f"s3://{bucket}/x", {"endpoint_url": "http://127.0.0.1:9"}))
     with pytest.raises(StoreUnavailable):
         elsewhere.list_keys("")
 
@@ -367,7 +367,7 @@ def test_an_object_on_a_file_system_is_there_whole_or_as_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The share is full in the middle of a write: the mark of the checkpoint before, and a committed shard, stay."""
-    client = open_client(ObjectTarget.check(f"file://{tmp_path}/bucket", None))
+    client = open_client(ObjectTarget.check_supported(f"file://{tmp_path}/bucket", None))
     client.put("last/.metadata", b"before")
 
     def write_half(fd: int, data: bytes) -> None:
@@ -393,7 +393,7 @@ def test_no_link_in_a_bucket_is_followed(tmp_path: Path) -> None:
         place.mkdir(parents=True)
     (private / "file").write_bytes(b"private")
     (tmp_path / "mounted").symlink_to(bucket)  # the bucket's own place may be a link
-    client = open_client(ObjectTarget.check(f"file://{tmp_path}/mounted", None))
+    client = open_client(ObjectTarget.check_supported(f"file://{tmp_path}/mounted", None))
     (bucket / "linked").symlink_to(private)
     (bucket / "old" / "inner").symlink_to(private)
     (bucket / "old" / "file").symlink_to(private / "file")
@@ -418,7 +418,7 @@ def test_no_link_in_a_bucket_is_followed(tmp_path: Path) -> None:
 
 def test_no_empty_directory_stays_in_a_bucket(tmp_path: Path) -> None:
     """Each look would list it; an object that comes at the same time arrives all the same, and other objects stay."""
-    client = open_client(ObjectTarget.check(f"file://{tmp_path}/bucket", None))
+    client = open_client(ObjectTarget.check_supported(f"file://{tmp_path}/bucket", None))
     keys = [f"run/step-{number}/{name}" for number in range(2) for name in (".metadata", "x/__0_0.distcp")]
     for key in keys:
         client.put(key, b"x")
@@ -441,7 +441,7 @@ def test_a_checkpoint_whose_id_looks_like_a_saves_is_listed(tmp_path: Path) -> N
     store, run = LocalStore(tmp_path / "node"), uuid4().hex
     url = f"file://{tmp_path}/bucket"
     manifest = checkpointed([store], 1, {shard(0): (0,)}, copies=1, checkpoint_id=f"{run}/step-1", url=url)
-    bucket = Bucket(open_client(ObjectTarget.check(url, None)))
+    bucket = Bucket(open_client(ObjectTarget.check_supported(url, None)))
     brought(bucket, (store, manifest), tmp_path)
     bucket.commit(manifest, manifest.encode(), METADATA)
     for scope in (None, run):
@@ -452,5 +452,5 @@ def test_a_checkpoint_whose_id_looks_like_a_saves_is_listed(tmp_path: Path) -> N
 def test_a_bucket_by_a_relative_path_is_refused(scheme: str) -> None:
     """A rank resolves it against its directory, the agent against another: nothing would be where it is looked for."""
     with pytest.raises(ConfigInvalid, match="is a relative path") as raised:
-        ObjectTarget.check(f"{scheme}://shared/bucket", None)
+        ObjectTarget.check_supported(f"{scheme}://shared/bucket", None)
     assert f"{scheme}:///share" in raised.value.hint

@@ -71,7 +71,7 @@ def test_variables_become_options_by_a_list(
 def test_what_is_no_bucket_is_refused(url: str) -> None:
     """By a list of schemes: fsspec knows archives, shells and caches, too."""
     with pytest.raises(ConfigInvalid, match=r"one of s3|must be a URL"):
-        ObjectTarget.check(url, None)
+        ObjectTarget.check_supported(url, None)
     with pytest.raises(ConfigInvalid, match=r"one of s3|must be a URL"):
         ObjectTarget.from_json({"url": url, "options": {}})
 
@@ -80,7 +80,7 @@ def test_an_agent_takes_no_variables(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """Neither from what it is told nor into its own environment; what it is told names options alone."""
     for name, value in {**KEYS, "AWS_CA_BUNDLE": ""}.items():
         monkeypatch.setenv(name, value)
-    told = ObjectTarget.check("s3://b/x", None)
+    told = ObjectTarget.check_supported("s3://b/x", None)
     assert told.options == FOLDED
     assert told.to_json() == {"url": "s3://b/x", "options": FOLDED}
     with pytest.raises(ConfigInvalid, match="environment"):
@@ -95,6 +95,6 @@ def test_no_secret_of_the_environment_is_in_a_message(monkeypatch: pytest.Monkey
     """It is an option by then, and scrubbed as such."""
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIASECRET")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "verysecret")
-    target = ObjectTarget.check("s3://b/x", None)
+    target = ObjectTarget.check_supported("s3://b/x", None)
     assert target.scrub("AKIASECRET verysecret s3://b/x") == "*** *** s3://b/x"
     assert "secret" not in repr(target)

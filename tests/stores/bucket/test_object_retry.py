@@ -14,7 +14,7 @@ class Failing:
     """Stands before a client in memory; its first answers are errors."""
 
     def __init__(self, *errors: type[StoreError]) -> None:
-        self.client = open_client(ObjectTarget.check("memory://patient/x", None))
+        self.client = open_client(ObjectTarget.check_supported("memory://patient/x", None))
         self.client.put("a", b"abcd")
         self.target = self.client.target
         self.errors: Iterator[type[StoreError]] = iter(errors)

@@ -108,7 +108,7 @@ def test_a_file_system_without_locks_is_an_error_of_ours(
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     with pytest.raises(StoreError, match=f"flock is refused .{os.strerror(number)}") as raised:
-        FileLock.take(tmp_path / "lock")
+        FileLock.acquire(tmp_path / "lock")
     assert "pass a root on one with locks" in raised.value.hint
     assert open_below(tmp_path) == []
 
@@ -130,7 +130,7 @@ def test_a_lock_is_not_taken_for_one_on_another_disk(tmp_path: Path) -> None:
     if subprocess.run(mount, check=False, capture_output=True).returncode:
         pytest.skip("no tmpfs can be mounted here")
     try:
-        lock = FileLock.take(path)
+        lock = FileLock.acquire(path)
         assert lock is not None
         assert lock.is_in_place()
         number = path.stat().st_ino

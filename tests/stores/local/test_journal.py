@@ -54,7 +54,10 @@ def test_a_rank_that_gives_up_without_an_agent_leaves_the_note_too(store: LocalS
 def test_a_crash_before_the_note_leaves_the_intent_which_the_next_start_goes_by(store: LocalStore) -> None:
     """Nothing is staged any more: only the intent tells that this node coordinated the save."""
     open_save(store, SAVE, store.node_id())
-    with mock.patch.object(store.journal, "note", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+    with (
+        mock.patch.object(store.journal, "append_end", side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
         store.abort(SAVE)
     assert not store.is_staged(SAVE)
     (intent,) = store.list_staged()
@@ -73,7 +76,7 @@ def test_what_retention_has_removed_is_noted(store: LocalStore, rule: str) -> No
     assert said_of(store, made.save_id) == Answer.PUBLISHED.value
     collector = Collector(NodeService(store), threading.Event())
     if rule == BY_HAND:
-        store.journal.note(made.save_id, End.REMOVING)
+        store.journal.append_end(made.save_id, End.REMOVING)
         collector.retire({}, (), (), in_doubt=False)
     else:
         removal = Removal(store.node_id(), made.checkpoint_id, made.save_id, rule)
@@ -121,8 +124,8 @@ def test_the_oldest_are_forgotten(store: LocalStore, monkeypatch: pytest.MonkeyP
         store.abort(save_id, "its rank failed")
     store.compact_journal()
     for notes in (store.journal, Journal(store.root)):
-        assert notes.find(SAVE) is None
-        assert notes.find(ANOTHER) == notes.find(THIRD) == Entry(End.ABORTED, "its rank failed")
+        assert notes.find_end(SAVE) is None
+        assert notes.find_end(ANOTHER) == notes.find_end(THIRD) == Entry(End.ABORTED, "its rank failed")
     assert (store.root / AGENT_DIR / "journal").read_bytes().count(b"aborted") == 2
 
 
@@ -135,7 +138,7 @@ def test_what_is_over_is_not_opened_again(store: LocalStore) -> None:
             NodeService(store).check_open(save_id)
         assert not store.is_staged(save_id)
     with pytest.raises(SaveAborted, match=r"another save.*overtook it"):
-        NodeService(store).begin(Intent(ANOTHER, "step-1", "s", overwrite=True, coordinator=store.node_id()))
+        NodeService(store).open_save(Intent(ANOTHER, "step-1", "s", overwrite=True, coordinator=store.node_id()))
     assert not store.is_staged(ANOTHER)
 
 
@@ -143,13 +146,13 @@ def test_a_note_after_one_that_a_crash_has_torn_counts(store: LocalStore) -> Non
     """Each line begins anew; what other processes append is seen, and a file that was put back is read from its start."""
     store.agent_directory()
     path, notes = store.root / AGENT_DIR / "journal", Journal(store.root)
-    notes.note(SAVE, End.RETIRED)
+    notes.append_end(SAVE, End.RETIRED)
     before = path.read_bytes()
     path.write_bytes(before + f"{ANOTHER} remov".encode())
-    Journal(store.root).note(THIRD, End.REMOVING)
-    assert [notes.find(each) for each in (ANOTHER, THIRD)] == [None, Entry(End.REMOVING)]
+    Journal(store.root).append_end(THIRD, End.REMOVING)
+    assert [notes.find_end(each) for each in (ANOTHER, THIRD)] == [None, Entry(End.REMOVING)]
     path.write_bytes(before)
-    assert [notes.find(each) for each in (SAVE, THIRD)] == [Entry(End.RETIRED), None]
+    assert [notes.find_end(each) for each in (SAVE, THIRD)] == [Entry(End.RETIRED), None]
 
 
 def test_a_save_is_given_up_where_the_note_cannot_be_written(

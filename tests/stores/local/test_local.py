@@ -255,10 +255,10 @@ def test_a_decided_leftover_is_completed_before_the_next_save_begins(tmp_path: P
     service = NodeService(store)
     decided = staged(store, 1, b"decided")
     with pytest.raises(CheckpointExists):
-        service.begin(Intent(save_id(2), "step-1", "session", overwrite=False))
+        service.open_save(Intent(save_id(2), "step-1", "session", overwrite=False))
     assert content(store) == b"decided"
     also = staged(store, 3, b"also", checkpoint_id="step-3")
-    assert service.begin(Intent(save_id(4), "step-4", "session", overwrite=False)) == ({"": History(3)}, ())
+    assert service.open_save(Intent(save_id(4), "step-4", "session", overwrite=False)) == ({"": History(3)}, ())
     assert content(store, "step-3") == b"also"
     assert service.state_of(decided)["state"] == service.state_of(also)["state"] == "committed"
 
@@ -268,7 +268,7 @@ def test_a_load_right_after_a_crash_completes_what_was_decided(tmp_path: Path) -
     store = LocalStore(tmp_path)
     service = NodeService(store)
     for number in (1, 2):
-        service.begin(Intent(save_id(number), f"step-{number}", f"session {number}", overwrite=False))
+        service.open_save(Intent(save_id(number), f"step-{number}", f"session {number}", overwrite=False))
     staged(store, 1, b"decided")
     settle(service, service.list_stale_saves(), ())
     assert content(store) == b"decided"

@@ -433,7 +433,7 @@ def note_written(store: LocalStore) -> None:
     path = store.path_of_staged(SAVE, shard(0))
     path.write_bytes(b"x")
     Submissions(store)._note(SAVE, WrittenCopies(path.name, 1, 0, (store.node_id(),)))
-    assert Submissions(store).wait(SAVE, [path.name])[0].size_bytes == 1
+    assert Submissions(store).wait_for_shards(SAVE, [path.name])[0].size_bytes == 1
 
 
 @pytest.mark.parametrize("note", [note_places, note_written])

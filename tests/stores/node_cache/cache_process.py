@@ -27,7 +27,7 @@ def hold(directory: Path, pieces: int) -> None:
     cache.board.pass_pieces(0, 0)
     cache.board.pass_pieces(1, 0)
     for number in range(pieces):
-        cache.put(number, memoryview(bytearray([number + 1] * 8)))
+        cache.put_piece(number, memoryview(bytearray([number + 1] * 8)))
     print(cache.name, flush=True)  # noqa: T201
     while True:
         time.sleep(0.05)

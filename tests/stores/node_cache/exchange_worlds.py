@@ -168,7 +168,7 @@ class World:
         else:
             cell = self.cells_of[rank][one.position]
             if cell not in self.tasks_of[rank]:
-                if self.exchanges[rank].find(self.unit[cell]) is not Found.NOT_YET:
+                if self.exchanges[rank].find_piece(self.unit[cell]) is not Found.NOT_YET:
                     yield Step(rank, "takes", cell)
             elif cell in one.fetched | one.failed:
                 yield Step(rank, "uses" if cell in one.fetched else "fails", cell)
@@ -182,7 +182,7 @@ class World:
             found |= set(self.exchanges[rank].not_opened_by())
         elif one.position < len(self.cells_of[rank]):
             cell = self.cells_of[rank][one.position]
-            if cell not in self.tasks_of[rank] and self.exchanges[rank].find(self.unit[cell]) is Found.NOT_YET:
+            if cell not in self.tasks_of[rank] and self.exchanges[rank].find_piece(self.unit[cell]) is Found.NOT_YET:
                 found.add(self.unit[cell].fetcher)
         return found - {rank}
 
@@ -195,7 +195,7 @@ class World:
         if step.thread >= 0:
             state = self._after_thread(state, step)
         elif step.what == "takes":
-            piece = exchange.take(self.unit[step.cell])
+            piece = exchange.take_piece(self.unit[step.cell])
             assert piece is None or bytes(piece) == content(step.cell), "wrong bytes were taken"
             is_alone = piece is None
             state = state.with_rank(rank, position=one.position + 1)
@@ -227,7 +227,7 @@ class World:
             is_there = step.what == "has fetched"
             if step.cell in self.unit:
                 piece = memoryview(bytearray(content(step.cell))) if is_there else None
-                self.exchanges[rank].put(self._number(step.cell), piece)
+                self.exchanges[rank].put_piece(self._number(step.cell), piece)
             fields["fetched" if is_there else "failed"] = (one.fetched if is_there else one.failed) | {step.cell}
             state = state if is_there else replace(state, failures=state.failures - 1)
         return state.with_rank(

@@ -96,7 +96,7 @@ def test_the_search_finds_circles(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     if broken.startswith("order"):
         monkeypatch.setattr(World, "__init__", disordered)
     elif broken == "taking is not told":
-        monkeypatch.setattr(Exchange, "take", lambda self, unit: None)
+        monkeypatch.setattr(Exchange, "take_piece", lambda self, unit: None)
     else:
         monkeypatch.setattr(Exchange, "leave", lambda self: None)
     with pytest.raises(AssertionError, match="cannot go on"):
@@ -156,7 +156,7 @@ def pair(tmp_path: Path) -> Iterator[Pair]:
     """Both ranks fetch five pieces, alternately, and have begun."""
     made = Pair(tmp_path, [0, 1] * (SLOTS + 1))
     for exchange in made.exchanges:
-        exchange.begin()
+        exchange.begin_piece()
     yield made
     made.close()
 
@@ -168,8 +168,8 @@ def piece(number: int) -> memoryview:
 def test_a_piece_is_waited_for_and_then_taken(pair: Pair) -> None:
     """A taker that comes first waits until the piece is there; its bytes are its own, whatever becomes of the slot."""
     first, second = pair.exchanges
-    threading.Timer(0.1, lambda: first.put(0, piece(0))).start()
-    found = second.take(pair.units[0])
+    threading.Timer(0.1, lambda: first.put_piece(0, piece(0))).start()
+    found = second.take_piece(pair.units[0])
     assert found is not None
     first.slot(0)[:] = bytes(SLOT)
     assert found == piece(0)
@@ -181,14 +181,14 @@ def test_a_piece_is_waited_for_and_then_taken(pair: Pair) -> None:
 def test_a_rank_that_leaves_is_waited_for_no_more(pair: Pair, stopwatch: Stopwatch) -> None:
     """What it had put is taken; what it had not is fetched by the others; its own share of the slots is free."""
     first, second = pair.exchanges
-    first.put(0, piece(0))
+    first.put_piece(0, piece(0))
     first.release(pair.units[0])
     first.leave()
-    assert second.take(pair.units[0]) == piece(0)
+    assert second.take_piece(pair.units[0]) == piece(0)
     started = stopwatch.now()
-    assert second.take(pair.units[2]) is None
+    assert second.take_piece(pair.units[2]) is None
     for number in range(SLOTS):
-        second.put(number, piece(number))
+        second.put_piece(number, piece(number))
         second.release(pair.units[2 * number + 1])
     assert second.wait_for_slot(SLOTS, lambda: False)
     assert stopwatch.now() - started < ALIVE
@@ -210,13 +210,13 @@ def test_a_rank_without_room_gives_nothing(full_disk: Path, stopwatch: Stopwatch
     made = Pair(full_disk, [0, 1])
     started = stopwatch.now()
     first, second = made.exchanges
-    second.begin()
-    first.begin()
+    second.begin_piece()
+    first.begin_piece()
     assert first.unit_of(made.units[0].window.cell) is None
-    assert second.take(made.units[0]) is None
-    second.put(0, piece(0))
+    assert second.take_piece(made.units[0]) is None
+    second.put_piece(0, piece(0))
     assert first.unit_of(made.units[1].window.cell) is made.units[1]
-    assert first.take(made.units[1]) == piece(0)
+    assert first.take_piece(made.units[1]) == piece(0)
     assert stopwatch.now() - started < ALIVE
     made.close()
 
@@ -225,10 +225,10 @@ def test_a_rank_whose_cache_cannot_be_opened_is_not_waited_for(tmp_path: Path, s
     """It is not seen, and it is told that nothing is taken from it: so it does not wait either."""
     made = Pair(tmp_path, [0, 1] * (SLOTS + 1))
     blind = Exchange(0, made.caches[0], {}, made.units)
-    blind.begin()
-    made.exchanges[1].begin()
+    blind.begin_piece()
+    made.exchanges[1].begin_piece()
     started = stopwatch.now()
-    assert blind.take(made.units[1]) is None
+    assert blind.take_piece(made.units[1]) is None
     assert blind.wait_for_slot(SLOTS, lambda: blind.slot_awaits(SLOTS) == [0]) is False
     assert made.exchanges[1]._has_passed(0, SLOTS)
     made.exchanges[1].leave()
@@ -257,7 +257,7 @@ class Remote:
         self.units = units(fetchers)
         self.cache = RankCache.create(directory, 2, SLOT)
         self.exchange = Exchange(0, self.cache, {1: OtherRankCache.open(directory / name, 2, SLOT)}, self.units)
-        self.exchange.begin()
+        self.exchange.begin_piece()
 
     def close(self) -> None:
         self.process.kill()
@@ -273,12 +273,12 @@ def test_a_rank_that_was_killed_costs_nearly_nothing(tmp_path: Path, stopwatch: 
     remote.process.kill()
     remote.process.wait()
     began, started = time.monotonic(), stopwatch.now()
-    assert remote.exchange.take(remote.units[0]) == piece(0)
-    assert remote.exchange.take(remote.units[1]) is None
+    assert remote.exchange.take_piece(remote.units[0]) == piece(0)
+    assert remote.exchange.take_piece(remote.units[1]) is None
     assert time.monotonic() - began > QUIET_S / 2
     assert stopwatch.now() - started < QUIET_S + ALIVE
     again = stopwatch.now()
-    assert remote.exchange.take(remote.units[2]) is None
+    assert remote.exchange.take_piece(remote.units[2]) is None
     for number in range(SLOTS + 1):
         assert remote.exchange.wait_for_slot(number, lambda: False)
         remote.exchange.release(remote.units[3 + number])
@@ -297,13 +297,13 @@ def test_a_rank_that_hangs_costs_one_time_out_in_all(tmp_path: Path, stopwatch: 
     waiting = threading.Thread(target=remote.exchange.wait_for_slot, args=(SLOTS, lambda: False))
     remote.exchange.release(remote.units[2])
     waiting.start()
-    assert remote.exchange.find(remote.units[0]) is Found.NOT_YET
-    assert remote.exchange.take(remote.units[0]) is None
+    assert remote.exchange.find_piece(remote.units[0]) is Found.NOT_YET
+    assert remote.exchange.take_piece(remote.units[0]) is None
     waiting.join()
     assert time.monotonic() - began > STALL_TIMEOUT_S - 0.1
     assert stopwatch.now() - started < STALL_TIMEOUT_S + QUIET_S + ALIVE
     again = stopwatch.now()
-    assert remote.exchange.take(remote.units[1]) is None
+    assert remote.exchange.take_piece(remote.units[1]) is None
     assert remote.exchange._timeout.is_over
     assert remote.cache.board.count_passed(1) > SLOTS
     assert stopwatch.now() - again < ALIVE
@@ -316,7 +316,7 @@ def test_a_rank_that_works_slowly_is_waited_for(tmp_path: Path) -> None:
     """As long as it gives signs of life, each piece of it is worth more than a second transfer."""
     remote = Remote(tmp_path, 0, [1])
     done: list[bool] = []
-    thread = threading.Thread(target=lambda: done.append(remote.exchange.take(remote.units[0]) is None))
+    thread = threading.Thread(target=lambda: done.append(remote.exchange.take_piece(remote.units[0]) is None))
     thread.start()
     thread.join(STALL_TIMEOUT_S + 2 * QUIET_S)
     assert done == []
@@ -331,9 +331,11 @@ def test_ranks_that_wait_for_each_other_let_go(tmp_path: Path, stopwatch: Stopwa
     """If there were a circle after all it would cost one time-out: a rank is as fresh as what it waits for, no fresher."""
     made = Pair(tmp_path, [0, 1])
     for exchange in made.exchanges:
-        exchange.begin()
+        exchange.begin_piece()
     began, started = time.monotonic(), stopwatch.now()
-    threads = [threading.Thread(target=made.exchanges[rank].take, args=(made.units[1 - rank],)) for rank in range(2)]
+    threads = [
+        threading.Thread(target=made.exchanges[rank].take_piece, args=(made.units[1 - rank],)) for rank in range(2)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

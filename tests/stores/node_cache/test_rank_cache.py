@@ -63,23 +63,23 @@ def test_pieces_are_taken_as_they_were_put(own: RankCache, other: OtherRankCache
     assert copied(other, 0) is None
     inside = own.slot(0)[100:105]
     inside[:] = b"slot0"
-    assert bytes(own.put(0, inside)) == b"slot0"
-    assert bytes(own.put(1, memoryview(bytearray(b"elsewhere")))) == b"elsewhere"
+    assert bytes(own.put_piece(0, inside)) == b"slot0"
+    assert bytes(own.put_piece(1, memoryview(bytearray(b"elsewhere")))) == b"elsewhere"
     assert copied(other, 0) == b"slot0"
     assert copied(other, 1) == b"elsewhere"
     assert other.board.entry(SLOTS)[0] == 0
     assert copied(other, SLOTS) is None
-    own.put(SLOTS, memoryview(bytearray(b"again")))
+    own.put_piece(SLOTS, memoryview(bytearray(b"again")))
     assert copied(other, SLOTS) == b"again"
     assert copied(other, 0) is None
 
 
 def test_a_piece_that_changed_is_not_taken(own: RankCache, other: OtherRankCache) -> None:
     """Bytes in the cache are believed by their checksum only; so is the entry that says where they are."""
-    own.put(0, memoryview(bytearray(b"intact")))
+    own.put_piece(0, memoryview(bytearray(b"intact")))
     own.slot(0)[2] ^= 1
     assert copied(other, 0) is None
-    own.put(1, None)
+    own.put_piece(1, None)
     assert copied(other, 1) is None
     for begin, size in [(SLOT - 2, 6), (1 << 40, 6), (0, 1 << 40)]:
         own.board.set_entry(2, begin, size, 0)
@@ -103,10 +103,10 @@ class UntilTheNumber:
 
 def test_a_half_written_entry_gives_no_piece_of_another_number(own: RankCache, other: OtherRankCache) -> None:
     """A taker that was aborted, and goes on while its slot is used again, does not take the later piece for its own."""
-    own.put(0, memoryview(bytearray(b"first")))
+    own.put_piece(0, memoryview(bytearray(b"first")))
     own.board._words = UntilTheNumber(own.board._words)  # type: ignore[assignment]
     with pytest.raises(InterruptedError):
-        own.put(SLOTS, memoryview(bytearray(b"later")))
+        own.put_piece(SLOTS, memoryview(bytearray(b"later")))
     assert other.board.entry(0)[0] == 0
     assert copied(other, 0) is None
 
@@ -131,7 +131,7 @@ def test_what_was_opened_stays_when_its_owner_has_closed_it(tmp_path: Path) -> N
     """The name goes with its owner; a process that has opened the cache takes what lies in it."""
     own = RankCache.create(tmp_path, 2, SLOT)
     own.reserve(1)
-    own.put(0, memoryview(bytearray(b"piece")))
+    own.put_piece(0, memoryview(bytearray(b"piece")))
     other = OtherRankCache.open(tmp_path / own.name, 2, SLOT)
     assert other.is_locked()
     own.close()

@@ -139,7 +139,7 @@ class ItemsSource:
             ObjectCorrupt: it is not the one that the metadata describes. ConfigInvalid: it is sparse or quantized.
         """
         try:
-            tensor = self._tensors.read(raw)
+            tensor = self._tensors.read_tensor(raw)
         except (ValueError, RuntimeError) as exc:
             raise ObjectCorrupt(
                 self._label, "convert", entry.key, f"its bytes are no tensor: {exc}", _HINT_ITEM

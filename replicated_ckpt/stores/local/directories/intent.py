@@ -51,7 +51,7 @@ class Intent:
         return json.dumps({name: value for name, value in asdict(self).items() if name != "place"}).encode() + b"\n"
 
     @classmethod
-    def read(cls, save_id: str, path: Path) -> "Intent":
+    def read_intent(cls, save_id: str, path: Path) -> "Intent":
         """The intent at `path`; one that names no checkpoint if it cannot be believed.
 
         Raises:

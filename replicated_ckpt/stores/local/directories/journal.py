@@ -70,7 +70,9 @@ class Journal:
         self._read_bytes = 0
         self._entries: dict[str, Entry] = {}
 
-    def note(self, save_id: str, end: End, why: str = "", *, after: End | None = None, is_flushed: bool = True) -> None:
+    def append_end(
+        self, save_id: str, end: End, why: str = "", *, after: End | None = None, is_flushed: bool = True
+    ) -> None:
         """Notes durably how a save ended. The caller has made the agent's directory.
 
         `after`: only if the last end that is noted of it is this one.
@@ -91,7 +93,7 @@ class Journal:
                     self._append(save_id, End.RESTORED if before is None else before.end, is_flushed=False)
                 raise
 
-    def find(self, save_id: str) -> Entry | None:
+    def find_end(self, save_id: str) -> Entry | None:
         """How a save ended here; None: it is not over, as far as is noted.
 
         Raises:

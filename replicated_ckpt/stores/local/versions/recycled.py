@@ -105,7 +105,7 @@ class RecycledFiles:
     def __init__(self, root: Path) -> None:
         self._pool = root / RECYCLED_DIR
 
-    def put(self, directory: Path, shards: Sequence[str]) -> None:
+    def put_file(self, directory: Path, shards: Sequence[str]) -> None:
         """Moves shards of a removed checkpoint into the pool; what was there before goes.
 
         The checkpoint must be gone durably. What cannot be moved stays where it is.
@@ -121,7 +121,7 @@ class RecycledFiles:
         except OSError as exc:
             log.warning("files of %s are not recycled: %s", directory, exc)
 
-    def take(self, part: Path, name: str) -> int | None:
+    def take_file(self, part: Path, name: str) -> int | None:
         """Gives the pool's file for a shard the name `part`; returns its descriptor, for writing. None: there is none.
 
         A file that a process still reads is left to it, without a name.
@@ -186,7 +186,7 @@ class RoomOfRecycled(RecycledFiles):
     After a power loss the old bytes could lie there, whole, under the new name.
     """
 
-    def take(self, part: Path, name: str) -> int | None:
+    def take_file(self, part: Path, name: str) -> int | None:
         """Removes the pool's file for a shard: the new one takes its room."""
         try:
             self._pool_path(name).unlink(missing_ok=True)

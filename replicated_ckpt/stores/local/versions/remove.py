@@ -129,7 +129,7 @@ def _remove_files(catalog: Catalog, checkpoint_id: str, save_id: str, *, recycle
         # else stock torch has saved here since
         (directory / METADATA_NAME).unlink(missing_ok=True)
     if recycles:
-        RecycledFiles(catalog.root).put(directory, names)
+        RecycledFiles(catalog.root).put_file(directory, names)
     failpoints.reach("retire.recycled")
     for name in names:
         (directory / name).unlink(missing_ok=True)

@@ -319,7 +319,7 @@ class RealCluster:
     def name_bucket(self, url: str) -> None:
         """As ranks of the next job do."""
         for node in self.nodes:
-            problems = ObjectTier(LocalStore(node.root), ObjectTarget.check(url, None), 1).submit()
+            problems = ObjectTier(LocalStore(node.root), ObjectTarget.check_supported(url, None), 1).submit()
             assert not problems, problems
 
 

@@ -133,7 +133,7 @@ def restore(course: Course) -> None:
 def _holds_an_open_save(backup: Path) -> bool:
     """Whether it was made while a save was open that this node coordinated, which may have decided it a moment later."""
     paths = [path for path in (backup / STAGING_DIR).glob("*.json") if is_save_id(path.stem)]
-    return any(Intent.read(path.stem, path).coordinator in (_identity(backup), "") for path in paths)
+    return any(Intent.read_intent(path.stem, path).coordinator in (_identity(backup), "") for path in paths)
 
 
 def put_back(course: Course, node: Node, backup: Path, *, is_instead: bool, is_another: bool) -> None:

@@ -334,7 +334,7 @@ class Cluster:
         """As ranks of the next job do. An agent that came up blank, and has had no save since, knows of none."""
         for node in self.nodes:
             with self.network.acting(Actor(node.index, is_agent=False)):
-                problems = ObjectTier(LocalStore(node.root), ObjectTarget.check(url, None), 1).submit()
+                problems = ObjectTier(LocalStore(node.root), ObjectTarget.check_supported(url, None), 1).submit()
             assert not problems, problems
 
     def pass_time(self, seconds: float) -> None:

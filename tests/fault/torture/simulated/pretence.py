@@ -108,8 +108,8 @@ class FetchInTurn:
     def __init__(self, reader: ShardReader, *_: object) -> None:
         self._reader = reader.sibling()
 
-    def take(self, window: Window) -> memoryview:
-        return self._reader.read(window.shard, window.offset, window.length)
+    def take_window(self, window: Window) -> memoryview:
+        return self._reader.read_range(window.shard, window.offset, window.length)
 
     def release(self, window: Window) -> None:
         """Nothing is kept of it."""

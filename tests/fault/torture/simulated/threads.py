@@ -143,7 +143,7 @@ class Threads:
         rank = self._cluster.network.actor
         with self._cluster.network.acting(node.agent):
             node.service.check_open(shard.copies.save_id)
-            future = node.service.submissions.take(copy, [os.dup(fd) for fd in descriptors])
+            future = node.service.submissions.take_shard(copy, [os.dup(fd) for fd in descriptors])
         submitted = SubmittedInTurn(self, node, rank, shard.copies.save_id, future)
         self.submitted.append(submitted)
         if self._random.random() < 0.5:
