@@ -22,7 +22,7 @@ BROAD_EXCEPTS_ALLOWED = {
     "replicated_ckpt/agent/uploads/uploader.py": 1,  # top of a thread that must outlive whatever a bucket answers
     "replicated_ckpt/cli/main.py": 1,  # top of the process
     "replicated_ckpt/dcp/find/bucket_look.py": 1,  # top of a thread; whoever looks gets the error
-    "replicated_ckpt/dcp/submit/handed.py": 2,  # raised, as errors that give nothing up
+    "replicated_ckpt/dcp/submit/submission.py": 2,  # raised, as errors that give nothing up
     "replicated_ckpt/dcp/submit/follower.py": 1,  # top of a thread; who asks how the shard ended gets the error
     "replicated_ckpt/dcp/load/fetch_ahead.py": 1,  # top of a thread; whoever takes the window gets the error
     "replicated_ckpt/dcp/find/rendezvous.py": 3,  # told to the ranks that wait for this one; then it is raised
