@@ -1,0 +1,46 @@
+"""The tool draws what a command printed, when it did."""
+
+import sys
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+import pytest
+
+from tools.drill_recording import (
+    FIRST_FRAME_S,
+    IDLE_MAX_S,
+    LAST_FRAME_S,
+    Cast,
+    draw,
+    lines_of,
+    read_cast,
+    record,
+    write_cast,
+)
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def drawn_lines(svg: str) -> list[str]:
+    return [element.text or "" for element in ET.fromstring(svg).iter(f"{SVG}text")]
+
+
+def test_what_a_command_prints_is_recorded_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Both streams, in order, through a file; the exit code is the command's."""
+    program = "import os, sys; print('a < b', flush=True); print('\\x1b[31mred\\x1b[0m', file=sys.stderr); sys.exit(3)"
+    cast, code = record([sys.executable, "-c", program])
+    write_cast(cast, tmp_path / "some.cast")
+    assert (code, "a < b" in capsys.readouterr().out) == (3, True)
+    command, *lines = drawn_lines(draw(read_cast(tmp_path / "some.cast")))
+    assert command.startswith("$ ")
+    assert lines == ["a < b", "red"]
+
+
+def test_pauses_are_cut_and_half_lines_wait_for_their_end() -> None:
+    """A line appears when it is complete. After the last one the recording rests, then it starts again."""
+    cast = Cast("x", [(0.5, "one\r\ntw"), (60.5, "o\r\n\r\n"), (60.7, "end")])
+    seconds, lines = zip(*lines_of(cast), strict=True)
+    first = FIRST_FRAME_S + 0.5
+    assert lines == ("one", "two", "", "end")
+    assert seconds == pytest.approx((first, first + IDLE_MAX_S, first + IDLE_MAX_S, first + IDLE_MAX_S + 0.2))
+    assert f" {seconds[-1] + LAST_FRAME_S:.1f}s step-end infinite" in draw(cast)
