@@ -1,4 +1,4 @@
-"""The wheel with what it declares and nothing else: README's ten lines, two ranks that save and load, the command line.
+"""The wheel with what it declares and nothing else: README's job, two ranks that save and load, the command line.
 
     make dist [TORCH=2.13.0]                                      builds the wheel, then runs this
     python tools/wheel_alone.py dist/NAME.whl [--torch VERSION] [--extras s3,drill,test]
@@ -124,7 +124,7 @@ def check_main_job(python: Path) -> None:
     """
     with _folder() as folder:
         root = folder / "root"
-        run([python, HERE / "tools" / "ten_lines.py", HERE / "README.md"], cwd=folder)
+        run([python, HERE / "tools" / "readme_job.py", HERE / "README.md"], cwd=folder)
         program = HERE / "examples" / "getting_started.py"
         said = [run([python, *TORCHRUN, program, action, "--root", root], cwd=folder) for action in ("save", "load")]
         saved, loaded = (text.strip().rpartition(": ")[2] for text in said)

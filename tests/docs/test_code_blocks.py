@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import AsyncStager
 
@@ -20,6 +21,7 @@ import replicated_ckpt
 from replicated_ckpt import ReplicatedReader, ReplicatedWriter, Retention
 from tests.agent.agents import stop_agent
 from tests.docs.test_docs import DOCUMENTS, ROOT, text_of
+from tools.readme_job import alone_on
 
 RUN_HERE = {
     "README.md",
@@ -116,9 +118,8 @@ def test_a_block_without_a_reason_is_found(mark: str) -> None:
     assert not block.is_marked
 
 
-def test_the_tutorial_runs_after_the_readme_and_twice(tmp_path: Path) -> None:
-    """Who has tried README's lines goes on here, with the same disk; the second save finds the name taken, as is said."""
-    run("README.md", tmp_path)
+def test_the_tutorial_runs_twice(tmp_path: Path) -> None:
+    """The second save finds the name taken, as the page shows."""
     for _ in range(2):
         with contextlib.redirect_stdout(io.StringIO()) as output:
             names = run("docs/getting-started.md", tmp_path)
@@ -136,14 +137,26 @@ def test_the_asynchronous_save_runs(tmp_path: Path) -> None:
     assert isinstance(names["writer"], AsyncStager)
 
 
-def test_the_readmes_lines_run_twice_in_a_row(tmp_path: Path) -> None:
-    """The manager saves at its interval up to its last step; the second run goes on from there."""
+def test_the_readmes_job_resumes_where_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The job saves every 100 steps up to its last one. A second run restores model and optimizer, and trains no more."""
+    for name, value in alone_on(tmp_path / "first-run").items():
+        monkeypatch.setenv(name, value)
+    weights = []
     for _ in range(2):
-        names = run("README.md", tmp_path)
+        try:
+            names = run("README.md", tmp_path)
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        model, optimizer = names["model"], names["optimizer"]
+        assert isinstance(model, torch.nn.Module)
+        assert isinstance(optimizer, torch.optim.AdamW)
         assert names["step"] == 1000
-        assert_loaded(names, "step-1000")
+        assert [int(moments["step"]) for moments in optimizer.state.values()] == [1000, 1000]
+        weights.append([value.to_local() for value in model.state_dict().values()])
         saved = {path.parent.name for path in (tmp_path / "first-run").glob("*/.metadata")}
         assert {"step-800", "step-900", "step-1000"} <= saved
+    assert all(torch.equal(first, second) for first, second in zip(*weights, strict=True))
 
 
 @pytest.mark.parametrize("steps", [250, 300])

@@ -175,10 +175,9 @@ def test_the_documents_name_each_command_and_scenario() -> None:
     assert sorted(scenarios) == sorted(Scenario)
 
 
-@pytest.mark.parametrize(("document", "heading"), [("README.md", "Try to break it"), ("docs/drill.md", "The drill")])
-def test_the_drills_table_has_the_columns_that_it_prints(document: str, heading: str) -> None:
+def test_the_drills_table_has_the_columns_that_it_prints() -> None:
     """The output that is shown is of the drill as it prints now."""
-    block = re.search(r"```text\n(scenario.*?)```", section(document, heading), flags=re.DOTALL)
+    block = re.search(r"```text\n(scenario.*?)```", section("docs/drill.md", "The drill"), flags=re.DOTALL)
     assert block is not None
     header, _, *lines = block[1].splitlines()
     assert tuple(re.split(r"\s{2,}", header)) == HEADER

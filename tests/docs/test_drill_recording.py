@@ -1,11 +1,14 @@
-"""The tool draws what a command printed, when it did."""
+"""The README's recording is of the drill as it prints now, and the tool draws what a command printed, when it did."""
 
+import re
 import sys
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import pytest
 
+from replicated_ckpt.drill.table import HEADER
+from tests.docs.test_docs import text_of
 from tools.drill_recording import (
     FIRST_FRAME_S,
     IDLE_MAX_S,
@@ -23,6 +26,18 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 def drawn_lines(svg: str) -> list[str]:
     return [element.text or "" for element in ET.fromstring(svg).iter(f"{SVG}text")]
+
+
+def test_the_readme_shows_the_drill_as_it_prints_now() -> None:
+    """The table has today's columns, the scenario held, and nothing is fetched from elsewhere."""
+    assert "](docs/drill.svg)" in text_of("README.md")
+    svg = text_of("docs/drill.svg")
+    lines = drawn_lines(svg)
+    (header,) = (number for number, line in enumerate(lines) if line.startswith("scenario "))
+    assert tuple(re.split(r"\s{2,}", lines[header])) == HEADER
+    assert re.search(r"  held: same bits$", lines[header + 2])
+    assert "<script" not in svg
+    assert re.findall(r"https?://[^\"]+", svg) == ["http://www.w3.org/2000/svg"]
 
 
 def test_what_a_command_prints_is_recorded_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -87,9 +87,9 @@ def environment_with(where: Path, names: set[str]) -> Path:
 
 
 def check_job(python: Path, folder: Path) -> None:
-    """The ten lines, two ranks that save, two others that load, and the command line."""
+    """The README's job, two ranks that save, two others that load, and the command line."""
     root = folder / "root"
-    jobs = [(1, [str(ROOT / "tools" / "ten_lines.py"), str(ROOT / "README.md")])]
+    jobs = [(1, [str(ROOT / "tools" / "readme_job.py"), str(ROOT / "README.md")])]
     jobs += [(2, [PROGRAM, action, "--root", str(root)]) for action in ("save", "load")]
     lines = run([python, "-c", FORKING, json.dumps(jobs)], cwd=folder).splitlines()
     saved, loaded = (line.rpartition(": ")[2] for line in lines if line.startswith(("saved: ", "loaded: ")))
