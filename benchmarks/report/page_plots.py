@@ -33,7 +33,8 @@ def draw_plots(page: str) -> Iterator[tuple[str, str]]:
         named = [column for column in header[1:] if title.endswith(f": {column}")]
         groups = [_bars(column, rows, header.index(column)) for column in named or header[1:]]
         mark = 1.0 if "= 1" in header[0] + title else None
-        yield name, bar_chart(title, [group for group in groups if group.bars], mark=mark)
+        better = "higher" if "/s" in title else "lower"
+        yield name, bar_chart(f"{title} ({better} is better)", [group for group in groups if group.bars], mark=mark)
 
 
 def _bars(column: str, rows: Sequence[Sequence[str]], index: int) -> Bars:

@@ -1,12 +1,13 @@
-"""Charts of bars as SVG text, alike for alike figures."""
+"""Charts of bars as SVG text, alike for alike figures. They bring a background, light or dark as the reader's system."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
-COLOURS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#a463f2")
-_FONT = 'font-family="system-ui, sans-serif" font-size="12"'
-_ROW, _LABEL, _BAR, _WIDTH = 20, 330, 290, 800
+_FONT = 'font-family="system-ui,sans-serif" font-size="13"'
+_ROW, _LABEL, _BAR, _WIDTH = 21, 330, 360, 820
+_COLOURS = (("#0969da", "#4493f8"), ("#bc4c00", "#f0883e"), ("#1a7f37", "#3fb950"), ("#8250df", "#ab7df8"))
+"""Of bars, on a light background and on a dark one."""
 
 
 @dataclass(frozen=True)
@@ -18,34 +19,47 @@ class Bars:
 
 
 def bar_chart(title: str, groups: Sequence[Bars], *, mark: float | None = None) -> str:
-    """`mark` is a value at which a vertical line stands."""
-    largest = max(value for group in groups for _, value, _ in group.bars)
-    scale = _BAR / max(largest, mark or 0.0)
-    y, parts = 50, []
+    """Bars whose labels begin with the same word have one colour. `mark` is a value at which a vertical line stands."""
+    kinds = list(dict.fromkeys(_kind(label) for group in groups for label, _, _ in group.bars))
+    scale = _BAR / max(mark or 0.0, *(value for group in groups for _, value, _ in group.bars))
+    y, parts = 58, []
     for group in groups:
-        parts.append(_text(10, y, group.heading, weight="bold"))
-        for index, (label, value, beside) in enumerate(group.bars):
+        parts.append(_text(16, y, group.heading, kind="h"))
+        for label, value, beside in group.bars:
             y += _ROW
-            parts.append(_text(_LABEL - 8, y, label, anchor="end"))
-            parts.append(_rectangle(_LABEL, y - 12, value * scale, COLOURS[index % len(COLOURS)]))
-            parts.append(_text(_LABEL + value * scale + 5, y, beside))
+            parts.append(_text(_LABEL - 8, y, label, kind="e"))
+            parts.append(_rectangle(_LABEL, y - 12, value * scale, kinds.index(_kind(label)) % len(_COLOURS)))
+            parts.append(_text(_LABEL + value * scale + 6, y, beside))
         y += 2 * _ROW
     if mark is not None:
         x = _LABEL + mark * scale
-        parts.insert(0, f'<line x1="{x:.1f}" y1="40" x2="{x:.1f}" y2="{y - 30}" stroke="#888" stroke-dasharray="4 3"/>')
-    return _document(title, _WIDTH, y, parts)
+        parts.append(f'<path class="m" d="M{x:.1f} 44V{y - 30}"/>')
+    return "\n".join([*_head(title, y - _ROW), *parts, "</svg>", ""])
 
 
-def _text(x: float, y: float, text: str, *, anchor: str = "start", weight: str = "normal") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-weight="{weight}">{escape(text)}</text>'
+def _kind(label: str) -> str:
+    """The first word, for which a bar has its colour; numbers have one together."""
+    word = label.split(maxsplit=1)[0].rstrip(",:")
+    return "" if word[0].isdigit() else word
 
 
-def _rectangle(x: float, y: float, width: float, colour: str) -> str:
-    return f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(width, 1):.1f}" height="14" fill="{colour}"/>'
+def _text(x: float, y: float, text: str, *, kind: str = "") -> str:
+    styled = f' class="{kind}"' if kind else ""
+    return f'<text{styled} x="{x:.1f}" y="{y}">{escape(text)}</text>'
 
 
-def _document(title: str, width: float, height: float, parts: Sequence[str]) -> str:
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" {_FONT} fill="#222">'
-    ground = f'<rect width="{width}" height="{height}" fill="#fff"/>'
-    heading = f'<text x="10" y="20" font-size="15" font-weight="bold">{escape(title)}</text>'
-    return "\n".join([head, ground, heading, *parts, "</svg>", ""])
+def _rectangle(x: float, y: float, width: float, colour: int) -> str:
+    return f'<rect class="b{colour}" x="{x}" y="{y}" width="{max(width, 1):.1f}" height="14" rx="2"/>'
+
+
+def _head(title: str, height: float) -> Iterator[str]:
+    size = f'viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}"'
+    yield f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" {_FONT}>'
+    yield f"<title>{escape(title)}</title>"
+    yield "<style>.h{font-weight:600}.e{text-anchor:end}.m{stroke-width:1.5;stroke-dasharray:4 3}"
+    for index, (ground, ink, line) in enumerate((("#fff", "#1f2328", "#818b98"), ("#0d1117", "#f0f6fc", "#9198a1"))):
+        bars = "".join(f".b{number}{{fill:{colours[index]}}}" for number, colours in enumerate(_COLOURS))
+        rules = f".g{{fill:{ground}}}text{{fill:{ink}}}.m{{stroke:{line}}}{bars}"
+        yield rules if index == 0 else f"@media(prefers-color-scheme:dark){{{rules}}}</style>"
+    yield f'<rect class="g" width="{_WIDTH}" height="{height}" rx="6"/>'
+    yield f'<text x="16" y="28" font-size="16" font-weight="600">{escape(title)}</text>'

@@ -138,4 +138,4 @@ def test_a_plot_shows_the_column_that_its_title_names() -> None:
     table = "| way | a, s | b, s |\n|---|--:|--:|\n| ours | 0.2–0.4 (9 s) | 7 |\n| stock | - | 8 |\n"
     ((name, text),) = draw_plots(f"{table}\n![Time: a, s](../benchmarks/plots/time.svg)\n")
     labels = [element.text for element in ET.fromstring(text) if element.tag.endswith("text")]
-    assert (name, labels) == ("time.svg", ["Time: a, s", "a, s", "ours", "0.2–0.4 (9 s)"])
+    assert (name, labels) == ("time.svg", ["Time: a, s (lower is better)", "a, s", "ours", "0.2–0.4 (9 s)"])

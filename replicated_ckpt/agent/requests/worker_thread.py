@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 
 AUTOGROUP = Path("/proc/self/autogroup")
 _OF_A_THREAD, _LOWEST = 5, 19
-"""Where threads compete one by one, an agent's take a third of two busy processors at 10 (docs/measurements-async.md)."""
+"""Where threads compete one by one, an agent's take a third of two busy processors at 10 (docs/measurements.md)."""
 _TRIES, _TRY_AGAIN_S = 100, 0.11
 """From processes without rights, all together, the kernel takes one every tenth of a second."""
 
