@@ -151,11 +151,11 @@ def test_the_readmes_job_resumes_where_it_ended(tmp_path: Path, monkeypatch: pyt
         model, optimizer = names["model"], names["optimizer"]
         assert isinstance(model, torch.nn.Module)
         assert isinstance(optimizer, torch.optim.AdamW)
-        assert names["step"] == 1000
-        assert [int(moments["step"]) for moments in optimizer.state.values()] == [1000, 1000]
+        assert names["step"] == 300
+        assert [int(moments["step"]) for moments in optimizer.state.values()] == [300, 300]
         weights.append([value.to_local() for value in model.state_dict().values()])
         saved = {path.parent.name for path in (tmp_path / "first-run").glob("*/.metadata")}
-        assert {"step-800", "step-900", "step-1000"} <= saved
+        assert {"step-100", "step-200", "step-300"} <= saved
     assert all(torch.equal(first, second) for first, second in zip(*weights, strict=True))
 
 
