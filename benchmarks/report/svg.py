@@ -33,7 +33,7 @@ def bar_chart(title: str, groups: Sequence[Bars], *, mark: float | None = None) 
         y += 2 * _ROW
     if mark is not None:
         x = _LABEL + mark * scale
-        parts.append(f'<path class="m" d="M{x:.1f} 44V{y - 30}"/>')
+        parts.insert(0, f'<path class="m" d="M{x:.1f} 44V{y - 30}"/>')
     return "\n".join([*_head(title, y - _ROW), *parts, "</svg>", ""])
 
 
@@ -59,7 +59,8 @@ def _head(title: str, height: float) -> Iterator[str]:
     yield "<style>.h{font-weight:600}.e{text-anchor:end}.m{stroke-width:1.5;stroke-dasharray:4 3}"
     for index, (ground, ink, line) in enumerate((("#fff", "#1f2328", "#818b98"), ("#0d1117", "#f0f6fc", "#9198a1"))):
         bars = "".join(f".b{number}{{fill:{colours[index]}}}" for number, colours in enumerate(_COLOURS))
-        rules = f".g{{fill:{ground}}}text{{fill:{ink}}}.m{{stroke:{line}}}{bars}"
+        halo = f"paint-order:stroke;stroke:{ground};stroke-width:4px"  # a number beside a short bar covers the line
+        rules = f".g{{fill:{ground}}}text{{fill:{ink};{halo}}}.m{{stroke:{line}}}{bars}"
         yield rules if index == 0 else f"@media(prefers-color-scheme:dark){{{rules}}}</style>"
     yield f'<rect class="g" width="{_WIDTH}" height="{height}" rx="6"/>'
     yield f'<text x="16" y="28" font-size="16" font-weight="600">{escape(title)}</text>'
