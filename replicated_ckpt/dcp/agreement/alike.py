@@ -1,4 +1,4 @@
-"""What all ranks must want alike: one with ack="local", say, would make no copy in a save that promises two."""
+"""Checks that all ranks ask for the same save: a rank with ack="local" makes no copy in a save that promises two."""
 
 import contextlib
 import socket
@@ -13,7 +13,7 @@ _MAY_DIFFER = ("root", "domain", "direct_io", "checkpoint_id_from")
 
 
 def describe_wanted(config: WriterConfig) -> dict[str, str]:
-    """The arguments of a rank's writer that are the whole save's, in words; those that are as they are by default not."""
+    """The arguments of a rank's writer that apply to the whole save, as text; those with their default are left out."""
     return {
         name: repr(value)
         for name, value in vars(config).items()
@@ -22,7 +22,7 @@ def describe_wanted(config: WriterConfig) -> dict[str, str]:
 
 
 def check_ranks_alike(wanted: Mapping[str, str]) -> None:
-    """Compares what all ranks of a job were given, before they do what follows from it; all call it.
+    """Compares the arguments of all ranks, before any rank acts on its own. Every rank calls this.
 
     Raises:
         ConfigInvalid: as `check_wanted_alike`, on all ranks.
@@ -36,11 +36,12 @@ def check_ranks_alike(wanted: Mapping[str, str]) -> None:
 
 
 def check_wanted_alike(wants: Sequence[Mapping[str, str]], hosts: Sequence[str]) -> None:
-    """Of each rank what `describe_wanted` said, and its host.
+    """Compares the ranks' arguments, each as `describe_wanted` returns them, with the ranks' hosts for the error.
 
     Raises:
         ConfigInvalid: one was given another argument than rank 0.
     """
+    # Each rank leaves its defaults out, so one rank's entry is enough to compare all of them.
     for name in dict.fromkeys(name for wanted in wants for name in wanted):
         ranks_by_value: dict[str, list[int]] = {}
         for rank, wanted in enumerate(wants):

@@ -9,19 +9,20 @@ from replicated_ckpt.core.protocol.announced import NOTHING_ANNOUNCED, Announced
 from replicated_ckpt.dcp.planning.cached_plan import CachedSavePlan
 
 OBJECTS_BYTES_MAX = 8 << 30
-"""Of one shard's objects together: how large they are is known only once they are pickled."""
+"""For all objects of one shard together: their size is known only once they are pickled."""
 _ITEM_BYTES_MAX = 4096
 """Container, alignment and checksums of a small item; those of a large one are far less than its own bytes."""
 _SHARD_BYTES_MIN = 1 << 20
 
 
 def announce(plans: Sequence[SavePlan]) -> Announced:
-    """What a save of these plans brings at most, with room for planners that write wider types than they planned.
+    """An upper bound of what a save of these plans writes, with room for planners that write wider types than planned.
 
-    Nothing is announced where DCP has kept back a plan because it is the one of the save before (`enable_plan_caching`);
-    CachedSavePlanner says what such a plan stands for.
+    Returns NOTHING_ANNOUNCED where plan caching (`enable_plan_caching`) has left out an unchanged plan. The plan of a
+    CachedSavePlanner holds the whole one, and counts.
     """
     plans = [_whole(plan) for plan in plans]
+    # Plan caching replaces an unchanged plan by an empty one, from which no bound follows.
     if not all(plan.usable for plan in plans):
         return NOTHING_ANNOUNCED
     sizes = [_shard_bytes_max(plan) for plan in plans]
@@ -29,7 +30,7 @@ def announce(plans: Sequence[SavePlan]) -> Announced:
 
 
 def tensor_bytes(plan: SavePlan) -> int | None:
-    """Of the tensors that a plan writes, as they are planned; None: DCP has kept the plan back."""
+    """Bytes of the tensors that a plan writes, as planned; None: DCP has left the plan out, as it did not change."""
     plan = _whole(plan)
     return _tensor_bytes(plan) if plan.usable else None
 
@@ -40,6 +41,7 @@ def _whole(plan: SavePlan) -> SavePlan:
 
 def _shard_bytes_max(plan: SavePlan) -> int:
     objects = OBJECTS_BYTES_MAX if any(item.tensor_data is None for item in plan.items) else 0
+    # Twice the planned bytes: a planner may write a wider type than it planned, as float32 for bfloat16.
     return _SHARD_BYTES_MIN + 2 * _tensor_bytes(plan) + len(plan.items) * _ITEM_BYTES_MAX + objects
 
 

@@ -38,7 +38,7 @@ class SaveDecision:
 
     `unreached` are nodes whose agents did not answer when the save was opened: their ranks open it in their own stores
     themselves, as `session` and `overwrite` say, and they hold no copies for others.
-    `known_layout`: the save whose results the coordinator has, so that a rank may refer to its own of them.
+    `known_layout`: the save whose results the coordinator has cached, so that a rank may refer to its entries in them.
     """
 
     save_id: str
@@ -63,12 +63,14 @@ class SaveDecision:
         buddies, domains = self.placement.buddies_by_node[node_id], self._domains_by_node
         taken = [domains[node] for node in (node_id, *buddies) if node not in self._silent]
         others = self.placement.substitutes(node_id)
+        # Substitutes that share the fewest failure domains with the other copies first: else one outage takes both.
         order = (*buddies, *sorted(others, key=lambda other: find_shared(domains[other], taken)))
         return tuple(node for node in order if node not in self._silent)
 
     def buddies_of(self, node_id: str) -> tuple[str, ...]:
         """The nodes that are to hold copies for a node."""
         buddies = self.placement.buddies_by_node[node_id]
+        # Nearly always so. A substitute costs a sort of all nodes, for each node of the job.
         if self._silent.isdisjoint(buddies):
             return buddies
         return self.holders_for(node_id)[: self.placement.copies - 1]
@@ -97,6 +99,7 @@ class SaveDecision:
     def ranks_of(self, node_id: str) -> tuple[int, ...]:
         return tuple(self._ranks_by_node[node_id])
 
+    # Computed once: every rank looks up nodes, and a search for each look-up grows with the square of the nodes.
     @cached_property
     def _silent(self) -> frozenset[str]:
         return frozenset(self.unreached)
@@ -117,7 +120,7 @@ class SaveDecision:
         return ranks
 
     def to_json(self) -> dict[str, Any]:
-        """What every rank reads. Invitations are for the coordinator, who has used them by then."""
+        """The fields that every rank reads, without invitations: only the coordinator uses those, and it has used them."""
         return asdict(replace(self, nodes=tuple(replace(node, invitation="") for node in self.nodes)))
 
     @classmethod
@@ -148,10 +151,10 @@ class SaveDecision:
 
 @dataclass(frozen=True)
 class SavePost:
-    """What each rank says before a save. `checkpoint_id` None: it takes the coordinator's.
+    """What each rank posts before a save. `checkpoint_id` None: it takes the coordinator's.
 
-    `memory_bytes`: so large the store may get, where it lies in memory; None: it lies on a disk.
-    `wants`: the arguments of its writer, in words, that all ranks must give alike.
+    `memory_bytes`: the size that the store may reach, where it lies in memory; None: it lies on a disk.
+    `wants`: the arguments of its writer, as text, that all ranks must give alike.
     """
 
     checkpoint_id: str | None
@@ -179,12 +182,14 @@ def decide(posts: Sequence[SavePost], copies: int, save_id: str, plans: Sequence
     given = {rank: post.checkpoint_id for rank, post in enumerate(posts) if post.checkpoint_id is not None}
     if checkpoint_id is None:
         raise ConfigInvalid("The coordinator named no checkpoint.", _NAME_IT)
+    # Ranks that disagree would write the parts of two checkpoints into one save.
     if len(set(given.values())) > 1:
         raise CheckpointIdMismatch(given)
     check_wanted_alike([post.wants for post in posts], [post.node.host for post in posts])
     nodes: dict[str, NodePost] = {}
     for post in posts:
         known = nodes.setdefault(post.node.node_id, post.node)
+        # A cloned disk brings a second store with the same node id: its copies would count for the original's.
         _check_same_store(known, post.node)
     place = {node: index for index, node in enumerate(nodes)}
     return SaveDecision(
@@ -215,6 +220,7 @@ def name_checkpoint(
 
 
 def _check_same_store(known: NodePost, other: NodePost) -> None:
+    # Inode numbers of different hosts cannot be compared; their agents' tokens can.
     same_host = known.boot_id == other.boot_id
     if known.store_inode != other.store_inode if same_host else known.address.token != other.address.token:
         raise ConfigInvalid(
@@ -231,13 +237,13 @@ def _check_same_store(known: NodePost, other: NodePost) -> None:
 
 
 def _forget_identity(node: NodePost) -> str:
-    """What is run on a copy of a store. `.agent` has the other node's tokens, and the address of its agent."""
+    """The command to run on a copy of a store: its `.agent` has the original's tokens and its agent's address."""
     root = quote(node.root or "ROOT")
     return f"`rm -r {root}/node.json {root}/.agent` on {node.host}"
 
 
 def list_weaknesses(decision: SaveDecision, copies: int, posts: Sequence[SavePost]) -> list[str]:
-    """In words, what protects less than was asked for."""
+    """In words, each way in which this save protects less than was asked for."""
     placement = decision.placement
     found = []
     if placement.copies < copies:
@@ -256,6 +262,7 @@ def list_weaknesses(decision: SaveDecision, copies: int, posts: Sequence[SavePos
             "more hosts; or, where nodes of one host fail apart, name a failure domain for each: "
             f"ReplicatedWriter(domain=...) or {DOMAIN_ENV}"
         )
+    # A store whose ranks have different boot ids is mounted on several hosts: its copies are lost together.
     boots: dict[str, set[str]] = {}
     for post in posts:
         boots.setdefault(post.node.node_id, set()).add(post.node.boot_id)
@@ -280,9 +287,9 @@ class ShardReceipt:
 
 @dataclass(frozen=True)
 class Receipt:
-    """What a rank wrote, and in which time. `aborted`: another process gave the save up meanwhile.
+    """What a rank wrote, and how long it took. `aborted`: set if another process aborted the save meanwhile.
 
-    `is_submitted`: its node's agent writes its shards, whose receipts have the name alone.
+    `is_submitted`: the node's agent writes the shards; their receipts have the name only.
     """
 
     shards: tuple[ShardReceipt, ...] = ()

@@ -37,13 +37,13 @@ from replicated_ckpt.wording import one_line
 log = logging.getLogger(__name__)
 
 RELAY_FROM_BYTES = 64 << 20
-"""Below it, all nodes together, the coordinator's own link takes no time that would be worth a detour."""
+"""For all nodes together. Below it the coordinator's own link is fast enough to send every copy itself."""
 SENDS_AT_ONCE = 2
 """By each node that has the file, the coordinator's included."""
 
 
 class Relay:
-    """Who may send the file to one more node now. Every node that got it sends it on. Safe for concurrent use."""
+    """Chooses which node sends the file to the next one: every node that got it sends it on. Safe for concurrent use."""
 
     def __init__(self, coordinator: str) -> None:
         self._coordinator = coordinator
@@ -53,7 +53,7 @@ class Relay:
     def bring(self, node: str, send: Callable[[], object], pull: Callable[[str], object]) -> None:
         """Brings the file to `node`: `send` has the coordinator send it, `pull(source)` has it fetched from a node.
 
-        What cannot be pulled is sent by the coordinator, and the node that it could not be pulled from sends less.
+        If a pull fails, the coordinator sends the file, and the node that could not be pulled from sends one less.
 
         Raises:
             ReplicatedCkptError: the coordinator could not send it either.
@@ -65,6 +65,7 @@ class Relay:
         try:
             pull(source)
         except ReplicatedCkptError:
+            # The source may be dead or hung: it does not become free again, so that no other node waits for it.
             with self._sender(self._coordinator):
                 send()
                 return self._give([node] * SENDS_AT_ONCE)
@@ -80,6 +81,7 @@ class Relay:
         try:
             yield source
         finally:
+            # Also after a failed send: the coordinator is the last source of every node, and must not run out of slots.
             if source == self._coordinator:
                 with self._changed:
                     self._free.insert(0, source)
@@ -113,26 +115,26 @@ class Cluster(Protocol):
         """Has every node publish the save; returns which did."""
 
     def abort(self, save_id: str, why: str) -> None:
-        """Has every node that can be reached give the save up. Never raises a StoreError."""
+        """Has every node that can be reached abort the save. Never raises a StoreError."""
 
 
 @dataclass(frozen=True)
 class Opened:
-    """What became of the opening of a save: what the nodes know of lineages, and which of them did not answer, and why.
+    """The result of opening a save: the lineages that nodes reported, and the error of each node that did not answer.
 
-    `named`: the lineages of the saves that have the checkpoint's name on nodes, "" where no manifest tells. Empty: nothing
-    of it lies on any.
+    `named`: the lineages of the saves that have the checkpoint's name on nodes, "" where there is no manifest. Empty: no
+    node has anything of it.
     """
 
     histories: Histories
     error_by_node: Mapping[str, ReplicatedCkptError] = field(default_factory=dict)
     named: frozenset[str] = frozenset()
     taken_numbers: frozenset[int] | None = frozenset()
-    """The numbers that files of the checkpoint have in their names on the nodes. None: a node cannot tell."""
+    """The numbers that files of the checkpoint have in their names on the nodes. None: a node could not list them."""
 
 
 class Committed:
-    """What became of a commit: the shards held by each node that committed, and the error of each that did not."""
+    """The result of a commit: the shards held by each node that committed, and the error of each that did not."""
 
     def __init__(
         self, held_by_node: Mapping[str, Sequence[str]], error_by_node: Mapping[str, ReplicatedCkptError]
@@ -149,7 +151,7 @@ class Committed:
 
 
 class AgentCluster:
-    """Nodes with agents. All calls go to all nodes at once, but for those whose own ranks have found no answer."""
+    """Nodes with agents. All calls go to all nodes at once, except nodes whose own ranks got no answer from their agent."""
 
     def __init__(
         self,
@@ -162,10 +164,10 @@ class AgentCluster:
     ) -> None:
         """`openers`: the same addresses with the nodes' invitations, which open a save and end it.
 
-        `ticket`: that of the save, with which each rank may give it up until it is decided.
+        `ticket`: the save's own; with it each rank may abort the save until it is decided.
 
-        `silence_by_node`: what is wrong with the agents that are not asked, as the ranks of their nodes found.
-        `unreached`: nodes that did not answer when the save began; a commit waits for them no full time-out more.
+        `silence_by_node`: the error of each agent that is not asked, as the ranks of its node met it.
+        `unreached`: nodes that did not answer at the opening; a commit does not spend the full time-out on them again.
         """
         self._unreached = unreached
         self._ticket = ticket
@@ -201,6 +203,7 @@ class AgentCluster:
                 on_own_open()
             with parsing(f"{self._by_node[node].label} opened a save wrongly"):
                 named = answer["named"]
+                # A peer's answer is untrusted, and a lineage outlives this save: later ones inherit it.
                 if named is not None and not is_lineage(named):
                     raise ValueError(f"no lineage: {named!r}"[:500])
                 numbers = answer["taken_numbers"]
@@ -209,13 +212,16 @@ class AgentCluster:
 
         outcome = self._run(open_on)
         for node, error in outcome.errors.items():
+            # A silent peer costs copies only. A refusal, as of an existing checkpoint, or an error of the own node ends it.
             if node == self._own_node or not isinstance(error, StoreUnavailable):
                 raise error
         told = outcome.results.values()
         own = outcome.results[self._own_node].histories if self._own_node in outcome.results else {}
+        # A damaged or hostile peer that answers with a huge sequence must not use up the lineage's numbers.
         histories = merge_histories([own, *(_believed(opened.histories, own) for opened in told)])
         named = frozenset[str]().union(*(opened.named for opened in told))
         numbers = [opened.taken_numbers for opened in told if opened.taken_numbers is not None]
+        # One node without an answer makes every small number unsafe: the caller then draws a large one.
         taken = frozenset[int]().union(*numbers) if len(numbers) == len(told) else None
         return Opened(histories, outcome.errors, named, taken)
 
@@ -225,7 +231,7 @@ class AgentCluster:
         whole = {"size_bytes": len(metadata), "crc32c": crc32c(metadata)}
 
         def bring_by_relay(client: AgentClient, relay: Relay) -> None:
-            client.call("GET", path)  # a node that hangs is to keep no rank from sending to the others
+            client.call("GET", path)  # finds a node that hangs before it takes a sender from the others
             relay.bring(
                 client.address.node_id,
                 lambda: client.put("PUT", f"{path}/{METADATA_NAME}", metadata),
@@ -239,15 +245,18 @@ class AgentCluster:
                 client.put("PUT", f"{path}/{METADATA_NAME}", metadata)
             else:
                 bring_by_relay(client, relay)
+            # The manifest last: a node that has it counts the save as decided, and needs `.metadata` for that.
             client.put("PUT", f"{path}/{MANIFEST_NAME}", manifest)
 
         def commit_on(node: str) -> tuple[str, ...]:
+            # It was silent at the opening: a short question first, so that a dead node costs no full time-out.
             if node in self._unreached:
                 with AgentClient(self._by_node[node], SILENT_TIMEOUT_S) as client:
                     client.call("GET", path)
             with AgentClient(self._opener_by_node[node], COMMIT_TIMEOUT_S) as client, client.within(COMMIT_DEADLINE_S):
+                # On its own node the coordinator's rank has staged both files.
                 if node != self._own_node:
-                    with suppress(SaveAborted):  # it may have it from a node that has published: `commit` tells
+                    with suppress(SaveAborted):  # a node that published may have brought it: `commit` finds out
                         bring(client)
                 return _held_in(client.call("POST", f"{path}/commit"), node)
 
@@ -274,6 +283,7 @@ def _has_same(client: AgentClient, path: str, same: CachedLayout, whole: Mapping
     where = {"checkpoint_id": same.checkpoint_id, "save_id": same.save_id}
     try:
         client.call("POST", f"{path}/pull", {"same_as": where, **whole})
+    # The save has ended, or the node is gone: sending the file cannot help.
     except (SaveAborted, StoreUnavailable):
         raise
     except ReplicatedCkptError:  # it has none, or another one: it is sent
@@ -312,12 +322,12 @@ class LoneNode:
         held = self._service.commit(save_id)
         try:
             self._drop_superseded()
-        except (ReplicatedCkptError, OSError) as exc:  # the save is published: the next one tries again
+        except (ReplicatedCkptError, OSError) as exc:  # the save is published: this must not fail it
             log.warning("what earlier saves have replaced stays on this node for now: %s", exc)
         return Committed({self._service.node_id: held}, {})
 
     def _drop_superseded(self) -> None:
-        """Removes what was read when a newer save replaced it, and is read no more: there may be no agent to do it."""
+        """Removes superseded versions whose readers have finished: without an agent no other process may do it."""
         service = self._service
         if next(service.store.catalog.read_replaced(), None) is not None:
             view = NodeView(service.node_id, Presence.UP, service.holdings(), service.unclaimed.find_files())
@@ -335,10 +345,11 @@ class LoneNode:
 
 
 class LoneService(NodeService):
-    """A node's saves as one of several processes drives them, each of which knows of its own alone."""
+    """A node's saves, as one of several processes drives them. Each process sees only the saves that it opened itself."""
 
     def open_in_store(self, intent: Intent) -> None:
-        """No other process sees the save before this one holds it; it does so until this object is gone."""
+        """No other process sees the save before this one has locked it. The lock lasts as long as this object."""
+        # Opened and locked in one step: else another process takes the unlocked save for a stale one, and removes it.
         with self.looking():
             super().open_in_store(intent)
             weakref.finalize(self, self.store.lock_save(intent.save_id).release)
@@ -347,19 +358,21 @@ class LoneService(NodeService):
         """Goes by the files, too, where this node has an agent: ranks hold what it opened only once they write."""
         if read_endpoint(self.store.root_agent_directory()) is None:
             return super().was_opened_within(grace_s, intent)
+        # The agent opens a save without a lock: only the age of its files shows that its ranks may still come.
         staged = list_prefixed(self.store.intent_path(intent.save_id).parent, intent.save_id)
         return any(_was_changed_within(grace_s, path) for path in staged)
 
 
 def _was_changed_within(grace_s: float, path: Path) -> bool:
     try:
+        # abs: after the clock was set back, files of the future must not count as new for ever.
         return abs(time.time() - path.stat().st_mtime) < grace_s
-    except FileNotFoundError:  # at this moment
+    except FileNotFoundError:  # it vanished between two calls, so some process works on the save
         return True
 
 
 def _believed(told: Histories, own: Histories) -> Histories:
-    """What is believed of lineages that a node told, next to what the own node knows: no number beyond measure."""
+    """The lineages that a node reported, with sequence numbers no further ahead of the own node's than is plausible."""
     return {
         lineage: History(believe(one.sequence, own.get(lineage, History(0)).sequence), one.created_unix_s)
         for lineage, one in told.items()

@@ -36,9 +36,9 @@ _WAITING, _SAID = "waiting", "waiting/said"
 _NAMED_MAX = 16
 _POLL_MAX_S = 0.1
 _POLL_PER_RANK_S = 0.001
-"""All ranks together ask the store some thousand times in a second, however many they are."""
+"""All ranks together ask the store about a thousand times a second, however many they are."""
 PACKED_FROM_BYTES = 4096
-"""From here on a message is compressed, and a decision that still is so large is read once a node."""
+"""Larger messages are compressed. A decision that is still larger is read once per node."""
 _LATE_COORDINATOR = "Look at the log of rank 0, and whether its process is stopped; then save or load again."
 _LATE_RANK = (
     "This rank was held up, and the others went on without it: look for what stops it, then save or load again."
@@ -65,10 +65,10 @@ class Blackboard:
         kept: CachedDecisions | None = None,
         find_stopped: Callable[[], Mapping[int, int]] = dict,
     ) -> None:
-        """`find_lost`: the ranks whose processes are known to have ended.
+        """`find_lost`: returns the ranks whose processes are known to have ended.
 
-        `kept`: what this rank has of earlier decisions on this process group. `find_stopped`: the ranks of this host
-        whose processes are stopped.
+        `kept`: what this rank has cached of earlier decisions on this process group. `find_stopped`: returns the ranks of
+        this host whose processes are stopped.
         """
         self._kept = kept or CachedDecisions()
         self.find_lost, self.find_stopped = find_lost, find_stopped
@@ -80,13 +80,13 @@ class Blackboard:
         self._pause_max_s = max(POLL_S, min(_POLL_PER_RANK_S * size, _POLL_MAX_S))
 
     def share_in(self, directory: Path | None) -> None:
-        """In the directory of this node's agent its ranks leave each other a decision that is large. None: in none."""
+        """Ranks of this node leave each other large decisions in this directory, their agent's. None: each reads alone."""
         self._node = directory
 
     def post(self, topic: str, fields: Mapping[str, Any]) -> str:
         """Writes this rank's post; it is visible to all when this returns. Returns its nonce.
 
-        A post with an "error" says why this rank does not go on.
+        An "error" in a post is the reason why this rank does not go on.
         """
         nonce = uuid.uuid4().hex
         self.repost(topic, fields, nonce)
@@ -100,7 +100,7 @@ class Blackboard:
         self._write(key, raw)
 
     def withdraw(self, topic: str) -> None:
-        """Takes this rank's post back: it does not wait any more, and a later call is not to be answered with it."""
+        """Deletes this rank's post: the rank has stopped waiting, and no later decision may answer it."""
         with reaching_store():
             self._store.delete_key(f"{topic}/{self._rank}")
 
@@ -124,10 +124,10 @@ class Blackboard:
     def collect(
         self, topic: str, deadline_s: float, stale: Sequence[str | None] = ()
     ) -> tuple[list[dict[str, Any] | None], ReplicatedCkptError | None]:
-        """Every rank's post, in rank order, None for one without; and why the ranks without one are not waited for.
+        """Every rank's post in rank order, None for a missing one; and the error that explains the missing ones.
 
-        One with the rank's `stale` nonce is an earlier call's and waited out. One that is not believed has the error that
-        says why, and the nonce that it claims, which is only good for telling that rank. Once a rank is known to have
+        A post with the rank's `stale` nonce is an earlier call's, and is ignored. A post that fails its checks becomes an
+        error with the nonce that the post claims, which only serves to notify that rank. Once a rank is known to have
         failed, by its post or because its process is gone, the others are waited for no longer than LINGER_S.
         """
         with self.waiting(deadline_s) as wait:
@@ -141,10 +141,12 @@ class Blackboard:
         while True:
             missing = [rank for rank in range(self._size) if rank not in found]
             is_look, is_over = wait.is_look_due(), wait.is_over
+            # One by one costs a round trip per rank: only at looks, and at the end to name the ranks that are missing.
             present = self._read_posts(topic, missing, one_by_one=is_look or is_over)
             found |= {rank: post for rank, post in present if not stale or post["nonce"] != stale[rank]}
             absent = [rank for rank in missing if rank not in found]
             if is_look:
+                # A dead rank will never post: the error names it as ended, not as late.
                 lost = self.find_lost()
                 problem = describe_ended(lost) if lost and problem is None else problem
                 absent = [rank for rank in absent if rank not in lost]
@@ -181,6 +183,7 @@ class Blackboard:
 
     def _open(self, topic: str, rank: int, raw: bytes) -> dict[str, Any]:
         key = f"{topic}/{rank}"
+        # A post of another release, or of another program, becomes that rank's error: raising here would strand the others.
         try:
             fields = _decode(key, raw)
             if not isinstance(fields.get("nonce"), str):
@@ -200,15 +203,16 @@ class Blackboard:
     ) -> None:
         """Writes the coordinator's decision about these posts; it is visible to all when this returns.
 
-        `stays`: the fields that are likely to be the same in the next decision on this topic. Where it is large, ranks keep
-        them, and they are told again only if they change, or a rank does not have them.
+        `stays`: fields that are likely to be the same in the next decision on this topic. Ranks cache them if they are
+        large; later decisions omit them while they are unchanged and every rank has them.
 
-        Each rank then gets a note of its own that the decision is there, the nonce that it waits for: what is looked at
-        again and again is small, and the decision, which may be large, is read once; once for all ranks of a node that
-        `share_in` one place. A rank without a post finds that it was not waited for,
-        and by its `stale` nonce that its next post is meant.
+        Each rank then gets a small note with the nonce that it waits for and the decision's digest. Polling stays cheap,
+        and the decision, which may be large, is read once per rank, or once per node by ranks that `share_in` one
+        directory. A rank without a post gets a note with its `stale` nonce: it was not waited for, and its next
+        post is meant.
         """
         raw = self._encode(topic, posts, fields, stays)
+        # Before the notes: a rank that sees its note reads the decision at once.
         self._write(f"{topic}/decision", raw)
         digest, before = _digest(raw), stale or [None] * self._size
         notes: dict[str, str] = {}
@@ -221,6 +225,7 @@ class Blackboard:
             else:
                 for key, note in notes.items():
                     self._store.set(key, note)
+            # A round trip on the same connection: the store has the notes before this returns.
             self._store.check(list(notes)[-1:])
 
     def _encode(
@@ -237,7 +242,7 @@ class Blackboard:
         return raw
 
     def decision(self, topic: str, nonce: str, deadline_s: float, before: str | None = None) -> dict[str, Any]:
-        """The decision that answers this rank's post, or that was made without it as it came late.
+        """The decision that answers this rank's post, or one that was made without this rank because it came late.
 
         `before`: the nonce of the post before.
 
@@ -259,13 +264,16 @@ class Blackboard:
                 self.say_if_long(wait, f"this {topic}")
             found = self._answer(topic, "decided", nonce)
             if found is None and wait.is_long:
+                # Late only: it is one more round trip, and no coordinator leaves a rank out before its own wait has ended.
                 found = self._answer(topic, "absent", str(before))
                 _check_absent(found, topic, self._rank)
             if found is not None:
                 return found
+            # A store put back from an earlier run, or a foreign writer, may have replaced the post: no answer would come.
             if is_look and wait.waited_s >= check_own_at_s:
                 self._check_own(topic)
                 check_own_at_s = 2 * wait.waited_s  # it reads the whole post: of a thousand ranks that is much
+            # Without the coordinator no decision comes. Without another rank one may: the coordinator answers on its own.
             if COORDINATOR in lost or (lost and wait.is_long):
                 raise describe_ended(lost)
             if is_over:
@@ -275,8 +283,9 @@ class Blackboard:
             wait.pause()
 
     def tell_left(self, why: ReplicatedCkptError) -> None:
-        """Tells all ranks that this one has left a collective of the group, whose ranks are out of step from now on."""
+        """Posts that this rank has left a collective of the group, whose ranks are out of step from now on."""
         self.post(_LEFT, {"error": pack_error(why)})
+        # The post before the mark that leads to it: a reader of the mark looks for the reason at once.
         with reaching_store():
             self._store.set(_LEFT, str(self._rank))
 
@@ -284,20 +293,21 @@ class Blackboard:
         """The rank that has left a collective of the group, the last of several, and why; None: none has."""
         with reaching_store():
             named = self._store.get(_LEFT) if self._store.check([_LEFT]) else b""
+        # Other programs of the job's network can write to the store: an odd value names no rank.
         if not named.isdigit() or not 0 <= int(named) < self._size:
             return None
         post = self.read_post(_LEFT, int(named)) or {}
         return (int(named), unpack_error(post["error"])) if "error" in post else None
 
     def has_left(self, rank: int) -> bool:
-        """Whether this rank has said that it left a collective of the group, so that its end tells nothing more."""
+        """Whether this rank has posted that it left a collective of the group: then its end is not the cause."""
         return self.read_post(_LEFT, rank) is not None
 
     def await_all(self, name: str, deadline_s: float, what: str) -> Sequence[int]:
         """Returns once every rank has called this with this name; or, by number, the ranks that have ended instead.
 
         A collective notices a death only at the neighbours of the rank that died. No other call has the name. After
-        `deadline_s` this returns none: what the caller does then has a bound of its own. `what`: for `say_if_long`.
+        `deadline_s` this returns (): the caller's next step has a bound of its own. `what`: for `say_if_long`.
         """
         with reaching_store():
             here = self._store.add(name, 1)
@@ -325,7 +335,7 @@ class Blackboard:
                 self.forget(_SAID)
 
     def say_if_long(self, wait: Wait, what: str, absent: Sequence[int] = ()) -> None:
-        """Called at each look of a wait. Once that is long, the first rank to see it names those that do not wait as well.
+        """Called at each look of a wait. Once that is long, the first rank to see it logs the ranks that do not wait too.
 
         `absent`: the ranks that are waited for, where this rank has found them itself.
 
@@ -338,6 +348,7 @@ class Blackboard:
                 wait.is_noted = True
             if wait.is_said or wait.waited_s < SAY_AFTER_S:
                 return
+            # add() is atomic: of all ranks that wait only one logs.
             wait.is_said = True
             if self._store.add(_SAID, 1) > 1:
                 return
@@ -348,7 +359,7 @@ class Blackboard:
         log.warning("rank %d has waited %.0f s in %s %s", self._rank, wait.waited_s, what, whom)
 
     def forget(self, name: str) -> None:
-        """Of a name for which all ranks have been awaited nothing stays on the store."""
+        """Deletes a key, so that finished waits leave nothing on the store."""
         with contextlib.suppress(dist.DistError):  # it is gone, and nothing stays either
             self._store.delete_key(name)
 
@@ -365,11 +376,13 @@ class Blackboard:
         key = f"{topic}/{kind}/{self._rank}"
         with reaching_store():
             note = self._store.get(key) if self._store.check([key]) else b""
+            # Another nonce answers an earlier call, or an earlier run of the job on the same store.
             if not note.startswith(nonce.encode()):
                 return None
             sha256, size = _parse_digest(note[len(nonce) :])
             node = self._node if size >= PACKED_FROM_BYTES else None
             raw = read_once_per_node(node, sha256, lambda: bytes(self._store.get(f"{topic}/decision")))
+        # The coordinator has replaced the decision since. Acting on the new one would put this rank out of step.
         if note != (nonce + _digest(raw)).encode():
             raise RendezvousFailed(f"This rank was too late to read what was decided about this {topic}.", _LATE_RANK)
         return self._kept.complete(topic, raw, _decode(f"{topic}/decision", raw))
@@ -380,6 +393,7 @@ class Blackboard:
             self._store.check([key])  # a round trip on the same connection: the store has it before we go on
 
     def _all_of(self, keys: Sequence[str]) -> Sequence[bytes]:
+        # FileStore has no multi_get.
         if self._store.has_extended_api():
             values: list[bytes] = self._store.multi_get(list(keys))
             return values
@@ -389,8 +403,8 @@ class Blackboard:
 def _check_absent(decision: Mapping[str, Any] | None, topic: str, rank: int) -> None:
     """Raises PeerProtocolError: a decision without this rank is none to act on.
 
-    A coordinator that does not wait for a rank has only ever decided on an error. To a rank that has posted nothing before
-    nothing shows that the note is of this run of the job: an old one can make the call fail, and no more.
+    A coordinator leaves a rank out only when it decides on an error. A rank without an earlier post cannot check that the
+    note is of this run of the job: an old note can make its call fail, and no more.
     """
     if decision is not None and "error" not in decision:
         raise PeerProtocolError(f"What '{topic}/absent/{rank}' on the c10d store is about is no error.")
@@ -401,6 +415,7 @@ def check_all_posted(
 ) -> list[dict[str, Any]]:
     """The posts of all ranks. Raises the error of the first rank that posted one, or why there is none of some rank."""
     here = [dict(post) for post in posts if post is not None]
+    # A posted error is the cause; missing ranks are often its consequence.
     for post in here:
         if "error" in post:
             raise unpack_error(post["error"])
@@ -414,7 +429,7 @@ def _digest(decision: bytes) -> str:
 
 
 def _parse_digest(note: bytes) -> tuple[str, int]:
-    """SHA-256 and size of the decision that a note is about; of what is no note they are nothing that a node could have."""
+    """SHA-256 and size of the decision that a note refers to; "" and 0, which match no decision, if it is malformed."""
     try:
         return note[:64].decode("ascii"), int(note[64:80], 16)
     except ValueError:
@@ -422,14 +437,15 @@ def _parse_digest(note: bytes) -> tuple[str, int]:
 
 
 def encode(fields: Mapping[Any, Any]) -> bytes:
-    """What every rank reads is packed where it is large: the coordinator's link carries it once for each of them."""
+    """JSON, compressed where it is large: the coordinator's link carries it once for each rank."""
     raw = json.dumps(fields).encode()
     return raw if len(raw) < PACKED_FROM_BYTES else zlib.compress(raw, 1)
 
 
 def _claimed_nonce(raw: bytes) -> str:
-    """The nonce in a post that is not believed; nothing large is opened for it."""
+    """The nonce in a post that failed its checks. A compressed post is not unpacked for it."""
     try:
+        # The post is untrusted: no decompression, and a bounded parse.
         return str(json.loads(raw[:PACKED_FROM_BYTES])["nonce"])
     except (ValueError, RecursionError, LookupError, TypeError):
         return ""
@@ -438,7 +454,7 @@ def _claimed_nonce(raw: bytes) -> str:
 def _decode(key: str, raw: bytes) -> dict[str, Any]:
     try:
         fields = json.loads(raw if raw[:1] == b"{" else zlib.decompress(raw))
-    except (ValueError, RecursionError, zlib.error) as exc:
+    except (ValueError, RecursionError, zlib.error) as exc:  # RecursionError: nested too deep, by a foreign writer
         raise PeerProtocolError(f"{key!r} on the c10d store is no JSON: {type(exc).__name__}.", _FOREIGN) from exc
     if not isinstance(fields, dict):
         raise PeerProtocolError(f"{key!r} on the c10d store is no JSON object.", _FOREIGN)

@@ -1,4 +1,4 @@
-"""What stays the same from one decision to the next is told once, as long as every rank says that it still has it."""
+"""Fields that stay the same between decisions are sent once, as long as every rank reports that it has them."""
 
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
@@ -9,11 +9,11 @@ from replicated_ckpt.errors import PeerProtocolError
 _KNOWS, _AS = "knows", "as"
 STAYS = "stays"
 """The entry of a whole decision that names the fields of it that ranks are to keep."""
-_LOST = "Save again: ranks then say that they have nothing of an earlier decision, and are told all of it."
+_LOST = "Save again: the ranks then report an empty cache, and get the whole decision."
 
 
 class CachedDecisions:
-    """Of one rank in one process group: by topic the fields that stay, and the digest of the message that told them.
+    """The cached fields of one rank in one process group: by topic, with the digest of the message that brought them.
 
     A message that refers to another one refers to a whole one. One call at a time.
     """
@@ -22,7 +22,7 @@ class CachedDecisions:
         self._kept: dict[str, tuple[str, Mapping[str, Any]]] = {}
 
     def describe_known(self, topic: str) -> Mapping[str, str]:
-        """What a rank's post says of this."""
+        """The entry of a rank's post that names the message in its cache."""
         return {_KNOWS: self._kept[topic][0]} if topic in self._kept else {}
 
     def shorten(
@@ -32,19 +32,20 @@ class CachedDecisions:
         digest, before = self._kept.get(topic, ("", {}))
         if before != {name: fields[name] for name in stays} or not before:
             return None
+        # A rank that has just joined, or has missed a decision, has other fields or none: all get the whole decision.
         if not all(post is not None and post.get(_KNOWS) == digest for post in posts):
             return None
         return {**{name: value for name, value in fields.items() if name not in stays}, _AS: digest}
 
     def keep(self, topic: str, raw: bytes, fields: Mapping[str, Any], stays: Collection[str]) -> None:
-        """This is what was told of them, in the message `raw`."""
+        """Caches the fields that `stays` names, as the message `raw` brought them."""
         self._kept[topic] = hashlib.sha256(raw).hexdigest()[:32], {name: fields[name] for name in stays}
 
     def complete(self, topic: str, raw: bytes, fields: dict[str, Any]) -> dict[str, Any]:
-        """A rank: the whole decision, of the message `raw` that has these fields.
+        """A rank: the whole decision, from the fields of the message `raw` and the cache.
 
         Raises:
-            PeerProtocolError: it refers to what this rank does not have, or names fields that it has not.
+            PeerProtocolError: it refers to a message that this rank does not have, or `stays` names missing fields.
         """
         stays, digest = fields.pop(STAYS, None), fields.pop(_AS, None)
         if stays is not None:
@@ -55,6 +56,7 @@ class CachedDecisions:
             self.keep(topic, raw, fields, stays)
         if digest is not None:
             known, before = self._kept.get(topic, ("", {}))
+            # Filled in from another decision, this rank would send its copies elsewhere than the other ranks expect.
             if digest != known:
                 what = f"The decision about this {topic} refers to an earlier one, {digest!r:.80}, which this rank has not."
                 raise PeerProtocolError(what, _LOST)

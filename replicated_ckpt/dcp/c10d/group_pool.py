@@ -16,7 +16,7 @@ from replicated_ckpt.errors import ConfigInvalid, RankFailed, ReplicatedCkptErro
 
 T = TypeVar("T")
 _FIRST_GROUP_S = 300.0
-GROUPS_MAX = 512
+GROUPS_MAX = 512  # dist.new_group takes no bound of its own
 """Groups in use at once in one process; those beyond it are not reused."""
 
 
@@ -53,9 +53,11 @@ class PooledGroup:
         """For a block of collectives. If it breaks off in the middle of one, no later block gets the group."""
         try:
             yield
+        # Raised by all ranks together, after a collective has ended: the ranks are still in step.
         except (CheckpointException, ReplicatedCkptError):
             self._is_fit = self._is_fit and not self.is_gone and not is_broken(self.group)
             raise
+        # An interrupt may hit the middle of a collective: then the ranks are out of step for ever.
         except BaseException:
             self._is_fit = False
             raise
@@ -77,20 +79,23 @@ class _Pool:
         self._agreeing: Any = dist.new_group(backend="gloo")
 
     def acquire(self) -> PooledGroup:
-        taken = torch.zeros(GROUPS_MAX + 1, dtype=torch.uint8, device="cpu")
+        taken = torch.zeros(GROUPS_MAX + 1, dtype=torch.uint8, device="cpu")  # one more: the last is always free
         taken[sorted(self.in_use)] = 1
+        # Free only if it is so on every rank: another rank may not have closed its manager yet.
         watch_group(self._agreeing).reduce_to_max(taken)
         number = taken.tolist().index(0)
         if number == GROUPS_MAX:
             raise ConfigInvalid(
                 f"{GROUPS_MAX} process groups are in use.", "Close each CheckpointManager after its use."
             )
+        # All ranks see the same number, so all of them make the group together, as torch demands.
         if number == len(self.groups):
             self.groups.append(dist.new_group(backend="gloo"))
         self.in_use.add(number)
         return PooledGroup(self, number)
 
 
+# Weak: a group that is kept alive keeps gloo's threads running after destroy_process_group, and they abort the process.
 _POOLS: "weakref.WeakKeyDictionary[Any, _Pool]" = weakref.WeakKeyDictionary()
 
 
@@ -113,7 +118,7 @@ def acquire_group() -> PooledGroup | None:
 def agree_on_first(group: Any, look: Callable[[], T]) -> T:
     """What rank 0 of a group of all ranks finds, given to all of them; what it raises, all raise.
 
-    None: this process alone.
+    `group` None: this process alone.
     """
     if group is None:
         return look()
@@ -123,6 +128,7 @@ def agree_on_first(group: Any, look: Callable[[], T]) -> T:
         try:
             outcome[0] = look()
         except BaseException as exc:
+            # The other ranks wait in this broadcast: they get the error before this rank leaves.
             watched.broadcast_object([None, _make_picklable(exc, 0)])
             raise
     outcome = watched.broadcast_object(outcome)
@@ -135,7 +141,7 @@ def agree_on_first(group: Any, look: Callable[[], T]) -> T:
 def agree_on_all(group: Any, act: Callable[[], T]) -> list[T]:
     """What every rank of a group of all ranks does or finds, in rank order; what one of them raises, all raise.
 
-    None: this process alone.
+    `group` None: this process alone.
     """
     if group is None:
         return [act()]
@@ -146,6 +152,7 @@ def agree_on_all(group: Any, act: Callable[[], T]) -> list[T]:
     except ReplicatedCkptError as exc:
         failure = exc
     except BaseException as exc:
+        # The other ranks wait in this gather: they get the error before this rank leaves.
         watched.all_gather_object((None, _make_picklable(exc, dist.get_rank(group))))
         raise
     told = watched.all_gather_object((found, failure))

@@ -1,4 +1,4 @@
-"""What all ranks read and one of each node fetches: it leaves the bytes in the directory of its node's agent."""
+"""One rank of each node fetches what all ranks read, and leaves the bytes in the directory of its node's agent."""
 
 import contextlib
 import hashlib
@@ -14,29 +14,31 @@ from replicated_ckpt.stores.files.ownership import is_of_another, read_private
 log = logging.getLogger(__name__)
 
 WAIT_S = 2.0
-"""So long another rank of the node may take to fetch it; then this one does so itself."""
+"""How long another rank of the node may take to fetch the bytes. After that this rank fetches them itself."""
 NAME = "decision"
 
 
 def read_once_per_node(directory: Path | None, sha256: str, fetch: Callable[[], bytes]) -> bytes:
     """The bytes of this digest from `directory`, if a rank of this node left them there; else they are fetched, and left.
 
-    Bytes of another digest are not believed. Where the directory is another user's or cannot be written, its disk is full,
+    Bytes of another digest are ignored. Where the directory is another user's or cannot be written, its disk is full,
     or the rank that fetches is stopped, each rank fetches for itself; the caller checks what was fetched. One file stays,
     until the next one takes its place. `directory` None: this rank has no node. Any number of processes at once.
 
     Raises:
         Whatever `fetch` raises.
     """
-    if directory is None or is_of_another(directory):
+    if directory is None or is_of_another(directory):  # another user's files are not trusted
         return fetch()
     path = directory / NAME
     if (raw := _read_left(path, sha256)) is not None:
         return raw
     with _alone(directory) as is_alone:
+        # Another rank may have left it while this one waited for the lock.
         if (raw := _read_left(path, sha256)) is not None:
             return raw
         raw = fetch()
+        # Without the lock another rank may be writing the same file.
         if is_alone:
             _leave(path, raw)
     return raw
@@ -51,6 +53,7 @@ def _alone(directory: Path) -> Iterator[bool]:
     with contextlib.ExitStack() as held:
         try:
             held.enter_context(exclusive(directory, WAIT_S))
+        # A stopped rank, or a file system without locks, costs time only.
         except (OSError, ReplicatedCkptError) as exc:
             log.info("this rank reads what was decided for itself alone: %s", exc)
             yield False
@@ -63,6 +66,7 @@ def _read_left(path: Path, sha256: str) -> bytes | None:
         raw = read_private(path)
     except (OSError, StoreDenied):  # none was left, or none that this rank can read: it is fetched
         return None
+    # The file of an earlier decision, or one cut off by a full disk, has another digest.
     return raw if hashlib.sha256(raw).hexdigest() == sha256 else None
 
 

@@ -1,5 +1,5 @@
-"""What a rank raises in a hook of DCP can be told to the other ranks: DCP sends it by pickle, and an error that does not
-survive that leaves them waiting.
+"""Makes errors that are raised in DCP's hooks picklable: DCP sends them to the other ranks by pickle, and an error that
+fails there leaves these ranks waiting.
 """
 
 import copyreg
@@ -60,8 +60,9 @@ def _make_picklable(hook: Callable[..., Any], *, is_own: bool) -> Callable[..., 
 
 
 def can_be_sent(error: BaseException) -> bool:
-    """Whether another process gets the error if it is sent by pickle."""
+    """Whether the error survives being sent to another process by pickle."""
     try:
+        # Both directions: an error whose constructor takes other arguments fails only when another rank loads it.
         pickle.loads(pickle.dumps(error))  # noqa: S301 - of this very process
     except Exception:  # noqa: BLE001 - its own code runs in both directions
         return False
@@ -73,9 +74,9 @@ def _describe(what: str, error: BaseException) -> RankFailed:
 
 
 def make_sendable(value: Any) -> Any:
-    """What a rank tells the others in a step of DCP, with RankFailed in place of each error in it that cannot be sent.
+    """Replaces each error that cannot be pickled by RankFailed, in a value that a rank sends in a step of DCP.
 
-    DCP tells what its planners raise, too: an error with its traceback, or by rank in a CheckpointException.
+    DCP sends errors of its planners, too: an error with its traceback, or by rank in a CheckpointException.
     """
     match value:
         case (BaseException() as error, traceback) if not can_be_sent(error):

@@ -11,14 +11,16 @@ _KINDS: Mapping[str, type[ReplicatedCkptError]] = {
     for name, kind in vars(errors).items()
     if isinstance(kind, type) and issubclass(kind, ReplicatedCkptError)
 }
+# No error of ours nests deeper; hostile JSON must not exhaust the stack.
 _DEPTH_MAX = 4
 
 
 def pack_error(error: ReplicatedCkptError) -> dict[str, Any]:
-    """The error as JSON takes it. Of a subclass that lies outside `replicated_ckpt.errors` the nearest class inside."""
+    """The error as JSON. A subclass from outside `replicated_ckpt.errors` becomes its nearest base class inside."""
     kind = next(base for base in type(error).__mro__ if _KINDS.get(base.__name__) is base)
     try:
         made_from = [_pack(argument) for argument in error.args]
+        # Made once here: an error that the reader cannot make would reach it as a protocol error.
         _check(kind(*error.args))
     except (TypeError, ValueError, AttributeError):  # its own constructor took other arguments
         kind, made_from = ReplicatedCkptError, [str(error.message), str(error.hint)]
@@ -32,6 +34,7 @@ def unpack_error(fields: Any) -> ReplicatedCkptError:
         PeerProtocolError: they are of none.
     """
     try:
+        # Only our own error classes are made: other programs of the job's network can write to the c10d store.
         kind = _KINDS[fields["kind"]]
         error = kind(*(_unpack(argument, 0) for argument in fields["args"]))
         _check(error)

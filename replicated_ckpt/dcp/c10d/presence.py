@@ -1,6 +1,6 @@
-"""Presence: which ranks run on this host, and whether their processes still live, as /proc says.
+"""Presence: which ranks run on this host, and whether their processes still live, as /proc shows.
 
-A rank that is killed cannot post that it failed, and the c10d store does not tell that its connection is gone. The other
+A rank that is killed cannot post that it failed, and the c10d store does not report a closed connection. The other
 ranks of its host see it, and note it on the store for the ranks of other hosts. A process that is stopped, or slow, lives.
 """
 
@@ -46,7 +46,8 @@ class Process:
         except (FileNotFoundError, ProcessLookupError):
             return False
         except OSError:
-            return True
+            return True  # /proc may be unreadable, as under hidepid: unknown is not dead
+        # Another start time: the number belongs to a new process. Z: killed, but not waited for, as a shell's child may be.
         return started == self.started and state not in "ZX"
 
     def is_stopped(self) -> bool:
@@ -55,7 +56,7 @@ class Process:
 
 
 class Presence:
-    """The processes of the job, as one of them knows them. On the store there is one key for each, and one for a death.
+    """The processes of the job, as seen by one of them. On the store there is one key for each, and one for a death.
 
     Safe for concurrent use: an asynchronous save and a load look at once.
     """
@@ -75,6 +76,7 @@ class Presence:
         Where /proc does not say which, none is seen.
         """
         try:
+            # Process ids compare only within one boot and one pid namespace: containers of a host each have their own.
             host = f"{_BOOT_ID.read_text().strip()}/{(_PROC / 'self/ns/pid').readlink()}"
             this = Process(self._rank, os.getpid(), state_and_start(os.getpid())[1])
         except OSError as exc:
@@ -89,6 +91,7 @@ class Presence:
         if self._host is not None:
             self._mates_read = self._read(self._host, self._mates_read, self._mates)
         for mate in list(self._mates.values()):  # another thread's call may add one
+            # Compared as a whole: a restarted rank is another process under the same rank.
             if self._lost.get(mate.rank) != mate and not mate.lives():
                 self._append("lost", mate)
                 self._lost[mate.rank] = mate
@@ -99,6 +102,7 @@ class Presence:
         return {mate.rank: mate.pid for mate in list(self._mates.values()) if mate.is_stopped()}
 
     def _append(self, name: str, process: Process) -> None:
+        # The number is drawn before the entry is there: a reader stops at such a gap, and comes back.
         self._store.set(f"{name}/{self._store.add(name, 1)}", json.dumps(asdict(process)).encode())
 
     def _read(self, name: str, done: int, found: dict[int, Process]) -> int:
@@ -116,7 +120,7 @@ class Presence:
 
 
 def describe_ended(ranks: Sequence[int]) -> RankFailed:
-    """What the other ranks are told of ranks whose processes have ended: the first of them may be why the others have."""
+    """The error for the other ranks. It names the rank that ended first: that may be why the others have."""
     first, *others = (f"rank {rank}" for rank in ranks)
     since = f", and by now that of {list_some(others, _NAMED_MAX)}" if others else ""
     return RankFailed(f"The process of {first} has ended{since}.", _ITS_LOG.format(first))
@@ -132,12 +136,13 @@ def describe_stopped(stopped: Mapping[int, int]) -> tuple[str, str]:
 
 
 class _Known:
-    """What this process has announced. One that joins another job announces itself anew."""
+    """What this process has announced. A process that joins another job announces itself again."""
 
     def __init__(self) -> None:
         self._group: Callable[[], Any] = lambda: None
         self._presence: Presence | None = None
         self._inherited: Callable[[], Any] = lambda: None
+        # A forked worker, as a data loader's, inherits the groups, but is no rank in them.
         os.register_at_fork(after_in_child=self._inherit)
 
     def _inherit(self) -> None:
@@ -150,6 +155,7 @@ class _Known:
 
     def presence(self) -> Presence:
         group = dist.group.WORLD
+        # After a new init_process_group the earlier announcement lies in the store of the old job.
         if self._presence is None or self._group() is not group:
             self._presence = Presence(default_store(), dist.get_rank())
             self._presence.announce()

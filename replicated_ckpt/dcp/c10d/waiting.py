@@ -1,4 +1,4 @@
-"""Waiting on the blackboard: how often it is looked at, how long, and what if the c10d store does not answer."""
+"""Waits on the blackboard: how often a rank looks, how long it waits, and what follows if the store does not answer."""
 
 import contextlib
 import time
@@ -14,10 +14,10 @@ import torch.distributed as dist
 from replicated_ckpt.errors import RendezvousFailed
 
 LOOK_AFTER_S = 1.5
-"""So long a wait asks for nothing but what it waits for: then also for ranks that have failed, one by one."""
+"""For so long a wait reads only what it waits for. From then on it also looks for failed ranks, one by one."""
 LOOK_EVERY_S = 1.0
 SAY_AFTER_S = 30.0
-"""After so long a wait names in the log, once, the ranks that it waits for."""
+"""After so long a wait logs, once, the ranks that it waits for."""
 LINGER_S = 5.0
 """How long the coordinator of a load waits for the other ranks once one has failed."""
 _STORE_HINT = (
@@ -29,7 +29,7 @@ POLL_S = 0.005
 
 @contextlib.contextmanager
 def reaching_store() -> Iterator[None]:
-    """Names the error of the block: the c10d store lies in a process that may have ended."""
+    """Translates the block's errors of the c10d store: the process that serves it may have ended."""
     try:
         yield
     except dist.DistError as exc:
@@ -37,14 +37,14 @@ def reaching_store() -> Iterator[None]:
 
 
 _unanswered: "weakref.WeakKeyDictionary[dist.Store, tuple[Future[Any], float]]" = weakref.WeakKeyDictionary()
-"""The last call that was left without an answer, and until when it is waited for: by any number of threads."""
+"""The last call that got no answer yet, and until when any thread waits for it."""
 
 
 class AnsweringStore:
     """The c10d store of a job, under a prefix. A call that gets no answer within the store's own time-out raises.
 
-    torch's own waits for ever where the process that serves it is stopped, or its host has no power. No call begins before
-    an earlier one that was interrupted has its answer; after one that was given up, each raises at once.
+    torch's own waits for ever where the process that serves it is stopped, or its host has no power. A call first waits
+    for the answer to an earlier one that was interrupted. After a call that got no answer, each later one raises at once.
     """
 
     def __init__(self, prefix: str, store: "dist.Store") -> None:
@@ -55,6 +55,7 @@ class AnsweringStore:
         return partial(self._call, getattr(self._store, name))
 
     def _call(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        # The store's client holds a mutex during a call: a second one would wait for ever behind one that hangs.
         before = _unanswered.get(self._job)
         if before is not None:
             self._await(*before)
@@ -80,6 +81,7 @@ class AnsweringStore:
             limit_s = self._job.timeout.total_seconds()
             raise dist.DistStoreError(f"no answer within its time-out, {limit_s:.0f} s") from None
         finally:
+            # Also after Ctrl-C: the call goes on in its thread, and the next one must not overtake it.
             if not answer.done():
                 _unanswered[self._job] = answer, until
 
@@ -91,6 +93,7 @@ class Wait:
     """
 
     def __init__(self, deadline_s: float, pause_max_s: float) -> None:
+        # Monotonic: a clock that is set must neither end nor prolong a wait.
         self._began = time.monotonic()
         self._until = self._began + deadline_s
         self._next_look = self._began + LOOK_AFTER_S

@@ -1,4 +1,4 @@
-"""Collectives of a gloo group that end once a rank of it has ended, or has left one: gloo itself tells its neighbours only.
+"""Collectives of a gloo group that end once a rank has ended or left. In gloo itself only its neighbours notice.
 
 Each collective is begun asynchronously, and waited for in steps; between two steps this rank looks for ranks that are
 gone. One that is over within the first step costs no message more than torch's own. What goes over the wire is what
@@ -25,9 +25,9 @@ from replicated_ckpt.dcp.tensors.memory import memory_of
 from replicated_ckpt.errors import ConfigInvalid, RankFailed, RendezvousFailed, ReplicatedCkptError
 
 SEEK_S = 3.0
-"""So long a rank whose collective has failed looks for the rank that has ended, before it says that it knows of none."""
+"""How long a rank whose collective has failed looks for the rank that ended, before it reports that none is known."""
 _LOOK_PER_RANK_S = 0.0005
-"""All ranks that wait look some 2,000 times in a second, however many they are."""
+"""All ranks that wait look about 2,000 times a second in all, however many they are."""
 _PAUSE_MAX_S = 0.25
 _NEW_GROUP = (
     "The ranks are out of step in this process group, and no collective of it works any more: start the job again, or make "
@@ -58,9 +58,9 @@ Missed = tuple[int, ReplicatedCkptError]
 class WatchedGroup:
     """The object collectives that DCP uses, of one group. One thread at a time.
 
-    Each of them raises a CheckpointException that is RankFailed or RendezvousFailed, too, if a rank has ended or left, on
+    Each of them raises a CheckpointException that is also RankFailed or RendezvousFailed, if a rank has ended or left, on
     every rank that waits; then the group is broken, and each later collective of it raises the same at once. This keeps no
-    group alive: gloo's threads end with `destroy_process_group` only if nothing does. Then it is ConfigInvalid, too.
+    group alive: gloo's threads end with `destroy_process_group` only if nothing does. After that it is also ConfigInvalid.
     """
 
     def __init__(self, group: Any, board: Blackboard) -> None:
@@ -88,10 +88,11 @@ class WatchedGroup:
         return "cpu:gloo" in dist.get_backend_config(group).split(",")
 
     def gather_object(self, value: Any) -> list[Any] | None:
-        """What all ranks give, at the coordinator; None elsewhere."""
+        """The values of all ranks, at the coordinator; None elsewhere."""
         with self._leaving():
             own = _as_bytes(value)
             sizes = self._gather_sizes(own)
+            # gloo gathers tensors of one size only: all are padded to the longest.
             longest = max(sizes)
             is_here = self._rank == self.coordinator
             found = [_room_for(longest) for _ in range(self._size)] if is_here else None
@@ -99,7 +100,7 @@ class WatchedGroup:
             return None if found is None else list(map(_as_object, found, sizes))
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """What all ranks give, on every rank."""
+        """The values of all ranks, on every rank."""
         with self._leaving():
             own = _as_bytes(value)
             sizes = self._gather_sizes(own)
@@ -113,7 +114,7 @@ class WatchedGroup:
         return [int(size) for size in sizes]
 
     def scatter_object(self, values: Sequence[Any] | None) -> Any:
-        """What the coordinator gives to this rank."""
+        """The coordinator's value for this rank."""
         with self._leaving():
             given = [_as_bytes(value) for value in values or ()] if self._rank == self.coordinator else None
             sizes = None if given is None else [_as_number(one.numel()) for one in given]
@@ -126,7 +127,7 @@ class WatchedGroup:
             return _as_object(raw, int(size))
 
     def broadcast_object(self, value: Any) -> Any:
-        """What the coordinator gives, on every rank."""
+        """The coordinator's value, on every rank."""
         with self._leaving():
             is_source = self._rank == self.coordinator
             raw = _as_bytes(value) if is_source else _room_for(0)
@@ -143,7 +144,7 @@ class WatchedGroup:
 
     @contextmanager
     def _leaving(self) -> Iterator[None]:
-        """Nothing of a broken group is begun. Whatever ends the block, the ranks that wait for this one are told."""
+        """Begins nothing in a broken group. Whatever ends the block, the ranks that wait for this one get an error."""
         group = self._held()  # to the end of the block
         if group is None:
             self.on_break()
@@ -154,13 +155,14 @@ class WatchedGroup:
         try:
             yield
         except BaseException as exc:
+            # A CheckpointException is `_finish`'s own, which has told the other ranks already.
             if not isinstance(exc, CheckpointException):
                 self.leave("a collective", exc)
             self.on_break()
             raise
 
     def leave(self, what: str, exc: BaseException) -> None:
-        """This rank takes part in no collective of the group any more: the ranks that wait for it are told why."""
+        """Marks the group as broken, and posts why: the ranks that wait for this one in a collective raise that."""
         why = RankFailed(f"Rank {self._rank} left {what} with {type(exc).__name__}: {exc}", _ITS_LOG)
         _broken[self._group] = why
         self._tell_left(why)
@@ -184,15 +186,17 @@ class WatchedGroup:
         try:
             if wait is not None:
                 self._board.say_if_long(wait, "a collective of a save or load")
+            # A rank that left before its process ended has posted the cause: its end is a consequence.
             lost = [rank for rank in self._board.find_lost() if not self._board.has_left(rank)]
             return (lost[0], describe_ended(lost)) if lost else self._board.find_left()
         except ReplicatedCkptError as exc:  # the c10d store does not answer
             return self._rank, exc
 
     def _seek(self, failure: RuntimeError) -> Missed:
-        """Of a collective that has failed at this rank: who has ended; else that it did, which the other ranks are told."""
+        """Why a collective failed here: a rank that ended, left or is stopped; else the failure itself."""
         wait = Wait(SEEK_S, _PAUSE_MAX_S)
         while not wait.is_over:
+            # The other ranks of a dead one's host note its end at their next look, up to a second from now.
             missed = self._look() or (self._find_stopped() if wait.waited_s > LOOK_AFTER_S else None)
             if missed is not None:
                 return missed
@@ -204,7 +208,7 @@ class WatchedGroup:
         return self._rank, why
 
     def _find_stopped(self) -> Missed | None:
-        """A rank of this host that is stopped: the collective has failed as it let the group's time-out pass."""
+        """A rank of this host that is stopped: the collective has failed because that rank let the time-out pass."""
         stopped = self._board.find_stopped()
         what, hint = describe_stopped(stopped)
         return (next(iter(stopped)), RankFailed(what, f"{hint} {_NEW_GROUP}")) if stopped else None
@@ -215,7 +219,7 @@ class WatchedGroup:
 
     def _break(self, rank: int, error: ReplicatedCkptError) -> ReplicatedCkptError:
         _broken[self._group] = error
-        self._tell_left(error)  # who ends now has said why: it is not taken for the first
+        self._tell_left(error)  # this rank may end now: the others must not take it for the cause
         return as_checkpoint_exception(error, rank)
 
 
@@ -223,10 +227,10 @@ def _is_over(work: Any, within_s: float) -> bool:
     """Whether a collective has come to its end. Raises what it has failed with."""
     try:
         work.wait(timedelta(seconds=within_s))
-    except RuntimeError:  # it has failed; or the time is over, and it goes on
+    except RuntimeError:  # a failure, or torch's own time-out: the collective goes on then
         if not work.is_completed():
             return False
-        work.wait()
+        work.wait()  # raises its failure; returns if it ended at this moment
     return True
 
 
@@ -240,6 +244,7 @@ def _as_number(value: int) -> torch.Tensor:
 
 
 def _as_bytes(value: Any) -> torch.Tensor:
+    # clone: the callers resize it, and memory that a bytearray owns cannot be resized.
     return torch.frombuffer(bytearray(dump(make_sendable(value))), dtype=torch.uint8).clone()
 
 

@@ -46,7 +46,7 @@ def session_of(group_name: str) -> str:
 class World:
     """The ranks of one DCP call. `blackboard` is None for a call on one process alone.
 
-    `is_load`: what is found is read then, and is kept for it; a mere look keeps nothing. `watched`: the collectives of its
+    `is_load`: the nodes pin what is found, as it is read then; a mere look pins nothing. `watched`: the collectives of its
     group, where they can be watched.
     """
 
@@ -63,11 +63,11 @@ class World:
         return session_of(self.group_name)
 
     def session_of_writer(self, name: str) -> str:
-        """As `session`. Alone, writers save at once, each one save after the other: each has a session in that one."""
+        """As `session`. On one process alone, several writers may save at once: each of them has a session of its own."""
         return self.session if self.blackboard is not None else f"{self.session}{WRITER}{name}"
 
     def watch_call(self, on_break: Callable[[], object] = lambda: None) -> None:
-        """The DCP call under way uses the collectives that miss a rank that is gone. Called in its first step.
+        """Has the DCP call under way use collectives that notice a rank that is gone. Called in its first step.
 
         `on_break` is called on a rank before such a collective raises there.
         """
@@ -81,7 +81,7 @@ class World:
 
 
 def world_of_call(process_group: Any, no_dist: bool | None) -> World:
-    """The world of the DCP call under way; arguments given to the writer or reader win over what the call says.
+    """The world of the DCP call under way. Arguments of the writer or reader take precedence over the call's.
 
     Raises:
         ConfigInvalid: it is not a group that this rank is in; or this process was forked from a rank.
@@ -89,6 +89,7 @@ def world_of_call(process_group: Any, no_dist: bool | None) -> World:
     call = find_call()
     if no_dist is None:
         no_dist = call.no_dist if call is not None else False
+    # With no_dist the other ranks take no part: any message to them would hang.
     if no_dist or not dist.is_available() or not dist.is_initialized():
         return World(0, 1, None)
     check_is_rank()
@@ -104,7 +105,7 @@ def world_of_call(process_group: Any, no_dist: bool | None) -> World:
 
 
 def watch_first_step(process_group: Any) -> None:
-    """Has the DCP call under way, if there is one, miss a rank that is gone, also where its planner raises before a hook.
+    """Has the DCP call under way notice a rank that is gone, even if its planner raises before any hook of ours.
 
     Called in its first step, before the planner is given anything. Raises ConfigInvalid: as `world_of_call`.
     """
@@ -114,9 +115,9 @@ def watch_first_step(process_group: Any) -> None:
 
 @contextmanager
 def telling_if_left(process_group: Any) -> Iterator[None]:
-    """If the block, in which an asynchronous save is staged, ends by an interrupt of this rank, its other ranks are told.
+    """Posts to the other ranks if an interrupt of this rank ends the block, in which an asynchronous save is staged.
 
-    They may have begun it: without a word they would wait for this one for the time-out of their group.
+    They may have begun the save: without the post they would wait until their group's time-out.
     """
     try:
         yield
@@ -162,7 +163,7 @@ def _set_up_rendezvous(group: Any, name: str) -> tuple[Blackboard, WatchedGroup 
 
 
 def _find_lost(presence: Presence | None, members: Sequence[int]) -> list[int]:
-    """The ranks of a group of these members whose processes are known to have ended, as they were missed."""
+    """The ranks of a group of these members whose processes are known to have ended, in the order of their ends."""
     with reaching_store():
         lost = presence.find_lost() if presence is not None else {}
     rank_by_member = {member: rank for rank, member in enumerate(members)}
