@@ -97,7 +97,7 @@ def describe_absence(
 
 
 class NewerSaves:
-    """Checkpoints that only a newer version of the package reads. They are skipped with a warning."""
+    """Checkpoints that only a newer version of the package can read. They are skipped with a warning."""
 
     def __init__(self) -> None:
         self._told_by_id: dict[str, str] = {}
@@ -114,37 +114,39 @@ class NewerSaves:
                 log.warning("%s: it is not loaded", told)
 
     def note_refusal(self, error: Exception, place: str, checkpoint_id: str) -> None:
-        """As `note`, if that is why its manifest was refused."""
+        """As `note`, if the manifest was refused for its newer format."""
         if isinstance(error, ManifestVersionUnknown):
             self.record_newer(place, checkpoint_id)
 
     def tell(self) -> tuple[str, ...]:
-        """Each in words, with where it lies."""
+        """One sentence for each, with the place where it lies."""
         return tuple(self._told_by_id.values())
 
     def raise_first(self, searched: Sequence[str], is_wanted: Callable[[str], bool]) -> None:
-        """Where nothing else was found. Raises ManifestVersionUnknown: there is one that is wanted."""
+        """For a search that found nothing else. Raises ManifestVersionUnknown: one of these is wanted."""
         for checkpoint_id, told in self._told_by_id.items():
             if is_wanted(checkpoint_id):
                 raise ManifestVersionUnknown(f"{told}. Searched: {'; '.join(searched)}.")
 
 
 def describe_answer(node: str, error: ReplicatedCkptError | OSError) -> str:
-    """As ShardLost names a place that was searched: of one that did not say what it has it says that it was not reached.
+    """A place that was searched, as ShardLost lists it; a place without a usable answer counts as not reached.
 
-    Credentials that are refused, and another agent under the address of a node, say nothing of the shard. `node` is its
-    id, or its label.
+    A bucket that refuses the credentials, or another agent at a node's address, shows nothing about the shard. `node` is
+    the node's id, or its label.
     """
     named = node if node.startswith("node ") else f"node {node}"
     place, why = OBJECT_STORE if node == OBJECT_NODE else named, getattr(error, "message", str(error))
+    # Unreachable is not missing: the shard may still lie there.
     is_heard = not isinstance(error, StoreUnavailable | StoreDenied | PeerProtocolError)
     return f"{place}: {why}" if is_heard else f"{place}{NOT_REACHED} ({why})"
 
 
 def describe_move(bucket: Bucket, checkpoint_id: str, save_id: str) -> tuple[str, ...]:
-    """In words, what became of a save that the bucket had when the load began. Empty: it is there, or that is not known."""
+    """In words, where a save went that the bucket had when the load began. Empty: it is there, or the bucket fails."""
     try:
         there = bucket.save_of(checkpoint_id)
+    # Another error is being reported: this only adds to it.
     except ReplicatedCkptError:
         return ()
     if there is not None and there.save_id == save_id:

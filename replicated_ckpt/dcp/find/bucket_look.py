@@ -1,4 +1,4 @@
-"""A look into the bucket while the nodes are asked: a load that finds all on the nodes does not wait for a slow bucket."""
+"""A look into the bucket while the nodes are asked: a load that finds everything on the nodes waits for no slow bucket."""
 
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
@@ -43,7 +43,7 @@ class BucketLook:
 
     def _look(self) -> None:
         try:
-            self._bucket.client.target.check_is_apart(None)  # here, as a share that hangs is looked at
+            self._bucket.client.target.check_is_apart(None)  # on this thread: the share of a file:// bucket may hang
             if self._checkpoint_id is None:
                 self._found.set_result(self._bucket.saves(self._scope))
             else:

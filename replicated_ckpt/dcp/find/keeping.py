@@ -1,4 +1,4 @@
-"""The save that a load reads, found and then kept: once its agents are told of it nothing removes it on their nodes."""
+"""Finds the save that a load reads, and pins it: once its agents know of the load, no node removes it."""
 
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -13,10 +13,10 @@ from replicated_ckpt.stores.peer.deadline import is_time_out
 from replicated_ckpt.stores.peer.fan_out import FanOut
 
 SURVEYS_MAX = 3
-"""In one load, where another job replaces or removes checkpoints meanwhile."""
+"""Bound of the surveys of one load, where another job replaces or removes checkpoints meanwhile."""
 
 Silence = Mapping[str, ReplicatedCkptError]
-"""The peers that gave no answer a moment ago, and how: they are not asked again."""
+"""The peers that gave no answer a moment ago, with their errors: they are not asked again."""
 
 
 def survey_and_keep(
@@ -26,10 +26,10 @@ def survey_and_keep(
     silent: Silence,
     own: Iterable[AgentAddress] = (),
 ) -> Survey:
-    """The survey for a load, whose save its nodes still had when they were told to keep it.
+    """The survey for a load, of a save that its nodes still had when they pinned it.
 
-    What another job has replaced or removed in between is looked for once more: there may be a newer one by now, and an
-    older one is not taken in its place. `own`: agents that are told, and not asked.
+    If another job has replaced or removed something in between, this surveys again: there may be a newer save by now, and
+    an older one must not take its place. `own`: agents that pin, too, and are not asked what they hold.
 
     Raises:
         ReplicatedCkptError: as Surveyor.survey.
@@ -40,30 +40,35 @@ def survey_and_keep(
         try:
             survey = surveyor.survey(checkpoint_id)
         except (CheckpointNotFound, ManifestVersionUnknown, ShardLost):
+            # Only a new disappearance is worth another survey: a stale listing would repeat the same ones for ever.
             if number == SURVEYS_MAX or surveyor.moved <= known:
                 raise
             gone = surveyor.moved
         else:
             without, late = tell_load([*survey.addresses, *own], survey, world)
             survey = replace(survey, silent=tuple(sorted(late)))
+            # Only nodes that listed the save count: the others of the load never had it.
             gone = surveyor.moved | {(node, survey.found.save_id) for node in without} & surveyor.listed
             if number == SURVEYS_MAX or gone <= known:
                 break
         known |= gone
+        # A silent peer costs its time-out once, not once for each survey.
         silent = {**silent, **surveyor.unanswered}
     return survey
 
 
 def tell_load(addresses: Iterable[AgentAddress], survey: Survey, world: World) -> tuple[set[str], set[str]]:
-    """Tells the agents which save is read, so that it stays, and how far its lineage has come: later saves are newer.
+    """Has the agents pin the save that is read, and reports its lineage's largest sequence, so that later saves are newer.
 
-    One that does not answer is left out: it holds nothing that this load was told to read from it. Returns the nodes
-    that answer that the save does not lie there, as none does where this is a mere look; and those that are silent.
+    An agent that does not answer is left out: this load reads nothing from it. Returns the nodes that answer that the
+    save does not lie there, as every node does for a mere look; and the nodes that are silent.
     """
     silent = {*survey.silent}
+    # Stock torch wrote it: without a lineage there is nothing that agents could pin.
     if not survey.lineages:
         return set(), silent
     reader = f"{world.session}/{threading.get_ident()}"  # one load at a time
+    # A number that a peer made up must not keep the agents from counting on.
     lineage, sequence = survey.lineages[0].lineage, min(survey.sequence_max, SEQUENCE_FLOOR_MAX)
     document = {"lineage": lineage, "sequence": sequence, "save_id": survey.found.save_id, "reader": reader}
     document["is_load"] = world.is_load

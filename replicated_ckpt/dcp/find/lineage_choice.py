@@ -10,15 +10,15 @@ from replicated_ckpt.core.reading.newest import Newest
 from replicated_ckpt.core.upkeep.policy import scope_of
 from replicated_ckpt.errors import LineagesMet
 
-_TIME_MAX_S = 1e11
+_TIME_MAX_S = 1e11  # the latest time that can be printed safely: a hostile manifest may have any number
 
 
 @dataclass(frozen=True)
 class LineageChoice:
     """What a load may read: `saves`, newest first, then those that no run of this package made.
 
-    `lineages` are all in the directory of the chosen one's newest checkpoint, the chosen one first; `sequence_max` is the
-    largest sequence of that, of names that do not fit, too.
+    `lineages` are all in the directory of the chosen one's newest checkpoint, the chosen one first. `sequence_max` is
+    the largest sequence of the chosen one there, of checkpoints with names that do not fit, too.
     """
 
     saves: tuple[SaveFound, ...]
@@ -48,7 +48,9 @@ def choose_lineage(
         raise LineagesMet(checkpoint_id, tuple(map(describe_lineage, lineages)), "the reader was told to refuse")
     ours = [save for save in fitting if save.version.lineage == chosen.lineage]
     others = (save for save in fitting if save.version.lineage != chosen.lineage)
+    # No lineage and no sequence: stock torch wrote it, as into a bucket. It is the last resort of any run.
     unmanaged = [save for save in others if not save.version.lineage and not save.sequence]
+    # Of all names: a save that follows must be newer than those that "latest" does not match, too.
     beside = (save for save in saves if scope_of(save.checkpoint_id) == scope)
     sequence_max = max(save.sequence for save in beside if save.version.lineage == chosen.lineage)
     return LineageChoice((*ours, *unmanaged), lineages, sequence_max)
@@ -65,6 +67,7 @@ def note_newest_run(
         LineagesMet: it is, and `wanted` is "refuse".
     """
     runs, known = lineages_found(beside), {each.lineage: each for each in choice.lineages}
+    # Without a lineage on either side there is no second run to warn of.
     if not known or not runs or runs[0].lineage == choice.lineages[0].lineage:
         return choice
     told = {each.lineage: each for each in runs if each.lineage in known or each is runs[0]}

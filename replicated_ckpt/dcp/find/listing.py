@@ -1,4 +1,4 @@
-"""The list of checkpoints: what this node and the nodes that it has met hold, and the bucket, and which of it is whole."""
+"""The list of checkpoints on this node, on the nodes that it has met, and in the bucket, and which of them are whole."""
 
 import logging
 from collections import deque
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Listed:
-    """One save of the run. `is_whole`: every shard, and the metadata, has a copy where it was looked.
+    """One save of the run. `is_whole`: every shard and the metadata have a copy in a place that was reached.
 
     `sequence` is its place in its lineage.
     """
@@ -48,7 +48,7 @@ class _Lister(Surveyor):
         return {save.save_id: self._read_manifest(save) for save in choice.saves}, lineage
 
     def _read_manifest(self, save: SaveFound) -> Manifest | None:
-        """None: no holder's copy is believed."""
+        """None: no holder has a copy that passes its checks."""
         raw = self._manifest_raw(save)
         return None if raw is None else decode_manifest(raw.encode(), "a holder")
 
@@ -87,9 +87,9 @@ def list_checkpoints(asked: str, store: LocalStore, bucket: Bucket | None, linea
 def name_saves(
     checkpoint_id: str, store: LocalStore, bucket: Bucket | None, lineage: str
 ) -> tuple[Mapping[str, Manifest | None], str]:
-    """The saves under one id, whole or not, replaced ones too, and the lineage that they are of, whichever is the newest.
+    """The saves under one id, whole or not, replaced ones too, of the lineage of the newest; and that lineage.
 
-    Each with its manifest, None where no place has one that is believed.
+    Each with its manifest; None where no place has one that passes its checks.
 
     Raises:
         LineagesMet: as for a load.
@@ -103,7 +103,7 @@ def _lister(store: LocalStore, bucket: Bucket | None, lineage: str) -> _Lister:
 
 
 _told: deque[str] = deque(maxlen=16)
-"""What this process has logged last of checkpoints that are not loaded: not again, as one restore looks several times."""
+"""The last warnings of this process about checkpoints that are not loaded: one restore looks several times."""
 
 
 def look_up(
@@ -115,11 +115,12 @@ def look_up(
 ) -> SaveFound | None:
     """The committed checkpoint that a load of `checkpoint_id`, or "latest", would find now; None without one.
 
-    One that is found and not whole counts as found: a job that began anew next to it would take a loss for a first start.
+    One that is found and is not whole counts as found: a job that then began anew would take a loss for a first start.
 
     Raises as ReplicatedReader.exists and latest; ConfigInvalid, CheckpointIdMismatch: the ranks ask wrongly.
     """
     try:
+        # A look must not pin: no load follows that would end the pin.
         look = replace(world, is_load=False)
         survey = meet(store, look, checkpoint_id, opened_bucket, lineage=lineage)
     except (AgreedError, CheckpointNotFound) as exc:
@@ -130,6 +131,7 @@ def look_up(
     if not isinstance(error, CheckpointNotFound):
         raise error
     newest = Newest.parse(checkpoint_id)
+    # Unreached is not absent: `None` would have the job start anew next to its own checkpoint.
     if error.unreached:
         key = checkpoint_id if newest is None else "the newest checkpoint"
         hint = (
@@ -137,12 +139,14 @@ def look_up(
             "are right."
         )
         raise StoreUnavailable("; ".join(error.unreached), "look for", key, "no other store has it", hint)
+    # A misspelled id would silently start the job anew: this is worth a warning.
     if newest is not None and newest.form and THERE_ARE_OTHERS in error.message:
         _tell_once(world, f"{error.message} A job that restores here begins anew.")
     return None
 
 
 def _tell_once(world: World, told: str) -> None:
+    # One rank logs for all; each of them came to the same result.
     if told and told not in _told and world.is_coordinator:
         log.warning("%s", told)
         _told.append(told)

@@ -1,4 +1,4 @@
-"""May a checkpoint that a save must not overwrite give way all the same: only if it is certain that it is not whole."""
+"""Whether a save with overwrite=False may replace the checkpoint under its name: only if that is certainly not whole."""
 
 from collections.abc import Iterable
 
@@ -16,17 +16,18 @@ _OVER = (Answer.PUBLISHED.value, Answer.ABSENT.value)
 
 
 def check_gives_way(store: LocalStore, own_node: str, nodes: Iterable[AgentAddress], checkpoint_id: str) -> None:
-    """Looks whether what has a checkpoint's name can still be loaded. `nodes` are those of the save that wants the name.
+    """Checks that the checkpoint with this name can no longer be loaded. `nodes` are those of the save that wants the name.
 
-    It gives way only if its manifest says which nodes may hold a part of it, all of them have answered, none still
-    publishes it, and a part is missing all the same. A node that does not answer may have that part. And only if nothing
-    else has the name anywhere: another run's save, or files that are not certain to be of this one.
+    It may be replaced only if its manifest names the nodes that may hold a part, all of them have answered, none is still
+    publishing it, and a part is missing all the same. A node that does not answer may have that part. Nothing else may
+    have the name anywhere: no save of another run, and no files that may be of another save.
 
     Raises:
-        CheckpointExists: it stays; says why.
+        CheckpointExists: it stays; the message has the reason.
     """
     met = {peer.node_id: peer for peer in PeerBook(store.agent_directory()).read_all()}
     peers = {**met, **{address.node_id: address for address in nodes}}
+    # `expected`: a node of an earlier job that is silent must count as unreached, too.
     surveyor = Surveyor(store, own_node, peers.values(), expected=peers)
     try:
         survey = surveyor.survey(checkpoint_id)
@@ -34,36 +35,38 @@ def check_gives_way(store: LocalStore, own_node: str, nodes: Iterable[AgentAddre
         raise CheckpointExists(
             f"Checkpoint already exists: {checkpoint_id!r} in {store.root}. Which nodes have parts of it cannot be known: "
             f"{exc.message}",
-            "Save with ReplicatedWriter(..., overwrite=True) to give it up, or move its directory away on every node.",
+            "Save with ReplicatedWriter(..., overwrite=True) to replace it, or move its directory away on every node.",
         ) from exc
     _check_may_go(survey, checkpoint_id, store)
     _check_is_alone(survey, surveyor)
     missing = ", ".join(survey.found.list_missing(survey.manifest.shard_sizes)) or "the metadata"
     unreached = [*surveyor.unreached, *_unreached_of_manifest(survey, own_node), *_publishing(survey, own_node)]
+    # Its last step may still come from another process: it would be whole then.
     if store.is_staged(survey.manifest.save_id):
         unreached.append("this node, which still publishes it")
     if unreached:
         raise CheckpointExists(
             f"Checkpoint {checkpoint_id!r} exists and is not whole as far as can be seen: {missing} is missing, and may "
             f"lie where nothing was seen: {'; '.join(unreached)}.",
-            "Bring that back, or save with ReplicatedWriter(..., overwrite=True) to give the old one up.",
+            "Bring that back, or save with ReplicatedWriter(..., overwrite=True) to replace the old one.",
         )
 
 
 def _check_may_go(survey: Survey, checkpoint_id: str, store: LocalStore) -> None:
-    """What is whole, what stock torch wrote and what may lie in a bucket stays."""
+    """Raises for a checkpoint that is whole, that stock torch wrote, or that may lie in a bucket."""
     if survey.is_whole or survey.unmanaged_warning:
         raise CheckpointExists(f"Checkpoint already exists: {checkpoint_id!r} in {store.root}.")
+    # The bucket was not asked, and its upload may have ended: it may be whole there.
     upload = survey.manifest.upload
     if upload is not None:
         raise CheckpointExists(
             f"Checkpoint {checkpoint_id!r} exists; the nodes hold a part of it, and {upload.url} may hold all of it.",
-            "Load it from there, or save with ReplicatedWriter(..., overwrite=True) to give the old one up.",
+            "Load it from there, or save with ReplicatedWriter(..., overwrite=True) to replace the old one.",
         )
 
 
 def _check_is_alone(survey: Survey, surveyor: Surveyor) -> None:
-    """Another save with this name would be overwritten too, and only this save was checked."""
+    """Raises if another save has this name: it would be overwritten, too, and only one save was checked."""
     manifest = survey.manifest
     others = [save for save in surveyor.saves if save.version.lineage != manifest.lineage]
     unknown = [each for each in surveyor.unclaimed if not each.sizes or each.sizes.keys() - each.matching(manifest)]
@@ -75,7 +78,7 @@ def _check_is_alone(survey: Survey, surveyor: Surveyor) -> None:
     if found:
         raise CheckpointExists(
             f"Checkpoint {manifest.checkpoint_id!r} exists and is not whole, and more has this name: {'; '.join(found)}.",
-            "Save under another id, or move that away, or with ReplicatedWriter(..., overwrite=True) give all of it up.",
+            "Save under another id, or move that away, or replace all of it by ReplicatedWriter(..., overwrite=True).",
         )
 
 
@@ -84,13 +87,13 @@ def _nodes_of(save: SaveFound) -> list[str]:
 
 
 def _unreached_of_manifest(survey: Survey, own_node: str) -> list[str]:
-    """Nodes of the checkpoint whose address no rank here has, or that did not answer."""
+    """Nodes of the checkpoint that did not answer, or whose address no rank has."""
     answered = {own_node, *(address.node_id for address in survey.addresses)}
     return [f"node {node.node_id} ({node.host})" for node in survey.manifest.nodes if node.node_id not in answered]
 
 
 def _publishing(survey: Survey, own_node: str) -> list[str]:
-    """Nodes on which the save is still staged: it may get whole."""
+    """Nodes on which the save is still staged: it may become whole there."""
     by_node = {address.node_id: address for address in survey.addresses if address.node_id != own_node}
 
     def ask(node: str) -> str:

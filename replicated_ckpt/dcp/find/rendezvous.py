@@ -1,4 +1,4 @@
-"""The rendezvous before a load: every rank learns the same survey, or every rank raises the same error."""
+"""The rendezvous before a load: every rank gets the same survey, or every rank raises the same error."""
 
 import contextlib
 import json
@@ -45,10 +45,10 @@ RENDEZVOUS_TIMEOUT_S = 300.0
 """How long a load waits for the slowest rank; DCP's own first collective would wait as long or longer."""
 
 INTERRUPTED_WAIT_S = 2 * LINGER_S
-"""How long a rank that was interrupted waits for the decision, to know whether the others have learned of it."""
+"""How long a rank that was interrupted waits for the decision, to find out whether the others got its error."""
 
 _consumed: dict[tuple[str, int], list[str | None]] = {}
-"""Nonces of the last load that this process coordinated, by process group: an equal one is a post of that load."""
+"""Nonces of the last load that this process coordinated, by process group: a post with the same one is of that load."""
 _posted: dict[str, str] = {}
 """Nonce of this process's last post in a load, by process group."""
 
@@ -59,9 +59,9 @@ _NAME_IT = (
 
 
 class AgreedError(Exception):
-    """Carries the error with which a rendezvous ended: every rank raises one, `in_step` where DCP gathers what ranks raise.
+    """Carries the error that ended a rendezvous: every rank raises one, `in_step` where DCP gathers what ranks raise.
 
-    It is the same on all if it is one of ours; for another error the other ranks raise RankFailed.
+    One of our own errors is the same on all ranks; in place of another one the other ranks raise RankFailed.
     """
 
     def __init__(self, error: BaseException, *, in_step: bool = False) -> None:
@@ -82,7 +82,7 @@ def meet(
 
     `in_step`: this rank comes out of DCP's first step, and cannot leave it. Then no rank may raise before that step.
 
-    Raises:
+    `in_step`: this rank is inside DCP's first step, and cannot leave it. Then no rank may raise before that step.
         AgreedError: with the error that this rank raises, as every rank does. Others: this rank's alone.
     """
     if world.blackboard is None:
@@ -100,7 +100,7 @@ def meet(
 
 
 def _with_own_store(store: LocalStore, survey: Survey) -> Survey:
-    """The survey and what lies in this rank's own store, whose agent the coordinator may not have reached."""
+    """The survey, completed with this rank's own store, whose agent the coordinator may not have reached."""
     own = store.read_node_id()
     if (
         isinstance(store, EmptyStore)
@@ -120,18 +120,20 @@ def _decision(
     failure: BaseException | None,
     survey: Callable[[Sequence[Mapping[str, Any]]], Survey],
 ) -> dict[str, Any]:
-    """What the coordinator found, for all ranks; only the coordinator surveys. `failure`: this rank's, that it posts.
+    """The coordinator's result, for all ranks; only it surveys. `failure`: this rank's own, that it posts.
 
     Raises:
-        AgreedError: this rank failed, or it is told of an error, or nothing is decided. Others: they came too late for the
-        decision, and the other ranks go on.
+        AgreedError: this rank failed, another did, or nothing is decided. Others: an error that came too late for the
+        decision, so that the other ranks go on.
     """
     nonce, before = board.post("load", post), _posted.get(world.group_name)
+    # Kept even if this load fails: the next decision may still answer this post.
     _posted[world.group_name] = nonce
     try:
         try:
             if world.is_coordinator:
                 failure = _coordinate(world, board, survey) or failure
+            # A second Ctrl-C is likely: the rank that was interrupted waits seconds, not minutes.
             is_interrupted = failure is not None and not isinstance(failure, Exception)
             wait_s = INTERRUPTED_WAIT_S if is_interrupted else RENDEZVOUS_TIMEOUT_S
             decision = board.decision("load", nonce, wait_s, before)
@@ -139,15 +141,17 @@ def _decision(
             raise
         except BaseException as exc:  # noqa: BLE001 - a signal, as a rule; told to the other ranks, then raised
             failure = exc
+            # Replaces the post: the others would otherwise wait for this rank, or go on without it.
             board.repost("load", {**_failure_post(world, exc), "in_step": post["in_step"]}, nonce)
             decision = board.decision("load", nonce, INTERRUPTED_WAIT_S, before)
         error = unpack_error(decision["error"]) if "error" in decision else None
     except ReplicatedCkptError as exc:
-        with contextlib.suppress(RendezvousFailed):  # where the c10d store itself is gone
+        with contextlib.suppress(RendezvousFailed):  # the c10d store itself is gone, and the post with it
             board.withdraw("load")
         raise AgreedError(failure or exc) from exc
     if error is not None:
         raise AgreedError(failure or error, in_step=bool(decision.get("in_step")))
+    # The decision did not wait for this rank's error: the other ranks go on, so it must not be reported as agreed.
     if failure is not None:
         raise failure
     return decision
@@ -156,12 +160,13 @@ def _decision(
 def _register(
     store: LocalStore, world: World, given_id: str | os.PathLike[str] | None
 ) -> tuple[dict[str, Any], BaseException | None]:
-    """What this rank posts: its node, or its error if it cannot take part. Also the error, if it is not one of ours."""
+    """This rank's post: its node, or its error if it cannot take part. Also returns the error, if it is not one of ours."""
     try:
         with translate_errors(str(store.root), "present", "node"):
             checkpoint_id = _resolve_id(store, given_id, world)
             node = None if isinstance(store, EmptyStore) else register_for_load(store)
             post: dict[str, Any] = {"checkpoint_id": checkpoint_id, "node": node.to_json() if node else None}
+            # No peer can ask an agent that is silent: this rank posts what lies on its node's disk.
             if node is not None and node.silence:
                 wanted = None if is_newest(checkpoint_id) else checkpoint_id
                 post["holdings"] = [each.to_json() for each in store.catalog.holdings(node.node_id, wanted)]
@@ -176,15 +181,16 @@ def _register(
 
 
 def _failure_post(world: World, failure: BaseException) -> dict[str, Any]:
-    """The post of a rank that ends with an error which is none of ours."""
+    """The post of a rank that ends with an error from outside this package."""
     what = "".join(traceback.format_exception_only(failure)).strip()
     return {"error": pack_error(RankFailed(f"Rank {world.rank} failed before the load was agreed upon: {what}"))}
 
 
 def _remember(store: LocalStore, survey: Survey) -> Survey:
-    """What this process saves next is of the lineage that it loads now, and newer."""
+    """The process's next save takes the lineage that it loads now, and a larger sequence."""
     found = survey.found
     if survey.lineages and survey.lineages[0].lineage == found.version.lineage:
+        # A damaged peer's huge sequence must not become this run's next one.
         newest = replace(found.version, sequence=max(found.sequence, believe(survey.sequence_max, found.sequence)))
         remember(store, found.checkpoint_id, newest)
     return survey
@@ -193,9 +199,11 @@ def _remember(store: LocalStore, survey: Survey) -> Survey:
 def _alone(
     store: LocalStore, world: World, given_id: str | os.PathLike[str] | None, bucket: Bucket | None, lineage: str
 ) -> Survey:
+    # EmptyStore has no root, and a root that is only read needs no claim.
     if not isinstance(store, EmptyStore) and can_hold_agent(store):
         store.check_claimable()  # as where several ranks load: a save would be refused
     own, peers, checkpoint_id = store.read_node_id(), _known_peers(store), _resolve_id(store, given_id, world)
+    # Another user's agent directory is not trusted: it could name any address.
     agent = None if is_only_read(store) else listening_endpoint(store.root_agent_directory())
 
     def look(silent: Silence) -> Surveyor:
@@ -205,7 +213,7 @@ def _alone(
 
 
 def _known_peers(store: LocalStore) -> Sequence[AgentAddress]:
-    """The nodes that this node's agent has met; none that another user names."""
+    """The nodes that this node's agent has met; none from a directory of another user."""
     return () if is_only_read(store) else PeerBook(store.root_agent_directory()).read_all()
 
 
@@ -226,7 +234,8 @@ def _resolve_id(store: LocalStore, given_id: str | os.PathLike[str] | None, worl
 def _coordinate(
     world: World, board: Blackboard, survey: Callable[[Sequence[Mapping[str, Any]]], Survey]
 ) -> BaseException | None:
-    """Decides for all ranks. Returns an error that is not one of ours, if that ended it: the others are told of it."""
+    """Decides for all ranks. Returns an error from outside this package, if one ended it; the others get RankFailed."""
+    # By size too: after a restart with fewer ranks the group may have the same name.
     key = (world.group_name, world.size)
     stale = _consumed.get(key, [None] * world.size)
     posts: list[dict[str, Any] | None] = []
@@ -238,6 +247,7 @@ def _coordinate(
         outcome = {"error": pack_error(exc)}
     except BaseException as exc:  # noqa: BLE001 - told to the other ranks, then raised
         failure, outcome = exc, _failure_post(world, exc)
+    # The survey or the first rank failed early: the posts are collected all the same, so that each rank gets an answer.
     posts = posts or board.collect("load", LINGER_S, stale)[0]
     _consumed[key] = [before if post is None else post["nonce"] for post, before in zip(posts, stale, strict=True)]
     in_step = any(post is not None and post.get("in_step") for post in posts)
@@ -260,7 +270,9 @@ def _survey(
     own = posts[world.rank]["node"]["node_id"] if posts[world.rank]["node"] else store.read_node_id()
     absent: list[AgentAddress] = []
     silent: Silence = {}
+    # No store, no agent: without a node of its own this rank introduces no one.
     if not isinstance(store, EmptyStore):
+        # Port 0 is a node whose agent never listened: no peer could reach it.
         known = [node.address for node in nodes.values() if node.address.port]
         openers = [node.opener() for node in nodes.values() if not node.silence]
         absent = [peer for peer in _known_peers(store) if peer.node_id not in nodes]
@@ -273,12 +285,13 @@ def _survey(
 
 
 def _nodes_of(posts: Sequence[Mapping[str, Any]]) -> tuple[dict[str, NodePost], dict[str, SeenStore]]:
-    """The nodes of the world, and what their own ranks saw in the stores of those whose agents do not answer."""
+    """The nodes of the world, and of those with silent agents what their own ranks saw in the stores."""
     nodes: dict[str, NodePost] = {}
     seen: dict[str, SeenStore] = {}
     for post in posts:
         if post["node"] is not None:
             node = NodePost.from_json(post["node"])
+            # One rank's agent call may time out while another rank of the node got its answer: the answer counts.
             if node.node_id not in nodes or nodes[node.node_id].silence:
                 nodes[node.node_id] = node
             if node.silence:
@@ -291,11 +304,11 @@ def _nodes_of(posts: Sequence[Mapping[str, Any]]) -> tuple[dict[str, NodePost], 
 def _introduce(
     known: Sequence[AgentAddress], openers: Sequence[AgentAddress], session: str, absent: Sequence[AgentAddress]
 ) -> Mapping[str, ReplicatedCkptError]:
-    """Tells every agent that answers who takes part, upon which each settles what earlier saves left behind.
+    """Introduces all nodes of the load to every agent that answers, upon which each settles saves that were cut short.
 
-    The agents of `absent` nodes are greeted meanwhile, so that all silent nodes together cost one time-out. What they
-    hold is asked later: the settling may have an absent node publish what it has decided.
-    Returns the nodes of the load that let a time-out pass, and absent ones that gave no answer, and how.
+    The agents of `absent` nodes are greeted meanwhile, so that all silent nodes together cost one time-out. Their
+    holdings are asked later: settling may have an absent node publish a save that it has decided.
+    Returns the nodes of the load that let a time-out pass, and the absent ones without an answer, with their errors.
     """
     body = json.dumps({"peers": [address.to_json() for address in known], "session": session}).encode()
     away = {address.node_id for address in absent}

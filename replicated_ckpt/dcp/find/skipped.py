@@ -1,4 +1,4 @@
-"""What may be newer than the save that a load takes: saves of which files are missing, and what silent nodes may have."""
+"""What may be newer than the save that a load takes: saves with missing files, and saves on nodes that are silent."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ _SHOWN_MAX = 3
 
 @dataclass(frozen=True)
 class SkippedSave:
-    """One such save, with its manifest; None: no holder's is believed."""
+    """A save that a load skips, with its manifest; None: no holder has one that passes its checks."""
 
     save: SaveFound
     raw: str = ""
@@ -30,16 +30,16 @@ class SkippedSave:
 
 
 def find_unread(unclaimed: Iterable[UnclaimedFiles], known: Collection[str]) -> list[str]:
-    """The checkpoints of this package of which no node that answered has a manifest that is believed."""
+    """The checkpoints of this package of which no node that answered has a manifest that passes its checks."""
     return sorted({one.checkpoint_id for one in unclaimed if one.is_ours} - {*known})
 
 
 def describe_skipped(
     chosen: SaveFound, newer: Sequence[SkippedSave], places: Sequence[str], unread: Sequence[str] = ()
 ) -> str:
-    """For the warning of a load: what it goes back behind, and why; "" where that is nothing.
+    """For the warning of a load: which newer saves it skips, and why; "" if none.
 
-    `newer`: the newest first. `unread`: those that may be newer, as `find_unread` gives them.
+    `newer`: the newest first. `unread`: those that may be newer, as `find_unread` returns them.
     """
     if not (newer or unread):
         return ""
@@ -62,10 +62,10 @@ def describe_skipped(
 
 
 def describe_silent(chosen: SaveFound, manifest: Manifest, own_node: str, searched: Mapping[str, str]) -> str:
-    """For the same warning: that this node is alone, and the others of the save may have gone on without it.
+    """For the same warning: none of the save's other nodes was reached, and they may have gone on without this one.
 
-    Or that the bucket did not answer, which may have what nodes have brought there that are lost. `searched`: by node, each
-    place that was looked at. "" where one has answered, also one that takes the place of a node that was lost, or where no
+    Also if the bucket did not answer: it may have newer saves of nodes that are lost. `searched`: by node, each place that
+    was searched. "" if a node has answered, even a replacement for a lost one, or if no other node of the save was asked.
     other node of the save was asked.
     """
     bucket = searched.get(OBJECT_NODE, "")
@@ -76,6 +76,7 @@ def describe_silent(chosen: SaveFound, manifest: Manifest, own_node: str, search
         )
     others = {node: place for node, place in searched.items() if node not in (own_node, OBJECT_NODE)}
     asked = [others[node.node_id] for node in manifest.nodes if node.node_id in others]
+    # Any node that answered would have listed a newer save, or know of one.
     if not asked or any(NOT_REACHED not in place for place in others.values()):
         return ""
     silent = list_some([place.partition(NOT_REACHED)[0] for place in asked], _SHOWN_MAX)

@@ -1,4 +1,4 @@
-"""The survey before a load: what all reachable stores hold now, and which save is meant by the id that was asked for."""
+"""The survey before a load: what all reachable stores hold now, and which save the requested id means."""
 
 import contextlib
 import logging
@@ -59,10 +59,10 @@ def unmanaged_save(
     searched: Sequence[str],
     because: ReplicatedCkptError,
 ) -> UnmanagedSave:
-    """The stock checkpoint that is `asked` for, by its id or as "latest", where nothing of ours is it, `because`.
+    """The stock checkpoint that is `asked` for, by its id or as "latest", where none of ours is found, `because`.
 
-    An explicit id gives what there is of it, as a load may need only what is left. "latest" gives the newest one, by the
-    time of `.metadata`, of which every shard is there.
+    An explicit id gives what is left of it, as a load may need only that. "latest" gives the newest one, by the time of
+    `.metadata`, with every shard present.
 
     Raises:
         CheckpointAmbiguous: nodes contradict each other. CheckpointNotCommitted: there are shards and no metadata.
@@ -76,6 +76,7 @@ def unmanaged_save(
         found = tuple(checkpoint for checkpoint in found if newest.fits(checkpoint.checkpoint_id))
     lost: ShardLost | None = None
     for checkpoint in found:
+        # Without .metadata nothing in the shards can be named: it was never finished, or its metadata is lost.
         if not checkpoint.nodes_with_metadata:
             continue
         save = look.examine(checkpoint).save
@@ -117,11 +118,11 @@ SURVEY_TIMEOUT_S = 3.0
 class Survey:
     """The save to load and where it lies. Every rank of a load acts on the same one.
 
-    `addresses` are the peers that answered; `searched` tells each place that was looked at. `in_bucket` is None if it is
-    not there. `unmanaged_warning` is not empty if stock torch wrote it on the nodes' disks: the manifest has no checksums
-    then; nor is `skipped` if something newer is not whole, or silent nodes may have some. `lineages` are those in the
-    directory of its id, the chosen one first; `sequence_max` is the largest of that. `load_id` is the same on all ranks
-    that load together, and no other load's. `silent` are nodes that answered, and then let a time-out pass.
+    `addresses` are the peers that answered; `searched` names each place that was searched. `in_bucket` is None if it is
+    not there. `unmanaged_warning` is set if stock torch wrote it on the nodes' disks: the manifest has no checksums then.
+    `skipped` is set if something newer is not whole, or silent nodes may have some. `lineages` are those in the directory
+    of its id, the chosen one first; `sequence_max` is the largest of that. `load_id` is the same on all ranks that load
+    together, and no other load's. `silent` are nodes that answered, and then let a time-out pass.
     """
 
     manifest_raw: str
@@ -154,7 +155,7 @@ class Survey:
 
     @classmethod
     def from_json(cls, told: Mapping[str, Any]) -> "Survey":
-        """What a coordinator of another release says besides is left out; what it does not say yet is empty."""
+        """Unknown fields of a coordinator of another release are ignored; fields that it does not send yet are empty."""
         values = {each.name: told[each.name] for each in fields(cls) if each.name in told} | {
             "holdings": tuple(Holding.from_json(holding) for holding in told["holdings"]),
             "addresses": tuple(AgentAddress.from_json(address) for address in told["addresses"]),
@@ -166,10 +167,10 @@ class Survey:
 
 
 class Surveyor:
-    """Looks at this node's store and the bucket directly and at the peers' stores through their agents.
+    """Reads this node's store and the bucket directly, and the peers' stores through their agents.
 
-    `saves`, `unclaimed` and `newer` are what was found. `listed` has the saves by node, and `moved` those of them that were
-    gone when their manifest was asked for. `unanswered` has the peers that do not answer, or no longer do, with the error.
+    `saves`, `unclaimed` and `newer` are the findings. `listed` has the saves by node, and `moved` those of them that were
+    gone when their manifest was asked for. `unanswered` has the peers without an answer, with their errors.
     """
 
     def __init__(
@@ -183,13 +184,13 @@ class Surveyor:
         seen: Mapping[str, SeenStore] = MappingProxyType({}),
         silent: Mapping[str, ReplicatedCkptError] = MappingProxyType({}),
     ) -> None:
-        """`silent`: the peers that gave no answer a moment ago, and how; they are not asked."""
+        """`silent`: the peers that gave no answer a moment ago, with their errors; they are not asked."""
         self._silent = silent
-        self._seen = {node: store for node, store in seen.items() if node != own_node}
+        self._seen = {node: store for node, store in seen.items() if node != own_node}  # its own disk is read directly
         self._hung, self._ranks_on = seen.keys(), {*expected}
         self._lineage, self._sequence_max = lineage, 0
         self._lineages: tuple[LineageFound, ...] = ()
-        self._expected = {*expected, OBJECT_NODE}  # whom to miss if they do not answer: unlike old acquaintances
+        self._expected = {*expected, OBJECT_NODE}  # not nodes met in earlier jobs: those may be gone for good
         self.unreached: list[str] = []
         self.listed: set[tuple[str, str]] = set()
         self.moved: set[tuple[str, str]] = set()
@@ -208,13 +209,13 @@ class Surveyor:
     def survey(self, checkpoint_id: str) -> Survey:
         """The newest save that `checkpoint_id` (or "latest") means.
 
-        A save with a copy of every shard goes before a newer one without, or whose only copy of a shard is known to be
-        damaged, or whose metadata some ranks cannot read. If none is whole, an explicit id still gives its newest save: a
+        A save with a copy of every shard goes before a newer one without, or with a known damage in the only copy of a
+        shard, or with metadata that some ranks cannot read. If none is whole, an explicit id still gives its newest save: a
         load may need only what is left. A checkpoint by FileSystemWriter is older than anything else.
 
         Raises:
             CheckpointNotFound, CheckpointNotCommitted: no such save. ManifestVersionUnknown: only a newer version reads it.
-            ShardLost: "latest", and no save is whole; or no manifest or mark that says what it consists of is intact.
+            ShardLost: "latest", and no save is whole; or every manifest or mark that lists its parts is damaged.
             LatestAmbiguous: "latest", and checkpoints lie in several directories of ids.
             CheckpointAmbiguous: what stock torch wrote is of several runs.
         """
@@ -240,10 +241,12 @@ class Surveyor:
         holdings = self._holdings(wanted)
         if look is None:
             return self._choose(checkpoint_id, holdings)
+        # A bucket that hangs must not stop a load whose nodes have everything.
         if not look.is_over_within(LOOK_WITHIN_S):
             self._searched[OBJECT_NODE] = f"{look.url}: not reached (no answer within {LOOK_WITHIN_S:.0f} s)"
             with contextlib.suppress(CheckpointNotFound, ManifestVersionUnknown, ShardLost):
                 survey = self._choose(checkpoint_id, holdings)
+                # A sequence behind the newest that a node reported: the bucket may have that one, and it alone.
                 if survey.is_whole and survey.found.sequence >= self._sequence_max:
                     return survey  # else the bucket may have a newer one whole
         return self._choose(checkpoint_id, [*holdings, *self._holdings_in_bucket(look)])
@@ -261,11 +264,13 @@ class Surveyor:
         for save in choice.saves:
             raw = self._manifest_raw(save)
             if raw is None:
+                # Its manifest was listed, and no copy passes its checks: a newer checkpoint must not vanish without a word.
                 self._damaged.setdefault(save.checkpoint_id, MANIFEST_NAME)
                 passed.append(SkippedSave(save))
                 continue
             manifest = decode_manifest(raw.encode(), "a holder")
             bad, seen = save.damaged_copies, with_unclaimed_files(save, manifest, self.unclaimed)
+            # Whole is not enough: ranks whose agents hang read their own disks only, and need the metadata there.
             if seen.is_whole(manifest.shard_sizes, bad) and seen.is_described_to(self._ranks_on, self._hung):
                 told = describe_skipped(seen, passed, self._places(), self._find_unread())
                 if self._newest is not None:
@@ -273,6 +278,7 @@ class Surveyor:
                 return replace(self._survey(seen.holdings, raw, seen.save_id), skipped=told)
             passed.append(SkippedSave(seen, raw, manifest))
         lost = [(one.save, one.raw, one.manifest) for one in passed if one.manifest is not None]
+        # The most precise reason first: a newer format, then a damaged manifest, then nothing at all.
         if not lost:
             self.newer.raise_first(self._places(), self._is_wanted)
             unclaimed = [one for one in self.unclaimed if self._is_wanted(one.checkpoint_id)]
@@ -281,13 +287,14 @@ class Surveyor:
             if damaged:
                 raise absence.describe_unreadable(damaged, self._places(), is_latest=self._newest is not None)
             raise absence.describe_absence(self._store, checkpoint_id, self._places(), self.unreached, self._ids)
+        # An explicit id: of several broken saves one with any shard is of more use than a newer one without.
         save, raw, manifest = min(lost, key=lambda found: not found[0].has_any(found[2].shards))
         if self._newest is not None and not save.has_any(manifest.shards):
             raise absence.describe_lost(manifest, save, self._places())
         return self._survey(save.holdings, raw, save.save_id)
 
     def _find_directory(self, checkpoint_id: str) -> Newest | None:
-        """What "latest" means by all that was seen, whatever can be read of it; None: it is one checkpoint's id.
+        """The directory that "latest" means, by all that was seen, readable or not; None: the id of one checkpoint.
 
         Raises LatestAmbiguous.
         """
@@ -301,10 +308,11 @@ class Surveyor:
         return self._newest is None or self._newest.fits(checkpoint_id)
 
     def _find_unread(self) -> list[str]:
-        """The checkpoints that "latest" may mean, of which no node that answered has a manifest that is believed."""
+        """The checkpoints that "latest" may mean, without a manifest that passes its checks on any node that answered."""
         return [name for name in find_unread(self.unclaimed, self._ids) if self._is_wanted(name)]
 
     def _holdings(self, checkpoint_id: str | None) -> list[Holding]:
+        # The scrub may have found damage that a listing by name and size cannot show.
         holdings = [*DamageBook.mark_noted(self._store, self._store.catalog.holdings(self._own_node, checkpoint_id))]
         if checkpoint_id is not None:
             self._beside += self._store.catalog.newest_of_runs(self._own_node, scope_of(checkpoint_id))
@@ -332,6 +340,7 @@ class Surveyor:
         self.unanswered = dict(outcome.errors)
         for node, error in outcome.errors.items():
             self._not_reached(node, f"{self._by_node[node].label}: not reached ({error.message})")
+            # It is not asked again in this load: each request would cost a time-out.
             del self._by_node[node]
         return holdings
 
@@ -340,12 +349,14 @@ class Surveyor:
         try:
             found = look.result()
         except ReplicatedCkptError as exc:
+            # A bucket that fails is a place less, not the end of the load: the nodes may have everything.
             log.warning("%s is not used: %s", url, exc)
             self._not_reached(OBJECT_NODE, f"{url}: not reached ({exc.message})")
             return []
         self._searched[OBJECT_NODE] = url
         self.newer.record_newer(url, *(save.checkpoint_id for save in found if save.problem == OF_NEWER_FORMAT))
         for save in found:
+            # A damaged mark hides one checkpoint; the others in the bucket stay loadable.
             if save.problem:
                 self._damaged[save.checkpoint_id] = METADATA_NAME
                 self._problems.append(f"{url}/{save.checkpoint_id}/{METADATA_NAME}: {save.problem}")
@@ -360,6 +371,7 @@ class Surveyor:
 
     def _manifest_raw(self, save: SaveFound) -> str | None:
         """The manifest of a save, from the first holder whose copy is believed."""
+        # What a hung agent's ranks have seen cannot be fetched: no peer serves it.
         for holding in sorted((one for one in save.holdings if one.node_id not in self._seen), key=self._distance):
             try:
                 if holding.node_id == OBJECT_NODE and self._bucket is not None:
@@ -369,11 +381,13 @@ class Surveyor:
                 else:
                     with AgentClient(self._by_node[holding.node_id]) as client:
                         raw = client.fetch("GET", file_path(holding.checkpoint_id, holding.save_id, MANIFEST_NAME))
+                # Another process may have published a newer save since the listing: then the file is of that one.
                 if decode_manifest(raw, f"node {holding.node_id}").save_id == save.save_id:
                     return raw.decode()
                 self.moved.add((holding.node_id, save.save_id))
             except (ReplicatedCkptError, OSError) as exc:
-                raise_shortage(exc, self._store.root / holding.checkpoint_id / MANIFEST_NAME)  # no reason to go back
+                # Out of memory or descriptors: an older save is no cure.
+                raise_shortage(exc, self._store.root / holding.checkpoint_id / MANIFEST_NAME)
                 if isinstance(exc, ObjectMissing | FileNotFoundError):
                     self.moved.add((holding.node_id, save.save_id))
                 self.newer.note_refusal(exc, self._searched[holding.node_id], holding.checkpoint_id)
@@ -384,6 +398,7 @@ class Surveyor:
         return None
 
     def _distance(self, holding: Holding) -> tuple[bool, int]:
+        # A silent peer last, as it costs a time-out; the own disk first, the bucket after the peers.
         return holding.node_id in self.unanswered, [self._own_node, holding.node_id, OBJECT_NODE].index(holding.node_id)
 
     def _survey(self, holdings: tuple[Holding, ...], manifest_raw: str, save_id: str = "") -> Survey:

@@ -1,4 +1,4 @@
-"""One load as one rank does it: its steps, in the order in which DCP calls for them."""
+"""One load on one rank: its steps, in the order in which DCP calls them."""
 
 import logging
 import os
@@ -64,7 +64,7 @@ def describe_not_loaded(
     not_loaded = [name for name, entry in saved.items() if name not in asked and _has_content(entry)]
     not_loaded = [
         name for name in not_loaded if find_world(name) in (None, len(plans))
-    ]  # RankState speaks of other worlds
+    ]  # RankState's entries of other world sizes are left out on purpose
     if not not_loaded:
         return None
     count_by_prefix = count_prefixes(not_loaded, asked)
@@ -81,6 +81,7 @@ def describe_not_loaded(
 
 def count_prefixes(not_loaded: Collection[str], asked: Collection[str]) -> Mapping[str, int]:
     """Counts the names that are not loaded by prefix. A prefix is the shortest under which nothing was asked."""
+    # A prefix of a name that was asked for would blame a part that the load does read.
     met = {prefix for name in asked for prefix in _prefixes(name)}
     return Counter(next((prefix for prefix in _prefixes(name) if prefix not in met), name) for name in not_loaded)
 
@@ -95,11 +96,12 @@ def _prefixes(name: str) -> Iterator[str]:
 
 def _has_content(entry: STORAGE_TYPES) -> bool:
     """Whether a load asks for it at all: DCP's planners plan no read of a tensor without elements."""
+    # DCP's planners plan no read of a tensor without elements, so that it would always count as not loaded.
     return not (isinstance(entry, TensorStorageMetadata) and 0 in entry.size)
 
 
 REMIND_S = 100.0
-"""How often a rank that reads tells the nodes that it reads from: they keep its checkpoint for minutes after a word."""
+"""How often a rank that reads renews the pins on the nodes that it reads from: they end after minutes without a read."""
 
 
 _BAD_METADATA = "Load another checkpoint, and report this one: an intact save has no such metadata."
@@ -109,10 +111,10 @@ _TRANSFORMED = "Load it with the reader that knows the transforms, and save it w
 
 
 class LoadAttempt:
-    """One load as one rank does it: `meet`, `read_metadata`, `prepare`, `plan`, at the coordinator `share`, then `read`.
+    """One load on one rank: `meet`, `read_metadata`, `prepare`, `plan`, at the coordinator `share`, then `read`.
 
-    What goes wrong on this rank alone while the ranks meet and read the metadata is kept, and raised by `prepare`, where
-    DCP tells all ranks. One thread.
+    An error of this rank alone, while the ranks meet and read the metadata, is kept, and raised by `prepare`, whose
+    errors DCP sends to all ranks. One thread.
     """
 
     def __init__(
@@ -145,11 +147,11 @@ class LoadAttempt:
         return None if self._found is None else self._found.found.checkpoint_id
 
     def meet(self, world: World, *, in_step: bool = False) -> None:
-        """The ranks meet and find the checkpoint. `in_step`: out of DCP's first step, as this rank passed no id.
+        """The ranks meet and find the checkpoint. `in_step`: inside DCP's first step, as this rank passed no id.
 
         Raises:
-            ReplicatedCkptError: on every rank alike. What went wrong on this rank alone is raised by `prepare`, and what
-                went wrong on all where one of them is in DCP's first step, in which DCP waits for each.
+            ReplicatedCkptError: on every rank alike. An error of this rank alone is raised by `prepare`; so is one of all
+                ranks where one of them is inside DCP's first step, in which DCP waits for each.
         """
         self._world = world
         lineage, bucket = self._parts.config.lineage, self._parts.bucket.open
@@ -162,37 +164,42 @@ class LoadAttempt:
             if not exc.in_step:
                 raise exc.error from None
         except BaseException as exc:
+            # The other ranks are inside DCP's first step: raising here would leave them waiting, so `prepare` raises it.
             self._failure = exc
             if world.blackboard is None:
                 raise
         self.is_met = True
 
     def _keep_here(self, save: SaveFound) -> None:
-        """What lies here of the save is removed by no process from now on: an agent, if one runs, is not alone in that."""
+        """Locks the save's files here against removal by any process, as others than the agent remove files, too."""
+        # None: nothing of it lies here, or it was removed a moment ago; then the bytes come from a peer.
         version = lock_version(self._store.catalog, save.checkpoint_id, save.save_id)
         if version is not None:
             self._let_go()
+            # finalize: a load that ends by an exception may never call `let_go`, and the lock would outlive it.
             self._let_go = weakref.finalize(self, version.release)
 
     def let_go(self) -> None:
-        """What was kept here for this load is not kept any more, nor is the cache of a rank that never came to reading."""
+        """Releases the lock on this load's files here, and the cache of a rank that never came to reading."""
         with ExitStack() as stack:
             self._take_cache(stack)
         self._let_go()
 
     def fail(self, error: BaseException) -> None:
-        """Keeps an error for `prepare`."""
+        """Keeps an error, which `prepare` raises."""
         self.let_go()
         self._failure = error
 
     def read_metadata(self) -> Metadata:
-        """The checkpoint's `.metadata`, verified and safely read. Warns of what should be known of where it lies."""
+        """The checkpoint's `.metadata`, verified and safely read. Warns of anything unusual about its places."""
         self.check_failure()
         key, bucket = f"rank {self._world.rank}", self._parts.bucket.open()
         metadata = read_verified_metadata(self._store, self._survey, bucket, key, self._silent)
         there = self._survey.in_bucket
+        # Stock torch took no checksums: the items' places are needed to check each by torch.save's own CRC32.
         if self._survey.unmanaged_warning or (there is not None and there.is_unmanaged):
             self._places = places_of(metadata)
+        # One warning for the job, not one for each rank.
         if self._survey.unmanaged_warning and self._world.is_coordinator:
             warn(self._survey.unmanaged_warning, self._parts.made_at)
         if self._survey.skipped and self._world.is_coordinator:
@@ -202,12 +209,12 @@ class LoadAttempt:
         return metadata
 
     def check_failure(self) -> None:
-        """Raises what kept this rank from reading the metadata."""
+        """Raises the error that kept this rank from reading the metadata."""
         if self._failure is not None:
             raise self._failure
 
     def prepare(self, metadata: Metadata) -> None:
-        """Takes what `read_metadata` gave, as DCP has passed it on. Raises what kept it from reading."""
+        """Takes the result of `read_metadata`, as DCP passes it on. Raises the error that prevented it."""
         self.check_failure()
         self._stored.describe(metadata)
         self._saved = metadata.state_dict_metadata
@@ -216,14 +223,14 @@ class LoadAttempt:
         self._remind_at = time.monotonic() + REMIND_S
 
     def _forget_metadata(self) -> None:
-        """A reader may live as long as the training does: of a million chunks the metadata takes a gigabyte."""
+        """Drops the metadata: a reader may live as long as the training, and a million chunks take a gigabyte."""
         self._saved, self._info_by_index, self._places, self._held = {}, {}, None, []
         self._stored.describe(None)
 
     def plan(self, plan: LoadPlan, *, keeps_items: bool) -> LoadPlan:
-        """The plan with what this rank would fetch from other nodes; checked as by ReplicatedReader.prepare_local_plan.
+        """The plan, with the windows that this rank would fetch from other nodes; checked as ReplicatedReader specifies it.
 
-        `keeps_items`: no planner or reader of the load looks at the items before `read`, so they stay here.
+        `keeps_items`: no planner or reader of the load reads the items before `read`, so they stay here.
         """
         try:
             placed = self._place(plan.items)
@@ -233,6 +240,7 @@ class LoadAttempt:
             raise
         self._is_followed = follow_step(self._learn_outcome)
         plan = replace(plan, storage_data=self._remote_needs(placed))
+        # A subclass of LoadPlan may carry fields that a plan with names alone would drop.
         if not keeps_items or type(plan) is not LoadPlan or self._world.blackboard is None:
             return plan
         self._held = placed
@@ -247,7 +255,7 @@ class LoadAttempt:
         return plan_sharing(list(map(hand_back, plans)), sorted(self._survey.manifest.shards))
 
     def _check(self, placed: Sequence[_Placed]) -> None:
-        """Every item lies in a shard of the save that has a copy somewhere. Raises as `plan`."""
+        """Checks that every item lies in a shard of the save that has a copy somewhere. Raises as `plan`."""
         manifest, found = self._survey.manifest, self._survey.found
         asked = {shard for _, _, shard in placed}
         unknown = asked - set(manifest.shards)
@@ -255,6 +263,7 @@ class LoadAttempt:
             raise ManifestInvalid(
                 f"The .metadata names {sorted(unknown)}, which the manifest does not know.", _BAD_METADATA
             )
+        # .metadata and manifest have checksums of their own, but come from two files that an older release may mix up.
         for item, info, shard in placed:
             if info.offset + info.length > manifest.shards[shard].size_bytes:
                 raise ManifestInvalid(
@@ -268,9 +277,9 @@ class LoadAttempt:
             raise ShardLost(found.checkpoint_id, owners, searched, is_latest)
 
     def _remote_needs(self, placed: Sequence[_Placed]) -> RemoteNeeds | None:
-        """What this rank would fetch from elsewhere, if other ranks of its node may need the same, and who fell silent.
+        """The windows that this rank would fetch from elsewhere and others of its node may need, too; and silent nodes.
 
-        Its cache is there when this returns: the others learn of the name with the plan, and need not wait for the file.
+        Its cache exists when this returns: the others get its name with the plan, and need not wait for the file.
         """
         if self._world.blackboard is None or isinstance(self._store, EmptyStore):
             return None
@@ -286,12 +295,13 @@ class LoadAttempt:
     def _new_cache(self) -> RankCache | None:
         try:
             return RankCache.create(self._store.root_agent_directory(), self._world.size, CELL_BYTES)
+        # A full disk or a missing /dev/shm costs the sharing, not the load.
         except OSError as exc:
             log.warning("this rank fetches for itself alone: %s", exc)
             return None
 
     def read_items(self, plan: LoadPlan, planner: LoadPlanner) -> None:
-        """As ReplicatedReader.read_data. What lies here of the save is not removed meanwhile, however long it takes."""
+        """As ReplicatedReader.read_data. The save's files here are locked against removal, however long it takes."""
         began, key = time.monotonic(), f"rank {self._world.rank}"
         placed = self._held if isinstance(plan, CachedLoadPlan) else self._place(plan.items)
         wanted = self._group_by_shard(placed)
@@ -302,9 +312,11 @@ class LoadAttempt:
             stack.callback(self._parts.bucket.close)
             cache = self._take_cache(stack)
             stack.callback(self.let_go)
+            # Again, after `meet`: a save that was published here in between is locked, too.
             self._keep_here(self._survey.found)
             bucket = self._parts.bucket.open()
             reader = ShardReader(self._store, self._own_node, self._survey, sorted(wanted), key, bucket, self._places)
+            # A node that hung during the metadata would hang again: its time-out is paid once.
             reader.findings.silent |= self._silent | self._silent_elsewhere(plan.storage_data)
             self._parts.bucket.share_timeout(partial(reader.findings.is_silent, OBJECT_NODE))
             stack.callback(reader.tell_suspects)
@@ -352,13 +364,15 @@ class LoadAttempt:
             {"plan": began - self._started_at, "read": now - began},
         )
         self._keep_report(report)
+        # Called without DCP around it, or on a torch whose last step cannot be followed: no outcome of others comes.
         if not self._is_followed:
             self._report_loaded(report, [report])
 
     def _learn_outcome(self, collectives: Collectives, value: object) -> list[Any]:
-        """Every rank learns from the coordinator whether all have read: the end of the load, on this rank."""
+        """Every rank gets from the coordinator whether all have read: the end of the load, on this rank."""
         self.let_go()
         self._forget_metadata()
+        # Watched collectives notice a dead rank themselves; others would hang in the gather.
         board = None if self._world.watched is not None else self._world.blackboard
         arrival = f"load/arrived/{self._survey.load_id}"
         if board is not None and (lost := board.await_all(arrival, RENDEZVOUS_TIMEOUT_S, "this load")):
@@ -378,17 +392,18 @@ class LoadAttempt:
         call_back(self._parts.on_load, report)
 
     def _remind_if_due(self, reader: ShardReader, shards: Collection[str]) -> None:
-        """Has the nodes that these shards lie on keep them, however long this rank is busy with others."""
+        """Renews the pins on the nodes of these shards, while this rank reads from others."""
         if time.monotonic() < self._remind_at:
             return
         self._remind_at = time.monotonic() + REMIND_S
         holders = {held.node_id for held in self._survey.holdings if not held.sizes.keys().isdisjoint(shards)}
         holders = {node for node in holders if not reader.findings.is_silent(node)}
+        # The pins of nodes that only this rank reads from would expire: the load's begin was minutes ago.
         told = [peer for peer in self._survey.addresses if peer.node_id in holders]
         reader.findings.silent |= tell_load(told, self._survey, self._world)[1]
 
     def _silent_elsewhere(self, shared: object) -> frozenset[str]:
-        """Nodes that any rank found silent while it read the metadata; this node's disk is read without its agent."""
+        """Nodes that any rank found silent while it read the metadata; not this one: its disk is read without its agent."""
         return shared.silent - {self._own_node} if isinstance(shared, NodeSharing) else frozenset()
 
     def _join(self, shared: object, cache: RankCache | None, windows: Sequence[Window]) -> Exchange | None:
@@ -397,6 +412,7 @@ class LoadAttempt:
         directory = self._store.root_agent_directory()
         exchange = join_exchange(shared, self._world.rank, cache, directory, self._world.size, windows)
         if exchange is None:
+            # Nobody will take from this rank's cache: it must not fill.
             cache.close()
         return exchange
 

@@ -1,6 +1,6 @@
-"""How a load ends: each rank tells the coordinator what it read or why it failed, and is told who failed.
+"""The end of a load: each rank sends the coordinator its report or its error, and gets the errors of the others.
 
-DCP has every rank tell every other, which is as many messages as ranks squared. Here only a failure goes to all ranks.
+DCP sends every outcome to every rank, which is as many messages as ranks squared. Here only failures go to all ranks.
 """
 
 import pickle
@@ -17,11 +17,11 @@ from replicated_ckpt.errors import RankFailed
 from replicated_ckpt.wording import plural
 
 FAILURES_MAX = 32
-"""Failures that every rank is told as they were raised. Of more, every rank is told how many, and of which ranks."""
+"""Failures that all ranks get as they were raised. Of the others, all ranks get the number and the ranks."""
 
 
 def tell_end(collectives: Collectives, own: object, report: LoadReport | None) -> tuple[list[Any], list[LoadReport]]:
-    """Ends the load on this rank, and returns what DCP takes for the outcome of each rank: None, or how it failed.
+    """Ends the load on this rank, and returns the outcome of each rank as DCP expects it: None, or how it failed.
 
     `own`: None, or the failure of this rank as DCP wraps it. Every rank keeps its own. Also returns all ranks' reports,
     in order, at the coordinator of a load that has succeeded; elsewhere none.
@@ -36,13 +36,14 @@ def tell_end(collectives: Collectives, own: object, report: LoadReport | None) -
     if left:
         what = f"{plural(len(left), 'more rank')} failed, too: {', '.join(_intervals(left))}."
         outcomes[left[0]] = RankFailed(what), StackSummary()
+    # Its own failure as it was raised, never a summary: it has the cause and its notes.
     outcomes[rank] = own
     reports = [] if told is None or failures else [LoadReport.from_dict(one) for one in told if one is not None]
     return outcomes, reports
 
 
 def outcomes_without(lost: Sequence[int], collectives: Collectives, own: object) -> list[Any]:
-    """What DCP takes for the outcome of each rank where some have died: no collective is begun, as one would hang."""
+    """The outcome of each rank as DCP expects it, where some have died: no collective is begun, as one would hang."""
     outcomes: list[Any] = [None] * collectives.get_world_size()
     outcomes[collectives.get_rank()] = _as_sent(own)
     for rank in lost:
@@ -51,11 +52,12 @@ def outcomes_without(lost: Sequence[int], collectives: Collectives, own: object)
 
 
 def _choose(failures: Mapping[int, Any]) -> tuple[dict[int, Any], Sequence[int]]:
-    """The failures that all ranks are told, some of each class of error, and the ranks of the others."""
+    """The failures that go to all ranks, some of each class of error, and the ranks of the others."""
     seen: Counter[str] = Counter()
     order: list[tuple[int, int]] = []
     for rank, (error, _) in failures.items():
         kind = type(error).__name__
+        # A few of each class: a thousand ranks that fail alike must not hide the one that fails otherwise.
         order.append((seen[kind], rank))
         seen[kind] += 1
     chosen = {rank for _, rank in sorted(order)[:FAILURES_MAX]}
@@ -63,7 +65,7 @@ def _choose(failures: Mapping[int, Any]) -> tuple[dict[int, Any], Sequence[int]]
 
 
 def _as_sent(own: object) -> object:
-    """A failure as other ranks get it, or, if it cannot be sent, what can be said of it.
+    """A failure as other ranks get it; if it cannot be pickled, a description.
 
     It has no traceback objects, whose frames would keep the reader and the state dict as long as the error is kept.
     """

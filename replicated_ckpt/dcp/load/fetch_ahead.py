@@ -1,4 +1,4 @@
-"""Fetching ahead: a few threads bring the windows that lie on other nodes while the rank works on those before them."""
+"""Fetching ahead: a few threads fetch the windows of other nodes while the rank works on those before them."""
 
 import threading
 import time
@@ -43,16 +43,18 @@ class FetchAhead:
         try:
             for _ in range(min(THREADS, len(windows))):
                 self._threads.append(start_worker(self._work, name="replicated_ckpt-fetch"))
+        # A thread less, as at a process limit, must not leave those before it running.
         except BaseException:
             self.stop()
             raise
 
     def take_window(self, window: Window) -> memoryview:
-        """The window's bytes, verified; valid until `done`. Raises what went wrong with it."""
+        """The window's bytes, verified; valid until `release`. Raises the error that its fetch met."""
         with self._changed:
             while window not in self._results:
                 if self._failure is not None:
                     raise self._failure
+                # The other ranks must see that this one lives while it waits: they would give its cache up.
                 if self._exchange is not None and self._reads_under_way:
                     self._exchange.pulse()
                 self._changed.wait(_PULSE_S)
@@ -62,7 +64,7 @@ class FetchAhead:
         return found
 
     def release(self, window: Window) -> None:
-        """The bytes of a taken window are needed no more."""
+        """Frees the memory of a taken window for another one."""
         with self._changed:
             memory = self._lent.pop(window, None)
             if memory is not None and self._buffers is not None:
@@ -70,15 +72,17 @@ class FetchAhead:
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """No more is fetched. A thread that waits for a node goes when that answers, or its time is up."""
+        """Fetches no more. A thread that waits for a node ends when that answers, or its time is up."""
         with self._changed:
             self._is_stopped = True
             self._changed.notify_all()
+        # Bounded: a thread may hang in a peer's time-out, and the load's error must not wait for that.
         until = time.monotonic() + STOP_WITHIN_S
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
 
     def _work(self) -> None:
+        # A source is used by one thread at a time: each thread has connections of its own.
         reader = self._reader.sibling()
         try:
             while (task := self._next_task()) is not None:
@@ -91,11 +95,13 @@ class FetchAhead:
             reader.close()
 
     def _next_task(self) -> tuple[Window, memoryview | None] | None:
-        """The next window, with memory for it unless it goes into the cache. Memory goes to the earlier window first."""
+        """The next window, with memory for it unless it goes into the cache. The earliest window gets memory first."""
         with self._changed:
+            # Allocated at the first task: a rank that fetches nothing needs no 20 MiB.
             if self._buffers is None:
                 self._buffers = [memoryview(bytearray(CELL_BYTES)) for _ in range(BUFFERS)]
             while not self._is_stopped and self._next < len(self._windows):
+                # Never skip ahead to a later window: the reader waits for the earliest, and would starve.
                 window = self._windows[self._next]
                 if window in self._numbers or self._buffers:
                     self._next += 1
@@ -111,9 +117,11 @@ class FetchAhead:
             self._tell(window, self._read(reader, window, memory))
             return
         number = self._numbers[window]
+        # Other ranks may still read the slot's earlier window.
         if not self._exchange.wait_for_slot(number, lambda: self._is_stopped):
             return
         found = self._read(reader, window, self._exchange.slot(number))
+        # Also on failure: ranks that wait for this number learn of it, and read for themselves.
         given = self._exchange.put_piece(number, found if isinstance(found, memoryview) else None)
         self._tell(window, given if isinstance(found, memoryview) else found)
 
@@ -127,6 +135,7 @@ class FetchAhead:
             self._reads_under_way += 1
         try:
             return reader.read_range(window.shard, window.offset, window.length, memory)
+        # Kept for its window: those before it may be all that the rank still gets.
         except ReplicatedCkptError as exc:
             return exc
         finally:

@@ -18,10 +18,10 @@ from replicated_ckpt.errors import ConfigInvalid, ObjectCorrupt, ObjectUnsafe
 
 
 class ItemReader:
-    """Gives verified items to a planner. One thread.
+    """Passes verified items to a planner. One thread.
 
-    `trust_pickles`: objects go to it as they lie in the shard, and tensors of any class are unpickled; else objects go as
-    this process has saved them again.
+    `trust_pickles`: objects are passed as they lie in the shard, and tensors of any class are unpickled; else objects are
+    passed as this process has saved them again.
     """
 
     def __init__(self, *, trust_pickles: bool) -> None:
@@ -31,30 +31,34 @@ class ItemReader:
         self._trust_pickles = trust_pickles
 
     def read_item(self, raw: memoryview, item: ReadItem, planner: LoadPlanner, source: str) -> None:
-        """Gives one item to the planner: an object, or a tensor's named part into the target tensor.
+        """Passes one item to the planner: an object, or a tensor's named part into the target tensor.
 
         Nothing of `raw` is kept.
 
         Raises:
             ObjectUnsafe: the object, or a tensor of a class of its own, is not loaded by default. ObjectCorrupt: the item
-            is intact but not what the metadata says. ConfigInvalid: as `target_of`. Nothing was given to the planner.
+            is intact but not what the metadata says. ConfigInvalid: as `target_of`. Nothing was passed to the planner.
         """
         name = item.storage_index.fqn
         if item.type == LoadItemType.BYTE_IO:
+            # The planner unpickles it without restrictions: only a pickle that this process has made is safe there.
             given = io.BytesIO(raw) if self._trust_pickles else save_again(raw, name, f"shard {source}")
             planner.load_bytes(item, given)
             return
         try:
             tensor = narrow(self._tensor(raw), item.storage_offsets, item.lengths)
+        # An unknown class would run its own code on loading.
         except UnknownName as exc:
             raise ObjectUnsafe(name, f"shard {source}", exc.keys) from exc
+        # Intact by its checksum: it was saved wrongly, or .metadata describes another item.
         except (ValueError, RuntimeError) as exc:
             raise ObjectCorrupt(source, "load", name, f"its bytes are intact but no tensor: {exc}") from exc
+        # copy_ would broadcast a smaller tensor without a word.
         if tuple(tensor.size()) != tuple(item.lengths):
             shapes = f"it has the shape {tuple(tensor.size())}, the metadata says {tuple(item.lengths)}"
             raise ObjectCorrupt(source, "load", name, shapes)
         target = target_of(item, planner)
-        copy_into(target, tensor)  # not a detached view: a sparse or quantized one gets other parts, the view would
+        copy_into(target, tensor)  # not into a detached view: a sparse or quantized target would not see it
         planner.commit_tensor(item, target.detach())
 
     def _tensor(self, raw: memoryview) -> torch.Tensor:
@@ -81,6 +85,7 @@ def target_of(item: ReadItem, planner: LoadPlanner) -> torch.Tensor:
             "Correct the planner: its resolve_tensor must return the shape read_item.lengths. The checkpoint is intact.",
         )
     is_strided = target.layout is torch.strided
+    # copy_ into an expanded tensor writes the same memory several times: the result depends on the order.
     if is_strided and any(step == 0 and size > 1 for size, step in zip(given, target.stride(), strict=True)):
         what = f"The tensor given for {name!r} has elements that share memory, as expand() makes them"
         raise ConfigInvalid(
@@ -95,7 +100,7 @@ ReadWhole = Callable[[], memoryview]
 class Feed:
     """One item. Its bytes come in ascending order, in pieces that may leave gaps where nothing is needed.
 
-    A contiguous tensor's data goes into the target piece by piece; anything else is gathered first.
+    A contiguous tensor's data goes into the target piece by piece; anything else is collected first.
     """
 
     def __init__(
@@ -113,6 +118,7 @@ class Feed:
         self._reader, self._planner, self._read_whole = readers
         self._is_sliced = stored is not None and stored.rows(item).length < stored.data_bytes
         self._head = b""
+        # None: an object, or a tensor of a class of its own, which only the whole item can make.
         self._gathered: memoryview | None = None if stored else memoryview(bytearray(info.length))
         self._destination: Destination | None = None
         self._target: torch.Tensor | None = None
@@ -135,6 +141,7 @@ class Feed:
             self._gathered[position : position + len(piece)] = piece
         elif self._destination is not None and self._stored is not None:
             start = len(self._stored.head) + self._rows.offset
+            # A piece may begin before the rows that are wanted, and end after them.
             wanted = piece[max(0, start - position) : max(0, start + self._rows.length - position)]
             if wanted:
                 self._destination.put(wanted)
@@ -149,7 +156,8 @@ class Feed:
         return self._destination.place(start, length)
 
     def _begin(self, stored: StoredTensor) -> None:
-        if self._head != stored.head:  # another torch wrote it, or another layout
+        if self._head != stored.head:  # another torch wrote it, or another layout: its data may lie elsewhere
+            # Of a part only, the whole item is read again at the end: the rest was never fetched.
             if not self._is_sliced:
                 self._gathered = memoryview(bytearray(self._length))
                 self._gathered[: len(self._head)] = self._head
@@ -158,7 +166,7 @@ class Feed:
         self._destination, self._rows = destination_for(self._target, stored, self._item)
 
     def finish_feed(self) -> None:
-        """All that is needed has been taken: hands the tensor, or the object, to the planner."""
+        """All needed bytes were taken: passes the tensor, or the object, to the planner."""
         if self._destination is not None and self._target is not None:
             self._destination.close()
             self._planner.commit_tensor(self._item, self._target)

@@ -36,7 +36,7 @@ class Wanted:
 
     @property
     def rows(self) -> ByteRange:
-        """Where the rows that are wanted lie in the shard, if the item lies there as expected."""
+        """Where the wanted rows lie in the shard, if the item has the expected layout."""
         if self.stored is None:
             return ByteRange(self.info.offset, 0)
         rows = self.stored.rows(self.item)
@@ -46,7 +46,7 @@ class Wanted:
 def windows_for(
     wanted: Mapping[str, Sequence[Wanted]], is_remote: Callable[[str], bool], shards: Sequence[str]
 ) -> list[Window]:
-    """What this rank reads, in the order that all ranks keep."""
+    """The windows that this rank reads, in the order that all ranks keep."""
     windows: list[Window] = []
     for shard, items in wanted.items():
         ranges = [part for item in items for part in item.needed]
@@ -77,7 +77,8 @@ class ShardItems:
         self._open: list[tuple[Wanted, Feed]] = []
 
     def place_of(self, window: Window) -> memoryview | None:
-        """Where all of the next window belongs, if that is one piece of memory; it may be read to there, and then taken."""
+        """The memory for all of the next window, if it is one piece: the window may be read to there, and then taken."""
+        # Another item begins in the window: its bytes do not belong into this one's tensor.
         is_next = self._next < len(self._wanted) and self._wanted[self._next].info.offset < window.end
         if is_next or len(self._open) != 1:
             return None
@@ -92,6 +93,7 @@ class ShardItems:
             what the planner raises.
         """
         try:
+            # A hostile .metadata, or an honest large item, may exceed the memory: the error names it.
             self._take(window, raw)
         except MemoryError as exc:
             listed = [one for one, _ in self._open] + self._wanted[max(0, self._next - 1) : self._next]
@@ -107,6 +109,7 @@ class ShardItems:
             one = self._wanted[self._next]
             self._next += 1
             start, length = one.info.offset - window.offset, one.info.length
+            # The usual case, small items: no copy, and no state between windows.
             if start >= 0 and start + length <= window.length:
                 self._items.read_item(raw[start : start + length], one.item, self._planner, self._shard)
                 continue
@@ -116,7 +119,7 @@ class ShardItems:
                 self._open.append((one, feed))
 
     def finish_shard(self) -> None:
-        """All windows have come: what is left are items without a byte."""
+        """All windows have come: items without a byte are left."""
         for one in self._wanted[self._next :]:
             self._items.read_item(memoryview(b""), one.item, self._planner, self._shard)
 
@@ -128,9 +131,10 @@ class ShardItems:
             feed.finish_feed()
 
     def _whole(self, one: Wanted) -> Callable[[], memoryview]:
-        """Reads all of an item of which only a part was wanted, into memory of its own: a window is still being used."""
+        """Reads all of an item of which only a part was wanted, into memory of its own: the window is still in use."""
 
         def read() -> memoryview:
+            # A sibling: the reader's own buffer holds the window that is being fed.
             with closing(self._reader.sibling()) as reader:
                 return reader.read_range(self._shard, one.info.offset, one.info.length)
 
@@ -146,9 +150,9 @@ class Loading:
         self._exchange = exchange
 
     def run(self, windows: Sequence[Window], shards: Sequence[str], feed: FeedWindow, place_of: PlaceOf) -> None:
-        """Gives each window, verified, to `feed`, in order. Its memory is valid for the time of the call.
+        """Passes each window, verified, to `feed`, in order. Its memory is valid during the call.
 
-        A window of the node's own disk is read to `place_of` it, if there is one: if it cannot be verified that is zeros.
+        A window of the node's own disk is read into `place_of` it, if there is one. If it fails its check, that is zeros.
 
         Raises:
             ShardLost: no intact copy is left. And what `feed` raises. No thread is left that the load waits for.
@@ -167,15 +171,18 @@ class Loading:
                         ahead.release(window)
                     else:
                         feed(window, read(window.shard, window.offset, window.length, place_of(window)))
+                    # Long work on local windows is no silence: the other ranks must not give this one up.
                     self._pulse()
         except BaseException:
             if self._exchange is not None:
+                # The other ranks of the node must not wait for cells that will not come.
                 self._exchange.leave()
             raise
         finally:
             ahead.stop()
         if self._exchange is not None:
             self._exchange.leave()
+            # The cache's file goes when every rank that shares it has opened it: too early, and a late rank finds none.
             self._exchange.wait_until_opened()
 
     def _pulse(self) -> None:
@@ -198,27 +205,30 @@ class Loading:
         return FetchAhead(self._reader, in_order(tasks, shards), numbers, self._exchange)
 
     def _read_shared(self, windows: Sequence[Window], unit: Unit, ahead: FetchAhead, feed: FeedWindow) -> None:
-        """What several ranks of the node need: from the rank that fetched it; read again where it cannot be had there."""
+        """Feeds windows that several ranks of the node need, from the rank that fetched them; else reads them again."""
         exchange, hull = self._exchange, unit.window
         assert exchange is not None
         is_own = exchange.is_own(unit)
         raw = _take_fetched(hull, windows, ahead) if is_own else exchange.take_piece(unit)
         for window in windows:
+            # The rank that fetches has failed or hangs: each reads for itself, from any copy that is left.
             if raw is None:
                 feed(window, self._reader.read_range(window.shard, window.offset, window.length))
             else:
                 self._reader.findings.traffic.bytes_shared += 0 if is_own else window.length
                 feed(window, raw[window.offset - hull.offset : window.end - hull.offset])
             self._pulse()
+        # Only now: the slot's memory was in use until here.
         if is_own:
             exchange.release(unit)
 
 
 def _take_fetched(hull: Window, windows: Sequence[Window], ahead: FetchAhead) -> memoryview | None:
-    """What this rank has fetched for several; None: a block of it is lost, perhaps one of those that no rank needs."""
+    """A window that this rank has fetched for several; None: a block of it is lost, perhaps one that no rank needs."""
     try:
         return ahead.take_window(hull)
     except ShardLost:
+        # This rank needs every block of it: none is left to try.
         if {block for window in windows for block in window.blocks}.issuperset(hull.blocks):
             raise
         return None

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Copy:
-    """One copy as it was read. `expected_crc` None: stock torch wrote it, without one."""
+    """One copy as it was read. `expected_crc` None: stock torch wrote it, without a checksum."""
 
     source: str
     raw: bytes
@@ -46,7 +46,7 @@ class _Copy:
 
 
 class UnreadMetadata(Metadata):
-    """Stands for metadata that could not be read: what looks at it gets the error."""
+    """Stands for metadata that could not be read: any access raises the error."""
 
     def __init__(self, error: Exception) -> None:
         object.__setattr__(self, "_error", error)
@@ -58,16 +58,17 @@ class UnreadMetadata(Metadata):
 def read_verified_metadata(
     store: LocalStore, survey: Survey, bucket: Bucket | None, reader_key: str, silent: set[str]
 ) -> Metadata:
-    """The checkpoint's metadata from the first copy that is intact, safely read.
+    """The checkpoint's metadata from the first intact copy, safely read.
 
-    `silent`: the nodes that let a time-out pass; it gets those that do so now.
+    `silent`: the nodes that let a time-out pass; nodes that do so now are added.
 
     Raises:
-        ShardLost: no copy is. MetadataUnsafe: an intact one is not what DCP metadata consists of.
+        ShardLost: no copy is intact. MetadataUnsafe: an intact one is not what DCP metadata consists of.
     """
     problems: list[str] = []
     for copy in _copies(store, survey, bucket, reader_key, problems, silent):
         if copy.expected_crc in (None, crc32c(copy.raw)):
+            # A node's file has the bucket's version behind its own, as shards may lie elsewhere in the bucket.
             raw = copy.raw if copy.is_bucket else survey.manifest.local_metadata(copy.raw)
             return decode_metadata_file(raw, copy.source)
         found = f"{len(copy.raw)} bytes of CRC32C {crc32c(copy.raw):08x}, expected {copy.expected_crc:08x}"
@@ -75,6 +76,7 @@ def read_verified_metadata(
         log.warning("%s", problems[-1])
         if copy.is_bucket and bucket is not None:
             problems += describe_move(bucket, survey.found.checkpoint_id, survey.found.save_id)
+        # Stock torch's has no checksum, and its node's agent no record to mend it by.
         if copy.address is not None and not survey.unmanaged_warning:
             tell_suspect(copy.address, survey.found.checkpoint_id, survey.found.save_id, METADATA_NAME, problems[-1])
     lost = {METADATA_NAME: "every node of the save"}
@@ -84,14 +86,15 @@ def read_verified_metadata(
 def _copies(
     store: LocalStore, survey: Survey, bucket: Bucket | None, reader_key: str, problems: list[str], silent: set[str]
 ) -> Iterator[_Copy]:
-    """Each copy that can be read: this node's first, whatever the state of the manifest there, then those that were seen.
+    """Each copy that can be read: this node's first, whatever the state of its manifest, then those that were listed.
 
-    Nodes that had none, or are `silent`, are asked last, as each may cost a time-out. `problems` gets what the places have
-    instead, each named.
+    Nodes that listed none, or are `silent`, are asked last, as each may cost a time-out. `problems` gets the error of each
+    place, named.
     """
     save, own_node = survey.found, store.read_node_id()
     if any(holding.node_id == own_node for holding in save.holdings):
         yield from _own(store, survey, own_node, problems)
+    # A hash spreads the ranks: a thousand of them must not all ask the first node.
     peers = sorted(survey.addresses, key=lambda peer: crc32c(f"{reader_key}/{peer.node_id}".encode()))
     having = {holding.node_id for holding in save.holdings if holding.has_metadata} - silent
     yield from _of_peers((peer for peer in peers if peer.node_id in having), survey, problems, silent)
@@ -105,6 +108,7 @@ def _own(store: LocalStore, survey: Survey, own_node: str, problems: list[str]) 
     try:
         with os.fdopen(store.open_file(save.checkpoint_id, save.save_id, METADATA_NAME), "rb") as file:
             raw = file.read(manifest.metadata_bytes + 1)  # one byte too many is enough not to match
+    # One bad copy, whatever its fault, must not end the load while others are left.
     except (OSError, StoreError, ManifestInvalid) as exc:
         problems.append(f"node {own_node}: its {METADATA_NAME} cannot be read: {exc}")
         return
@@ -123,6 +127,7 @@ def _of_peers(peers: Iterable[AgentAddress], survey: Survey, problems: list[str]
             problems.append(f"{address.label}: it has no {METADATA_NAME} of this save: {exc.detail}")
         except ReplicatedCkptError as exc:
             problems.append(describe_answer(address.label, exc))
+            # The rest of the load must not pay its time-out again.
             if is_time_out(exc):
                 silent.add(address.node_id)
 
@@ -134,6 +139,7 @@ def _in_bucket(bucket: Bucket, there: InBucket, save: SaveFound, problems: list[
         yield _Copy(bucket.client.target.url, raw, there.metadata_crc32c, is_bucket=True)
     except ReplicatedCkptError as exc:
         problems.append(describe_answer(OBJECT_NODE, exc))
+        # A newer save may have replaced it in the bucket since the look: the error says so.
         if isinstance(exc, ObjectMissing | ObjectCorrupt):
             problems += describe_move(bucket, save.checkpoint_id, save.save_id)
 

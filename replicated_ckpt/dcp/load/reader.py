@@ -1,4 +1,4 @@
-"""The StorageReader that users pass to `dcp.load`: finds the checkpoint, and gives each rank the bytes that it needs."""
+"""The StorageReader that users pass to `dcp.load`: finds the checkpoint, and reads the bytes that each rank needs."""
 
 import os
 import threading
@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 @make_picklable
 class ReplicatedReader(StorageReader):
-    """Loads a checkpoint from whatever survived: own store first, then any peer that holds a copy, then the object store.
+    """Loads a checkpoint from all stores that survived: own store first, then any peer with a copy, then the object store.
 
     After `dcp.load` returns, every tensor holds the bytes that were saved, each checked against the checksum taken then;
     on any number of ranks, on blank nodes too. If no intact copy of a needed shard is left, every rank raises, and the
@@ -104,6 +104,7 @@ class ReplicatedReader(StorageReader):
         )
         self._attempt_by_thread: dict[int, LoadAttempt] = {}
         self._attempt = self._begin(None)
+        # Without it the other ranks of this host could not see this one die before its first load.
         if not no_dist:
             announce()
 
@@ -116,13 +117,14 @@ class ReplicatedReader(StorageReader):
         return attempt
 
     def _find_own(self) -> LoadAttempt:
-        """The load that this thread has begun; else the one begun last."""
+        """The load that this thread began; else the one that began last."""
         return self._attempt_by_thread.get(threading.get_ident(), self._attempt)
 
     @property
     def _under_way(self) -> LoadAttempt:
         """This thread's load. Raises ConfigInvalid: another thread has begun one with this reader."""
         attempt = self._find_own()
+        # Two loads would share one rendezvous, and each would get the other's checkpoint.
         if attempt is not self._attempt:
             raise ConfigInvalid(
                 f"Two threads load with {self!r} at once.", "Give each thread a ReplicatedReader of its own."
@@ -143,7 +145,7 @@ class ReplicatedReader(StorageReader):
         return self.find(os.fspath(checkpoint_id)) is not None
 
     def latest(self, directory: str | None = None) -> str | None:
-        """The id that "latest" means now, None where no checkpoint is; the same on every rank, and all must ask.
+        """The id that "latest" means now, None without a checkpoint; the same on every rank, and all must ask.
 
         `directory`: of ids, "run-a" say, or "" for ids of one part. None: the only one in which checkpoints lie.
 
@@ -161,15 +163,15 @@ class ReplicatedReader(StorageReader):
             return look_up(self._parts.store, world, checkpoint_id, bucket.open, self.config.lineage)
 
     def leave_group(self) -> None:
-        """Lets go of the process group, which may end now. This reader looks and loads no more."""
+        """Drops its reference to the process group, which may end now. This reader looks and loads no more."""
         self._process_group = None
 
     def let_go(self) -> None:
-        """The last load is over, wherever it ended: what it kept in this node's store may be removed."""
+        """Releases the last load's lock on files of this node's store, wherever the load ended."""
         self._attempt.let_go()
 
     def look_alone(self, look: Callable[[LocalStore, Bucket | None, str], T]) -> T:
-        """What `look` finds in this reader's store, bucket and lineage. By this process alone: no rank meets another."""
+        """The result of `look` for this reader's store, bucket and lineage, on this process alone."""
         with closing(self._parts.bucket) as bucket:
             return look(self._parts.store, bucket.open(), self.config.lineage)
 
@@ -180,13 +182,15 @@ class ReplicatedReader(StorageReader):
 
         Raises:
             CheckpointNotFound, CheckpointNotCommitted, CheckpointIdMismatch, ShardLost, ConfigInvalid, StoreError: on
-                every rank alike, each of them a CheckpointException, too. What went wrong on this rank alone, or where a
-                rank passed no id, is raised later, where DCP tells all ranks.
+                every rank alike, each of them a CheckpointException, too. An error of this rank alone, or where a rank
+                passed no id, is raised later, in a step whose errors DCP sends to all ranks.
         """
         given_id = self._given_id if checkpoint_id is None else checkpoint_id
         self._given_id = given_id
+        # The load before may have failed in the middle: its lock would keep that checkpoint for ever.
         self.let_go()
         self._attempt = self._begin(given_id)
+        # Outside of a DCP call no other rank meets this one: `reset` by hand only names the checkpoint.
         if find_call() is not None:
             try:
                 self._meet()
@@ -203,8 +207,8 @@ class ReplicatedReader(StorageReader):
 
         Called outside of a load it asks for this process alone, whatever process group is there, and waits for no rank.
 
-        Called by DCP, what went wrong is raised a moment later, by `set_up_storage_reader` or whatever looks at the
-        metadata before: DCP would take it for metadata that every rank has for itself, and raise an AssertionError.
+        Called by DCP, it raises no error: `set_up_storage_reader` does, or any access to the metadata before. DCP
+        would take an error here as a sign of metadata on every rank, and raise an AssertionError.
 
         Raises:
             ReplicatedCkptError: as above.
@@ -215,6 +219,7 @@ class ReplicatedReader(StorageReader):
                 # No reset came first: DCP passes a checkpoint_id to it.
                 self._attempt = self._begin(self._given_id)
                 self._meet(in_step=find_call() is not None)
+            # The next load with the same reader must meet again, even if DCP calls no reset.
             self._under_way.is_met = False
             if find_call() is not None:
                 self._world.watch_call()
@@ -225,12 +230,13 @@ class ReplicatedReader(StorageReader):
             if find_call() is None:
                 raise
             return UnreadMetadata(exc)
+        # A look by hand: nothing reads shards after it, so nothing is kept.
         if find_call() is None:
             self.let_go()
         return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Prepares to read what `read_metadata` gave. Raises what kept it from reading."""
+        """Prepares to read, by the result of `read_metadata`. Raises the error that it kept."""
         del is_coordinator, args, kwargs
         self._under_way.prepare(metadata)
 
@@ -242,10 +248,11 @@ class ReplicatedReader(StorageReader):
         Raises:
             ShardLost: naming the shards that have none. ManifestInvalid: metadata and manifest contradict each other.
         """
+        # A subclass may read the items in its own hooks: then they must travel with the plan.
         return self._under_way.plan(plan, keeps_items=type(self) is ReplicatedReader and leaves_plans(self))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Tells the ranks of each node which of them fetches what several need from elsewhere: each block once.
+        """Assigns to the ranks of each node the windows that several of them need from elsewhere: each is fetched once.
 
         Warns of saved entries for which no rank asks, unless that is expected.
         """
@@ -254,9 +261,9 @@ class ReplicatedReader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Reads every item of the plan, verified, into the planner's tensors.
 
-        Raises:
-            ShardLost: no intact copy is left. ObjectUnsafe: an object names what nothing allows. Tensors that were not read
-                yet keep what they held. One that was being read holds bytes of the checkpoint, each verified, up to some
+        ShardLost: no intact copy is left. ObjectUnsafe: an object names a class that nothing allows. Tensors that were not
+            read yet keep their values. One that was being read holds bytes of the checkpoint, each verified, up to some
+                place in it, and its earlier values from there on.
                 place in it, and what it held from there on.
         """
         try:
