@@ -1,4 +1,4 @@
-"""What every training script would write around `dcp.save` and `dcp.load`: when, which one, and what if told to leave."""
+"""The code that every training script would write around `dcp.save` and `dcp.load`: when, which, and on a signal."""
 
 import contextlib
 import os
@@ -36,7 +36,7 @@ from replicated_ckpt.errors import CheckpointNotFound, ConfigInvalid, ManagerClo
 
 
 class SaveCallback:
-    """Calls `on_save`. In the thread of an asynchronous save it must not wait for that save, which waits for it."""
+    """Calls `on_save`. In the thread of an asynchronous save the callback must not wait for that save: a deadlock."""
 
     def __init__(self, on_save: Callable[[SaveReport], object] | None) -> None:
         check_callable("on_save", on_save)
@@ -53,12 +53,13 @@ class SaveCallback:
             self._called_in.discard(threading.get_ident())
 
     def begin(self) -> None:
-        """The manager's own thread is about to save."""
+        """Marks this thread, the manager's own, as the one that saves."""
         self._saved_from = threading.get_ident()
 
     def check_not_inside(self, call: str) -> None:
         """Raises ConfigInvalid: `on_save` of an asynchronous save makes this call."""
         caller = threading.get_ident()
+        # A synchronous save has nothing in flight to wait for: there the call is harmless.
         if caller in self._called_in and caller != self._saved_from:
             raise ConfigInvalid(
                 f"CheckpointManager.{call} was called by on_save of an asynchronous save, for which it would wait.",

@@ -1,4 +1,4 @@
-"""What a reader keeps from one load to the next; its bucket is open for as long as a load or a look lasts."""
+"""The parts of a reader that outlive a load; its bucket is open as long as a load or a look lasts."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,22 +17,23 @@ from replicated_ckpt.stores.local.store import LocalStore
 
 
 class ReaderBucket:
-    """Opened by its first use, until `close`: a client must not be forked with its user. One thread."""
+    """Opened by its first use, closed by `close`: a client hangs in a process that was forked with it. One thread."""
 
     def __init__(self, target: ObjectTarget | None, *, is_all: bool) -> None:
-        """`is_all`: there is nothing else to read from, so a look at it is waited for as long as a read."""
+        """`is_all`: there is no other source, so a look at it gets as much time as a read."""
         self._target = target
         self._look_s = READ_WITHIN_S if is_all else LOOK_WITHIN_S
         self._bucket: Bucket | None = None
         self._is_over: Callable[[], bool] = lambda: False
 
     def share_timeout(self, should_stop: Callable[[], bool]) -> None:
-        """Until `close`, a bucket that another rank or thread has waited for in vain is waited for no more."""
+        """Until `close`, `should_stop` ends the waits for a bucket that another rank or thread has found silent."""
         self._is_over = should_stop
 
     def open(self) -> Bucket | None:
         """The bucket; None if the reader was given none."""
         if self._bucket is None and self._target is not None:
+            # A new load waits for the bucket anew, whatever the one before it met.
             self._is_over = lambda: False
             client = open_client(self._target)
             self._bucket = Bucket(RetryingClient(client, look_within_s=self._look_s, should_stop=self._should_stop))
@@ -42,7 +43,7 @@ class ReaderBucket:
         return self._is_over()
 
     def close(self) -> None:
-        """Gives the connections back; a thread that still waits for an answer asks no more. It may be opened again."""
+        """Closes the connections; a thread that still waits for an answer retries no more. It may be opened again."""
         if self._bucket is not None:
             self._bucket.client.close()
             self._bucket = None
@@ -51,7 +52,7 @@ class ReaderBucket:
 
 @dataclass(frozen=True)
 class ReaderParts:
-    """What a reader keeps from one load to the next. `planning`: the pause of collections while DCP plans a load."""
+    """The parts of a reader that outlive a load. `planning`: the pause of garbage collection while DCP plans a load."""
 
     config: ReaderConfig
     store: LocalStore

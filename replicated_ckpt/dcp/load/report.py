@@ -1,4 +1,4 @@
-"""What one load did: on this rank, and on rank 0 on all of them."""
+"""The report of one load: on each rank its own, on rank 0 with those of all ranks."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -11,7 +11,7 @@ PHASES = ("plan", "read")
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What one load did on this rank. `bad_copies` were found and not used.
+    """One load as this rank did it. `bad_copies` were found and not used.
 
     Bytes are those that this rank read, in whole blocks, by where they came from: its own store, peers, the bucket; and
     `bytes_shared`, without the rest of their blocks, another rank of this node had fetched.
@@ -36,16 +36,16 @@ class LoadReport:
 
     @property
     def bytes_read(self) -> int:
-        """From everywhere, but for what another rank of the node had fetched."""
+        """From everywhere, except from another rank of the node."""
         return self.bytes_local + self.bytes_peer + self.bytes_object
 
     def as_dict(self) -> dict[str, Any]:
-        """The same as JSON takes it."""
+        """The report as a JSON object."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "LoadReport":
-        """One rank's report from `as_dict`, that of other ranks left out; fields of another version, too."""
+        """One rank's report from `as_dict`, without those of other ranks; unknown fields of another version are ignored."""
         known = {each.name: values[each.name] for each in fields(cls) if each.name in values}
         return cls(**{**known, "bad_copies": tuple(known["bad_copies"]), "ranks": ()})
 
@@ -59,7 +59,7 @@ class LoadReport:
         return align(rows)
 
     def __str__(self) -> str:
-        """One line: what was loaded, how fast, where the bytes came from, and who was slowest."""
+        """One line: what was loaded, how fast, from where, and which rank was slowest."""
         ranks = self.ranks or (self,)
         size = sum(one.bytes_read for one in ranks)
         local, peer, bucket = (

@@ -1,4 +1,4 @@
-"""Reading shards for one rank: each range from the best source that has it intact, the next one if it has not."""
+"""Reading shards for one rank: each range from the best source; if that is damaged or silent, from the next one."""
 
 import copy
 import logging
@@ -43,12 +43,12 @@ _NO_AGENT = (
     "`replicated-ckpt agent --root ROOT`."
 )
 OPEN_SHARDS_MAX = 2 * SHARDS_AT_ONCE
-"""Open at once in one thread; reading goes back to none that was left long ago."""
+"""Open at once in one thread; more would keep descriptors and connections of shards that are done."""
 
 
 @dataclass
 class Traffic:
-    """Bytes read by where they came from, in whole blocks, bad ones too, and the copies that were found bad on the way.
+    """Bytes read, by source, in whole blocks, bad ones too; and the copies that were found bad on the way.
 
     `bytes_shared`: taken from another rank of this node, which had fetched them.
     """
@@ -61,7 +61,7 @@ class Traffic:
 
 
 class Findings:
-    """What the readers of one load have in common. Safe for concurrent use."""
+    """The findings that all readers of one load share. Safe for concurrent use."""
 
     def __init__(self) -> None:
         self.traffic = Traffic()
@@ -82,7 +82,7 @@ class Findings:
                 self.traffic.bytes_peer += size_bytes
 
     def record_finding(self, shard: str, node: str, error: ReplicatedCkptError, *, is_suspect: bool) -> bool:
-        """Notes that a copy failed; whether for the first time. `is_suspect`: its agent is to read it again."""
+        """Records that a copy failed; returns whether for the first time. `is_suspect`: its agent is to read it again."""
         with self._lock:
             if is_suspect:
                 self._suspects.add((node, shard))
@@ -98,7 +98,7 @@ class Findings:
             return True
 
     def is_silent(self, node: str) -> bool:
-        """Whether it would cost a time-out again to ask it, as this rank or another one of the node found out."""
+        """Whether asking it would cost a time-out again, as this rank or another one of the node found out."""
         return node in self.silent or (self.exchange is not None and self.exchange.is_silent(node))
 
     def failures(self, shard: str) -> tuple[str, ...]:
@@ -106,7 +106,7 @@ class Findings:
             return tuple(self._failed.get(shard, {}).values())
 
     def suspects(self) -> list[tuple[str, str]]:
-        """Nodes and their shards that turned out to be bad, each told once."""
+        """The nodes and shards that turned out to be bad; each is returned once."""
         with self._lock:
             found = sorted(self._suspects)
             self._suspects.clear()
@@ -114,7 +114,7 @@ class Findings:
 
 
 class ShardReader:
-    """Reads verified ranges of a save's shards. Used by one thread; `close` gives every connection back."""
+    """Reads verified ranges of a save's shards. Used by one thread; `close` closes every connection."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class ShardReader:
         bucket: Bucket | None = None,
         places: Mapping[str, Sequence[ByteRange]] | None = None,
     ) -> None:
-        """`places`: of all items of each shard, if they have no manifest: it is items that are checked there."""
+        """`places`: those of all items of each shard, where no manifest has checksums: there the items are checked."""
         self._store = store
         self._own_node = own_node
         self._survey = survey
@@ -143,6 +143,7 @@ class ShardReader:
     def sibling(self) -> "ShardReader":
         """A reader of the same shards for another thread, with connections of its own and the same findings."""
         other = copy.copy(self)
+        # Connections are used by one thread at a time; findings are shared, so that a silent node costs one time-out.
         other._open = {}  # noqa: SLF001 - of the same class
         return other
 
@@ -153,7 +154,7 @@ class ShardReader:
         return {shard: (*nodes, *self._with_other_sizes(shard, nodes)) for shard, nodes in orders.items()}
 
     def _with_other_sizes(self, shard: str, others: Sequence[str]) -> list[str]:
-        """Nodes whose file of the shard is too short or too long, as the last resort: it may be the only one."""
+        """Nodes whose file of the shard has another size, as the last resort: its intact blocks may be the only ones."""
         return [
             found.node_id for found in self._survey.holdings if shard in found.sizes and found.node_id not in others
         ]
@@ -164,7 +165,7 @@ class ShardReader:
         Otherwise the memory may be reused by the next read of the shard.
 
         Raises:
-            ShardLost: the sources that are left do not have them intact; it tells what each one answered.
+            ShardLost: no source that is left has them intact; the error has the answer of each.
         """
         source = self._open.get(shard) or self._open_shard(shard)
         raw = source.read(offset, length, memory)
@@ -176,6 +177,7 @@ class ShardReader:
 
     def _describe_lost(self, shard: str) -> ShardLost:
         save, searched = self._survey.found, [*self._survey.searched, *self.findings.failures(shard)]
+        # Another job may have replaced it in the bucket; a bucket that is silent would cost its time-out again.
         if self._bucket is not None and self._survey.in_bucket is not None and not self.findings.is_silent(OBJECT_NODE):
             searched += describe_move(self._bucket, save.checkpoint_id, save.save_id)
         places = with_bucket_not_asked(searched, self._manifest)
@@ -185,6 +187,7 @@ class ShardReader:
         entry = self._manifest.shards[shard]
         expected = Expected(entry.size_bytes, entry.crc32c)
         sources = [Source(node, expected, partial(self._shard_at, shard, node)) for node in self._nodes_by_shard[shard]]
+        # The oldest first: shards are read in one order, so that no rank comes back to it.
         while len(self._open) >= OPEN_SHARDS_MAX:
             self._open.pop(next(iter(self._open))).close()
         self._open[shard] = AnySource(sources, partial(self._note, shard), self.findings.is_silent, self._rebuilt)
@@ -202,6 +205,7 @@ class ShardReader:
             if survey.in_bucket.is_unmanaged:
                 return UnmanagedObjectShard(self._bucket, key, expected, self._unchecked_items(shard, node))
             return ObjectShard(self._bucket, key, expected)
+        # Its agent was silent: the survey has the holdings from its own ranks, and no address.
         if node not in self._address_by_node:
             raise StoreUnavailable(f"node {node}", "open", shard, "only its own ranks can read its store", _NO_AGENT)
         client = AgentClient(self._address_by_node[node])
@@ -209,7 +213,7 @@ class ShardReader:
         return PeerShard(client, save.checkpoint_id, save.save_id, shard, expected, is_preferred)
 
     def _is_preferred(self, shard: str, node: str) -> bool:
-        """Whether another node could give the shard instead, sooner."""
+        """Whether another node may serve the shard sooner."""
         return len(self._nodes_by_shard[shard]) > 1 and not self.findings.is_silent(node)
 
     def _stock_shard_at(self, shard: str, node: str, expected: Expected) -> VerifiedShard:
@@ -219,14 +223,14 @@ class ShardReader:
         return UnmanagedPeerShard(AgentClient(self._address_by_node[node]), checkpoint_id, shard, expected, items)
 
     def _unchecked_items(self, shard: str, node: str) -> UncheckedItems:
-        """The same for all siblings."""
+        """One object for all siblings: what one of them has checked, none checks again."""
         key = shard, node
         if key not in self._unchecked:
             self._unchecked.setdefault(key, UncheckedItems(self._places.get(shard, ())))
         return self._unchecked[key]
 
     def _note(self, shard: str, node: str, error: ReplicatedCkptError) -> None:
-        is_ours = not self._survey.unmanaged_warning  # what stock torch wrote is not mended
+        is_ours = not self._survey.unmanaged_warning  # a stock shard has no checksum by which to mend it
         if self.findings.record_finding(
             shard, node, error, is_suspect=is_ours and isinstance(error, ObjectCorrupt | ObjectMissing)
         ):
@@ -234,9 +238,9 @@ class ShardReader:
             log.warning("%s of %s on node %s %s: %s", shard, self._manifest.checkpoint_id, node, how, error)
 
     def tell_suspects(self) -> None:
-        """Has the agents of the nodes where bad copies were met read them again, and mend them.
+        """Has the agents of the nodes with bad copies read these again, and mend them.
 
-        One that is silent, or does not answer, is told of no more: all together cost one time-out.
+        A node that is silent, or stops answering, is skipped from then on: all together cost one time-out.
         """
         save, shards_by_node = self._survey.found, dict[str, list[str]]()
         # `findings` leave out this node's agent, whose disk is read all the same.

@@ -17,9 +17,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RemoteNeeds:
-    """What one rank needs that its node does not hold. Goes to the coordinator in `LoadPlan.storage_data`.
+    """The remote windows of one rank, which its node does not hold. Sent to the coordinator in `LoadPlan.storage_data`.
 
-    `cache`: the name of the rank's cache, which is there by now; None: the rank shares nothing, as it needs nothing from
+    `cache`: the name of the rank's cache, which exists by now; None: the rank shares nothing, as it needs nothing from
     elsewhere or its cache could not be made. `silent`: nodes that let a time-out pass while it read the metadata.
     """
 
@@ -31,7 +31,7 @@ class RemoteNeeds:
 
 @dataclass(frozen=True)
 class NodeSharing:
-    """What the ranks of one node fetch for each other, the same for all of them. Comes back in `LoadPlan.storage_data`.
+    """The windows that ranks of one node fetch for each other, the same for all of them. In `LoadPlan.storage_data`.
 
     `silent`: nodes that any rank of the load found silent while it read the metadata.
     """
@@ -42,7 +42,7 @@ class NodeSharing:
 
 
 def plan_sharing(plans: Sequence[LoadPlan], shards: Sequence[str]) -> list[LoadPlan]:
-    """The plans of all ranks, with what each rank's node shares, if it shares anything, and which nodes are silent."""
+    """The plans of all ranks, each with what its node shares, if anything, and with the nodes that are silent."""
     ranks_by_node: dict[str, dict[int, RemoteNeeds]] = {}
     silent: frozenset[str] = frozenset()
     for rank, plan in enumerate(plans):
@@ -64,14 +64,15 @@ def plan_sharing(plans: Sequence[LoadPlan], shards: Sequence[str]) -> list[LoadP
 def join_exchange(
     sharing: NodeSharing, rank: int, cache: RankCache, directory: Path, world_size: int, windows: Iterable[Window]
 ) -> Exchange | None:
-    """This rank's part in `sharing`; None if its plan became another one after the units were made from it."""
+    """This rank's part in `sharing`; None if its plan was changed after the units were made from it."""
+    # A planner may change a plan in finish_plan: other ranks would then wait for windows that this one never fetches.
     if not _is_met(sharing.units, rank, windows):
         log.warning("rank %d fetches for itself alone: its plan was changed after the ranks had agreed on it", rank)
         return None
     others = {}
     for other, name in sharing.cache_by_rank.items():
         if other != rank:
-            with contextlib.suppress(OSError, ValueError):  # it has left, or died: the exchange goes on without it
+            with contextlib.suppress(OSError, ValueError):  # that rank failed or died: this one reads for itself
                 others[other] = OtherRankCache.open(directory / name, world_size, CELL_BYTES)
     exchange = Exchange(rank, cache, others, sharing.units)
     exchange.begin_piece()
@@ -79,7 +80,7 @@ def join_exchange(
 
 
 def _is_met(units: Sequence[Unit], rank: int, windows: Iterable[Window]) -> bool:
-    """Whether a rank that reads `windows` needs just what the units say that it takes."""
+    """Whether a rank that reads `windows` needs exactly what the units assume."""
     hull_by_cell = {unit.window.cell: unit.window for unit in units if rank in unit.takers}
     met = set()
     for window in windows:

@@ -1,4 +1,4 @@
-"""Errors in a line of a log: of a save or load, whose text by DCP is all tracebacks, and of a user's callback."""
+"""Errors as one line of a log: of a save or load, whose text by DCP is all tracebacks, and of a user's callback."""
 
 import functools
 import logging
@@ -17,7 +17,7 @@ _RANKS_SHOWN_MAX = 3
 
 
 def describe_failure(error: BaseException) -> str:
-    """The error; of DCP's, each rank's, those that are no echo of another's first."""
+    """The error; for DCP's, the error of each rank, with those first that are no echo of another's."""
     if not isinstance(error, CheckpointException) or isinstance(error, ReplicatedCkptError):
         return _describe(error)
     failures = [(isinstance(each, SaveAborted), rank, each) for rank, (each, _) in error.failures.items()]
@@ -28,18 +28,20 @@ def describe_failure(error: BaseException) -> str:
 
 
 def _describe(error: BaseException) -> str:
-    """With its notes, which name the host or the entry that it is about."""
+    """With the error's notes, which name its host or entry."""
     notes = "".join(f" ({note.rstrip('.')})" for note in getattr(error, "__notes__", ()))
     return one_line(f"{type(error).__name__}: {error}{notes}")
 
 
 def as_checkpoint_exception(error: ReplicatedCkptError, rank: int) -> ReplicatedCkptError:
     """The error, which `except CheckpointException` catches too; its `failures` has it under this rank."""
+    # An error passes several hooks on its way out; the first has wrapped it.
     if isinstance(error, CheckpointException):
         return error
     own: Any = type(error)
     kind = _both(own)
     found: Any = kind.__new__(kind)
+    # Not by its constructor: that takes other arguments than `args` for some of our errors.
     found.args = error.args
     vars(found).update(vars(error), _failures={rank: (error, extract_tb(error.__traceback__))})
     both: ReplicatedCkptError = found.with_traceback(error.__traceback__)
@@ -59,10 +61,10 @@ def _both(kind: Any) -> Any:
 
 
 def call_back(function: Callable[[Any], object] | None, report: object) -> None:
-    """Calls the user's function. What it raises is logged: the save or load has succeeded all the same."""
+    """Calls the user's function. An error of it is logged: the save or load has succeeded all the same."""
     if function is None:
         return
     try:
         function(report)
     except (Exception, CheckpointException):  # DCP's own is no Exception
-        log.exception("%r raised; the save or load that it was told of is not affected", function)
+        log.exception("%r raised; its save or load is not affected", function)

@@ -1,10 +1,10 @@
-"""Python's cyclic garbage collection, put off while many objects are made that stay, or that go by themselves.
+"""Puts Python's cyclic garbage collection off while many objects are made that stay, or that are freed anyway.
 
 Each collection of the oldest generation walks through every object of the process: 0.1 s in one that has imported torch,
 and every thread waits for it. DCP's planning of a thousand tensors makes enough objects to bring one about.
 
-A pause sets the threshold of collections to 0, and not `gc.disable`: others switch that off and on around what a collection
-must not come into, as the capture of a CUDA graph, and the end of a pause would switch it on for them.
+A pause sets the threshold of collections to 0 instead of `gc.disable`. Other code switches that off and on around parts
+that no collection may interrupt, as the capture of a CUDA graph, and the end of a pause would switch it on for them.
 """
 
 import gc
@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 LONGEST_S = 10.0
-"""A Pause that is not ended ends by itself after so long: its owner may wait for other ranks, or have failed."""
+"""A Pause ends by itself after so long: its owner may wait for other ranks, or have failed."""
 WATCHER = "replicated-ckpt-collections"
-"""The name of the thread that ends those. It is there while there are any, and up to LONGEST_S longer."""
+"""The name of the thread that ends those. It lives as long as there is one, and up to LONGEST_S longer."""
 
 _lock = threading.Lock()
 _users = 0
@@ -25,21 +25,21 @@ _before = gc.get_threshold()
 
 
 class Pause:
-    """No cyclic collection of this process from `begin` to `end`, which other code lies between, or for LONGEST_S.
+    """No cyclic collection of this process between `begin` and `end`, or for LONGEST_S.
 
-    Safe to call from several threads. When the last pause ends thresholds are as they were before the first, unless someone
-    has set others meanwhile.
+    Safe to call from several threads. When the last pause ends, the thresholds are as before the first, unless other code
+    has set them meanwhile.
     """
 
     def begin_pause(self) -> None:
-        """The pause begins, or goes on for another LONGEST_S. In a process that may have no more threads there is none."""
+        """Begins the pause, or prolongs it by another LONGEST_S. A process that may start no more threads gets none."""
         global _watcher  # noqa: PLW0603 - one for the process
         with _lock:
             if _watcher is None:
                 watcher = threading.Thread(target=_end_late, name=WATCHER, daemon=True)
                 try:
                     watcher.start()
-                except RuntimeError:  # then the caller is slower, and no more
+                except RuntimeError:  # a pause without an end would be worse than none
                     return
                 _watcher = watcher
             if self not in _ends:
@@ -47,7 +47,7 @@ class Pause:
             _ends[self] = time.monotonic() + LONGEST_S
 
     def end_pause(self) -> None:
-        """The pause is over, if there is one."""
+        """Ends the pause, if there is one."""
         with _lock:
             if _ends.pop(self, None) is not None:
                 _end()
@@ -98,13 +98,14 @@ def _begin() -> None:
 
 def _end() -> None:
     global _users  # noqa: PLW0603 - as above
-    _users = max(0, _users - 1)  # a block that was begun before a fork may end after it
+    _users = max(0, _users - 1)  # after a fork, a block of the parent's may end here
+    # Other thresholds were set meanwhile: they are someone else's choice, and stay.
     if not _users and gc.get_threshold()[0] == 0:
         gc.set_threshold(*_before)
 
 
 def _begin_anew() -> None:
-    """In a forked child: the threads that would have ended the pauses were the parent's, and so was who held the lock."""
+    """In a forked child: the threads that end pauses, or that held the lock, exist only in the parent."""
     global _users, _lock, _watcher  # noqa: PLW0603 - the ones of this process
     _lock, _watcher = threading.Lock(), None
     _ends.clear()

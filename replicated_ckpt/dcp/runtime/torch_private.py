@@ -4,7 +4,7 @@ tests/dcp/test_torch_private.py holds each to the supported range.
 
 Each is here because no public name serves: DCP does not tell a storage writer or reader which process group a call is
 about, nor how its last step ended, the c10d store has no public getter, the entries of `.metadata` are of private classes,
-and how its planners name what is nested is their own.
+and the way in which its planners name nested entries is their own.
 """
 
 import sys
@@ -53,10 +53,10 @@ class DcpCall:
 
 
 def find_call() -> DcpCall | None:
-    """The DCP call on this thread's stack, or None if there is none.
+    """The DCP call on this thread's stack; None without one.
 
-    Seen on torch 2.7 to 2.15: the entry points have the parameters `process_group` and `no_dist`, and none of them is
-    passed on to the storage writer or reader, which must know them to meet the other ranks, or not to wait for any.
+    Seen on torch 2.7 to 2.15: the entry points have the parameters `process_group` and `no_dist`, and pass neither on to
+    the storage writer or reader, which needs them to meet the other ranks, or to wait for none.
     """
     for frame, _ in walk_stack(sys._getframe(1)):  # noqa: SLF001 - the documented CPython call for it
         if (frame.f_globals.get("__name__"), frame.f_code.co_name) in _ENTRY_POINTS:
@@ -74,10 +74,10 @@ class AsyncCall(DcpCall):
 
 
 def find_async_call() -> AsyncCall | None:
-    """The `dcp.async_save` on this thread's stack, or None if there is none.
+    """The `dcp.async_save` on this thread's stack; None without one.
 
     Seen on torch 2.15: it has the parameter `async_checkpointer_type`, calls the stager's `stage` before it has a future,
-    and its `synchronize_staging` when it has one. The stager is told neither.
+    and its `synchronize_staging` when it has one. The stager gets neither as an argument.
     """
     for frame, _ in walk_stack(sys._getframe(1)):  # noqa: SLF001 - the documented CPython call for it
         if (frame.f_globals.get("__name__"), frame.f_code.co_name) == (_SAVER, "async_save"):
@@ -90,13 +90,13 @@ def find_async_call() -> AsyncCall | None:
 
 
 class _ByCoordinator(Protocol):
-    """What ranks tell each other through their coordinator."""
+    """The messages that ranks exchange through their coordinator."""
 
     def gather_object(self, value: Any, /) -> list[Any] | None:
-        """What all ranks give, at the coordinator."""
+        """The values of all ranks, at the coordinator; None elsewhere."""
 
     def broadcast_object(self, value: Any, /) -> Any:
-        """What the coordinator gives, on every rank."""
+        """The coordinator's value, on every rank."""
 
 
 class Collectives(_ByCoordinator, Protocol):
@@ -116,12 +116,12 @@ class StepCollectives(_ByCoordinator, Protocol):
     """Its rank in the process group."""
 
     def scatter_object(self, values: list[Any] | None, /) -> Any:
-        """What the coordinator gives to this rank."""
+        """The coordinator's value for this rank."""
 
 
 _LEAVING = "create_global_plan", "finish_plan"
 _OUTCOMES = {"all_reduce": "broadcast_object", "reduce_scatter": "all_gather_object"}
-"""By method of DCP's wrapper of a process group: the collective by which its ranks learn how the call ended.
+"""By method of DCP's wrapper of a process group: the collective by which the ranks get the call's outcome.
 
 A save ends with the step that it writes in, an `all_reduce`. A load plans in a `reduce_scatter`, and reads in a step of its
 own after it, which ends with an `all_gather_object`.
@@ -129,10 +129,10 @@ own after it, which ends with an `all_gather_object`.
 
 
 def follow_step(exchange: Callable[[Collectives, Any], Any]) -> bool:
-    """Has the DCP call under way do `exchange(collectives, value)` where its ranks learn how it ended; False: none is.
+    """Has the DCP call under way run `exchange(collectives, value)` in place of its last collective; False: no call is.
 
     Called by a storage writer while it writes, and by a reader while it plans: then a rank that fails before it reads takes
-    part in the same exchange. The wrapper is of this one call of DCP, so nothing has to be put back. Seen on torch 2.7,
+    part in the same exchange. The wrapper belongs to this one call of DCP, so nothing must be restored. Seen on torch 2.7,
     2.13 and 2.15.
     """
     wrapper, step = _wrapper_of_step()
@@ -144,7 +144,7 @@ def follow_step(exchange: Callable[[Collectives, Any], Any]) -> bool:
 
 
 def use_collectives(collectives: StepCollectives) -> bool:
-    """Has the DCP call under way do its collectives by these, from here to its end; False: none is.
+    """Has the DCP call under way use these collectives, from here to its end; False: no call is under way.
 
     Called by a storage writer or reader in the first step, before its first collective. Seen on torch 2.7 and 2.15: a step
     gathers, then scatters or broadcasts, by these methods of one wrapper.
@@ -159,7 +159,7 @@ def use_collectives(collectives: StepCollectives) -> bool:
 
 
 def leaves_plans(reader: object) -> bool:
-    """Whether DCP asks this very reader and a planner that leaves plans as they are: then one may travel without items.
+    """Whether DCP uses this very reader, and a planner that leaves plans as they are: then one may travel without items.
 
     Seen on torch 2.7 to 2.15: `DefaultLoadPlanner.create_global_plan` and `finish_plan` return what they are given, and
     DCP's `_load_state_dict` calls nothing else of the planner and the reader between `prepare_local_plan` and `read_data`.
@@ -167,6 +167,7 @@ def leaves_plans(reader: object) -> bool:
     for frame, _ in walk_stack(sys._getframe(1)):  # noqa: SLF001 - the documented CPython call for it
         if (frame.f_globals.get("__name__"), frame.f_code.co_name) == (_LOADER, "_load_state_dict"):
             planner = frame.f_locals.get("planner")
+            # Compared by function: a subclass that overrides one of these may read or change the items.
             return frame.f_locals.get("storage_reader") is reader and all(
                 getattr(getattr(planner, name, None), "__func__", None) is getattr(DefaultLoadPlanner, name)
                 for name in _LEAVING
@@ -186,7 +187,7 @@ def _wrapper_of_step() -> tuple[_DistWrapper | None, str]:
 def _once(
     found: "weakref.ref[_DistWrapper]", name: str, exchange: Callable[[Collectives, Any], Any]
 ) -> Callable[[Any], Any]:
-    """Gives the wrapper the method of before back and calls `exchange` with the wrapper. Nothing holds what holds it."""
+    """Restores the wrapper's method, and calls `exchange` with the wrapper. No reference cycle keeps the wrapper alive."""
     before = vars(found()).get(name)
 
     def call(value: Any) -> Any:
@@ -208,7 +209,7 @@ def weights_only_names() -> Mapping[str, Any]:
 
 
 def make_typed_storage(memory: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
-    """A storage as the functions that rebuild tensors take it, without a warning that such ones are on their way out."""
+    """A storage for the functions that rebuild tensors, without torch's warning that typed storages are deprecated."""
     return torch.storage.TypedStorage(wrap_storage=memory, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
 
 
@@ -229,7 +230,7 @@ def metadata_version() -> str | None:
 
 
 def flatten(state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[str | int, ...]]]:
-    """What DCP's planners make of a nested state dict: the values by FQN, and where each FQN lies in it."""
+    """A nested state dict as DCP's planners flatten it: the values by FQN, and the path of each FQN."""
     values, paths = flatten_state_dict(state_dict)
     return dict(values), dict(paths)
 
@@ -253,8 +254,9 @@ def narrow(tensor: torch.Tensor, offsets: Any, sizes: Any) -> torch.Tensor:
 
 
 def with_shards(tensor: ShardedTensor, shards: list[Shard]) -> ShardedTensor:
-    """The same sharded tensor, its metadata too, but for the data of this rank's shards. No other rank is asked."""
+    """The same sharded tensor, with its metadata, over other data of this rank. No collective is called."""
     properties = tensor.metadata().tensor_properties
+    # Not by its constructor, which calls a collective: the other ranks take no part here.
     made: ShardedTensor = ShardedTensor.__new__(
         ShardedTensor,
         tensor.sharding_spec(),
@@ -270,7 +272,7 @@ def with_shards(tensor: ShardedTensor, shards: list[Shard]) -> ShardedTensor:
 
 
 def local_part(tensor: DTensor) -> torch.Tensor:
-    """What this rank has of it. `DTensor.to_local` makes another tensor of it at each call."""
+    """This rank's part. `DTensor.to_local` makes another tensor of it at each call."""
     return tensor._local_tensor  # noqa: SLF001
 
 

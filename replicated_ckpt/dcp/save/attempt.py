@@ -1,4 +1,4 @@
-"""One save as one rank does it: its steps, in the order in which DCP calls for them."""
+"""One save on one rank: its steps, in the order in which DCP calls them."""
 
 import contextlib
 import logging
@@ -59,15 +59,16 @@ _SAID_WITHIN_S = 1.0
 
 
 class LockedSave:
-    """What a writer holds of its save, until it is closed or the writer is gone."""
+    """A writer's lock on its save, until it is closed or the writer is gone."""
 
     def __init__(self) -> None:
         self._open = contextlib.ExitStack()
         self._follower: Follower | None = None
+        # A writer that is dropped without a call must not hold its save for ever: agents would wait for it.
         weakref.finalize(self, self._open.close)
 
     def hold(self, store: LocalStore, save_id: str) -> None:
-        """Holds the save, once more if it is held already.
+        """Locks the save; it may be locked already.
 
         Raises:
             SaveAborted: it is not open. StoreError
@@ -76,16 +77,16 @@ class LockedSave:
             self._open.callback(store.lock_save(save_id).release)
 
     def follow(self, follower: Follower | None) -> None:
-        """The shard that this node's agent was given; None: this rank has written it."""
+        """The shard that this node's agent has taken; None: this rank has written it."""
         self._follower = follower
         if follower is not None:
             self._open.callback(follower.leave)
 
     def find_written(self) -> WrittenCopies | None:
-        """What the agent has written, if it was given a shard, and has said so: it does as it tells the coordinator's."""
+        """The agent's result for a shard that it has taken, if it has arrived: the coordinator's node gets it first."""
         end = None if self._follower is None else self._follower.end
         if end is None or not wait([end], _SAID_WITHIN_S).done or end.exception() is not None:
-            return None  # whatever kept this rank from learning it: the save is committed
+            return None  # the save is committed: a late or lost result must not fail it
         return end.result()
 
     def close(self) -> None:
@@ -93,7 +94,7 @@ class LockedSave:
 
 
 def make_receipt_post(receipt: Receipt, save_id: str, node: NodePost) -> dict[str, Any]:
-    """What a rank posts once it has written; `node` as it is by then."""
+    """The fields that a rank posts once it has written, with its `node` as it is by then."""
     where = {"address": node.address.to_json(), "silence": node.silence, "invitation": node.invitation}
     return {**receipt.to_json(), "save_id": save_id, **where}
 
@@ -101,11 +102,12 @@ def make_receipt_post(receipt: Receipt, save_id: str, node: NodePost) -> dict[st
 def collect_receipts(
     posts: Sequence[Mapping[str, Any]], decision: SaveDecision, own_node: str
 ) -> tuple[list[Receipt], AgentCluster]:
-    """The receipts of all ranks, and the nodes where their agents are now: one may have died and been started again.
+    """The receipts of all ranks, and the nodes with their agents' addresses of now: one may have been started again.
 
     Raises:
         SaveAborted: a rank has not written for this save.
     """
+    # A rank that was slow may still have its post of the save before.
     stale = [rank for rank, post in enumerate(posts) if post["save_id"] != decision.save_id]
     if stale:
         raise SaveAborted(f"Ranks {stale} have not written for save {decision.save_id}.")
@@ -119,7 +121,7 @@ def collect_receipts(
 
 
 def check_none_aborted(receipts: Sequence[Receipt], decision: SaveDecision) -> None:
-    """Raises SaveAborted: a rank stopped because the save was aborted."""
+    """Raises SaveAborted: a rank stopped writing because the save was aborted."""
     aborted = [f"rank {rank}: {receipt.aborted}" for rank, receipt in enumerate(receipts) if receipt.aborted]
     if aborted:
         raise SaveAborted(f"Save {decision.save_id} was aborted: {'; '.join(aborted)}")
@@ -131,9 +133,9 @@ DECISION_TIMEOUT_S = 30.0
 class SaveAttempt:
     """One save: every rank calls `present` and `write`, the coordinator `decide` between them and `commit` after them.
 
-    Whatever a step raises once the save was opened, KeyboardInterrupt too, the save is aborted first on every node that
-    answers: nothing of it counts then. One that may be decided is not: it is published, or aborted by agents. This rank
-    holds the save, for agents to see, until it learns of its end, or `close`. One thread at a time.
+    An error of a step after the opening, KeyboardInterrupt too, aborts the save first on every node that answers: nothing
+    of it counts then. A save that may be decided is not aborted: agents publish it, or abort it. This rank locks the
+    save, so that agents see it work, until it has the outcome, or until `close`. One thread at a time.
     """
 
     def __init__(
@@ -159,7 +161,7 @@ class SaveAttempt:
         """The save's place in its lineage, once this rank writes."""
 
     def present(self) -> None:
-        """Posts to the coordinator what this rank is asked to save as, and where its node can be reached."""
+        """Posts to the coordinator the id that this rank was given, and the address of its node."""
         board = self._world.blackboard
         checkpoint_id = name_checkpoint(
             self._config.root,
@@ -176,30 +178,35 @@ class SaveAttempt:
         failpoints.reach("rank.registered")
 
     def decide(self, plans: list[SavePlan]) -> None:
-        """Coordinator: checks that the ids agree, chooses the buddies, opens the save on every node, tells all ranks.
+        """Coordinator: checks that the ids agree, chooses the buddies, opens the save on every node, posts the decision.
 
         Raises CheckpointIdMismatch, CheckpointExists, ConfigInvalid, MemoryTierShort, StoreError: nothing is open then.
         """
         board, config = self._world.blackboard, self._config
         raw_posts = board.posts("save", DECISION_TIMEOUT_S) if board is not None else []
         posts = [SavePost.from_json(post) for post in raw_posts] or [self._post]
+        # A random ticket: a rank may abort this save, and no other.
         decision = replace(decide(posts, config.copies, uuid.uuid4().hex, plans), ticket=secrets.token_hex(16))
         self._cluster: Cluster = LoneNode(self._store) if board is None else cluster_of(decision, self._world.rank)
         known, session = self._parts.layouts.save_id, self._world.session_of_writer(self._parts.name)
         self._decision = replace(decision, session=session, overwrite=config.overwrite, known_layout=known)
+        # Before the opening: a save that does not fit is refused while there is nothing to undo.
         if self._parts.memory is not None:
             self._parts.memory.check_limit(self._decision, posts, plans)
         failpoints.reach("coordinator.drawn")
+        # From here on some node may have it open: whatever ends this rank must abort it.
         self._is_undecided = True
         with self._abort_on_error():
             opened = self._open()
             failpoints.reach("coordinator.opened")
             overwrites = self._decision.overwrite
             seen = find_seen_lineage(self._store, scope_of(decision.checkpoint_id))
-            asked = replace(self._decision, overwrite=config.overwrite)  # what nodes have lost may lie in the bucket
+            # As configured: what the nodes have lost may be whole in the bucket, and must not be replaced there.
+            asked = replace(self._decision, overwrite=config.overwrite)
             placed, problems = assign_sequence(asked, opened, self._parts.object_tier, seen)
             self._decision = replace(placed, overwrite=overwrites, file_number=choose_file_number(opened))
             self._warn(problems)
+            # Last: ranks begin to write as soon as they read it, so the save is open on the nodes by then.
             if board is not None:
                 board.decide("save", raw_posts, self._decision.to_json(), stays=STAYS)
             failpoints.reach("coordinator.placed")
@@ -207,9 +214,9 @@ class SaveAttempt:
             self._warn(self._parts.retaining.warn_of_name(decision.checkpoint_id), of=config.root)
 
     def write_shard(self, plan: SavePlan, planner: SavePlanner, staged: memoryview | None = None) -> list[WriteResult]:
-        """Writes this rank's shard here and at its buddies, and posts the receipt for it to the coordinator.
+        """Writes this rank's shard here and at its buddies, and posts its receipt to the coordinator.
 
-        `staged`: the memory that its tensors lie in, if this node's agent can be given it.
+        `staged`: the memory of its tensors, if this node's agent can map it.
         Afterwards the shard holds at the level of `ack`. If another rank has failed there are no results: DCP names that
         rank, and `commit` refuses the receipt.
         """
@@ -220,6 +227,7 @@ class SaveAttempt:
         save_id = self._decision.save_id
         self.version = Version(self._decision.lineage, self._decision.sequence, 0.0, save_id)
         with self._abort_on_error():
+            # Another rank has failed: raising its echo here would hide the cause that DCP reports.
             try:
                 results, self._receipt = self._write_shard(plan, planner, staged)
             except SaveAborted as exc:
@@ -227,6 +235,7 @@ class SaveAttempt:
                 results, self._receipt = [], Receipt(aborted=exc.message)
             failpoints.reach("rank.written")
             if board is not None:
+                # The agent may have died and been started again meanwhile, under another port.
                 now = register_again(self._store, self._post.node)
                 board.post("receipt", make_receipt_post(self._receipt, save_id, now))
             failpoints.reach("rank.receipted")
@@ -237,7 +246,7 @@ class SaveAttempt:
         return self._parts.layouts.refer(results, save_id, self._decision.known_layout)
 
     def commit(self, metadata: Metadata, results: list[list[WriteResult]]) -> bool:
-        """Coordinator: accounts for every shard, makes the decision durable, and has every node publish the save.
+        """Coordinator: checks that every shard is written, makes the decision durable, and has every node publish the save.
 
         Returns whether it goes to the bucket, too.
 
@@ -245,6 +254,7 @@ class SaveAttempt:
             SaveAborted, AckNotReached, StoreError: at the coordinator; DCP tells all ranks.
         """
         board, receipts, decision = self._world.blackboard, [self._receipt], self._decision
+        # From here on `break_off` must not abort: `commit_save` decides when that is still allowed.
         self._is_undecided = False
         with self._abort_on_error():
             if board is not None:
@@ -270,22 +280,24 @@ class SaveAttempt:
                 layouts=self._parts.layouts,
             )
         finally:
+            # The lock must go even if publishing failed: agents complete a decided save only once its ranks have left.
             self.close()
         assert self.version is not None, "it was written"
         remember(self._store, decision.checkpoint_id, self.version)
         self._warn(problems)
+        # With problems some node lacks the metadata: the ranks must not take it from their own disk.
         self._reference = None if problems else SavedMetadata.of(decision.checkpoint_id, decision.save_id)
         self._parts.retaining.note_committed(decision, has_agents=self._world.blackboard is not None)
         if decision.upload is not None:
             self._parts.object_tier.note_committed()
 
     def end(self) -> None:
-        """Coordinator: the save is over. Where DCP tells its ranks so, each reports then; else this one does now."""
+        """Coordinator: ends the save. Each rank reports in DCP's last collective; else this one does now."""
         if not self._is_followed:
             self._report_committed()
 
     def _learn_outcome(self, collectives: Collectives, value: object) -> object:
-        """Every rank learns from the coordinator whether the save is committed: the end of it, on this rank."""
+        """Every rank gets the outcome from the coordinator: the end of the save, on this rank."""
         outcome = tell_metadata(collectives.broadcast_object, value, self._store, self._reference)
         if not isinstance(outcome, CheckpointException):
             self._report_committed()
@@ -310,20 +322,23 @@ class SaveAttempt:
             self.close()
 
     def close(self) -> None:
-        """This rank works on the save no more."""
+        """This rank ends its part in the save."""
         self._held.close()
 
     def _agent_starter(self) -> Callable[[], object]:
-        """It does not hold this attempt: what a follower holds lives until the save is closed, and this closes it."""
+        """Holds no reference to this attempt: a follower holds it until the save is closed, and the attempt closes that."""
         return partial(register_again, self._store, self._post.node)
 
     def _write_shard(
         self, plan: SavePlan, planner: SavePlanner, staged: memoryview | None
     ) -> tuple[list[WriteResult], Receipt]:
         decision, rank, config, began = self._decision, self._world.rank, self._config, time.monotonic()
+        # Its agent did not answer at the opening: without an intent nothing could be staged here.
         if decision.node_of(rank).node_id in decision.unreached:
             open_unheard(self._store, decision, self._post.node.host)
+        # Before the first byte: an unlocked save counts as stale, and an agent would remove it.
         self._held.hold(self._store, decision.save_id)
+        # One rank of each node: the place is the node's.
         if rank == decision.ranks_of(decision.node_of(rank).node_id)[0]:
             self._store.note_place(decision.save_id, decision.lineage, decision.sequence)
         self._warn(self._parts.retaining.submit(decision, rank))
@@ -342,6 +357,7 @@ class SaveAttempt:
         self._report = report_save(decision, rank, receipt, config.copies)
         self._keep_report(self._report)
         if shard is None:
+            # No agent takes it, or the shard does not lie in shared memory.
             return [], receipt
         self._held.follow(shard.follower)
         if shard.missed and config.on_degraded == "raise":
@@ -351,7 +367,7 @@ class SaveAttempt:
         return shard.results, receipt
 
     def _open(self) -> Opened:
-        """Opens the save on every node; once more, as another save, if what has its name is lost for good."""
+        """Opens the save on every node; again, as another save, if the checkpoint with its name is lost for good."""
         decision = self._decision
         try:
             return self._begin(decision)
@@ -363,6 +379,7 @@ class SaveAttempt:
         check_gives_way(self._store, own_node, addresses, decision.checkpoint_id)
         log.warning("%s exists, and parts of it are lost: it is saved anew", decision.checkpoint_id)
         self._cluster.abort(decision.save_id, "it is opened again, over a checkpoint that is lost")
+        # A new id: nodes remember the aborted one, and never open it again.
         self._decision = replace(decision, save_id=uuid.uuid4().hex, overwrite=True)
         return self._begin(self._decision)
 
@@ -370,18 +387,19 @@ class SaveAttempt:
         return self._cluster.begin(decision.intent, partial(self._hold_as_coordinator, decision.save_id))
 
     def _hold_as_coordinator(self, save_id: str) -> None:
-        """However slow other nodes, or the planning, are: no agent takes this save for a stale one."""
+        """Locks the save here: however slow other nodes or the planning are, no agent takes it for a stale one."""
         if self._world.blackboard is not None:
             self._held.hold(self._store, save_id)
 
     @contextmanager
     def _abort_on_error(self) -> Iterator[None]:
-        """If the block raises, the save is aborted on every node that answers, and this rank holds it no more."""
+        """If the block raises, the save is aborted on every node that answers, and this rank's lock on it ends."""
         try:
             yield
         except BaseException as exc:
             try:
                 self._abort(f"rank {self._world.rank} on {self._post.node.host} failed: {type(exc).__name__}: {exc}")
+            # Also if the abort itself is interrupted: a lock that stays would look like a rank at work.
             finally:
                 self.close()
             raise

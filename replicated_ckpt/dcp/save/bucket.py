@@ -1,4 +1,4 @@
-"""The object tier as a writer sees it: it names the bucket to this node's agent, which does the work, and asks on."""
+"""The object tier of a writer: it names the bucket to this node's agent, which uploads, and asks that for the state."""
 
 import logging
 import threading
@@ -30,16 +30,16 @@ log = logging.getLogger(__name__)
 _SHARED = "Name a bucket that all ranks reach: s3://bucket/prefix, or file:///a/shared/directory."
 WAIT_TIMEOUT_S = 600.0
 PROBE_S = 15.0
-"""The agent looks into the bucket for less; for long only after its start, which may be later than that of this process."""
+"""The agent's own look takes less. Only its first one takes long, and the agent may start after this process."""
 GIVE_UP_S = 120.0
-"""`wait` does not wait longer for a bucket of which every try has failed for that long."""
+"""`wait` ends for a bucket of which every try has failed for that long."""
 _POLL_FIRST_S, _POLL_MAX_S, _POLL_SHARE = 0.02, 1.0, 0.05
-"""The agent is asked again after this share of the time that was waited so far: so much longer a wait takes at most."""
-_GONE = "this node knows nothing of it any more: it was aborted, replaced or removed."
+"""The pause is this share of the time waited so far, so that a wait takes at most so much longer than the upload."""
+_GONE = "this node has nothing of it any more: it was aborted, replaced or removed."
 
 
 def check_timeout(timeout_s: object) -> float:
-    """So many seconds, at most what a lock can wait. Raises ConfigInvalid: they are no number."""
+    """The seconds, at most as many as a lock can wait. Raises ConfigInvalid: they are no number."""
     if not isinstance(timeout_s, Real) or isnan(timeout_s):
         raise ConfigInvalid(f"timeout_s must be a number of seconds, not {timeout_s!r}.")
     return min(float(timeout_s), threading.TIMEOUT_MAX)
@@ -47,9 +47,9 @@ def check_timeout(timeout_s: object) -> float:
 
 @dataclass(frozen=True)
 class Probed:
-    """What the bucket said before a save: the plan, the lineages committed there, and what is wrong with it.
+    """The bucket's answer before a save: the plan, the lineages committed there, and its problem, if it has one.
 
-    `named`: the lineage of the save that has the checkpoint's name there, as `Opened` has them of nodes.
+    `named`: the lineage of the save that has the checkpoint's name there, as `Opened` has it of nodes.
     """
 
     plan: UploadPlan
@@ -64,6 +64,7 @@ class ObjectTier:
     def __init__(self, store: LocalStore, target: ObjectTarget | None, every: int) -> None:
         """Raises ConfigInvalid: the bucket is a directory, and the store lies in it, or it in the store."""
         if target is not None:
+            # Uploads would go into the store itself, and be taken for checkpoints of it.
             target.check_is_apart(store.root)
         self._store = store
         self._target = target
@@ -76,7 +77,7 @@ class ObjectTier:
         return self._target is not None and sequence % self._every == 0
 
     def submit(self, world_size: int = 1) -> list[str]:
-        """Names the bucket to this node's agent, started here if need be; returns what is wrong. Cheap.
+        """Names the bucket to this node's agent, started here if need be; returns problems in words. Cheap.
 
         Raises:
             ConfigInvalid: the bucket is this process's memory, and there are other ranks.
@@ -96,29 +97,32 @@ class ObjectTier:
         return []
 
     def probe(self, checkpoint_id: str, *, is_on_nodes: bool, overwrite: bool) -> Probed:
-        """Looks at the bucket before a save. What is wrong with it does not keep the save from the nodes.
+        """Looks at the bucket before a save. A bucket that fails does not keep the save from the nodes.
 
         Raises:
             CheckpointExists: it holds this checkpoint, and the save may not overwrite it.
         """
         assert self._target is not None
         url = self._target.url
+        # An agent is another process: it cannot see a bucket that is this process's memory.
         if self._target.is_process_local:
             return Probed(UploadPlan(url, has_own_prefix=True))
         document = {"url": url, "checkpoint_id": checkpoint_id}
         try:
             found = ask_agent(self._store, "POST", "/v1/object/probe", document, PROBE_S)
         except ReplicatedCkptError as exc:
+            # Unknown counts as not empty: names that may be taken there must not be written over.
             found = {"error": str(exc), "is_empty": False, "save_id": "", "lineage": "", "histories": {}}
         if found["save_id"] and not overwrite:
             raise CheckpointExists(f"Checkpoint already exists: {checkpoint_id!r} in {url}.")
         problem = f"object store {url}: {found['error']}" if found["error"] else ""
+        # Under a prefix of its own a save never overwrites files that a load of the old one may be reading.
         plan = UploadPlan(url, has_own_prefix=is_on_nodes or not found["is_empty"], replaces=found["save_id"])
         named = frozenset({str(found["lineage"])} if found["save_id"] else ())
         return Probed(plan, histories_from_json(found["histories"]), problem, named)
 
     def expect(self, save_id: str, checkpoint_id: str) -> None:
-        """A save that goes to the bucket is written: `wait` waits for it, unless it is aborted before the commit."""
+        """A save that goes to the bucket is written: `wait` waits for it, even if the commit comes later."""
         with self._lock:
             self._awaited[save_id] = checkpoint_id
 
@@ -127,11 +131,11 @@ class ObjectTier:
         if self._target is not None and self._target.is_process_local:
             self._bring_here()
             return
-        for problem in self.submit():  # wakes it, too
+        for problem in self.submit():  # also wakes the uploader of an agent that has the bucket already
             log.warning("uploads wait: %s", problem)
 
     def _bring_here(self) -> None:
-        """Uploads in this process: no other would see what an agent puts into its own memory."""
+        """Uploads in this process: an agent would put it into its own memory, which no other process sees."""
         assert self._target is not None
         stopping = threading.Event()
         service = NodeService(self._store)
@@ -140,13 +144,13 @@ class ObjectTier:
         Uploader(service, book, Pace(1e15, stopping), SilenceTimeouts(), stopping, lambda *_: None).round()
 
     def wait_for_upload(self, timeout_s: float, *, is_last_wanted: bool = False) -> tuple[str, ...]:
-        """Waits until every save that was expected is committed in the bucket, or is not to come there any more.
+        """Waits until every save that was expected is committed in the bucket, or can no longer come there.
 
         Returns the checkpoint ids of those that are committed there.
 
         Raises:
             UploadFailed: one is not, and trying longer does not help, or the time is over. The next wait tries again.
-            With `is_last_wanted` also if the last one is not to come there any more.
+            With `is_last_wanted` also if the last one can no longer come there.
         """
         deadline = time.monotonic() + timeout_s
         with self._lock:
@@ -155,6 +159,7 @@ class ObjectTier:
         for number, (save_id, checkpoint_id) in enumerate(awaited.items(), 1):
             why_not = self._wait_for(save_id, checkpoint_id, deadline)
             with self._lock:
+                # After the wait only: an UploadFailed leaves it for the next call.
                 self._awaited.pop(save_id, None)
             if not why_not:
                 arrived.append(checkpoint_id)
@@ -166,16 +171,18 @@ class ObjectTier:
         return tuple(arrived)
 
     def _wait_for(self, save_id: str, checkpoint_id: str, deadline: float) -> str:
-        """Returns why a save is not to come to the bucket any more, or "" once it is there. Raises UploadFailed."""
+        """Returns why a save can no longer come to the bucket, or "" once it is there. Raises UploadFailed."""
         assert self._target is not None
         if self._target.is_process_local:
             return ""
+        # Once: the agent retries at once instead of waiting out its pause, and later polls must not repeat that.
         began, how = time.monotonic(), "?now=1"
         while True:
             path, how = f"/v1/object/saves/{save_id}{how}", ""
             try:
                 state = UploadState(**ask_agent(self._store, "GET", path))
             except ObjectMissing as exc:
+                # No upload is ordered yet: the node may not have published the save so far.
                 if ask_agent(self._store, "GET", f"/v1/saves/{save_id}")["state"] == "unknown":
                     return _GONE
                 if time.monotonic() > deadline:
@@ -185,9 +192,10 @@ class ObjectTier:
             is_here = state.url == self._target.url  # else it was ordered to another bucket, and comes here next
             if state.state != "pending" and not state.is_denied and is_here:
                 return "" if state.state == "committed" else state.error or _GONE
+            # Bad credentials do not mend themselves; a bucket that fails for minutes may, but not within this wait.
             if state.is_denied or state.failing_s > GIVE_UP_S:
                 if state.state != "pending":
-                    with self._lock:  # it is told once: no later wait is to fail for it
+                    with self._lock:  # reported once: no later wait may fail for it
                         self._awaited.pop(save_id, None)
                 raise UploadFailed(checkpoint_id, state.url, state.error)
             if time.monotonic() > deadline:

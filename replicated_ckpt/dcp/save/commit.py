@@ -44,24 +44,25 @@ def commit_save(
     start_agent: Callable[[], object] = lambda: None,
     layouts: CachedLayouts | None = None,
 ) -> tuple[list[str], Sequence[Receipt]]:
-    """Ends a save whose shards are all written, or in the hands of agents, which this node's agent then waits for.
+    """Ends a save whose shards are all written, or submitted to agents, which this node's agent then waits for.
 
-    Returns what is weaker than wanted, in words, and the receipts, with what agents wrote. The manifest keeps `notes`.
+    Returns in words what is weaker than wanted, and the receipts, with what agents wrote. The manifest keeps `notes`.
     Where the layout is that of the save before, in `layouts`, so is `.metadata`: it is neither made nor sent again.
     `start_agent` starts this node's agent again, if it has died.
-    Holds afterwards: it is committed on every node that is not named in what is returned. If this raises before the
+    Afterwards it is committed on every node that the result does not name. If this raises before the
     decision, the save is aborted everywhere; once the decision may be durable it is never aborted.
 
     Raises:
         SaveAborted: an item lies in a shard that no rank has written, or an agent could not write one.
         ConfigInvalid: the notes cannot be kept.
         CheckpointExists: another save of this id was faster, and this one is to replace none.
-        AckNotReached: the decision is durable here, but no holder of some shard has published it; or, if
+        AckNotReached: the decision is durable here, but no holder of some shard has published it; or, with
         `on_degraded` says so, fewer holders than acknowledged their copies have. It will be completed all the same.
-        StoreError: the decision could not be made durable. StoreUnavailable: nor is it known what this node's agent did.
+        StoreError: the decision could not be made durable. StoreUnavailable: nor is it known how far this node's agent got.
     """
     layouts = layouts or CachedLayouts()
     with _abort_on_error(cluster, decision.save_id):
+        # Kept until now: raised earlier, on one rank alone, the other ranks would wait for it.
         if isinstance(notes, RefusedNotes):
             raise notes.error
         with put_off():
@@ -69,13 +70,15 @@ def commit_save(
             same, layout = lay_out(decision, shards, metadata, results, layouts)
             raw_metadata, manifest = _describe(decision, config.copies, shards, metadata, layout, notes or {})
         failpoints.reach("coordinator.accounted")
+        # Before the manifest: a node with a manifest counts as decided, and must have the metadata.
         store.put_small(decision.save_id, METADATA_NAME, raw_metadata)
         failpoints.reach("coordinator.metadata-staged")
     with _abort_on_error(cluster, decision.save_id, lambda: _may_be_decided(store, decision.save_id)):
         manifest, receipts, missed = _decide(store, decision, config, manifest, receipts, start_agent)
     failpoints.reach("coordinator.decided")
+    # Only once decided: the layout of a save that was aborted must not be referred to.
     layouts.keep(layout)
-    is_as_before = raw_metadata == layout.raw  # else it has a part for the bucket, which names this save
+    is_as_before = raw_metadata == layout.raw  # else it has a part with this save's paths in the bucket
     committed = cluster.commit(decision.save_id, raw_metadata, manifest.encode(), same if is_as_before else None)
     failpoints.reach("coordinator.published")
     late = [*_list_late(committed, decision), *_list_dropped(committed, receipts)]
@@ -87,11 +90,11 @@ def commit_save(
 def _abort_on_error(
     cluster: Cluster, save_id: str, may_be_decided: Callable[[], bool] = lambda: False
 ) -> Iterator[None]:
-    """Has every node give the save up if the block raises, unless its decision may lie here: that is never taken back."""
+    """Has every node abort the save if the block raises, unless its decision may lie here: that is never taken back."""
     try:
         yield
     except AgentSilent:
-        raise  # what it has decided stands: nothing may be aborted
+        raise  # the agent may have decided: nothing may be aborted
     except BaseException as exc:
         if not may_be_decided():
             cluster.abort(save_id, f"the coordinator failed: {type(exc).__name__}: {exc}")
@@ -99,19 +102,19 @@ def _abort_on_error(
 
 
 def _may_be_decided(store: LocalStore, save_id: str) -> bool:
-    """Whether the decision lies here, or what it has published, or this node's disk does not say.
+    """Whether the decision, or the published version, lies here, or this node's disk cannot be read.
 
-    What raised may have come after the manifest had its name, as an interrupt or an fsync that failed. From then on each
-    agent that asks has the save published.
+    The error may have come after the manifest had its name, as an interrupt or a failed fsync. From then on each agent
+    that asks has the save published.
     """
     try:
         return store.is_decided(save_id) or store.catalog.checkpoint_of(save_id) is not None
     except StoreError:
-        return True
+        return True  # unreadable is not undecided: an abort would contradict a decision that survives
 
 
 def _list_late(committed: Committed, decision: SaveDecision) -> list[str]:
-    """The nodes that have not published it; why, unless that was said when the save began."""
+    """The nodes that have not published it, with the reason, unless that was reported when the save began."""
     return [
         f"node {node} has not published the checkpoint yet"
         + ("; it does when it is reached" if node in decision.unreached else f": {error}")
@@ -120,7 +123,7 @@ def _list_late(committed: Committed, decision: SaveDecision) -> list[str]:
 
 
 def _list_dropped(committed: Committed, receipts: Sequence[Receipt]) -> list[str]:
-    """The copies that a node had acknowledged, and that it has not published with the save."""
+    """The copies that a node had acknowledged, and did not publish with the save."""
     return [
         f"node {node} has set its copy of {shard.name} aside: its bytes are not those that were saved"
         for receipt in receipts
@@ -138,11 +141,12 @@ def _decide(
     receipts: Sequence[Receipt],
     start_agent: Callable[[], object],
 ) -> tuple[Manifest, Sequence[Receipt], list[str]]:
-    """Makes the decision durable, or has this node's agent do it once agents have written.
+    """Makes the decision durable, or has this node's agent do so once agents have written.
 
     Returns the manifest, the receipts with what agents wrote, and the copies that are missing, in words.
     """
     if not any(receipt.is_submitted for receipt in receipts):
+        # Once more, right before the decision: with overwrite=False another run may have taken the name meanwhile.
         check_decidable(store.root, store.intent_of(decision.save_id))
         store.put_small(decision.save_id, MANIFEST_NAME, manifest.encode())
         return manifest, receipts, []
@@ -153,7 +157,7 @@ def _decide(
 
 
 def _read_decided(decision: SaveDecision, finished: Finished, missed: Sequence[str]) -> Manifest:
-    """The manifest that the agent has decided. Raises AckNotReached: it was to do so with all copies only."""
+    """The manifest that the agent has decided. Raises AckNotReached: it was to decide with all copies only."""
     if not finished.manifest:
         have = {copies.name: len(copies.holders) for copies in finished.written if copies.missed}
         raise AckNotReached(decision.placement.copies, have, "; ".join(missed))
@@ -161,13 +165,13 @@ def _read_decided(decision: SaveDecision, finished: Finished, missed: Sequence[s
 
 
 def _complete(receipt: Receipt, manifest: Manifest, finished: Finished) -> Receipt:
-    """The receipt of a rank whose shard an agent has written since."""
+    """The receipt of a rank whose shard an agent has written in the meantime."""
     if not receipt.is_submitted:
         return receipt
     entries = {shard.name: manifest.shards[shard.name] for shard in receipt.shards}
     written = {copies.name: copies for copies in finished.written if copies.name in entries}
     shards = (
-        # of what an agent has published before it was started again the manifest alone tells: who is to hold it
+        # an agent that was restarted has only the manifest of a published save: its intended holders
         ShardReceipt(name, each.size_bytes, each.crc32c, written[name].holders if name in written else each.holders)
         for name, each in entries.items()
     )
@@ -192,17 +196,18 @@ def lay_out(
     results: Sequence[Sequence[WriteResult]],
     layouts: CachedLayouts,
 ) -> tuple[CachedLayout | None, CachedLayout]:
-    """Completes the metadata by where the items lie. The layout of the save before, if it is the same, and of this one."""
+    """Adds the items' places to the metadata. Returns the layout of the save before, if it is the same, and this one's."""
     same = layouts.find_layout(metadata, results)
     if same is None:
         metadata.storage_data = {result.index: result.storage_data for rank in results for result in rank}
     else:
         metadata.storage_data = dict(same.places)
-    metadata.storage_meta = StorageMeta()  # of which save it is, the manifest says
+    metadata.storage_meta = StorageMeta()  # equal for equal layouts: the manifest names the save
     version = metadata_version()
     if version is not None:
         metadata.version = version
     paths = {info.relative_path for info in metadata.storage_data.values()} if same is None else same.shards
+    # A rank that wrote nothing of what it planned would make a checkpoint that no load can read.
     unwritten = paths - set(shards)
     if unwritten:
         raise SaveAborted(f"No rank has written {sorted(unwritten)} for save {decision.save_id}.")
@@ -247,7 +252,7 @@ def _describe(
 def _add_for_bucket(
     layout: CachedLayout, metadata: Metadata, decision: SaveDecision
 ) -> tuple[bytes, UploadEntry | None]:
-    """The bytes of `.metadata`, and what of them becomes the bucket's, where shards may lie under the save's own prefix."""
+    """The bytes of `.metadata`, and the entry for the bucket's part of it, where shards may have the save's own prefix."""
     plan, raw = decision.upload, layout.raw
     if plan is None:
         return raw, None
@@ -264,7 +269,7 @@ def _add_for_bucket(
 
 
 def _shard_entries(decision: SaveDecision, receipts: Sequence[Receipt]) -> Mapping[str, ShardEntry]:
-    """What each shard is. Its intended holders are those that acknowledged, and the buddies that should have."""
+    """The entry of each shard. Its intended holders are those that acknowledged, and the buddies that should have."""
     entries = {}
     for rank, receipt in enumerate(receipts):
         own = decision.node_of(rank).node_id
@@ -278,6 +283,7 @@ def _check_reached(manifest: Manifest, committed: Committed, *, must_have_all: b
     have = {name: len(committed.holders_of(name)) for name in manifest.shards}
     wanted = min(manifest.copies, len(manifest.nodes)) if must_have_all else 1
     short = {name: count for name, count in have.items() if count < wanted}
+    # Decided, but not published with enough copies: the caller must not count on them yet.
     if short or not committed.held_by_node:
         why = "; ".join(f"node {node}: {error}" for node, error in committed.error_by_node.items())
         raise AckNotReached(
@@ -293,7 +299,7 @@ def _hint_for(silent: Collection[str]) -> str | None:
 
 
 def _what_follows(manifest: Manifest, committed: Committed, why: str) -> str:
-    """What becomes of a save that is decided, and not published where it should be."""
+    """The future of a save that is decided, and not published where it should be."""
     nodes = sorted(committed.error_by_node)
     return (
         f"The decision of save {manifest.save_id} is durable on the coordinator's node: node {', '.join(nodes)} publishes "

@@ -17,20 +17,20 @@ from replicated_ckpt.errors import StoreUnavailable
 from replicated_ckpt.stores.local.store import LocalStore
 
 Seen = tuple[str, int] | None
-"""The lineage that this process continues, and the largest sequence that it has seen of it."""
+"""The lineage that this process continues, and the largest sequence that it has seen in it."""
 _told: set[tuple[str, frozenset[str]]] = set()
-_DRAWN_FROM = 1_000_000
+_DRAWN_FROM = 1_000_000  # far above any number that nodes count up to
 _replaced_runs: set[str] = set()
-"""Lineages of which this process has replaced a checkpoint that was not its own, and has warned of it."""
+"""Lineages of which this process has overwritten a foreign checkpoint, and has warned."""
 
 
 def assign_sequence(
     decision: SaveDecision, opened: Opened, object_tier: ObjectTier, seen: Seen
 ) -> tuple[SaveDecision, list[str]]:
-    """The decision with its lineage, and its sequence there, larger than any on the nodes, in the bucket or seen before.
+    """The decision with its lineage, and a sequence larger than any on the nodes, in the bucket, or seen before.
 
-    Also returns what is weaker than wanted. The lineage is the one that this process has loaded or saved; else the one
-    that was saved last on the nodes or in the bucket; else it begins with this save.
+    Also returns, in words, what is weaker than wanted. The lineage is the one that this process has loaded or saved; else
+    the one that was saved last on the nodes or in the bucket; else a new one.
 
     Raises:
         CheckpointExists: the bucket holds the checkpoint, and the save may not overwrite it.
@@ -44,6 +44,7 @@ def assign_sequence(
     if not object_tier.takes(decision.sequence):
         return decision, [*unreached, *problems, *_describe_replaced(decision, opened.named, seen)]
     found = object_tier.probe(decision.checkpoint_id, is_on_nodes=bool(opened.named), overwrite=decision.overwrite)
+    # Again: the bucket may have a newer save of this run, and the sequence must pass that one, too.
     decision, problems = _place_in_lineage(decision, merge_histories([opened.histories, found.histories]), seen)
     if found.problem:
         problems = [*problems, f"{found.problem} The copies on the nodes are made"]
@@ -52,10 +53,10 @@ def assign_sequence(
 
 
 def choose_file_number(opened: Opened) -> int:
-    """The number in the names of a save's shards: the smallest that no file of the checkpoint has on a node of the save.
+    """The number in the names of a save's shards: the smallest that no file of the checkpoint has on the save's nodes.
 
-    Where a node was not heard, or another save of it is open, it is a large one, drawn at random: which numbers are taken
-    is not known.
+    It is a large random one where a node did not answer, or has another save of it open: the numbers in use are not
+    known then.
     """
     if opened.error_by_node or opened.taken_numbers is None:
         return _DRAWN_FROM + secrets.randbelow(SHARD_INDEX_MAX - _DRAWN_FROM)
@@ -63,10 +64,10 @@ def choose_file_number(opened: Opened) -> int:
 
 
 def open_unheard(store: LocalStore, decision: SaveDecision, host: str) -> None:
-    """Opens a save in the store of a node that was not heard when it began: its place was found without this one's word.
+    """Opens a save in the store of a node that did not answer when it began, so that its saves were not counted.
 
     Raises:
-        StoreUnavailable: this node knows a save that is as new, or newer. Loads would take that one; nothing is open.
+        StoreUnavailable: this node has a save that is as new, or newer. Loads would take that one; nothing is open.
     """
     heard = SequenceFloor(store.agent_directory()).read_all().get(decision.lineage, 0)
     here = store.catalog.histories(scope_of(decision.checkpoint_id)).get(decision.lineage, History(0)).sequence
@@ -85,6 +86,7 @@ def open_unheard(store: LocalStore, decision: SaveDecision, host: str) -> None:
 
 def _place_in_lineage(decision: SaveDecision, histories: Histories, seen: Seen) -> tuple[SaveDecision, list[str]]:
     lineage = seen[0] if seen is not None else newest_lineage(histories)
+    # No lineage anywhere: this is the first save of a run. Opened again, the save keeps the one it drew.
     if lineage is None:
         lineage = decision.lineage or uuid.uuid4().hex[:16]
     known = histories.get(lineage, History(0)).sequence
@@ -95,9 +97,9 @@ def _place_in_lineage(decision: SaveDecision, histories: Histories, seen: Seen) 
 
 
 def _describe_replaced(decision: SaveDecision, named: AbstractSet[str], seen: Seen) -> list[str]:
-    """In words, once for each run in a process: the save replaces a checkpoint that this process neither loaded nor saved.
+    """In words, once per run and process: the save replaces a checkpoint that this process neither loaded nor saved.
 
-    Not where the save may not overwrite: what it replaces then is lost.
+    Not where the save may not overwrite: what it replaces then is lost anyway.
     """
     others = named - {None if seen is None else seen[0]} - _replaced_runs
     if not others or not decision.overwrite:
@@ -112,7 +114,8 @@ def _describe_replaced(decision: SaveDecision, named: AbstractSet[str], seen: Se
 
 
 def _find_conflicting_runs(checkpoint_id: str, lineage: str, histories: Histories) -> list[str]:
-    """In words, once in a process, that checkpoints of another run lie in the directory of this one."""
+    """In words, once in a process: checkpoints of another run lie in the directory of this one."""
+    # A clock of 0 is a lineage that was only heard of: no checkpoint of it lies here.
     others = {name for name, history in histories.items() if history.created_unix_s > 0} - {lineage}
     scope = scope_of(checkpoint_id)
     if not others or (scope, frozenset(others)) in _told:

@@ -1,4 +1,4 @@
-"""What one save did: on this rank, and on rank 0 on all of them."""
+"""The report of one save: on each rank its own, on rank 0 with those of all ranks."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -20,11 +20,11 @@ _WAITED_FOR = {
 
 @dataclass(frozen=True)
 class SaveReport:
-    """What one save did on this rank. `copies_made` is the least over this rank's shards, the node's own copy counted; 0,
-    as the sizes are, where this rank has not learned what its node's agent wrote for it.
+    """One save as this rank did it. `copies_made` is the least over this rank's shards, the node's own copy counted. It
+    is 0, as the sizes are, where this rank has no result of what its node's agent wrote for it.
 
     `seconds`: from the begin of the save to its commit; in `ranks`, to the end of the rank's own writing, or of the
-    hand-over to its agent. `phases` are seconds, too: `plan` (until this rank may write; others are waited for),
+    hand-over to its agent. `phases` are seconds, too: `plan` (until this rank may write, the other ranks included),
     `serialise` (the thread that goes through the tensors), `write` and `fsync` (this node's disk), `send` (the slowest
     buddy, its fsync included) and `commit` (from then on). Writing, sending and serialising go on at once, so they add
     up to more than the time that passed.
@@ -49,7 +49,7 @@ class SaveReport:
     def end(
         self, seconds: float, commit_s: float, ranks: tuple["SaveReport", ...], written: WrittenCopies | None
     ) -> "SaveReport":
-        """The report of a save that is committed. `written`: what this node's agent has written for the rank."""
+        """The report of a save that is committed. `written`: the copies that this node's agent has written for the rank."""
         phases = {**self.phases, "commit": commit_s}
         if written is None:
             return replace(self, seconds=seconds, phases=phases, ranks=ranks)
@@ -59,7 +59,7 @@ class SaveReport:
         return replace(own, seconds=seconds, phases=phases, ranks=ranks)
 
     def as_dict(self) -> dict[str, Any]:
-        """The same as JSON takes it."""
+        """The report as a JSON object."""
         return asdict(self)
 
     def table(self) -> str:
@@ -73,7 +73,7 @@ class SaveReport:
         return align(rows)
 
     def __str__(self) -> str:
-        """One line: what was saved, where to, how fast, and who was slowest."""
+        """One line: what was saved, where, how fast, and which rank was slowest."""
         ranks = self.ranks or (self,)
         size = sum(one.bytes_written for one in ranks)
         copies = min((one.copies_made for one in ranks if one.shards), default=self.copies_made)
@@ -94,7 +94,7 @@ class SaveReport:
 
 
 def report_save(decision: SaveDecision, rank: int, receipt: Receipt, copies_wanted: int) -> SaveReport:
-    """What a rank that wrote one shard, or none, did for a save."""
+    """The report of a rank that wrote one shard, or none."""
     shard: ShardReceipt | None = receipt.shards[0] if receipt.shards else None
     size = shard.size_bytes if shard else 0
     holders = len(shard.holders) if shard else decision.placement.copies
@@ -116,5 +116,5 @@ def report_save(decision: SaveDecision, rank: int, receipt: Receipt, copies_want
 
 
 def report_ranks(decision: SaveDecision, receipts: Sequence[Receipt], copies_wanted: int) -> tuple[SaveReport, ...]:
-    """What each rank did, as its receipt says."""
+    """The reports of all ranks, from their receipts."""
     return tuple(report_save(decision, rank, receipt, copies_wanted) for rank, receipt in enumerate(receipts))

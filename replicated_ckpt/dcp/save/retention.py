@@ -1,4 +1,4 @@
-"""Retention as a writer sees it: with each save it names the run's policies to this node's agent, which does the work."""
+"""Retention of a writer: with each save it names the run's policies to this node's agent, which removes checkpoints."""
 
 import logging
 
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class Retaining:
-    """One writer's policies. A policy of None takes back one that an earlier run has left."""
+    """One writer's policies. A policy of None replaces one that an earlier run has left."""
 
     def __init__(self, store: LocalStore, config: WriterConfig, target: ObjectTarget | None) -> None:
         self._store = store
@@ -25,7 +25,7 @@ class Retaining:
         self._last_scope, self._is_warned = "", False
 
     def warn_of_name(self, checkpoint_id: str) -> list[str]:
-        """What keeps a policy from ever removing checkpoints of such names, once; not amid saves into one directory."""
+        """Why a policy would never remove checkpoints with such names; once, at the first save into a directory only."""
         is_first = scope_of(checkpoint_id) != self._last_scope
         self._last_scope, better = scope_of(checkpoint_id), find_series_name(checkpoint_id)
         if better is None or self._is_warned or not (is_first and self._is_wanted):
@@ -38,9 +38,9 @@ class Retaining:
         return [told]
 
     def submit(self, decision: SaveDecision, rank: int) -> list[str]:
-        """Names the policies to this node's agent, once for each node of the save; returns what is wrong. Cheap.
+        """Names the policies to this node's agent, once for each node of the save; returns problems in words. Cheap.
 
-        No node is asked where there is no policy, nor one to take back, nor an agent that answers.
+        No node is asked where there is no policy, none to replace, or no agent that answers.
         """
         node = decision.node_of(rank).node_id
         if rank != decision.ranks_of(node)[0] or node in decision.unreached or not self._is_used:
@@ -48,7 +48,7 @@ class Retaining:
         return self._tell(decision, is_committed=False)
 
     def note_committed(self, decision: SaveDecision, *, has_agents: bool) -> None:
-        """The save was committed. Agents that committed it look by themselves; where there was none, one is told."""
+        """After the commit. Agents that committed the save apply the policies themselves; without agents one is asked."""
         if not has_agents and self._is_used:
             for problem in self._tell(decision, is_committed=True):
                 log.warning("%s", problem)
@@ -59,6 +59,7 @@ class Retaining:
 
     @property
     def _is_used(self) -> bool:
+        # A policy file of an earlier run still removes checkpoints: this run's None must reach the agent.
         return self._is_wanted or is_there(self._store.root_agent_directory() / NAME)
 
     def _tell(self, decision: SaveDecision, *, is_committed: bool) -> list[str]:
@@ -71,5 +72,5 @@ class Retaining:
         try:
             ask_agent(self._store, "POST", "/v1/retention", document)
         except ReplicatedCkptError as exc:
-            return [f"this node's agent does not know what is kept: {exc}"]
+            return [f"this node's agent did not take the retention policy: {exc}"]
         return []

@@ -1,4 +1,4 @@
-"""Writing this rank's shard, or handing it over: to the node's own store and to the buddies."""
+"""Writing this rank's shard, or submitting it: to the node's own store and to the buddies."""
 
 import logging
 import math
@@ -34,7 +34,7 @@ _LARGE_BYTES = 64 << 10
 class WrittenShard:
     """One shard: its receipt, DCP's results for its items, the copies that could not be made, and seconds by phase.
 
-    With a `follower` the shard is in the agent's hands, and its receipt has the name alone.
+    With a `follower` the agent writes the shard, and the receipt has the name only.
     """
 
     receipt: ShardReceipt
@@ -64,7 +64,7 @@ class ShardWriter:
     ) -> WrittenShard:
         """Writes all items of the plan as one shard. It is durable in the node's own store when this returns.
 
-        A buddy that fails is replaced by another node, or, if none can take the copy, listed in `missed`.
+        A buddy that fails is replaced by another node, or listed in `missed` if no node can take the copy.
 
         Raises:
             SaveAborted: the save was aborted elsewhere. StoreError: this node's store failed. And what the planner raises.
@@ -86,9 +86,9 @@ class ShardWriter:
         staged: memoryview,
         start_agent: Callable[[], object],
     ) -> WrittenShard | None:
-        """Gives the shard, whose items lie in the memory `staged`, to this node's agent, which has taken it on return.
+        """Submits the shard, whose items lie in the memory `staged`, to this node's agent, which has taken it on return.
 
-        None: no agent takes it, or another user's would, or it does not lie there: it is to be written by this rank.
+        None: this rank must write it. No agent takes it, or only another user's, or the shard does not lie in `staged`.
 
         Raises:
             SaveAborted: the save was aborted elsewhere. And whatever the planner raises.
@@ -103,9 +103,11 @@ class ShardWriter:
                 failpoints.reach("rank.handing-over")
                 shard = SubmittedShard(wanted, layout.pieces)
                 submitted = submit(self._store, shard, [descriptor_of(staged), layout.between], staged)
+            # The layout owns a memfd: without this each refused submission would leak its memory.
             except BaseException:
                 layout.close()
                 raise
+        # Submitting is only faster: an agent that is away must not fail the save.
         except (StoreUnavailable, StoreDenied, TooMuchElsewhere) as exc:
             if not self._has_said_why:
                 log.warning("this rank writes its shards itself: %s", exc.message)
@@ -116,7 +118,7 @@ class ShardWriter:
         return WrittenShard(ShardReceipt(wanted.name, 0, 0, ()), results, follower=follower)
 
     def _choose_places(self, decision: SaveDecision, rank: int) -> WantedCopies:
-        """Where this rank's shard is to lie. With "local" buddies fetch their copies afterwards, so none is sent."""
+        """The places of this rank's shard. With "local" buddies fetch their copies afterwards, so none is sent."""
         own = decision.node_of(rank).node_id
         buddies = decision.buddies_of(own) if self._ack != "local" else ()
         spares = [node for node in decision.holders_for(own) if node not in buddies]
@@ -141,9 +143,9 @@ class ShardWriter:
 
 
 def sort_for_shard(items: Sequence[WriteItem]) -> list[WriteItem]:
-    """Small items come first, and so lie side by side: scalars and objects, which all ranks read, and whole blocks at that.
+    """Small items first, side by side: scalars and objects, which all ranks read, and read in whole blocks.
 
-    An optimizer's step counts, one for each parameter, would else bring as many blocks of their neighbours along.
+    Otherwise an optimizer's step counts, one per parameter, would make each rank read a block of neighbours for each.
     """
     return sorted(items, key=_is_large)
 

@@ -1,4 +1,4 @@
-"""The StorageWriter that users pass to `dcp.save`: hands each of its calls on to the save under way."""
+"""The StorageWriter that users pass to `dcp.save`: passes each of DCP's calls to the save under way."""
 
 import os
 import threading
@@ -164,7 +164,7 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
         return f"<ReplicatedWriter({used.root!r}, copies={used.copies}, ack={used.ack!r}{bucket})>"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Its arguments, all that goes into another process (`dcp.async_save` does it); the group is the world there."""
+        """Its arguments, for another process (`dcp.async_save` sends it); the process group is the default one there."""
         return {**vars(self.config), "storage_options": self._storage_options, "on_save": self._on_save}
 
     def __setstate__(self, arguments: dict[str, Any]) -> None:
@@ -180,7 +180,7 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
         self._next_notes = notes
 
     def keep_best(self, metric: str, best_is: BestIs) -> None:
-        """From the next save on, what retention keeps includes the best checkpoint by this metric."""
+        """From the next save on, retention also keeps the best checkpoint by this metric."""
         tiers = {name: getattr(self.config, name) for name in ("retention", "object_retention")}
         kept = {
             name: replace(each, keep_best=metric, best_is=best_is) for name, each in tiers.items() if each is not None
@@ -190,16 +190,16 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
         self._parts = replace(self._parts, config=self.config, retaining=retaining)
 
     def limit_memory(self, generations: int) -> None:
-        """The store lies in memory: a save that would not fit there so many times is refused with MemoryTierShort."""
+        """For a store in memory: a save that would not fit there so many times is refused with MemoryTierShort."""
         self._parts = replace(self._parts, memory=MemoryLimit(self._parts.store, generations))
 
     def use_stager(self, stager: Stager) -> None:
-        """What this writer saves from now on is staged by a stager that another writer uses, too."""
+        """From now on this writer stages with a stager that another writer uses, too."""
         self._stager = stager
 
     @property
     def last_version(self) -> Version | None:
-        """The place in its lineage of the last save that this rank wrote for; None before it, and if that was refused."""
+        """The place in its lineage of the last save that this rank wrote for; None before it, and if it was refused."""
         return None if self._attempt is None else self._attempt.version
 
     # What `dcp.async_save` calls, before it saves in the background ------------------------------------------------
@@ -217,11 +217,11 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
         self._stager.synchronize()
 
     def hold_until_copied(self) -> None:
-        """With `overlap`: what GPUs' current streams are told from here on may change the state. It does not wait."""
+        """With `overlap`: work that is queued on GPUs' current streams from here on may change the state. Does not wait."""
         self._stager.hold_until_copied()
 
     def close(self) -> None:
-        """Waits for this writer's save, and frees the memory that copies of states have left in this process.
+        """Waits for this writer's save, and frees the memory of copied states in this process.
 
         A later `async_save` takes new memory. Out of `on_save` it waits for no save.
         """
@@ -230,7 +230,7 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
     # What DCP calls, in order ------------------------------------------------------------------------------------
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Names the next save. Never raises: what is wrong with the id is said where DCP tells all ranks.
+        """Names the next save. Never raises: a bad id is reported in a step whose errors DCP sends to all ranks.
 
         DCP calls this only where `dcp.save` was passed a checkpoint_id. Waits for an asynchronous save of this writer.
         """
@@ -239,8 +239,9 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
         self._next_id = checkpoint_id
 
     def storage_meta(self) -> StorageMeta:
-        """Before the planner is given the state: what was staged is copied when this returns."""
+        """Called before the planner gets the state: the staged state is copied when this returns."""
         self._stager.await_copy()
+        # Here, as the planner may raise before our first hook: the other ranks would not notice this one's end.
         watch_first_step(self._process_group)
         return StorageMeta(checkpoint_id=self.checkpoint_id)
 
@@ -252,11 +253,14 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
                 asynchronous save were destroyed.
         """
         del args
+        # Again: DCP calls `reset` only if it was passed a checkpoint_id.
         self._stager.begin_save()
         self._stager.free_flattened()
         self._parts.planning.begin_pause()
+        # Taken once: the next save without an id must not get this one's name or notes.
         self._given_id, self._next_id = self._next_id, None
         notes, self._next_notes = self._next_notes, {}
+        # A save that failed before its last step is still locked here: agents would wait for it.
         if self._attempt is not None:
             self._attempt.close()
         if not kwargs.get("use_collectives", True):
@@ -265,6 +269,7 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
                 "Leave use_collectives at True.",
             )
         world = world_of_call(self._process_group, None)
+        # Two saves in one group at once: their collectives would meet each other's on other ranks.
         await_turn(world.group_name)
         if self._stager.is_of_group() and world.blackboard is None:  # else each rank would save its part as the whole
             raise ConfigInvalid(
@@ -272,6 +277,7 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
                 "destroyed before it had begun.",
                 "Wait for its future on every rank before destroy_process_group.",
             )
+        # DCP's deprecated calls may name another coordinator: the ranks would wait for rank 0's decision in vain.
         if is_coordinator != world.is_coordinator:
             raise ConfigInvalid(
                 f"DCP coordinates from another rank than rank 0 of the group of {world.size} ranks.",
@@ -282,7 +288,8 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
         world.watch_call(self._attempt.break_off)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Registers this rank to the coordinator. The plan is not changed. Raises ConfigInvalid: no load would take it."""
+        """Registers this rank with the coordinator; the plan is not changed. Raises ConfigInvalid: it is not loadable."""
+        # Before anything is open: a checkpoint with such a path could be saved, and never loaded.
         refuse_unloadable_paths(plan)
         self._under_way.present()
         return plan
@@ -302,6 +309,7 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
             future.set_result(self._under_way.write_shard(plan, planner, self._stager.memory()))
         finally:
             if isinstance(planner, CachedSavePlanner):
+                # The cached planner keeps its plan, not the state: that would stay in memory until the next save.
                 planner.forget_state()
             self._stager.note_written()
             self._parts.planning.end_pause()
@@ -311,6 +319,7 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
         """Coordinator: commits the save on every node; with `ack="object"` waits for the bucket. As SaveAttempt.commit."""
         goes_to_bucket = self._under_way.commit(metadata, results)
         if goes_to_bucket and self.config.ack == "object":
+            # Before `end`: with ack="object" the report and DCP's return mean that the bucket has it.
             self.wait(ack="object")
         self._under_way.end()
 
@@ -349,6 +358,7 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
         """This thread's save. Raises ConfigInvalid: another thread has begun one with this writer."""
         attempt = self._attempt
         assert attempt is not None, "DCP calls set_up_storage_writer first"
+        # Attempt and staging are one save's: two threads would mix their shards.
         if attempt.thread != threading.get_ident():
             raise ConfigInvalid(f"Two threads save with {self!r} at once.", "Give each thread a writer of its own.")
         return attempt

@@ -1,4 +1,4 @@
-"""What a writer keeps from one save to the next."""
+"""The parts of a writer that outlive a save."""
 
 import uuid
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from replicated_ckpt.stores.local.store import LocalStore
 
 @dataclass(frozen=True)
 class WriterParts:
-    """The writer's settings, and what works for each of its saves. `memory`: the limit of a store that lies in memory.
+    """The writer's settings, and the parts that work for each of its saves. `memory`: the limit of a store in memory.
 
     `planning`: the pause of collections while DCP plans a save. `name`: of this writer, among all.
     """
@@ -39,7 +39,7 @@ class WriterParts:
     name: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def present(self, checkpoint_id: str | None, *, is_alone: bool) -> SavePost:
-        """What this rank says before a save, and which node it is on, whose agent runs by then."""
+        """This rank's post before a save, with its node, whose agent runs by then."""
         node = (register_alone if is_alone else register_for_save)(self.store, self.config.domain)
         memory_bytes = None if self.memory is None else self.memory.measure(checkpoint_id)
         return SavePost(checkpoint_id, node, memory_bytes, describe_wanted(self.config))

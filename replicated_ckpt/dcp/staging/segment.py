@@ -1,7 +1,7 @@
-"""Memory that staged tensors lie in: one segment per save under way, kept by the process from save to save.
+"""Memory of staged tensors: one segment per save under way, which the process keeps from save to save.
 
-Fresh memory costs several times what used memory does, so a segment is mapped once and used again. It is a memfd: another
-process can map it, too.
+Fresh memory costs several times as much as used memory, so a segment is mapped once and used again. It is a memfd, so
+that another process, the agent, can map it.
 """
 
 import contextlib
@@ -23,28 +23,30 @@ _PORTABLE = 1
 
 
 class PinnedPages:
-    """All pages of a piece of memory, until `free` or the end of this object: before the memory moves or goes."""
+    """Pins all pages of a piece of memory, until `free` or the end of this object: before the memory moves or goes."""
 
     def __init__(self, memory: memoryview) -> None:
-        """Raises MemoryError: the system or the driver refuses, and the memory is as it was."""
+        """Raises MemoryError: the system or the driver refuses; the memory is unchanged."""
         address = address_of(memory)
         code = int(_cudart().cudaHostRegister(address, len(memory), _PORTABLE))
         if code != 0:
+            # The error would otherwise be raised by the training's next kernel.
             _clear_error()
             raise MemoryError(f"CUDA does not pin {len(memory):,} bytes of memory: error {code}")
-        self._memory = memory  # it is not unmapped before the finalizer has run
+        self._memory = memory  # keeps it mapped until the finalizer has run
         self.free = weakref.finalize(self, _unregister, os.getpid(), address)
+        # At exit the CUDA driver may be gone already, and the call would crash.
         self.free.atexit = False
 
 
 def _unregister(pid: int, address: int) -> None:
-    """In a process that was forked they are its parent's."""
+    """Does nothing in a forked child: the pinned pages are its parent's."""
     if os.getpid() == pid:
         _cudart().cudaHostUnregister(address)
 
 
 def _clear_error() -> None:
-    """CUDA keeps the last error for what asks next, which would be a kernel of the training."""
+    """CUDA keeps the last error for its next caller, which would be a kernel of the training."""
     with contextlib.suppress(RuntimeError):
         torch.zeros(1, device="cuda")
 
@@ -56,11 +58,11 @@ def _cudart() -> Any:
 log = logging.getLogger(__name__)
 
 _IDLE_MAX = 1
-"""Idle segments that outlast the taking of another one: two writers that save by turns have one each."""
+"""Idle segments that are not dropped when another one is leased: two writers that save by turns have one each."""
 
 
 class StagingRefused(ReplicatedCkptError):
-    """The state cannot be copied, or its copy takes more memory than this rank may take. None is held."""
+    """The state cannot be copied, or its copy takes more memory than this rank may take. No memory is held."""
 
     default_hint = "Save with dcp.save, which needs no copy; or raise the memory limit of the container."
 
@@ -72,11 +74,11 @@ class Segment:
         self.descriptor = os.memfd_create("replicated-ckpt-staging", os.MFD_CLOEXEC)
         weakref.finalize(self, os.close, self.descriptor)
         os.ftruncate(self.descriptor, size_bytes)
-        self._memory = mmap.mmap(self.descriptor, size_bytes)  # with a descriptor of its own
+        self._memory = mmap.mmap(self.descriptor, size_bytes)  # it duplicates the descriptor
         self._pinned: PinnedPages | None = None
         self._is_to_be_pinned = True
         self.is_kept = True
-        """Whether it is idle, and not freed, once it is given back."""
+        """Whether it becomes idle, not freed, when its lease ends."""
         self._ask_for_huge_pages()
 
     @property
@@ -84,7 +86,8 @@ class Segment:
         return len(self._memory)
 
     def grow(self, size_bytes: int) -> None:
-        """Only while no lease of it lives. What was touched before is not fresh memory again."""
+        """Only without a live lease. Pages that were touched before stay warm."""
+        # Resizing moves the mapping: pages that are still pinned would be unpinned at the wrong address.
         if self._pinned is not None:
             self._pinned.free()
         self._pinned, self._is_to_be_pinned = None, True
@@ -99,7 +102,8 @@ class Segment:
         return view
 
     def pin(self) -> None:
-        """Has GPUs copy straight to it, from save to save. Where CUDA refuses that they do so through its own buffers."""
+        """Pins it, so that GPUs copy straight into it. If CUDA refuses, they copy through their own buffers."""
+        # Once per size: a driver that refused would refuse, and warn, at each save.
         if self._is_to_be_pinned:
             self._is_to_be_pinned = False
             try:
@@ -118,16 +122,17 @@ _taking = threading.Lock()
 
 
 def lease_segment(size_bytes: int, available_bytes: Callable[[], int]) -> memoryview:
-    """At least so many bytes that no other save uses: an idle segment, grown if it is too small, or a new one.
+    """Memory of at least this size that no other save uses: an idle segment, grown if it is too small, or a new one.
 
-    Memory is taken only if `available_bytes`, asked when more is needed than lies idle, allows it.
+    Memory is taken only if `available_bytes`, called when more is needed than lies idle, allows it.
 
     Raises:
-        StagingRefused: it does not, or the system refuses it. Nothing was taken.
+        StagingRefused: the limit or the system does not allow it. Nothing was taken.
     """
     size_bytes = -(-max(1, size_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
     with _taking:
         idle = sorted(_idle, key=lambda segment: segment.size_bytes)  # a copy: `_give_back` may add one meanwhile
+        # The largest idle one is grown: that needs the least fresh memory.
         found = next((segment for segment in idle if segment.size_bytes >= size_bytes), idle[-1] if idle else None)
         missing = size_bytes - (0 if found is None else found.size_bytes)
         try:
@@ -140,7 +145,7 @@ def lease_segment(size_bytes: int, available_bytes: Callable[[], int]) -> memory
                 for taken in (found, *idle[: max(0, len(idle) - _IDLE_MAX)]):
                     _idle.remove(taken)
             return _prepare(found, size_bytes).lease()
-        except (OSError, MemoryError) as exc:  # an error of this rank alone would leave the others waiting for it
+        except (OSError, MemoryError) as exc:  # any other error of one rank leaves the others waiting
             raise StagingRefused(
                 f"A copy of the state takes {missing:,} more bytes of memory, and the system gives none: {exc}."
             ) from exc
@@ -155,17 +160,17 @@ def _prepare(found: Segment | None, size_bytes: int) -> Segment:
 
 
 def descriptor_of(lease: memoryview) -> int:
-    """The descriptor of the memory that is leased: another process that is given it reads the same bytes."""
+    """The descriptor of the leased memory: a process that receives it reads the same bytes."""
     return _leased[id(lease)].descriptor
 
 
 def pin_lease(lease: memoryview) -> None:
-    """As `Segment.pin`, of the segment that is leased."""
+    """Pins the leased segment, as `Segment.pin`."""
     _leased[id(lease)].pin()
 
 
 def drop_idle_segments() -> None:
-    """Gives their memory back. Of those in use each goes once nothing refers to what was copied there."""
+    """Frees idle segments. A segment in use is freed once nothing refers to its copy."""
     with _taking:
         for segment in list(_leased.values()):
             segment.is_kept = False
@@ -173,9 +178,9 @@ def drop_idle_segments() -> None:
 
 
 def _give_back(segment: Segment, pid: int, lease: int) -> None:
-    """Runs wherever the last tensor dies, in the middle of anything: so it takes no lock.
+    """Runs wherever the last tensor dies, perhaps while this thread holds `_taking`: so it takes no lock.
 
-    After a fork the memory is the parent's: what the child gave back, it would write over.
+    After a fork the memory is the parent's: a child that reused it would write over the parent's copy.
     """
     _leased.pop(lease, None)
     if os.getpid() == pid and segment.is_kept:
@@ -183,7 +188,7 @@ def _give_back(segment: Segment, pid: int, lease: int) -> None:
 
 
 def _begin_anew() -> None:
-    """In a forked child: idle segments are the parent's, and so was the thread that may have held the lock."""
+    """In a forked child: idle segments are the parent's, and the thread that held the lock exists only there."""
     global _taking  # noqa: PLW0603 - the one of this process
     _idle.clear()
     _taking = threading.Lock()

@@ -24,14 +24,14 @@ log = logging.getLogger(__name__)
 
 BEGIN_TIMEOUT_S = 30.0
 GIVE_WAY_S = 0.05
-"""The thread that saves waits for `dcp.async_save` to return, no longer than this: else training, which needs the
-interpreter for that, waits until the saving thread is made to give it up, which is after 5 ms (`sys.getswitchinterval`)."""
+"""How long the thread that saves lets `dcp.async_save` return first. Otherwise training, which needs the interpreter for
+that, waits until the saving thread is made to give it up, which is after 5 ms (`sys.getswitchinterval`)."""
 _POLL_S = 0.02
 
 
 _last_by_group: "weakref.WeakValueDictionary[str, Stager]" = weakref.WeakValueDictionary()
-"""Which has staged last, by the group that its ranks meet in. Of two saves there at once, collectives would meet those of
-the other one on other ranks."""
+"""The stager that staged last, by the group of its ranks. If two saves ran there at once, collectives of one would meet
+those of the other on other ranks."""
 
 
 def await_turn(group_name: str) -> None:
@@ -42,9 +42,9 @@ def await_turn(group_name: str) -> None:
 
 
 class _SaveBehind:
-    """An asynchronous save, without what it saves: its error, which its future has, may hold on to the copy.
+    """An asynchronous save, without its state: the error, which its future has, may hold on to the copy.
 
-    A process that was forked meanwhile has no thread that would end it there, and so nothing to wait for.
+    A process that was forked meanwhile has no thread that would end the save, and so nothing to wait for.
     """
 
     def __init__(self, future: "Future[Any]") -> None:
@@ -53,11 +53,11 @@ class _SaveBehind:
         self._failure = ""
 
     def note_end(self, future: "Future[Any]") -> None:
-        """May run after those that wait for the future have gone on: it changes nothing but this save."""
+        """May run after the waiters of the future have gone on, so it changes nothing but this save."""
         error = None if future.cancelled() else future.exception()
         if error is not None:
             self._failure = describe_failure(error)
-            log.warning("an asynchronous save of this rank has failed, which its future says too: %s", self._failure)
+            log.warning("an asynchronous save of this rank has failed, as its future reports: %s", self._failure)
 
     def wait_for_end(self, timeout_s: float) -> None:
         future = self._find()
@@ -77,9 +77,9 @@ class _SaveBehind:
 class Stager:
     """Copies states for `dcp.async_save`. One save at a time: `stage` waits until the one before is over.
 
-    That is when the future of `dcp.async_save` is done. Where that is not known: when no tensor of its copy is left, or the
-    thread that saved has ended; or if no thread has begun to save 30 s after the copy was made. A copy that something
-    still holds on to is never written over: the next one gets memory of its own.
+    The save is over when the future of `dcp.async_save` is done. If the future is unknown: when no tensor of the copy is
+    left, or the thread that saved has ended, or no thread has begun to save 30 s after the copy was made. A copy that is
+    still referred to is never written over: the next save gets memory of its own.
 
     With `overlaps` GPUs still copy when `stage` returns: `hold_until_copied` before the state changes.
     """
@@ -99,12 +99,13 @@ class Stager:
         self._returns.set()
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """A copy of the state; or the state itself, if that does not fit or fails: then `synchronize` waits for the write.
+        """A copy of the state; or the state itself, if that does not fit or fails: `synchronize` then waits for the write.
 
         Raises:
-            StagingRefused: it does not fit or cannot be copied, and it is not `dcp.async_save` that calls.
+            StagingRefused: it does not fit or cannot be copied, and the caller is not `dcp.async_save`.
         """
         self.wait_for_last()
+        # Forgotten before anything can raise: a failed staging must not leave the marks of the save before.
         self._asked_by, self._thread, self._lease, self._behind = None, None, None, None
         self._is_uncopied = self._is_staged = self._needs_group = False
         self._written.clear()
@@ -124,7 +125,7 @@ class Stager:
     def _copy(self, state_dict: dict[str, Any], call: AsyncCall | None) -> dict[str, Any]:
         if call is not None and call.in_process:
             state_copy = StateCopy(state_dict)
-            staged = state_copy.make(None)  # DCP moves each of its storages into memory that both processes share
+            staged = state_copy.make(None)  # DCP moves each storage into shared memory itself
             state_copy.copies.wait_for_copies()
             return staged
         try:
@@ -134,6 +135,7 @@ class Stager:
                 raise
             log.warning("%s Training waits in async_save until this rank has written its shard.", exc.message)
             self._is_uncopied = True
+            # The saving thread does not use the training's streams: the state must be complete before it reads it.
             await_device()
             return state_dict
 
@@ -149,47 +151,51 @@ class Stager:
                 self.await_copy()
         except StagingRefused:
             raise
-        except Exception as exc:  # torch's, a class's own: of this rank alone, it would leave the others waiting for it
+        except Exception as exc:  # any class's own code runs
             raise StagingRefused(f"The state cannot be copied: {describe_failure(exc).rstrip('.')}.") from exc
+        # Weak: a strong reference to the lease would keep the segment from ever becoming idle.
         self._lease, self._staged_at, self._is_staged = weakref.ref(memory), time.monotonic(), True
         return staged
 
     def hold_until_copied(self) -> None:
-        """What GPUs' current streams are told from here on comes after the copy of what was staged. It does not wait."""
+        """Work that is queued on GPUs' current streams from here on waits for the copy. This call does not wait."""
         self._copies.hold_streams()
 
     def await_copy(self) -> None:
-        """Returns once what was staged is copied. Raises RuntimeError, of CUDA."""
+        """Returns once the staged state is copied. Raises RuntimeError, of CUDA."""
         self._copies.wait_for_copies()
 
     def wait_for_staging(self, timeout_s: float) -> None:
         """Returns when the future of the last `dcp.async_save` is done; raises its error, or TimeoutError.
 
-        Raises RankFailed, which says the error, if the caller of `dcp.async_save` has not kept the future. The thread that
+        Raises RankFailed with the error's text if the caller of `dcp.async_save` has not kept the future. The thread that
         saves does not wait for itself.
         """
+        # `on_save` runs in the thread that saves: waiting for its own save there would never end.
         if self._behind is not None and self._thread is not threading.current_thread():
             self._behind.wait_for_end(timeout_s)
 
     def synchronize(self) -> None:
-        """From here on the original may change. One that was not copied was written by then, or that failed."""
+        """From here on the original may change. A state that was not copied was written by then, or its write failed."""
         self._returns.set()
         call = find_async_call()
         if call is None or call.future is None:
             return
+        # Only a weak reference: a future that is kept alive keeps its error, and with it the state.
         self._behind = _SaveBehind(call.future)
         call.future.add_done_callback(self._behind.note_end)
+        # By polling: a save that fails before it writes sets only the future.
         while self._is_uncopied and not self._written.wait(_POLL_S) and not call.future.done():
             pass
 
     def follow(self, future: "Future[Any]") -> None:
-        """What was staged is saved until this future is done, by another thread than this one."""
+        """The staged state is saved until this future is done, by another thread than this one."""
         self._returns.set()
         self._asked_by = threading.current_thread()
         self._behind = _SaveBehind(future)
 
     def begin_save(self) -> None:
-        """This thread saves what was staged; or something else, if it is the one that staged: after the save before.
+        """This thread saves the staged state; or another state, if it is the one that staged: after the save before.
 
         Torch 2.7 and 2.8 name a checkpoint in `dcp.async_save` too, before they stage: this waits for the save before.
         """
@@ -202,30 +208,30 @@ class Stager:
             self._behind = None  # `wait` is for the last save
         else:
             self._returns.wait(GIVE_WAY_S)
-            self._returns.set()  # once a save
+            self._returns.set()  # it gives way once in a save
         self._thread = threading.current_thread()
 
     def is_of_group(self) -> bool:
-        """Whether ranks were to meet in the save that begins now, when it was asked for. True once a save."""
+        """Whether the save that begins now was asked for in a group of several ranks. True once a save."""
         needs_group, self._needs_group = self._needs_group, False
         return needs_group
 
     def memory(self) -> memoryview | None:
-        """The memory in which the copy lies that is being saved; None: what is saved is no copy of this stager's."""
+        """The memory with the copy that is being saved; None: the state that is saved is no copy of this stager."""
         self.await_copy()
         return self._lease() if self._is_staged and self._lease is not None else None
 
     def free_flattened(self) -> None:
-        """The planner has the state: the save alone holds the copy from here on, and no cycle that DCP has left."""
+        """Called when the planner has the state: from here on only the save may hold the copy, and no cycle of DCP's."""
         if self.memory() is not None and flattening_holds_tensors():
             gc.collect(1)  # it is young: this does not walk through all objects of the process
 
     def note_written(self) -> None:
-        """Nothing of what was staged is read any more, whether it was written or that failed."""
+        """The staged state is read no more, whether it was written or the write failed."""
         self._written.set()
 
     def close(self) -> None:
-        """Waits for the save before; then frees the memory that no copy lies in any more.
+        """Waits for the save before; then frees the memory that holds no copy any more.
 
         Memory with a copy that something still refers to, as the thread that saved may for a moment, goes with it.
         """
@@ -238,13 +244,16 @@ class Stager:
             time.sleep(_POLL_S)
 
     def _is_last_over(self) -> bool:
+        # The saving thread itself: it would wait for its own end.
         if self._thread is threading.current_thread():
             return True
         if self._behind is not None:
             return self._behind.is_over()
+        # No tensor of the copy is left: whoever saved it has ended.
         if self._lease is None or self._lease() is None:
             return True
         if self._thread is None:
+            # No thread ever began: DCP may have failed between staging and its thread, and nothing would ever end.
             return time.monotonic() > self._staged_at + BEGIN_TIMEOUT_S
         return not self._thread.is_alive()
 
@@ -258,6 +267,7 @@ def _find_group(call: AsyncCall | None) -> str | None:
 
 
 def await_device() -> None:
-    """Returns once the streams of this thread have done their work: the thread that saves does not know them."""
+    """Returns once this thread's streams have finished: the saving thread has no access to them."""
+    # is_initialized: a call of synchronize alone would set CUDA up in a process that never uses it.
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()

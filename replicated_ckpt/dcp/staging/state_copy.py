@@ -1,4 +1,4 @@
-"""A copy of a state dict that no change of the original reaches: its tensors' storages in one piece of memory."""
+"""A copy of a state dict that later changes of the original do not reach: its tensors' storages in one piece of memory."""
 
 import copy
 import io
@@ -16,24 +16,24 @@ from replicated_ckpt.dcp.tensors.device_copy import DeviceCopies
 from replicated_ckpt.dcp.tensors.memory import empty_tensor
 
 ALIGNMENT_BYTES = 512
-"""Of each storage's first byte: what direct I/O may ask of memory, and a multiple of every dtype's size."""
+"""Alignment of each storage's first byte: direct I/O may need it, and it is a multiple of every dtype's size."""
 _ATOMS = frozenset((str, int, float, bool, complex, bytes, type(None)))
 _COPIED_AS_THEY_ARE = {
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
 }
-"""Bytes of all others are: torch copies no elements of some types."""
+"""All others are copied as bytes: torch cannot copy elements of some types."""
 _Key = tuple[torch.device, int, int]
 _Found = tuple[torch.Tensor, torch.Tensor, _Key]
-"""A tensor, itself without its history, and its storage."""
+"""A tensor, the same detached from its history, and its storage."""
 
 
 class StateCopy:
     """Finds the storages of a state dict when made (`is_on_gpu`: whether a GPU has any), and copies it once.
 
-    Every storage is copied whole and once, however many tensors share it, and those of the copy share it alike. Tensors
-    come to lie on the CPU with shape, strides, dtype and `requires_grad` of the original. DTensors, ShardedTensors and
-    other tensors that are made of tensors are made of the copies. Everything else is copied as by `copy.deepcopy`.
+    Every storage is copied whole and once, however many tensors share it; the copies share it in the same way. Tensors
+    of the copy lie on the CPU with shape, strides, dtype and `requires_grad` of the original. DTensors, ShardedTensors and
+    other tensors made of tensors are rebuilt from the copies. Everything else is copied as by `copy.deepcopy`.
     """
 
     @put_off()
@@ -47,7 +47,7 @@ class StateCopy:
         self.is_on_gpu = False
         self.copies = DeviceCopies(())
         self._due: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._copies: dict[int, tuple[Any, Any]] = {}  # the originals, too: no other value gets the id of one of them
+        self._copies: dict[int, tuple[Any, Any]] = {}  # with the originals: an id is reused once its value is gone
         self._memo: dict[int, Any] = {}
         self._find(state_dict, {})
 
@@ -55,8 +55,8 @@ class StateCopy:
     def make(self, memory: memoryview | None) -> dict[str, Any]:
         """The copy. Its storages lie in `memory`, which has at least `size_bytes`; None: each in memory of its own.
 
-        Once. All that is to be made around the bytes is made before they are copied, which leaves nothing else in caches.
-        What GPUs still copy is in `copies` then.
+        Call it once. All objects around the bytes are made before the bytes are copied, which flushes everything else from
+        the caches. Copies of GPUs are under way in `copies` when it returns.
         """
         self._memory = memory
         copied: dict[str, Any] = self._copy(self._state_dict)
@@ -65,9 +65,10 @@ class StateCopy:
         return copied
 
     def _find(self, value: Any, seen: dict[int, Any]) -> None:
-        """Notes the tensors that a state dict is made of, and that are nothing but elements; not those in its objects."""
+        """Finds the tensors in a state dict that are nothing but elements; not those inside its objects."""
         if type(value) in _ATOMS or id(value) in seen:
             return
+        # A state dict may contain itself: without `seen` this would not end.
         seen[id(value)] = value
         if isinstance(value, torch.Tensor):
             self._find_parts(value)
@@ -92,7 +93,7 @@ class StateCopy:
                 self._find_parts(shard.tensor)
         elif _is_made_of_tensors(tensor):
             made: Any = tensor
-            if hasattr(made, "trigger_wait"):  # of a collective that may be under way: it still writes
+            if hasattr(made, "trigger_wait"):  # an AsyncCollectiveTensor: its collective may still be writing
                 made.trigger_wait()
             for name in made.__tensor_flatten__()[0]:
                 if isinstance(part := getattr(tensor, name), torch.Tensor):
@@ -107,7 +108,7 @@ class StateCopy:
             copied = self._copy_tensor(value)
         elif isinstance(value, dict):
             copied = copy.copy(value)  # with its attributes
-            self._copies[id(value)] = value, copied  # before what is in it, where it may be again
+            self._copies[id(value)] = value, copied  # before its values, which may contain it again
             for key, inner in value.items():
                 copied[key] = self._copy(inner)
         elif type(value) is list:
@@ -146,14 +147,17 @@ class StateCopy:
         return tensor if tensor.is_meta else _like(tensor, self._copy_object(tensor))
 
     def _copy_plain(self, plain: torch.Tensor, key: _Key) -> torch.Tensor:
+        # Reading it would be a segmentation fault.
         if is_freed(plain):
             self._leave(plain, "it has a tensor whose storage was freed")
             return plain
         if key not in self._places:  # there are no bytes in it
             return empty_tensor(tuple(plain.shape), plain.dtype, plain.stride())
+        # Tensors that share a storage share its copy, so that each byte is copied once.
         made = self._made.get(key)
         if made is None:
             storage = plain.untyped_storage()
+            # Fills its whole storage: copied as it is, without another tensor over the raw bytes.
             is_all = plain.storage_offset() == 0 and plain.nbytes == key[2] and plain.is_contiguous()
             if is_all and plain.dtype in _COPIED_AS_THEY_ARE:
                 self._made[key] = made = self._room_for(plain, key)
@@ -163,7 +167,7 @@ class StateCopy:
         return empty_tensor((0,), plain.dtype).set_(there, plain.storage_offset(), plain.size(), plain.stride())
 
     def _room_for(self, source: torch.Tensor, key: _Key) -> torch.Tensor:
-        """A tensor like this one, which has all of its storage; `make` copies the elements."""
+        """A tensor like this one, over its whole storage; `make` copies the elements."""
         if self._memory is None:
             there = torch.empty(source.shape, dtype=source.dtype, device="cpu")
         else:
@@ -173,7 +177,7 @@ class StateCopy:
         return there
 
     def _copy_object(self, value: Any) -> Any:
-        """Of a container that cannot be copied as one, what is in it is: DCP saves the values of any Mapping or list."""
+        """A copy by the value's own code. If that fails for a Mapping or list, its entries are copied: DCP saves those."""
         failure: Exception | None = None
         for copy_value in (_copy_deeply, _copy_by_pickle):
             try:
