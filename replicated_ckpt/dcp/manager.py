@@ -140,6 +140,7 @@ class CheckpointManager:
         load: dict[str, Any] = {"trust_pickles": trust_pickles, "expect_partial": expect_partial, "on_load": on_load}
         self._checkpoints: NamedCheckpoints | TieredCheckpoints
         has_tier = memory is not None and memory is not False
+        # Before anything is made: a rank with another `every` would save alone, and wait for the others.
         check_ranks_alike({name: repr(value) for name, value in {**vars(self.config), "memory": has_tier}.items()})
         if not has_tier:
             if disk_every != _DISK_EVERY:
@@ -152,6 +153,7 @@ class CheckpointManager:
         try:
             self._preemption = Preemption(self.config.preempt_on)
         except ConfigInvalid:
+            # The caller gets no manager that it could close.
             self._checkpoints.close()
             raise
         self._announced, self._is_closed = False, False
@@ -174,7 +176,7 @@ class CheckpointManager:
 
     @property
     def preempted(self) -> bool:
-        """Whether the last `should_save` knew of a signal at any rank: save, leave the loop, close."""
+        """Whether the last `should_save` found a signal on any rank: save, leave the loop, close."""
         return self._preemption.is_agreed
 
     @property
@@ -184,7 +186,7 @@ class CheckpointManager:
 
     @property
     def last_load(self) -> LoadReport | None:
-        """Where the bytes of this rank's last load came from; None before the first."""
+        """The sources of this rank's last load; None before the first."""
         return self._checkpoints.last_load
 
     # Saving ------------------------------------------------------------------------------------------------------
@@ -198,6 +200,7 @@ class CheckpointManager:
             ConfigInvalid: the step is no whole number from 0.
         """
         self._check_open("should_save")
+        # `agree` first: it is a collective, which all ranks must call at every step.
         is_news = self._preemption.agree() and not self._announced
         self._announced = self._announced or is_news
         return is_news or check_step(step) % self.config.every == 0
@@ -212,7 +215,7 @@ class CheckpointManager:
     ) -> None:
         """Saves, and returns when the checkpoint is committed.
 
-        `metrics` (numbers by name) and `metadata` (what JSON can say), 64 KiB together, lie with the checkpoint on every
+        `metrics` (numbers by name) and `metadata` (JSON values), 64 KiB together, lie with the checkpoint on every
         node and in the bucket; `notes` reads them. Those of rank 0 count.
 
         Raises:
@@ -244,7 +247,7 @@ class CheckpointManager:
         self._saved_by = os.getpid()
 
     def hold_until_copied(self) -> None:
-        """With writer_options={"overlap": True}: what GPUs' current streams are told from here on may change the state."""
+        """With writer_options={"overlap": True}: work queued on GPUs' current streams from here on may change the state."""
         self._checkpoints.writer.hold_until_copied()
 
     def _prepare(
@@ -253,6 +256,7 @@ class CheckpointManager:
         """The id and the notes of the next save, once the one before has ended. Rank 0's notes count."""
         self._check_open(call)
         checkpoint_id, notes = id_of(step), notes_of_rank(metrics, metadata)
+        # First: an error of the asynchronous save before must not get lost behind this one.
         self._settle()
         self._save_callback.begin()
         return checkpoint_id, notes
@@ -322,7 +326,7 @@ class CheckpointManager:
         return tuple(sorted(self._list_steps()))
 
     def notes(self, step: SupportsIndex) -> StepNotes:
-        """What was kept with a step that can be restored: when it was saved, `metrics` and `metadata`.
+        """The notes of a step that can be restored: the time of its save, `metrics` and `metadata`.
 
         Raises:
             CheckpointNotFound: there is no such step. ShardLost, StoreUnavailable: as `all_steps`.
@@ -363,8 +367,9 @@ class CheckpointManager:
         return self._checkpoints.delete(checkpoint_id)
 
     def _list_steps(self) -> dict[int, Listed]:
-        """The manager's whole checkpoints of this run, newest first, by step: what rank 0 sees, once all have met."""
+        """The manager's whole checkpoints of this run, newest first, by step, as rank 0 finds them once all have met."""
         self._settle()
+        # Reversed: of two saves of one step the newer one counts.
         whole = {find_step(each.checkpoint_id): each for each in reversed(self._checkpoints.list_whole())}
         return {step: whole[step] for step in reversed(whole) if step is not None}
 
@@ -391,6 +396,7 @@ class CheckpointManager:
                 destroyed while it was under way, and it is lost.
         """
         self._check_caller("close")
+        # First: it refuses in another thread than the main one, and then nothing is closed.
         self._preemption.close()
         self._is_closed = True
         with contextlib.closing(self._checkpoints):
@@ -419,6 +425,7 @@ class CheckpointManager:
             with contextlib.nullcontext() if self._checkpoints.is_cut_off else self._checkpoints.use_group():
                 future.result()
         except (CheckpointException, ReplicatedCkptError, RuntimeError, ValueError) as exc:
+            # Without its process groups the save cannot have ended well, and torch's own error does not show why.
             if not self._checkpoints.is_cut_off:
                 raise
             raise ConfigInvalid(

@@ -34,9 +34,9 @@ _OF_READER_TOO = ("object_store", "storage_options")
 
 
 def see_newest(look: Callable[[], object]) -> None:
-    """Before an older checkpoint is loaded: what is saved after it is newer than all there is, in the bucket, too.
+    """Called before an older checkpoint is loaded: the next save must be newer than all there are, in the bucket, too.
 
-    Raises RendezvousFailed, RankFailed: the ranks do not meet. What else is wrong with the newest is nothing to this load.
+    Raises RendezvousFailed, RankFailed: the ranks do not meet. Other errors of the newest checkpoint do not stop this load.
     """
     try:
         look()
@@ -51,7 +51,7 @@ class NamedCheckpoints:
 
     Args:
         root: this node's store.
-        options: what ReplicatedWriter takes; of them, the bucket is the reader's, too.
+        options: arguments of ReplicatedWriter; the reader gets the bucket, too.
         reader_options: other arguments of ReplicatedReader.
         newest: what "latest" means here, as str(Newest(...)): only names of the caller's form, say.
         is_tier: whether this is one of two tiers, of which the caller knows what an earlier job used.
@@ -82,7 +82,7 @@ class NamedCheckpoints:
 
     @property
     def is_cut_off(self) -> bool:
-        """Whether the program has destroyed the process groups that this was made with: its ranks cannot meet any more."""
+        """Whether the program has destroyed the process groups of this object: its ranks cannot meet any more."""
         return self._lent is not None and self._lent.is_gone
 
     @contextlib.contextmanager
@@ -121,10 +121,13 @@ class NamedCheckpoints:
         )
 
     def load(self, checkpoint_id: str, state: dict[str, Any], planner: LoadPlanner | None = None) -> str:
-        """Fills `state`; the name of what was loaded, where `newest` was asked for."""
+        """Fills `state`; returns the name of the loaded checkpoint, which differs if `newest` was asked for."""
         with self.use_group() as group, contextlib.ExitStack() as stack:
+            # A load that fails must not turn the next save into a continuation of that run.
             stack.enter_context(forgotten_on_error(self.writer.store))
+            # Also on an error: a lock that stays would keep the checkpoint from being removed.
             stack.callback(self.reader.let_go)
+            # Without it a save after a rollback would get a sequence below the newest, and "latest" would skip it.
             if not (is_newest(checkpoint_id) or self._is_tier):  # of two tiers the caller has looked at both
                 beside = str(Newest(scope_of(checkpoint_id))) if self.newest == LATEST else self.newest
                 see_newest(lambda: self.reader.find(beside))
@@ -148,7 +151,7 @@ class NamedCheckpoints:
     def find(self, name: str) -> str | None:
         """The checkpoint of this name, or the newest whole one for `newest`; None: there is none.
 
-        The future of an asynchronous save is the caller's to wait for.
+        The caller waits for the future of an asynchronous save.
         """
         save = self.reader.find(name)
         found = None if save is None else save.checkpoint_id if is_newest(name) else name
@@ -156,14 +159,14 @@ class NamedCheckpoints:
         return found
 
     def _look_for_left_tier(self, checkpoint_id: str) -> None:
-        """Once, in the first call that saves or looks: earlier jobs may have used a memory tier, which this does not."""
+        """Once, in the first call that saves or looks: earlier jobs may have used a memory tier, unlike this one."""
         if not self._has_asked_of_tier:
             self._has_asked_of_tier = True
             with self.use_group() as group:
                 join_left_tier(group, [self.writer.store], checkpoint_id)
 
     def list_whole(self) -> tuple[Listed, ...]:
-        """The checkpoints of this run that can be loaded, newest first: what rank 0 sees, once all have met.
+        """The checkpoints of this run that can be loaded, newest first, as rank 0 finds them, once all have met.
 
         Raises:
             ShardLost: there are checkpoints, and none is whole. StoreUnavailable: nothing was found, but not all answered.
@@ -186,7 +189,7 @@ class NamedCheckpoints:
 
     @property
     def last_load(self) -> LoadReport | None:
-        """Where the bytes of this rank's last load came from; None before the first."""
+        """The sources of this rank's last load; None before the first."""
         return self.reader.last_load
 
     def wait(self, timeout_s: float = WAIT_TIMEOUT_S) -> tuple[str, ...]:
@@ -194,7 +197,7 @@ class NamedCheckpoints:
         return self.writer.wait(timeout_s)
 
     def close(self) -> None:
-        """Frees the memory for copies of states, and gives the group to the next who needs one."""
+        """Frees the memory for copies of states, and returns the group to the pool."""
         try:
             self.writer.close()
         finally:

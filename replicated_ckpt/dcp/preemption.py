@@ -1,4 +1,4 @@
-"""Notice to leave: a signal that any rank was sent, learned by all ranks at the same step."""
+"""Notice to leave: a signal that any rank got, reported to all ranks at the same step."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ from replicated_ckpt.errors import ConfigInvalid
 
 
 class Preemption:
-    """Catches signals from the beginning to `close`; `agree` tells all ranks at once whether one of them got any.
+    """Catches signals from the beginning to `close`; `agree` returns on all ranks at once whether one of them got any.
 
     A signal reaches the ranks at different steps, or only one of them. So they reduce one number at each step, over a
     gloo group of their own: a rank that saved or left alone would leave the others waiting in their next collective.
@@ -41,28 +41,31 @@ class Preemption:
                 "Make the CheckpointManager in the main thread, or pass preempt_on=().",
             )
         self._lent = acquire_group()
+        # After the group, whose making may fail: then no handler stays behind.
         for name in names:
             number = signal.Signals[name]
             self._previous[number] = signal.signal(number, self._catch)
 
     def _catch(self, number: int, frame: FrameType | None) -> None:
-        """Only notes it: batch systems send the same signal twice, and an earlier handler still hears of it.
+        """Only sets a flag: batch systems send the same signal twice, and an earlier handler still gets it.
 
         In a child that was forked meanwhile, and has no step to agree at, the signal means what it meant before.
         """
         previous = self._previous.get(number)
+        # A data loader's worker, say: it must end as it would without a manager.
         if os.getpid() != self._pid:
             signal.signal(number, signal.SIG_DFL if previous is None else previous)
             os.kill(os.getpid(), number)
             return
         self._is_signalled = True
+        # SIGINT's default handler raises KeyboardInterrupt, in the middle of a collective.
         if callable(previous) and previous is not signal.default_int_handler:
             previous(number, frame)
 
     def agree(self) -> bool:
-        """Whether any rank has been sent a signal before it came here: the same answer on all ranks, which all must ask.
+        """Whether any rank got a signal before this call: the same answer on all ranks, and all of them must call.
 
-        Once it is true it stays so, and nothing is communicated any more.
+        Once true it stays so, and nothing is communicated any more.
         """
         if self._previous and not self.is_agreed:
             self._flag.fill_(int(self._is_signalled))
@@ -73,13 +76,13 @@ class Preemption:
         return self.is_agreed
 
     def _watch(self, group: Any) -> WatchedGroup:
-        """Made once: every step of the training loop asks."""
+        """Made once: the training loop asks at every step."""
         if self._watched is None:
             self._watched = watch_group(group)
         return self._watched
 
     def close(self) -> None:
-        """Signals mean what they meant before, but for handlers that Python did not set and cannot set again.
+        """Restores the handlers of before, except those that Python did not set and cannot set again.
 
         Raises:
             ConfigInvalid: this is not the process's main thread, which alone can do that; nothing has changed.

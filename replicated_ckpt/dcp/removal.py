@@ -1,4 +1,4 @@
-"""Removing one checkpoint from the nodes of a job and from its bucket, as `rm` does: each node by its own user's word."""
+"""Removes one checkpoint from a job's nodes and from its bucket, as `rm` does; each node by a request of its own rank."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Named:
-    """What is to go: the saves under one id, as rank 0 found them, and their lineage. `session`: rank 0's."""
+    """The saves to remove: those under one id, as rank 0 found them, and their lineage. `session`: rank 0's."""
 
     checkpoint_id: str
     save_ids: tuple[str, ...]
@@ -29,7 +29,7 @@ class Named:
 
 
 Manifests = dict[str, Manifest | None]
-"""By save id, as rank 0 found them before they went from the nodes."""
+"""By save id, as rank 0 found them before they were removed from the nodes."""
 
 
 def find_saves(
@@ -37,7 +37,7 @@ def find_saves(
 ) -> Named:
     """The saves under an id that exists, whole or not, replaced ones too, of the run that a load of it would read.
 
-    Their manifests are added to `manifests`, which stay here.
+    Their manifests are added to `manifests`: the bucket's removal needs them once the nodes have none.
 
     Raises:
         StoreUnavailable: none was found now. LineagesMet: as for a load.
@@ -56,10 +56,10 @@ def find_saves(
 
 
 def remove_here(store: LocalStore, named: Named) -> None:
-    """Has this node's agent remove what lies here, for good: no other node brings it back. May be done again.
+    """Has this node's agent remove the saves here, for good: no other node brings them back. May be repeated.
 
-    What lies here of the run under that id goes, too, if rank 0 has not seen it. What another job or process reads goes
-    once that is over; what this job has loaded is read.
+    Other saves of the same run under that id are removed, too, if rank 0 has not seen them. A save that another job or
+    process reads is removed once that ends; a load of this job does not keep it.
 
     Raises:
         AgentUnavailable, StoreError: it may still lie here.
@@ -72,7 +72,7 @@ def remove_here(store: LocalStore, named: Named) -> None:
 
 
 def remove_in_bucket(bucket: Bucket | None, named: Named, manifests: Manifests) -> None:
-    """Removes it from the bucket, if it is there; also what an upload has brought that had not come to its end.
+    """Removes the saves from the bucket; also the files of an upload that had not ended.
 
     Raises:
         StoreError: it is still there.
@@ -87,13 +87,14 @@ def delete_everywhere(reader: ReplicatedReader, store: LocalStore, group: Any, c
     """Removes a checkpoint from every node of this job and from the bucket; False: there is none. All ranks call it.
 
     Raises:
-        StoreUnavailable, AgentUnavailable, StoreError: as of what it does; on every rank alike.
+        StoreUnavailable, AgentUnavailable, StoreError: as of its steps; on every rank alike.
     """
     if not reader.exists(checkpoint_id):
         return False
     session = session_of(ALONE if group is None else str(group.group_name))
     manifests: Manifests = {}
     named = agree_on_first(group, lambda: reader.look_alone(partial(find_saves, checkpoint_id, session, manifests)))
+    # Nodes before the bucket: an agent that still has the save would upload it again.
     agree_on_all(group, lambda: remove_here(store, named))
     agree_on_first(group, lambda: reader.look_alone(lambda _, bucket, __: remove_in_bucket(bucket, named, manifests)))
     return True

@@ -1,4 +1,4 @@
-"""What the memory tier takes on each node, looked at before a save takes it."""
+"""The memory that the memory tier takes on each node, checked before a save takes it."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -18,13 +18,13 @@ from replicated_ckpt.wording import describe_bytes
 log = logging.getLogger(__name__)
 
 _SHARD_BYTES = 1 << 20
-"""Of each shard besides its tensors: containers, small objects, metadata."""
+"""For each shard besides its tensors: containers, small objects, metadata."""
 _TOLD_AGAIN = 1.1
-"""A need that has grown by so much is logged again."""
+"""A need that has grown by this factor is logged again."""
 
 
 class MemoryTierShort(ReplicatedCkptError):
-    """The memory tier of a node takes more memory than the node has for it; nothing was written."""
+    """The memory tier of a node would need more memory than the node has for it; nothing was written."""
 
     default_hint = (
         "Give the tier more room (`--shm-size` of a container, `mount -o remount,size=...`, a higher memory limit), save "
@@ -49,7 +49,7 @@ class MemoryLimit:
         """Bytes of checkpoints that this run's retention will not remove: of other lineages or directories of ids."""
         scope = scope_of(checkpoint_id or "")
         seen = find_seen_lineage(self._store, scope)
-        if seen is None:  # it goes on with what is there
+        if seen is None:  # the first save continues the run that it finds: nothing is foreign
             return 0
         others = [
             name
@@ -59,21 +59,23 @@ class MemoryLimit:
         return sum(measure_used(self._root / name) for name in others)
 
     def check_limit(self, decision: SaveDecision, posts: Sequence[SavePost], plans: Sequence[SavePlan]) -> None:
-        """Coordinator: says what each node takes, if that is news.
+        """Coordinator: checks that each node has room for the save, and logs the need if it has grown.
 
         Raises:
-            MemoryTierShort: a node has not so much. Nothing was opened.
+            MemoryTierShort: a node has too little room. Nothing was opened.
         """
         need = {node: self._generations * size for node, size in bytes_by_node(decision, plans).items()}
         room = {post.node.node_id: post.memory_bytes for post in posts if post.memory_bytes is not None}
         short = [
             f"node {node} ({self._describe(size)}) may take {describe_bytes(room[node])}"
             for node, size in need.items()
+            # A node without a figure has its store on a disk, or an older release: its own write finds a full one.
             if size > room.get(node, size)
         ]
         if short:
             raise MemoryTierShort(f"The memory tier at {self._root} does not fit: {'; '.join(short)}.")
         most = max(need.values(), default=0)
+        # Once per growth: a line at every save would drown the log.
         if most > _TOLD_AGAIN * self._told_bytes:
             self._told_bytes = most
             log.info("memory tier at %s: a node takes up to %s", self._root, self._describe(most))
@@ -84,10 +86,11 @@ class MemoryLimit:
 
 
 def bytes_by_node(decision: SaveDecision, plans: Sequence[SavePlan]) -> Mapping[str, int]:
-    """What one save brings to each node by these plans: its own shards, and copies of others'. Empty: they do not tell."""
+    """Bytes that one save of these plans brings to each node: its own shards, and copies of others'. Empty: unknown."""
     sizes = [tensor_bytes(plan) for plan in plans]
     found = {node.node_id: 0 for node in decision.nodes}
     for rank, size in enumerate(sizes):
+        # Plan caching left this rank's plan out: a partial sum would let a save begin that does not fit.
         if size is None:
             return {}
         owner = decision.node_of(rank).node_id

@@ -1,4 +1,4 @@
-"""Where a node's memory tier lies: a store on a file system of memory, and how large it may get."""
+"""The place of a node's memory tier: a store on a file system in memory, and how large it may get."""
 
 import contextlib
 import hashlib
@@ -27,13 +27,14 @@ _DIGITS = 16
 
 
 def find_memory_root(root: str | os.PathLike[str], memory: object) -> Path:
-    """The root of a store's memory tier: the directory that `memory` names; for True, one that the store's path names.
+    """The root of a store's memory tier: the directory that `memory` names; for True, one derived from the store's path.
 
     Raises:
         ConfigInvalid: `memory` is no such argument; the directory does not lie in memory, or is another store's tier.
-        StoreDenied: another user can have written what the tier notes.
+        StoreDenied: another user may have written the tier's own records.
     """
     if memory is True:
+        # A digest of the path: two roots of one user never share a tier, and no separator has to be escaped.
         digest = hashlib.sha256(os.fsencode(make_absolute(root))).hexdigest()
         found = _own_directory() / digest[:_DIGITS]
     elif isinstance(memory, str | os.PathLike) and Path(memory).is_absolute():
@@ -50,6 +51,7 @@ def find_memory_root(root: str | os.PathLike[str], memory: object) -> Path:
             f"memory={str(found)!r} cannot be looked at: {exc.strerror} ({exc.filename}).",
             "Name a directory of this user in a tmpfs; `ls -ld` shows whose what is there is.",
         ) from exc
+    # On a disk the tier would write each checkpoint twice, and be no faster.
     if kind not in _OF_MEMORY:
         raise ConfigInvalid(
             f"memory={str(found)!r} lies on a file system of type {kind or 'unknown'}, which is not memory.",
@@ -59,17 +61,17 @@ def find_memory_root(root: str | os.PathLike[str], memory: object) -> Path:
 
 
 def claim_memory_root(tier: LocalStore, disk: LocalStore) -> None:
-    """Notes in both stores that the one is the memory tier of the other.
+    """Records in both stores that the one is the memory tier of the other.
 
     Raises:
-        ConfigInvalid: it is another store's since. StoreError: it cannot be looked at.
+        ConfigInvalid: it has become another store's. StoreError: it cannot be read.
     """
     with translate_errors(str(tier.root), "look at", "memory tier"):
         _check_is_free(tier, disk)
     try:
         note_memory_tier(disk, tier.root)
     except ReplicatedCkptError as exc:
-        log.warning("`ls` of the disk will not tell of the memory tier: %s", one_line(exc))
+        log.warning("`ls` of the disk will not list the memory tier: %s", one_line(exc))
 
 
 def _check_is_free(tier: LocalStore, disk: LocalStore) -> None:
@@ -84,24 +86,24 @@ def _check_is_free(tier: LocalStore, disk: LocalStore) -> None:
 
 
 def _own_directory() -> Path:
-    """This user's part of shared memory, which others cannot write whatever the umask is: then it would not be believed."""
+    """This user's part of shared memory. Its mode keeps others from writing there whatever the umask is."""
     own = SHARED_MEMORY / f"replicated_ckpt-{os.geteuid()}"
-    with contextlib.suppress(OSError):  # who makes the tier in it says what is wrong
+    with contextlib.suppress(OSError):  # making the tier in it reports the same error
         own.mkdir(mode=0o755)
     return own
 
 
 def measure_memory(root: Path) -> int:
-    """Bytes that the tier may have in all: what it has, and what its file system, the machine and cgroups leave.
+    """Bytes that the tier may have in all: what it takes now, and what its file system, the machine and cgroups leave.
 
     Raises:
-        OSError: it cannot be looked at.
+        OSError: it cannot be read.
     """
     return measure_used(root) + min(find_free_bytes(root), takeable_bytes())
 
 
 def measure_used(root: Path) -> int:
-    """Bytes of memory that the files of a tier take."""
+    """Bytes of memory that a tier's files take."""
     used, seen = 0, set()
     for folder, _, names in os.walk(root):
         for name in names:
@@ -109,15 +111,18 @@ def measure_used(root: Path) -> int:
                 status = os.lstat(os.path.join(folder, name))  # noqa: PTH118 - at each save
             except FileNotFoundError:  # an agent has just removed it
                 continue
+            # A shard of two versions is one file with two names (hard links).
             if status.st_ino not in seen:
                 seen.add(status.st_ino)
+                # Blocks, not sizes: a sparse or cut file takes less memory than it is long.
                 used += status.st_blocks * _BLOCK_BYTES
     return used
 
 
 def _find_file_system(path: Path) -> str:
-    """The type of the file system that a path, or what is there above it, lies on; empty: the mounts do not tell."""
+    """The type of the file system under a path, or under its nearest existing parent; empty: the mounts do not list it."""
     place = Path(os.path.realpath(path))
+    # The tier's own directory is made later.
     while not is_there(place):
         place = place.parent
     device = place.stat().st_dev

@@ -1,4 +1,4 @@
-"""What two tiers of one run are made with, which of their checkpoints is newer, and which saves go to the disk as well."""
+"""The options of the two tiers of one run, which of their checkpoints is newer, and which saves go to the disk, too."""
 
 import contextlib
 import logging
@@ -24,16 +24,17 @@ from replicated_ckpt.stores.local.store import LocalStore
 log = logging.getLogger(__name__)
 
 GENERATIONS = 2
-"""So many checkpoints the memory tier keeps; the one that is being written comes on top."""
+"""Checkpoints that the memory tier keeps; the one being written comes on top."""
 _ON_DISK_ONLY = ("object_store", "storage_options", "object_every", "object_retention", "retention")
 
 
 def is_of_tier(error: CheckpointException) -> bool:
-    """Whether a load may go on to what lies elsewhere: the bytes are the matter, not the state or what the caller allows.
+    """Whether a load may go on to another tier: the stored bytes failed, not the state or what the caller allows.
 
-    Nor a rank that can open no file now: what memory has may be intact, and newer. The same on all ranks: each is given the
-    errors of all.
+    Not where a rank is short of descriptors or memory: the tier's data may be intact, and newer. The same on all ranks,
+    as each has the errors of all.
     """
+    # Another class is the user's own error, as of a state that does not fit: another tier would not help.
     ours = [each for each, _ in error.failures.values() if isinstance(each, ReplicatedCkptError)]
     if any(is_shortage(each.message) for each in ours):
         return False
@@ -41,7 +42,7 @@ def is_of_tier(error: CheckpointException) -> bool:
 
 
 def is_older(version: Version, others: list[Version]) -> bool:
-    """Whether one of the others is newer: of another lineage, by the clock."""
+    """Whether one of the others is newer; compared by the clock if it is of another lineage."""
     return any(
         other.sequence > version.sequence
         if other.lineage == version.lineage
@@ -56,12 +57,13 @@ def version_of(listed: Listed) -> Version:
 
 def options_of_memory(options: Mapping[str, Any]) -> dict[str, Any]:
     given = {name: value for name, value in options.items() if name not in _ON_DISK_ONLY}
+    # The bucket is the disk tier's: with "object" this tier would wait for an upload that never comes.
     given["ack"] = "peer" if given.get("ack") == "object" else given.get("ack", "peer")
     return {**given, "retention": Retention(keep_last=GENERATIONS)}
 
 
 def options_of_disk(options: Mapping[str, Any], disk_every: int) -> dict[str, Any]:
-    """What counts checkpoints counts those on the disk. "Every one" stays that: some go to the disk out of their turn."""
+    """Every option that counts checkpoints counts those on the disk. 1 stays 1: some saves go to the disk out of turn."""
     given = {**options}
     if options.get("object_store") is not None:
         given["object_every"] = _count_saves(options.get("object_every", 1), disk_every)
@@ -73,14 +75,14 @@ def options_of_disk(options: Mapping[str, Any], disk_every: int) -> dict[str, An
 
 
 def _count_saves(every: int, disk_every: int) -> int:
-    """Of the run's saves, each so many-th: those are `every`-th of what goes to the disk."""
+    """As a number of the run's saves: those are each `every`-th save that goes to the disk."""
     return every if every == 1 else every * disk_every
 
 
 class DiskSaveCount:
-    """Every `every`-th save goes to the disk, by its sequence; one that did not come there makes the next one due.
+    """Every `every`-th save goes to the disk, by its sequence; a save that did not get there makes the next one due.
 
-    So it does not matter what kept it from the disk: an error, or the end of all trainers between the two tiers.
+    The cause does not matter: an error, or the end of all trainers between the two tiers.
     """
 
     def __init__(self, every: int) -> None:
@@ -88,15 +90,15 @@ class DiskSaveCount:
         self._newest: dict[str, int] = {}
 
     def learn(self, on_disk: Histories) -> None:
-        """What the disks of the job hold when it begins to save."""
+        """Takes over what the disks of the job hold when it begins to save."""
         self._newest = {lineage: history.sequence for lineage, history in on_disk.items()}
 
     def is_due(self, saved: Version) -> bool:
-        """Whether what was saved to memory goes to the disk: nothing from the last multiple of `every` on is there."""
+        """Whether a save in memory is due for the disk: it has no save from the last multiple of `every` on."""
         return saved.sequence // self._every > self._newest.get(saved.lineage, 0) // self._every
 
     def record_disk_save(self, on_disk: Version) -> None:
-        """The disk has it."""
+        """Records that the disk has it."""
         self._newest[on_disk.lineage] = on_disk.sequence
 
 
@@ -109,11 +111,11 @@ _LEFT = (
 def join_left_tier(
     group: Any, stores: Sequence[LocalStore], checkpoint_id: str, in_use: Path | None = None
 ) -> Sequence[Histories]:
-    """What this process saves next is newer than all that is in a tier that was used with the first of these stores.
+    """Makes this process's next save newer than everything in a memory tier that was used with the first of these stores.
 
-    So a job that uses that tier again loads what was saved meanwhile, and not what the tier has had all the time. Called by
-    all ranks of the group, before the first save; what is in the tier and newer than in the stores is logged. Returns what
-    each of the stores holds, on all ranks' nodes.
+    A job that uses that tier again then loads what was saved meanwhile, instead of the tier's older state. Called by all
+    ranks of the group, before the first save. Logs if the tier has something newer than the stores. Returns what each of
+    the stores holds, on all ranks' nodes.
     """
     scope = scope_of(checkpoint_id)
     told = agree_on_all(
@@ -127,17 +129,19 @@ def join_left_tier(
     held = merge_histories(by_store)
     seen = find_seen_lineage(stores[0], scope)
     lineage = newest_lineage({**left, **held}) if seen is None else seen[0]
+    # Nothing was left, or only checkpoints of other runs.
     if lineage is None or lineage not in left:
         return by_store
     if left[lineage].sequence > held.get(lineage, History(0)).sequence:
         log.warning(_LEFT, stores[0].root, _root_of_left(stores[0], in_use) or "another node's memory")
+    # Only a run that goes on here: a new one must not take over a lineage that it never loaded.
     if seen is not None or lineage in held:
         join_lineages(stores, checkpoint_id, newest_version(left, lineage))
     return by_store
 
 
 def _root_of_left(store: LocalStore, in_use: Path | None) -> Path | None:
-    with contextlib.suppress(ReplicatedCkptError):  # what another user can have written is not looked at
+    with contextlib.suppress(ReplicatedCkptError):  # a record that another user may have written is ignored
         root = find_memory_tier(store)
         return None if root == in_use else root
     return None
@@ -149,7 +153,7 @@ def _histories_of_left(store: LocalStore, scope: str, in_use: Path | None) -> Hi
 
 
 def _readable_histories(store: LocalStore, scope: str) -> Histories:
-    """The lineages in a store of this node, if it can be read: if not, a save or a load says so."""
+    """The lineages in a store of this node. Empty if it cannot be read: a save or a load reports that."""
     with contextlib.suppress(ReplicatedCkptError), translate_errors(str(store.root), "list", "checkpoints"):
         return store.catalog.histories(scope)
     return {}

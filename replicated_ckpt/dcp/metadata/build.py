@@ -1,4 +1,4 @@
-"""DCP's Metadata made of the tree of a `.metadata`: every part of the type that DCP and the reader take for granted."""
+"""Builds DCP's Metadata from the tree of a `.metadata`, with every part of the type that DCP and the reader rely on."""
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -63,28 +63,28 @@ _FILLED_AT_ONCE = (set, frozenset, OrderedDict)
 _SIZE, _TENSOR, _CHUNK = ("torch", "Size"), (_DCP, "TensorStorageMetadata"), (_DCP, "ChunkStorageMetadata")
 _INDEX, _INFO = (_DCP, "MetadataIndex"), (_FILESYSTEM, "_StorageInfo")
 _METADATA_FIELDS = frozenset(one.name for one in fields_of(Metadata))
-"""What else a newer torch has put there is left out if this one lacks the classes: nothing here would ask for it."""
-_INT_MAX = (1 << 63) - 1
+"""Fields that only a newer torch has are left out if this one lacks their classes: nothing here would use them."""
+_INT_MAX = (1 << 63) - 1  # torch.Size takes no larger number
 _NAME_CHARACTERS = 200
-COLLISIONS_MAX = 64
+COLLISIONS_MAX = 64  # more offsets with one hash make a dictionary slow: a denial of service
 DIMENSIONS_MAX = 64
 _LEAN_WEIGHT = 64
-"""What a part of which nothing relies may weigh without costing steps."""
+"""How much a part that nothing relies on may weigh without costing steps."""
 _STEPS_MIN = 1 << 22
 Instance = TypeVar("Instance")
 
 
 def build_metadata(tree: Any, size_bytes: int, registered: Mapping[Key, type]) -> Metadata:
-    """The metadata that the tree of a pickle of this size describes.
+    """The metadata in the tree of a pickle of this size.
 
     Raises:
-        PickleUnsafe: it is not metadata, or names what DCP metadata does not consist of.
+        PickleUnsafe: it is not metadata, or names a class that DCP metadata does not consist of.
     """
     return _Builder(size_bytes, registered).metadata(tree)
 
 
 def _complete(found: Any) -> None:
-    """Each field of an instance of DCP's is there, as what shows or writes it relies on that: an older torch had fewer."""
+    """Adds missing fields to an instance of DCP's: an older torch had fewer, and code that shows or writes it needs all."""
     if type(found) is not StorageMeta:
         return
     for one in fields_of(found):
@@ -97,8 +97,8 @@ def _complete(found: Any) -> None:
 class _Builder(Values):
     """Makes one Metadata.
 
-    The parts of which there are millions are made here, each once, and as picklers make them, without a call of their
-    class. What goes beyond one look at each node costs steps: there are `_STEPS_MIN` and one for each byte of the pickle.
+    Parts that may number millions are made here, each once, in the way of picklers, without a call of their class. More
+    than one look at a node costs steps: there are `_STEPS_MIN`, and one for each byte of the pickle.
     """
 
     def __init__(self, size_bytes: int, registered: Mapping[Key, type]) -> None:
@@ -121,7 +121,7 @@ class _Builder(Values):
         return found
 
     def check_keys(self, keys: Sequence[Any]) -> None:
-        """Texts hash as this process has drawn it; what else is a key may have been chosen to hash like the others."""
+        """Texts hash with this process's random seed. Other keys may have been chosen to hash alike, so they cost steps."""
         for number, key in enumerate(keys):
             if type(key) is not str:
                 self._spend(number)
@@ -133,18 +133,20 @@ class _Builder(Values):
         return found
 
     def make(self, node: Made) -> Any:
+        # Filled from a list, these hash its elements without a look at them.
         if self.find(key_of(node.called)) in _FILLED_AT_ONCE:
             for items in node.arguments:
                 self.check_keys(items if type(items) is list else ())
         return super().make(node)
 
     def _spend(self, steps: int) -> None:
+        # A small pickle can expand to a huge value by repeating parts: work is bounded by its size.
         self._steps_left -= steps
         if self._steps_left < 0:
             raise PickleUnsafe("repeats itself beyond measure, or has keys that would take too long to hash")
 
     def _anything(self, node: Any) -> Any:
-        """The value of a node on which nothing of ours relies."""
+        """The value of a node that nothing of ours relies on."""
         if type(node) not in LEAVES and id(node) not in self._known:
             self._spend(max(0, check_bounds(node, self._size_bytes) - _LEAN_WEIGHT))
         return self.of(node)
@@ -158,6 +160,7 @@ class _Builder(Values):
             raise PickleUnsafe("describes no state dict, or no place of its items")
         attributes: dict[str, Any] = {}
         for name, node in fields.items():
+            # A newer torch may add fields with classes that this one cannot name.
             with suppress(UnknownName) if name not in _METADATA_FIELDS else nullcontext():
                 attributes[name] = self._anything(node)
         _complete(attributes.get("storage_meta"))
@@ -176,12 +179,13 @@ class _Builder(Values):
         raise PickleUnsafe(f"describes {name[:_NAME_CHARACTERS]!r} as neither tensor nor object")
 
     def _check_positions(self, planner_data: Any) -> None:
-        """Whether the lists that planners make of the paths are no longer than a checkpoint of this size can fill."""
+        """Checks that the lists which planners make of the paths are no longer than a checkpoint of this size can fill."""
         last_by_list: dict[tuple[Any, ...], int] = {}
         for path in planner_data.values() if type(planner_data) is dict else ():
             if type(path) is tuple and len(path) > DEPTH_MAX:
                 raise PickleUnsafe(f"has a path of more than {DEPTH_MAX} parts")
             for depth, part in enumerate(path if type(path) is tuple else ()):
+                # A planner makes a list as long as the largest position: one path could ask for terabytes.
                 if type(part) is int and part > (last := last_by_list.get(path[:depth], -1)):
                     self._spend(part - last)
                     last_by_list[path[:depth]] = part
@@ -189,15 +193,17 @@ class _Builder(Values):
     # Parts of which there are millions ----------------------------------------------------------------------------
 
     def _attributes(self, node: Any, key: Key) -> Mapping[str, Any]:
-        """The nodes of the attributes that a new instance of a class is given, by their names."""
+        """The attribute nodes of a new instance of a class, by name."""
         if type(node) is not Made or node.called.name != key[1] or node.called.module != key[0]:
             if type(node) is Made:
+                # An unknown class is reported as such, with the hint to register it.
                 self.find(key_of(node.called))
             raise PickleUnsafe(f"has {_describe(node)} where a {key[1]} belongs")
         state = node.state
         if type(state) is Pairs and all(type(name) is str for name in state[::2]):
             self._spend(len(state))
             state = Fields(zip(state[::2], state[1::2], strict=True))
+        # Any other way of making it could call a constructor, or share the state with another instance.
         if type(state) is not Fields or not node.is_new or node.arguments or node.contents is not None:
             raise PickleUnsafe(f"makes a {key[1]} in a way that picklers do not")
         return state
@@ -205,7 +211,7 @@ class _Builder(Values):
     def _make(
         self, node: Made, kind: type[Instance], fields: Mapping[str, Any], attributes: dict[str, Any]
     ) -> Instance:
-        """The instance of a node: with these attributes, and whatever else a newer torch may have given it."""
+        """The instance of a node, with these attributes and any further ones of a newer torch."""
         if len(fields) > len(attributes):
             others = {name: self._anything(value) for name, value in fields.items() if name not in attributes}
             attributes = others | attributes
@@ -214,7 +220,7 @@ class _Builder(Values):
 
     def _tensor(self, node: Any) -> TensorStorageMetadata:
         if type(node.value) is TensorStorageMetadata:
-            self._spend(len(node.value.chunks))  # what reads the metadata goes through them again
+            self._spend(len(node.value.chunks))  # readers walk through the chunks once more
             return node.value
         fields = self._attributes(node, _TENSOR)
         size, nodes = self._size(fields.get("size")), fields.get("chunks")
@@ -222,6 +228,7 @@ class _Builder(Values):
             raise PickleUnsafe(f"has {_describe(nodes)} where a list of chunks belongs")
         self._spend(len(nodes))
         chunks, dimensions = [self._chunk(chunk) for chunk in nodes], len(size)
+        # A reader computes offsets from both: unequal lengths would cut one of them off silently.
         for chunk in chunks:
             if len(chunk.offsets) != dimensions:
                 raise PickleUnsafe("has a chunk of other dimensions than its tensor")
@@ -257,17 +264,20 @@ class _Builder(Values):
             return node.value
         fields = self._attributes(node, _INFO)
         path, offset, length = fields.get("relative_path"), fields.get("offset"), fields.get("length")
+        # A negative offset or length would read outside of the item, or make a buffer of any size.
         if type(offset) is not int or type(length) is not int or offset < 0 or length < 0 or type(path) is not str:
             raise PickleUnsafe("has an item that lies in no shard")
         found = self._is_shard.get(path)
+        # Remembered by path: there are few shards and millions of items.
         if found is None:
             found = self._is_shard[path] = is_shard_path(path)
+        # A path could lead out of the checkpoint's directory.
         if not found:
             raise PickleUnsafe(f"has an item in {path[:_NAME_CHARACTERS]!r}, which is no shard")
         return self._make(node, StorageInfo, fields, {"relative_path": path, "offset": offset, "length": length})
 
     def _size(self, node: Any) -> torch.Size:
-        """A size, or a plain tuple in its place: Megatron-FSDP's chunks have those."""
+        """A size, or a plain tuple in its place, as in chunks of Megatron-FSDP."""
         if type(node) is tuple:
             return self._size_of(node)
         if type(node) is not Made:
@@ -282,22 +292,24 @@ class _Builder(Values):
         return size
 
     def _size_of(self, numbers: tuple[Any, ...]) -> torch.Size:
-        """So few may hash alike that no dictionary of places gets slow."""
+        """Bounds how many sizes hash alike, so that no dictionary of them gets slow."""
         if len(numbers) > DIMENSIONS_MAX or not all(type(one) is int and 0 <= one <= _INT_MAX for one in numbers):
             raise PickleUnsafe("has a size of what are no sizes")
         size = torch.Size(numbers)
         if self._size_by_hash.setdefault(hash(size), size) != size:
+            # Small integers hash to themselves, so an attacker can choose tuples that collide.
             self._collisions += 1
             if self._collisions > COLLISIONS_MAX:
                 raise PickleUnsafe("has sizes that were chosen to hash alike")
         return size
 
     def _properties(self, node: Any) -> Any:
-        """Properties of a tensor. Fields that only a newer torch knows are left out: no load needs them."""
+        """Properties of a tensor. Fields that only a newer torch has are left out: no load needs them."""
         kind = self.find(key_of(node.called)) if type(node) is Made else None
         known = self._known_fields.get(kind)
         if known is None or type(node.state) is not tuple:
             raise PickleUnsafe(f"has {_describe(node)} where the properties of a tensor belong")
+        # torch up to 2.13 refuses the sixth field that 2.15 writes.
         if len(node.state) > known:
             node.state = node.state[:known]
         if id(node) in self._known:
@@ -305,6 +317,7 @@ class _Builder(Values):
         key = _identity(node)
         like = self._properties_by_identity.get(key)
         if like is not None:
+            # An object of its own: a change of one tensor's properties must not reach another's.
             found = self._known[id(node)] = _instance(type(like), vars(like))
             return found
         found = self._properties_by_identity[key] = self._anything(node)
@@ -314,18 +327,19 @@ class _Builder(Values):
 
 
 def _identity(node: Made) -> tuple[Any, ...]:
-    """Equal for instances that are made alike, of the very same parts, as long as the tree lives."""
+    """Equal for instances made in the same way of the very same parts, as long as the tree lives."""
     return node.is_new, *map(id, (node.called, node.arguments, node.contents, *node.state))
 
 
 def _describe(node: Any) -> str:
-    """What a node is, in words."""
+    """The name of a node's class or type, for an error."""
     if type(node) is Named:
         return node.path[:_NAME_CHARACTERS]
     return _describe(node.called) if type(node) is Made else type(node).__name__
 
 
 def _instance(kind: type[Instance], attributes: Mapping[str, Any]) -> Instance:
+    # Not by its constructor: that costs a call for each of millions.
     instance = object.__new__(kind)
     instance.__dict__.update(attributes)
     return instance

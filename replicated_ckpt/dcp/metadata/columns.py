@@ -1,6 +1,6 @@
-"""`.metadata` as columns: names once, numbers as int64, to be read in place of its pickle.
+"""`.metadata` as columns, with names once and numbers as int64, which are read in place of its pickle.
 
-What is less regular than the chunks of a tensor stays a pickle, followed as `.metadata` is. docs/format.md has the bytes.
+Parts that are less regular than a tensor's chunks stay a pickle, read as `.metadata` is. docs/format.md has the bytes.
 """
 
 import json
@@ -31,21 +31,21 @@ _HEAD = struct.Struct("<8sI4xQQQQQQQ")
 _CRC_END = 16
 _WORD = 8
 _CHUNK_FIELDS, _INFO_FIELDS = len(fields(ChunkStorageMetadata)), len(fields(StorageInfo))
-"""What has attributes beyond these, which a planner has given it, is pickled."""
+"""An instance with further attributes, which a planner has given it, is pickled."""
 _flatten = chain.from_iterable
 Numbers = npt.NDArray[np.int64]
 
 
 class ColumnsInvalid(ValueError):
-    """These bytes are no columns of that pickle. Nothing is lost: the pickle says the same."""
+    """These bytes are no columns of that pickle. Nothing is lost: the pickle has the same contents."""
 
 
 class Places(MutableMapping[MetadataIndex, StorageInfo]):
-    """Where each item lies, made when it is asked for; all are made at the first walk through them, or change.
+    """The place of each item, made when it is looked up; all are made by the first walk through them, or change.
 
-    A program uses it as the dictionary that stock DCP has here: what is changed in its values stays changed, and what
-    is changed in the tensors' chunks changes nothing here. Copied or pickled it is a dictionary. The hint of an index is
-    the number of its chunk, as DCP's global plan gives it. Several threads may look up at once.
+    A program may use it as the dictionary that stock DCP has here: changes to its values stay, and changes to the
+    tensors' chunks do not reach it. Copied or pickled it is a dictionary. The hint of an index is the number of its
+    chunk, as DCP's global plan sets it. Several threads may look up at once.
     """
 
     def __init__(
@@ -73,11 +73,13 @@ class Places(MutableMapping[MetadataIndex, StorageInfo]):
         if offsets is None or index.offset is None:
             return self._others[index]
         number = index.index
+        # The hint may be missing or stale, as a planner may change chunks: the offset decides.
         if number is None or not 0 <= number < len(offsets) or offsets[number] != index.offset:
             number = self._numbers_of(index.fqn, offsets)[index.offset]
         number += self._first[index.fqn]
         if number not in self._made:
             path, offset, length = self._columns[:, number].tolist()
+            # setdefault: two threads may make the same one, and callers may change what they get.
             self._made.setdefault(number, StorageInfo(self._paths[path], offset, length))
         return self._made[number]
 
@@ -117,6 +119,7 @@ class Places(MutableMapping[MetadataIndex, StorageInfo]):
 
     def _all(self) -> dict[MetadataIndex, StorageInfo]:
         """All of them, made."""
+        # Made before: the dictionary has all of them.
         if not self._offsets:
             return self._others
         made: dict[MetadataIndex, StorageInfo] = {}
@@ -134,13 +137,13 @@ class Places(MutableMapping[MetadataIndex, StorageInfo]):
 
 
 def _check_hashes(offsets: Sequence[torch.Size]) -> None:
-    """So few may hash alike that no dictionary of them gets slow. Called wherever one may be made of them."""
+    """Bounds how many offsets hash alike, so that no dictionary of them gets slow. Called before one is made."""
     if max(Counter(map(hash, offsets)).values(), default=0) > COLLISIONS_MAX:
         raise MetadataUnsafe("The .metadata has offsets that were chosen to hash alike.")
 
 
 class _Located:
-    """Where each item lies, looked at once and in order: there may be more of them than any cache holds."""
+    """The place of each item, read once and in order: there may be more of them than any cache holds."""
 
     def __init__(self, places: Mapping[MetadataIndex, StorageInfo]) -> None:
         self.number_by_path: dict[str, int] = {}
@@ -153,12 +156,14 @@ class _Located:
             paths.append(self.number_by_path.setdefault(str(info.relative_path), len(self.number_by_path)))
             offsets.append(info.offset)
             lengths.append(info.length)
+            # Columns have three numbers for an item: anything more would be lost.
             if getattr(info, "transform_descriptors", None) or len(vars(info)) > _INFO_FIELDS:
                 self._odd.add(index.fqn)
 
     def order(self, name: str, chunks: Sequence[ChunkStorageMetadata]) -> list[int]:
-        """The numbers of a tensor's items in the order of its chunks; empty: columns cannot say where they lie."""
+        """The numbers of a tensor's items in the order of its chunks; empty: columns cannot express their places."""
         numbers = self._by_offset.get(name, {})
+        # Places and chunks do not match one to one, as a foreign planner may have it.
         if len(numbers) != len(chunks) or name in self._odd:
             return []
         if any(len(vars(one)) != _CHUNK_FIELDS for one in chunks):
@@ -174,10 +179,11 @@ class _Located:
 
 
 def encode_columns(metadata: Metadata, size_bytes: int, crc: int) -> bytes | None:
-    """The columns of the metadata that a pickle of this size and CRC32C says; None: it is not regular enough."""
+    """The columns of the metadata whose pickle has this size and CRC32C; None: it is not regular enough."""
     with put_off():
         tensors, there = _tensors(metadata), _Located(metadata.storage_data)
         regular = {name: found for name, entry in tensors.items() if (found := there.order(name, entry.chunks))}
+        # Scalars and objects alone: the pickle is as fast.
         if not regular:
             return None
         rest = copy(metadata)
@@ -195,6 +201,7 @@ def encode_columns(metadata: Metadata, size_bytes: int, crc: int) -> bytes | Non
                 np.array(list(_flatten(one.offsets for ones in chunks for one in ones)), np.int64),
                 np.array(list(_flatten(one.sizes for ones in chunks for one in ones)), np.int64),
             ]
+        # A planner's number beyond int64: the pickle can hold it.
         except OverflowError:
             return None
         pickled, paths = encode_metadata(rest), json.dumps(list(there.number_by_path)).encode()
@@ -206,22 +213,25 @@ def encode_columns(metadata: Metadata, size_bytes: int, crc: int) -> bytes | Non
 
 
 def decode_columns(raw: bytes | memoryview, size_bytes: int, crc: int, source: str) -> Metadata:
-    """The metadata that a pickle of this size and CRC32C says.
+    """The metadata of the pickle with this size and CRC32C.
 
     Raises:
-        ColumnsInvalid: these are damaged, or of another one. MetadataUnsafe: of the pickle in them; or later, of its
-        places, if their offsets were chosen to make looking them up slow.
+        ColumnsInvalid: these are damaged, or of another one. MetadataUnsafe: raised for the pickle in them; or later, by
+        the places, if their offsets were chosen to make look-ups slow.
     """
     if len(raw) < _HEAD.size:
         raise ColumnsInvalid("they are torn")
     magic, own_crc, of_bytes, of_crc, pickle_bytes, path_bytes, tensors, items, dimensions = _HEAD.unpack_from(raw)
+    # Checked before anything is parsed: a flipped bit must not look like another layout.
     if magic != _MAGIC or crc32c(memoryview(raw)[_CRC_END:]) != own_crc:
         raise ColumnsInvalid("their checksum does not match")
+    # Columns that belong to another file must not describe this pickle's tensors.
     if (of_bytes, of_crc) != (size_bytes, crc):
         raise ColumnsInvalid("they are of another pickle")
     begin = _HEAD.size + pickle_bytes + path_bytes
     begin += -(pickle_bytes + path_bytes) % _WORD
     counts = tensors, tensors, items, items, items, dimensions, dimensions
+    # The sizes come from the file: they decide how much memory is taken, so they must add up first.
     if not items or len(raw) != begin + _WORD * sum(counts):
         raise ColumnsInvalid("their sizes contradict each other")
     numbers = np.frombuffer(raw, np.int64, offset=begin)
@@ -229,6 +239,7 @@ def decode_columns(raw: bytes | memoryview, size_bytes: int, crc: int, source: s
         raise ColumnsInvalid("a number is negative")
     parts = np.split(numbers, np.cumsum(counts)[:-1])
     paths = _paths(bytes(raw[_HEAD.size + pickle_bytes : _HEAD.size + pickle_bytes + path_bytes]))
+    # A number is an index into the paths: it must not point behind them.
     if parts[2].max() >= len(paths):
         raise ColumnsInvalid("an item lies in no shard")
     metadata = decode_metadata(bytes(raw[_HEAD.size : _HEAD.size + pickle_bytes]), source)
@@ -263,8 +274,9 @@ def _paths(raw: bytes) -> list[str]:
 def _give_chunks(
     tensors: Mapping[str, TensorStorageMetadata], parts: Sequence[Numbers]
 ) -> dict[str, tuple[torch.Size, ...]]:
-    """Gives the tensors their chunks; returns the chunks' offsets by name, apart from them: a planner may change chunks."""
+    """Gives the tensors their chunks. Returns the chunks' offsets by name, as own tuples: a planner may change chunks."""
     counts, shapes = parts[0].tolist(), parts[1].tolist()
+    # The pickle and the columns are two parts of one file: each may claim other numbers.
     if len(tensors) != len(counts) or sum(counts) != parts[2].size or max(shapes, default=0) > DIMENSIONS_MAX:
         raise ColumnsInvalid("they do not have as many tensors or items as they say")
     if sum(count * shape for count, shape in zip(counts, shapes, strict=True)) != parts[5].size:

@@ -30,7 +30,7 @@ _registered: dict[Key, type] = {}
 def register_safe_class(cls: type) -> None:
     """Lets `.metadata` name one more class, such as one that your own planner puts into `planner_data`.
 
-    A user who can write a checkpoint can then make its instances with any state: register only what is harmless. Holds for
+    A user who can write a checkpoint can then make instances of it with any state: register only harmless classes. Holds
     this process. Safe to call concurrently.
     """
     _registered[cls.__module__, cls.__qualname__] = cls
@@ -39,7 +39,7 @@ def register_safe_class(cls: type) -> None:
 def encode_metadata(metadata: Metadata) -> bytes:
     """The bytes of a `.metadata` file, as stock torch reads it.
 
-    An older torch reads it, too, unless that would lose what the properties of some tensor say.
+    An older torch can read it, too, unless that would lose a property of some tensor.
     """
     file = io.BytesIO()
     pickler = pickle.Pickler(file)
@@ -49,10 +49,10 @@ def encode_metadata(metadata: Metadata) -> bytes:
 
 
 def decode_metadata(raw: bytes, source: str) -> Metadata:
-    """The metadata in `raw`: its opcodes are followed, and DCP's own classes are filled with what they say.
+    """The metadata in `raw`: its opcodes are followed, and DCP's own classes are filled with the result.
 
-    Nothing that the pickle names is imported or called but what this process registered. Time and memory go with the
-    size of `raw`.
+    Nothing that the pickle names is imported or called, except classes that this process registered. Time and memory
+    are proportional to the size of `raw`.
 
     Raises:
         MetadataUnsafe: it names anything beyond DCP's metadata and the registered classes, or is no metadata at all.
@@ -81,7 +81,7 @@ Part = TypeVar("Part")
 
 
 def share_parts(metadata: Metadata) -> None:
-    """Lets equal names, sizes, properties and paths in `metadata` be the same object; it stays equal to what it was.
+    """Makes equal names, sizes, properties and paths in `metadata` the same object; it stays equal to what it was.
 
     The plans and results that it was made from came from every rank, each with texts and sizes of its own: a tensor that
     a thousand ranks hold has its name in the pickle a thousand times, and every load would read it as often.
@@ -95,7 +95,7 @@ def share_parts(metadata: Metadata) -> None:
     for name, entry in metadata.state_dict_metadata.items():
         one(name)
         if isinstance(entry, TensorStorageMetadata):
-            with suppress(TypeError):  # a planner has put something into them that has no hash
+            with suppress(TypeError):  # a planner has put an unhashable value into them
                 entry.properties = shared.setdefault(tuple(vars(entry.properties).items()), entry.properties)
             entry.size = one(entry.size)
             entry.chunks = [ChunkStorageMetadata(one(chunk.offsets), one(chunk.sizes)) for chunk in entry.chunks]

@@ -1,4 +1,4 @@
-"""What `dcp.save` returns: metadata that lies on every node already, and does not travel to each rank."""
+"""The result of `dcp.save`: metadata that lies on every node already, and does not travel to each rank."""
 
 import logging
 import struct
@@ -21,7 +21,7 @@ from replicated_ckpt.stores.local.store import LocalStore
 log = logging.getLogger(__name__)
 
 COLUMNS_FROM_BYTES = 64 << 10
-"""So large a pickle has columns: some 400 chunks. A smaller one is read in a fortieth of a second."""
+"""A pickle of this size gets columns: some 400 chunks. A smaller one is read in a fortieth of a second."""
 _END = struct.Struct("<QQ8s")
 """Bytes of the pickle, bytes of the columns, magic."""
 _MAGIC = b"RCKCOLS\n"
@@ -29,9 +29,10 @@ _WORD = 8
 
 
 def encode_metadata_file(metadata: Metadata) -> bytes:
-    """As `encode_metadata`; with columns behind it if it is large, and regular enough to have some."""
+    """As `encode_metadata`; with columns behind it if it is large and regular enough."""
     pickled = encode_metadata(metadata)
     planner_data = metadata.planner_data
+    # Columns hold no foreign classes: what else a planner keeps is read from the pickle alone.
     if len(pickled) < COLUMNS_FROM_BYTES or not (planner_data is None or holds_paths_only(planner_data)):
         return pickled
     try:
@@ -41,14 +42,15 @@ def encode_metadata_file(metadata: Metadata) -> bytes:
         columns = None
     if columns is None:
         return pickled
+    # Padded to words: numpy maps the columns in place. Stock torch stops at the end of the pickle.
     end = _END.pack(len(pickled), len(columns), _MAGIC)
     return b"".join((pickled, bytes(-len(pickled) % _WORD), columns, end))
 
 
 def decode_metadata_file(raw: bytes, source: str) -> Metadata:
-    """The metadata that `raw` says: by its columns, if it has some that are of its pickle, else by the pickle.
+    """The metadata in `raw`: from its columns, if these belong to its pickle, else from the pickle.
 
-    Nothing is believed that `decode_metadata` would not believe.
+    It accepts nothing that `decode_metadata` would refuse.
 
     Raises:
         MetadataUnsafe: as `decode_metadata`.
@@ -65,6 +67,7 @@ def decode_metadata_file(raw: bytes, source: str) -> Metadata:
 
 def _split(raw: bytes) -> tuple[memoryview, memoryview] | None:
     """Pickle and columns; None: it has none."""
+    # Stock torch's, or cut off in the middle: the pickle is read, and its own checks decide.
     if not raw.endswith(_MAGIC) or len(raw) < _END.size:
         return None
     view = memoryview(raw)
@@ -79,11 +82,11 @@ _FIELDS = frozenset(field.name for field in fields(Metadata))
 
 
 class SavedMetadata(Metadata):
-    """The metadata of a save that is committed on this node. It is read from there when it is first looked at."""
+    """The metadata of a save that is committed on this node. It is read from there at the first access."""
 
     @classmethod
     def of(cls, checkpoint_id: str, save_id: str, store: LocalStore | None = None) -> "SavedMetadata":
-        """Without a store it can only travel."""
+        """Without a store it can only be sent to another rank."""
         found = cls.__new__(cls)
         vars(found).update(_save=(checkpoint_id, save_id), _store=store)
         return found
@@ -94,7 +97,7 @@ class SavedMetadata(Metadata):
         return super().__getattribute__(name)
 
     def _read(self) -> None:
-        """Two threads may do so at once: both read, and neither misses what the other has taken away."""
+        """Two threads may do so at once: both read, and neither misses what the other one has removed."""
         save, store = vars(self).get("_save"), vars(self)["_store"]
         if save is not None:
             assert store is not None, "it has come to a rank"
@@ -102,6 +105,7 @@ class SavedMetadata(Metadata):
             vars(self).pop("_save", None)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
+        # At the coordinator: the reference travels, not the metadata.
         kept = vars(self)
         if "_save" in kept and kept["_store"] is None:
             return SavedMetadata.of, kept["_save"]
@@ -118,11 +122,11 @@ class SavedMetadata(Metadata):
 def tell_metadata(
     broadcast: Callable[[Any], Any], own: object, store: LocalStore, reference: SavedMetadata | None
 ) -> object:
-    """Tells all ranks how a save ended, by DCP's broadcast; returns what DCP takes for the outcome on this rank.
+    """Sends all ranks the save's outcome, by DCP's broadcast; returns the outcome on this rank, as DCP expects it.
 
-    `reference`, at the coordinator: goes in place of the metadata where every node has it, and any rank can read it there,
-    as it names no class of a foreign planner. What is returned shares no place of an item with what the coordinator keeps
-    for its next save: a caller may change it.
+    `reference`, at the coordinator, goes in place of the metadata if every node has that, and any rank can read it, as
+    it has no class of a foreign planner. The result shares no item's place with the coordinator's cache for its next
+    save: a caller may change it.
     """
     is_readable = type(own) is Metadata and (own.planner_data is None or holds_paths_only(own.planner_data))
     told = broadcast(reference if reference is not None and is_readable else own)

@@ -1,4 +1,4 @@
-"""What versions of torch write of a tensor's properties: five fields, and from 2.15 on a sixth, `strides`."""
+"""Versions of a tensor's properties in torch: five fields, and from 2.15 on a sixth, `strides`."""
 
 import copyreg
 import pickle
@@ -15,18 +15,19 @@ to 2.15, `TensorProperties.__getstate__`. torch up to 2.13 refuses a state of mo
 
 
 def known_fields(kind: type) -> int:
-    """How many fields this torch writes, and reads, of a class of properties."""
+    """The number of fields that this torch writes, and reads, of a class of properties."""
     return len(kind().__getstate__())
 
 
 def reduction_for_all(metadata: Metadata) -> Callable[[TensorProperties], Any]:
-    """How to pickle the properties in `metadata`: without the fields that older versions lack, where these say nothing."""
+    """How to pickle the properties in `metadata`: without the fields that older versions lack, if these are empty."""
     if known_fields(TensorProperties) == COMMON_FIELDS:
         return _reduce_whole
     can_cut: dict[int, bool] = {}
     for entry in metadata.state_dict_metadata.values():
         if isinstance(entry, TensorStorageMetadata):
             key = id(entry.properties)
+            # Several tensors may share one object: it is cut only if that loses nothing for any of them.
             can_cut[key] = can_cut.get(key, True) and _says_nothing_more(entry)
 
     def reduce(properties: TensorProperties) -> Any:

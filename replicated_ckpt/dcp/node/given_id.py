@@ -1,4 +1,4 @@
-"""The checkpoint id that a program passes, as the name that it is under a root."""
+"""The checkpoint id that a program passes, as a name under a root."""
 
 import os
 from contextlib import suppress
@@ -9,7 +9,7 @@ from replicated_ckpt.environment import check_encodable
 
 
 def id_under(root: str, given: str | os.PathLike[str]) -> str:
-    """As `checkpoint_id_under`, of a name that this process can give to a directory.
+    """As `checkpoint_id_under`, for a name that this process can give to a directory.
 
     Programs written for stock storage pass a path: a relative one that leads below the root from the working directory, as
     `ckpt/step-5` does with the root `ckpt`, means that place. So does an absolute one that goes by a symbolic link.
@@ -22,6 +22,7 @@ def id_under(root: str, given: str | os.PathLike[str]) -> str:
     path = PurePath(text)
     above = _root_from_here(root)
     if path.is_absolute():
+        # An unprintable path is refused below: it must not reach the file system first.
         above = _find_root(root, path) if text.isprintable() else None
     if above is not None and above in path.parents:
         text = str(path.relative_to(above))

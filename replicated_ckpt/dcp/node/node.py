@@ -1,4 +1,4 @@
-"""This process's node: its store, its agent, and what the others must know of it."""
+"""This process's node: its store, its agent, and the fields of it that other ranks get."""
 
 import ipaddress
 import logging
@@ -27,7 +27,7 @@ from replicated_ckpt.stores.peer.tls import can_encrypt, is_loopback, is_network
 log = logging.getLogger(__name__)
 
 _DOCUMENTATION_ADDRESSES = ("192.0.2.1", "2001:db8::1")
-"""No network has them, so that their route is the default route. Source: RFC 5737, RFC 3849."""
+"""No network has them, so their route is the default route. Source: RFC 5737, RFC 3849."""
 _PLAIN_WARNING = (
     "Nodes talk to each other without encryption, as this Python has no package `cryptography` to make a certificate with. "
     f"`pip install cryptography` on all nodes; or, where the network is trusted, set {PLAIN_ENV}=1."
@@ -37,9 +37,9 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True)
 class NodePost:
-    """A node as one of its ranks registers it. `store_inode` tells apart two stores that one host sees.
+    """A node as one of its ranks registers it. `store_inode` distinguishes two stores that one host sees.
 
-    `silence` says why nothing is asked of its agent; empty: it answers.
+    `silence` is the reason why its agent is not asked; empty: the agent answers.
     `invitation` lets the coordinator open saves at its agent and introduce the job's nodes: see `Right.JOB`.
     """
 
@@ -58,9 +58,10 @@ class NodePost:
         return list_domains(self.domain, self.boot_id, self.host)
 
     def opener(self) -> AgentAddress:
-        """The address as the coordinator of the job has it."""
+        """The address with the coordinator's rights."""
         return replace(self.address, token=self.invitation) if self.invitation else self.address
 
+    # The generated repr would put the agent's token into logs.
     def __repr__(self) -> str:
         return f"NodePost(node {self.node_id} on {self.host})"
 
@@ -84,7 +85,7 @@ class NodePost:
 
 @dataclass(frozen=True)
 class SeenStore:
-    """The store of a node whose agent cannot be asked, as its own ranks see it; `why` says what is wrong with the agent."""
+    """The store of a node whose agent cannot be asked, as its own ranks see it; `why` is the agent's problem."""
 
     why: str
     holdings: tuple[Holding, ...]
@@ -92,7 +93,7 @@ class SeenStore:
 
 
 def register_node(store: LocalStore, domain: str | None, *, is_opening: bool = False) -> NodePost:
-    """Registers this node; its agent runs when this returns, or hangs: then it is registered with its `silence`.
+    """Registers this node. Its agent runs when this returns, or it hangs: then the node is registered with its `silence`.
 
     `is_opening`: for a save that opens now, see `ensure_agent`.
 
@@ -101,8 +102,10 @@ def register_node(store: LocalStore, domain: str | None, *, is_opening: bool = F
     """
     host, origin = find_host()
     try:
+        # A job on one host listens on loopback only: no other host can reach its agent.
         bind_host = host if is_loopback(host) else _any_address(host)
         endpoint, silence = ensure_agent(store, bind_host, is_opening=is_opening), ""
+    # The agent hangs, but its address is known: other nodes may have its answer later, and this rank can still write.
     except AgentUnavailable as exc:
         known = read_endpoint(store.agent_directory())
         if known is None:
@@ -116,12 +119,13 @@ def register_node(store: LocalStore, domain: str | None, *, is_opening: bool = F
 
 
 def register_for_save(store: LocalStore, domain: str | None) -> NodePost:
-    """As `register_node`, for a save that is to be opened: the end of an agent that was told to stop is waited for.
+    """As `register_node`, for a save that is to be opened: waits for the end of an agent that was told to stop.
 
     Raises:
         AgentUnavailable, StoreError, ConfigInvalid
     """
     post = register_node(store, domain, is_opening=True)
+    # An agent that was told to stop is about to leave: the save goes to the one that follows it.
     try:
         is_next = not post.silence and await_departure(store.agent_directory())
     except AgentUnavailable as exc:
@@ -139,7 +143,7 @@ def register_again(store: LocalStore, before: NodePost) -> NodePost:
 
 
 def register_for_load(store: LocalStore) -> NodePost | None:
-    """Registers this node for a load, which needs its agent only for what other nodes read here. None: there is no store.
+    """Registers this node for a load, which needs its agent only for other nodes' reads. None: there is no store.
 
     Raises:
         StoreError, ConfigInvalid
@@ -150,6 +154,7 @@ def register_for_load(store: LocalStore) -> NodePost | None:
             if post.silence:
                 warn(post.silence)
             return post
+        # Another user's agent is never started or asked: the load needs only to read.
         endpoint, silence = None, f"{store.root} is another user's: it is read, and its agent is not asked."
         if not is_only_read(store):
             endpoint, silence = running_agent(store), f"{store.root} cannot be written, and no agent runs there."
@@ -159,6 +164,7 @@ def register_for_load(store: LocalStore) -> NodePost | None:
     except AgentUnavailable as exc:
         silence = str(exc)
         warn(silence)
+    # No node has claimed this root: nothing of ours lies here.
     node_id = store.read_node_id()
     if node_id == NO_NODE:
         return None
@@ -177,14 +183,14 @@ def _post(
 
 
 def register_alone(store: LocalStore, domain: str | None) -> NodePost:
-    """Registers this node to this process alone: no agent is started."""
+    """Registers this node for this process alone: no agent is started."""
     node_id = store.node_id()
     address = AgentAddress(node_id, "", 0, "")
     return NodePost(node_id, socket.gethostname(), _read_boot_id(), _inode(store), domain, address)
 
 
 def _read_boot_id() -> str:
-    """What all containers of one machine have in common; the host's name where there is none."""
+    """The id that all containers of one machine share; the host's name where there is none."""
     return _BOOT_ID.read_text().strip() if is_there(_BOOT_ID) else socket.gethostname()
 
 
@@ -194,7 +200,7 @@ def _inode(store: LocalStore) -> str:
 
 
 def find_host() -> tuple[str, str]:
-    """The address under which the other nodes reach this one, and who says so.
+    """The address under which the other nodes reach this one, and where it comes from.
 
     REPLICATED_CKPT_HOST if set; else the address from which this host reaches MASTER_ADDR. Where MASTER_ADDR is this
     host under a real name, that may be a loopback address, which means nothing to the others: then the address of the
@@ -212,6 +218,7 @@ def find_host() -> tuple[str, str]:
         return "127.0.0.1", f"MASTER_ADDR={master} on {name}: all nodes are on one host"
     address = _source_address(master)
     is_bound = address is not None and _is_link_local(address)
+    # Debian's /etc/hosts maps a host's own name to 127.0.1.1, which other hosts cannot use.
     if address is not None and not is_loopback(address) and not is_bound:
         return address, f"the route of {name} to MASTER_ADDR={master}"
     routes = [found for found in map(_source_address, _DOCUMENTATION_ADDRESSES) if found and not _is_link_local(found)]
@@ -223,7 +230,7 @@ def find_host() -> tuple[str, str]:
 
 
 def _host_in(text: str) -> str:
-    """The name or address that a user has written, an IPv6 address with brackets or without."""
+    """The host name or address that a user has written, an IPv6 address with brackets or without."""
     host = text[1:-1] if text.startswith("[") and text.endswith("]") else text
     if not HOST_PATTERN.fullmatch(host):
         raise ConfigInvalid(f"{HOST_ENV} is no host name and no address: {text!r}.", "Give one, without a port.")
@@ -231,6 +238,7 @@ def _host_in(text: str) -> str:
 
 
 def _is_link_local(address: str) -> bool:
+    # IPv4 link-local addresses need no interface name to be reached.
     return ":" in address and ipaddress.ip_address(address).is_link_local
 
 
@@ -241,6 +249,7 @@ def _source_address(destination: str) -> str | None:
         with socket.socket(family, kind) as probe:
             probe.connect(peer)
             return str(probe.getsockname()[0])
+    # No such name, or no route: the next way to an address is tried.
     except OSError:
         return None
 

@@ -1,6 +1,6 @@
-"""numpy's scalars and arrays made of the tree of a pickle: from their bytes and a type of plain numbers, dates or texts.
+"""numpy's scalars and arrays from the tree of a pickle: from their bytes and a type of plain numbers, dates or texts.
 
-numpy's own functions for pickles take what they are told of a type on trust, so that a pickle can have it read bytes as
+numpy's own functions for pickles trust the type in the pickle, so that a pickle can have them read bytes as
 addresses of Python objects. They are not called. Source: numpy 1.26 to 2.4, `ndarray.__reduce__`, `dtype.__reduce__`.
 """
 
@@ -19,8 +19,9 @@ _ARRAYS: frozenset[Key] = frozenset(itertools.product(_MODULES, ("_reconstruct",
 _SCALARS: frozenset[Key] = frozenset(itertools.product(_MODULES, ("scalar",)))
 _DTYPE, _NDARRAY = ("numpy", "dtype"), ("numpy", "ndarray")
 KEYS = _ARRAYS | _SCALARS | {_DTYPE, _NDARRAY}
-"""What a pickle of such values names."""
+"""The names in a pickle of such values."""
 
+# Without V (records) and O (objects): their bytes would be read as addresses.
 _PLAIN = re.compile(r"[biufcSU][0-9]{1,9}")
 _DATE = re.compile(r"[Mm]8")
 _UNITS = frozenset(("Y", "M", "W", "D", "h", "m", "s", "ms", "us", "ns", "ps", "fs", "as"))
@@ -39,20 +40,24 @@ def numpy_value(node: Made, key: Key, of: Of) -> Any:
         return _scalar(node, of) if key in _SCALARS else _dtype(node, of)
     except PickleUnsafe:
         raise
+    # A forged type or shape fails in numpy, in any of these ways.
     except (ValueError, TypeError, OverflowError, LookupError, AttributeError) as exc:
         raise PickleUnsafe(f"holds a value of numpy that is none: {exc}") from exc
 
 
 def _array(node: Made, of: Of) -> Any:
     kind = node.arguments[0] if node.arguments else None
+    # A subclass could run code of its own.
     if type(kind) is not Named or (kind.module, kind.name) != _NDARRAY or type(node.state) is not tuple:
         raise PickleUnsafe("holds an array of a class of its own")
     _, shape, described, is_fortran, data = node.state
     dtype, raw = _dtype(described, of), of(data)
     if type(raw) is not bytes:
         raise PickleUnsafe("holds an array of Python objects")
+    # An empty array is made by its shape: there are no bytes to see it in.
     if not raw:
         return np.empty(of(shape), dtype) if 0 in shape else np.frombuffer(raw, dtype)
+    # copy: frombuffer is read-only, and would keep the container's bytes.
     return np.frombuffer(raw, dtype).reshape(of(shape), order="F" if is_fortran else "C").copy("K")
 
 
@@ -65,10 +70,11 @@ def _scalar(node: Made, of: Of) -> Any:
 
 
 def _dtype(node: Any, of: Of) -> Any:
-    """A type of plain numbers, dates or texts: it has no parts and no flags."""
+    """A type of plain numbers, dates or texts, without parts or flags."""
     if type(node) is not Made or (node.called.module, node.called.name) != _DTYPE or type(node.state) is not tuple:
         raise PickleUnsafe("holds a value of numpy without a type")
     text, (_, order, *parts) = node.arguments[0], node.state
+    # Subarrays, names and fields would make it a record.
     if type(text) is not str or order not in ("<", ">", "|", "=") or any(part is not None for part in parts[:3]):
         raise PickleUnsafe(f"holds a value of numpy's type {str(text)[:80]!r}, which is no plain one")
     if _PLAIN.fullmatch(text):

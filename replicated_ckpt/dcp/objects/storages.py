@@ -1,4 +1,4 @@
-"""Storages in a container of `torch.save`: records of its zip archive, each of the size that its tensors take it for."""
+"""Storages in a container of `torch.save`: records of its zip archive, of the size that their tensors assume."""
 
 from collections.abc import Callable, Mapping
 from warnings import catch_warnings, simplefilter
@@ -12,7 +12,7 @@ from replicated_ckpt.dcp.runtime.torch_private import make_typed_storage
 
 
 def _kinds() -> dict[str, tuple[type, torch.dtype]]:
-    """The classes of typed storages by their names. To ask for their types warns that they are on their way out."""
+    """The classes of typed storages by name. Reading their types warns that they are deprecated."""
     found: dict[str, tuple[type, torch.dtype]] = {}
     with catch_warnings():
         simplefilter("ignore", UserWarning)
@@ -59,6 +59,7 @@ def record_of(storage: StorageOutline, records: Mapping[str, Record]) -> Record:
     """
     record = records.get(f"data/{storage.key}")
     size_bytes = storage.elements * _dtype_of_kind(storage.kind).itemsize
+    # A tensor over a record that is too short would read beyond its memory.
     if record is None or record.size != size_bytes:
         found = "no record" if record is None else f"a record of {record.size} bytes"
         raise PickleUnsafe(f"has {found} for a storage of {size_bytes} bytes")
@@ -66,7 +67,7 @@ def record_of(storage: StorageOutline, records: Mapping[str, Record]) -> Record:
 
 
 class Storages:
-    """The storages of one container, each made once, so that its tensors share it. `memory_of` makes one of its record."""
+    """The storages of one container, each made once, so that its tensors share it. `memory_of` makes one of a record."""
 
     def __init__(self, records: Mapping[str, Record], memory_of: Callable[[Record], torch.UntypedStorage]) -> None:
         self._records = records
@@ -83,18 +84,19 @@ class Storages:
         if known is None:
             memory = self._memory_of(record_of(outline, self._records))
             known = self._known[outline.key] = (outline, make_typed_storage(memory, _dtype_of_kind(outline.kind)))
+        # One record as two types: torch refuses that, and a pickle of torch.save never has it.
         if known[0] != outline:
             raise PickleUnsafe("has a storage of two kinds")
         return known[1]
 
 
 def copy_records(raw: memoryview) -> Callable[[Record], torch.UntypedStorage]:
-    """Makes storages of their own of records in memory."""
+    """Copies records from memory into storages of their own."""
 
     def memory_of(record: Record) -> torch.UntypedStorage:
         if not record.size:
             lent: torch.UntypedStorage = torch.frombuffer(bytearray(1), dtype=torch.uint8).untyped_storage()[:0]
-            return lent  # one of its own would grow to whatever a tensor's shape asks for
+            return lent  # not resizable: a forged shape could otherwise make it any size
         data = bytearray(raw[record.start : record.start + record.size])
         return torch.frombuffer(data, dtype=torch.uint8).untyped_storage()
 

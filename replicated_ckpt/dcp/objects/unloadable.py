@@ -1,4 +1,4 @@
-"""A save tells of what a load would refuse: the time to say so is before it is needed."""
+"""Warns at a save about objects that a load would refuse: at the load it would be too late."""
 
 import re
 import threading
@@ -17,10 +17,10 @@ from replicated_ckpt.errors import ConfigInvalid, ObjectUnsafe
 
 _NAME_LINES = re.compile(rb"c([\w.]+)\n([\w.]+)\n")
 _TYPES = re.compile(rb"X.\0\0\0([OV][0-9]{1,9})", re.DOTALL)
-"""numpy's types of Python objects and of records: their arrays name the same classes as those that load."""
+"""numpy's types of Python objects and of records: their arrays name the same classes as those that can be loaded."""
 _CONTAINERS = b"]})t\x85\x86\x87"
-"""What begins a list or a dict in a pickle, and ends a tuple: an object that is nested too deep has many of them."""
-_SEARCHED_BYTES_MAX = 1 << 20
+"""Opcodes that begin a list or a dict, or end a tuple: an object that is nested too deep has many of them."""
+_SEARCHED_BYTES_MAX = 1 << 20  # the search must not cost more than writing the object
 _WHERE = "this checkpoint"
 
 _lock = threading.Lock()
@@ -29,11 +29,11 @@ _warned: set[object] = set()
 
 
 def warn_if_unloadable(raw: memoryview, fqn: str) -> None:
-    """Warns, once in this process for each class, if a load would refuse what `torch.save` made of an object.
+    """Warns, once in this process for each class, if a load would refuse an object as `torch.save` wrote it.
 
-    What looks like a name in its bytes is looked up when it is met for the first time; an object without costs a search,
-    and one of many containers is followed once for its entry.
-    Of one larger than 1 MiB the names alone are looked at: it is not made.
+    A possible name in its bytes is checked when it occurs for the first time. An object without new names costs a
+    search; an object with many containers is followed once for its entry.
+    Of an object larger than 1 MiB only the names are checked: it is not made.
     """
     searched = bytes(raw[:_SEARCHED_BYTES_MAX])
     found: set[tuple[Any, ...]] = {
@@ -42,6 +42,7 @@ def warn_if_unloadable(raw: memoryview, fqn: str) -> None:
     is_deep = len(searched) - len(searched.translate(None, _CONTAINERS)) > DEPTH_MAX
     if len(raw) > _SEARCHED_BYTES_MAX or is_deep or not is_archive(within(raw), len(raw)):
         found.add((fqn,))
+    # Under the lock only memory changes: the check below may take long.
     with _lock:
         if found <= _seen:
             return
@@ -52,7 +53,7 @@ def warn_if_unloadable(raw: memoryview, fqn: str) -> None:
 
 
 def warn_if_class_is_unknown(kind: type, fqn: str) -> None:
-    """The same for a tensor of a class of its own, which its pickle names."""
+    """As `warn_if_unloadable`, for a tensor of a class of its own, which its pickle names."""
     key = (kind.__module__, kind.__qualname__)
     with _lock:
         if key in _seen:
@@ -63,8 +64,8 @@ def warn_if_class_is_unknown(kind: type, fqn: str) -> None:
 
 
 def refuse_unloadable_paths(plan: SavePlan) -> None:
-    """Raises ConfigInvalid: an entry of a nested state lies deeper than a load believes of any `.metadata`."""
-    paths = plan.planner_data if isinstance(plan.planner_data, dict) else {}  # of planners that flatten a state
+    """Raises ConfigInvalid: an entry of a nested state lies deeper than a load accepts in any `.metadata`."""
+    paths = plan.planner_data if isinstance(plan.planner_data, dict) else {}  # other planners keep other data there
     for fqn, path in paths.items():
         if isinstance(path, tuple) and len(path) > DEPTH_MAX:
             raise ConfigInvalid(

@@ -1,4 +1,4 @@
-"""Values made of the tree of a pickle. What is named is looked up in tables of this process, and never imported."""
+"""Values made from the tree of a pickle. A name is looked up in tables of this process, and never imported."""
 
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections.abc import Callable, Sequence
@@ -32,19 +32,19 @@ class UnknownName(PickleUnsafe):
 
 
 class Values:
-    """Makes values of the nodes of one tree. A node that is shared is made once, so that its value is shared, too.
+    """Makes values of the nodes of one tree. A shared node is made once, so that its value is shared, too.
 
-    What makes one has looked at the tree's bounds: a tree that is deep or repeats itself is followed to its end.
+    The caller has checked the tree's bounds: a tree that is deep or repeats itself is followed to its end.
     """
 
     def __init__(self) -> None:
         self._known: dict[int, Any] = {}
 
     def find(self, key: Key) -> Any:
-        """What a name stands for here.
+        """The object that a name stands for here.
 
         Raises:
-            UnknownName: nothing.
+            UnknownName: none.
         """
         raise UnknownName(key)
 
@@ -68,19 +68,21 @@ class Values:
         return self.find(key_of(node))
 
     def make(self, node: Made) -> Any:
-        """What a call of something that is named gives, with the state and the contents that come after it.
+        """The result of a call of a named class or function, with the state and the contents that follow it.
 
         Raises:
-            PickleUnsafe: it raised something.
+            PickleUnsafe: the call raised an error.
         """
         called, arguments = self.find(key_of(node.called)), self.of(node.arguments)
         state, contents = self.of(node.state), self.of(node.contents)
+        # A function may return a shared object, such as a dtype: a state would change it for the whole process.
         if state is not None and not _makes_new_ones(called):
             raise PickleUnsafe(
                 f"gives a state to what {node.called.path[:_NAMES_CHARACTERS]} makes, which others may have, too"
             )
         try:
             return make_as_picklers_do(called, arguments, state, contents, is_new=node.is_new)
+        # Classes that the user registered run their own code here.
         except Exception as exc:
             problem = f"{type(exc).__name__}: {exc}"[:_NAMES_CHARACTERS]
             raise PickleUnsafe(
@@ -88,12 +90,13 @@ class Values:
             ) from exc
 
     def of_call(self, node: Made) -> Any:
-        """What `make` gives, or the member of an enum."""
+        """The result of `make`, or the member of an enum."""
         member = member_in(node)
         return self.make(node) if member is None else self._member(node, *member)
 
     def _member(self, node: Made, named: Named, name: str) -> Enum:
-        """Nothing but a member of an enum is had by its name."""
+        """Only a member of an enum can be named in this way."""
+        # getattr on anything else would reach functions that no table lists.
         kind = self.find(key_of(named))
         if not isinstance(kind, type) or not issubclass(kind, Enum):
             raise UnknownName(key_of(node.called))
@@ -102,6 +105,7 @@ class Values:
         return kind[name]
 
     def load_stored(self, node: Stored) -> Any:
+        # Only containers of tensors have storages; elsewhere an id is a sign of a forged pickle.
         del node
         raise PickleUnsafe("holds a persistent id")
 
@@ -126,11 +130,13 @@ class Values:
 
     def _keys(self, nodes: Sequence[Any]) -> list[Any]:
         keys = [self.of(node) for node in nodes]
+        # Hashed here: a dictionary would raise in the middle, as an error of this program.
         try:
             for key in keys:
                 hash(key)
         except TypeError as exc:
             raise PickleUnsafe(f"has a key that is none: {exc}") from exc
+        # Before a dictionary is filled: keys that hash alike make that quadratic.
         self.check_keys(keys)
         return keys
 
@@ -149,19 +155,19 @@ _MAKE: dict[type, Callable[[Values, Any], Any]] = {
 
 
 def key_of(node: Named) -> Key:
-    """Module and name as they are called now: picklers of protocol 2 write the names that Python 2 had."""
+    """Module and name as they are called now: picklers of protocol 2 write the names of Python 2."""
     key = (node.module, node.name)
     module, name = NAME_MAPPING.get(key, key)
     return IMPORT_MAPPING.get(module, module), name
 
 
 def _makes_new_ones(called: Any) -> bool:
-    """Whether a call gives an instance that is new: not a function's result, and not a member of an enum."""
+    """Whether a call returns a new instance: a function's result or a member of an enum may be shared."""
     return isinstance(called, type) and not issubclass(called, Enum)
 
 
 def make_as_picklers_do(called: Any, arguments: tuple[Any, ...], state: Any, contents: Any, *, is_new: bool) -> Any:
-    """An instance, or what a call gives, with what is appended, set and given as its state. Source: Lib/pickle.py."""
+    """An instance, or the result of a call, with its contents and state as picklers set them. Source: Lib/pickle.py."""
     instance = called.__new__(called, *arguments) if is_new else called(*arguments)
     if isinstance(contents, dict):
         for key, value in contents.items():
@@ -178,7 +184,7 @@ def make_as_picklers_do(called: Any, arguments: tuple[Any, ...], state: Any, con
         if part is not None and not isinstance(part, dict):
             raise TypeError(f"a state is a dictionary, not {type(part).__name__}")
     if attributes is not None:
-        vars(instance).update(attributes)  # an empty one, too, needs an instance that takes attributes, as C's has it
+        vars(instance).update(attributes)  # also if empty: as in C, an instance without attributes raises
     for name, value in (slots or {}).items():
         setattr(instance, name, value)
     return instance

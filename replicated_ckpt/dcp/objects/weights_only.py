@@ -1,4 +1,4 @@
-"""Objects in shards: made without running code of their choosing, and saved again for the planner, which unpickles them.
+"""Objects in shards: made without running code that they choose, and saved again for the planner, which unpickles them.
 
 They may name what `torch.load(weights_only=True)` lets pickles name, what `torch.serialization.add_safe_globals` added to
 that, and numpy's plain scalars and arrays. A planner gets bytes that this process has pickled, never those of a shard.
@@ -29,11 +29,11 @@ _CALLED = frozenset(
         "torch._tensor._rebuild_from_type_v2",
     )
 )
-"""What is called of the names that torch allows, beside what rebuilds tensors. Others make memory of any size."""
+"""Names of torch's list that may be called, besides functions that rebuild tensors. Others make memory of any size."""
 
 _REBUILDS = "torch._utils._rebuild_"
 _BLOCKED = ("sys", "os", "posix", "nt")
-"""torch lets nothing of these be added either."""
+"""torch does not let a user add names of these either."""
 
 _BYTES, _BYTEARRAY, _ENCODE = ("builtins", "bytes"), ("builtins", "bytearray"), ("_codecs", "encode")
 _SPARSE, _OF_TYPE = ("torch._utils", "_rebuild_sparse_tensor"), ("torch._tensor", "_rebuild_from_type_v2")
@@ -42,10 +42,10 @@ _LATIN = ("latin1", "latin-1")
 
 
 def load_object(raw: memoryview, fqn: str, where: str) -> Any:
-    """What `torch.save` wrote.
+    """The object that `torch.save` wrote.
 
     Raises:
-        ObjectUnsafe: it names what nothing allows, or is not as `torch.save` writes it.
+        ObjectUnsafe: it names a class that nothing allows, or is not as `torch.save` writes it.
     """
     try:
         records = find_records(within(raw), len(raw))
@@ -58,7 +58,7 @@ def load_object(raw: memoryview, fqn: str, where: str) -> Any:
 
 
 def save_again(raw: memoryview, fqn: str, where: str) -> io.BytesIO:
-    """The object in an item as `torch.save` of this process writes it.
+    """The object of an item as `torch.save` of this process writes it.
 
     Raises:
         ObjectUnsafe: it is not loaded.
@@ -66,6 +66,7 @@ def save_again(raw: memoryview, fqn: str, where: str) -> io.BytesIO:
     value, buffer = load_object(raw, fqn, where), io.BytesIO()
     try:
         torch.save(value, buffer)
+    # An allowed class may still be one that cannot be pickled here.
     except (pickle.PicklingError, TypeError, AttributeError, RuntimeError) as exc:
         raise ObjectUnsafe(fqn, where, (), f"it cannot be saved again: {type(exc).__name__}: {exc}"[:500]) from exc
     buffer.seek(0)
@@ -81,25 +82,26 @@ def pickle_in(fetch: Fetch, records: Mapping[str, Record]) -> bytes:
     record, order = records.get("data.pkl"), records.get("byteorder")
     if record is None:
         raise ArchiveDamaged("is a zip container without a pickle")
+    # Elements of another byte order would come out as wrong numbers.
     if order is not None and bytes(fetch(order.start, order.size)) != b"little":
         raise ArchiveDamaged("was written by a machine with another order of bytes")
     return bytes(fetch(record.start, record.size))
 
 
 def unknown_names(names: Sequence[Key]) -> tuple[Key, ...]:
-    """Those that nothing allows an object to name."""
+    """Those names that nothing allows an object to have."""
     allowed = {**_names_of_user(), **weights_only_names()}
     own = numpy_values.KEYS | {_BYTES}
     return tuple(key for key in names if key not in own and (".".join(key) not in allowed or key[0] in _BLOCKED))
 
 
 def _names_of_user() -> Mapping[str, Any]:
-    """What `torch.serialization.add_safe_globals` added, by the names that it was added under."""
+    """The classes of `torch.serialization.add_safe_globals`, by the names under which they were added."""
     found: dict[str, Any] = {}
     for added in torch.serialization.get_safe_globals():
         if isinstance(added, tuple):
             found[added[1]] = added[0]
-        elif hasattr(added, "__qualname__"):  # torch's own load fails on what has none
+        elif hasattr(added, "__qualname__"):  # torch's own load fails on an object without one
             found[f"{added.__module__}.{added.__qualname__}"] = added
     return found
 
@@ -117,12 +119,14 @@ class ObjectValues(Values):
         """The value of the tree of a pickle of this size.
 
         Raises:
-            UnknownName: with all that nothing allows. PickleUnsafe
+            UnknownName: with all names that nothing allows. PickleUnsafe
         """
+        # Before anything is made: a small pickle can describe an object of any depth and size.
         check_bounds(tree, size_bytes)
         try:
             return self.of(tree)
         except UnknownName as exc:
+            # All of them in one error: else the user would add one class per try.
             unknown = unknown_names(sorted({key_of(named) for named in names_in(tree)}))
             raise UnknownName(*(unknown or exc.keys)) from exc
 
@@ -150,7 +154,7 @@ class ObjectValues(Values):
         return super().make(node)
 
     def _bytes(self, node: Made, key: Key) -> bytes | bytearray:
-        """Bytes as protocol 2 has them: a text and its encoding. Others would take long, and numbers any memory."""
+        """Bytes as protocol 2 writes them: a text and its encoding. Other codecs may take long; a number, any memory."""
         arguments = self.of(node.arguments)
         if len(arguments) == 2 and type(arguments[0]) is str and arguments[1] in _LATIN and key != _BYTES:
             data = arguments[0].encode("latin-1", "replace")
@@ -161,7 +165,7 @@ class ObjectValues(Values):
         return bytearray(data) if key == _BYTEARRAY else data
 
     def _sparse(self, node: Made) -> torch.Tensor:
-        """A sparse tensor of which every index lies inside it: torch's own function for it does not look."""
+        """A sparse tensor with every index inside it: torch's own function does not check that."""
         layout, data = self.of(node.arguments)
         try:
             if layout is torch.sparse_coo:

@@ -1,4 +1,4 @@
-"""The layout of a save, kept for the next: a rank whose shard is laid out alike sends a digest in place of its results."""
+"""The layout of a save, cached for the next: a rank whose shard has the same one sends a digest, not its results."""
 
 import copy
 import hashlib
@@ -21,7 +21,7 @@ _FIELDS: Mapping[type, int] = {
 
 
 class ShardResults(list[WriteResult]):
-    """DCP's results for one rank's shard. Pickled, they are the digest alone if the coordinator has them from `same_as`."""
+    """DCP's results for one rank's shard. Pickled, they are only a digest if the coordinator has them from `same_as`."""
 
     def __init__(self, results: Iterable[WriteResult] = (), digest: str = "", same_as: str = "") -> None:
         super().__init__(results)
@@ -30,7 +30,7 @@ class ShardResults(list[WriteResult]):
 
     @property
     def digest(self) -> str:
-        """Of names, offsets and lengths; "" if a wrapper of the writer has changed the list since."""
+        """Of names, offsets and lengths; "" if a wrapper of the writer has changed the list meanwhile."""
         return self._digest if self == self._described else ""
 
     def __copy__(self) -> list[WriteResult]:
@@ -47,16 +47,16 @@ class ShardResults(list[WriteResult]):
 
 
 class _LostResults(list[WriteResult]):
-    """In the place of results that the coordinator does not have. Gathering cannot raise: the other ranks would wait."""
+    """In place of results that the coordinator does not have. Gathering must not raise: the other ranks would wait."""
 
 
 def holds_paths_only(planner_data: Any) -> bool:
-    """Whether a planner has kept what DCP's own keeps: where each name lies in the nested state."""
+    """Whether a planner has kept the same as DCP's own: the path of each name in the nested state."""
     return type(planner_data) is dict and all(type(path) is tuple for path in planner_data.values())
 
 
 class PlannerData:
-    """A planner's own data as it was. Of what a foreign planner puts there, `==` may say anything: pickles are compared."""
+    """A planner's own data at one time. A foreign planner's `==` may return anything, so pickles are compared."""
 
     def __init__(self, data: Any) -> None:
         is_paths = holds_paths_only(data)
@@ -68,6 +68,7 @@ class PlannerData:
             return pickle.dumps(data) == self._pickle
         if type(data) is not dict or list(data) != list(self._paths):
             return False
+        # The same objects: comparing a million paths one by one would cost more than the cache saves.
         if all(map(operator.is_, data.values(), self._paths.values())):
             return True
         return pickle.dumps(data) == pickle.dumps(self._paths)
@@ -75,7 +76,7 @@ class PlannerData:
 
 @dataclass(frozen=True)
 class CachedLayout:
-    """What the coordinator knows of a committed save. `raw`: the bytes of its `.metadata`, without those for a bucket."""
+    """The coordinator's cache of a committed save. `raw`: the bytes of its `.metadata`, without those for a bucket."""
 
     save_id: str
     checkpoint_id: str
@@ -120,7 +121,7 @@ class CachedLayout:
 
 
 def _has_fields_only(metadata: Metadata) -> bool:
-    """Whether all that it says is in DCP's own fields, which `==` compares. A planner may have added attributes."""
+    """Whether it has DCP's own fields only, which `==` compares. A planner may have added attributes."""
     return all(len(vars(one)) == _FIELDS.get(type(one)) for one in (metadata, *metadata.state_dict_metadata.values()))
 
 
@@ -128,18 +129,19 @@ _by_save: "weakref.WeakValueDictionary[str, CachedLayout]" = weakref.WeakValueDi
 
 
 def _find_results(save_id: str, digest: str) -> list[WriteResult]:
-    """At the coordinator, which has named the save in its decision: the results that a rank means."""
+    """The results that a rank refers to; at the coordinator, which has named the save in its decision."""
     kept = _by_save.get(save_id)
+    # The coordinator was replaced, or its cache dropped: `find` then raises for all ranks together.
     if kept is None or digest not in kept.results_by_digest:
         return _LostResults()
     return ShardResults(kept.results_by_digest[digest], digest)
 
 
 class CachedLayouts:
-    """What one writer keeps from save to save. Each rank keeps digests, the coordinator the layout that they stand for.
+    """One writer's cache from save to save. Each rank has digests, the coordinator the layout that they stand for.
 
-    Nothing is assumed: the coordinator names the save that it knows, a rank compares what it has just written with what it
-    wrote then, and the coordinator compares the digests of all ranks and what its planner describes.
+    Nothing is assumed. The coordinator names the save in its cache, a rank compares its new results with those of that
+    save, and the coordinator compares the digests of all ranks and its planner's description.
     """
 
     def __init__(self) -> None:
@@ -152,19 +154,20 @@ class CachedLayouts:
         return "" if self._kept is None else self._kept.save_id
 
     def refer(self, results: list[WriteResult], save_id: str, known: str) -> ShardResults:
-        """This rank's results of a save, as they go to the coordinator, which knows those of the save `known`."""
+        """This rank's results of a save, as they go to the coordinator, whose cache has those of the save `known`."""
         digest = _digest_of(results)
         is_same = self._digest_by_save.get(known) == digest
+        # Two saves at most: this one may still fail, and the coordinator then refers to the one before.
         self._digest_by_save = {
             one: kept for one, kept in (*self._digest_by_save.items(), (save_id, digest)) if one in (known, save_id)
         }
         return ShardResults(results, digest, known if is_same else "")
 
     def find_layout(self, metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> CachedLayout | None:
-        """Coordinator: the layout kept, if it is that of a save with this metadata and these results.
+        """Coordinator: the cached layout, if it is that of a save with this metadata and these results.
 
         Raises:
-            SaveAborted: a rank refers to results that are not known here. The next save gets them whole.
+            SaveAborted: a rank refers to results that are not in the cache. The next save sends them whole.
         """
         if any(isinstance(one, _LostResults) for one in results):
             self._kept = None
@@ -176,7 +179,7 @@ class CachedLayouts:
         return kept if kept is not None and kept.is_of(metadata, results) else None
 
     def keep(self, layout: CachedLayout) -> None:
-        """Coordinator: a save of this layout is decided. Lists that a wrapper of the writer has made are not kept."""
+        """Coordinator: a save of this layout is decided. Lists that a wrapper of the writer made are not cached."""
         self._kept = layout if all(layout.digests) else None
         _by_save[layout.save_id] = layout
 

@@ -1,4 +1,4 @@
-"""Plans that do not travel, as their receivers have them from the save or load before; and the error where one has not."""
+"""Plans that do not travel, as their receivers have them from the save or load before; and the error if one has not."""
 
 import json
 import zlib
@@ -12,7 +12,7 @@ from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptError
 
 
 class PlansUnknown(ReplicatedCkptError):
-    """A rank kept its save plan back as unchanged, and the coordinator's planner has no such plan; nothing was saved."""
+    """A rank sent its save plan as unchanged, and the coordinator's planner has no such plan; nothing was saved."""
 
     default_hint = (
         "Save again: it is planned anew. Give every rank one CachedSavePlanner for all its saves, and make them together; "
@@ -21,7 +21,7 @@ class PlansUnknown(ReplicatedCkptError):
 
 
 class CachedWriteItems(list[WriteItem]):
-    """The items of a plan that did not travel. A planner that does not know of that would plan a rank with no items."""
+    """The items of a plan that did not travel. A planner without this cache would otherwise plan a rank without items."""
 
     def __iter__(self) -> Iterator[WriteItem]:
         raise PlansUnknown(
@@ -34,7 +34,7 @@ class CachedWriteItems(list[WriteItem]):
 
 @dataclass(frozen=True)
 class Place:
-    """What a plan was last: of which global plan, for which rank."""
+    """The last role of a plan: in which global plan, and for which rank."""
 
     generation: str
     rank: int
@@ -42,20 +42,20 @@ class Place:
 
 @dataclass(frozen=True)
 class CachedSavePlan(SavePlan):
-    """In the place of a plan that the receiver has from the save before."""
+    """Stands for a plan that the receiver has from the save before."""
 
     was: Place | None = None
     now: Place | None = None
-    """From the coordinator: what it is from now on."""
+    """From the coordinator: its place from now on."""
     whole: SavePlan | None = None
-    """What it stands for. It does not travel."""
+    """The plan that it stands for. It does not travel."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "whole": None}
 
 
 class CachedReadItems(list[ReadItem]):
-    """The items of a plan that stayed on its rank. A planner that looks at all ranks' items would miss that rank's."""
+    """The items of a plan that stayed on its rank. A planner that reads all ranks' items would miss that rank's."""
 
     def __iter__(self) -> Iterator[ReadItem]:
         raise ConfigInvalid(
@@ -69,25 +69,25 @@ class CachedReadItems(list[ReadItem]):
 
 @dataclass
 class CachedLoadPlan(LoadPlan):
-    """In the place of a plan whose rank keeps the items. `asked`: the names for which they ask, packed."""
+    """Stands for a plan whose rank keeps the items. `asked`: the names in these items, packed."""
 
     asked: bytes = b""
 
 
 def hold(plan: LoadPlan) -> LoadPlan:
-    """What travels in the place of `plan`: all of it but the items, and of these the names."""
+    """The plan that travels in place of `plan`: everything except the items, and the names in these."""
     names = json.dumps(sorted({item.storage_index.fqn for item in plan.items}))
     kept: dict[str, Any] = {one.name: getattr(plan, one.name) for one in fields(LoadPlan)}
     return CachedLoadPlan(**{**kept, "items": CachedReadItems(), "asked": zlib.compress(names.encode(), 1)})
 
 
 def hand_back(plan: LoadPlan) -> LoadPlan:
-    """What travels back to its rank, which knows for what it asks."""
+    """The plan that travels back to its rank, which has its own names."""
     return replace(plan, asked=b"") if isinstance(plan, CachedLoadPlan) else plan
 
 
 def names_asked(plans: Sequence[LoadPlan]) -> set[str]:
-    """The names for which any of these plans asks, held or not."""
+    """The names in all of these plans, whether the items travelled or not."""
     names = {item.storage_index.fqn for plan in plans if not isinstance(plan, CachedLoadPlan) for item in plan.items}
     for packed in {plan.asked for plan in plans if isinstance(plan, CachedLoadPlan)}:  # many ranks ask for the same
         names.update(json.loads(zlib.decompress(packed)))

@@ -1,4 +1,4 @@
-"""A save planner whose plans travel once: what has not changed since the save before is neither sent nor planned again."""
+"""A save planner whose plans travel once: parts that did not change since the save before are not sent or planned again."""
 
 import secrets
 from collections.abc import Mapping, Sequence
@@ -15,15 +15,15 @@ from replicated_ckpt.dcp.planning.cached_plan import CachedSavePlan, CachedWrite
 from replicated_ckpt.dcp.runtime.torch_private import DTensor, local_part
 
 Basis = tuple[tuple[bool, bool], tuple[str, ...], tuple[Any, ...]]
-"""Names in their order, and of each value all that DCP's `create_default_local_save_plan` (torch 2.7 to 2.15) looks at.
+"""Names in order, and of each value everything that DCP's `create_default_local_save_plan` (torch 2.7 to 2.15) reads.
 
-First whether the rank coordinates, and whether autograd records: of a DTensor's part `requires_grad` goes by that.
+First whether the rank coordinates, and whether autograd records: `requires_grad` of a DTensor's part depends on that.
 """
 
 
 @dataclass(frozen=True)
 class _Placed:
-    """What the coordinator sends with a whole plan: its place, and the planner's own data."""
+    """The coordinator's data with a whole plan: the plan's place, and the planner's own data."""
 
     place: Place
     planner_data: Any
@@ -31,7 +31,7 @@ class _Placed:
 
 @dataclass(frozen=True)
 class _Planned:
-    """What the coordinator knows of one global plan: what ranks asked for, and what became of it."""
+    """The coordinator's cache of one global plan: the ranks' local plans, and the final ones."""
 
     generation: str
     local: Sequence[SavePlan]
@@ -40,16 +40,16 @@ class _Planned:
 
 
 class CachedSavePlanner(DefaultSavePlanner):
-    """Plans as DefaultSavePlanner does, to the same result, and sends of it what has changed since the save before.
+    """Plans as DefaultSavePlanner does, to the same result, and sends only what has changed since the save before.
 
     One object for each rank serves all its saves of a state, in their order: `planner=` of `dcp.save` and
-    `dcp.async_save`. CheckpointManager has one. Each rank looks at every save at all that its own part follows from: names,
+    `dcp.async_save`. CheckpointManager has one. At every save each rank compares all that its own plan depends on: names,
     shapes, strides, dtypes, devices, placements, nesting. The contents of objects are no part of a plan. Where nothing has
-    changed on any rank, the coordinator uses the global plan and the metadata that it has; else it plans all anew. Failed
+    changed on any rank, the coordinator uses its cached global plan and metadata; else it plans all anew. Failed
     saves, loads, other writers and planners in between change nothing in that.
 
     A subclass with a planning method of its own (`create_local_plan`, `create_global_plan`, `finish_plan`) plans anew at
-    every save: what it makes of a plan need not be the same again.
+    every save: its plan need not be the same again.
 
     Torch's own `enable_plan_caching` (2.15) keeps plans by the planner's class in the process, so that two states of one
     process meet in it, and the first save's storage data with them; here they belong to the object.
@@ -87,10 +87,11 @@ class CachedSavePlanner(DefaultSavePlanner):
         cls._keeps_plans = all(getattr(cls, name) is getattr(CachedSavePlanner, name) for name in planning)
 
     def create_local_plan(self) -> SavePlan:
-        """This rank's part, or the word that it is the one of the save before."""
+        """This rank's part, or a reference to the same plan of the save before."""
         if not self._keeps_plans:
             return super().create_local_plan()
         plan, basis = self._plan_locally()
+        # The save before failed after this step: the coordinator may not have the plan that this rank would refer to.
         was_cut_short = self._asked is not None
         self._asked, self._asked_basis, self._next_known = plan, basis, None
         if was_cut_short or self._place is None or not _are_same(plan, self._local):
@@ -98,7 +99,7 @@ class CachedSavePlanner(DefaultSavePlanner):
         return CachedSavePlan(CachedWriteItems(), was=self._place)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Coordinator: for each rank its final plan, or the word that it is the one that this rank has."""
+        """Coordinator: for each rank its final plan, or a reference to the one that this rank has."""
         known = self._known
         local = tuple(self._find_whole(rank, plan) for rank, plan in enumerate(all_plans))
         are_kept = [isinstance(plan, CachedSavePlan) for plan in all_plans]
@@ -118,7 +119,7 @@ class CachedSavePlanner(DefaultSavePlanner):
         ], metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """This rank's final plan, with the storage data of this save."""
+        """This rank's final plan, with this save's storage data."""
         if isinstance(new_plan, CachedSavePlan):
             self._final, self._place = replace(self._final, storage_data=new_plan.storage_data), new_plan.now
         elif isinstance(new_plan.planner_data, _Placed):
@@ -128,26 +129,28 @@ class CachedSavePlanner(DefaultSavePlanner):
             self._final, self._place = new_plan, None
         self._local, self._asked = self._asked or SavePlan([]), None
         self._basis, self._asked_basis = self._asked_basis, None
+        # Last: a save that fails before this step leaves the cache of the save before.
         self._known, self._next_known = self._next_known, None
         self.plan = self._final
         return self._final
 
     def forget_state(self) -> None:
-        """Lets go of what was saved, which DCP leaves here until the next save: a copy of it in memory stays taken so long.
+        """Drops the state, to which DCP leaves a reference here until the next save: its copy would stay in memory so long.
 
-        By ReplicatedWriter, once this rank's part is written, or that failed.
+        Called by ReplicatedWriter, once this rank's part is written, or its write has failed.
         """
         self.state_dict = {}
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """The tensor or object of an item. For a tensor that is saved whole, DCP looks at what else it may be."""
+        """The tensor or object of an item. For a whole plain tensor this skips DCP's checks for other kinds."""
         found = self.state_dict.get(index.fqn)
+        # Thousands of items are such: DCP's look-up would test each for every sharded kind.
         if is_plain_tensor(found) and index.offset == (0,) * found.dim():
             return found
         return super().lookup_object(index)
 
     def _plan_locally(self) -> tuple[SavePlan, Basis | None]:
-        """DCP's plan, made anew unless all that it follows from is as it was."""
+        """DCP's plan, made anew unless everything that it depends on is unchanged."""
         basis = basis_of(self.state_dict, is_coordinator=self.is_coordinator)
         mappings = self.mappings if self.flatten_state_dict else None
         if basis is not None and basis == self._basis and mappings == self._local.planner_data:
@@ -159,6 +162,7 @@ class CachedSavePlanner(DefaultSavePlanner):
         if not isinstance(plan, CachedSavePlan):
             return plan
         known = self._known
+        # Its cache is of another global plan, as after a restart of one side: planning on would mix two states.
         if known is None or plan.was != Place(known.generation, rank):
             raise PlansUnknown(
                 f"Rank {rank} kept its plan back, as it is that of the save before; the coordinator has none of it."
@@ -167,14 +171,14 @@ class CachedSavePlanner(DefaultSavePlanner):
 
 
 def _send(plan: SavePlan, place: Place, asked: SavePlan | None) -> SavePlan:
-    """`plan` as it goes to its rank; `asked`: what this rank said, if it has the plan."""
+    """`plan` as it goes to its rank; `asked`: this rank's own message, if it has the plan."""
     if isinstance(asked, CachedSavePlan):
         return CachedSavePlan(CachedWriteItems(), was=asked.was, now=place, whole=plan)
     return replace(plan, planner_data=_Placed(place, plan.planner_data))
 
 
 def _to_give_out(metadata: Metadata) -> Metadata:
-    """What one save adds to it or takes from it is not in the next one's. The entries themselves are shared."""
+    """A copy, so that changes by one save do not reach the next. The entries themselves are shared."""
     described, data = dict(metadata.state_dict_metadata), copy(metadata.planner_data)
     return replace(metadata, state_dict_metadata=described, planner_data=data)
 
@@ -184,13 +188,13 @@ def _are_same(one: SavePlan, other: SavePlan) -> bool:
 
 
 def basis_of(state_dict: Mapping[str, Any], *, is_coordinator: bool) -> Basis | None:
-    """Of a state dict that is flat. Two that are equal give equal plans; None: there is a value that may plan itself."""
+    """For a flat state dict. Equal ones give equal plans; None: some value may plan itself."""
     values = tuple(_basis_of_value(value) for value in state_dict.values())
     return None if None in values else ((is_coordinator, torch.is_grad_enabled()), tuple(state_dict), values)
 
 
 def is_plain_tensor(value: object) -> TypeGuard[torch.Tensor]:
-    """Whether it is a tensor of torch's own, without attributes by which it could say what DCP is to make of it."""
+    """Whether it is a tensor of torch's own, without attributes by which it could influence DCP's plan."""
     return type(value) in (torch.Tensor, torch.nn.Parameter) and not vars(value)
 
 
@@ -200,6 +204,7 @@ def _basis_of_value(value: object) -> tuple[Any, ...] | None:
         return _basis_of_tensor(value)
     if isinstance(value, DTensor) and kind is DTensor:
         part = local_part(value)
+        # A part of a class of its own may plan otherwise each time.
         if not is_plain_tensor(part):
             return None
         layout = _basis_of_mesh(value), value.shape, value.stride(), value.requires_grad
@@ -210,7 +215,7 @@ def _basis_of_value(value: object) -> tuple[Any, ...] | None:
 
 
 def _basis_of_mesh(tensor: DTensor) -> tuple[Any, ...]:
-    """Which part of the tensor this rank has. What torch takes for equal says less than that.
+    """Identifies the part of the tensor that this rank has. torch's own equality is too weak for that.
 
     Of equal meshes another rank has this one's place once process groups are made anew; in torch 2.7 `Shard(0)` equals a
     `_StridedShard(0)`, whose parts lie elsewhere.

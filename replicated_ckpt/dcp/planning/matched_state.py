@@ -1,4 +1,4 @@
-"""Optimizer state that only the checkpoint has, or only this process: a load asks for what the checkpoint has."""
+"""Optimizer state that only the checkpoint has, or only this process: a load asks for the checkpoint's."""
 
 from bisect import bisect_left
 from collections import defaultdict
@@ -18,20 +18,20 @@ Path = tuple[str | int, ...]
 
 
 class MatchedState(dict[Any, Any]):
-    """A parameter's state as one checkpoint has it, in the place of the state that was asked for.
+    """A parameter's state as one checkpoint has it, in place of the state that was asked for.
 
-    Empty, if the checkpoint has none. torch's `set_optimizer_state_dict` and `Optimizer.load_state_dict` take that: the
-    optimizer then makes its state with the parameter's first gradient.
+    Empty if the checkpoint has none. torch's `set_optimizer_state_dict` and `Optimizer.load_state_dict` accept that: the
+    optimizer then makes its state at the parameter's first gradient.
     """
 
     def __init__(self, asked: dict[Any, Any], values: dict[Any, Any]) -> None:
         super().__init__(values)
         self.asked = asked
-        """What stood here: another checkpoint may be loaded into the same state dict."""
+        """The original state: another checkpoint may be loaded into the same state dict."""
 
 
 class StateOf(dict[Any, Any]):
-    """Asks for what a checkpoint has for a parameter of which this process's optimizer has no state: it is frozen."""
+    """Asks for a checkpoint's state of a parameter for which this process's optimizer has none, as it is frozen."""
 
     def __init__(self, parameter: torch.Tensor) -> None:
         super().__init__()
@@ -39,13 +39,14 @@ class StateOf(dict[Any, Any]):
 
 
 class SavedNames:
-    """The names that a checkpoint has."""
+    """The names in a checkpoint."""
 
     def __init__(self, saved: Mapping[str, object]) -> None:
         self._sorted = sorted(saved)
 
     def under(self, prefix: str) -> list[str]:
-        """What follows the prefix in each name that begins with it."""
+        """The rest of each name that begins with the prefix."""
+        # Bisected in sorted names: a scan for each of thousands of parameters would be quadratic.
         at = end = bisect_left(self._sorted, prefix)
         while end < len(self._sorted) and self._sorted[end].startswith(prefix):
             end += 1
@@ -53,11 +54,11 @@ class SavedNames:
 
 
 class OptimizerMatch:
-    """Matches the optimizers of a state dict with the names that a checkpoint has. Anything else stays as it is.
+    """Matches the optimizers of a state dict with the names in a checkpoint. Everything else stays as it is.
 
     An optimizer is a dictionary with `state` and a list `param_groups`, at any level, as of `get_optimizer_state_dict`.
-    A parameter without any state in the checkpoint is asked for none. Of another one all is asked for that the state dict
-    has, and all that the checkpoint has: an optimizer may make a part of its state after some steps only.
+    A parameter without any state in the checkpoint is asked for none. For another one, the load asks for everything that
+    the state dict or the checkpoint has: some optimizers make a part of their state after some steps only.
 
     Raises:
         ConfigInvalid: an optimizer in the checkpoint has more parameter groups.
@@ -66,7 +67,7 @@ class OptimizerMatch:
     def __init__(self, state_dict: dict[str, Any], saved: Mapping[str, STORAGE_TYPES]) -> None:
         self._saved = saved
         self.lacking: dict[Path, set[Any]] = {}
-        """Of a group of parameters, by the path of its list, those that have no state in the checkpoint."""
+        """By the path of a group's list of parameters, those that have no state in the checkpoint."""
         for path, optimizer in _find_optimizers(state_dict, ()):
             self._match_optimizer(path, optimizer)
 
@@ -90,7 +91,7 @@ class OptimizerMatch:
             self.lacking[(*path, _GROUPS, index, _PARAMETERS)] = lacking.intersection(group[_PARAMETERS])
 
     def _count_groups(self, path: Path, now: int) -> None:
-        """DCP leaves out what the checkpoint has of further groups; torch's optimizers refuse to load it."""
+        """DCP ignores the checkpoint's further groups; torch's optimizers refuse to load without them."""
         prefix = "".join(f"{key}." for key in (*path, _GROUPS))
         saved = len({name.partition(".")[0] for name in self._names.under(prefix)})
         if saved > now:
@@ -100,7 +101,7 @@ class OptimizerMatch:
             )
 
     def _make_others(self, asked: dict[Any, Any], prefix: str, names: list[str]) -> dict[str, torch.Tensor | None]:
-        """Of the names that are not asked for: what a load fills. Not of a tensor that is larger than those that are."""
+        """Targets for names that are not asked for. None for a tensor that is larger than those that are."""
         known = set(map(str, asked))
         entries = {name: self._saved[prefix + name] for name in names if name not in known and "." not in name}
         if not entries:
@@ -114,6 +115,7 @@ class OptimizerMatch:
         for name, entry in entries.items():
             if not isinstance(entry, TensorStorageMetadata):
                 made[name] = None
+            # A hostile .metadata may claim any size, and the memory would be taken before the load finds out.
             elif entry.size.numel() <= largest:
                 made[name] = _make_target(entry, tensors)
         return made
@@ -124,7 +126,7 @@ class OptimizerMatch:
 
 
 def _make_target(entry: TensorStorageMetadata, tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Divided among ranks as one of the same size is."""
+    """Divided among ranks as another tensor of the same size."""
     for tensor in tensors:
         if tensor.size() == entry.size:
             return torch.empty_like(tensor, dtype=entry.properties.dtype)
@@ -132,9 +134,9 @@ def _make_target(entry: TensorStorageMetadata, tensors: list[torch.Tensor]) -> t
 
 
 def drop_unsaved_state(flat: dict[str, Any], prefix: str, saved: Mapping[str, object]) -> None:
-    """The same of an optimizer with one level, `state.<parameter>.<name>` and `param_groups.<parameter>.<name>`.
+    """The same for a flat optimizer state, `state.<parameter>.<name>` and `param_groups.<parameter>.<name>`.
 
-    What loads it must take absent names: torchtitan's container does, torch's `set_optimizer_state_dict` does not. The
+    Its loader must accept missing names: torchtitan's container does, torch's `set_optimizer_state_dict` does not. The
     groups' names stay asked for, so each parameter must be one that the saved optimizer had.
     """
     parameters = {name[len(_GROUPS) + 1 :].rpartition(".")[0] for name in flat if name.startswith(f"{_GROUPS}.")}

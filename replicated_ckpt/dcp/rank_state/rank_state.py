@@ -1,4 +1,4 @@
-"""What a rank has for itself, saved with a checkpoint: random generators, and whatever says where its data stands."""
+"""The state of each rank, saved with a checkpoint: random generators, and the position of data loaders."""
 
 import io
 import random
@@ -25,13 +25,13 @@ from replicated_ckpt.wording import one_line
 
 
 class SavedElsewhere(tuple[int, ...]):
-    """In the place of a rank's own item that was not saved: the numbers of ranks of which there are items."""
+    """In place of a rank's own item that was not saved: the world sizes of which there are items."""
 
     __slots__ = ()
 
 
 class RankStatePlanner(DefaultLoadPlanner):
-    """Loads as DCP's own does, with two exceptions. Any other missing key is DCP's error.
+    """Loads as DCP's own planner, with two exceptions. Any other missing key is DCP's error.
 
     A RankState, at any level of the state dict, that was saved by another number of ranks follows its own rule.
 
@@ -53,7 +53,7 @@ class RankStatePlanner(DefaultLoadPlanner):
             *path, own = self.mappings[name]
             holder = _find(state_dict, path)
             value = holder.get(own) if isinstance(holder, dict) else None
-            if isinstance(value, bytes | tuple):  # of a SavedElsewhere of an earlier load DCP makes a plain tuple
+            if isinstance(value, bytes | tuple):  # DCP made a plain tuple of an earlier load's SavedElsewhere
                 del self.state_dict[name]
                 holder[own] = SavedElsewhere(worlds_under(name.rpartition(".")[0], saved))
 
@@ -66,6 +66,7 @@ class RankStatePlanner(DefaultLoadPlanner):
         super().load_bytes(read_item, value)
         path = self.mappings.get(read_item.dest_index.fqn, ())
         if self._match.lacking.get(path):
+            # A parameter that the saved optimizer listed had no state yet; any other is unknown to the checkpoint.
             unknown = self._match.lacking[path].difference(_find(self.original_state_dict, path))
             if unknown:
                 names = one_line(", ".join(sorted(map(str, unknown))), 300)
@@ -76,7 +77,7 @@ class RankStatePlanner(DefaultLoadPlanner):
 
 
 def _find(tree: Any, path: Sequence[Any]) -> Any:
-    """What lies there in a nested state dict; None: a key on the way is no string, which DCP's paths do not tell."""
+    """The value at this path of a nested state dict; None: a key on the way is no string, which DCP's paths do not show."""
     for key in path:
         tree = tree.get(key) if isinstance(tree, dict) else tree[key] if isinstance(tree, list) else None
     return tree
@@ -86,26 +87,28 @@ _MT19937_WORDS, _PHILOX_WORDS = 624, 4
 
 
 def capture_random() -> dict[str, Any]:
-    """The states of all of them now. CUDA's are there if this process has used CUDA."""
+    """The states of all generators now. CUDA's are included if this process has used CUDA."""
     version, words, gauss = random.getstate()
     states: dict[str, Any] = {
         "python": (version, list(words), gauss),
         "numpy": np.random.get_state(legacy=False),
         "torch": torch.get_rng_state(),
     }
+    # Asking for its generators would initialise CUDA, and take its memory on every GPU.
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         states["cuda"] = torch.cuda.get_rng_state_all()
     return states
 
 
 def restore_random(states: dict[str, Any]) -> None:
-    """Sets what `capture_random` took. CUDA devices that this machine does not have are left out.
+    """Sets the states from `capture_random`. CUDA devices that this machine does not have are skipped.
 
     Raises:
-        ObjectCorrupt: a generator does not take its state, which no `capture_random` made. Those before it are set.
+        ObjectCorrupt: a generator refuses its state, which no `capture_random` made. Those before it are set.
     """
     try:
         version, words, gauss = states["python"]
+        # Before any is set: numpy itself would read beyond its words.
         _check_positions(states["numpy"])
         random.setstate((version, tuple(words), gauss))
         np.random.set_state(states["numpy"])
@@ -113,13 +116,14 @@ def restore_random(states: dict[str, Any]) -> None:
         for device, state in enumerate(states.get("cuda", ())):
             if device < torch.cuda.device_count():
                 torch.cuda.set_rng_state(state, device)
+    # A forged state fails in the generators' own code in any of these ways.
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RuntimeError) as exc:
         detail = f"they are no states of generators: {type(exc).__name__}: {exc}"
         raise ObjectCorrupt("this checkpoint", "load", "the random states of this rank", one_line(detail, 300)) from exc
 
 
 def _check_positions(state: dict[str, Any]) -> None:
-    """Raises ValueError: numpy would read beyond a generator's words; it takes any position that a state says.
+    """Raises ValueError for a position behind a generator's words, where numpy would read: it does not check.
 
     Source: numpy 2.3, _mt19937.pyx and _philox.pyx.
     """
@@ -136,19 +140,19 @@ def name_rank_item(rank: int, world: int) -> str:
 
 
 def find_world(name: str) -> int | None:
-    """Ranks of the job that saved this item; None: it is no rank's."""
+    """The number of ranks of the job that saved this item; None: it is no rank's."""
     match = _NAME.fullmatch(name)
     return None if match is None else int(match[1])
 
 
 def worlds_under(prefix: str, names: Iterable[str]) -> tuple[int, ...]:
-    """The worlds of which there are items under a prefix."""
+    """The world sizes of which there are items under a prefix."""
     found = {find_world(name) for name in names if name.startswith(f"{prefix}.") and "." not in name[len(prefix) + 1 :]}
     return tuple(sorted(world for world in found if world is not None))
 
 
 def pack(value: Any, name: str) -> bytes:
-    """What `torch.save` makes of it. Warns of classes that `unpack` would refuse by default."""
+    """The value as `torch.save` writes it. Warns of classes that `unpack` would refuse by default."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     raw = buffer.getvalue()
@@ -157,7 +161,7 @@ def pack(value: Any, name: str) -> bytes:
 
 
 def unpack(raw: bytes, name: str, *, trust_pickles: bool = False) -> Any:
-    """The value again. With `trust_pickles` its pickle may run code.
+    """The value from `pack`. With `trust_pickles` its pickle may run code.
 
     Raises:
         ObjectUnsafe: it names a class that nothing allows.
@@ -173,7 +177,7 @@ _NOT_OURS = "Load a checkpoint whose state had a RankState at this place, or lea
 
 
 class WorldSizeChanged(ReplicatedCkptError):
-    """A RankState was saved by another number of ranks. Tensors are loaded by then, and what has keys before its own."""
+    """A RankState was saved by another number of ranks. Tensors are loaded by then, and entries with earlier keys."""
 
     default_hint = (
         'Start as many ranks as saved, or pass RankState(on_other_world="keep"): generators and data then stay as the '
@@ -199,8 +203,8 @@ class RankState(Stateful):
     the load, so what draws random numbers between that and the next step has to do so in an undisturbed run as well.
 
     Args:
-        on_other_world: another number of ranks loads it. "raise": WorldSizeChanged; tensors are loaded by then, and
-            what has keys that sort before its own. "keep": generators and parts stay as they are, and rank 0 warns once
+        on_other_world: if another number of ranks loads it. "raise": WorldSizeChanged; tensors are loaded by then,
+            and entries with earlier keys. "keep": generators and parts stay as they are, and rank 0 warns once
             per load.
         trust_pickles: a part's state may name any class; a writer of the checkpoint runs code here.
         parts: by name, what each rank saves for itself: data loaders, samplers, a counter. A part is loaded by its name.
@@ -234,7 +238,7 @@ class RankState(Stateful):
         """Sets parts, then generators.
 
         Raises:
-            WorldSizeChanged: another number of ranks saved it, and that is not to be kept silent.
+            WorldSizeChanged: another number of ranks saved it, and on_other_world is "raise".
             ObjectUnsafe: a part's state names a class that nothing allows. ConfigInvalid: the parts are other ones.
             ObjectCorrupt: it is no RankState's, or a generator does not take its state.
         """
@@ -254,6 +258,7 @@ class RankState(Stateful):
                 f"{_list_names(self._parts)}.",
                 "Make the RankState with the parts that it was saved with.",
             )
+        # Parts before generators: a data loader draws numbers while it is set.
         for part, value in self._parts.items():
             value.load_state_dict(saved[part])
         restore_random(saved[_RANDOM])
@@ -268,7 +273,7 @@ class RankState(Stateful):
 
 
 def rank_and_world() -> tuple[int, int]:
-    """Of the job; (0, 1) without a process group."""
+    """Rank and world size of the job; (0, 1) without a process group."""
     if not dist.is_available() or not dist.is_initialized():
         return 0, 1
     return dist.get_rank(), dist.get_world_size()
@@ -286,14 +291,14 @@ _OWN, _FIRST = "rank", "first"
 
 
 def entries_of(value: Any) -> dict[str, Any]:
-    """What `dcp.save` is given of it on this rank."""
+    """The entries of a value that this rank passes to `dcp.save`."""
     rank, world = rank_and_world()
     packed = pack(value, name_rank_item(rank, world))
     return {_OWN: {name_rank_item(rank, world): packed}, **({_FIRST: packed} if rank == 0 else {})}
 
 
 def wanted_entries() -> dict[str, Any]:
-    """What `dcp.load` with a RankStatePlanner is given for it."""
+    """The entries for a value that `dcp.load` with a RankStatePlanner gets."""
     return {_OWN: {name_rank_item(*rank_and_world()): b""}, _FIRST: b""}
 
 

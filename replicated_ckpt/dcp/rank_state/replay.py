@@ -1,4 +1,4 @@
-"""A data loader that goes on in the middle of an epoch: it reads the epoch's first batches again, and throws them away."""
+"""A data loader that continues in the middle of an epoch: it reads the epoch's first batches again, and drops them."""
 
 from collections.abc import Iterable, Iterator
 from itertools import chain, islice
@@ -11,16 +11,16 @@ from replicated_ckpt.dcp.rank_state.rank_state import capture_random, restore_ra
 from replicated_ckpt.dcp.runtime.caller import warn
 
 _ITERATIONS, _PLAIN = "_num_iter_calls", "_dataloader"
-"""Of a loader of Lightning's Fabric: the count of its iterations, its sampler's epoch; and the plain loader in it."""
+"""Attributes of a loader of Lightning's Fabric: its count of iterations, its sampler's epoch; and the plain loader."""
 
 
 class ReplayedLoader(Stateful):
-    """Any loader, with `state_dict` and `load_state_dict`. What else is asked of it, the loader itself answers.
+    """Any loader, with `state_dict` and `load_state_dict`. All other attributes are the loader's own.
 
-    After a load, the next iteration yields what the saved one would have yielded next. A loader with a `state_dict` of its
-    own (torchdata's) goes on by that. Any other one is set to the random states with which the epoch began, and
-    reads as many batches as were yielded then: those cost the time of reading them. The process's generators are
-    afterwards as they were before. If all of an epoch was yielded, the next iteration is a new epoch.
+    After a load, the next iteration yields the batches that the saved one would have yielded next. A loader with a
+    `state_dict` of its own (torchdata's) continues by that. Any other one is set to the random states of the epoch's
+    begin, and reads as many batches as were yielded then: those cost the time of reading them. The process's generators
+    keep their states. If all of an epoch was yielded, the next iteration is a new epoch.
 
     One iteration at a time. Call `set_epoch` of a sampler before the next batch is asked for. After a load, another epoch
     than the saved one is warned of. Loaders of Lightning's Fabric call it themselves, and go on with the saved epoch.
@@ -38,7 +38,7 @@ class ReplayedLoader(Stateful):
         self._loaded: dict[str, Any] | None = None
 
     def __getattr__(self, name: str) -> Any:
-        if name == "loader":  # while it is unpickled there is none
+        if name == "loader":  # none while it is unpickled: a recursion without end
             raise AttributeError(name)
         return getattr(self.loader, name)
 
@@ -50,11 +50,11 @@ class ReplayedLoader(Stateful):
         return self._yield_from(self._begin()) if self._loaded is None else self._go_on()
 
     def has_own_state(self) -> bool:
-        """Whether the loader says itself where it stands."""
+        """Whether the loader has a state of its own."""
         return isinstance(self.loader, Stateful)
 
     def start_workers(self) -> None:
-        """Starts those that outlive an epoch."""
+        """Starts workers that outlive an epoch."""
         iter(getattr(self.loader, _PLAIN, self.loader))
 
     def count_read_ahead(self) -> int:
@@ -62,7 +62,7 @@ class ReplayedLoader(Stateful):
         return 0
 
     def is_epoch_over(self) -> bool:
-        """Whether the next batch will be one of a new epoch; after a load, of the next one after that which was saved."""
+        """Whether the next batch begins a new epoch; after a load, whether the saved epoch was over."""
         if self._loaded is not None:
             return bool(self._loaded["is_over"])
         try:
@@ -71,9 +71,10 @@ class ReplayedLoader(Stateful):
             return self._is_exhausted
 
     def state_dict(self) -> dict[str, Any]:
-        """How far it is read, and the random states with which that reading began."""
-        if self._loaded is not None:  # nothing was asked for since the load
+        """The number of batches read, and the random states at the begin of the epoch."""
+        if self._loaded is not None:  # no batch was asked for since the load
             return self._loaded
+        # A loop that prefetches has taken batches that training has not used: they must come again.
         ahead = self.count_read_ahead()
         state: dict[str, Any] = {
             "yielded": self._yielded - ahead,
@@ -103,6 +104,7 @@ class ReplayedLoader(Stateful):
         return iter(self.loader)
 
     def _yield_from(self, batches: Iterator[Any]) -> Iterator[Any]:
+        # The first batch may be asked for long after the iterator was made: the states differ by then.
         self._start.setdefault("first", capture_random())
         for batch in batches:
             if not self._yielded:
@@ -117,6 +119,7 @@ class ReplayedLoader(Stateful):
         now = capture_random()
         self._yielded, self._is_exhausted, self._start = loaded["yielded"], loaded["is_exhausted"], loaded["start"]
         if loaded["is_over"] or not loaded["start"]:
+            # No position to return to: only the generators must be as the saved epoch left them.
             self._set_own(loaded["generators"])
             self._end_epoch(loaded)
             self._return_to(loaded)
@@ -129,14 +132,14 @@ class ReplayedLoader(Stateful):
         yield from self._yield_from(batches)
 
     def _end_epoch(self, loaded: dict[str, Any]) -> None:
-        """A sampler with a generator of its own draws from it once more when it is asked for more than there is."""
+        """A sampler with its own generator draws from it once more if it is asked for more batches than there are."""
         is_asked = self.asks_for_more and loaded["start"] and not self._is_exhausted and "loader" not in loaded
         if is_asked and self._generators():
             for _ in self._replay():
                 pass
 
     def _next_epoch(self, now: dict[str, Any]) -> Iterator[Any]:
-        """Of a loader that stands, by its own state, where an epoch has ended: some yield what is left of that, nothing."""
+        """For a loader whose own state is at the end of an epoch: some yield the rest of it, which is nothing."""
         batches = self._begin()
         for first in batches:
             return chain([first], batches)
@@ -144,11 +147,11 @@ class ReplayedLoader(Stateful):
         return self._begin()
 
     def _resume(self) -> Iterator[Any]:
-        """The iterator of a loader that says itself where it stands; it has drawn what it draws when it is made."""
+        """The iterator of a loader with its own state; it draws its random numbers when it is made."""
         return iter(self.loader)
 
     def _replay(self) -> Iterator[Any]:
-        """The epoch's iterator behind the batches that were yielded."""
+        """The epoch's iterator, behind the batches that were yielded."""
         self._return_to(self._start)
         restore_random(self._start["asked"])
         self._set_own(self._start["generators"])
@@ -170,11 +173,12 @@ class ReplayedLoader(Stateful):
             )
 
     def _loader_and_samplers(self) -> list[Any]:
-        """However they are wrapped in each other; each once."""
+        """The loader and its samplers, however they wrap each other; each once."""
         found: dict[int, Any] = {}
         holders: list[Any] = [self.loader]
         while holders:
             holder = holders.pop()
+            # Samplers may refer to each other in a circle.
             if holder is None or id(holder) in found:
                 continue
             found[id(holder)] = holder
@@ -182,18 +186,19 @@ class ReplayedLoader(Stateful):
         return list(found.values())
 
     def _epochs(self) -> list[Any]:
-        """What the samplers were told by `set_epoch`."""
+        """The samplers' epochs, as `set_epoch` set them."""
         return [
             each.epoch for each in self._loader_and_samplers() if hasattr(each, "set_epoch") and hasattr(each, "epoch")
         ]
 
     def _has_workers(self) -> bool:
-        """Whether workers that outlive an epoch were started; those get their seed once, from the process's generator."""
+        """Whether workers that outlive an epoch were started; they get their seed once, from the process's generator."""
         return self._is_begun and bool(getattr(self.loader, "persistent_workers", False))
 
     def _return_to(self, state: dict[str, Any]) -> None:
-        """Starts workers that had been started there, and sets Fabric's counter. Older versions saved neither."""
+        """Starts workers that ran at that time, and sets Fabric's counter. Older versions saved neither."""
         if state.get("has_workers") and not self._has_workers() and not self.has_own_state():
+            # Starting workers draws a seed: the loader's own generators must not move by that.
             own = self._capture_own()
             self.start_workers()
             self._is_begun = True
@@ -202,7 +207,7 @@ class ReplayedLoader(Stateful):
             setattr(self.loader, _ITERATIONS, state["iterations"])
 
     def _generators(self) -> list[torch.Generator]:
-        """Those that were given to the loader and its samplers, each once."""
+        """The generators of the loader and its samplers, each once."""
         found = [getattr(each, "generator", None) for each in self._loader_and_samplers()]
         return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
 

@@ -1,4 +1,4 @@
-"""Whose line a warning is about: the user's that called DCP or this package, not one in between."""
+"""The line that a warning points to: the user's that called DCP or this package, not one in between."""
 
 import sys
 import warnings
@@ -9,7 +9,7 @@ from replicated_ckpt.errors import ReplicatedCkptWarning
 from replicated_ckpt.wording import escape_controls
 
 _BETWEEN = {"replicated_ckpt", "torch", "concurrent", "contextlib", "functools", "multiprocessing", "threading"}
-"""Packages whose lines a user cannot act on: this one, DCP, and what runs them in threads and processes."""
+"""Packages with lines that a user cannot change: this one, DCP, and whatever runs them in threads and processes."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ def find_line() -> Line | None:
 
 def warn(message: str, otherwise: Line | None = None) -> None:
     """Warns at the user's line; where the stack has none, at `otherwise`: where the writer or reader was made, say."""
+    # A checkpoint's name may have control characters of a hostile writer, which a terminal would interpret.
     line, message = find_line() or otherwise, escape_controls(message)
     if line is None:
         warnings.warn(message, ReplicatedCkptWarning, stacklevel=2)
@@ -46,9 +47,9 @@ _HANDS_ON = "replicated_ckpt.dcp.preemption"
 
 
 def is_interrupting() -> bool:
-    """Whether the user's line runs in the middle of code of this room, as in a signal handler; not in a callback of it.
+    """Whether the user's line interrupts code of this room, as in a signal handler; a callback of it does not.
 
-    What it would wait for may be held by the code below it on the stack.
+    The code below it on the stack may hold what the call would wait for.
     """
     is_users = False
     for frame, _ in walk_stack(sys._getframe(1)):  # noqa: SLF001 - the documented CPython call for it
