@@ -44,7 +44,7 @@ from replicated_ckpt.wording import one_line
 log = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 _BEGINS_ANEW = (
-    "%s begins a new lineage: no node of this job holds an earlier checkpoint, and what did not answer may: %s "
+    "%s begins a new lineage: no node of this job has an earlier checkpoint; a silent place may have one: %s "
     "To go on with that run, end this one, bring back what is missing, and restore before the first save."
 )
 
@@ -58,8 +58,8 @@ class TieredCheckpoints:
 
     Args:
         memory: True, or a directory in memory.
-        must_write_disk: asked at each save, alike on all ranks: whether it goes to the disk, whatever its sequence is.
-        others: as of NamedCheckpoints. `object_every` and `keep_every` of Retention count what goes to the disk.
+        must_write_disk: called at each save, alike on all ranks: whether it goes to the disk, whatever its sequence is.
+        others: as of NamedCheckpoints. `object_every` and `keep_every` of Retention count the saves on the disk.
     """
 
     def __init__(
@@ -81,6 +81,7 @@ class TieredCheckpoints:
             in_memory = options_of_memory(options)
             self.memory = NamedCheckpoints(memory_root, in_memory, reader_options, newest=newest, is_tier=True)
         except ReplicatedCkptError:
+            # The caller gets no object that it could close: the disk's group would stay in use.
             self.disk.close()
             raise
         self.memory.writer.limit_memory(GENERATIONS + 1)
@@ -97,7 +98,7 @@ class TieredCheckpoints:
 
     @property
     def writer(self) -> ReplicatedWriter:
-        """Of the disk, with the settings that the user gave."""
+        """The disk's, with the user's settings."""
         return self.disk.writer
 
     @property
@@ -107,7 +108,7 @@ class TieredCheckpoints:
 
     @property
     def last_load(self) -> LoadReport | None:
-        """Where the bytes of this rank's last load came from; None before the first."""
+        """The sources of this rank's last load; None before the first."""
         return self._loaded_from.last_load
 
     @property
@@ -126,8 +127,8 @@ class TieredCheckpoints:
     def save(self, checkpoint_id: str, state: Mapping[str, Any], notes: Mapping[str, Any] | None = None) -> None:
         """Returns when the checkpoint is committed in memory and, if it is its turn, on the disk.
 
-        It is also its turn if one before it should have gone there and did not come there, in this process or in an
-        earlier one. Where it must go there, the disk gets it although memory does not take it; that is logged.
+        It is due if an earlier one should have gone there and did not, in this process or in an earlier
+        one. If `must_write_disk`, the disk gets it even if memory does not take it; that is logged.
         """
         must_write_disk = self._prepare(checkpoint_id)
         self._save(checkpoint_id, state, notes, must_write_disk)
@@ -137,6 +138,7 @@ class TieredCheckpoints:
     ) -> Future[Any]:
         """Copies the state once and returns; the future is done when `save` would return. One at a time."""
         must_write_disk = self._prepare(checkpoint_id)
+        # Here, on the caller's thread: a Stateful may not be asked in another one while it trains.
         given = {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state.items()}
         try:
             staged = self._stager.stage(given)
@@ -151,17 +153,18 @@ class TieredCheckpoints:
         return future
 
     def _begin(self, *save: Any) -> Future[Any]:
-        """Saves in a thread of its own, after the save before, whose thread is not in a process that was forked since."""
+        """Saves in a thread of its own, after the save before; a forked process needs a new one."""
+        # A forked process has no thread that this executor could use: a new one is made for each save.
         self._saver.shutdown()
         self._saver = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rckpt-tiers")
         return self._saver.submit(self._save, *save)
 
     def _prepare(self, checkpoint_id: str) -> bool:
-        """Before the first save of a process that has looked at neither tier: both go on with the newer lineage."""
+        """Before the first save of a process that has looked at neither tier: both continue the newer lineage."""
         if not self._is_joined:
             try:
                 self._look(self.newest)
-            except (ShardLost, StoreUnavailable) as exc:  # what there is, is not whole, and still of this run
+            except (ShardLost, StoreUnavailable) as exc:  # it is not whole, and still of this run
                 if not self._join_locked(checkpoint_id):
                     log.warning(_BEGINS_ANEW, checkpoint_id, one_line(exc))
             self._is_joined = True
@@ -170,7 +173,7 @@ class TieredCheckpoints:
         return self._must_write_disk()
 
     def _join_locked(self, checkpoint_id: str) -> bool:
-        """Both tiers go on with the lineage that was saved last in the stores of all ranks' nodes; False: there is none."""
+        """Both tiers continue the lineage that was saved last in the stores of all ranks' nodes; False: there is none."""
         stores = [tier.writer.store for tier in self._tiers]
         scope = scope_of(checkpoint_id)
         with self.disk.use_group() as group:
@@ -182,7 +185,7 @@ class TieredCheckpoints:
         return lineage is not None
 
     def _count_disk_saves(self, checkpoint_id: str) -> None:
-        """From what the disks of all ranks' nodes hold; and both tiers number behind a memory tier that was used before."""
+        """Counts from the disks of all ranks' nodes; both tiers number their saves behind an earlier memory tier's."""
         in_memory, on_disk = self.memory.writer.store, self.disk.writer.store
         with self.disk.use_group() as group:
             held = join_left_tier(group, [on_disk, in_memory], checkpoint_id, in_use=in_memory.root)
@@ -198,6 +201,7 @@ class TieredCheckpoints:
             self.memory.save(checkpoint_id, state, notes)
             version = self.memory.writer.last_version
             assert version is not None, "it was saved"
+        # The memory tier may be full or refuse: the last save before a preemption must still reach the disk.
         except CheckpointException as exc:  # DCP tells all ranks
             if not must_write_disk:
                 raise
@@ -214,6 +218,7 @@ class TieredCheckpoints:
         self, checkpoint_id: str, state: Mapping[str, Any], notes: Mapping[str, Any] | None, in_memory: Version | None
     ) -> None:
         """Saves to the disk."""
+        # One less: the disk's own count would give it another sequence than memory has.
         if in_memory is not None:
             before = replace(in_memory, sequence=in_memory.sequence - 1)
             remember(self.disk.writer.store, checkpoint_id, before)  # so it has the same sequence there
@@ -237,7 +242,7 @@ class TieredCheckpoints:
         return found[0][1].checkpoint_id if found else None
 
     def _look(self, name: str) -> list[tuple[NamedCheckpoints, SaveFound]]:
-        """What each tier has of this name, the newer one first."""
+        """The saves of this name in each tier, the newer one first."""
         found, problems = self._ask_each(lambda tier: tier.reader.find(name))
         for problem in problems:
             log.warning("one tier is not used, and %s: %s", name, one_line(problem))
@@ -252,7 +257,7 @@ class TieredCheckpoints:
     def _ask_each(
         self, ask: Callable[[NamedCheckpoints], Answer | None]
     ) -> tuple[list[tuple[NamedCheckpoints, Answer]], list[ReplicatedCkptError]]:
-        """What the tiers that have something answer, memory first; and what kept others from it.
+        """The answers of tiers that have something, memory first; and the errors of the others.
 
         Raises:
             ShardLost, StoreUnavailable: none has anything, and one may have something.
@@ -260,6 +265,7 @@ class TieredCheckpoints:
         found: list[tuple[NamedCheckpoints, Answer]] = []
         problems: list[ReplicatedCkptError] = []
         for tier in self._tiers:
+            # One tier that fails must not hide the other: a disk is slow to come back, and memory may have everything.
             try:
                 answer = ask(tier)
             except (ShardLost, StoreUnavailable) as exc:
@@ -272,8 +278,9 @@ class TieredCheckpoints:
         return found, problems
 
     def load(self, checkpoint_id: str, state: dict[str, Any], planner: LoadPlanner | None = None) -> str:
-        """As NamedCheckpoints, from the tier that has the newer one; if memory's cannot be loaded, the next one."""
+        """As NamedCheckpoints, from the tier with the newer one; if memory's cannot be loaded, from the next one."""
         with forgotten_on_error(*(tier.writer.store for tier in self._tiers)):
+            # By name an older one may be loaded: the next save must still be newer than all in both tiers.
             if checkpoint_id != self.newest:
                 see_newest(lambda: self._look(self.newest))
             return self._load_first(checkpoint_id, self._look(checkpoint_id), state, planner)
@@ -290,9 +297,9 @@ class TieredCheckpoints:
         state: dict[str, Any],
         planner: LoadPlanner | None,
     ) -> str:
-        """Loads what was found first; what memory cannot give is loaded from what comes next.
+        """Loads the first one; if memory's cannot be loaded, the next.
 
-        What does not fit the state, or what a part of the state refuses, is no fault of memory's: it is raised.
+        If it does not fit the state, or a part of the state refuses it, the error is raised: memory is not at fault.
         """
         if not found or found[0][0] is self.disk:
             return self._load(self.disk, checkpoint_id, state, planner)
@@ -301,7 +308,7 @@ class TieredCheckpoints:
         while True:
             try:
                 return self._load(tier, name, state, planner)
-            except CheckpointException as exc:  # DCP tells all ranks; what is none may be of this rank alone
+            except CheckpointException as exc:  # the same on all ranks, unlike other errors
                 after = next(others, None) if is_of_tier(exc) else None
                 if after is None:
                     raise
@@ -314,9 +321,9 @@ class TieredCheckpoints:
     def _others(
         self, checkpoint_id: str, found: list[tuple[NamedCheckpoints, SaveFound]]
     ) -> Iterator[tuple[NamedCheckpoints, str, int]]:
-        """What is loaded in place of memory's newest: its others newer than the disk's of its run, then the disk's.
+        """Checkpoints to load in place of memory's newest: its others newer than the disk's of its run, then the disk's.
 
-        With sequences: of one name the disk may have an older save.
+        With sequences: under one name the disk may have an older save.
         """
         on_disk = next((save for tier, save in found if tier is self.disk), None)
         if checkpoint_id == self.newest:
@@ -337,7 +344,7 @@ class TieredCheckpoints:
         return loaded
 
     def list_whole(self) -> tuple[Listed, ...]:
-        """As NamedCheckpoints, of both tiers: one that lies in both is memory's.
+        """As NamedCheckpoints, of both tiers: a checkpoint in both counts as memory's.
 
         Raises:
             ShardLost, StoreUnavailable: nothing was found in either, and one may have something.
@@ -356,6 +363,7 @@ class TieredCheckpoints:
 
     def delete(self, checkpoint_id: str) -> bool:
         """Removes it from both tiers of every node and the bucket; False: there is none."""
+        # Both, even if the first has none: `any` over a generator would stop at the first True.
         removed = [tier.delete(checkpoint_id) for tier in self._tiers]
         return any(removed)
 
@@ -368,7 +376,7 @@ class TieredCheckpoints:
         return (*in_memory, *self.disk.wait(max(0.0, deadline - time.monotonic())))
 
     def close(self) -> None:
-        """As NamedCheckpoints. The memory tier stays: who starts again finds it."""
+        """As NamedCheckpoints. The memory tier's files stay: a job that starts again finds them."""
         self._saver.shutdown()
         with contextlib.closing(self.disk), contextlib.closing(self.memory):
             pass

@@ -41,16 +41,16 @@ _SCHEDULER = re.compile(rf"{SCHEDULER_NAME}(_[0-9]+)?\.bin")
 _TORCH_FILES = re.compile(
     rf"({SCHEDULER_NAME}|{SAMPLER_NAME}|dl_state_dict)(_[0-9]+)?\.bin|{SCALER_NAME}|{RNG_STATE_NAME}_[0-9]+\.pkl"
 )
-"""What Accelerate itself reads of the files; hooks of the program have written, and read, the others."""
+"""The files that Accelerate itself reads; hooks of the program have written, and read, the others."""
 
 
 class PreparedLoader(ReplayedLoader):
-    """A data loader that an Accelerator has prepared. It counts epochs, and shuffles by that."""
+    """A data loader that an Accelerator has prepared. It counts epochs, and shuffles by their number."""
 
     loader: Any
 
     def has_own_state(self) -> bool:
-        """Every loader of Accelerate has the methods; they work with `use_stateful_dataloader`."""
+        """Every loader of Accelerate has the methods, but they work only with `use_stateful_dataloader`."""
         return bool(getattr(self.loader, "use_stateful_dataloader", False))
 
     def start_workers(self) -> None:
@@ -58,6 +58,7 @@ class PreparedLoader(ReplayedLoader):
 
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
+        # The epoch's last batch was yielded, but Accelerate counts the epoch only when its loop asks once more.
         if "epoch" not in state:
             is_between = state["is_over"] and not state["is_exhausted"]
             state["epoch"] = getattr(self.loader, "iteration", 0) + is_between
@@ -68,14 +69,16 @@ class PreparedLoader(ReplayedLoader):
         self.loader.iteration = state_dict["epoch"]
 
     def _resume(self) -> Iterator[Any]:
-        """Accelerate makes the loader's own iterator when it is asked for the first batch."""
+        """Accelerate makes the loader's own iterator when its first batch is asked for."""
+        # The first batch is taken here, before the generators are set: making the iterator draws from them.
         batches = super()._resume()
         return chain(list(islice(batches, 1)), batches)
 
     def skip(self, batches: int) -> Iterable[Any]:
-        """What is left of an epoch behind so many batches. What a load has said to be yielded is not skipped again."""
+        """The rest of an epoch after so many batches. Batches that a load has counted as yielded are not skipped again."""
         if not batches:
             return self
+        # No position from a load: skip as Accelerate does.
         if self._loaded is None or not self._loaded["yielded"]:
             return _Behind(self, batches)
         if self._loaded["yielded"] != batches:
@@ -87,7 +90,7 @@ class PreparedLoader(ReplayedLoader):
 
 
 class _Behind:
-    """The batches of a loader from some place on; it counts those before as yielded."""
+    """The batches of a loader from a place on; it counts those before as yielded."""
 
     def __init__(self, loader: PreparedLoader, batches: int) -> None:
         self._loader, self._batches = loader, batches
@@ -112,7 +115,7 @@ class ReplicatedAccelerator(Accelerator):
 
     They save and restore what Accelerate's do: prepared models and optimizers (FSDP2, DDP), schedulers, scaler, generators,
     what was given to `register_for_checkpointing`, each on each rank; and where each prepared data loader stands. A loop
-    over it goes on in the middle of the epoch; `skip_first_batches` with as many batches as were read does the same.
+    over it continues in the middle of the epoch; `skip_first_batches` with as many batches as were read does the same.
 
     The last part of `output_dir` names the checkpoint; `automatic_checkpoint_naming` and `total_limit` work, too.
 
@@ -147,10 +150,10 @@ class ReplicatedAccelerator(Accelerator):
         self._loaders: list[PreparedLoader] = []
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
-        """As Accelerator's; the loader can say where it stands.
+        """As Accelerator's; the loader can be saved and restored.
 
-        `use_stateful_dataloader` holds for data sets with a state. Of another one torchdata counts what was read, and does
-        not know what Accelerate's samplers and the workers drew: it would go on with other batches.
+        `use_stateful_dataloader` applies to data sets with a state. For others torchdata counts the batches, but has no
+        record of the random numbers of Accelerate's samplers and workers: it would continue with other batches.
         """
         config, has_state = self.dataloader_config, isinstance(data_loader.dataset, Stateful)
         is_wanted = config.use_stateful_dataloader
@@ -160,6 +163,7 @@ class ReplicatedAccelerator(Accelerator):
         finally:
             config.use_stateful_dataloader = is_wanted
         if isinstance(prepared, PreparedLoader):
+            # Prepared twice: it must have one position in the checkpoint, not two.
             return prepared
         self._loaders.append(PreparedLoader(prepared))
         return self._loaders[-1]
@@ -184,7 +188,7 @@ class ReplicatedAccelerator(Accelerator):
         del safe_serialization, kwargs
         name = self._name_of(output_dir)
         weights = [get_model_state_dict(model) for model in self._models]
-        left = list(weights)  # hooks take out what they save themselves, on one rank perhaps: it is saved here, too
+        left = list(weights)  # hooks remove what they save themselves, perhaps on one rank only: it is saved here, too
         with tempfile.TemporaryDirectory() as directory:
             for hook in self._save_model_state_pre_hook.values():
                 hook(self._models, left, directory)
@@ -194,6 +198,7 @@ class ReplicatedAccelerator(Accelerator):
             files = collect_files(Path(directory))
         own = {"files": files, "random": capture_random(), "loaders": [each.state_dict() for each in self._loaders]}
         own["registered"] = [each.state_dict() for each in self._custom_objects]
+        # A hook that removed a model on one rank only would leave the ranks with different plans.
         saved = left if len(left) == len(weights) else weights
         state: dict[str, Any] = {_MODEL.format(index): each for index, each in enumerate(saved)}
         self._checkpoints.save(name, {**state, **self._optimizer_states(get_saved_state), **entries_of(own)})
@@ -211,6 +216,7 @@ class ReplicatedAccelerator(Accelerator):
         name = newest if input_dir is None or Path(input_dir).name == LATEST else Path(input_dir).name
         if name == newest and self._checkpoints.find(newest) is None:
             return None
+        # Before the load: hooks below may remove models from their own list.
         models = list(self._models)
         state: dict[str, Any] = {_MODEL.format(i): get_model_state_dict(model) for i, model in enumerate(models)}
         state |= {**self._optimizer_states(get_wanted_state), **wanted_entries()}
@@ -230,13 +236,14 @@ class ReplicatedAccelerator(Accelerator):
         _check_as_many("prepare was given, of data loaders,", self._loaders, own["loaders"])
         for loader, position in zip(self._loaders, own["loaders"], strict=True):
             loader.load_state_dict(position)
+        # Last: loading models and schedulers draws random numbers.
         restore_random(own["random"])
         return loaded
 
     def _load_rest(
         self, models: list[Any], first: Mapping[str, bytes], own: Mapping[str, bytes] | None, load_kwargs: Any
     ) -> None:
-        """Of another number of ranks all get rank 0's step: they would meet in other steps of an accumulation than it."""
+        """With another number of ranks all get rank 0's step: otherwise their accumulation windows would differ from it."""
         files, rank, loaders = (
             (first, 0, []) if own is None else ({**first, **own}, self.process_index, self._dataloaders)
         )
@@ -249,6 +256,7 @@ class ReplicatedAccelerator(Accelerator):
                 hook(models, directory)
             rest = self._schedulers, loaders, rank, self.scaler, None, load_kwargs
             self.step = load_accelerator_state(directory, [], [], *rest).get("step", self.step)
+        # Accelerate restores generators of its own files: those of this rank's state are set at the end.
         restore_random(before)
 
     def _optimizer_states(self, get_state: Callable[[Any, Any], dict[str, Any]]) -> dict[str, Any]:
@@ -258,7 +266,7 @@ class ReplicatedAccelerator(Accelerator):
         }
 
     def _model_of(self, optimizer: Any) -> Any:
-        """The prepared model that has what an optimizer steps."""
+        """The prepared model with the parameters that an optimizer steps."""
         stepped = {id(parameter) for group in optimizer.optimizer.param_groups for parameter in group["params"]}
         for model in self._models:
             if any(id(parameter) in stepped for parameter in model.parameters()):
@@ -288,7 +296,7 @@ class ReplicatedAccelerator(Accelerator):
         return NamedCheckpoints(self._replicated_root, self._writer_options, newest=str(Newest("", form)))
 
     def end_training(self) -> None:
-        """As Accelerator's; and ends what `save_state` and `load_state` have opened."""
+        """As Accelerator's; and closes what `save_state` and `load_state` have opened."""
         if "_checkpoints" in vars(self):
             self._checkpoints.close()
             del self._checkpoints

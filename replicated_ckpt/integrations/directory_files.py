@@ -1,4 +1,4 @@
-"""A directory of small files that a framework wrote, as bytes that lie in a checkpoint, and back."""
+"""A directory of small files that a framework wrote, as bytes in a checkpoint, and back."""
 
 import re
 from collections.abc import Mapping
@@ -12,7 +12,8 @@ _TORCH_FILES = re.compile(r".*\.(pt|pth|bin|pkl)")
 
 
 def collect_files(directory: Path) -> dict[str, bytes]:
-    """What lies in a directory and below it, by path from there."""
+    """The files in a directory and below it, by relative path."""
+    # No links: a hostile program's could bring any file of this user into the checkpoint.
     files = sorted(file for file in directory.rglob("*") if is_plain_file(file))
     return {file.relative_to(directory).as_posix(): file.read_bytes() for file in files}
 
@@ -24,14 +25,15 @@ def put_files(
     torch_files: re.Pattern[str] = _TORCH_FILES,
     trust_pickles: bool = False,
 ) -> None:
-    """Writes what `collect_files` has read, as a checkpoint has it.
+    """Writes files from `collect_files`, as a checkpoint has them.
 
-    The framework reads `torch_files` by `torch.load`. Unless `trust_pickles`, it gets them as this process has read and
-    saved them again: torch's own unpickler bounds neither time nor memory.
+    The framework reads `torch_files` by `torch.load`. Unless `trust_pickles`, this process reads them first and saves
+    them again: torch's own unpickler bounds neither time nor memory.
 
     Raises:
         ManifestInvalid: a path leads out of the directory. ObjectUnsafe: a torch file is not loaded. Nothing was written.
     """
+    # All paths before the first write: a hostile checkpoint must leave nothing behind.
     for path in files:
         if not path or PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts:
             raise ManifestInvalid(

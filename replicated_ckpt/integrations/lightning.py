@@ -38,7 +38,7 @@ _MODEL, _OPTIMIZER = "state_dict", "optimizer_"
 
 
 class TrainLoader(ReplayedLoader):
-    """The train loader of a Trainer. The loop fetches ahead, and may end an epoch before the loader does."""
+    """The train loader of a Trainer. The loop prefetches, and may end an epoch before the loader does."""
 
     asks_for_more = False
 
@@ -48,7 +48,7 @@ class TrainLoader(ReplayedLoader):
 
     @property
     def worker_init_fn(self) -> Any:
-        """Of the loader: Lightning sets it."""
+        """The loader's: Lightning sets it."""
         return self.loader.worker_init_fn  # type: ignore[attr-defined]  # as it is asked for
 
     @worker_init_fn.setter
@@ -56,6 +56,7 @@ class TrainLoader(ReplayedLoader):
         self.loader.worker_init_fn = function  # type: ignore[attr-defined]
 
     def count_read_ahead(self) -> int:
+        # Fetched for the loop and not trained on: after a resume they must come again.
         return len(getattr(self._trainer.fit_loop._data_fetcher, "batches", ()))  # noqa: SLF001 - there is no public way
 
     def is_epoch_over(self) -> bool:
@@ -63,7 +64,7 @@ class TrainLoader(ReplayedLoader):
 
 
 class _Found(NamedTuple):
-    """Where a rank would resume from. The least of all ranks' is resumed from: one that a disk has, the newest of them."""
+    """A rank's candidate for a resume. The least one of all ranks is taken: one that is on a disk, the newest of them."""
 
     is_missing: bool
     age: float
@@ -72,19 +73,19 @@ class _Found(NamedTuple):
 
 
 class ReplicatedStrategy:
-    """What the three strategies below share: Lightning decides what is in a checkpoint and when, this where it lies.
+    """The common part of the three strategies below: Lightning decides the contents and the time, this class the place.
 
     Model and optimizers are saved sharded, under the model's own names. All else of Lightning's checkpoint (loops,
     schedulers, callbacks, precision, data module, data loaders, hyperparameters) is saved for each rank, with its random
     generators. As many ranks as saved get their own back; another number gets rank 0's, keeps its generators, and warns.
 
-    `ckpt_path="latest"` resumes from the newest whole checkpoint, and begins anew where there is none. A path that
+    `ckpt_path="latest"` resumes from the newest whole checkpoint, and starts anew without one. A path that
     ModelCheckpoint has named means the same checkpoint on every node, whatever lies there.
 
     Args:
         root: this node's store, a directory on a node-local disk.
         writer_options: other arguments of ReplicatedWriter: copies, ack, object_store, ...
-        trust_pickles: what callbacks, hyperparameters and data modules saved may name any class.
+        trust_pickles: states of callbacks, hyperparameters and data modules may name any class.
         args, kwargs: as of Lightning's strategy.
     """
 
@@ -110,7 +111,7 @@ class ReplicatedStrategy:
         self._restore: Callable[[], None] | None = None
         self._loaded_name = LATEST
 
-    # What Lightning asks a strategy for -----------------------------------------------------------------------------
+    # What Lightning calls of a strategy ----------------------------------------------------------------------------
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -129,6 +130,7 @@ class ReplicatedStrategy:
         """
         super().setup_environment()  # type: ignore[misc]  # Lightning's
         connector = self.lightning_module.trainer._checkpoint_connector  # noqa: SLF001 - there is no public way
+        # Once: a second fit would wrap the wrapper.
         if not isinstance(connector.resume_start, partial):
             connector.resume_start = partial(self._resume_alike, connector.resume_start)
             connector._restore_modules_and_callbacks = partial(  # noqa: SLF001 - there is no public way
@@ -150,17 +152,17 @@ class ReplicatedStrategy:
         return TrainLoader(loader, trainer) if trainer.training else loader
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Under the model's own names, each rank's part of it."""
+        """Each rank's part, under the model's own names."""
         return get_model_state_dict(self.model)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Under the model's own names, each rank's part of it."""
+        """Each rank's part, under the model's own names."""
         plain = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         return get_saved_state(self.model, plain)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """What `load_checkpoint` has read, as `on_load_checkpoint` has left it."""
-        copied = dict(checkpoint[_MODEL])  # torch renames what it is given; callbacks are shown the checkpoint later
+        """Sets the model from the result of `load_checkpoint`, as `on_load_checkpoint` has changed it."""
+        copied = dict(checkpoint[_MODEL])  # torch renames its keys in place; callbacks still get it
         set_model_state_dict(self.model, copied, options=StateDictOptions(strict=strict))
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -179,7 +181,7 @@ class ReplicatedStrategy:
             set_loaded_state(self.model, optimizer, state[f"{_OPTIMIZER}{index}"])
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Returns when the checkpoint is committed. A small file at `filepath` says on each node what it is called.
+        """Returns when the checkpoint is committed. A small file at `filepath` has its name, on each node.
 
         Raises:
             CheckpointException, ReplicatedCkptError: as of ReplicatedWriter. TypeError: storage_options were given.
@@ -190,6 +192,7 @@ class ReplicatedStrategy:
         state = {_MODEL: checkpoint["state_dict"], **entries_of({"rest": rest, "random": capture_random()})}
         for index, optimizer_state in enumerate(checkpoint.get("optimizer_states", [])):
             state[f"{_OPTIMIZER}{index}"] = optimizer_state
+        # Rank 0's: the paths may differ by node, as with $HOME or a date in them.
         name, mark = self._agree_on_first((self._name(filepath), self._mark_at(filepath)))
         self._checkpoints.save(name, state)
         if mark is not None and self.local_rank == 0 and not is_directory(mark):
@@ -197,7 +200,7 @@ class ReplicatedStrategy:
             Path(mark).write_text(f"This checkpoint is kept by replicated_ckpt as {name}.\n", encoding="utf-8")
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Reads the model and what Lightning had of all else. `load_optimizer_state_dict` reads the optimizers later.
+        """Reads the model and all of Lightning's own state. `load_optimizer_state_dict` reads the optimizers later.
 
         Raises:
             CheckpointException, ReplicatedCkptError: as of ReplicatedReader.
@@ -214,7 +217,7 @@ class ReplicatedStrategy:
                 "its random generators stay as they are."
             )
         checkpoint = {**(own or first)["rest"], _MODEL: state[_MODEL]}
-        if "lr_schedulers" in checkpoint:  # Lightning saves both or, with save_weights_only, none; it asks for this key
+        if "lr_schedulers" in checkpoint:  # with save_weights_only there are neither; else Lightning needs this key
             checkpoint["optimizer_states"] = []
         return checkpoint
 
@@ -226,7 +229,7 @@ class ReplicatedStrategy:
             Path(mark).unlink(missing_ok=True)
 
     def on_train_start(self) -> None:
-        """Sets the generators once more: what came between the load and the first batch has drawn from them."""
+        """Sets the generators once more: code between the load and the first batch has drawn from them."""
         super().on_train_start()  # type: ignore[misc]
         self._count_step_as_saved()
         if self._random is not None:
@@ -234,7 +237,7 @@ class ReplicatedStrategy:
             self._random = None
 
     def _count_step_as_saved(self) -> None:
-        """Has no ModelCheckpoint save the step that it resumed from again, amid the next accumulation window.
+        """Keeps ModelCheckpoint from saving the resumed step again, in the middle of the next accumulation window.
 
         Lightning 2.6 saves no step twice, but its callback forgets over a restart which one it saved last.
         """
@@ -246,7 +249,7 @@ class ReplicatedStrategy:
                 callback._last_global_step_saved = trainer.global_step  # noqa: SLF001 - there is no public way
 
     def teardown(self) -> None:
-        """Ends what `save_checkpoint` and `load_checkpoint` have opened."""
+        """Closes what `save_checkpoint` and `load_checkpoint` have opened."""
         if "_checkpoints" in vars(self):
             self._checkpoints.close()
             del self._checkpoints
@@ -255,7 +258,7 @@ class ReplicatedStrategy:
     # Names ----------------------------------------------------------------------------------------------------------
 
     def _name(self, path: Any) -> str:
-        """What a path that Lightning names is called in the store: the path below the root, or one part for any other."""
+        """The name in the store for a path of Lightning's: the path below the root, or one part for any other."""
         text: str = os.fspath(path)
         if is_newest(text):
             return text
@@ -264,10 +267,11 @@ class ReplicatedStrategy:
             return str(whole.relative_to(self._root))
         here = Path.cwd().resolve()
         parts = whole.relative_to(here).parts if whole.is_relative_to(here) else whole.parts[1:]
+        # An id must not begin with a dot or dash, and has no separators outside of its directory.
         return ",".join(parts).lstrip(".-~ ")
 
     def _mark_at(self, path: Any) -> str | None:
-        """Where the small file lies: where Lightning looks for the checkpoint. None: the checkpoint itself lies there."""
+        """The small file's place: where Lightning looks for the checkpoint. None: the checkpoint itself lies there."""
         return None if Path(path).resolve().is_relative_to(self._root) else str(Path(path).absolute())
 
     def _agree_on_first(self, value: Any) -> Any:
@@ -280,13 +284,13 @@ class ReplicatedStrategy:
         return RankStatePlanner(allow_partial_load=not self.lightning_module.strict_loading)
 
     def _restore_later(self, restore: Callable[..., None], *given: Any) -> None:
-        """In the place of Lightning's own restoring of model and callbacks: `setup` does it."""
+        """Stands for Lightning's own restoring of model and callbacks, which `setup` does."""
         self._restore = partial(restore, *given)
 
     def _resume_alike(
         self, resume_start: Callable[..., None], checkpoint_path: Any = None, weights_only: bool | None = None
     ) -> None:
-        """Lightning's own start of a resumption, with one path on all ranks: the newest that a rank's disk has, if any."""
+        """Lightning's own start of a resume, with one path on all ranks: the newest on any rank's disk, if there is one."""
         own: _Found | None = None
         if checkpoint_path is not None:
             age = -Path(checkpoint_path).stat().st_mtime if is_there(checkpoint_path) else 0.0
@@ -294,6 +298,7 @@ class ReplicatedStrategy:
         given = [own] * (dist.get_world_size() if dist.is_initialized() else 1)
         if dist.is_initialized():
             dist.all_gather_object(given, own)
+        # Nodes may have lost their disks: one rank's file is enough to name the checkpoint.
         found = min((each for each in given if each is not None), default=None)
         if found is None or is_newest(found.name):
             has_any = found is not None and self._checkpoints.find(found.name) is not None

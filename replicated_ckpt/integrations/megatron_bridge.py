@@ -36,7 +36,7 @@ from replicated_ckpt.errors import CheckpointNotFound, ConfigInvalid
 from replicated_ckpt.stores.files.existence import is_there
 
 STORE = "replicated"
-"""Where the store lies, in `checkpoint.save`."""
+"""The store's directory, in `checkpoint.save`."""
 
 _FILES = "replicated_ckpt.files"
 _TRAIN_STATE, _RUN_CONFIG = "train_state", "run_config"
@@ -48,12 +48,12 @@ register_allowed_target_prefix(__name__)
 
 
 class ReplicatedCheckpointManager(DefaultCheckpointManager):
-    """Megatron-Bridge's manager: what is saved and restored is Bridge's own code, where it lies is this one's.
+    """Megatron-Bridge's manager: Bridge's own code saves and restores, this class decides the place.
 
     `checkpoint.save` is a directory on each node's own disk; the node's store is `replicated` in it. Each save goes to
     other nodes, too, with the train state and the run's configuration, which Bridge writes on one node only. On each node
-    they are written again when the manager is made: before Bridge looks there for a checkpoint. Which one is loaded is
-    agreed on by all ranks, whatever lies on their nodes: the newest whole one, or `ckpt_step`. `most_recent_k` removes
+    they are written again when the manager is made, before Bridge looks for a checkpoint there. All ranks agree on the
+    one to load, whatever lies on their nodes: the newest whole one, or `ckpt_step`. `most_recent_k` removes
     checkpoints on all nodes, in the agents. A `pretrained_checkpoint` is read by Bridge itself.
 
     All ranks make a manager, save and load together. While one saves or loads, it stands in for functions of Bridge's
@@ -66,10 +66,10 @@ class ReplicatedCheckpointManager(DefaultCheckpointManager):
     """Other arguments of ReplicatedWriter: copies, ack, ... Set it before Bridge's setup."""
 
     def __init__(self, checkpoint_config: CheckpointConfig) -> None:
-        """Writes on this node what Bridge looks for there, if there is a checkpoint to load.
+        """Writes the files that Bridge looks for on this node, if there is a checkpoint to load.
 
         Raises:
-            ConfigInvalid: the configuration asks for what this manager cannot do. CheckpointNotFound: of `ckpt_step`.
+            ConfigInvalid: this manager cannot do what the configuration asks for. CheckpointNotFound: of `ckpt_step`.
             CheckpointException, ReplicatedCkptError: as of ReplicatedReader.
         """
         _refuse(checkpoint_config)
@@ -89,17 +89,18 @@ class ReplicatedCheckpointManager(DefaultCheckpointManager):
         def save_state(
             path: str | Path, state_dict: dict[str, Any], *, cfg: Any, model: Any, barrier: bool = True
         ) -> None:
-            del barrier  # a save has met all ranks when it returns
+            del barrier  # a save ends on all ranks together
             state = checkpointing.preprocess_fsdp_dtensor_state_dict(cfg, state_dict, model)
             self._checkpoints.save(Path(path).name, {**state, _FILES: files} if files else state)
             Path(path).mkdir(parents=True, exist_ok=True)
+            # Bridge recognises the format by this file: without it a load would look for another one.
             _write(Path(path) / ".metadata", _MARKER)
 
         with _in_place_of(save_state, checkpointing._get_filesystem_reader, _drop_small_files):  # noqa: SLF001
             super().save(ctx, callback_manager)
 
     def load(self, ctx: CheckpointLoadContext) -> tuple[int, int]:
-        """The step and the operations so far of what was restored.
+        """The step and the number of operations of the restored checkpoint.
 
         Raises:
             CheckpointException, ReplicatedCkptError: as of ReplicatedReader.
@@ -107,6 +108,7 @@ class ReplicatedCheckpointManager(DefaultCheckpointManager):
         theirs = checkpointing._get_filesystem_reader  # noqa: SLF001 - there is no public way
 
         def make_reader(path: str, *args: Any, **kwargs: Any) -> Any:
+            # A pretrained checkpoint lies elsewhere, in a directory of Bridge's own.
             if Path(path).resolve().parent != self._directory:
                 return theirs(path, *args, **kwargs)
             reader = self._checkpoints.reader
@@ -118,7 +120,7 @@ class ReplicatedCheckpointManager(DefaultCheckpointManager):
         return step, operations
 
     def finalize_async_saves(self, state: Any, blocking: bool = False, terminate: bool = False) -> None:
-        """Nothing is under way between saves. With `terminate`, ends what they have opened."""
+        """Nothing is under way between saves. With `terminate`, closes what they have opened."""
         del state, blocking
         if terminate and "_checkpoints" in vars(self):
             self._checkpoints.close()
@@ -133,13 +135,14 @@ class ReplicatedCheckpointManager(DefaultCheckpointManager):
         )
 
     def _put_small_files(self) -> None:
-        """The newest whole checkpoint's small files, or those of `ckpt_step`, on this node as Bridge writes them on one."""
+        """Writes the small files of the newest whole checkpoint, or of `ckpt_step`, on this node as Bridge does on one."""
         latest = Path(get_checkpoint_train_state_filename(str(self._directory), prefix="latest"))
         step = self.checkpoint_config.ckpt_step
         name = _NEWEST if step is None else Path(get_checkpoint_name("", step)).name
         if self._checkpoints.find(name) is None:
             if step is not None:
                 raise CheckpointNotFound(f"There is no checkpoint {name} in {self._directory}.", "Unset ckpt_step.")
+            # Bridge would go by this file, and look for a checkpoint that no node has.
             if is_there(latest):
                 raise ConfigInvalid(
                     f"{latest} tells of a checkpoint, and no store has one.",
@@ -154,10 +157,12 @@ class ReplicatedCheckpointManager(DefaultCheckpointManager):
         _write(Path(get_checkpoint_run_config_filename(str(loaded))), run_config)
         _write(Path(get_checkpoint_train_state_filename(str(loaded))), train_state)
         _write(Path(get_checkpoint_tracker_filename(str(self._directory))), loaded.name.removeprefix("iter_").encode())
+        # Last, as Bridge goes by this file: those that it leads to are there.
         _write(latest, train_state)
 
 
 def _refuse(config: CheckpointConfig) -> None:
+    # Another version of Bridge would save through its own storage, without a word.
     missing = [name for name in _REPLACED if not hasattr(checkpointing, name)]
     if missing:
         raise ConfigInvalid(
@@ -185,7 +190,7 @@ def _refuse(config: CheckpointConfig) -> None:
 
 @contextlib.contextmanager
 def _in_place_of(*functions: Any) -> Iterator[None]:
-    """Stand-ins for Bridge's functions of `_REPLACED`, in their order, for a block."""
+    """Replaces Bridge's functions of `_REPLACED`, in their order, for a block."""
     before = {name: getattr(checkpointing, name) for name in _REPLACED}
     for name, function in zip(_REPLACED, functions, strict=False):
         setattr(checkpointing, name, function)
@@ -197,7 +202,7 @@ def _in_place_of(*functions: Any) -> Iterator[None]:
 
 
 def _small_files(ctx: CheckpointSaveContext) -> dict[str, bytes]:
-    """What Bridge writes on rank 0's node besides, with the same content."""
+    """The further files that Bridge writes on rank 0's node, with the same content."""
     train_state = ctx.state.train_state.state_dict()
     operations = torch.tensor(ctx.num_floating_point_operations_so_far, dtype=torch.float32)
     saved = io.BytesIO()
@@ -209,14 +214,14 @@ def _small_files(ctx: CheckpointSaveContext) -> dict[str, bytes]:
 
 
 def _drop_small_files(save_dir: str, leave_ckpt_num: int = 1, do_async: bool = False, **limits: Any) -> None:
-    """As Bridge's own removal, but that the store is left alone: its agents keep `most_recent_k` themselves."""
+    """As Bridge's own removal, but without the store: its agents apply `most_recent_k` themselves."""
     del do_async, limits
     for old in sorted(Path(save_dir).glob("iter_*"))[: -max(1, leave_ckpt_num)]:
         shutil.rmtree(old, ignore_errors=True)
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Whole or not at all: ranks of a node write the same file at the same time."""
+    """Whole or not at all: the ranks of a node write the same file at the same time."""
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
         file.write(content)
     Path(file.name).replace(path)

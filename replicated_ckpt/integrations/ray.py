@@ -1,4 +1,4 @@
-"""Ray Train: a CheckpointManager that reports each checkpoint to Ray, and saves when a node is to be taken away."""
+"""Ray Train: a CheckpointManager that reports each checkpoint to Ray, and saves before a node is taken away."""
 
 import json
 import os
@@ -22,17 +22,17 @@ _REFERENCE = "replicated_ckpt.json"
 
 
 class RayCheckpointManager(CheckpointManager):
-    """In the loop of a Ray Train worker, called by all workers. Checkpoints lie on their nodes, Ray gets references.
+    """For the loop of a Ray Train worker, called by all workers. Checkpoints lie on their nodes, Ray gets references.
 
     Once a save is committed it is reported to Ray with its `metrics`: of an asynchronous one when the manager is called
     next, at the latest by `close`. The checkpoint that Ray keeps for it is a small file with the step, in its storage. So
-    `Result.checkpoint`, `Result.metrics` and `ray.train.get_checkpoint` work, `reported_step` says which step each is, and
-    what `CheckpointConfig` removes there is the reference alone: `retention` says what nodes keep.
+    `Result.checkpoint`, `Result.metrics` and `ray.train.get_checkpoint` work, and `reported_step` returns the step of each.
+    `CheckpointConfig` removes only the reference there: `retention` decides which checkpoints the nodes keep.
 
-    `should_save` is true once more when Ray says that a node is to be taken away (ray.train.get_preemption_info, Ray 2.60
-    on), and for each further node. Training goes on then, as Ray advises: it starts the group anew when the node is gone.
+    `should_save` is true once more when Ray announces that a node is taken away (ray.train.get_preemption_info, Ray 2.60
+    on), and for each further node. Training continues then, as Ray advises: Ray restarts the group when the node is gone.
 
-    Arguments as of CheckpointManager, but that signals cannot be caught in Ray's threads: there is no `preempt_on`.
+    Arguments as of CheckpointManager, except `preempt_on`: signals cannot be caught in Ray's threads.
     """
 
     def __init__(self, root: str | os.PathLike[str], **options: Any) -> None:
@@ -46,10 +46,11 @@ class RayCheckpointManager(CheckpointManager):
         self._unreported: tuple[int, Mapping[str, Any] | None] | None = None
 
     def should_save(self, step: SupportsIndex) -> bool:
-        """As CheckpointManager's, and true once when a node is said to be taken away."""
+        """As CheckpointManager's, and true once when Ray announces that a node is taken away."""
         is_due = super().should_save(step)
         info = ray.train.get_preemption_info()
         leaving = set() if info is None else set(info.preempted_node_ids)
+        # Once per node: Ray repeats the notice until the node is gone.
         is_news = not leaving <= self._leaving
         self._leaving |= leaving
         return is_due or is_news
@@ -62,7 +63,7 @@ class RayCheckpointManager(CheckpointManager):
         metrics: Mapping[str, Any] | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> None:
-        """As CheckpointManager's; Ray knows of it when this returns."""
+        """As CheckpointManager's; it is reported to Ray when this returns."""
         super().save(step, state, metrics=metrics, metadata=metadata)
         _report(check_step(step), metrics)
 
@@ -74,17 +75,18 @@ class RayCheckpointManager(CheckpointManager):
         metrics: Mapping[str, Any] | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> None:
-        """As CheckpointManager's; Ray knows of it when the next call has waited for it."""
+        """As CheckpointManager's; it is reported to Ray when the next call has waited for it."""
         super().async_save(step, state, metrics=metrics, metadata=metadata)
         self._unreported = check_step(step), metrics
 
     def close(self) -> None:
-        """As CheckpointManager's. While an exception is under way nothing is reported: other workers would have to, too."""
+        """As CheckpointManager's. While an exception is under way nothing is reported: that waits for other workers."""
         if sys.exc_info()[1] is not None:
             self._unreported = None
         super().close()
 
     def _settle(self) -> None:
+        # Taken first: a save that failed must not be reported by a later call.
         unreported, self._unreported = self._unreported, None
         super()._settle()
         if unreported is not None:
@@ -92,7 +94,7 @@ class RayCheckpointManager(CheckpointManager):
 
 
 def reported_step(checkpoint: ray.train.Checkpoint) -> int:
-    """The step that a checkpoint of Ray's refers to: `manager.restore(state, reported_step(ray.train.get_checkpoint()))`.
+    """The step of a checkpoint of Ray's: `manager.restore(state, reported_step(ray.train.get_checkpoint()))`.
 
     Raises:
         ConfigInvalid: it is no reference of a RayCheckpointManager.
@@ -110,7 +112,7 @@ def reported_step(checkpoint: ray.train.Checkpoint) -> int:
 
 
 def _report(step: int, metrics: Mapping[str, Any] | None) -> None:
-    """All workers report, as Ray demands; rank 0 with the reference."""
+    """All workers report, as Ray demands; rank 0 adds the reference."""
     told = {"step": step, **(metrics or {})}
     if ray.train.get_context().get_world_rank() != 0:
         ray.train.report(told)

@@ -32,7 +32,7 @@ _RANDOM = "replicated_ckpt.random"
 
 
 class _Planner(RankStatePlanner):
-    """A parameter without optimizer state in the checkpoint gets none. torchtitan's container takes absent names."""
+    """A parameter without optimizer state in the checkpoint gets none. torchtitan's container accepts missing names."""
 
     def set_up_planner(self, state_dict: dict[str, Any], metadata: Any = None, is_coordinator: bool = False) -> None:
         if metadata is not None and OPTIMIZER in state_dict:
@@ -41,12 +41,12 @@ class _Planner(RankStatePlanner):
 
 
 class ReplicatedCheckpointManager(CheckpointManager):
-    """torchtitan's manager: what is saved, when and how long it is kept is torchtitan's, where it lies is this one's.
+    """torchtitan's manager: torchtitan decides the contents, the time and the retention, this class the place.
 
-    Each rank saves to `root` on its own node's disk, under `step-<step>`, and to other nodes. Which checkpoint is loaded is
-    agreed on by all ranks, whatever lies on their nodes: the newest whole one, or `load_step`. `keep_latest_k` removes
+    Each rank saves to `root` on its own node's disk, under `step-<step>`, and to other nodes. All ranks agree on the
+    checkpoint to load, whatever lies on their nodes: the newest whole one, or `load_step`. `keep_latest_k` removes
     checkpoints on all nodes, in the agents. Each rank's random generators are saved as well, and set again where as many
-    ranks load. An `initial_load_path`, and what is in Hugging Face's format, are read and written by torchtitan itself.
+    ranks load. torchtitan itself reads and writes an `initial_load_path`, and checkpoints in Hugging Face's format.
     Both asynchronous modes are one: the state is copied once when the save begins.
 
     Written against torchtitan 0.3.0 (torchtitan/components/checkpointer/dcp.py), and commit b5bcd76c66 of 2026-08-21.
@@ -57,7 +57,7 @@ class ReplicatedCheckpointManager(CheckpointManager):
 
     @dataclass(kw_only=True, slots=True)
     class Config(CheckpointManager.Config):
-        """That of torchtitan's manager, and where checkpoints lie."""
+        """As of torchtitan's manager, and the place of the checkpoints."""
 
         root: str = ""
         """This node's store, a directory on its own disk; "": torchtitan's checkpoint folder."""
@@ -66,13 +66,13 @@ class ReplicatedCheckpointManager(CheckpointManager):
         """Copies of every shard, the local one counted."""
 
         ack: Ack = "peer"
-        """What has happened when a save is done, as of ReplicatedWriter."""
+        """The state of the copies when a save is done, as of ReplicatedWriter."""
 
         object_store: str | None = None
         """A bucket where the checkpoints go as well: "s3://bucket/prefix"."""
 
         object_every: int = 1
-        """Only every so many-th checkpoint goes there."""
+        """Only every n-th checkpoint goes there."""
 
         def __post_init__(self) -> None:
             CheckpointManager.Config.__post_init__(self)
@@ -99,7 +99,7 @@ class ReplicatedCheckpointManager(CheckpointManager):
         enable_garbage_collection: bool = False,
         to_hf: bool = False,
     ) -> Future[Any] | None:
-        """Saves as torchtitan's does; asynchronously, after one copy of the state, into memory that is used again.
+        """Saves as torchtitan's; asynchronously after one copy of the state, into memory that is used again.
 
         Raises:
             CheckpointException, ReplicatedCkptError: as of ReplicatedWriter.
@@ -110,7 +110,7 @@ class ReplicatedCheckpointManager(CheckpointManager):
             )
             return theirs
         name = self._name(checkpoint_id)
-        if TRAIN_STATE in state_dict:  # not the last one, of the model only
+        if TRAIN_STATE in state_dict:  # the last save has the model only
             state_dict = {**state_dict, _RANDOM: entries_of(capture_random())}
         if async_mode != AsyncMode.DISABLED:
             return self._checkpoints.save_later(name, state_dict)
@@ -118,7 +118,7 @@ class ReplicatedCheckpointManager(CheckpointManager):
         return None
 
     def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
-        """Loads as torchtitan's does; what is no checkpoint of this run (`initial_load_path`) is its own matter.
+        """Loads as torchtitan's; other checkpoints than this run's (`initial_load_path`) are left to torchtitan.
 
         Raises:
             CheckpointException, ReplicatedCkptError: as of ReplicatedReader.
@@ -138,7 +138,7 @@ class ReplicatedCheckpointManager(CheckpointManager):
             logger.info("Another number of ranks saved this checkpoint: random generators stay as they are.")
 
     def _load(self, step: int = -1) -> bool:
-        """Restores `step`, or the newest step; without one, what torchtitan starts from.
+        """Restores `step`, or the newest step; without one, torchtitan's own starting point.
 
         Raises:
             CheckpointNotFound: there is no such step.
@@ -151,6 +151,7 @@ class ReplicatedCheckpointManager(CheckpointManager):
             finally:
                 self._has_none = False
         checkpoint_id = self._create_checkpoint_id(found)
+        # A missing step must raise on all ranks: torchtitan tests its own folder, which differs by node.
         if self._checkpoints.find(self._name(checkpoint_id)) is None:
             raise CheckpointNotFound(
                 f"There is no checkpoint of step {found} in {self._root}.",
@@ -169,11 +170,11 @@ class ReplicatedCheckpointManager(CheckpointManager):
         return -1 if newest is None else step_of(newest)
 
     def _purge_stale_checkpoints(self) -> None:
-        """Nothing: the agents remove what `keep_latest_k` does not keep, on every node."""
+        """Does nothing: the agents remove checkpoints beyond `keep_latest_k`, on every node."""
 
     def _close(self) -> None:
         super()._close()
-        checkpoints = getattr(self, "_checkpoints", None)  # __del__ calls this, after an __init__ that failed, too
+        checkpoints = getattr(self, "_checkpoints", None)  # __del__ calls this even after a failed __init__
         if checkpoints is not None:
             checkpoints.close()
 

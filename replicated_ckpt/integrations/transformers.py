@@ -36,9 +36,9 @@ from replicated_ckpt.stores.files.existence import is_there
 
 _MODEL, _OPTIMIZER = "model", "optimizer"
 _FILES = re.compile(rf"{re.escape(TRAINER_STATE_NAME)}|{SCHEDULER_NAME}|{SCALER_NAME}|rng_state(_[0-9]+)?\.pth")
-"""What `_collect_files` writes. Trainer would read other files, too: nothing else of a checkpoint is put in their place."""
+"""The files of `_collect_files`. Trainer would read others, too: no other file of a checkpoint is put in their place."""
 _BEST = "best_so_far"
-"""A metric, of those alone that Trainer called the best when it saved them: of equals retention keeps the newest."""
+"""A metric of only those checkpoints that Trainer called the best when it saved them: retention keeps the newest."""
 _COUNTERS = (
     "_total_loss_scalar",
     "_globalstep_last_logged",
@@ -46,7 +46,7 @@ _COUNTERS = (
     "_initial_num_input_tokens_seen",
     "_total_train_tokens",
 )
-"""What Trainer and trl's trainers count for what they log, and do not save; each version has other ones.
+"""Counters of Trainer and trl's trainers for their logs, which they do not save; each version has other ones.
 
 `_tr_loss` is a tensor. `_metrics` has lists of numbers since the last log, by mode ("train") and name.
 """
@@ -54,7 +54,7 @@ _COUNTERS = (
 
 @contextlib.contextmanager
 def _as_if_without_optimizer(model: Any = None, args: Any = None, *others: Any, **more: Any) -> Iterator[None]:
-    """Trainer refuses a model that transformers has sharded unless `save_only_model`: it could not save the optimizer."""
+    """Trainer refuses a model that transformers has sharded unless `save_only_model`: it cannot save its optimizer."""
     del others, more
     is_refused = getattr(model, "is_distributed_loading_by_transformers", False) and not args.save_only_model
     if is_refused:
@@ -70,8 +70,8 @@ class ReplicatedTrainerMixin:
     """In front of Trainer or a subclass of it: `class ReplicatedSFTTrainer(ReplicatedTrainerMixin, SFTTrainer)`.
 
     `save_strategy`, `save_steps`, `save_total_limit`, `load_best_model_at_end`, `save_only_model` and
-    `train(resume_from_checkpoint=...)` mean what they mean, but for where checkpoints lie: in a store on each node.
-    `resume_from_checkpoint=True` is the newest whole checkpoint, the same on every rank; where there is none, training
+    `train(resume_from_checkpoint=...)` keep their meaning, except that checkpoints lie in a store on each node.
+    `resume_from_checkpoint=True` is the newest whole checkpoint, the same on every rank; without one, training
     begins anew. A path's last part, `checkpoint-<step>`, is the checkpoint of that step.
 
     Model and optimizer are saved sharded, under the model's own names; TrainerState, callbacks, schedule, scaler and
@@ -80,7 +80,7 @@ class ReplicatedTrainerMixin:
     Args:
         replicated_root: this node's store, a directory on a node-local disk. None: `replicated` in `args.output_dir`.
         writer_options: other arguments of ReplicatedWriter: copies, ack, object_store, ...
-        trust_pickles: what a scheduler's state names may be any class.
+        trust_pickles: a scheduler's state may name any class.
     """
 
     args: Any
@@ -126,7 +126,7 @@ class ReplicatedTrainerMixin:
     # Saving ---------------------------------------------------------------------------------------------------------
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """In the place of Trainer's: returns when the checkpoint is committed.
+        """Replaces Trainer's: returns when the checkpoint is committed.
 
         Raises:
             CheckpointException, ReplicatedCkptError: as of ReplicatedWriter.
@@ -144,7 +144,7 @@ class ReplicatedTrainerMixin:
         )
 
     def _name_best(self) -> None:
-        """Says where the best checkpoint is, once it is saved or about to be."""
+        """Sets the path of the best checkpoint, once it is saved or about to be."""
         if self.state.best_global_step:
             path = Path(self.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
             is_this = self.state.best_global_step == self.state.global_step
@@ -152,7 +152,7 @@ class ReplicatedTrainerMixin:
                 self.state.best_model_checkpoint = str(path)
 
     def _collect_files(self) -> dict[str, bytes]:
-        """What Trainer puts in files beside the model, under their names."""
+        """The files that Trainer writes besides the model, under their names."""
         self._export_callbacks()
         with tempfile.TemporaryDirectory() as name:
             directory = Path(name)
@@ -176,6 +176,7 @@ class ReplicatedTrainerMixin:
                     self.state.stateful_callbacks[name] = exported
 
     def _collect_counters(self) -> dict[str, Any]:
+        # Across restarts: Trainer's own time begins anew with each process.
         elapsed_s = time.time() - self._started_at + self._elapsed_s
         return {
             "elapsed_s": elapsed_s,
@@ -185,7 +186,7 @@ class ReplicatedTrainerMixin:
         }
 
     def _running_metrics(self) -> dict[str, Any]:
-        """trl's, by mode: what its trainers average in their next log."""
+        """trl's, by mode: the values that its trainers average in their next log."""
         metrics = getattr(self, "_metrics", None)
         if isinstance(metrics, dict) and all(isinstance(each, defaultdict) for each in metrics.values()):
             return metrics
@@ -209,6 +210,7 @@ class ReplicatedTrainerMixin:
             found = self._checkpoints.find(
                 self._checkpoints.newest if resume_from_checkpoint is True else Path(resume_from_checkpoint).name
             )
+            # A directory of Trainer's own, as before the switch to this class: Trainer reads it itself.
             if found is None:
                 given = None if resume_from_checkpoint is True else resume_from_checkpoint
                 return super().train(given, *args, **kwargs)  # type: ignore[misc]
@@ -219,10 +221,11 @@ class ReplicatedTrainerMixin:
             self._close()
 
     def _restore_files(self, name: str, directory: Path) -> None:
-        """Puts the files where Trainer reads them. Model and optimizer follow once they are sharded."""
+        """Puts the files where Trainer reads them. Model and optimizer are loaded once they are sharded."""
         state = wanted_entries()
         self._checkpoints.load(name, state)
         own, first = values_in(state, trust_pickles=self._trust_pickles)
+        # Only files that this class wrote: Trainer reads others, weights too, from a directory.
         files = {file: raw for file, raw in (own or first)["files"].items() if _FILES.fullmatch(file)}
         saved = json.loads(files[TRAINER_STATE_NAME])
         self._best_path = saved.pop("best_model_checkpoint", None)  # Trainer would look for a directory, and warn
@@ -230,6 +233,7 @@ class ReplicatedTrainerMixin:
         if own is not None:
             self._counters = own["counters"]
         else:
+            # Another rank's generators would repeat its random numbers.
             files = {file: content for file, content in files.items() if not file.startswith("rng_state")}
             if rank_and_world()[0] == 0:
                 warn(
@@ -243,7 +247,7 @@ class ReplicatedTrainerMixin:
         return self._restored_from is not None and directory == self._restored_from[1]
 
     def _load_from_checkpoint(self, resume_from_checkpoint: Any, model: Any = None) -> None:
-        """Nothing yet, if it is ours: `_load_optimizer_and_scheduler` comes later, with the model wrapped."""
+        """Does nothing yet if it is ours: `_load_optimizer_and_scheduler` comes later, with the model wrapped."""
         if not self._is_ours(resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
 
@@ -264,14 +268,14 @@ class ReplicatedTrainerMixin:
     def _init_training_state(
         self, max_steps: Any, steps: Any, epochs: Any, resume_from_checkpoint: Any, trial: Any
     ) -> Any:
-        """As Trainer's, but that the best checkpoint is no directory that it could see."""
+        """As Trainer's, except that the best checkpoint is no directory that Trainer could see."""
         done = super()._init_training_state(max_steps, steps, epochs, resume_from_checkpoint, trial)  # type: ignore[misc]
         if self._is_ours(resume_from_checkpoint):
             self.state.best_model_checkpoint = self._best_path
         return done
 
     def _load_rng_state(self, checkpoint: Any) -> None:
-        """As Trainer's, just before the first step; and then its counters for what it logs."""
+        """As Trainer's, just before the first step; then restores Trainer's counters for its logs."""
         super()._load_rng_state(checkpoint)  # type: ignore[misc]
         counters, self._counters = self._counters, None
         if counters is not None:
@@ -280,10 +284,10 @@ class ReplicatedTrainerMixin:
             for name in counters.keys() & _COUNTERS:
                 setattr(self, name, counters[name])
             for mode, lists in self._running_metrics().items():
-                lists.update(counters.get("metrics", {}).get(mode, {}))  # not saved by older versions
+                lists.update(counters.get("metrics", {}).get(mode, {}))  # older versions did not save them
 
     def _finalize_training(self, trial: Any, num_train_samples: Any, start_time: float) -> Any:
-        """As Trainer's, over the whole run: its time is what all parts of the run took."""
+        """As Trainer's, over the whole run: its time is that of all parts of the run together."""
         return super()._finalize_training(trial, num_train_samples, start_time - self._elapsed_s)  # type: ignore[misc]
 
     def _load_best_model(self) -> None:

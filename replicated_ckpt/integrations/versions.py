@@ -1,4 +1,4 @@
-"""The check of a framework's version, before it is imported: the extras of this package name the lowest ones."""
+"""The check of a framework's version before its import: the extras of this package have the lowest versions."""
 
 import re
 from importlib.metadata import PackageNotFoundError, requires, version
@@ -9,12 +9,13 @@ _NEEDED = re.compile(r"""(?P<name>[\w.-]+)(\[.*\])?>=(?P<version>[\d.]+); *extra
 
 
 def check_versions(extra: str) -> None:
-    """Compares what an extra of this package names with what is installed. Packages without metadata are not compared.
+    """Compares the versions of an extra of this package with the installed ones. Packages without metadata are skipped.
 
     Raises:
         ConfigInvalid: a package is too old.
     """
     for line in _find_lines():
+        # Lines of other extras, or without a lower bound.
         needed = _NEEDED.fullmatch(line)
         if needed is None or needed["extra"] != extra:
             continue
@@ -34,7 +35,7 @@ def _find_lines() -> list[str]:
     try:
         return requires("replicated-ckpt") or []
     except PackageNotFoundError:
-        return []
+        return []  # run from a source tree: nothing to compare with
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -54,8 +54,8 @@ def export_checkpoint(
 ) -> Converted:
     """Writes a checkpoint, or those entries of it that `keys` takes, in another format.
 
-    It is read as ReplicatedReader reads it, on this process alone: own store, peers, object store, every byte compared
-    with its checksum. Nothing is held in memory but a window of 64 MiB and the objects that are no tensors. The output
+    It is read as ReplicatedReader reads it, on this process alone: own store, peers, object store, with every byte
+    verified. Only a window of 64 MiB, and the objects that are no tensors, are in memory. The output
     appears at `to` when all of it was written and read back, or not at all.
 
     Args:
@@ -81,6 +81,7 @@ def export_checkpoint(
         sink = _sink(format, name, contents, size_of(shard_size_limit), trust_pickles=trust_pickles)
         output = _place(to, sink, contents, to_options, overwrite=overwrite)
         _write(sink, source, contents, output, Reporter(contents.size_bytes, progress))
+    # Safetensors have no place for objects: the report lists them, instead of losing them silently.
     kept = set(contents.order)
     skipped = tuple(key for key in chosen.order if key not in kept)
     return Converted.of(contents, reader.checkpoint_id, os.fspath(to), time.monotonic() - started_at, skipped)
@@ -115,10 +116,12 @@ def _write(sink: Sink, source: Source, contents: Contents, output: Output, repor
         sink.write(source, contents, output, reporter.more)
         reporter.verifying()
         output.verify()
+        # Only a local file can be read back by its format's own reader.
         if isinstance(output, LocalOutput):
             name = next(iter(output.written))
             with translate_errors(output.label, "read back", name):
                 sink.check(output.part("" if sink.is_directory else name), contents)
+        # Only now, read back: an output under its final name is always complete.
         output.publish()
 
 

@@ -40,7 +40,7 @@ def import_checkpoint(
     trust_pickles: bool = False,
     progress: Callable[[Progress], None] | None = None,
 ) -> Converted:
-    """Makes a checkpoint of this node's store from what lies at `path`, or from those entries that `keys` takes.
+    """Makes a checkpoint in this node's store from the files at `path`, or from those entries that `keys` takes.
 
     It is saved by ReplicatedWriter on this process alone, a window of 64 MiB at a time, read back and compared with its
     checksums. One process is one node: the agents make the other copies when this node's agent is up. With an object
@@ -54,7 +54,7 @@ def import_checkpoint(
         trust_pickles: unpickle a torch file that is refused otherwise (ObjectUnsafe). Its writer can run code.
 
     Raises:
-        ConfigInvalid: there is nothing such at `path`, or a key rule fits nothing. ObjectCorrupt: an item is smaller than
+        ConfigInvalid: `path` is not of that format, or a key rule fits nothing. ObjectCorrupt: an item is smaller than
         .metadata says. StoreFull: there is no room for all of it; nothing was written. CheckpointExists, StoreError,
         UploadFailed: as in a save.
     """
@@ -70,13 +70,14 @@ def import_checkpoint(
         )
         _save(writer, checkpoint_id, planner)
     reporter.verifying()
+    # Read back before it is reported: the source may be deleted afterwards.
     _read_back(range_reader(root), checkpoint_id)
     writer.wait()
     return Converted.of(contents, checkpoint_id, str(root), time.monotonic() - started_at, ())
 
 
 def open_source(path: Path, format_: Format, *, trust_pickles: bool) -> Source:
-    """What lies at `path`.
+    """The source at `path`.
 
     Raises:
         ConfigInvalid: it is not of that format. StoreError: it cannot be read.
@@ -102,7 +103,7 @@ def _check_room(root: Path, size_bytes: int) -> None:
 def _save(writer: ReplicatedWriter, checkpoint_id: str, planner: SourcePlanner) -> None:
     try:
         dcp.save({}, checkpoint_id=checkpoint_id, storage_writer=writer, planner=planner, no_dist=True)
-    except CheckpointException as exc:  # of this one process; DCP wraps an interrupt as well
+    except CheckpointException as exc:  # DCP wraps the error of this one process, an interrupt too
         ((error, _),) = exc.failures.values()
         raise error from exc
 

@@ -34,21 +34,21 @@ from replicated_ckpt.stores.files.plain import open_plain, read_plain
 from replicated_ckpt.stores.output.output import READ_BACK_HINT, Output
 
 _INDEX_BYTES_MAX = 64 << 20
-_CHOOSE = "Name one of the files, or leave an index (model.safetensors.index.json) that says which tensor is whose."
+_CHOOSE = "Name one of the files, or leave an index (model.safetensors.index.json) with the file of each tensor."
 _CHOOSE_INDEX = "Move the indexes of those that are not meant elsewhere: a variant such as fp16 has other files."
 _OF_ANOTHER = "Index and files are of two versions: fetch all again, or remove the index to take what is in the files."
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 LENGTH = struct.Struct("<Q")
-_HEADER_BYTES_MAX = 100_000_000
-_ENTRY_BYTES_MAX = 4096
+_HEADER_BYTES_MAX = 100_000_000  # the limit of the safetensors library itself
+_ENTRY_BYTES_MAX = 4096  # dtype, shape and offsets of one tensor, without its name
 _DIMENSIONS_MAX = 64
 _NUMBER_MAX = (1 << 63) - 1
 _TEXT = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"')
 _SPACE = re.compile(rb"[ \t\r\n]*")
 _ALIGNMENT_BYTES = 8
 _PLACES, _RANKS_FILE = "DCP_SHARDING_INFO", re.compile(r"shard-\d+-")
-"""HuggingFaceStorageWriter says where in the whole each tensor of a file begins, and names files of single ranks so."""
+"""HuggingFaceStorageWriter's list of the tensors' places in the whole, and its names of single ranks' files."""
 _CONSOLIDATE = (
     "Import what torch makes of the files of all ranks: save with HuggingFaceStorageWriter(..., save_distributed=True, "
     "enable_consolidation=True), or call consolidate_safetensors_files of "
@@ -96,7 +96,7 @@ class Tensor:
 
 
 def encode_header(tensors: Iterable[Tensor]) -> bytes:
-    """Everything before the elements."""
+    """All bytes before the elements."""
     fields: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     for tensor in tensors:
         offsets = [tensor.start, tensor.end]
@@ -116,6 +116,7 @@ def header_size(raw: bytes, file_bytes: int, label: str) -> int:
     Raises:
         ConfigInvalid: it is no safetensors file.
     """
+    # The size is untrusted: without this bound a small file could ask for any amount of memory.
     size = LENGTH.unpack(raw)[0] if len(raw) == LENGTH.size else file_bytes
     if size > min(_HEADER_BYTES_MAX, file_bytes - LENGTH.size):
         raise ConfigInvalid(f"{label} is no safetensors file: it has no header.", _FETCH)
@@ -123,9 +124,9 @@ def header_size(raw: bytes, file_bytes: int, label: str) -> int:
 
 
 def decode_header(raw: bytes, data_bytes: int, label: str) -> list[Tensor]:
-    """The tensors that a JSON header describes: together they are the `data_bytes` behind it, without gap or overlap.
+    """The tensors in a JSON header: together they fill the `data_bytes` behind it, without gap or overlap.
 
-    The header is read entry by entry, so that memory goes with the tensors in it, not with what else JSON can say.
+    The header is read entry by entry, so that memory is proportional to its tensors, not to any other JSON in it.
 
     Raises:
         ConfigInvalid: it is no safetensors file, or one with types that this torch does not have.
@@ -139,18 +140,20 @@ def decode_header(raw: bytes, data_bytes: int, label: str) -> list[Tensor]:
 
 
 def _entries(raw: bytes, label: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Names and what is told of them, `__metadata__` left out."""
+    """Names with their entries, without `__metadata__`."""
     position = _token(raw, 0, b"{")
     seen: set[str] = set()
     while not raw.startswith(b"}", position):
         name, position = _text(raw, position)
         position = _token(raw, position, b":")
+        # Readers would differ in which of two entries they take.
         if name in seen:
             raise ValueError(f"{name[:80]!r} is there twice")
         seen.add(name)
         if name == "__metadata__":
             position = _without_metadata(raw, position, label)
         else:
+            # Bounded: json.loads of a huge entry takes many times its size in memory.
             end = raw.find(b"}", position, position + _ENTRY_BYTES_MAX) + 1
             entry = json.loads(raw[position:end], parse_constant=_refuse, object_pairs_hook=name_once)
             if not isinstance(entry, dict):
@@ -164,11 +167,12 @@ def _entries(raw: bytes, label: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _without_metadata(raw: bytes, position: int, label: str) -> int:
-    """Where the texts of `__metadata__` end."""
+    """The position behind the texts of `__metadata__`."""
     position = _token(raw, position, b"{")
     while not raw.startswith(b"}", position):
         name, position = _text(raw, position)
         value, position = _text(raw, _token(raw, position, b":"))
+        # One rank's file looks whole to any reader: loaded alone, it would give a part of the model.
         if name == _PLACES and (_RANKS_FILE.match(Path(label).name) or re.search(r"[1-9]", _offsets(value))):
             raise ConfigInvalid(f"{label} holds one rank's parts of tensors, which look like whole ones.", _CONSOLIDATE)
         if not raw.startswith(b"}", position):
@@ -177,7 +181,7 @@ def _without_metadata(raw: bytes, position: int, label: str) -> int:
 
 
 def _offsets(places: str) -> str:
-    """The numbers in what torch says of the places of tensors, whose names may hold digits, too."""
+    """The numbers in torch's list of the tensors' places; only these, as the tensors' names may hold digits, too."""
     return " ".join(str(place["saved_offsets"]) for place in dict(json.loads(places)).values())
 
 
@@ -229,6 +233,7 @@ def _decode_tensor(name: str, entry: Mapping[str, Any]) -> Tensor:
     return tensor
 
 
+# Bytes that no tensor covers, or two cover, could hide data from one reader and show it to another.
 def _check_filled(tensors: Sequence[Tensor], data_bytes: int) -> None:
     """Raises ValueError unless the tensors lie one behind the other up to the end."""
     end = 0
@@ -254,6 +259,7 @@ class SafetensorsFiles:
         try:
             for path in paths:
                 entries += self._open(path)
+        # Files that were opened before the bad one would stay open.
         except BaseException:
             self._held.close()
             raise
@@ -281,7 +287,7 @@ class SafetensorsFiles:
         )
 
     def check(self, contents: Contents) -> None:
-        """What could be wrong was found when the files were opened."""
+        """Does nothing: the files were checked when they were opened."""
 
     def read(self, parts: Sequence[Part]) -> list[torch.Tensor]:
         return [self._part(part) for part in parts]
@@ -296,6 +302,7 @@ class SafetensorsFiles:
             piece = raw[position : position + run.elements * itemsize]
             with translate_errors(str(path.parent), "read", path.name):
                 count = read_exactly(fd, piece, start + run.start_in(whole) * itemsize)
+            # The file may be cut while it is read, as a download is replaced.
             if count != len(piece):
                 raise ObjectCorrupt(str(path.parent), "read", path.name, "it ended early", _FETCH)
             position += len(piece)
@@ -310,7 +317,7 @@ class SafetensorsFiles:
 
 
 def safetensors_files(path: Path) -> SafetensorsFiles:
-    """A file, or the directory that its index describes, or without one, all `.safetensors` in it.
+    """A file; or the directory that its index describes; or, without an index, all `.safetensors` files in it.
 
     Raises:
         ConfigInvalid: no such file lies there, or several indexes do, or what the index names is missing: a file, a tensor.
@@ -320,6 +327,7 @@ def safetensors_files(path: Path) -> SafetensorsFiles:
     if not is_directory(path):
         raise ConfigInvalid(f"{path} does not exist.")
     indexes = sorted(path.glob("*.safetensors.index.json"))
+    # A model and its fp16 variant share a directory: reading all files would mix them.
     if len(indexes) > 1:
         listed = ", ".join(index.name for index in indexes[:5])
         raise ConfigInvalid(f"{path} holds several indexes, each of a whole model: {listed}.", _CHOOSE_INDEX)
@@ -328,6 +336,7 @@ def safetensors_files(path: Path) -> SafetensorsFiles:
     if not paths:
         raise ConfigInvalid(f"{path} holds no .safetensors file.", "Name a file or directory that does.")
     files = SafetensorsFiles(paths)
+    # Index and files of two versions: silently a part of the model would be missing.
     missing = sorted(names.keys() - set(files.contents.order))
     if missing:
         files.close()
@@ -341,6 +350,7 @@ def _read_index(index: Path) -> dict[str, str]:
     """The file of each tensor, as an index names it."""
     with translate_errors(str(index.parent), "read", index.name):
         raw = read_plain(index, _INDEX_BYTES_MAX + 1)
+    # One byte more than allowed was read: the file is larger.
     if len(raw) > _INDEX_BYTES_MAX:
         raise ConfigInvalid(
             f"{index} has more than {_INDEX_BYTES_MAX} bytes: it is no index of safetensors files.", _FETCH
@@ -351,6 +361,7 @@ def _read_index(index: Path) -> dict[str, str]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
         raise ConfigInvalid(f"{index} is no index of safetensors files: {type(exc).__name__}: {exc}.", _FETCH) from exc
     for name, path in paths.items():
+        # An index may come from the network: a name with a path could lead to any file.
         if Path(name).name != name or not is_plain_file(path):
             raise ConfigInvalid(
                 f"{index} names {name!r}, which is not there.", f"Copy {name!r} to {index.parent}, too."
@@ -381,7 +392,7 @@ class SafetensorsSink:
         self._entries_by_file = dict(zip([SINGLE_NAME] if len(groups) == 1 else names, groups, strict=True))
 
     def write(self, source: Source, contents: Contents, output: Output, progress: CountBytes) -> None:
-        """Writes all tensors; the objects of `contents` are left out. The index comes last."""
+        """Writes all tensors; objects in `contents` are left out. The index comes last, as it names finished files."""
         for name, entries in self._entries_by_file.items():
             with output.create(name) as stream:
                 stream.write(encode_header(_place_tensors(entries)))

@@ -39,17 +39,15 @@ from replicated_ckpt.stores.files.plain import open_plain, open_plain_file
 from replicated_ckpt.stores.output.output import READ_BACK_HINT, Output, Stream
 
 _NAME_FILE = "Name a file of torch.save that this user can read (`ls -l` shows whose it is)."
-_BRING_CLASS = "Install the package, or name the directory of the module in PYTHONPATH; in the version that saved."
-_SAVE_AGAIN = (
-    "Fetch it again if it was cut off. What an old torch wrote, torch.load and torch.save make into such a file."
-)
+_BRING_CLASS = "Install the package, or name the directory of its module in PYTHONPATH. Use the version that saved."
+_SAVE_AGAIN = "Fetch it again if it was cut off. Convert a file of an old torch by torch.load and torch.save."
 
 
 class TorchFile:
     """A state dict in a file. Elements are read with `pread`, so that the mapping costs no memory.
 
     Raises:
-        ConfigInvalid: it is no such file, or holds what torch does not load without running code and is not trusted.
+        ConfigInvalid: it is no such file, or has objects that torch does not load without running code, and is not trusted.
     """
 
     def __init__(self, path: Path, *, trust_pickles: bool) -> None:
@@ -81,7 +79,7 @@ class TorchFile:
         self._mappings = _mappings(self._fd)
 
     def check(self, contents: Contents) -> None:
-        """What could be wrong was found when the file was opened."""
+        """Does nothing: the file was checked when it was opened."""
 
     def read(self, parts: Sequence[Part]) -> list[torch.Tensor]:
         return [self._part(part) for part in parts]
@@ -89,10 +87,11 @@ class TorchFile:
     def _part(self, part: Part) -> torch.Tensor:
         tensor = self._values[part.entry.key].detach()
         whole = Chunk.whole(part.entry.shape)
-        lies_there = is_plain(tensor) and tensor.is_contiguous()  # of a conjugate view, other bytes lie there
+        lies_there = is_plain(tensor) and tensor.is_contiguous()  # a conjugate view's bytes are other numbers
         start = self._position(tensor) if lies_there and part.chunk.elements else None
         target = window_tensor(part.chunk.sizes, tensor.dtype)
         slices = tuple(slice(o, o + s) for o, s in zip(part.chunk.offsets, part.chunk.sizes, strict=True))
+        # Not one range of the file: torch copies it from the mapping.
         if start is None or len(list(part.chunk.runs(whole, part.chunk.elements))) != 1:
             return target.copy_(tensor[slices])
         raw = memory_of(target)
@@ -103,7 +102,7 @@ class TorchFile:
         return target
 
     def _position(self, tensor: torch.Tensor) -> int | None:
-        """Where a tensor's elements begin in the file; None if they do not lie there."""
+        """The position of a tensor's first element in the file; None: it is not in the file."""
         first = tensor.data_ptr()
         end = first + tensor.numel() * tensor.itemsize
         found = [m for m in self._mappings if m[0] <= first and end <= m[1]]
@@ -123,10 +122,10 @@ class TorchFile:
 
 
 def load_trusted(file: Path | io.BytesIO, what: str, *, mmap: bool = False) -> Any:
-    """What `torch.save` wrote. Its pickle runs what it says.
+    """The object that `torch.save` wrote. Its pickle can run any code.
 
     Raises:
-        ConfigInvalid: that is not here. RuntimeError, ValueError, EOFError, pickle.UnpicklingError: it is no such file.
+        ConfigInvalid: a class is missing here. RuntimeError, ValueError, EOFError, pickle.UnpicklingError: no such file.
     """
     try:
         return torch.load(file, map_location="cpu", mmap=mmap, weights_only=False)
@@ -135,10 +134,10 @@ def load_trusted(file: Path | io.BytesIO, what: str, *, mmap: bool = False) -> A
 
 
 def load_file(path: Path, *, trust_pickles: bool) -> Any:
-    """What `torch.save` wrote; its tensors are mapped. No code of its choosing runs unless it is trusted.
+    """The object that `torch.save` wrote; its tensors are mapped. Runs no code of the pickle unless it is trusted.
 
     Raises:
-        ConfigInvalid: it is no such file. ObjectUnsafe: it names what nothing allows. StoreError: it cannot be read.
+        ConfigInvalid: it is no such file. ObjectUnsafe: it names a class that nothing allows. StoreError: unreadable.
     """
     try:
         with open_plain_file(path) as file:
@@ -165,16 +164,18 @@ def _map_file(path: Path, fd: int) -> Any:
 
     records = find_records(fetch, size_bytes)
     raw = pickle_in(fetch, records)
+    # Mapped, not read: a state dict may be larger than the memory.
     whole = torch.UntypedStorage.from_file(str(path), shared=False, nbytes=size_bytes)
     storages = Storages(records, lambda record: whole[record.start : record.start + record.size])
     return ObjectValues(storages).whole(follow(raw), len(raw))
 
 
 def _mappings(fd: int) -> list[tuple[int, int, int]]:
-    """Where this process has a file in its memory: start, end, and position there. Source: proc(5), /proc/pid/maps."""
+    """Where this process has mapped a file: start, end, and position in the file. Source: proc(5), /proc/pid/maps."""
     status = os.fstat(fd)
     device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
     found = []
+    # A mapped file's name may have any bytes.
     with Path("/proc/self/maps").open(encoding="utf-8", errors="surrogateescape") as maps:
         for line in maps:
             addresses, _, offset, where, inode = line.split(maxsplit=5)[:5]
@@ -189,7 +190,7 @@ PROTOCOL = 2
 
 @dataclass(frozen=True)
 class _Storage:
-    """Stands for a storage: a text for its elements' record, and how it is to be seen."""
+    """Stands for a storage: the key of its elements' record, and its type and size."""
 
     key: str
     kind: type
@@ -198,7 +199,7 @@ class _Storage:
 
 @dataclass(frozen=True)
 class Absent:
-    """Stands in a state dict for a tensor whose elements come later."""
+    """Stands in a state dict for a tensor whose elements are written later."""
 
     entry: TensorEntry
 
@@ -206,8 +207,7 @@ class Absent:
 class StatePickler(pickle.Pickler):
     """Pickles a state dict with Absent tensors as `torch.save` would pickle it with the tensors.
 
-    Afterwards `absent` has the entry of each such tensor by its record's key, and `present` the tensors that objects
-    brought along.
+    Afterwards `absent` has the entry of each such tensor by its record's key, and `present` the tensors inside objects.
     """
 
     def __init__(self, stream: io.BytesIO) -> None:
@@ -223,6 +223,7 @@ class StatePickler(pickle.Pickler):
             stride = torch.empty(obj.entry.shape, device="meta").stride()  # of rows in order; no memory is taken
             return _rebuilding(like, key, obj.entry.shape, stride)
         if type(obj) is torch.Tensor and obj.layout is torch.strided and not obj.is_quantized:
+            # A tensor inside an object: torch.save would write its whole storage; here its own elements follow.
             key, tensor = self._next_key(), obj.detach().cpu().contiguous().resolve_conj().resolve_neg()
             self.present[key] = tensor
             like = empty_tensor((0,), obj.dtype).requires_grad_(obj.requires_grad)
@@ -241,12 +242,13 @@ class StatePickler(pickle.Pickler):
 
 
 def _rebuilding(like: torch.Tensor, key: str, shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[Any, ...]:
-    """How torch itself pickles such a tensor, with another storage, shape and stride."""
+    """torch's own reduction of such a tensor, with another storage, shape and stride."""
     with catch_warnings():
-        simplefilter("ignore", UserWarning)  # typed storages are on their way out: torch.save still writes them
+        simplefilter("ignore", UserWarning)  # torch warns of typed storages, which torch.save still writes
         rebuild, arguments = like.__reduce_ex__(PROTOCOL)[:2]  # type: ignore[no-untyped-call]
         storage, _, _, _, *more = arguments
         count = torch.Size(shape).numel()
+        # New dtypes have no typed storage class: torch.save writes an untyped one for them.
         if isinstance(storage, torch.UntypedStorage):
             stand_in = _Storage(key, torch.UntypedStorage, count * like.itemsize)
         else:
@@ -259,7 +261,7 @@ _LOCAL_HEADER_BYTES = 30
 _ZIP64_EXTRA_BYTES = 20
 _PADDING_ID = b"FB"
 _UNTOUCHED = zipfile.ZIP64_LIMIT // 2
-"""Entries below this are certain not to need the long fields of zip, whatever is in front of them."""
+"""Entries below this never need the long fields of zip, whatever their headers take."""
 
 
 class TorchSink:
@@ -307,7 +309,7 @@ class TorchSink:
             raise ConfigInvalid(f"The state dict cannot be pickled: {exc}.", "Leave the entry out: --exclude.") from exc
 
     def check(self, path: Path, contents: Contents) -> None:
-        """Loads the file, without reading its tensors.
+        """Loads the file without reading its tensors.
 
         Raises:
             ObjectCorrupt: it is not the state dict that was to be written.
@@ -326,10 +328,10 @@ class TorchSink:
 
 
 def object_in(raw: bytes, key: str, *, trust: bool) -> Any:
-    """What `torch.save` wrote, made without running code of its choosing unless it is trusted.
+    """The object that `torch.save` wrote, made without running code of the pickle unless it is trusted.
 
     Raises:
-        ObjectUnsafe: it names what nothing allows, or is no object of `torch.save`.
+        ObjectUnsafe: it names a class that nothing allows, or is no object of `torch.save`.
     """
     if not trust:
         return load_object(memoryview(raw), key, "the checkpoint")
@@ -345,6 +347,7 @@ def _write_tensors(
     archive: "_Archive", source: Source, entries: Sequence[TensorEntry], keys: Mapping[str, str], progress: CountBytes
 ) -> None:
     pieces = stream_tensors(source, [entry for entry in entries if entry.size_bytes])
+    # Empty tensors have records, too, but no piece comes for them.
     for entry in (entry for entry in entries if not entry.size_bytes):
         archive.add(f"data/{keys[entry.key]}", b"")
     for entry in (entry for entry in entries if entry.size_bytes):
@@ -359,7 +362,7 @@ def _write_tensors(
 
 
 class _Archive:
-    """A zip file written in one pass; sizes and CRCs stand behind the bytes that they are of."""
+    """A zip file written in one pass; sizes and CRCs follow the bytes that they describe."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
@@ -372,7 +375,7 @@ class _Archive:
         if kind is None:
             self._zip.close()
         else:
-            self._zip.fp = None  # else it would write its directory when it is collected
+            self._zip.fp = None  # else it writes its directory when it is collected, as if it were whole
 
     def add(self, name: str, data: bytes | memoryview) -> None:
         with self.opened(name, len(data)) as record:
@@ -380,6 +383,7 @@ class _Archive:
 
     def opened(self, name: str, size_bytes: int) -> Any:
         """A record to write to; its bytes begin at a multiple of 64 in the file, so that they can be mapped."""
+        # Known in advance: zipfile cannot go back to enlarge a header that was written.
         is_large = size_bytes > _UNTOUCHED
         entry = zipfile.ZipInfo(f"archive/{name}")
         fixed = _LOCAL_HEADER_BYTES + len(entry.filename) + (_ZIP64_EXTRA_BYTES if is_large else 0) + 4
@@ -389,7 +393,7 @@ class _Archive:
 
 
 class _Unseekable:
-    """What zipfile is given, so that it never goes back."""
+    """A stream without seek, so that zipfile never goes back."""
 
     def __init__(self, stream: Stream) -> None:
         self.write = stream.write

@@ -1,4 +1,4 @@
-"""What a load that finds nothing to read says, and the next step."""
+"""The errors of a load that finds nothing to read, each with the next step."""
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -30,10 +30,11 @@ _SHOWN_MAX = 3
 
 
 def hint_where_none_is(store: LocalStore, checkpoint_id: str, *, are_all_asked: bool) -> str | None:
-    """None: what the error says by itself fits."""
+    """The hint of an error for a search that found nothing; None: the error's own hint fits."""
     root, is_bucket_alone = store.root, isinstance(store, EmptyStore)
     if is_checkpoint(root):
         return f"{root} is a checkpoint itself: pass the directory above as root, and checkpoint_id={root.name!r}."
+    # The error lists places that did not answer: to bring them back is the first step.
     if not are_all_asked:
         return None
     named = "the bucket" if is_bucket_alone else f"the root {root}"
@@ -59,7 +60,7 @@ def describe_lost(manifest: Manifest, save: SaveFound, searched: Sequence[str]) 
 
 
 def with_bucket_not_asked(searched: Sequence[str], manifest: Manifest) -> list[str]:
-    """The places that were searched for a shard, and the bucket that its save was to go to if the load was given none."""
+    """The places that were searched for a shard, and its save's bucket if the load was given none."""
     url = manifest.bucket_url
     if not url or any(place.startswith(url) for place in searched):
         return [*searched]
@@ -67,7 +68,7 @@ def with_bucket_not_asked(searched: Sequence[str], manifest: Manifest) -> list[s
 
 
 def describe_unreadable(damaged: Mapping[str, str], searched: Sequence[str], *, is_latest: bool) -> ShardLost:
-    """What was found is there and not to be believed: the first of it, named. `damaged`: the bad file, by checkpoint."""
+    """The error for checkpoints whose files fail their checks: the first, named. `damaged`: the bad file, by checkpoint."""
     checkpoint_id, name = next(iter(damaged.items()))
     return ShardLost(checkpoint_id, {name: "every node of the save"}, searched, is_latest)
 
@@ -79,11 +80,12 @@ def describe_absence(
     unreached: Sequence[str],
     others: Collection[str] = (),
 ) -> ReplicatedCkptError:
-    """The error of a load that found no save of its id. `unreached`: the places that may have one, and did not answer.
+    """The error of a load that found no save of its id. `unreached`: places without an answer that may have one.
 
-    `others`: checkpoints that are there.
+    `others`: checkpoints that do exist.
     """
     where = "; ".join(searched)
+    # Begun is not absent: a job that starts anew would take a lost save for a first run.
     if any(intent.checkpoint_id == checkpoint_id for intent in store.list_staged()):
         return CheckpointNotCommitted(
             f"Checkpoint {checkpoint_id!r} was begun and never committed. Searched: {where}.",

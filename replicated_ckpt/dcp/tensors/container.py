@@ -1,7 +1,7 @@
 """The container of one tensor: the zip archive that `torch.save` writes and stock torch reads, without its cost per tensor.
 
-What surrounds the data is the same for all tensors of one dtype, shape and stride, so it is made once by `torch.save`
-and then repeated; on the way back, its pickle is read once. The zip's own CRC32 stays out: our CRC32C covers these bytes.
+The bytes around the data are equal for all tensors of one dtype, shape and stride, so `torch.save` makes them once
+and they are repeated; on the way back, the pickle is read once. The zip's own CRC32 is left out: our CRC32C covers it.
 Source: torch.serialization (torch 2.7 to 2.15).
 """
 
@@ -18,7 +18,7 @@ from replicated_ckpt.dcp.tensors.memory import empty_tensor, tensor_over
 from replicated_ckpt.stores.files.direct import address_of
 
 TEMPLATE_BYTES_MAX = 1 << 20
-_TEMPLATES_MAX = 4096
+_TEMPLATES_MAX = 4096  # a hostile checkpoint may have any number of shapes
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -31,15 +31,15 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def is_freed(tensor: torch.Tensor) -> bool:
-    """Whether a tensor of elements alone has no memory: `resize_(0)` of its storage has freed it, or it never had any.
+    """Whether a plain tensor has no memory: `resize_(0)` of its storage has freed it, or it never had any.
 
-    Tensors of zeros that autograd has made and those of a trace never have: to read their elements is a segmentation fault.
+    Zeros that autograd made, and tensors of a trace, never have any: reading their elements is a segmentation fault.
     """
     return is_plain(tensor) and tensor.numel() > 0 and not tensor.is_meta and tensor.data_ptr() == 0
 
 
 def data_range(raw: memoryview) -> tuple[int, int]:
-    """Where the tensor's data begins in a container, and its size in bytes.
+    """The position of the tensor's data in a container, and its size in bytes.
 
     Raises:
         ValueError: `raw` is no container of one stored tensor.
@@ -52,7 +52,7 @@ def data_range(raw: memoryview) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class _Layout:
-    """How the data of one kind of container is to be seen as a tensor."""
+    """The tensor that one kind of container describes, apart from its bytes."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -76,11 +76,13 @@ class TensorReader:
         """
         start, size = self._data_range(raw)
         layout = self._layout_by_head.get(bytes(raw[:start])) if 0 < start <= TEMPLATE_BYTES_MAX else None
+        # The same head over data of another size: its shape would read beyond the end.
         if layout is None or layout.size_bytes != size:
             return self._learn(raw, start, size)
         return _view(raw[start : start + size], layout)
 
     def _data_range(self, raw: memoryview) -> tuple[int, int]:
+        # The end of a zip file lists its records: equal ends of equal length mean equal places.
         key = len(raw).to_bytes(8, "little") + bytes(raw[-640:])
         known = self._data_range_by_tail.get(key)
         if known is None:
@@ -91,9 +93,10 @@ class TensorReader:
         return known
 
     def _learn(self, raw: memoryview, start: int, size: int) -> torch.Tensor:
-        """Reads the pickle of a tensor, and remembers the layout if it is a simple one."""
+        """Reads the pickle of a tensor, and caches the layout if it is a simple one."""
         records = find_records(within(raw), len(raw))
         outline = tensor_of(tree := follow(pickle_in(within(raw), records)))
+        # Several records, or data that does not begin the storage: made as any object.
         if outline is None or record_of(outline.storage, records).start != start:
             return other_tensor(ObjectValues(Storages(records, copy_records(raw))).whole(tree, len(raw)))
         layout = _Layout(dtype_of(outline), outline.shape, outline.stride, size, outline.offset)
@@ -103,7 +106,7 @@ class TensorReader:
 
 
 def other_tensor(value: object) -> torch.Tensor:
-    """What a container holds that is no plain tensor. Raises ValueError: it is no tensor at all."""
+    """The value of a container without a plain tensor. Raises ValueError: it is no tensor at all."""
     if not isinstance(value, torch.Tensor):
         raise ValueError(f"a container of {type(value).__name__}, not of a tensor")  # noqa: TRY004 - of bytes
     return value
@@ -130,6 +133,7 @@ def is_dense(shape: torch.Size, stride: tuple[int, ...]) -> bool:
 def _view(data: memoryview, layout: _Layout) -> torch.Tensor:
     if not data:
         return empty_tensor((0,), layout.dtype).as_strided(layout.shape, layout.stride, layout.offset)
+    # torch crashes or misreads elements at an address that is no multiple of their size.
     if address_of(data) % layout.dtype.itemsize:
         data = memoryview(bytearray(data))
     return tensor_over(data, layout.dtype).as_strided(layout.shape, layout.stride, layout.offset)

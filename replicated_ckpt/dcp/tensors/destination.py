@@ -1,4 +1,4 @@
-"""Destinations: where a tensor's verified bytes go as they come in, a piece after the other."""
+"""Destinations of a tensor's verified bytes as they come in, piece by piece."""
 
 import ctypes
 from typing import Protocol
@@ -24,10 +24,10 @@ class Destination(Protocol):
         """Where the bytes from `start` on, which come next, may be read to before they are put; None: anywhere."""
 
     def put(self, piece: memoryview) -> None:
-        """The next bytes; they are valid for the time of the call."""
+        """The next bytes; they are valid during the call."""
 
     def close(self) -> None:
-        """Everything has been put: afterwards the target holds it (a GPU's in the order of its current stream)."""
+        """Everything was put: afterwards the target holds it (a GPU's in the order of its current stream)."""
 
 
 class Memory:
@@ -42,16 +42,17 @@ class Memory:
 
     def put(self, piece: memoryview) -> None:
         address = address_of(piece)
+        # They were read to their place already: a copy onto itself would cost a pass over memory.
         if address != self._address:
             ctypes.memmove(self._address, address, len(piece))
         self._address += len(piece)
 
     def close(self) -> None:
-        """Nothing is left to do."""
+        """Does nothing: the bytes are in place."""
 
 
 class Rows:
-    """A target that differs in type, strides or width: rows are gathered, then copied by torch, which converts."""
+    """A target that differs in type, strides or width: rows are collected, then torch copies and converts them."""
 
     def __init__(self, target: torch.Tensor, stored: StoredTensor, item: ReadItem) -> None:
         self._target = target if stored.shape else target.reshape(1)
@@ -65,7 +66,7 @@ class Rows:
         self._row = 0
 
     def place(self, start: int, length: int) -> memoryview | None:
-        """They are gathered."""
+        """None: rows are collected first."""
         del start, length
         return None
 
@@ -93,7 +94,7 @@ class Rows:
 
 
 def destination_for(target: torch.Tensor, stored: StoredTensor, item: ReadItem) -> tuple[Destination, ByteRange]:
-    """The best way into `target` for what `item` names of a stored tensor, and which bytes of its data it takes."""
+    """The best way into `target` for the part that `item` names, and the bytes of the stored data that it takes."""
     rows = stored.rows(item)
     is_alike = target.dtype == stored.dtype and tuple(item.lengths[1:]) == stored.shape[1:]
     if is_alike and is_plain(target) and target.is_contiguous():

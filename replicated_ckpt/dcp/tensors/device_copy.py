@@ -1,4 +1,4 @@
-"""Tensors on a device come to the host on a stream of their own: in pieces through pinned buffers, or into given memory."""
+"""Copies tensors from a device to the host on a stream of their own: in pieces by pinned buffers, or to given memory."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -12,8 +12,8 @@ _side_streams: dict[torch.device, "torch.cuda.Stream"] = {}
 def copy_to_host(tensor: torch.Tensor, piece_bytes: int = PIECE_BYTES) -> Iterator[torch.Tensor]:
     """The bytes of a dense tensor on any device as they lie in memory, in pieces on the host.
 
-    While one piece is used the next is being copied; each is valid until the one after it is asked for. There are never
-    more than two of them on the host. What the current stream was told to do to the tensor before is done first.
+    While one piece is used the next is being copied; each is valid until the next one is asked for. At most two of them
+    are on the host. Earlier work of the current stream on the tensor is done first.
     """
     data = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
     parts = [data[start : start + piece_bytes] for start in range(0, len(data), piece_bytes)]
@@ -30,12 +30,13 @@ def copy_to_host(tensor: torch.Tensor, piece_bytes: int = PIECE_BYTES) -> Iterat
 
 
 class DeviceCopies:
-    """Copies of tensors to the host: those on the CPU are made with this, and GPUs go on with theirs by themselves.
+    """Copies of tensors to the host: those on the CPU are made with this object, those of GPUs go on by themselves.
 
-    A GPU begins once its current stream has done what it was told before. What it copies is kept until `wait`.
+    A GPU begins once its current stream has done its earlier work. The sources are kept until `wait`.
     """
 
     def __init__(self, targets_and_sources: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        # Kept until the copies end: the caching allocator could give a freed source to the next tensor.
         self._sources = [source for _, source in targets_and_sources if source.is_cuda]
         self._ends: dict[torch.device, torch.cuda.Event] = {}
         for device in {source.device for source in self._sources}:
@@ -50,12 +51,12 @@ class DeviceCopies:
                 target.copy_(source)
 
     def hold_streams(self) -> None:
-        """What the GPUs' current streams are told from here on comes after the copies. It does not wait."""
+        """Work queued on GPUs' current streams from here on waits for the copies. This call does not wait."""
         for device, end in self._ends.items():
             torch.cuda.current_stream(device).wait_event(end)
 
     def wait_for_copies(self) -> None:
-        """Returns once everything is copied. Raises RuntimeError, of CUDA: then nothing is known of the bytes."""
+        """Returns once everything is copied. Raises RuntimeError, of CUDA: then the copied bytes are undefined."""
         for end in self._ends.values():
             end.synchronize()
         self._sources.clear()
@@ -67,7 +68,7 @@ def _wait_for_copy(place: torch.Tensor, copies: DeviceCopies) -> torch.Tensor:
 
 
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """A stream that goes on after what the current one was told so far, and does not wait for what comes after."""
+    """A stream that runs after all work of the current one so far, and that later work does not wait for."""
     side = _side_streams.get(device)
     if side is None:
         side = _side_streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

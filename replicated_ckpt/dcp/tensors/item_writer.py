@@ -1,4 +1,4 @@
-"""Writing items: how one tensor or object lies in a shard. Its container is that of `torch.save`; stock torch reads it."""
+"""Writing items: the layout of a tensor or object in a shard. Its container is `torch.save`'s; stock torch reads it."""
 
 import io
 from typing import Any, Protocol
@@ -17,7 +17,7 @@ _TEMPLATES_MAX = 4096
 
 
 class Stream(Protocol):
-    """Where items are written: anything that counts its bytes."""
+    """The stream to which items are written: anything that counts its bytes."""
 
     position: int
 
@@ -29,7 +29,7 @@ class Stream(Protocol):
 
 
 class TensorWriter:
-    """Writes tensors as containers. Keeps the surroundings of up to 4096 kinds of tensors. One thread."""
+    """Writes tensors as containers. Caches the bytes around the data of up to 4096 kinds of tensors. One thread."""
 
     def __init__(self) -> None:
         self._surroundings: dict[tuple[Any, ...], Envelope | None] = {}
@@ -37,14 +37,15 @@ class TensorWriter:
     def write_tensor(self, tensor: torch.Tensor, stream: Stream) -> None:
         """Appends a tensor, as a CPU tensor of its own storage.
 
-        One on the CPU whose elements lie together, in any order, is not copied: the stream is told where they lie. What
-        the stream raises comes out as it is.
+        A dense one on the CPU, in any order of elements, is not copied: the stream refers to its memory. Errors of the
+        stream pass unchanged.
         """
         tensor = tensor.detach()
         if not is_plain(tensor):
             save_without_crc32(_alone_in_its_storage(tensor.cpu()), stream)
             return
         surrounding = self._surrounding_of(tensor)
+        # With gaps between its elements, the storage would be written with them: a copy has none.
         if surrounding is None:
             tensor = tensor.clone(memory_format=torch.contiguous_format)
             surrounding = self._surrounding_of(tensor)
@@ -62,7 +63,7 @@ class TensorWriter:
         stream.write(tail)
 
     def _surrounding_of(self, tensor: torch.Tensor) -> Envelope | None:
-        """None: there are gaps between the tensor's elements, or its container is not understood."""
+        """None: there are gaps between the tensor's elements, or its container is not as expected."""
         key = (tensor.dtype, tensor.shape, tensor.stride())
         try:
             return self._surroundings[key]
@@ -74,7 +75,7 @@ class TensorWriter:
 
 
 def _alone_in_its_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a copy of it if it is a view: else the whole storage would be written."""
+    """The tensor, or a copy if it is a view: otherwise the whole storage would be written."""
     is_view = tensor.layout is torch.strided and not fills_storage(tensor)
     return tensor.clone() if is_view else tensor
 
@@ -99,7 +100,7 @@ class ItemWriter:
         """Resolves one item and appends it; returns its offset and length in bytes.
 
         Its tensor stays as it is until the stream is finished. Its data ends up aligned to 64 bytes, as the zip aligns it
-        within the item. What the planner, or a tensor's own class, raises passes through, with a note of the entry.
+        within the item. Errors of the planner, or of a tensor's own class, pass through with a note of the entry.
         """
         try:
             return self._write(stream, item, planner)
@@ -111,6 +112,7 @@ class ItemWriter:
 
     def _write(self, stream: Stream, item: WriteItem, planner: SavePlanner) -> tuple[int, int]:
         data = planner.resolve_data(item)
+        # Aligned in the shard as in its own zip file: a load can then map or read it without a copy.
         stream.write(_PADDING[: -stream.position % ALIGNMENT_BYTES])
         offset = stream.position
         if item.type == WriteItemType.BYTE_IO:
@@ -125,7 +127,8 @@ class ItemWriter:
                 raise ConfigInvalid(
                     f"The planner resolved {item.index.fqn!r} to {type(data).__name__}, not to a tensor.", _PLANNER_HINT
                 )
-            tensor = data.detach()  # of a parameter that is a plain one
+            tensor = data.detach()  # a plain tensor, if it was a parameter
+            # Reading its elements would be a segmentation fault.
             if is_freed(tensor):
                 raise ConfigInvalid(
                     f"{item.index.fqn!r} has no memory: its storage was freed, or never held its values.", _FREED_HINT

@@ -6,7 +6,7 @@ import mmap
 import torch
 
 _MAPPED_BYTES_MIN = 1 << 20
-_NUMBERS_BY_NAME = {  # torch retires these types one by one
+_NUMBERS_BY_NAME = {  # torch removes these types one by one
     "qint8": torch.int8,
     "quint8": torch.uint8,
     "qint32": torch.int32,
@@ -14,13 +14,13 @@ _NUMBERS_BY_NAME = {  # torch retires these types one by one
     "quint2x4": torch.uint8,
 }
 _NUMBERS = {getattr(torch, name): numbers for name, numbers in _NUMBERS_BY_NAME.items() if hasattr(torch, name)}
-"""What torch makes of these types has no scale, and crashes when it is used: here they are seen through numbers."""
+"""torch makes tensors of these types without a scale, and crashes when they are used: here they are seen as numbers."""
 
 
 def empty_tensor(shape: tuple[int, ...], dtype: torch.dtype, stride: tuple[int, ...] | None = None) -> torch.Tensor:
-    """A tensor on the CPU that is to be filled, or, with a `stride`, never touched; nothing but its elements.
+    """A tensor on the CPU to be filled or, with a `stride`, never touched; nothing but its elements.
 
-    Where algorithms are to be deterministic, torch fills what it makes by shape, and so takes all the memory.
+    Under `use_deterministic_algorithms` torch fills what `torch.empty` makes, which would take all the memory.
     """
     numbers = _NUMBERS.get(dtype, dtype)
     if stride is None:
@@ -37,17 +37,18 @@ def tensor_over(raw: memoryview, dtype: torch.dtype) -> torch.Tensor:
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, writable; they live as long as the view does."""
+    # The address alone would read beyond a view's elements, or in another order.
     assert tensor.is_contiguous(), "only what lies in one piece and in order can be seen as bytes"
     size_bytes = tensor.numel() * tensor.itemsize
     if size_bytes == 0:
         return memoryview(b"")
     memory = (ctypes.c_ubyte * size_bytes).from_address(tensor.data_ptr())
-    memory.owner = tensor  # type: ignore[attr-defined]  # ctypes knows the address only
+    memory.owner = tensor  # type: ignore[attr-defined]  # ctypes holds the address only: this keeps the memory alive
     return memoryview(memory).cast("B")
 
 
 def copy_into(target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool = False) -> None:
-    """Copies in place, without autograd; torch lets one made in inference mode be changed in that mode alone."""
+    """Copies in place, without autograd; a tensor made in inference mode can be changed only in that mode."""
     with (
         torch.inference_mode(target.is_inference()),
         torch.no_grad(),
@@ -56,9 +57,9 @@ def copy_into(target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool 
 
 
 def window_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A contiguous tensor for the window of a conversion: its memory goes back to the system as soon as it is let go.
+    """A contiguous tensor for the window of a conversion: its memory returns to the system as soon as it is freed.
 
-    Large ones are mapped, not allocated: the C library keeps what is freed below 32 MiB, and later, larger tensors do not
+    Large ones are mapped, not allocated: the C library keeps freed blocks below 32 MiB, and later, larger tensors do not
     fit in there, so that a process would hold more than its window.
     """
     count = torch.Size(shape).numel()

@@ -1,4 +1,4 @@
-"""Copies to a GPU through pinned memory: two small buffers, each filled while the other one is on its way."""
+"""Copies to a GPU through pinned memory: two small buffers, one filled while the other is being copied."""
 
 import ctypes
 import threading
@@ -29,27 +29,29 @@ class PinnedRing:
     def room_for(self, target: torch.Tensor, position: int, length_min: int) -> memoryview:
         """Memory for the bytes of `target` from `position` on: for `length_min` of them at least, or a whole buffer.
 
-        What was put so far goes on its way first, unless it lies right before them and there is room behind it.
+        Earlier bytes are sent first, unless they lie right before these and the buffer has room behind them.
         """
         is_next = target is self._target and position == self._start + self._filled
         if not is_next or min(length_min, BUFFER_BYTES) > BUFFER_BYTES - self._filled:
             self.flush()
+            # The copy from this buffer may still be under way: filled now, it would send the new bytes.
             self._events[self._next].synchronize()
             self._target, self._start = target, position
         return self._memory[self._next][self._filled :]
 
     def record_size(self, count: int) -> None:
-        """So many bytes of that memory have their content."""
+        """Counts bytes of that memory as filled."""
         self._filled += count
 
     def flush(self) -> None:
-        """What was put so far goes on its way."""
+        """Begins the copy of all bytes that were filled so far."""
         if self._target is not None and self._filled:
             buffer, event = self._buffers[self._next], self._events[self._next]
             with torch.cuda.stream(self.stream):
                 target = self._target[self._start : self._start + self._filled]
                 copy_into(target, buffer[: self._filled], non_blocking=True)
                 event.record(self.stream)
+            # The allocator must not reuse the target's memory before this stream is done with it.
             target.record_stream(self.stream)
             self._next = (self._next + 1) % _BUFFERS
         self._target, self._filled = None, 0
@@ -59,7 +61,7 @@ _of_thread = threading.local()
 
 
 def _ring_of(device: torch.device) -> PinnedRing:
-    """Of this thread: two that load at once have buffers of their own."""
+    """This thread's ring: two threads that load at once have buffers of their own."""
     rings: dict[torch.device, PinnedRing] = _of_thread.__dict__.setdefault("rings", {})
     if device not in rings:
         rings[device] = PinnedRing(device)
@@ -67,16 +69,17 @@ def _ring_of(device: torch.device) -> PinnedRing:
 
 
 class PinnedCopies:
-    """A contiguous target on a GPU. What the GPU's current stream does next comes after the copies."""
+    """A contiguous target on a GPU. Later work of the GPU's current stream runs after the copies."""
 
     def __init__(self, target: torch.Tensor) -> None:
         self._bytes = target.reshape(-1).view(torch.uint8)
         self._ring = _ring_of(target.device)
+        # The target may still be written by earlier work, as by its initialisation.
         self._ring.stream.wait_stream(torch.cuda.current_stream(target.device))
         self._position = 0
 
     def place(self, start: int, length: int) -> memoryview | None:
-        """In the buffer that goes to the GPU next, if it has room for them."""
+        """A place in the buffer that is copied next, if it has room for them."""
         if start != self._position or length > BUFFER_BYTES:
             return None
         return self._ring.room_for(self._bytes, start, length)[:length]

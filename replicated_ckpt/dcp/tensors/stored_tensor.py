@@ -1,4 +1,4 @@
-"""Where a tensor's data lies in its item, worked out from the metadata: what must be read, and how to tell it was right."""
+"""The place of a tensor's data in its item, from the metadata: which bytes to read, and how to check the assumption."""
 
 import pickle
 from collections.abc import Sequence
@@ -12,14 +12,14 @@ from replicated_ckpt.dcp.runtime.torch_private import StorageInfo
 from replicated_ckpt.dcp.tensors.torch_save import learn_envelope
 
 SURROUNDINGS_BYTES_MAX = 64 << 10
-"""What a container has around its data; a larger one was not written by `torch.save` for one tensor."""
+"""The most that a container has around its data; a larger one was not written by `torch.save` for one tensor."""
 _KINDS_MAX = 4096
 
 
 class StoredTensor:
     """A contiguous tensor in the container of `torch.save`: `head`, then its data in row-major order, then a tail.
 
-    It is expected, not known: only an item that begins with `head` has this layout.
+    It is an assumption: only an item that begins with `head` has this layout.
     """
 
     def __init__(self, dtype: torch.dtype, shape: tuple[int, ...], head: bytes) -> None:
@@ -32,7 +32,7 @@ class StoredTensor:
 
     @property
     def row_bytes(self) -> int:
-        """Of one index of the first dimension; of a tensor without dimensions, all."""
+        """Bytes of one index of the first dimension; of a tensor without dimensions, all."""
         return self.data_bytes // self.shape[0] if self.shape else self.data_bytes
 
     def rows(self, item: ReadItem) -> ByteRange:
@@ -43,7 +43,7 @@ class StoredTensor:
 
 
 class StoredTensors:
-    """Foretells the layout of items from a checkpoint's metadata. Keeps up to 4096 heads. One thread."""
+    """Predicts the layout of items from a checkpoint's metadata. Caches up to 4096 heads. One thread."""
 
     def __init__(self) -> None:
         self._metadata: Metadata | None = None
@@ -54,7 +54,7 @@ class StoredTensors:
         self._metadata = metadata
 
     def of(self, item: ReadItem, info: StorageInfo) -> StoredTensor | None:
-        """How the item lies there if it is the contiguous tensor that the metadata describes; None: only a read tells."""
+        """The item's layout if it is the contiguous tensor that the metadata describes; None: unknown until it is read."""
         kind = self._kind(item)
         if kind is None:
             return None
@@ -63,6 +63,7 @@ class StoredTensors:
                 return None
             self._by_kind[kind] = _expect_layout(*kind)
         stored = self._by_kind[kind]
+        # Another torch may write a longer end: a part read by this layout would be cut off.
         fits = stored and len(stored.head) <= info.length - stored.data_bytes <= SURROUNDINGS_BYTES_MAX
         return stored if fits else None
 
@@ -81,24 +82,27 @@ class StoredTensors:
     def _sizes(index: MetadataIndex, described: TensorStorageMetadata) -> tuple[int, ...] | None:
         hint = index.index or 0
         if hint < len(described.chunks) and described.chunks[hint].offsets == index.offset:
+            # The hint belongs to another chunk: a planner made the plan from other metadata.
             return tuple(described.chunks[hint].sizes)
         return None
 
 
 def plan_ranges(item: ReadItem, info: StorageInfo, stored: StoredTensor | None) -> Sequence[ByteRange]:
-    """What must be read of the shard for an item: its head and the rows that are wanted, or all of it."""
+    """The ranges of the shard to read for an item: its head and the wanted rows, or all of it."""
     whole = ByteRange(info.offset, info.length)
     if stored is None or not stored.shape or item.lengths[0] == stored.shape[0]:
         return (whole,)
+    # The tail's length is unknown: reading that much more covers a head of any length up to it.
     slack = info.length - stored.data_bytes
     rows = stored.rows(item)
     return ByteRange(whole.offset, slack), ByteRange(whole.offset + rows.offset, slack + rows.length)
 
 
 def _expect_layout(dtype: torch.dtype, shape: tuple[int, ...]) -> StoredTensor | None:
-    """Has `torch.save` write such a tensor and keeps what comes before its data. No memory is touched for the data."""
+    """Has `torch.save` write such a tensor, and keeps the bytes before its data. No memory is touched for the data."""
     try:
         found = learn_envelope(dtype, shape, torch.empty(shape, device="meta").stride())
+    # No such dtype on the CPU, or torch refuses to save it: the whole item is read then.
     except (RuntimeError, ValueError, TypeError, pickle.PicklingError):
         return None
     return None if found is None else StoredTensor(dtype, shape, bytes(found[0]))

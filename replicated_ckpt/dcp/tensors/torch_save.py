@@ -1,4 +1,4 @@
-"""`torch.save` of one tensor into our streams: errors come out as they went in, and what surrounds the data is learned.
+"""`torch.save` of one tensor into our streams: errors pass unchanged, and the bytes around the data are learned.
 
 Source: torch.serialization (torch 2.7 to 2.15).
 """
@@ -15,7 +15,7 @@ from replicated_ckpt.errors import ReplicatedCkptError
 
 _DATA_WRITE_BYTES_MIN = 64 << 10
 _RECORD_END_BYTES = 24
-"""What ends a record of a zip container: `PK\\x07\\x08`, a CRC32 and two sizes."""
+"""The end of a record of a zip container: `PK\\x07\\x08`, a CRC32 and two sizes."""
 _crc32_lock = threading.Lock()
 """The switch for CRC32 in torch's zip containers is global to the process."""
 
@@ -24,13 +24,13 @@ Envelope = tuple[memoryview, memoryview]
 
 
 class Writable(Protocol):
-    """What `save_tensor` needs of a stream."""
+    """The stream that `save_tensor` writes to."""
 
     def write(self, data: memoryview, /) -> int: ...
 
 
 class _Recording:
-    """What `torch.save` is given in place of a stream: it keeps the error of a write, as torch raises another one."""
+    """A stream for `torch.save` that keeps the error of a write, as torch raises another one."""
 
     def __init__(self, stream: Writable) -> None:
         self._stream = stream
@@ -44,14 +44,14 @@ class _Recording:
             raise
 
     def flush(self) -> None:
-        """The stream below flushes at its end only."""
+        """Does nothing: the stream below flushes at its end only."""
 
 
 def save_tensor(tensor: torch.Tensor, stream: Writable) -> None:
     """Writes a container to a stream.
 
     Raises:
-        ReplicatedCkptError: of the stream; torch closes its archive after a failed write, and raises what that fails with.
+        ReplicatedCkptError: the stream's; torch itself raises the error of closing its archive after a failed write.
     """
     remembering = _Recording(stream)
     try:
@@ -68,6 +68,7 @@ def save_without_crc32(tensor: torch.Tensor, stream: Writable) -> None:
     Raises:
         ReplicatedCkptError: of the stream.
     """
+    # The option is global: a torch.save of another thread must not lose its CRC32s for longer than this.
     with _crc32_lock:
         was = torch.serialization.get_crc32_options()
         torch.serialization.set_crc32_options(False)
@@ -78,7 +79,7 @@ def save_without_crc32(tensor: torch.Tensor, stream: Writable) -> None:
 
 
 class _WithoutData:
-    """Takes what `torch.save` writes of a large tensor, and keeps all but its data, which it passes on in large pieces."""
+    """Keeps all that `torch.save` writes of a large tensor, except its data, which torch writes in large pieces."""
 
     def __init__(self) -> None:
         self.head = bytearray()
@@ -96,10 +97,10 @@ class _WithoutData:
 
 
 def learn_envelope(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> Envelope | None:
-    """What surrounds the data of such a dense tensor: always the same bytes. A large one's memory costs nothing.
+    """The bytes around the data of such a dense tensor: always the same. A large one's memory costs nothing.
 
-    Its first bytes are zeros. Others may be what some container left in the memory: torch takes data that begin as a
-    record's end do for one, and another serialization ID comes out. All further memory is never touched. Source: torch
+    Its first bytes are zeroed. Otherwise they may be left from an old container: torch takes data that begin like a
+    record's end for one, and writes another serialization ID. All further memory is never touched. Source: torch
     2.7 to 2.15, `ostream_write_func` in caffe2/serialize/inline_container.cc. Returns None if it is not as expected.
 
     Raises:
@@ -111,6 +112,7 @@ def learn_envelope(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int
     if size_bytes > TEMPLATE_BYTES_MAX:
         parts = _WithoutData()
         save_without_crc32(model, parts)
+        # torch wrote the data in other pieces than expected: the parts cannot be told apart.
         is_understood = parts.data_bytes == size_bytes
         return (memoryview(bytes(parts.head)), memoryview(bytes(parts.tail))) if is_understood else None
     buffer = io.BytesIO()

@@ -17,7 +17,7 @@ from replicated_ckpt.stores.peer.client import FILE_BYTES_MAX
 class DirectoryFetcher:
     """Bytes of files in one directory. No checksums of them were taken, so none are compared.
 
-    Who can write the directory of another chooses what its links lead to: they are not followed.
+    Links are not followed: in a directory that another user can write, they could lead to any file of this one.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -29,6 +29,7 @@ class DirectoryFetcher:
                 for want in (w for w in wanted if w.shard == shard):
                     try:
                         want.take(self._read(fd, want))
+                    # The length comes from .metadata, which anyone may have written.
                     except MemoryError as exc:
                         detail = f"an item of {want.length} bytes is more than there is memory for"
                         raise StoreError(str(self._directory), "read", shard, detail, _HINT_LARGE) from exc
@@ -45,11 +46,13 @@ class DirectoryFetcher:
         raw = memoryview(bytearray(want.length))
         with translate_errors(str(self._directory), "read", want.shard):
             count = read_exactly(fd, raw, want.offset)
+        # A file that was cut off reads as fewer bytes, not as an error.
         if count != want.length:
             end = want.offset + want.length
             raise StoreError(str(self._directory), "read", want.shard, f"it ends before {end}", _HINT_SHORT)
         return raw
 
+    # Before anything is written: a conversion may run for an hour until it meets the short file.
     def check(self, places: Iterable[tuple[str, int, int]]) -> None:
         ends: dict[str, int] = {}
         for shard, offset, length in places:
@@ -61,7 +64,7 @@ class DirectoryFetcher:
                 raise StoreError(str(self._directory), "read", shard, f"it ends before {end}", _HINT_SHORT)
 
     def close(self) -> None:
-        """Every file was closed after its use."""
+        """Does nothing: every file was closed after its use."""
 
 
 _NAME_DIRECTORY = "Name the directory with the .metadata in it: the checkpoint's own, not the one above."
@@ -77,6 +80,7 @@ _HINT_LINK = "Links are not followed: copy the file here in its place, or name t
 
 
 def _unread(directory: Path, name: str, exc: OSError | MemoryError) -> StoreError:
+    # O_NOFOLLOW reports a link as a loop.
     if isinstance(exc, OSError) and exc.errno == errno.ELOOP:
         return StoreDenied(str(directory), "read", name, "it is a symbolic link", _HINT_LINK)
     return StoreError(str(directory), "read", name, str(exc) or "it is larger than the memory", _HINT_READ)

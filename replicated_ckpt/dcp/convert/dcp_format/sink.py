@@ -26,7 +26,7 @@ class DcpSink:
         self._shard_bytes_max = shard_bytes_max
 
     def write(self, source: Source, contents: Contents, output: Output, progress: CountBytes) -> None:
-        """Writes all of it; `.metadata` comes last."""
+        """Writes all of it; `.metadata` comes last, so that an output that was cut off is no checkpoint."""
         planner = SourcePlanner(source, contents, progress)
         (plan,), metadata = planner.create_global_plan([planner.create_local_plan()])
         metadata.storage_data = {}
@@ -39,6 +39,7 @@ class DcpSink:
                     metadata.storage_data[item.index] = _write_item(stream, name, planner.resolve_data(item))
         metadata.storage_meta = StorageMeta()
         version = metadata_version()
+        # torch 2.7 has no version to write.
         if version is not None:
             metadata.version = version
         with output.create(METADATA_NAME) as stream:

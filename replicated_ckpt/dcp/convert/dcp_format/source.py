@@ -1,4 +1,4 @@
-"""One of our checkpoints as the bytes that a conversion reads: through ReplicatedReader, from whatever tiers survive."""
+"""One of our checkpoints as the bytes that a conversion reads: through ReplicatedReader, from all tiers that survive."""
 
 import io
 import os
@@ -17,7 +17,7 @@ _NO_SIZE = torch.Size(())
 
 
 class _RangePlanner(LoadPlanner):
-    """Asks a reader for ranges of bytes: to it each one is an item that is no tensor."""
+    """Asks a reader for ranges of bytes: each one is an item that is no tensor."""
 
     def __init__(self, wanted: Sequence[Wanted]) -> None:
         self._wanted = wanted
@@ -72,7 +72,7 @@ class ReaderFetcher:
         return self._reader.prepare_local_plan(LoadPlan([_range(number) for number in range(len(places))]))
 
     def close(self) -> None:
-        """The reader closes what it opens."""
+        """Does nothing: the reader closes what it opens."""
 
 
 def range_reader(
@@ -80,7 +80,7 @@ def range_reader(
     object_store: str | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> ReplicatedReader:
-    """A reader for `checkpoint_source`, on this process alone: bytes pass it as they are, and nothing unpickles them."""
+    """A reader for `checkpoint_source`, on this process alone: it passes bytes on unchanged, and nothing unpickles them."""
     options: dict[str, Any] = {"object_store": object_store, "storage_options": storage_options}
     return ReplicatedReader(root, no_dist=True, trust_pickles=True, **options)
 

@@ -22,7 +22,7 @@ from replicated_ckpt.errors import ConfigInvalid, ObjectCorrupt
 PIECE_BYTES = 4 << 20
 """Items larger than this are read in pieces of this size: each is in memory up to three times on its way."""
 _END_BYTES = 4096
-"""So much of each end of a large tensor's container is looked at; what surrounds the elements takes about 1 KiB."""
+"""Bytes that are read at each end of a large tensor's container; around the elements there is about 1 KiB."""
 _HINT_DAMAGED = "It is damaged, or its save never ended: convert another checkpoint."
 _HINT_ITEM = "Convert another checkpoint, or leave this entry out with --exclude."
 _HINT_TRANSFORMED = "Load it with the reader that knows the transforms, save it without them, and convert that."
@@ -30,7 +30,7 @@ _HINT_TRANSFORMED = "Load it with the reader that knows the transforms, save it 
 
 @dataclass(frozen=True)
 class Wanted:
-    """A range of bytes of a shard, and who takes them. What is taken is valid only during the call."""
+    """A range of bytes of a shard, and its receiver. The bytes are valid only during the call."""
 
     shard: str
     offset: int
@@ -39,16 +39,16 @@ class Wanted:
 
 
 class Fetcher(Protocol):
-    """Where the bytes of shards come from."""
+    """Reads the bytes of shards from one place."""
 
     def fetch(self, wanted: Sequence[Wanted]) -> None:
-        """Hands out each range once, in any order. Raises ReplicatedCkptError."""
+        """Passes each range to its receiver once, in any order. Raises ReplicatedCkptError."""
 
     def check(self, places: Iterable[tuple[str, int, int]]) -> None:
-        """Raises ReplicatedCkptError if some of these ranges (shard, offset, length) cannot be had."""
+        """Raises ReplicatedCkptError if some of these ranges (shard, offset, length) cannot be read."""
 
     def close(self) -> None:
-        """Gives back what is open."""
+        """Closes all open files and connections."""
 
 
 class ItemsSource:
@@ -79,6 +79,7 @@ class ItemsSource:
 
     def _info(self, key: str, offsets: tuple[int, ...]) -> StorageInfo:
         info = self._info_by_place.get((key, offsets))
+        # Scalars and objects are saved without offsets.
         if info is None and not any(offsets):
             info = self._info_by_place.get((key, ()))
         if info is None:
@@ -96,6 +97,7 @@ class ItemsSource:
                 raise ConfigInvalid(
                     f"{self._label} was saved through stream transforms, which are not read.", _HINT_TRANSFORMED
                 )
+            # A hostile .metadata may describe a huge tensor in a small file: its memory is taken before it is read.
             if info.length < least:
                 detail = f"its .metadata describes a tensor of {least} bytes in an item of {info.length}"
                 raise ObjectCorrupt(self._label, "convert", info.relative_path, detail, _HINT_ITEM)
@@ -114,9 +116,10 @@ class ItemsSource:
         return targets
 
     def _find_wanted(self, part: Part, chunk: Chunk, common: Chunk, target: torch.Tensor) -> list[Wanted]:
-        """What is to be read so that `common` gets into its place in `target`."""
+        """The ranges to read so that `common` gets to its place in `target`."""
         info, entry = self._info(part.entry.key, chunk.offsets), part.entry
         start = self._data_starts.get((info.relative_path, info.offset))
+        # Elements are not in rows, or the item is small: it is read whole.
         if start is None:
             inside, place = common.relative_to(chunk), _view(target, common.relative_to(part.chunk))
 
@@ -144,6 +147,7 @@ class ItemsSource:
             raise ObjectCorrupt(
                 self._label, "convert", entry.key, f"its bytes are no tensor: {exc}", _HINT_ITEM
             ) from exc
+        # Intact bytes of another tensor: copied, they would be wrong numbers without a word.
         if tuple(tensor.shape) != chunk.sizes or tensor.dtype != entry.dtype:
             raise ObjectCorrupt(
                 self._label, "convert", entry.key, "it is another tensor than .metadata describes", _HINT_ITEM
@@ -152,7 +156,7 @@ class ItemsSource:
         return tensor
 
     def _probe(self, parts: Sequence[Part]) -> None:
-        """Finds out where the elements begin in those large items that are looked at for the first time."""
+        """Finds the first element in those large items that are read for the first time."""
         wanted: list[Wanted] = []
         ends: list[tuple[StorageInfo, TensorEntry, Chunk, list[bytes]]] = []
         for part in parts:
@@ -162,6 +166,7 @@ class ItemsSource:
                 info = self._info(part.entry.key, chunk.offsets)
                 if info.length <= PIECE_BYTES or (info.relative_path, info.offset) in self._data_starts:
                     continue
+                # Also if the probe fails: each item is probed once, and then read whole.
                 self._data_starts[info.relative_path, info.offset] = None
                 pair = [b"", b""]
                 ends.append((info, part.entry, chunk, pair))
@@ -187,7 +192,7 @@ class ItemsSource:
 
 
 def _check_path(path: Any, key: str) -> Path:
-    """The path that a planner noted for a key, if it is one; it may be anything."""
+    """The path that a planner stored for a key, if it is one; foreign planners may store anything."""
     if isinstance(path, tuple) and path and all(type(part) in (str, int) for part in path) and type(path[0]) is str:
         return path
     return (key,)
@@ -214,13 +219,14 @@ def _keeper(kept: Any, key: Any) -> Callable[[memoryview], None]:
 def _find_data(head: bytes, tail: bytes, size_bytes: int, shape: tuple[int, ...], dtype: torch.dtype) -> int | None:
     """Position of the first element in a container of `size_bytes`, if elements of this type lie there row by row.
 
-    None: they do not, or it is no such container. The two ends of it tell: nothing between them is read.
+    None: they do not, or it is no such container. Only the two ends are needed: nothing between them is read.
     """
 
     def fetch(offset: int, length: int) -> memoryview:
         if offset + length <= len(head):
             return memoryview(head)[offset : offset + length]
         start = offset - (size_bytes - len(tail))
+        # The pickle lies elsewhere: no container that `torch.save` wrote of one tensor.
         if start < 0:
             raise ValueError(f"bytes {offset} to {offset + length} are not at the ends")
         return memoryview(tail)[start : start + length]

@@ -1,4 +1,4 @@
-"""A SavePlanner whose state dict lies in a source: each item is read when it is about to be written."""
+"""A SavePlanner for the state dict of a source: each item is read when it is about to be written."""
 
 import io
 from collections import deque
@@ -28,10 +28,10 @@ _Place = tuple[str, tuple[int, ...]]
 
 
 class SourcePlanner(SavePlanner):
-    """Saves what is in a source, chunk by chunk as it lies there; chunks of more than a window are cut.
+    """Saves the contents of a source, chunk by chunk as they lie there; chunks larger than a window are cut.
 
-    The plan has the order in which items are written. Up to a window of them is read ahead in that order. `progress` is
-    told how many bytes more were read.
+    The plan has the order in which items are written. Up to a window of them is read ahead in that order. `progress` gets
+    the number of bytes that were read since its last call.
     """
 
     def __init__(self, source: Source, contents: Contents, progress: Callable[[int], None]) -> None:
@@ -46,7 +46,7 @@ class SourcePlanner(SavePlanner):
         self._read: dict[_Place, torch.Tensor | io.BytesIO] = {}
 
     def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
-        """The state dict that DCP was given says nothing; the source does."""
+        """Ignores DCP's state dict, which is empty: the source has the state."""
 
     def create_local_plan(self) -> SavePlan:
         paths = {entry.name: entry.path for entry in self._contents.entries}
@@ -66,7 +66,7 @@ class SourcePlanner(SavePlanner):
         return self._read.pop(place)
 
     def _look_ahead(self, place: _Place) -> None:
-        """Reads the next units of the plan. Units that were read and not asked for, against the order, are let go."""
+        """Reads the next units of the plan. Units that were read and not asked for, against the order, are dropped."""
         unit = self._unit_by_place[place]
         group = self._ahead.popleft() if self._ahead and unit in self._ahead[0] else [unit]
         parts = [unit for unit in group if isinstance(unit, Part)]
@@ -84,7 +84,7 @@ def _place_of(item: WriteItem) -> _Place:
 
 
 def parts_of(entry: TensorEntry) -> list[Part]:
-    """The parts of a tensor that are saved as an item each: its chunks, or what is left of them when they are cut."""
+    """The parts of a tensor that are saved as an item each: its chunks, or pieces of those that are cut."""
     check_covered(entry)
     found = []
     for chunk in entry.chunks:

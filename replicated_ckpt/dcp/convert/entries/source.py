@@ -1,4 +1,4 @@
-"""What a conversion reads: a state dict that lies somewhere else, entry by entry and part by part."""
+"""The state dict that a conversion reads, entry by entry and part by part."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ from replicated_ckpt.core.key_rules import KeyRules, Path, rename_path
 from replicated_ckpt.errors import ConfigInvalid
 
 WINDOW_BYTES = 64 << 20
-"""So much of a state dict is held in memory at once."""
+"""The part of a state dict that is in memory at once."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class ObjectEntry:
 
 @dataclass(frozen=True)
 class Contents:
-    """Everything that a source has, or that a conversion takes of it; `order` are the keys as the state dict has them."""
+    """Everything that a source has, or that a conversion takes from it; `order` has the keys in the state dict's order."""
 
     tensors: tuple[TensorEntry, ...]
     objects: tuple[ObjectEntry, ...]
@@ -60,7 +60,7 @@ class Contents:
         return sum(entry.size_bytes for entry in self.entries)
 
     def chosen(self, rules: KeyRules) -> "Contents":
-        """What the rules take, under its new names.
+        """The entries that the rules take, under their new names.
 
         Raises:
             ConfigInvalid: see KeyRules.
@@ -103,7 +103,7 @@ class Source(Protocol):
     contents: Contents
 
     def check(self, contents: Contents) -> None:
-        """Finds out whether all of this can be read, as far as that shows without reading it.
+        """Checks that all of this can be read, as far as possible without reading it.
 
         Raises:
             ReplicatedCkptError
@@ -113,18 +113,18 @@ class Source(Protocol):
         """The parts, each a contiguous tensor of its own on the CPU; all of them are in memory at once.
 
         Raises:
-            ReplicatedCkptError: they are not to be had intact.
+            ReplicatedCkptError: no intact copy can be read.
         """
 
     def read_objects(self, entries: Sequence[ObjectEntry]) -> Mapping[str, bytes]:
-        """By key, what `torch.save` makes of each object.
+        """By key, each object as `torch.save` writes it.
 
         Raises:
-            ReplicatedCkptError: they are not to be had intact.
+            ReplicatedCkptError: no intact copy can be read.
         """
 
     def close(self) -> None:
-        """Gives back what is open."""
+        """Closes all open files and connections."""
 
 
 def windows(units: Iterable[Unit]) -> Iterator[list[Unit]]:
@@ -132,6 +132,7 @@ def windows(units: Iterable[Unit]) -> Iterator[list[Unit]]:
     group: list[Unit] = []
     size_bytes = 0
     for unit in units:
+        # An object's size is often unknown until it is read: it may fill a window alone.
         weight = unit.size_bytes or (WINDOW_BYTES if isinstance(unit, ObjectEntry) else 0)
         if group and size_bytes + weight > WINDOW_BYTES:
             yield group
@@ -170,12 +171,12 @@ def check_plain(key: str, tensor: torch.Tensor) -> None:
 
 
 CountBytes = Callable[[int], None]
-"""Is told how many bytes more were converted."""
+"""Called with the number of further bytes that were converted."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a conversion is. `step` is "writing" or "verifying"."""
+    """The progress of a conversion. `step` is "writing" or "verifying"."""
 
     step: str
     done_bytes: int
@@ -184,7 +185,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Converted:
-    """What a conversion did. `skipped` are keys that the format has no place for."""
+    """The result of a conversion. `skipped` are keys that the format has no place for."""
 
     checkpoint_id: str
     place: str
@@ -201,7 +202,7 @@ class Converted:
 
 
 class Reporter:
-    """Adds up what was converted, and tells it."""
+    """Adds up the bytes that were converted, and reports them."""
 
     def __init__(self, total_bytes: int, progress: Callable[[Progress], None] | None) -> None:
         self._total_bytes = total_bytes
@@ -209,12 +210,12 @@ class Reporter:
         self._progress = progress
 
     def more(self, count: int) -> None:
-        """So many bytes more were read and written."""
+        """Adds bytes that were read and written."""
         self._done_bytes += count
         self._tell("writing", self._done_bytes)
 
     def verifying(self) -> None:
-        """All was written, and is read back now."""
+        """Reports that everything was written, and is being read back."""
         self._tell("verifying", self._total_bytes)
 
     def _tell(self, step: str, done_bytes: int) -> None:
