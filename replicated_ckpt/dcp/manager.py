@@ -379,7 +379,7 @@ class CheckpointManager:
         """Waits until all that was saved is committed, in the object store too; returns the ids that went there.
 
         Raises:
-            CheckpointException, ReplicatedCkptError: the last asynchronous save failed, as each call says until the next.
+            CheckpointException, ReplicatedCkptError: the last asynchronous save failed; each call raises it until the next.
             UploadFailed: as of ReplicatedWriter.
         """
         self._check_open("wait")

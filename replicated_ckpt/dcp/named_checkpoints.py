@@ -43,7 +43,7 @@ def see_newest(look: Callable[[], object]) -> None:
     except (RendezvousFailed, RankFailed):
         raise
     except ReplicatedCkptError as exc:  # alike on all ranks
-        log.info("the newest checkpoint is not known before an older one is loaded: %s", exc)
+        log.info("the newest checkpoint could not be looked up before an older one is loaded: %s", exc)
 
 
 class NamedCheckpoints:
@@ -54,7 +54,7 @@ class NamedCheckpoints:
         options: arguments of ReplicatedWriter; the reader gets the bucket, too.
         reader_options: other arguments of ReplicatedReader.
         newest: what "latest" means here, as str(Newest(...)): only names of the caller's form, say.
-        is_tier: whether this is one of two tiers, of which the caller knows what an earlier job used.
+        is_tier: whether this is one of two tiers, whose caller looks for the tier of an earlier job.
     """
 
     def __init__(
@@ -201,6 +201,7 @@ class NamedCheckpoints:
         try:
             self.writer.close()
         finally:
+            # Also after a failed save: the group must be free for its next user.
             self.reader.leave_group()
             if self._lent is not None:
                 self._lent.close()

@@ -55,6 +55,7 @@ class Preemption:
         # A data loader's worker, say: it must end as it would without a manager.
         if os.getpid() != self._pid:
             signal.signal(number, signal.SIG_DFL if previous is None else previous)
+            # Sent again: the signal that arrived must still have its effect.
             os.kill(os.getpid(), number)
             return
         self._is_signalled = True
@@ -97,5 +98,6 @@ class Preemption:
             self._lent.close()
         while self._previous:
             number, previous = self._previous.popitem()
+            # None: C code has set that handler, and Python cannot set it again.
             if previous is not None:
                 signal.signal(number, previous)

@@ -57,6 +57,7 @@ def notes_of_rank(metrics: Mapping[str, Any] | None, metadata: Mapping[str, Any]
     Raises ConfigInvalid: it cannot be kept, and this process is alone.
     """
     is_alone = not dist.is_available() or not dist.is_initialized()
+    # Only rank 0's are kept: notes of other ranks must not fail the save.
     if not is_alone and dist.get_rank():
         return {}
     try:
@@ -64,6 +65,7 @@ def notes_of_rank(metrics: Mapping[str, Any] | None, metadata: Mapping[str, Any]
     except ConfigInvalid as exc:
         if is_alone:
             raise
+        # Raised here on rank 0 alone, it would leave the others waiting in the save: the commit raises it on all ranks.
         return RefusedNotes(exc)
 
 

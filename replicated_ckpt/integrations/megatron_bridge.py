@@ -44,6 +44,7 @@ _NEWEST = str(Newest("", "iter_{:07d}"))
 _MARKER = b"This checkpoint is in ../replicated. This file tells Megatron-Bridge that its format is fsdp_dtensor.\n"
 _REPLACED = ("save_fsdp_dtensor_checkpoint", "_get_filesystem_reader", "cleanup_old_non_persistent_checkpoint")
 
+# Bridge makes only classes below allowed prefixes.
 register_allowed_target_prefix(__name__)
 
 
@@ -129,6 +130,7 @@ class ReplicatedCheckpointManager(DefaultCheckpointManager):
     @cached_property
     def _checkpoints(self) -> NamedCheckpoints:
         kept = self.checkpoint_config.most_recent_k
+        # With 0 the checkpoint that was just saved would be removed, too.
         retention = Retention(keep_last=max(1, kept)) if kept > -1 else None
         return NamedCheckpoints(
             self._directory / STORE, {"retention": retention, **self.writer_options}, newest=_NEWEST
@@ -145,7 +147,7 @@ class ReplicatedCheckpointManager(DefaultCheckpointManager):
             # Bridge would go by this file, and look for a checkpoint that no node has.
             if is_there(latest):
                 raise ConfigInvalid(
-                    f"{latest} tells of a checkpoint, and no store has one.",
+                    f"{latest} names a checkpoint, and no store has one.",
                     "Give this job an empty directory; checkpoints of Bridge's own manager are pretrained_checkpoint's.",
                 )
             return

@@ -53,7 +53,7 @@ class ReplicatedCheckpointManager(CheckpointManager):
     """
 
     async_mode: AsyncMode
-    _has_none = False  # while all ranks know that there is no checkpoint
+    _has_none = False  # while all ranks have found no checkpoint
 
     @dataclass(kw_only=True, slots=True)
     class Config(CheckpointManager.Config):

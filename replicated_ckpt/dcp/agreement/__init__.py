@@ -1,1 +1,1 @@
-"""What the ranks and nodes of one save tell each other: its announcement, the decision, receipts, and commands."""
+"""The messages between the ranks and nodes of one save: announcement, decision, receipts, and commands."""

@@ -323,7 +323,7 @@ class LoneNode:
         try:
             self._drop_superseded()
         except (ReplicatedCkptError, OSError) as exc:  # the save is published: this must not fail it
-            log.warning("what earlier saves have replaced stays on this node for now: %s", exc)
+            log.warning("superseded versions stay on this node for now: %s", exc)
         return Committed({self._service.node_id: held}, {})
 
     def _drop_superseded(self) -> None:

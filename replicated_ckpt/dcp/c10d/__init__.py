@@ -1,1 +1,1 @@
-"""What ranks tell each other over the c10d store."""
+"""The messages between ranks, over the c10d store."""

@@ -55,7 +55,7 @@ def _alone(directory: Path) -> Iterator[bool]:
             held.enter_context(exclusive(directory, WAIT_S))
         # A stopped rank, or a file system without locks, costs time only.
         except (OSError, ReplicatedCkptError) as exc:
-            log.info("this rank reads what was decided for itself alone: %s", exc)
+            log.info("this rank reads the decision by itself: %s", exc)
             yield False
         else:
             yield True
@@ -74,4 +74,4 @@ def _leave(path: Path, raw: bytes) -> None:
     try:
         write_file(path, raw, 0o600, is_flushed=False)  # after a crash there is no call any more that it could answer
     except OSError as exc:
-        log.info("what was decided is not left for the other ranks of this node, which read it for themselves: %s", exc)
+        log.info("the decision is not shared with the other ranks of this node, which read it themselves: %s", exc)

@@ -36,6 +36,7 @@ def make_picklable(storage: Class) -> Class:
     names the host below it: roots have one path on all nodes.
     """
     for name in (*_OWN_HOOKS, *_HOOKS_WITH_PLANNER):
+        # Only hooks of this very class: an inherited one is wrapped already.
         if name in vars(storage):
             setattr(storage, name, _make_picklable(vars(storage)[name], is_own=name in _OWN_HOOKS))
     return storage
@@ -50,6 +51,7 @@ def _make_picklable(hook: Callable[..., Any], *, is_own: bool) -> Callable[..., 
             ):
                 return hook(self, *args, **kwargs)
         except BaseException as exc:
+            # Roots have one path on all nodes: without the host the error could be of any.
             if isinstance(exc, StoreError | AgentUnavailable):
                 exc.add_note(f"Met on host {socket.gethostname()}.")
             if not can_be_sent(exc):

@@ -33,7 +33,7 @@ _BOOT_ID = _PROC / "sys/kernel/random/boot_id"
 
 @dataclass(frozen=True)
 class Process:
-    """The process of one rank of the job. `started` tells it from a later process with its number."""
+    """The process of one rank of the job. `started` distinguishes it from a later process with its number."""
 
     rank: int
     pid: int
@@ -71,16 +71,16 @@ class Presence:
         self._lost_read = 0
 
     def announce(self) -> None:
-        """Lets the other ranks of this host know this process: those that see the same processes by the same numbers.
+        """Announces this process to the ranks of this host that see the same processes by the same numbers.
 
-        Where /proc does not say which, none is seen.
+        Without /proc no other rank sees it.
         """
         try:
             # Process ids compare only within one boot and one pid namespace: containers of a host each have their own.
             host = f"{_BOOT_ID.read_text().strip()}/{(_PROC / 'self/ns/pid').readlink()}"
             this = Process(self._rank, os.getpid(), state_and_start(os.getpid())[1])
         except OSError as exc:
-            log.warning("no other rank sees whether this one lives: %s", exc)
+            log.warning("no other rank can see whether this one lives: %s", exc)
             return
         self._host = host
         self._append(host, this)
@@ -115,7 +115,7 @@ class Presence:
                 process = Process(**json.loads(self._store.get(key)))
                 found[process.rank] = process
             except (ValueError, TypeError, RecursionError) as exc:
-                log.warning("what %r on the c10d store says about a process is not believed: %s", key, exc)
+                log.warning("entry %r on the c10d store describes no process, and is ignored: %s", key, exc)
         return done
 
 

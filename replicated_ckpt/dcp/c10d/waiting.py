@@ -48,7 +48,7 @@ class AnsweringStore:
     """
 
     def __init__(self, prefix: str, store: "dist.Store") -> None:
-        self._job: Any = store  # its stub does not say that it has a time-out
+        self._job: Any = store  # its stub has no time-out
         self._store = dist.PrefixStore(prefix, store)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:

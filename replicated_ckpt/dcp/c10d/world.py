@@ -94,6 +94,7 @@ def world_of_call(process_group: Any, no_dist: bool | None) -> World:
         return World(0, 1, None)
     check_is_rank()
     group: Any = process_group or (call.process_group if call is not None else None) or dist.group.WORLD
+    # Its rank in the group would be -1, and the others would wait for a post that never comes.
     if not hasattr(group, "group_name"):  # GroupMember.NON_GROUP_MEMBER has none
         raise ConfigInvalid(
             f"process_group is {str(group)[:80]!r} on this rank, and no group that it is in.",
@@ -149,6 +150,7 @@ def await_ranks(group: Any, name: str, deadline_s: float, what: str) -> None:
 
 def _set_up_rendezvous(group: Any, name: str) -> tuple[Blackboard, WatchedGroup | None]:
     presence, members = announce(), dist.get_process_group_ranks(group)
+    # By group: a World lives for one call, and what ranks have cached must outlive it.
     kept = _cached_by_group.setdefault(name, CachedDecisions())
     store = AnsweringStore(f"{_PREFIX}/{name}", default_store())
     board = Blackboard(

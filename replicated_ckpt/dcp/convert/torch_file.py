@@ -140,6 +140,7 @@ def load_file(path: Path, *, trust_pickles: bool) -> Any:
         ConfigInvalid: it is no such file. ObjectUnsafe: it names a class that nothing allows. StoreError: unreadable.
     """
     try:
+        # Opened before torch does: a FIFO at the path would make it wait for ever.
         with open_plain_file(path) as file:
             return load_trusted(path, str(path), mmap=True) if trust_pickles else _map_file(path, file.fileno())
     except FileNotFoundError as exc:
@@ -185,7 +186,7 @@ def _mappings(fd: int) -> list[tuple[int, int, int]]:
     return found
 
 
-PROTOCOL = 2
+PROTOCOL = 2  # torch.save's own
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ _SHOWN_MAX = 3
 def hint_where_none_is(store: LocalStore, checkpoint_id: str, *, are_all_asked: bool) -> str | None:
     """The hint of an error for a search that found nothing; None: the error's own hint fits."""
     root, is_bucket_alone = store.root, isinstance(store, EmptyStore)
+    # A common mistake: the checkpoint's own directory as root.
     if is_checkpoint(root):
         return f"{root} is a checkpoint itself: pass the directory above as root, and checkpoint_id={root.name!r}."
     # The error lists places that did not answer: to bring them back is the first step.

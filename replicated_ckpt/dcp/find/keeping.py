@@ -1,4 +1,4 @@
-"""Finds the save that a load reads, and pins it: once its agents know of the load, no node removes it."""
+"""Finds the save that a load reads, and has the agents pin it, so that no node removes it."""
 
 import threading
 from collections.abc import Callable, Iterable, Mapping

@@ -40,6 +40,7 @@ def check_gives_way(store: LocalStore, own_node: str, nodes: Iterable[AgentAddre
     _check_may_go(survey, checkpoint_id, store)
     _check_is_alone(survey, surveyor)
     missing = ", ".join(survey.found.list_missing(survey.manifest.shard_sizes)) or "the metadata"
+    # Unreachable is not missing: the part may lie there.
     unreached = [*surveyor.unreached, *_unreached_of_manifest(survey, own_node), *_publishing(survey, own_node)]
     # Its last step may still come from another process: it would be whole then.
     if store.is_staged(survey.manifest.save_id):

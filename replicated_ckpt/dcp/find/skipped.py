@@ -76,7 +76,7 @@ def describe_silent(chosen: SaveFound, manifest: Manifest, own_node: str, search
         )
     others = {node: place for node, place in searched.items() if node not in (own_node, OBJECT_NODE)}
     asked = [others[node.node_id] for node in manifest.nodes if node.node_id in others]
-    # Any node that answered would have listed a newer save, or know of one.
+    # Any node that answered would have listed a newer save, or a sequence beyond it.
     if not asked or any(NOT_REACHED not in place for place in others.values()):
         return ""
     silent = list_some([place.partition(NOT_REACHED)[0] for place in asked], _SHOWN_MAX)

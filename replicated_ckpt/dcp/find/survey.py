@@ -47,9 +47,7 @@ from replicated_ckpt.stores.peer.fan_out import FanOut
 
 log = logging.getLogger(__name__)
 
-_HINT = (
-    "Bring back nodes that are not reached: .metadata lies on rank 0's alone. If all are there, the save never ended."
-)
+_HINT = "Bring back nodes that are not reached: only rank 0's has .metadata. If all are there, the save never ended."
 
 
 def unmanaged_save(
@@ -99,7 +97,7 @@ def _without_metadata(checkpoint: UnmanagedCheckpoint, searched: Sequence[str]) 
 
 def unmanaged_warning(save: UnmanagedSave, because: ReplicatedCkptError | None) -> str:
     """What a load of such a checkpoint warns about. `because`: why none of ours is loaded, where "latest" was asked for."""
-    newer = f" It is taken though newer ones are there: {because.message}" if isinstance(because, ShardLost) else ""
+    newer = f" It is taken although there are newer ones: {because.message}" if isinstance(because, ShardLost) else ""
     later = ", ".join(save.written_later)
     return (
         f"{save.checkpoint_id} has no manifest: stock torch wrote it, or it is lost on every node that was reached. "

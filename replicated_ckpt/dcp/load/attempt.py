@@ -107,7 +107,7 @@ REMIND_S = 100.0
 _BAD_METADATA = "Load another checkpoint, and report this one: an intact save has no such metadata."
 _Placed = tuple[ReadItem, StorageInfo, str]
 """An item, where it lies, and the name of its shard."""
-_TRANSFORMED = "Load it with the reader that knows the transforms, and save it with ReplicatedWriter, without them."
+_TRANSFORMED = "Load it with a reader for these transforms, and save it with ReplicatedWriter, without them."
 
 
 class LoadAttempt:
@@ -261,7 +261,7 @@ class LoadAttempt:
         unknown = asked - set(manifest.shards)
         if unknown:
             raise ManifestInvalid(
-                f"The .metadata names {sorted(unknown)}, which the manifest does not know.", _BAD_METADATA
+                f"The .metadata names {sorted(unknown)}, which the manifest does not have.", _BAD_METADATA
             )
         # .metadata and manifest have checksums of their own, but come from two files that an older release may mix up.
         for item, info, shard in placed:
@@ -432,7 +432,7 @@ class LoadAttempt:
     def _info(self, item: ReadItem) -> StorageInfo:
         info = self._info_by_index.get(item.storage_index)
         if info is None:
-            raise ManifestInvalid(f"The .metadata does not say where {item.storage_index.fqn!r} lies.", _BAD_METADATA)
+            raise ManifestInvalid(f"The .metadata has no place for {item.storage_index.fqn!r}.", _BAD_METADATA)
         if getattr(info, "transform_descriptors", None):
             raise ManifestInvalid(
                 f"{item.storage_index.fqn!r} was saved through stream transforms, which are not read.", _TRANSFORMED

@@ -270,6 +270,7 @@ class ReplicatedReader(StorageReader):
             self._under_way.read_items(plan, planner)
         finally:
             self._parts.planning.end_pause()
+            # Otherwise every thread that ever loaded would keep its attempt, and with it the metadata.
             self._attempt_by_thread.pop(threading.get_ident(), None)
         future: Future[None] = Future()
         future.set_result(None)

@@ -46,6 +46,7 @@ class LoadReport:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "LoadReport":
         """One rank's report from `as_dict`, without those of other ranks; unknown fields of another version are ignored."""
+        # Ranks of two releases may load together: each skips the other's new fields.
         known = {each.name: values[each.name] for each in fields(cls) if each.name in values}
         return cls(**{**known, "bad_copies": tuple(known["bad_copies"]), "ranks": ()})
 

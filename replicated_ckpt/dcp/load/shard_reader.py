@@ -88,6 +88,7 @@ class Findings:
                 self._suspects.add((node, shard))
             if isinstance(error, StoreUnavailable):
                 self.silent.add(node)
+                # The other ranks of the node need not wait for the same time-out.
                 if self.exchange is not None:
                     self.exchange.tell_silent(node)
             failed = self._failed.setdefault(shard, {})
@@ -226,6 +227,7 @@ class ShardReader:
         """One object for all siblings: what one of them has checked, none checks again."""
         key = shard, node
         if key not in self._unchecked:
+            # setdefault: siblings run in threads of their own.
             self._unchecked.setdefault(key, UncheckedItems(self._places.get(shard, ())))
         return self._unchecked[key]
 

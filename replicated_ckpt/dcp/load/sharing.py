@@ -54,6 +54,7 @@ def plan_sharing(plans: Sequence[LoadPlan], shards: Sequence[str]) -> list[LoadP
     sharing_by_rank: dict[int, NodeSharing] = {}
     for needs_by_rank in ranks_by_node.values():
         units = plan_shared_units({rank: needs.windows for rank, needs in needs_by_rank.items()}, shards)
+        # A rank that takes nothing joins no exchange: the others would wait for its signs of life.
         takers = sorted({taker for unit in units for taker in unit.takers})
         sharing = NodeSharing({rank: str(needs_by_rank[rank].cache) for rank in takers}, tuple(units), silent)
         sharing_by_rank |= dict.fromkeys(takers, sharing)

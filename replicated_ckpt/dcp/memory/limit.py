@@ -28,8 +28,8 @@ class MemoryTierShort(ReplicatedCkptError):
 
     default_hint = (
         "Give the tier more room (`--shm-size` of a container, `mount -o remount,size=...`, a higher memory limit), save "
-        "less per node, remove what other runs left in it, or leave memory= out. Docker's /dev/shm has 64 MB if nothing is "
-        "said."
+        "less per node, remove what other runs left in it, or leave memory= out. Docker's /dev/shm has 64 MB by "
+        "default."
     )
 
 

@@ -59,6 +59,7 @@ def decode_metadata(raw: bytes, source: str) -> Metadata:
     """
     try:
         with put_off():
+            # A copy: another thread may register a class meanwhile.
             return build_metadata(follow(raw), len(raw), dict(_registered))
     except UnknownName as exc:
         hint = _NEWER_TORCH if all(module == "torch" for module, _ in exc.keys) else _REGISTER
@@ -89,6 +90,7 @@ def share_parts(metadata: Metadata) -> None:
     shared: dict[object, Any] = {}
 
     def one(part: Part) -> Part:
+        # By type, too: a torch.Size equals a plain tuple, and 1 equals True.
         found: Part = shared.setdefault((type(part), part), part)
         return found
 

@@ -110,7 +110,7 @@ def register_node(store: LocalStore, domain: str | None, *, is_opening: bool = F
         known = read_endpoint(store.agent_directory())
         if known is None:
             raise
-        log.warning("this node's agent does not answer, and the others go on without it: %s", exc)
+        log.warning("this node's agent does not answer; the other nodes go on without it: %s", exc)
         endpoint, silence = known, str(exc)
     if not (endpoint.tls_sha256 or can_encrypt() or is_loopback(host) or is_network_trusted()):
         warn(_PLAIN_WARNING)
@@ -205,7 +205,7 @@ def find_host() -> tuple[str, str]:
     REPLICATED_CKPT_HOST if set; else the address from which this host reaches MASTER_ADDR. Where MASTER_ADDR is this
     host under a real name, that may be a loopback address, which means nothing to the others: then the address of the
     default route; so it is where the route has a link-local address, which needs the name of an interface with it.
-    Where MASTER_ADDR itself says loopback, all nodes are on this host.
+    Where MASTER_ADDR itself is loopback, all nodes are on this host.
 
     Raises:
         ConfigInvalid: REPLICATED_CKPT_HOST is no host, or this one has link-local addresses alone.

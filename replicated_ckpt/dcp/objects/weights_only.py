@@ -147,6 +147,7 @@ class ObjectValues(Values):
         if key in (_BYTES, _BYTEARRAY, _ENCODE):
             return self._bytes(node, key)
         self.find(key)
+        # A class that the user has added is called in any way: the user has allowed that.
         if ".".join(key) in self._names:
             _check_call(node, key)
         if key == _SPARSE:

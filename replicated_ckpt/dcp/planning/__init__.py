@@ -1,1 +1,1 @@
-"""Plans that travel once or not at all: of saves, kept from one to the next, and of loads."""
+"""Plans that travel once or not at all: those of saves, cached from one to the next, and those of loads."""

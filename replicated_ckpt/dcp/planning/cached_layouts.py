@@ -41,6 +41,7 @@ class ShardResults(list[WriteResult]):
         return copy.deepcopy(list(self), memo)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
+        # A list that a wrapper has changed travels whole: the digest is not its own.
         if self._same_as and self.digest:
             return _find_results, (self._same_as, self._digest)
         return ShardResults, (list(self), self.digest)
@@ -125,6 +126,7 @@ def _has_fields_only(metadata: Metadata) -> bool:
     return all(len(vars(one)) == _FIELDS.get(type(one)) for one in (metadata, *metadata.state_dict_metadata.values()))
 
 
+# Weak: a layout lives as long as the writer that has cached it.
 _by_save: "weakref.WeakValueDictionary[str, CachedLayout]" = weakref.WeakValueDictionary()
 
 

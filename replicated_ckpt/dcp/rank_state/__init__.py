@@ -1,1 +1,1 @@
-"""What is another on each rank: random states and the position in the data. Saved with a checkpoint, rank by rank."""
+"""State that differs by rank, random states and the position in the data, saved with a checkpoint."""

@@ -215,5 +215,6 @@ class ReplayedLoader(Stateful):
         return [generator.get_state() for generator in self._generators()]
 
     def _set_own(self, states: list[torch.Tensor]) -> None:
+        # The loader may have been made with another number of generators than the saved one.
         for generator, state in zip(self._generators(), states, strict=False):
             generator.set_state(state)

@@ -1,1 +1,1 @@
-"""What is changed or used of torch and Python beyond their public names."""
+"""Uses and changes of torch and Python beyond their public names."""

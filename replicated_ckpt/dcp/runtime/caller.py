@@ -38,6 +38,7 @@ def warn(message: str, otherwise: Line | None = None) -> None:
         warnings.warn(message, ReplicatedCkptWarning, stacklevel=2)
         return
     module = sys.modules.get(line.module)
+    # The module's own registry, so that the filters "once" and "default" work as for a warning of its line.
     registry = {} if module is None else vars(module).setdefault("__warningregistry__", {})
     warnings.warn_explicit(message, ReplicatedCkptWarning, line.filename, line.number, line.module, registry)
 

@@ -36,6 +36,7 @@ class Pause:
         global _watcher  # noqa: PLW0603 - one for the process
         with _lock:
             if _watcher is None:
+                # Daemon: a pause without an end must not keep the process from exiting.
                 watcher = threading.Thread(target=_end_late, name=WATCHER, daemon=True)
                 try:
                     watcher.start()

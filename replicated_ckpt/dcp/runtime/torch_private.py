@@ -178,6 +178,7 @@ def leaves_plans(reader: object) -> bool:
 def _wrapper_of_step() -> tuple[_DistWrapper | None, str]:
     """DCP's wrapper of the process group of the call under way, and the method that does its step."""
     for frame, _ in walk_stack(sys._getframe(1)):  # noqa: SLF001 - the documented CPython call for it
+        # Other libraries have methods of these names: only DCP's own wrapper counts.
         wrapper = frame.f_locals.get("self") if frame.f_code.co_name in _OUTCOMES else None
         if isinstance(wrapper, _DistWrapper):
             return wrapper, frame.f_code.co_name

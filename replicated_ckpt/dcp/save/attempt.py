@@ -251,7 +251,7 @@ class SaveAttempt:
         Returns whether it goes to the bucket, too.
 
         Raises:
-            SaveAborted, AckNotReached, StoreError: at the coordinator; DCP tells all ranks.
+            SaveAborted, AckNotReached, StoreError: at the coordinator; DCP raises it on all ranks.
         """
         board, receipts, decision = self._world.blackboard, [self._receipt], self._decision
         # From here on `break_off` must not abort: `commit_save` decides when that is still allowed.

@@ -93,7 +93,7 @@ class ObjectTier:
         try:
             ask_agent(self._store, "POST", "/v1/object/target", self._target.to_json())
         except ReplicatedCkptError as exc:
-            return [f"this node's agent does not know the object store: {exc}"]
+            return [f"this node's agent did not take the object store: {exc}"]
         return []
 
     def probe(self, checkpoint_id: str, *, is_on_nodes: bool, overwrite: bool) -> Probed:

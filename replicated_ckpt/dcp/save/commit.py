@@ -125,7 +125,7 @@ def _list_late(committed: Committed, decision: SaveDecision) -> list[str]:
 def _list_dropped(committed: Committed, receipts: Sequence[Receipt]) -> list[str]:
     """The copies that a node had acknowledged, and did not publish with the save."""
     return [
-        f"node {node} has set its copy of {shard.name} aside: its bytes are not those that were saved"
+        f"node {node} has quarantined its copy of {shard.name}: its bytes differ from the saved ones"
         for receipt in receipts
         for shard in receipt.shards
         for node in shard.holders

@@ -43,6 +43,7 @@ class Retaining:
         No node is asked where there is no policy, none to replace, or no agent that answers.
         """
         node = decision.node_of(rank).node_id
+        # A silent agent would cost its time-out again.
         if rank != decision.ranks_of(node)[0] or node in decision.unreached or not self._is_used:
             return []
         return self._tell(decision, is_committed=False)

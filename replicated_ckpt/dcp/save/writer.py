@@ -56,7 +56,7 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
 
     After `dcp.save` returns: the checkpoint is committed on every node of the process group, and any `copies - 1` of
     them can vanish with their disks without a byte being lost (with `ack="peer"`). If it raises, the previous
-    checkpoint of that id still loads, or the error says that this one is committed (UploadFailed, AckNotReached).
+    checkpoint of that id still loads, or the error (UploadFailed, AckNotReached) means that this one is committed.
 
     Args:
         root: this node's store, a directory on its own disk. Ranks with the same store are one node.

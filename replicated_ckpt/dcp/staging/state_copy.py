@@ -201,7 +201,7 @@ class StateCopy:
 
 
 def _like(tensor: torch.Tensor, copied: torch.Tensor) -> torch.Tensor:
-    """The copy, with the original's `requires_grad`, which what it was made of does not tell."""
+    """The copy, with the original's `requires_grad`, which its parts do not have."""
     if tensor.requires_grad and not copied.requires_grad:
         copied.requires_grad_()
     return copied

@@ -1,1 +1,1 @@
-"""The hand-over: an asynchronous save's shard goes to the node's agent as memory, and the agent does the rest."""
+"""Submission: the node's agent gets an asynchronous save's shard as memory, and does the rest."""

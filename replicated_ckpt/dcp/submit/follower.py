@@ -19,11 +19,11 @@ from replicated_ckpt.stores.thread_start import start_worker
 log = logging.getLogger(__name__)
 
 _TRIES = 3
-_PAUSE_S = 0.3
+_PAUSE_S = 0.3  # an agent that starts again needs a moment until its socket is there
 
 
 class Follower:
-    """One shard in the agent's hands. `end` is what became of it; `leave` says that this rank works on the save no more."""
+    """One shard in the agent's hands. `end` is its outcome; `leave` ends this rank's part in the save."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Follower:
             raise
 
     def leave(self) -> None:
-        """The agent learns it once it does not need the memory any more."""
+        """Ends this rank's part; the agent notices once it no longer needs the memory."""
         self._left.set()
         if self.end.done():
             self._submitted.close()
@@ -57,8 +57,10 @@ class Follower:
         try:
             found, error = self._wait(), None
         except BaseException as exc:  # noqa: BLE001 - top of a thread; who asks for the end gets the error
+            # The future keeps the error, and its frames would keep the staged memory.
             found, error = None, forget_locals(exc)
         self._layout.close()
+        # Before the future is done: its waiters may use the memory again.
         self._staged = None
         if found is not None:
             self.end.set_result(found)
@@ -89,5 +91,5 @@ class Follower:
             assert self._staged is not None, "it is dropped when the shard has ended"
             descriptors = [descriptor_of(self._staged), self._layout.between]
             self._submitted = submit(self._store, self._shard, descriptors, self._staged)
-        except StoreUnavailable as exc:  # the closed connection says the same, once more
+        except StoreUnavailable as exc:  # the next wait on the closed connection raises again
             log.warning("not submitted again yet: %s", exc)

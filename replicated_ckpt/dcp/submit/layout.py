@@ -49,6 +49,7 @@ class ShardLayout:
 
     def refer(self, data: memoryview) -> None:
         """Appends bytes that stay as they are until the shard is written."""
+        # A piece of its own costs more than the copy of a small item; read-only memory is not the staged copy's.
         if len(data) < REFERRED_BYTES_MIN or data.readonly:
             self.write(data)
             return
@@ -62,6 +63,7 @@ class ShardLayout:
         self.position += size
         if self.pieces:
             last, begin, before = self.pieces[-1]
+            # Neighbours become one piece: those of a million items would not fit into one message.
             if last == source and begin + before == offset:
                 self.pieces[-1] = source, begin, before + size
                 return

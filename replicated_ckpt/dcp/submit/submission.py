@@ -25,15 +25,15 @@ log = logging.getLogger(__name__)
 
 _TRIES = 3
 _PAUSE_S = 0.3
-LOG_HINT = "Look at ROOT/.agent/log for what became of the agent; then save again."
+LOG_HINT = "Look at ROOT/.agent/log for the end of the agent; then save again."
 
 
 class AgentSilent(StoreUnavailable):
     """This node's agent was asked to end the save and answers no more: the save may be committed by it, or not."""
 
     default_hint = (
-        "The next save or load settles it. On rank 0's node `replicated-ckpt status --root ROOT` says whether the agent is "
-        "stopped, and ROOT/.agent/log what became of it."
+        "The next save or load settles it. On rank 0's node `replicated-ckpt status --root ROOT` shows if the agent is "
+        "stopped, and ROOT/.agent/log why it ended."
     )
 
 
@@ -73,7 +73,7 @@ def _finish(store: LocalStore, save_id: str, body: bytes) -> Finished:
             return Finished.from_json(client.call("POST", path))
         except ReplicatedCkptError:
             raise  # the agent has given the save up, or is gone
-        except BaseException as exc:  # from here on this rank cannot tell, and must not have the other nodes give it up
+        except BaseException as exc:  # the agent may have decided: the other nodes must not abort
             raise AgentSilent("this node's agent", "finish", save_id, _tell(exc)) from exc
 
 
@@ -102,7 +102,7 @@ class Submission:
             answer = _receive(self._connection)
             if answer["state"] == "working":
                 continue
-            with parsing(f"{_AGENT} says of a shard {answer!r}"):
+            with parsing(f"{_AGENT} answered about a shard {answer!r}"):
                 return WrittenCopies.from_json(answer["copies"])
 
     def detach(self, memory: memoryview) -> None:
@@ -177,7 +177,7 @@ def _receive(connection: socket.socket) -> dict[str, Any]:
     except (OSError, EOFError) as exc:
         raise _unavailable(exc) from exc
     if descriptors or "state" not in answer:
-        raise PeerProtocolError(f"{_AGENT} says of a shard {answer!r}.")
+        raise PeerProtocolError(f"{_AGENT} answered about a shard {answer!r}.")
     if answer["state"] == "refused":
         status = int(answer.get("status", 500))
         raise refusal(status, json.dumps(answer).encode(), _AGENT, "hand over", "the shard")

@@ -14,7 +14,7 @@ from replicated_ckpt.dcp.tensors.pinned import PinnedCopies
 from replicated_ckpt.dcp.tensors.stored_tensor import StoredTensor
 from replicated_ckpt.stores.files.direct import address_of
 
-BATCH_BYTES = 4 << 20
+BATCH_BYTES = 4 << 20  # one call of torch for a batch of rows, not for each
 
 
 class Destination(Protocol):
@@ -59,6 +59,7 @@ class Rows:
         self._dtype = stored.dtype
         self._row_shape = stored.shape[1:]
         self._offsets, self._lengths = item.storage_offsets[1:], item.lengths[1:]
+        # One row may be larger than a batch.
         batch = max(1, BATCH_BYTES // stored.row_bytes) * stored.row_bytes
         self._row_bytes = stored.row_bytes
         self._gathered = memoryview(bytearray(min(batch, self._row_bytes * self._target.shape[0])))

@@ -47,6 +47,7 @@ class DeviceCopies:
                         target.copy_(source, non_blocking=True)
             self._ends[device] = side.record_event()
         for target, source in targets_and_sources:
+            # After the GPUs' copies are queued: both go on at the same time.
             if not source.is_cuda:
                 target.copy_(source)
 

@@ -13,7 +13,7 @@ from replicated_ckpt.dcp.tensors.memory import memory_of
 from replicated_ckpt.dcp.tensors.torch_save import Envelope, learn_envelope, save_without_crc32
 from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptError
 
-_TEMPLATES_MAX = 4096
+_TEMPLATES_MAX = 4096  # tensors of ever new shapes must not fill the memory
 
 
 class Stream(Protocol):

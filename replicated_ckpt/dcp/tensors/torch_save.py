@@ -109,6 +109,7 @@ def learn_envelope(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int
     model = empty_tensor(shape, dtype, stride)
     model.untyped_storage()[:_RECORD_END_BYTES].fill_(0)
     size_bytes = model.numel() * model.element_size()
+    # A large one would be copied through memory whole, only to learn its two ends.
     if size_bytes > TEMPLATE_BYTES_MAX:
         parts = _WithoutData()
         save_without_crc32(model, parts)

@@ -25,7 +25,7 @@ _END_BYTES = 4096
 """Bytes that are read at each end of a large tensor's container; around the elements there is about 1 KiB."""
 _HINT_DAMAGED = "It is damaged, or its save never ended: convert another checkpoint."
 _HINT_ITEM = "Convert another checkpoint, or leave this entry out with --exclude."
-_HINT_TRANSFORMED = "Load it with the reader that knows the transforms, save it without them, and convert that."
+_HINT_TRANSFORMED = "Load it with a reader for these transforms, save it without them, and convert that."
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class ItemsSource:
         if info is None and not any(offsets):
             info = self._info_by_place.get((key, ()))
         if info is None:
-            raise ConfigInvalid(f"The .metadata of {self._label} does not say where {key!r} lies.", _HINT_DAMAGED)
+            raise ConfigInvalid(f"The .metadata of {self._label} has no place for {key!r}.", _HINT_DAMAGED)
         return info
 
     def check(self, contents: Contents) -> None:
