@@ -212,7 +212,7 @@ class AgentCluster:
 
         outcome = self._run(open_on)
         for node, error in outcome.errors.items():
-            # A silent peer costs copies only. A refusal, as of an existing checkpoint, or an error of the own node ends it.
+            # A silent peer only costs copies. A refusal (the checkpoint exists), or an error of the own node, ends it.
             if node == self._own_node or not isinstance(error, StoreUnavailable):
                 raise error
         told = outcome.results.values()

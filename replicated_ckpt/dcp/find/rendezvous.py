@@ -270,7 +270,7 @@ def _survey(
     own = posts[world.rank]["node"]["node_id"] if posts[world.rank]["node"] else store.read_node_id()
     absent: list[AgentAddress] = []
     silent: Silence = {}
-    # No store, no agent: without a node of its own this rank introduces no one.
+    # Without a store this rank has no node, and has met no peers.
     if not isinstance(store, EmptyStore):
         # Port 0 is a node whose agent never listened: no peer could reach it.
         known = [node.address for node in nodes.values() if node.address.port]

@@ -164,7 +164,7 @@ class LoadAttempt:
             if not exc.in_step:
                 raise exc.error from None
         except BaseException as exc:
-            # The other ranks are inside DCP's first step: raising here would leave them waiting, so `prepare` raises it.
+            # The others go on into DCP's first step, and would wait there: `prepare` raises it, where DCP gathers errors.
             self._failure = exc
             if world.blackboard is None:
                 raise
@@ -263,7 +263,7 @@ class LoadAttempt:
             raise ManifestInvalid(
                 f"The .metadata names {sorted(unknown)}, which the manifest does not have.", _BAD_METADATA
             )
-        # .metadata and manifest have checksums of their own, but come from two files that an older release may mix up.
+        # Metadata and manifest are two files: here they are compared, before memory is taken for a read.
         for item, info, shard in placed:
             if info.offset + info.length > manifest.shards[shard].size_bytes:
                 raise ManifestInvalid(
@@ -412,7 +412,7 @@ class LoadAttempt:
         directory = self._store.root_agent_directory()
         exchange = join_exchange(shared, self._world.rank, cache, directory, self._world.size, windows)
         if exchange is None:
-            # Nobody will take from this rank's cache: it must not fill.
+            # No other rank takes from this cache: it must not fill.
             cache.close()
         return exchange
 

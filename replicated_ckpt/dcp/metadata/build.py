@@ -133,7 +133,7 @@ class _Builder(Values):
         return found
 
     def make(self, node: Made) -> Any:
-        # Filled from a list, these hash its elements without a look at them.
+        # Filled from a list, these hash its elements before any other check.
         if self.find(key_of(node.called)) in _FILLED_AT_ONCE:
             for items in node.arguments:
                 self.check_keys(items if type(items) is list else ())

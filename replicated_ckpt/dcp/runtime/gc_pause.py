@@ -100,7 +100,7 @@ def _begin() -> None:
 def _end() -> None:
     global _users  # noqa: PLW0603 - as above
     _users = max(0, _users - 1)  # after a fork, a block of the parent's may end here
-    # Other thresholds were set meanwhile: they are someone else's choice, and stay.
+    # Thresholds that other code has set meanwhile stay.
     if not _users and gc.get_threshold()[0] == 0:
         gc.set_threshold(*_before)
 

@@ -171,7 +171,7 @@ def _complete(receipt: Receipt, manifest: Manifest, finished: Finished) -> Recei
     entries = {shard.name: manifest.shards[shard.name] for shard in receipt.shards}
     written = {copies.name: copies for copies in finished.written if copies.name in entries}
     shards = (
-        # an agent that was restarted has only the manifest of a published save: its intended holders
+        # An agent that was restarted has only the manifest of a published save: its intended holders
         ShardReceipt(name, each.size_bytes, each.crc32c, written[name].holders if name in written else each.holders)
         for name, each in entries.items()
     )

@@ -249,7 +249,7 @@ class Stager:
             return True
         if self._behind is not None:
             return self._behind.is_over()
-        # No tensor of the copy is left: whoever saved it has ended.
+        # No tensor of the copy is left, so the save has ended.
         if self._lease is None or self._lease() is None:
             return True
         if self._thread is None:
