@@ -181,12 +181,12 @@ class CheckpointManager:
 
     @property
     def last_save(self) -> SaveReport | None:
-        """What this rank's last save wrote; None before the first."""
+        """The report of this rank's last save; None before the first."""
         return self._checkpoints.last_save
 
     @property
     def last_load(self) -> LoadReport | None:
-        """The sources of this rank's last load; None before the first."""
+        """The report of this rank's last load; None before the first."""
         return self._checkpoints.last_load
 
     # Saving ------------------------------------------------------------------------------------------------------
@@ -387,7 +387,7 @@ class CheckpointManager:
         return self._checkpoints.wait(timeout_s)
 
     def close(self) -> None:
-        """Waits for the save in flight, and gives the signals back. Uploads go on in the agents; `wait` waits for them.
+        """Waits for the save in flight, and restores signal handlers. Uploads go on in the agents; `wait` waits for them.
 
         To be called once at the end, or by `with`; calling it again changes nothing.
 

@@ -184,12 +184,12 @@ class NamedCheckpoints:
 
     @property
     def last_save(self) -> SaveReport | None:
-        """What this rank's last save wrote; None before the first."""
+        """The report of this rank's last save; None before the first."""
         return self.writer.last_save
 
     @property
     def last_load(self) -> LoadReport | None:
-        """The sources of this rank's last load; None before the first."""
+        """The report of this rank's last load; None before the first."""
         return self.reader.last_load
 
     def wait(self, timeout_s: float = WAIT_TIMEOUT_S) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from replicated_ckpt.errors import ConfigInvalid
 
 _FORM = "step-{}"
 NEWEST_STEP = str(Newest("", _FORM))
-"""What "latest" means to a manager, whatever else lies in its root."""
+"""A manager's "latest": only ids of its own form count, whatever else lies in its root."""
 
 
 def check_step(step: SupportsIndex) -> int:
@@ -52,7 +52,7 @@ class StepNotes:
 
 
 def notes_of_rank(metrics: Mapping[str, Any] | None, metadata: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """What this rank keeps with a save: rank 0's counts. What that cannot keep fails the save, so that all ranks learn it.
+    """The notes of this rank for a save: rank 0's count. If they cannot be kept, the save fails, so on all ranks.
 
     Raises ConfigInvalid: it cannot be kept, and this process is alone.
     """

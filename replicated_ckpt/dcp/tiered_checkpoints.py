@@ -103,12 +103,12 @@ class TieredCheckpoints:
 
     @property
     def last_save(self) -> SaveReport | None:
-        """What this rank's last save wrote to the memory tier; None before the first."""
+        """The report of this rank's last save to the memory tier; None before the first."""
         return self.memory.last_save
 
     @property
     def last_load(self) -> LoadReport | None:
-        """The sources of this rank's last load; None before the first."""
+        """The report of this rank's last load; None before the first."""
         return self._loaded_from.last_load
 
     @property

@@ -151,7 +151,7 @@ class SaveDecision:
 
 @dataclass(frozen=True)
 class SavePost:
-    """What each rank posts before a save. `checkpoint_id` None: it takes the coordinator's.
+    """The post of each rank before a save. `checkpoint_id` None: it takes the coordinator's.
 
     `memory_bytes`: the size that the store may reach, where it lies in memory; None: it lies on a disk.
     `wants`: the arguments of its writer, as text, that all ranks must give alike.
@@ -287,7 +287,7 @@ class ShardReceipt:
 
 @dataclass(frozen=True)
 class Receipt:
-    """What a rank wrote, and how long it took. `aborted`: set if another process aborted the save meanwhile.
+    """A rank's record of what it wrote, and how long it took. `aborted`: set if another process aborted the save meanwhile.
 
     `is_submitted`: the node's agent writes the shards; their receipts have the name only.
     """

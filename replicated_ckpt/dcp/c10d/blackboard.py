@@ -105,7 +105,7 @@ class Blackboard:
             self._store.delete_key(f"{topic}/{self._rank}")
 
     def read_post(self, topic: str, rank: int) -> dict[str, Any] | None:
-        """What a rank has posted last; None: nothing so far. It is not waited for.
+        """A rank's last post; None: it has not posted yet. This does not wait for one.
 
         Raises:
             RendezvousFailed: the c10d store does not answer.
@@ -117,7 +117,7 @@ class Blackboard:
 
         Raises:
             RankFailed: a rank that did not post has ended. RendezvousFailed: naming the ranks that did not post within
-            `deadline_s`. ConfigInvalid, PeerProtocolError: a post is not believed. Others: a rank posted that error.
+            `deadline_s`. ConfigInvalid, PeerProtocolError: a post fails its checks. Others: a rank posted that error.
         """
         return check_all_posted(*self.collect(topic, deadline_s, stale))
 
@@ -248,7 +248,7 @@ class Blackboard:
 
         Raises:
             RankFailed: a rank's process has ended, and no decision comes. RendezvousFailed: none came within `deadline_s`.
-            PeerProtocolError: it is not believed, or this rank's post is gone.
+            PeerProtocolError: it fails its checks, or this rank's post is gone.
         """
         with self.waiting(deadline_s) as wait:
             return self._await_decision(topic, nonce, wait, deadline_s, before)
@@ -401,7 +401,7 @@ class Blackboard:
 
 
 def _check_absent(decision: Mapping[str, Any] | None, topic: str, rank: int) -> None:
-    """Raises PeerProtocolError: a decision without this rank is none to act on.
+    """Raises PeerProtocolError: a decision without this rank is no error, so this rank must not act on it.
 
     A coordinator leaves a rank out only when it decides on an error. A rank without an earlier post cannot check that the
     note is of this run of the job: an old note can make its call fail, and no more.
@@ -413,7 +413,7 @@ def _check_absent(decision: Mapping[str, Any] | None, topic: str, rank: int) -> 
 def check_all_posted(
     posts: Sequence[Mapping[str, Any] | None], problem: ReplicatedCkptError | None
 ) -> list[dict[str, Any]]:
-    """The posts of all ranks. Raises the error of the first rank that posted one, or why there is none of some rank."""
+    """The posts of all ranks. Raises the error of the first rank that posted one, or the reason of a missing post."""
     here = [dict(post) for post in posts if post is not None]
     # A posted error is the cause; missing ranks are often its consequence.
     for post in here:

@@ -116,7 +116,7 @@ def acquire_group() -> PooledGroup | None:
 
 
 def agree_on_first(group: Any, look: Callable[[], T]) -> T:
-    """What rank 0 of a group of all ranks finds, given to all of them; what it raises, all raise.
+    """The result of `look` on rank 0 of a group of all ranks, on each of them; an error of it is raised by all.
 
     `group` None: this process alone.
     """
@@ -139,7 +139,7 @@ def agree_on_first(group: Any, look: Callable[[], T]) -> T:
 
 
 def agree_on_all(group: Any, act: Callable[[], T]) -> list[T]:
-    """What every rank of a group of all ranks does or finds, in rank order; what one of them raises, all raise.
+    """The results of `act` on every rank of a group of all ranks, in rank order; an error of one rank is raised by all.
 
     `group` None: this process alone.
     """

@@ -127,7 +127,7 @@ def describe_ended(ranks: Sequence[int]) -> RankFailed:
 
 
 def describe_stopped(stopped: Mapping[int, int]) -> tuple[str, str]:
-    """What is wrong with ranks of this host that are stopped, and what to do about it; empty where none is."""
+    """The error and the hint for ranks of this host that are stopped; both empty without such ranks."""
     if not stopped:
         return "", ""
     pids = " ".join(map(str, stopped.values()))
@@ -136,7 +136,7 @@ def describe_stopped(stopped: Mapping[int, int]) -> tuple[str, str]:
 
 
 class _Known:
-    """What this process has announced. A process that joins another job announces itself again."""
+    """This process's own announcement. A process that joins another job announces itself again."""
 
     def __init__(self) -> None:
         self._group: Callable[[], Any] = lambda: None

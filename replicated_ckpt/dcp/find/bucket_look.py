@@ -13,7 +13,7 @@ LOOK_WITHIN_S = 5.0
 
 @dataclass(frozen=True)
 class InBucket:
-    """How a save lies in the bucket. `metadata_crc32c` None: stock torch wrote it, and it has no checksums of ours."""
+    """A save's files in the bucket. `metadata_crc32c` None: stock torch wrote it, and it has no checksums of ours."""
 
     prefix: str
     metadata_bytes: int

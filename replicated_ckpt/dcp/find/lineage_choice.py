@@ -15,7 +15,7 @@ _TIME_MAX_S = 1e11  # the latest time that can be printed safely: a hostile mani
 
 @dataclass(frozen=True)
 class LineageChoice:
-    """What a load may read: `saves`, newest first, then those that no run of this package made.
+    """The saves that a load may read: `saves`, newest first, then those that no run of this package made.
 
     `lineages` are all in the directory of the chosen one's newest checkpoint, the chosen one first. `sequence_max` is
     the largest sequence of the chosen one there, of checkpoints with names that do not fit, too.

@@ -80,7 +80,7 @@ def meet(
 ) -> Survey:
     """The survey for a load of `given_id`, the same on every rank; only the coordinator looks into the bucket.
 
-    `in_step`: this rank comes out of DCP's first step, and cannot leave it. Then no rank may raise before that step.
+    `in_step`: this rank is inside DCP's first step, and cannot leave it. Then no rank may raise before that step.
 
     `in_step`: this rank is inside DCP's first step, and cannot leave it. Then no rank may raise before that step.
         AgreedError: with the error that this rank raises, as every rank does. Others: this rank's alone.

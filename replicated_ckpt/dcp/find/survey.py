@@ -96,7 +96,7 @@ def _without_metadata(checkpoint: UnmanagedCheckpoint, searched: Sequence[str]) 
 
 
 def unmanaged_warning(save: UnmanagedSave, because: ReplicatedCkptError | None) -> str:
-    """What a load of such a checkpoint warns about. `because`: why none of ours is loaded, where "latest" was asked for."""
+    """The warning of a load of such a checkpoint. `because`: why none of ours is loaded, if "latest" was asked for."""
     newer = f" It is taken although there are newer ones: {because.message}" if isinstance(because, ShardLost) else ""
     later = ", ".join(save.written_later)
     return (
@@ -368,7 +368,7 @@ class Surveyor:
             self.unreached.append(place)
 
     def _manifest_raw(self, save: SaveFound) -> str | None:
-        """The manifest of a save, from the first holder whose copy is believed."""
+        """The manifest of a save, from the first holder whose copy passes its checks."""
         # What a hung agent's ranks have seen cannot be fetched: no peer serves it.
         for holding in sorted((one for one in save.holdings if one.node_id not in self._seen), key=self._distance):
             try:

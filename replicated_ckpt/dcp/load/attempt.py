@@ -425,7 +425,7 @@ class LoadAttempt:
         return wanted
 
     def _place(self, items: Iterable[ReadItem]) -> list[_Placed]:
-        """Where each item lies. In a bucket a path may have the save's own prefix before the shard's name."""
+        """The place of each item. In a bucket a path may have the save's own prefix before the shard's name."""
         infos = ((item, self._info(item)) for item in items)
         return [(item, info, str(info.relative_path).removeprefix(self._prefix)) for item, info in infos]
 

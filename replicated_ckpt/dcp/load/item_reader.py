@@ -147,7 +147,7 @@ class Feed:
                 self._destination.put(wanted)
 
     def memory_of(self, position: int, length: int) -> memoryview | None:
-        """Where `length` bytes of the item from `position` on, which come next, may be read to; None: anywhere."""
+        """Memory for the next `length` bytes of the item, from `position` on; None: any memory will do."""
         if self._stored is None or self._destination is None:
             return None
         start = position - len(self._stored.head) - self._rows.offset

@@ -151,7 +151,7 @@ def _path(survey: Survey, name: str, size_bytes: int) -> str:
 
 
 def places_of(metadata: Metadata) -> Mapping[str, Sequence[ByteRange]]:
-    """Where the items of a checkpoint lie, by shard."""
+    """The places of a checkpoint's items, by shard."""
     places: dict[str, list[ByteRange]] = {}
     for info in metadata.storage_data.values():
         places.setdefault(str(info.relative_path), []).append(ByteRange(info.offset, info.length))

@@ -163,7 +163,7 @@ class ReplicatedReader(StorageReader):
             return look_up(self._parts.store, world, checkpoint_id, bucket.open, self.config.lineage)
 
     def leave_group(self) -> None:
-        """Drops its reference to the process group, which may end now. This reader looks and loads no more."""
+        """Drops its reference to the process group, which may end now. This reader must not look or load afterwards."""
         self._process_group = None
 
     def let_go(self) -> None:
@@ -243,7 +243,7 @@ class ReplicatedReader(StorageReader):
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Checks that every item this rank needs lies in a shard of the save that has a copy somewhere.
 
-        Called by DCP for a planner that leaves plans as they are, it keeps the items here: what it returns has their names.
+        Called by DCP for a planner that leaves plans as they are, it keeps the items here, and returns their names only.
 
         Raises:
             ShardLost: naming the shards that have none. ManifestInvalid: metadata and manifest contradict each other.

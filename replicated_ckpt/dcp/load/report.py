@@ -83,7 +83,7 @@ class LoadReport:
 
     @property
     def main_source(self) -> str:
-        """Where most of this rank's bytes came from."""
+        """The source of most of this rank's bytes."""
         sizes = {
             "its own disk": self.bytes_local,
             "peers": self.bytes_peer,

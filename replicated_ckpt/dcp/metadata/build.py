@@ -69,7 +69,7 @@ _NAME_CHARACTERS = 200
 COLLISIONS_MAX = 64  # more offsets with one hash make a dictionary slow: a denial of service
 DIMENSIONS_MAX = 64
 _LEAN_WEIGHT = 64
-"""How much a part that nothing relies on may weigh without costing steps."""
+"""The weight up to which a part that nothing relies on costs no steps."""
 _STEPS_MIN = 1 << 22
 Instance = TypeVar("Instance")
 

@@ -144,8 +144,8 @@ def _read_metadata(store: LocalStore, checkpoint_id: str, save_id: str) -> Metad
             raw = directory.raw_metadata(manifest)
     except ObjectMissing as exc:
         raise CheckpointNotFound(
-            f"What dcp.save returned for {checkpoint_id} cannot be read any more: this node has retired or replaced it.",
-            "Look at it before a later save retires the checkpoint.",
+            f"The result of dcp.save for {checkpoint_id} cannot be read: this node has removed or replaced the checkpoint.",
+            "Read it before retention or a later save removes the checkpoint.",
         ) from exc
     metadata = decode_metadata_file(manifest.local_metadata(raw), f"{checkpoint_id}/{METADATA_NAME} in {store.root}")
     metadata.storage_meta = StorageMeta(checkpoint_id=checkpoint_id, save_id=save_id)

@@ -46,7 +46,7 @@ _ENTRY_POINTS = {
 
 @dataclass(frozen=True)
 class DcpCall:
-    """What the user passed to the DCP call under way. `no_dist`: this rank saves or loads alone."""
+    """The user's arguments of the DCP call under way. `no_dist`: this rank saves or loads alone."""
 
     process_group: Any
     no_dist: bool
@@ -204,7 +204,7 @@ def _once(
 
 
 def weights_only_names() -> Mapping[str, Any]:
-    """What `torch.load(weights_only=True)` lets a pickle name, by module and name with a dot between them."""
+    """The objects that `torch.load(weights_only=True)` lets a pickle name, by "module.name"."""
     found: Mapping[str, Any] = torch._weights_only_unpickler._get_allowed_globals()  # noqa: SLF001
     return found
 

@@ -314,10 +314,10 @@ class SaveAttempt:
         call_back(self._parts.on_save, report)
 
     def break_off(self) -> None:
-        """The ranks meet no more: the coordinator aborts a save that is open and undecided, and this rank closes it."""
+        """Called when the ranks cannot meet any more: the coordinator aborts an undecided save, and this rank closes it."""
         try:
             if self._is_undecided:
-                self._abort("the ranks meet no more: one of them has ended, or left a collective")
+                self._abort("the ranks cannot meet any more: one of them has ended, or left a collective")
         finally:
             self.close()
 

@@ -24,7 +24,7 @@ class SaveReport:
     is 0, as the sizes are, where this rank has no result of what its node's agent wrote for it.
 
     `seconds`: from the begin of the save to its commit; in `ranks`, to the end of the rank's own writing, or of the
-    hand-over to its agent. `phases` are seconds, too: `plan` (until this rank may write, the other ranks included),
+    submission to its agent. `phases` are seconds, too: `plan` (until this rank may write, the other ranks included),
     `serialise` (the thread that goes through the tensors), `write` and `fsync` (this node's disk), `send` (the slowest
     buddy, its fsync included) and `commit` (from then on). Writing, sending and serialising go on at once, so they add
     up to more than the time that passed.

@@ -40,7 +40,7 @@ def available_bytes(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int:
 
 
 def _left_by_cgroups(proc: Path, cgroups: Path) -> Iterator[int]:
-    """What each cgroup with a limit leaves, from this process's own up. A container may see only the topmost one."""
+    """The memory that each cgroup with a limit leaves, from this process's own up. A container may see only the topmost."""
     try:
         lines = os.fsdecode((proc / "self" / "cgroup").read_bytes()).rstrip("\n").split("\n")
     except FileNotFoundError:  # a kernel without cgroups

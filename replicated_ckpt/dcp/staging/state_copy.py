@@ -193,7 +193,7 @@ class StateCopy:
     def _leave(self, value: Any, why: str) -> Any:
         """The value itself, for a process that gets it now; or it is saved without a copy, as a synchronous save does.
 
-        What cannot be copied may be saved all the same, and would be as it is by then; or refused, on all ranks.
+        Saved later without a copy, it would be as training has changed it; or the save refuses it, on all ranks.
         """
         if self._memory is None:
             return value

@@ -70,7 +70,7 @@ class Follower:
             self._submitted.close()
 
     def _wait(self) -> WrittenCopies:
-        first: StoreUnavailable | None = None  # later ones may be of a connection that was given up
+        first: StoreUnavailable | None = None  # later ones may come from a connection that is closed by then
         for tries_left in reversed(range(_TRIES)):
             try:
                 return self._submitted.wait()

@@ -41,7 +41,7 @@ def finish_by_agent(store: LocalStore, outline: Outline, start_agent: Callable[[
     """Has this node's agent end the save, and waits for it. One that dies is started again, and told again.
 
     Raises:
-        AgentSilent: it does not answer any more, or is not reached again. Others: it has given the save up, or refused it.
+        AgentSilent: it stopped answering, or could not be started again. Others: it has aborted or refused the save.
     """
     body = json.dumps(outline.to_json()).encode()
     for tries_left in reversed(range(_TRIES)):
@@ -49,7 +49,7 @@ def finish_by_agent(store: LocalStore, outline: Outline, start_agent: Callable[[
             return _finish(store, outline.manifest.save_id, body)
         except AgentSilent:
             raise
-        except (StoreUnavailable, ObjectMissing) as exc:  # not known any more: it was started again
+        except (StoreUnavailable, ObjectMissing) as exc:  # it was started again, and has no record of the save
             if tries_left == 0:
                 raise AgentSilent("this node's agent", "finish", outline.manifest.save_id, exc.message) from exc
             log.warning("this node's agent is asked again to finish the save: %s", exc)
@@ -83,7 +83,7 @@ def _tell(exc: BaseException) -> str:
 
 _AGENT = "this node's agent"
 _never_released: list[tuple[socket.socket, memoryview | None]] = []
-"""Where no thread could watch the connection; a copy of a state for each, at worst."""
+"""Connections that no thread could watch, with the memory that their agents may read: a copy of a state each, at worst."""
 
 
 class Submission:
@@ -93,7 +93,7 @@ class Submission:
         self._connection = connection
 
     def wait(self) -> WrittenCopies:
-        """What became of the shard: it is durable in the node's own store.
+        """The copies of the shard, once it is durable in the node's own store.
 
         Raises:
             StoreUnavailable: the agent died or hangs: what it did is unknown. Others: what kept it from being written.
@@ -106,12 +106,12 @@ class Submission:
                 return WrittenCopies.from_json(answer["copies"])
 
     def detach(self, memory: memoryview) -> None:
-        """As `close`, and if the agent only hangs, `memory` is kept until it cannot read it any more."""
+        """As `close`; if the agent only hangs, `memory` is kept until the agent can no longer read it."""
         _keep_while_read(self._connection, memory)
 
     def close(self) -> None:
         """This rank has nothing more to do with the save: from here on the agent settles what it finds of it."""
-        with contextlib.suppress(OSError):  # it is given up, or the agent is gone, or this is a fork
+        with contextlib.suppress(OSError):  # closed before, or the agent is gone, or this is a fork
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 
@@ -121,7 +121,7 @@ def submit(
 ) -> Submission:
     """Gives a shard to this node's agent, which has taken it when this returns.
 
-    `memory`: what must stay as it is as long as the agent may read it, also if this raises.
+    `memory`: must not change as long as the agent may read it, even if this raises.
 
     Raises:
         StoreUnavailable: there is no agent that takes shards. StoreDenied: it is another user's. Others: it refuses this
@@ -151,7 +151,7 @@ def _keep_while_read(connection: socket.socket, memory: memoryview | None) -> No
     """
     fd = connection.detach()  # `connection` is closed from here on
     if fd < 0:
-        return  # given up before
+        return  # closed before
     kept = socket.socket(fileno=fd)
     close_in_forks(kept)
     with contextlib.suppress(OSError):

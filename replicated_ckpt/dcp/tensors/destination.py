@@ -21,7 +21,7 @@ class Destination(Protocol):
     """Takes the bytes of a part of a tensor's data, in order and without gaps."""
 
     def place(self, start: int, length: int) -> memoryview | None:
-        """Where the bytes from `start` on, which come next, may be read to before they are put; None: anywhere."""
+        """Memory to which the next bytes, from `start` on, may be read before they are put; None: any memory will do."""
 
     def put(self, piece: memoryview) -> None:
         """The next bytes; they are valid during the call."""
