@@ -21,7 +21,7 @@ def announce(plans: Sequence[SavePlan]) -> Announced:
     Returns NOTHING_ANNOUNCED where plan caching (`enable_plan_caching`) has left out an unchanged plan. The plan of a
     CachedSavePlanner holds the whole one, and counts.
     """
-    plans = [_whole(plan) for plan in plans]
+    plans = [_find_whole(plan) for plan in plans]
     # Plan caching replaces an unchanged plan by an empty one, from which no bound follows.
     if not all(plan.usable for plan in plans):
         return NOTHING_ANNOUNCED
@@ -31,11 +31,11 @@ def announce(plans: Sequence[SavePlan]) -> Announced:
 
 def tensor_bytes(plan: SavePlan) -> int | None:
     """Bytes of the tensors that a plan writes, as planned; None: DCP has left the plan out, as it did not change."""
-    plan = _whole(plan)
+    plan = _find_whole(plan)
     return _tensor_bytes(plan) if plan.usable else None
 
 
-def _whole(plan: SavePlan) -> SavePlan:
+def _find_whole(plan: SavePlan) -> SavePlan:
     return (plan.whole or plan) if isinstance(plan, CachedSavePlan) else plan
 
 

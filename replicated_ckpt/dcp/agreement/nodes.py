@@ -218,7 +218,7 @@ class AgentCluster:
         told = outcome.results.values()
         own = outcome.results[self._own_node].histories if self._own_node in outcome.results else {}
         # A damaged or hostile peer that answers with a huge sequence must not use up the lineage's numbers.
-        histories = merge_histories([own, *(_believed(opened.histories, own) for opened in told)])
+        histories = merge_histories([own, *(_limit_sequences(opened.histories, own) for opened in told)])
         named = frozenset[str]().union(*(opened.named for opened in told))
         numbers = [opened.taken_numbers for opened in told if opened.taken_numbers is not None]
         # One node without an answer makes every small number unsafe: the caller then draws a large one.
@@ -258,7 +258,7 @@ class AgentCluster:
                 if node != self._own_node:
                     with suppress(SaveAborted):  # a node that published may have brought it: `commit` finds out
                         bring(client)
-                return _held_in(client.call("POST", f"{path}/commit"), node)
+                return _parse_held(client.call("POST", f"{path}/commit"), node)
 
         outcome = self._run(commit_on)
         return Committed(outcome.results, outcome.errors)
@@ -271,7 +271,7 @@ class AgentCluster:
         self._run(abort_on)
 
 
-def _held_in(answer: Mapping[str, object], node: str) -> tuple[str, ...]:
+def _parse_held(answer: Mapping[str, object], node: str) -> tuple[str, ...]:
     held = answer.get("held")
     if not isinstance(held, list):
         raise PeerProtocolError(f"Node {node} answered a commit with {one_line(str(answer), 80)}.")
@@ -371,7 +371,7 @@ def _was_changed_within(grace_s: float, path: Path) -> bool:
         return True
 
 
-def _believed(told: Histories, own: Histories) -> Histories:
+def _limit_sequences(told: Histories, own: Histories) -> Histories:
     """The lineages that a node reported, with sequence numbers no further ahead of the own node's than is plausible."""
     return {
         lineage: History(believe(one.sequence, own.get(lineage, History(0)).sequence), one.created_unix_s)

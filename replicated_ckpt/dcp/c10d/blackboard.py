@@ -174,7 +174,7 @@ class Blackboard:
         keys = [f"{topic}/{rank}" for rank in ranks]
         with reaching_store():
             if self._store.check(keys):
-                for rank, raw in zip(ranks, self._all_of(keys), strict=True):
+                for rank, raw in zip(ranks, self._read_all(keys), strict=True):
                     yield rank, self._open(topic, rank, raw)
             elif one_by_one:
                 for rank, key in zip(ranks, keys, strict=True):
@@ -262,10 +262,10 @@ class Blackboard:
             lost = self.find_lost() if is_look else ()  # before the answer: one may decide and end
             if is_look:
                 self.say_if_long(wait, f"this {topic}")
-            found = self._answer(topic, "decided", nonce)
+            found = self._find_answer(topic, "decided", nonce)
             if found is None and wait.is_long:
                 # Late only: it is one more round trip, and no coordinator leaves a rank out before its own wait has ended.
-                found = self._answer(topic, "absent", str(before))
+                found = self._find_answer(topic, "absent", str(before))
                 _check_absent(found, topic, self._rank)
             if found is not None:
                 return found
@@ -371,7 +371,7 @@ class Blackboard:
         if not is_own:
             raise PeerProtocolError(f"What this rank posted as {key!r} on the c10d store was replaced.", _REPLACED)
 
-    def _answer(self, topic: str, kind: str, nonce: str) -> dict[str, Any] | None:
+    def _find_answer(self, topic: str, kind: str, nonce: str) -> dict[str, Any] | None:
         """The decision that this rank's note of this kind is about, if the note is about the post with this nonce."""
         key = f"{topic}/{kind}/{self._rank}"
         with reaching_store():
@@ -392,7 +392,7 @@ class Blackboard:
             self._store.set(key, raw)
             self._store.check([key])  # a round trip on the same connection: the store has it before we go on
 
-    def _all_of(self, keys: Sequence[str]) -> Sequence[bytes]:
+    def _read_all(self, keys: Sequence[str]) -> Sequence[bytes]:
         # FileStore has no multi_get.
         if self._store.has_extended_api():
             values: list[bytes] = self._store.multi_get(list(keys))

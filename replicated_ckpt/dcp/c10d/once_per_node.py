@@ -33,7 +33,7 @@ def read_once_per_node(directory: Path | None, sha256: str, fetch: Callable[[], 
     path = directory / NAME
     if (raw := _read_left(path, sha256)) is not None:
         return raw
-    with _alone(directory) as is_alone:
+    with _lock_alone(directory) as is_alone:
         # Another rank may have left it while this one waited for the lock.
         if (raw := _read_left(path, sha256)) is not None:
             return raw
@@ -45,7 +45,7 @@ def read_once_per_node(directory: Path | None, sha256: str, fetch: Callable[[], 
 
 
 @contextlib.contextmanager
-def _alone(directory: Path) -> Iterator[bool]:
+def _lock_alone(directory: Path) -> Iterator[bool]:
     """Whether no other rank is in the block; False: one has been there for too long, or nothing can be locked here.
 
     The directory is locked, as the file in it is replaced. It is locked for nothing else.

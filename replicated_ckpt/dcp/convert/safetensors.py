@@ -151,7 +151,7 @@ def _entries(raw: bytes, label: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
             raise ValueError(f"{name[:80]!r} is there twice")
         seen.add(name)
         if name == "__metadata__":
-            position = _without_metadata(raw, position, label)
+            position = _skip_metadata(raw, position, label)
         else:
             # Bounded: json.loads of a huge entry takes many times its size in memory.
             end = raw.find(b"}", position, position + _ENTRY_BYTES_MAX) + 1
@@ -166,7 +166,7 @@ def _entries(raw: bytes, label: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
         raise ValueError("something stands behind the header")
 
 
-def _without_metadata(raw: bytes, position: int, label: str) -> int:
+def _skip_metadata(raw: bytes, position: int, label: str) -> int:
     """The position behind the texts of `__metadata__`."""
     position = _token(raw, position, b"{")
     while not raw.startswith(b"}", position):
@@ -387,7 +387,7 @@ class SafetensorsSink:
                 "There is no tensor to write, and safetensors hold nothing else.",
                 "Export it as torch or dcp, or take other keys.",
             )
-        groups = _groups(contents.tensors, shard_bytes_max)
+        groups = _group_by_file(contents.tensors, shard_bytes_max)
         names = [f"model-{n:05}-of-{len(groups):05}.safetensors" for n in range(1, len(groups) + 1)]
         self._entries_by_file = dict(zip([SINGLE_NAME] if len(groups) == 1 else names, groups, strict=True))
 
@@ -425,7 +425,7 @@ class SafetensorsSink:
         return name == INDEX_NAME or (name.startswith("model") and name.endswith(".safetensors"))
 
 
-def _groups(entries: Sequence[TensorEntry], bytes_max: int) -> list[list[TensorEntry]]:
+def _group_by_file(entries: Sequence[TensorEntry], bytes_max: int) -> list[list[TensorEntry]]:
     """The tensors of each file, in the order of the state dict; one that is larger than allowed has a file of its own."""
     groups: list[list[TensorEntry]] = [[]]
     size_bytes = 0

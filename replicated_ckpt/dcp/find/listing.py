@@ -81,7 +81,7 @@ def list_checkpoints(asked: str, store: LocalStore, bucket: Bucket | None, linea
     Raises:
         LineagesMet, LatestAmbiguous: as for a load.
     """
-    return _lister(store, bucket, lineage).list(asked)
+    return _make_lister(store, bucket, lineage).list(asked)
 
 
 def name_saves(
@@ -94,10 +94,10 @@ def name_saves(
     Raises:
         LineagesMet: as for a load.
     """
-    return _lister(store, bucket, lineage).name(checkpoint_id)
+    return _make_lister(store, bucket, lineage).name(checkpoint_id)
 
 
-def _lister(store: LocalStore, bucket: Bucket | None, lineage: str) -> _Lister:
+def _make_lister(store: LocalStore, bucket: Bucket | None, lineage: str) -> _Lister:
     peers = PeerBook(store.root_agent_directory()).read_all()
     return _Lister(store, store.read_node_id(), peers, bucket, (), lineage)
 

@@ -86,7 +86,7 @@ def meet(
         AgreedError: with the error that this rank raises, as every rank does. Others: this rank's alone.
     """
     if world.blackboard is None:
-        return _remember(store, _alone(store, world, given_id, opened_bucket(), lineage))
+        return _remember(store, _survey_alone(store, world, given_id, opened_bucket(), lineage))
 
     def survey(posts: Sequence[Mapping[str, Any]]) -> Survey:
         with translate_errors(str(store.root), "look for", "checkpoints"):
@@ -95,7 +95,7 @@ def meet(
     post, failure = _register(store, world, given_id)
     post["in_step"] = in_step
     world.blackboard.share_in(None if isinstance(store, EmptyStore) else store.root_agent_directory())
-    decision = _decision(world, world.blackboard, post, failure, survey)
+    decision = _agree(world, world.blackboard, post, failure, survey)
     return _remember(store, _with_own_store(store, Survey.from_json(decision["survey"])))
 
 
@@ -113,7 +113,7 @@ def _with_own_store(store: LocalStore, survey: Survey) -> Survey:
     return replace(survey, holdings=(*survey.holdings, *found)) if found else survey
 
 
-def _decision(
+def _agree(
     world: World,
     board: Blackboard,
     post: Mapping[str, Any],
@@ -196,7 +196,7 @@ def _remember(store: LocalStore, survey: Survey) -> Survey:
     return survey
 
 
-def _alone(
+def _survey_alone(
     store: LocalStore, world: World, given_id: str | os.PathLike[str] | None, bucket: Bucket | None, lineage: str
 ) -> Survey:
     # EmptyStore has no root, and a root that is only read needs no claim.

@@ -317,7 +317,7 @@ class LoadAttempt:
             bucket = self._parts.bucket.open()
             reader = ShardReader(self._store, self._own_node, self._survey, sorted(wanted), key, bucket, self._places)
             # A node that hung during the metadata would hang again: its time-out is paid once.
-            reader.findings.silent |= self._silent | self._silent_elsewhere(plan.storage_data)
+            reader.findings.silent |= self._silent | self._find_silent_elsewhere(plan.storage_data)
             self._parts.bucket.share_timeout(partial(reader.findings.is_silent, OBJECT_NODE))
             stack.callback(reader.tell_suspects)
             stack.callback(reader.close)
@@ -402,7 +402,7 @@ class LoadAttempt:
         told = [peer for peer in self._survey.addresses if peer.node_id in holders]
         reader.findings.silent |= tell_load(told, self._survey, self._world)[1]
 
-    def _silent_elsewhere(self, shared: object) -> frozenset[str]:
+    def _find_silent_elsewhere(self, shared: object) -> frozenset[str]:
         """Nodes that any rank found silent while it read the metadata; not this one: its disk is read without its agent."""
         return shared.silent - {self._own_node} if isinstance(shared, NodeSharing) else frozenset()
 
@@ -426,10 +426,10 @@ class LoadAttempt:
 
     def _place(self, items: Iterable[ReadItem]) -> list[_Placed]:
         """The place of each item. In a bucket a path may have the save's own prefix before the shard's name."""
-        infos = ((item, self._info(item)) for item in items)
+        infos = ((item, self._find_info(item)) for item in items)
         return [(item, info, str(info.relative_path).removeprefix(self._prefix)) for item, info in infos]
 
-    def _info(self, item: ReadItem) -> StorageInfo:
+    def _find_info(self, item: ReadItem) -> StorageInfo:
         info = self._info_by_index.get(item.storage_index)
         if info is None:
             raise ManifestInvalid(f"The .metadata has no place for {item.storage_index.fqn!r}.", _BAD_METADATA)

@@ -66,7 +66,7 @@ def read_verified_metadata(
         ShardLost: no copy is intact. MetadataUnsafe: an intact one is not what DCP metadata consists of.
     """
     problems: list[str] = []
-    for copy in _copies(store, survey, bucket, reader_key, problems, silent):
+    for copy in _read_copies(store, survey, bucket, reader_key, problems, silent):
         if copy.expected_crc in (None, crc32c(copy.raw)):
             # A node's file has the bucket's version behind its own, as shards may lie elsewhere in the bucket.
             raw = copy.raw if copy.is_bucket else survey.manifest.local_metadata(copy.raw)
@@ -83,7 +83,7 @@ def read_verified_metadata(
     raise ShardLost(survey.found.checkpoint_id, lost, [*survey.searched, *problems])
 
 
-def _copies(
+def _read_copies(
     store: LocalStore, survey: Survey, bucket: Bucket | None, reader_key: str, problems: list[str], silent: set[str]
 ) -> Iterator[_Copy]:
     """Each copy that can be read: this node's first, whatever the state of its manifest, then those that were listed.
@@ -93,17 +93,17 @@ def _copies(
     """
     save, own_node = survey.found, store.read_node_id()
     if any(holding.node_id == own_node for holding in save.holdings):
-        yield from _own(store, survey, own_node, problems)
+        yield from _read_own(store, survey, own_node, problems)
     # A hash spreads the ranks: a thousand of them must not all ask the first node.
     peers = sorted(survey.addresses, key=lambda peer: crc32c(f"{reader_key}/{peer.node_id}".encode()))
     having = {holding.node_id for holding in save.holdings if holding.has_metadata} - silent
-    yield from _of_peers((peer for peer in peers if peer.node_id in having), survey, problems, silent)
+    yield from _read_peers((peer for peer in peers if peer.node_id in having), survey, problems, silent)
     if bucket is not None and survey.in_bucket is not None:
-        yield from _in_bucket(bucket, survey.in_bucket, save, problems)
-    yield from _of_peers((peer for peer in peers if peer.node_id not in having), survey, problems, silent)
+        yield from _read_bucket(bucket, survey.in_bucket, save, problems)
+    yield from _read_peers((peer for peer in peers if peer.node_id not in having), survey, problems, silent)
 
 
-def _own(store: LocalStore, survey: Survey, own_node: str, problems: list[str]) -> Iterator[_Copy]:
+def _read_own(store: LocalStore, survey: Survey, own_node: str, problems: list[str]) -> Iterator[_Copy]:
     save, manifest = survey.found, survey.manifest
     try:
         with os.fdopen(store.open_file(save.checkpoint_id, save.save_id, METADATA_NAME), "rb") as file:
@@ -116,7 +116,9 @@ def _own(store: LocalStore, survey: Survey, own_node: str, problems: list[str]) 
     yield _Copy(f"node {own_node}", raw, manifest.metadata_crc32c, address)
 
 
-def _of_peers(peers: Iterable[AgentAddress], survey: Survey, problems: list[str], silent: set[str]) -> Iterator[_Copy]:
+def _read_peers(
+    peers: Iterable[AgentAddress], survey: Survey, problems: list[str], silent: set[str]
+) -> Iterator[_Copy]:
     size, crc = survey.manifest.metadata_bytes, survey.manifest.metadata_crc32c
     for address in peers:
         try:
@@ -132,7 +134,7 @@ def _of_peers(peers: Iterable[AgentAddress], survey: Survey, problems: list[str]
                 silent.add(address.node_id)
 
 
-def _in_bucket(bucket: Bucket, there: InBucket, save: SaveFound, problems: list[str]) -> Iterator[_Copy]:
+def _read_bucket(bucket: Bucket, there: InBucket, save: SaveFound, problems: list[str]) -> Iterator[_Copy]:
     try:
         key = f"{save.checkpoint_id}/{METADATA_NAME}"
         raw = bucket.small(key, there.metadata_bytes, there.metadata_crc32c)

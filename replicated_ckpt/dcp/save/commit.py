@@ -66,9 +66,9 @@ def commit_save(
         if isinstance(notes, RefusedNotes):
             raise notes.error
         with put_off():
-            shards = _shard_entries(decision, receipts)
+            shards = _make_shard_entries(decision, receipts)
             same, layout = lay_out(decision, shards, metadata, results, layouts)
-            raw_metadata, manifest = _describe(decision, config.copies, shards, metadata, layout, notes or {})
+            raw_metadata, manifest = _make_manifest(decision, config.copies, shards, metadata, layout, notes or {})
         failpoints.reach("coordinator.accounted")
         # Before the manifest: a node with a manifest counts as decided, and must have the metadata.
         store.put_small(decision.save_id, METADATA_NAME, raw_metadata)
@@ -150,7 +150,7 @@ def _decide(
         check_decidable(store.root, store.intent_of(decision.save_id))
         store.put_small(decision.save_id, MANIFEST_NAME, manifest.encode())
         return manifest, receipts, []
-    finished = finish_by_agent(store, _outline(decision, config, manifest, receipts), start_agent)
+    finished = finish_by_agent(store, _make_outline(decision, config, manifest, receipts), start_agent)
     missed = [what for copies in finished.written for what in copies.missed]
     manifest = _read_decided(decision, finished, missed)
     return manifest, [_complete(receipt, manifest, finished) for receipt in receipts], missed
@@ -179,7 +179,9 @@ def _complete(receipt: Receipt, manifest: Manifest, finished: Finished) -> Recei
     return replace(receipt, shards=tuple(shards), phases={**receipt.phases, **phases}, is_submitted=False)
 
 
-def _outline(decision: SaveDecision, config: WriterConfig, manifest: Manifest, receipts: Sequence[Receipt]) -> Outline:
+def _make_outline(
+    decision: SaveDecision, config: WriterConfig, manifest: Manifest, receipts: Sequence[Receipt]
+) -> Outline:
     submitted = {
         shard.name: decision.buddies_of(decision.node_of(rank).node_id)
         for rank, receipt in enumerate(receipts)
@@ -218,7 +220,7 @@ def lay_out(
     return None, CachedLayout.of(decision.save_id, decision.checkpoint_id, metadata, results, raw)
 
 
-def _describe(
+def _make_manifest(
     decision: SaveDecision,
     copies: int,
     shards: Mapping[str, ShardEntry],
@@ -268,7 +270,7 @@ def _add_for_bucket(
     return raw + bucket, UploadEntry(plan.url, True, len(bucket), crc32c(bucket), plan.replaces)
 
 
-def _shard_entries(decision: SaveDecision, receipts: Sequence[Receipt]) -> Mapping[str, ShardEntry]:
+def _make_shard_entries(decision: SaveDecision, receipts: Sequence[Receipt]) -> Mapping[str, ShardEntry]:
     """The entry of each shard. Its intended holders are those that acknowledged, and the buddies that should have."""
     entries = {}
     for rank, receipt in enumerate(receipts):
@@ -287,7 +289,7 @@ def _check_reached(manifest: Manifest, committed: Committed, *, must_have_all: b
     if short or not committed.held_by_node:
         why = "; ".join(f"node {node}: {error}" for node, error in committed.error_by_node.items())
         raise AckNotReached(
-            manifest.copies, short, _what_follows(manifest, committed, why), _hint_for(committed.error_by_node)
+            manifest.copies, short, _describe_outcome(manifest, committed, why), _hint_for(committed.error_by_node)
         )
 
 
@@ -298,7 +300,7 @@ def _hint_for(silent: Collection[str]) -> str | None:
     return f"Bring back {nodes}: {comes}." if nodes else None
 
 
-def _what_follows(manifest: Manifest, committed: Committed, why: str) -> str:
+def _describe_outcome(manifest: Manifest, committed: Committed, why: str) -> str:
     """The future of a save that is decided, and not published where it should be."""
     nodes = sorted(committed.error_by_node)
     return (

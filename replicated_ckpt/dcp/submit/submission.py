@@ -57,7 +57,7 @@ def finish_by_agent(store: LocalStore, outline: Outline, start_agent: Callable[[
         try:
             start_agent()
         except BaseException as exc:  # of a start; one that lives may be finishing the save, and decide
-            raise AgentSilent("this node's agent", "finish", outline.manifest.save_id, _tell(exc)) from exc
+            raise AgentSilent("this node's agent", "finish", outline.manifest.save_id, _describe(exc)) from exc
     raise AssertionError("the last try returns or raises")
 
 
@@ -74,10 +74,10 @@ def _finish(store: LocalStore, save_id: str, body: bytes) -> Finished:
         except ReplicatedCkptError:
             raise  # the agent has given the save up, or is gone
         except BaseException as exc:  # the agent may have decided: the other nodes must not abort
-            raise AgentSilent("this node's agent", "finish", save_id, _tell(exc)) from exc
+            raise AgentSilent("this node's agent", "finish", save_id, _describe(exc)) from exc
 
 
-def _tell(exc: BaseException) -> str:
+def _describe(exc: BaseException) -> str:
     return f"{type(exc).__name__}: {exc}"
 
 

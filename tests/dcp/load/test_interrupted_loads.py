@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from replicated_ckpt.dcp.c10d.posted_error import pack_error
-from replicated_ckpt.dcp.find.rendezvous import AgreedError, _decision
+from replicated_ckpt.dcp.find.rendezvous import AgreedError, _agree
 from replicated_ckpt.errors import RankFailed
 
 
@@ -38,7 +38,7 @@ def test_an_interrupted_rank_says_on_where_it_waits(in_step: bool) -> None:
     """Out of DCP's first step it goes on to DCP's gathering: the others may not end before that, as without the signal."""
     board, world = Board(), SimpleNamespace(is_coordinator=False, group_name="an interrupted load", rank=1)
     with pytest.raises(AgreedError) as raised:
-        _decision(world, board, {"checkpoint_id": "step-1", "in_step": in_step}, None, lambda _: None)  # type: ignore[arg-type, return-value]
+        _agree(world, board, {"checkpoint_id": "step-1", "in_step": in_step}, None, lambda _: None)  # type: ignore[arg-type, return-value]
     assert isinstance(raised.value.error, KeyboardInterrupt)
     assert "error" in board.posted
     assert (board.posted["in_step"], raised.value.in_step) == (in_step, in_step)

@@ -40,7 +40,7 @@ class DirectoryFetcher:
         except FileNotFoundError as exc:
             raise ObjectMissing(str(self._directory), "read", shard, "no such file", _HINT) from exc
         except OSError as exc:
-            raise _unread(self._directory, shard, exc) from exc
+            raise _make_read_error(self._directory, shard, exc) from exc
 
     def _read(self, fd: int, want: Wanted) -> memoryview:
         raw = memoryview(bytearray(want.length))
@@ -79,7 +79,7 @@ _HINT_READ = (
 _HINT_LINK = "Links are not followed: copy the file here in its place, or name the directory that it leads to."
 
 
-def _unread(directory: Path, name: str, exc: OSError | MemoryError) -> StoreError:
+def _make_read_error(directory: Path, name: str, exc: OSError | MemoryError) -> StoreError:
     # O_NOFOLLOW reports a link as a loop.
     if isinstance(exc, OSError) and exc.errno == errno.ELOOP:
         return StoreDenied(str(directory), "read", name, "it is a symbolic link", _HINT_LINK)
@@ -97,5 +97,5 @@ def dcp_directory(path: Path) -> ItemsSource:
     except (FileNotFoundError, NotADirectoryError) as exc:
         raise ConfigInvalid(f"{path} holds no .metadata: it is no DCP checkpoint.", _NAME_DIRECTORY) from exc
     except (OSError, MemoryError) as exc:
-        raise _unread(path, METADATA_NAME, exc) from exc
+        raise _make_read_error(path, METADATA_NAME, exc) from exc
     return ItemsSource(decode_metadata(raw, str(path)), DirectoryFetcher(path), str(path))
