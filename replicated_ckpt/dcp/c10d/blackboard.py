@@ -1,7 +1,7 @@
 """The blackboard: a place in the c10d store where ranks post values, and their coordinator posts its decision.
 
-No collective of ours is added: DCP's own order the messages. On a save every rank writes its post before it hands in its
-local plan, and the coordinator decides before it hands out the global one, so what is read is there. On a load the ranks
+No collective of ours is added: DCP's own order the messages. On a save every rank posts before it sends its local plan,
+and the coordinator decides before it sends the global one: both are there when they are read. On a load the ranks
 meet with a deadline. A nonce in every post, repeated in the decision, makes sure that no rank acts on an earlier call's.
 """
 
@@ -128,7 +128,7 @@ class Blackboard:
 
         A post with the rank's `stale` nonce is an earlier call's, and is ignored. A post that fails its checks becomes an
         error with the nonce that the post claims, which only serves to notify that rank. Once a rank is known to have
-        failed, by its post or because its process is gone, the others are waited for no longer than LINGER_S.
+        failed, by its post or by the end of its process, the others are waited for at most LINGER_S.
         """
         with self.waiting(deadline_s) as wait:
             return self._collect(topic, wait, stale)

@@ -21,9 +21,9 @@ NAME = "decision"
 def read_once_per_node(directory: Path | None, sha256: str, fetch: Callable[[], bytes]) -> bytes:
     """The bytes of this digest from `directory`, if a rank of this node left them there; else they are fetched, and left.
 
-    Bytes of another digest are ignored. Where the directory is another user's or cannot be written, its disk is full,
-    or the rank that fetches is stopped, each rank fetches for itself; the caller checks what was fetched. One file stays,
-    until the next one takes its place. `directory` None: this rank has no node. Any number of processes at once.
+    Bytes of another digest are ignored. Each rank fetches for itself where the directory is another user's or cannot be
+    written, where its disk is full, or if the rank that fetches is stopped. The caller checks what was fetched. One file
+    stays, until the next one takes its place. `directory` None: this rank has no node. Any number of processes at once.
 
     Raises:
         Whatever `fetch` raises.

@@ -117,7 +117,7 @@ class NewerSaves:
                 log.warning("%s: it is not loaded", told)
 
     def note_refusal(self, error: Exception, place: str, checkpoint_id: str) -> None:
-        """As `note`, if the manifest was refused for its newer format."""
+        """As `record_newer`, if the manifest was refused for its newer format."""
         if isinstance(error, ManifestVersionUnknown):
             self.record_newer(place, checkpoint_id)
 

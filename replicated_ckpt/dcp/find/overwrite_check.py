@@ -18,9 +18,9 @@ _OVER = (Answer.PUBLISHED.value, Answer.ABSENT.value)
 def check_gives_way(store: LocalStore, own_node: str, nodes: Iterable[AgentAddress], checkpoint_id: str) -> None:
     """Checks that the checkpoint with this name can no longer be loaded. `nodes` are those of the save that wants the name.
 
-    It may be replaced only if its manifest names the nodes that may hold a part, all of them have answered, none is still
-    publishing it, and a part is missing all the same. A node that does not answer may have that part. Nothing else may
-    have the name anywhere: no save of another run, and no files that may be of another save.
+    It may be replaced only if a part is missing although all nodes that its manifest names have answered, and none of
+    them is still publishing it. A node that does not answer may have that part. Nothing else may have the name
+    anywhere: no save of another run, and no files that may be of another save.
 
     Raises:
         CheckpointExists: it stays; the message has the reason.

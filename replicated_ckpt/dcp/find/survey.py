@@ -207,9 +207,10 @@ class Surveyor:
     def survey(self, checkpoint_id: str) -> Survey:
         """The newest save that `checkpoint_id` (or "latest") means.
 
-        A save with a copy of every shard goes before a newer one without, or with a known damage in the only copy of a
-        shard, or with metadata that some ranks cannot read. If none is whole, an explicit id still gives its newest save: a
-        load may need only what is left. A checkpoint by FileSystemWriter is older than anything else.
+        A save with a copy of every shard goes before a newer one that lacks a shard. So it does if the newer one has a
+        known damage in a shard's only copy, or metadata that some ranks cannot read. If none is whole, an explicit id
+        still gives its newest save: a load may need only what is left. A checkpoint by FileSystemWriter is older than
+        anything else.
 
         Raises:
             CheckpointNotFound, CheckpointNotCommitted: no such save. ManifestVersionUnknown: only a newer version reads it.

@@ -111,10 +111,10 @@ _TRANSFORMED = "Load it with a reader for these transforms, and save it with Rep
 
 
 class LoadAttempt:
-    """One load on one rank: `meet`, `read_metadata`, `prepare`, `plan`, at the coordinator `share`, then `read`.
+    """One load on one rank: `meet`, `read_metadata`, `prepare`, `plan`, at the coordinator `share`, `read_items`.
 
-    An error of this rank alone, while the ranks meet and read the metadata, is kept, and raised by `prepare`, whose
-    errors DCP sends to all ranks. One thread.
+    An error of this rank alone, while the ranks meet and read the metadata, is kept. `prepare` raises it, as DCP sends
+    the errors of that step to all ranks. One thread.
     """
 
     def __init__(
@@ -230,7 +230,7 @@ class LoadAttempt:
     def plan(self, plan: LoadPlan, *, keeps_items: bool) -> LoadPlan:
         """The plan, with the windows that this rank would fetch from other nodes; checked as ReplicatedReader specifies it.
 
-        `keeps_items`: no planner or reader of the load reads the items before `read`, so they stay here.
+        `keeps_items`: no planner or reader of the load reads the items before `read_items`, so they stay here.
         """
         try:
             placed = self._place(plan.items)

@@ -41,8 +41,8 @@ class ReplicatedReader(StorageReader):
     """Loads a checkpoint from all stores that survived: own store first, then any peer with a copy, then the object store.
 
     After `dcp.load` returns, every tensor holds the bytes that were saved, each checked against the checksum taken then;
-    on any number of ranks, on blank nodes too. If no intact copy of a needed shard is left, every rank raises, and the
-    error names the shards, their owners and where they were looked for (ShardLost, in DCP's CheckpointException).
+    on any number of ranks, on blank nodes too. If no intact copy of a needed shard is left, every rank raises
+    ShardLost, in DCP's CheckpointException. It names the shards, their owners, and the places that were searched.
 
     `checkpoint_id="latest"` means the newest checkpoint of which every shard has a copy; every rank gets the same one. It
     is of one directory of ids: where checkpoints lie in several, "run-a/latest" names the newest of `run-a/step-1`,
@@ -182,8 +182,8 @@ class ReplicatedReader(StorageReader):
 
         Raises:
             CheckpointNotFound, CheckpointNotCommitted, CheckpointIdMismatch, ShardLost, ConfigInvalid, StoreError: on
-                every rank alike, each of them a CheckpointException, too. An error of this rank alone, or where a rank
-                passed no id, is raised later, in a step whose errors DCP sends to all ranks.
+                every rank alike, each of them a CheckpointException, too. An error of this rank alone is raised later,
+                in a step whose errors DCP sends to all ranks; so is any error if a rank passed no id.
         """
         given_id = self._given_id if checkpoint_id is None else checkpoint_id
         self._given_id = given_id

@@ -124,9 +124,9 @@ def tell_metadata(
 ) -> object:
     """Sends all ranks the save's outcome, by DCP's broadcast; returns the outcome on this rank, as DCP expects it.
 
-    `reference`, at the coordinator, goes in place of the metadata if every node has that, and any rank can read it, as
-    it has no class of a foreign planner. The result shares no item's place with the coordinator's cache for its next
-    save: a caller may change it.
+    `reference`, at the coordinator, goes in place of the metadata if every node has that. It must be readable on any
+    rank, so it has no class of a foreign planner. The result shares no item's place with the coordinator's cache for its
+    next save: a caller may change it.
     """
     is_readable = type(own) is Metadata and (own.planner_data is None or holds_paths_only(own.planner_data))
     told = broadcast(reference if reference is not None and is_readable else own)

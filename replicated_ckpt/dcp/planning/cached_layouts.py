@@ -133,7 +133,7 @@ _by_save: "weakref.WeakValueDictionary[str, CachedLayout]" = weakref.WeakValueDi
 def _find_results(save_id: str, digest: str) -> list[WriteResult]:
     """The results that a rank refers to; at the coordinator, which has named the save in its decision."""
     kept = _by_save.get(save_id)
-    # The coordinator was replaced, or its cache dropped: `find` then raises for all ranks together.
+    # The coordinator was replaced, or its cache dropped: `find_layout` then raises for all ranks together.
     if kept is None or digest not in kept.results_by_digest:
         return _LostResults()
     return ShardResults(kept.results_by_digest[digest], digest)
@@ -142,8 +142,8 @@ def _find_results(save_id: str, digest: str) -> list[WriteResult]:
 class CachedLayouts:
     """One writer's cache from save to save. Each rank has digests, the coordinator the layout that they stand for.
 
-    Nothing is assumed. The coordinator names the save in its cache, a rank compares its new results with those of that
-    save, and the coordinator compares the digests of all ranks and its planner's description.
+    Nothing is assumed. The coordinator names the save in its cache, and a rank compares its new results with those of that
+    save. The coordinator then compares the digests of all ranks and its planner's description.
     """
 
     def __init__(self) -> None:

@@ -51,8 +51,8 @@ class CachedSavePlanner(DefaultSavePlanner):
     A subclass with a planning method of its own (`create_local_plan`, `create_global_plan`, `finish_plan`) plans anew at
     every save: its plan need not be the same again.
 
-    Torch's own `enable_plan_caching` (2.15) keeps plans by the planner's class in the process, so that two states of one
-    process meet in it, and the first save's storage data with them; here they belong to the object.
+    Torch's own `enable_plan_caching` (2.15) keeps plans, with the first save's storage data, by the planner's class in
+    the process: two states of one process share them. Here they belong to the object.
 
     Arguments as of DefaultSavePlanner, without `enable_plan_caching`. Not for several threads at once.
 

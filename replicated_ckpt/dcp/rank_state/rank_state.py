@@ -200,7 +200,7 @@ class RankState(Stateful):
         manager.save(step, state)
 
     After a load by as many ranks as saved, each rank has what the rank of its number had. Everything is set at the end of
-    the load, so what draws random numbers between that and the next step has to do so in an undisturbed run as well.
+    the load. Code that draws random numbers between the load and the next step must also run in an undisturbed job.
 
     Args:
         on_other_world: if another number of ranks loads it. "raise": WorldSizeChanged; tensors are loaded by then,

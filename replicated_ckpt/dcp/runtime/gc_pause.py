@@ -3,8 +3,8 @@
 Each collection of the oldest generation walks through every object of the process: 0.1 s in one that has imported torch,
 and every thread waits for it. DCP's planning of a thousand tensors makes enough objects to bring one about.
 
-A pause sets the threshold of collections to 0 instead of `gc.disable`. Other code switches that off and on around parts
-that no collection may interrupt, as the capture of a CUDA graph, and the end of a pause would switch it on for them.
+A pause sets the threshold of collections to 0 instead of `gc.disable`. Other code calls that, and `gc.enable`, around
+parts that no collection may interrupt, as the capture of a CUDA graph. The end of a pause would switch it on for them.
 """
 
 import gc
@@ -25,7 +25,7 @@ _before = gc.get_threshold()
 
 
 class Pause:
-    """No cyclic collection of this process between `begin` and `end`, or for LONGEST_S.
+    """No cyclic collection of this process between `begin_pause` and `end_pause`, or for LONGEST_S.
 
     Safe to call from several threads. When the last pause ends, the thresholds are as before the first, unless other code
     has set them meanwhile.

@@ -2,9 +2,9 @@
 
 tests/dcp/test_torch_private.py holds each to the supported range.
 
-Each is here because no public name serves: DCP does not tell a storage writer or reader which process group a call is
-about, nor how its last step ended, the c10d store has no public getter, the entries of `.metadata` are of private classes,
-and the way in which its planners name nested entries is their own.
+Each is here because no public name serves. DCP passes neither the process group nor the outcome of its last step to a
+storage writer or reader. The c10d store has no public getter, and the entries of `.metadata` are of private classes.
+DCP's planners name nested entries in a way of their own.
 """
 
 import sys
@@ -56,7 +56,7 @@ def find_call() -> DcpCall | None:
     """The DCP call on this thread's stack; None without one.
 
     Seen on torch 2.7 to 2.15: the entry points have the parameters `process_group` and `no_dist`, and pass neither on to
-    the storage writer or reader, which needs them to meet the other ranks, or to wait for none.
+    the storage writer or reader. Those need them to meet the other ranks, or to wait for none.
     """
     for frame, _ in walk_stack(sys._getframe(1)):  # noqa: SLF001 - the documented CPython call for it
         if (frame.f_globals.get("__name__"), frame.f_code.co_name) in _ENTRY_POINTS:

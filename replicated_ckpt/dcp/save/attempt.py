@@ -131,7 +131,7 @@ DECISION_TIMEOUT_S = 30.0
 
 
 class SaveAttempt:
-    """One save: every rank calls `present` and `write`, the coordinator `decide` between them and `commit` after them.
+    """One save: every rank calls `present` and `write_shard`; the coordinator also `decide` between them, then `commit`.
 
     An error of a step after the opening, KeyboardInterrupt too, aborts the save first on every node that answers: nothing
     of it counts then. A save that may be decided is not aborted: agents publish it, or abort it. This rank locks the

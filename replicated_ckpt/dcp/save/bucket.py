@@ -32,7 +32,7 @@ WAIT_TIMEOUT_S = 600.0
 PROBE_S = 15.0
 """The agent's own look takes less. Only its first one takes long, and the agent may start after this process."""
 GIVE_UP_S = 120.0
-"""`wait` ends for a bucket of which every try has failed for that long."""
+"""`wait_for_upload` ends for a bucket of which every try has failed for that long."""
 _POLL_FIRST_S, _POLL_MAX_S, _POLL_SHARE = 0.02, 1.0, 0.05
 """The pause is this share of the time waited so far, so that a wait takes at most so much longer than the upload."""
 _GONE = "this node has nothing of it any more: it was aborted, replaced or removed."
@@ -59,7 +59,7 @@ class Probed:
 
 
 class ObjectTier:
-    """One writer's bucket. Used by one thread at a time, except `wait`, which may run during a save."""
+    """One writer's bucket. Used by one thread at a time, except `wait_for_upload`, which may run during a save."""
 
     def __init__(self, store: LocalStore, target: ObjectTarget | None, every: int) -> None:
         """Raises ConfigInvalid: the bucket is a directory, and the store lies in it, or it in the store."""
@@ -122,7 +122,7 @@ class ObjectTier:
         return Probed(plan, histories_from_json(found["histories"]), problem, named)
 
     def expect(self, save_id: str, checkpoint_id: str) -> None:
-        """A save that goes to the bucket is written: `wait` waits for it, even if the commit comes later."""
+        """A save that goes to the bucket is written: `wait_for_upload` waits for it, even if the commit comes later."""
         with self._lock:
             self._awaited[save_id] = checkpoint_id
 

@@ -54,8 +54,8 @@ _GOES_ON = "It goes on: wait again, or longer."
 class ReplicatedWriter(StorageWriter, AsyncStager):
     """Writes each rank's shard to the node's own disk and, in the same pass, to buddy nodes.
 
-    After `dcp.save` returns: the checkpoint is committed on every node of the process group, and any `copies - 1` of
-    them can vanish with their disks without a byte being lost (with `ack="peer"`). If it raises, the previous
+    After `dcp.save` returns, the checkpoint is committed on every node of the process group. With `ack="peer"` any
+    `copies - 1` of them can vanish with their disks without a byte being lost. If it raises, the previous
     checkpoint of that id still loads, or the error (UploadFailed, AckNotReached) means that this one is committed.
 
     Args:

@@ -77,9 +77,9 @@ class _SaveBehind:
 class Stager:
     """Copies states for `dcp.async_save`. One save at a time: `stage` waits until the one before is over.
 
-    The save is over when the future of `dcp.async_save` is done. If the future is unknown: when no tensor of the copy is
-    left, or the thread that saved has ended, or no thread has begun to save 30 s after the copy was made. A copy that is
-    still referred to is never written over: the next save gets memory of its own.
+    The save is over when the future of `dcp.async_save` is done. If the future is unknown, it is over when no tensor of
+    the copy is left, when the thread that saved has ended, or if no thread began to save within 30 s of the copy. A copy
+    that is still referred to is never written over: the next save gets memory of its own.
 
     With `overlaps` GPUs still copy when `stage` returns: `hold_until_copied` before the state changes.
     """
@@ -205,7 +205,7 @@ class Stager:
         if self._asked_by is threading.current_thread():
             self.wait_for_last()
             self._asked_by, self._is_staged, self._needs_group = None, False, False
-            self._behind = None  # `wait` is for the last save
+            self._behind = None  # `wait_for_staging` is for the last save
         else:
             self._returns.wait(GIVE_WAY_S)
             self._returns.set()  # it gives way once in a save

@@ -59,8 +59,8 @@ def copy_into(target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool 
 def window_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """A contiguous tensor for the window of a conversion: its memory returns to the system as soon as it is freed.
 
-    Large ones are mapped, not allocated: the C library keeps freed blocks below 32 MiB, and later, larger tensors do not
-    fit in there, so that a process would hold more than its window.
+    Large ones are mapped, not allocated: the C library keeps freed blocks below 32 MiB. Later, larger tensors do not fit
+    in there, and the process would hold more than its window.
     """
     count = torch.Size(shape).numel()
     size_bytes = count * dtype.itemsize
