@@ -97,7 +97,7 @@ def _without_metadata(checkpoint: UnmanagedCheckpoint, searched: Sequence[str]) 
 
 def unmanaged_warning(save: UnmanagedSave, because: ReplicatedCkptError | None) -> str:
     """The warning of a load of such a checkpoint. `because`: why none of ours is loaded, if "latest" was asked for."""
-    newer = f" It is taken although there are newer ones: {because.message}" if isinstance(because, ShardLost) else ""
+    newer = f" It is taken although newer ones are there: {because.message}" if isinstance(because, ShardLost) else ""
     later = ", ".join(save.written_later)
     return (
         f"{save.checkpoint_id} has no manifest: stock torch wrote it, or it is lost on every node that was reached. "

@@ -147,7 +147,7 @@ def lease_segment(size_bytes: int, available_bytes: Callable[[], int]) -> memory
             return _prepare(found, size_bytes).lease()
         except (OSError, MemoryError) as exc:  # any other error of one rank leaves the others waiting
             raise StagingRefused(
-                f"A copy of the state takes {missing:,} more bytes of memory, and the system refused them: {exc}."
+                f"A copy of the state takes {missing:,} more bytes of memory, and the system gives none: {exc}."
             ) from exc
 
 
