@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 CERTIFICATE_NAME = "tls.pem"
 _NAME = "replicated_ckpt agent"
 _DAYS = 36500  # it is known by its fingerprint and never expires; this is as good as any number
-_EARLIER_MAX = 4
+_EARLIER_MAX = 4  # a bound: a file that is renewed every minute must not collect contexts for years
 
 
 class ShownCertificate:
@@ -51,6 +51,7 @@ class ShownCertificate:
         seen = self._look()
         if seen == self._seen:
             return
+        # Set before the files are parsed: a broken pair is logged once, not at every look.
         self._seen = seen
         certificate, key = map(str, self._files)
         try:
@@ -58,11 +59,13 @@ class ShownCertificate:
         except ConfigInvalid as exc:
             log.warning("the certificate's files have changed, and the one before is kept: %s", exc)
             return
+        # Key and certificate are two files: a renewal in between would pair an old key with a new certificate.
         if self._look() != seen:
             self._seen = None  # they changed meanwhile: the next look tells
         elif sha256 != self.sha256:
             log.info("the certificate was renewed: %s... after %s...", sha256[:16], self.sha256[:16])
             self._current, self.sha256 = context, sha256
+            # Peers that have not heard of the renewal still ask for an earlier certificate by its name (SNI).
             kept = list(self._context_by_name.items())[-_EARLIER_MAX:]
             self._context_by_name = {**dict(kept), pin_name(sha256): context}
 
@@ -99,6 +102,7 @@ def certificate_of(config: AgentConfig, directory: Path) -> tuple[str, str] | No
     if is_network_trusted():
         return None
     path = directory / CERTIFICATE_NAME
+    # Looked for before loopback: peers that pin this certificate refuse plain HTTP from this node.
     if is_there(path):
         return _read_kept(path)
     if is_loopback(config.host):
@@ -109,7 +113,7 @@ def certificate_of(config: AgentConfig, directory: Path) -> tuple[str, str] | No
         )
         return None
     with translate_errors(str(directory), "write", CERTIFICATE_NAME):
-        write_file(path, _make(), mode=0o600)
+        write_file(path, _make(), mode=0o600)  # it holds the private key
     return str(path), str(path)
 
 
@@ -126,6 +130,7 @@ def _read_kept(path: Path) -> tuple[str, str]:
 def _make() -> bytes:
     """A new private key and a certificate that it signed itself, as PEM."""
     try:
+        # An optional package: an agent on loopback or in a trusted network works without it.
         from cryptography import x509
         from cryptography.hazmat.primitives import hashes, serialization
         from cryptography.hazmat.primitives.asymmetric import ec

@@ -91,6 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
         AgentUnavailable: another agent serves the root, or the port is taken. ConfigInvalid
     """
     if arguments.group:
+        # The store takes the group from the environment, and needs it for the first directory that it makes.
         os.environ[GROUP_ENV] = arguments.group
     if arguments.plain:
         os.environ[PLAIN_ENV] = "1"

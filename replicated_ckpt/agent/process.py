@@ -73,7 +73,9 @@ def hear(numbers: Sequence[int], call: Callable[[int], None]) -> None:
         StoreUnavailable: the system gives no thread; signals mean what they meant before.
     """
     heard, said = socket.socketpair()
+    # The thread first: if the system gives none, no handler has been replaced yet.
     start_worker(_listen, heard, call, name="rckpt-signals")
+    # The interpreter writes to it inside its C signal handler, which must never wait.
     said.setblocking(False)
     signal.set_wakeup_fd(said.detach(), warn_on_full_buffer=False)
     for number in numbers:
@@ -111,15 +113,19 @@ class Agent:
         """
         store = LocalStore(self.config.root)
         directory = store.agent_directory()
+        # Before anything under the root changes: two agents would recover the same saves at once.
         lock = self._take_root(directory)
         with translate_errors(str(store.root), "start", "agent"):
             remove_broken_off_writes(directory)
             remove_broken_off_writes(store.root, FRESH_IDENTITY)
+        # On a full disk the small files that follow could not be written, and no command could then free room.
         make_room_to_start(store.root)
         self._service = NodeService(store, check_direct_io(self.config.direct_io), self.config.nice)
+        # Before the first request: no peer may hear "staged" of a save that was decided here before a crash.
         completed = self._service.recover()
         finish_removals(store)
         self._start_background_work()
+        # The port and tokens of the last start: peers that were away still find and know this node.
         identity = next_identity(directory, self._service.node_id)
         self._certificate = open_certificate(self.config, directory)
         server = self._listening(identity)
@@ -130,6 +136,7 @@ class Agent:
         unix_socket = open_unix_socket(directory, self._service)
         try:
             with translate_errors(str(store.root), "start", "agent"):
+                # Durable before a peer hears it: an agent that starts after a crash must count one start more.
                 keep_identity(directory, replace(identity, port=self._endpoint.port))
                 self._hello = self._greeter.start()
                 write_endpoint(directory, self._endpoint)
@@ -137,6 +144,7 @@ class Agent:
             self._reprotector.start()
             self._scrubber.start()
             self._uploader.start()
+            # The reserve is made last: on a nearly full disk it would take the room that the start itself needs.
             if not lacks_room_to_start(store.root):
                 keep_room_to_start(store.root)
             self._wait(directory, lock)
@@ -145,11 +153,13 @@ class Agent:
             self._stopping.set()
             if unix_socket is not None:
                 unix_socket.close()
+            # Else another root lies at this path by now, and the endpoint file in it is another agent's.
             if lock.is_in_place():
                 remove_endpoint(directory)
             server.shutdown()
             server.server_close()
             thread.join()
+            # After the server is closed: the agent that waits for this lock binds the same port.
             lock.release()
             if self._staying is not None:
                 self._staying.release()
@@ -161,6 +171,7 @@ class Agent:
         if self.config.idle_exit_s is not None:
             lock = root_lock(directory)
         elif (staying := staying_lock(directory)) is not None:
+            # Held before the wait: the agent that ranks started leaves once it sees this lock.
             self._staying = staying
             self._say_that_it_waits(directory)
             lock = root_lock(directory, LEAVE_WITHIN_S)  # that of ranks ends once it has finished the open saves
@@ -217,6 +228,7 @@ class Agent:
 
         The agent still answers until it has said goodbye: its peers bring it copies, and ask it whether it leaves.
         """
+        # An agent that leaves because it is idle has no open save to wait for.
         is_told = self._stopping.is_set()
         self._stopping.set()
         if is_told:
@@ -227,6 +239,7 @@ class Agent:
         deadline = time.monotonic() + _LEAVE_GRACE_S
         while not self._activity.is_idle and time.monotonic() < deadline and not self._hurry.wait(_LEAVE_POLL_S):
             pass
+        # Each join is bounded: a thread that hangs in a dead peer or disk ends with the process.
         self._reprotector.join()
         self._scrubber.join()
         self._uploader.join()
@@ -287,9 +300,10 @@ class Agent:
                 said = ""
             except (ReplicatedCkptError, OSError, MemoryError) as exc:
                 why = str(exc) or repr(exc)
-                if why != said:
+                if why != said:  # once, not twice a second
                     log.warning("cannot see whether its root and its clients are there: %s", why)
                 said = why
+                # A root that can never be read again must not keep an idle agent for ever.
                 idle_exit_s = self.config.idle_exit_s
                 if idle_exit_s is not None and not self._is_working() and self._activity.idle_s() > idle_exit_s:
                     return
@@ -300,12 +314,14 @@ class Agent:
         Raises:
             ReplicatedCkptError, OSError: it cannot be seen.
         """
+        # Serving on would write where no process looks, or into the root of another agent.
         if not lock.is_in_place():
             log.warning("the root %s was removed, or another one lies there now", self.config.root)
             return True
         self._keep_endpoint_shown(directory)
         if self.config.idle_exit_s is None:
             return False
+        # An operator's agent waits for this lock: it has the options that the ranks' agent lacks.
         if has_one_to_stay(directory):
             log.info("another agent, which is to stay, serves %s from now on", self.config.root)
             self._stopping.set()
@@ -313,6 +329,7 @@ class Agent:
         if self._is_working() or has_clients(directory) or awaits_settling(self._service):
             self._activity.touch()
             return False
+        # New clients are locked out first: a rank must not take an agent for its own that has decided to leave.
         is_idle = self._activity.idle_s() > self.config.idle_exit_s and shut_out_clients(directory)
         if is_idle:
             log.info("no client and no work for %.0f s", self.config.idle_exit_s)
@@ -343,10 +360,12 @@ class Agent:
             log.warning("the file that says where this agent listens was removed or changed; it is written again")
             return
         self._endpoint = shown
+        # Peers pin the certificate, and only the last few earlier ones are still shown to them.
         self._hello = self._greeter.announce(shown)
 
     def _on_signal(self, number: int) -> None:
         log.info("stopping on %s", signal.Signals(number).name)
+        # The second signal: leave now, whatever saves are open.
         (self._hurry if self._stopping.is_set() else self._stopping).set()
 
     def _on_seen(self, nodes: Collection[str]) -> None:
@@ -371,6 +390,7 @@ class Agent:
             "tls_sha256": self._endpoint.tls_sha256,
             "start_id": self._start_id,
         }
+        # Every rank asks at each save and load: nothing here may take longer the more the store holds.
         if is_brief:
             return brief
         staged = [intent.save_id for intent in self._service.store.list_staged()]

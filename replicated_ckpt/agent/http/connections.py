@@ -14,8 +14,8 @@ from replicated_ckpt.agent.state.rights import Right
 
 log = logging.getLogger(__name__)
 
-OWNER_RESERVE = 64
-SENDER_REQUESTS_MAX = 256
+OWNER_RESERVE = 64  # however busy other nodes keep this agent, its own ranks and commands get through
+SENDER_REQUESTS_MAX = 256  # one peer that retries without end must not take every place
 _WARNING_INTERVAL_S = 60.0
 
 
@@ -57,15 +57,18 @@ class Connections:
 
     def _close_one(self) -> bool:
         waiting = [peer for peer, connection in self._open.items() if not connection.is_working]
+        # Unauthenticated ones first: a port scan must not push out a peer of the job.
         victim = next((peer for peer in waiting if not self._open[peer].is_known), None) or next(iter(waiting), None)
         if victim is None:
             return False
         with contextlib.suppress(OSError):  # its thread has closed it already, or the peer has
+            # Not closed here: its thread still uses the descriptor, whose number another file could take.
             socket.socket.shutdown(self._open.pop(victim).stream, socket.SHUT_RDWR)
         return True
 
     def _warn(self) -> None:
         now = time.monotonic()
+        # A flood of connections must not become a flood of log lines.
         if now - self._warned_at >= _WARNING_INTERVAL_S:
             self._warned_at = now
             log.warning("%d connections are open: those that wait longest are closed", self._maximum)
@@ -100,6 +103,7 @@ class Connections:
         """The request was answered."""
         with self._lock:
             if peer in self._open:
+                # Put back at the end: the connection that has waited longest is closed first.
                 connection = self._open.pop(peer)
                 self._note_idle(peer, connection)
                 self._open[peer] = connection
@@ -144,6 +148,7 @@ class UnauthenticatedClients:
         with self._lock:
             lines = self._due(now) if now >= self._next_look else []
             if address not in self._by_address and len(self._by_address) >= ADDRESSES_MAX:
+                # A client may come from ever new addresses: memory and log stay bounded.
                 address = _OTHERS
             found = self._by_address.get(address)
             if found is None:
@@ -152,6 +157,7 @@ class UnauthenticatedClients:
             else:
                 found.count += 1
                 found.last = what
+        # Outside the lock: a log on a slow disk must not hold up every connection.
         for line in lines:
             log.warning("%s", line)
 

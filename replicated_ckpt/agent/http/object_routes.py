@@ -55,6 +55,7 @@ class ObjectRoutes:
             match verb:
                 case "target":
                     target = ObjectTarget.from_json(fields)
+                    # A file:// bucket inside the root would have its objects taken for files of checkpoints.
                     target.check_is_apart(self._service.store.root)
                     is_new = self.uploader.book.learn(target)
                     return json_answer(self.uploader.try_now if is_new else self.uploader.wake)
@@ -80,11 +81,14 @@ class ObjectRoutes:
         if not (is_checkpoint_id(checkpoint_id) and is_save_id(save_id)):
             raise ConfigInvalid("remove: no save of a checkpoint is named.")
         told = decode_manifest(fields["manifest"].encode(), "the command") if fields.get("manifest") else None
+        # With another save's manifest the objects of that save would be deleted.
         if told is not None and (told.checkpoint_id, told.save_id) != (checkpoint_id, save_id):
             raise ConfigInvalid("remove: the manifest is of another save.")
         manifest = self._manifest_of(save_id) or told
+        # Before the objects go: an order that is left would upload the save again.
         self.uploader.book.forget(save_id)
         bucket = self.uploader.book.bucket(str(fields["url"]))
+        # An upload that is under way would bring back what is being deleted.
         with self.uploader.paused.hold(save_id):
             is_removed = remove_save(bucket, checkpoint_id, save_id, manifest)
         return json_answer(is_removed=is_removed)
@@ -100,6 +104,7 @@ class ObjectRoutes:
         node = f"node {self._service.node_id}"
         if not is_save_id(save_id):
             raise ConfigInvalid("upload: no save is named.")
+        # Any peer may order an upload, but none may choose where this node's data goes.
         if url not in self.uploader.book.read_urls():
             raise ConfigInvalid(f"No rank of {node} has named the object store {str(url)[:200]!r}.", UNKNOWN_HINT)
         if self._service.store.catalog.checkpoint_of(save_id) is None:

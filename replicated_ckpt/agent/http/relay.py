@@ -37,6 +37,7 @@ def pull_metadata(service: NodeService, save_id: str, request: Request) -> Recei
             opened = partial(_opened_here, service, str(other["checkpoint_id"]), str(other["save_id"]))
         else:
             opened = partial(_opened_there, service.peers.address_of(str(fields["from"])), save_id)
+    # A negative size would pass every bound below.
     if wanted.size_bytes < 0:
         raise PeerProtocolError(f"No metadata has {wanted.size_bytes} bytes.")
     service.check_open(save_id)
@@ -67,6 +68,7 @@ def _opened_here(service: NodeService, checkpoint_id: str, save_id: str) -> Iter
 
 
 def _read_file(root: str, fd: int, start: int, piece: memoryview) -> None:
+    # A short file would otherwise leave the buffer's old bytes in the copy.
     if read_exactly(fd, piece, start) != len(piece):
         raise ObjectCorrupt(root, "read", METADATA_NAME, "it is shorter than what is wanted")
 
@@ -79,6 +81,7 @@ def _copy(label: str, read: Read, wanted: Received, sink: FileSink) -> None:
         read(start, piece)
         sink.write(piece)
         crc = crc32c(piece, crc)
+    # The coordinator's checksum decides: the agent in between may have a damaged file.
     if crc != wanted.crc32c:
         detail = f"expected CRC32C {wanted.crc32c:08x}, found {crc:08x}"
         raise ObjectCorrupt(label, "pull", METADATA_NAME, detail)
@@ -87,6 +90,7 @@ def _copy(label: str, read: Read, wanted: Received, sink: FileSink) -> None:
 def open_metadata(service: NodeService, save_id: str) -> int:
     """A file descriptor of `.metadata` of a save that is open or committed here; the caller closes it."""
     store = service.store
+    # Staging first: a save that is committed between the two looks is then found by the second one.
     with translate_errors(str(store.root), "open", METADATA_NAME), contextlib.suppress(FileNotFoundError):
         return open_plain(store.path_of_staged(save_id, METADATA_NAME), os.O_NOFOLLOW)
     checkpoint_id = store.catalog.checkpoint_of(save_id)

@@ -25,8 +25,8 @@ from replicated_ckpt.stores.peer.answer import parsing
 from replicated_ckpt.stores.peer.client import AgentAddress
 from replicated_ckpt.wording import one_line
 
-_READER_CHARS_MAX = 256
-_WHY_CHARS_MAX = 500
+_READER_CHARS_MAX = 256  # a peer chooses it, and it is kept in memory
+_WHY_CHARS_MAX = 500  # a peer chooses it, and it is logged
 
 
 class RepairRoutes:
@@ -122,6 +122,7 @@ class RepairRoutes:
         self._refuse_renamed(checkpoint_id, save_id)
         if fields.get("session"):
             service.pins.end(str(fields["session"]))
+        # A load in progress would fail in the middle, on all of its ranks.
         if service.pins.is_pinned(save_id) and not fields.get("force"):
             if fields.get("is_patient"):
                 with request.heartbeat, self._hold_upload(save_id):
@@ -131,9 +132,11 @@ class RepairRoutes:
         root = service.store.root
         if fields.get("is_asked"):
             manifest = service.store.catalog.manifest_path(checkpoint_id, save_id)
+            # `rm` asks this before it touches the bucket: a load that reads the save keeps both copies.
             is_kept = not fields.get("force") and is_read(manifest)
             return json_answer(is_removed=False, why="a process of this node reads it" if is_kept else "")
         with request.heartbeat:
+            # On a full disk the note below could not be written, and then nothing could be removed.
             make_room_to_start(root)
             with self._hold_upload(save_id):
                 # The note comes first: after a crash the agent goes on with it, and no node brings it back.
@@ -185,6 +188,7 @@ class RepairRoutes:
         inspector = Inspector(self._service.store, self._service.node_id)
         with self._checks.in_turn(request):
             note = self._service.damage.begin_reading()
+            # The size is set first: another thread reads both as soon as the inspector is set.
             self._bytes_to_read, self._inspector = inspector.sum_sizes(checkpoint_id), inspector
             try:
                 findings = [finding.to_json() for finding in inspector.inspect(checkpoint_id)]
@@ -216,6 +220,7 @@ class RepairRoutes:
         """Does this node's part of a plan, action by action, and says how each went. A peer may have nothing replaced."""
         part = RepairPlan.from_json(fields["plan"]).of_node(self._service.node_id)
         with request.heartbeat:
+            # A peer's plan may replace nothing: its token would then be enough to delete checkpoints here.
             outcomes = self._reprotector.carry_out(part, may_replace=request.right >= Right.OWNER)
         results = [{"action": str(action), "error": error} for action, error in outcomes]
         return json_answer(self._reprotector.wake, results=results)

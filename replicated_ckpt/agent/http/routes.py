@@ -60,6 +60,7 @@ class UnmanagedRoutes:
 
     def open(self, checkpoint_id: str, name: str, size_bytes: str) -> int:
         """A file descriptor of a file of this size; the caller closes it."""
+        # int() also takes "1_0", signs and other scripts' digits, and is slow on very long numbers.
         is_size = size_bytes.isascii() and size_bytes.isdigit() and len(size_bytes) <= 18
         if not is_checkpoint_file(name) or not is_size:
             raise ObjectMissing("this agent", "GET", name[:200], "no such file")
@@ -100,6 +101,7 @@ class SubmissionRoutes:
         """Waits for shards of ranks of this node. Raises ReplicatedCkptError: they are not written."""
         fields = request.document()
         path = self._service.store.intent_path(save_id)
+        # The ranks may be gone, so the coordinator's agent asks: its save's ticket shows that it takes part.
         if not Intent.admits_at(save_id, path, str(fields.get("ticket", ""))):
             request.require(Right.JOB)
         names: Any = fields.get("shards")
@@ -146,7 +148,7 @@ def _numbers(prefix: str, fields: Mapping[str, Any]) -> Iterator[tuple[str, floa
             yield f"{prefix}_{key}", float(len(value))
 
 
-_QUERY_FIELDS_MAX = 8
+_QUERY_FIELDS_MAX = 8  # no verb has more; a hostile query costs no more than these
 _WHO = ("node_id", "incarnation", "is_leaving", "tls_sha256", "start_id")
 
 
@@ -187,6 +189,7 @@ class Routes:
             ReplicatedCkptError: it is refused; nothing but what the error says was changed.
         """
         parts, query = split_target(request.target)
+        # Before the body is read or the path is used: an unknown verb needs the owner's right.
         request.require(needed_right(request.method, parts))
         match (request.method, *parts):
             case ("GET", "v1", "status"):
@@ -267,6 +270,7 @@ class Routes:
                 announced=Announced.from_json(fields.get("announced", {})),
                 ticket=str(fields.get("ticket", "")),
             )
+        # It comes from a peer: an id such as "../x" would name a directory outside of the root.
         if not isinstance(intent.checkpoint_id, str) or not is_checkpoint_id(intent.checkpoint_id):
             raise ConfigInvalid(f"{str(intent.checkpoint_id)[:200]!r} is no checkpoint id.")
         if request.connection is not None:  # else its rank may be at a later save, which would be aborted for this one
@@ -318,6 +322,7 @@ class Routes:
             found = self._service.receive(save_id, name, request.body, durable=durable)
         if durable:
             return json_answer(**asdict(found))
+        # ack="peer-memory": the rank goes on now, and the kernel starts to write the file behind it.
         return json_answer(flush_later(self._service.store.path_of_staged(save_id, name)), **asdict(found))
 
     def _holdings(self, checkpoint_id: str | None, *, is_upkeep: bool) -> Answer:
@@ -353,6 +358,7 @@ class Routes:
             return open_metadata(self._service, save_id)
         if checkpoint_id is None or not is_checkpoint_id(checkpoint_id) or not is_save_id(save_id):
             raise ObjectMissing("this agent", "GET", name[:200], "no such file")
+        # The load goes on: retention must not remove what it has yet to read.
         self._service.pins.renew(save_id)
         return self._service.store.open_file(checkpoint_id, save_id, name)
 

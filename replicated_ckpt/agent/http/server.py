@@ -62,6 +62,7 @@ class DualStackServer(ThreadingHTTPServer):
 
     def server_bind(self) -> None:
         """Without the look-up of a name that `http.server` makes: where DNS does not answer it takes many seconds."""
+        # The host's default may be IPv6 alone (net.ipv6.bindv6only).
         if self.address_family == socket.AF_INET6:
             self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         socketserver.TCPServer.server_bind(self)
@@ -75,6 +76,7 @@ class DualStackServer(ThreadingHTTPServer):
         return request, (host.removeprefix(_MAPPED), *rest)
 
 
+# Errors that only a file of this node gives. All others are the connection's, and their sender is gone.
 _OF_DISK = (
     errno.ENOSPC,
     errno.EDQUOT,
@@ -141,7 +143,9 @@ class AgentServer(DualStackServer):
     Of them, OWNER_RESERVE are never worked for another than the node's own user.
     """
 
+    # A thread that waits for a silent peer must not keep the process alive.
     daemon_threads = True
+    # With socketserver's 5, ranks that connect at the same moment wait for a SYN to be sent again.
     request_queue_size = 256
 
     def __init__(
@@ -160,6 +164,7 @@ class AgentServer(DualStackServer):
             return super().get_request()
         except OSError as exc:
             if exc.errno in SHORTAGES:
+                # Without descriptors accept() fails at once: the loop would take a whole processor.
                 time.sleep(0.1)
             raise
 
@@ -186,10 +191,12 @@ class AgentServer(DualStackServer):
         """The connection after its TLS handshake, if there has to be one; None if it failed."""
         if self._tls is None:
             return request
+        # A client that never sends its handshake would keep this thread for ever.
         request.settimeout(PROGRESS_TIMEOUT_S)
         secured = request
         try:
             secured = self._tls.wrap_socket(request, server_side=True, do_handshake_on_connect=False)
+            # Registered before the handshake: one that stalls in it can still be closed to make room.
             self.connections.secure(client_address, secured)
             secured.do_handshake()
         except (OSError, ValueError) as exc:  # a value error: it was closed meanwhile, to make room
@@ -202,6 +209,7 @@ class AgentServer(DualStackServer):
         """Called by socketserver inside its exception handler: the peer went away, or a defect of ours."""
         del request
         is_defect = not isinstance(sys.exception(), OSError)
+        # A client without a token can cause any exception: it gets no traceback into the log.
         if is_defect and self.connections.is_known(client_address):
             log.warning("connection from %s broke", client_address, exc_info=True)  # noqa: LOG014
         else:
@@ -222,7 +230,7 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server_version = f"replicated-ckpt/{__version__}"
     sys_version = ""
-    disable_nagle_algorithm = True
+    disable_nagle_algorithm = True  # else a heartbeat may wait for the peer's delayed ACK
     timeout = IDLE_CONNECTION_S
 
     def handle_one_request(self) -> None:
@@ -249,6 +257,7 @@ class _Handler(BaseHTTPRequestHandler):
         body = None
         try:
             right = self._find_right()
+            # Before the body is read: a flood of requests must cost no memory.
             if not self.server.connections.note_working(self.client_address, right):
                 what = "as many requests of other nodes are under way as may be; those of the node's own user go on"
                 raise StoreUnavailable("this agent", self.command, self.path[:_LOGGED_CHARS], what)
@@ -297,6 +306,7 @@ class _Handler(BaseHTTPRequestHandler):
             log.error("%s: %s", self.client_address[0], what)
         else:
             self.server.log_problem(self.client_address, what)
+        # The body may not be read to its end: the rest of it would be taken for the next request.
         self.close_connection = True
         self._send_bytes(code, json.dumps(describe_refusal(exc)).encode(), "application/json")
         self._drain(body)
@@ -307,7 +317,7 @@ class _Handler(BaseHTTPRequestHandler):
         piece = memoryview(bytearray(1 << 20))
         drained = 0
         if body is not None:
-            body.end_within(IDLE_CONNECTION_S)
+            body.end_within(IDLE_CONNECTION_S)  # a byte now and then would hold the thread for ever
         try:
             while body is not None and not body.done and drained < _DRAIN_BYTES_MAX:
                 drained += body.readinto(piece)
@@ -319,6 +329,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send_file(answer)
         else:
             self._send_bytes(HTTPStatus.OK, answer.body, answer.content_type)
+            # Only now: `shutdown` must not end the process before its answer is out.
             if answer.after is not None:
                 answer.after()
 
@@ -342,8 +353,10 @@ class _Handler(BaseHTTPRequestHandler):
                 self.send_header("Content-Range", f"bytes {answer.offset}-{last}/{answer.size_bytes}")
             self.end_headers()
             if answer.length:
+                # sendfile() goes past the buffer: the head must be out before the bytes.
                 self.wfile.flush()
                 sent = self._send_range(file, answer.offset, answer.length)
+                # The file got shorter meanwhile: only a closed connection shows the peer that bytes are missing.
                 self.close_connection = self.close_connection or sent != answer.length
 
     def _send_range(self, file: BufferedReader, offset: int, length: int) -> int:

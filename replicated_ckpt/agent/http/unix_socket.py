@@ -24,8 +24,8 @@ from replicated_ckpt.stores.thread_start import start_worker
 
 log = logging.getLogger(__name__)
 
-CONNECTIONS_MAX = 256
-_PAUSE_S = 0.3
+CONNECTIONS_MAX = 256  # one thread each; ranks beyond it wait in the kernel's queue
+_PAUSE_S = 0.3  # out of descriptors accept() fails at once: the loop would take a processor
 
 
 class UnixSocketServer:
@@ -50,6 +50,7 @@ class UnixSocketServer:
 
     def _accept(self) -> None:
         while True:
+            # Before accept(): a connection that is accepted holds descriptors of this process.
             self._slots.acquire()
             try:
                 connection, _ = self._listener.accept()
@@ -69,7 +70,7 @@ class UnixSocketServer:
         """The rank writes its shard itself. It is told without being heard: its message may be long."""
         log.warning("a rank that hands a shard over is sent away: %s", exc)
         with connection, contextlib.suppress(OSError):
-            connection.settimeout(_PAUSE_S)
+            connection.settimeout(_PAUSE_S)  # this is the accepting thread: no rank may hold it up
             send_message(connection, _refusal(exc))
 
     def _serve(self, connection: socket.socket) -> None:
@@ -93,6 +94,7 @@ class UnixSocketServer:
         with contextlib.suppress(OSError):  # a rank that is gone is not told
             send_message(connection, {"state": "taken"})
             self._tell_end(connection, future)
+        # Also where the rank has died: its shard is in this agent's hands, and its save is settled below.
         wait([future])
         self._wait_for_leave(connection)
         follow_stale_save(self._service, str(fields["copies"]["save_id"]))
@@ -109,11 +111,13 @@ class UnixSocketServer:
     ) -> "Future[WrittenCopies]":
         """Raises ConnectionAbortedError: the rank has waited in vain, as this agent hung, and writes the shard itself."""
         try:
+            # After a long stop the rank may have written the shard itself: two writers of one file.
             require_asker(connection)
             with parsing("No shard is submitted"):
                 shard = SubmittedShard.from_json(fields, len(descriptors))
             self._service.check_open(shard.copies.save_id)
         except BaseException:
+            # They are open in this process by now: leaked, they would keep the rank's memory in use.
             for descriptor in descriptors:
                 os.close(descriptor)
             raise

@@ -16,7 +16,7 @@ from replicated_ckpt.stores.peer.client import AgentAddress
 from replicated_ckpt.stores.peer.tls import PLAIN_HINT, is_loopback, is_network_trusted, is_plain_allowed
 
 _PEERS_NAME = "peers.json"
-_PEERS_MAX = 8192
+_PEERS_MAX = 8192  # a job that makes up nodes must not grow the file without end
 _BOOK, _FROM = "the address book", ", which has it from "
 INTRODUCE_HINT = "A job that has ranks on both nodes introduces them, with its next save or load."
 
@@ -62,6 +62,7 @@ class PeerBook:
         """
         known = {peer.node_id: peer for peer in self.read_all()}
         for peer in peers:
+            # A stolen token must not lead this node to send data in the clear where TLS was known.
             if _is_downgrade(peer, known):
                 detail = "this address has no fingerprint of a certificate, and is not believed"
                 raise StoreDenied(peer.label, "learn", "TLS", detail, PLAIN_HINT)
@@ -126,6 +127,7 @@ class PeerBook:
             still_away = (known.away | set(left)) - set(returned)
             # met last, last: a book that is full loses its first
             after = _Known({**met_before, **news}, still_away, known.forgotten - news.keys())
+            # Each save and load comes here: without news the disk is not touched.
             if after != known:
                 self._write(after)
 
@@ -141,6 +143,7 @@ class PeerBook:
         try:
             entries: list[Mapping[str, Any]] = json.loads(read_private(self._path))
         except (ValueError, RecursionError):
+            # Damaged: jobs introduce their nodes again, and no peer is made up from half a file.
             return known
         except OSError as exc:
             raise_shortage(exc, self._path)  # else a book with all nodes would be written anew with one

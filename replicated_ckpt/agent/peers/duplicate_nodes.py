@@ -42,6 +42,7 @@ class Who:
         """Whether these are two agents of one node: one agent may answer at two addresses of its host."""
         if self.node_id != other.node_id:
             return False
+        # A cloned disk also counts the same starts: only the start id tells the two agents apart.
         if self.start_id and other.start_id:
             return self.start_id != other.start_id
         return self.incarnation != other.incarnation
@@ -53,6 +54,7 @@ def ask_who(address: AgentAddress) -> Who:
     Raises:
         StoreUnavailable, StoreDenied, PeerProtocolError: none, another one, or no sensible answer.
     """
+    # A deadline as well as a time-out: a byte now and then would keep the call going.
     with AgentClient(address, CALL_BACK_STEP_S) as client, client.within(CALL_BACK_STEP_S):
         answer = client.call("GET", "/v1/status?brief=1")
     with parsing(f"{address.label} does not say who it is"):
@@ -92,6 +94,7 @@ class DuplicateNodes:
         """Forgets those of which one agent is left. For each round of re-protection."""
         with self._lock:
             found = dict(self._found)
+        # Without the lock: each look may take seconds.
         for node_id, pair in found.items():
             if not _are_two(*pair):
                 with self._lock:

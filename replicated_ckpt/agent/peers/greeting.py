@@ -22,13 +22,13 @@ from replicated_ckpt.stores.peer.fan_out import FanOut
 
 log = logging.getLogger(__name__)
 
-IN_A_ROW_MAX = 4
+IN_A_ROW_MAX = 4  # an agent that is restarted a few times is heard each time
 INTERVAL_S = 10.0
 """In the name of one node, from one address: so many greetings in a row are followed up, and then one in this time."""
 PER_SENDER_MAX = 16
 PARALLEL_MAX = 64
 """Call backs under way, for one sender's address and in total."""
-WAIT_MAX_S = 2.0
+WAIT_MAX_S = 2.0  # less than the greeter waits for its answer
 PAIRS_MAX = 16_384
 """Names of nodes with addresses of senders that are remembered: twice what an address book holds."""
 _HINT = "The agent that greets does so again in its next round; nothing is to be done."
@@ -65,12 +65,14 @@ class CallBacks:
     def _charge(self, node_id: str, sender: str) -> None:
         """Each call back costs INTERVAL_S; as much as IN_A_ROW_MAX of them cost may be owed."""
         now, pair = self._clock(), (node_id, sender)
+        # Swept only when full: an entry whose debt is paid bounds nothing any more.
         for old, paid_until in list(self._paid_until.items()) if len(self._paid_until) >= PAIRS_MAX else ():
             if paid_until <= now:
                 del self._paid_until[old]
         due = max(self._paid_until.get(pair, now), now) + INTERVAL_S
         if due > now + IN_A_ROW_MAX * INTERVAL_S:
             raise _refusal(node_id, f"{sender} greets in its name more than once in {INTERVAL_S:.0f} s")
+        # Made-up senders must not push out the debts of real ones.
         if pair not in self._paid_until and len(self._paid_until) >= PAIRS_MAX:
             raise _refusal(node_id, f"more than {PAIRS_MAX} nodes and senders greet")
         self._paid_until[pair] = due
@@ -103,6 +105,7 @@ class Greeter:
     def _register(self, endpoint: Endpoint) -> None:
         """No peer has heard this yet."""
         with self._lock:
+            # No host: this node may not know its own name outside, and the peer sees where the greeting comes from.
             self._document = {"peer": {**endpoint.address().to_json(), "host": ""}}
             self._missing = {peer.node_id for peer in self._peers.read_all()}
 
@@ -129,6 +132,7 @@ class Greeter:
     def greet(self, nodes: Collection[str]) -> None:
         """Greets those of these nodes that have not heard this agent since it started."""
         with self._lock:
+            # The set itself: `announce` replaces it, and what is heard now does not count for the new one.
             unheard = self._missing
             missing = unheard & set(nodes)
         if not missing:
@@ -190,6 +194,7 @@ def heed_hello(book: PeerBook, said: AgentAddress, from_host: str, call_backs: C
         as two agents of that node run. StoreUnavailable: it was not called back, as too many are.
     """
     known = _identify_named(book, said)
+    # A renewed certificate: only the agent that still shows the known one may vouch for the new one.
     if known.tls_sha256 not in ("", said.tls_sha256):
         with call_backs.take_turn(known.node_id, from_host):
             book.learn([_renew(known, said)])
@@ -201,8 +206,10 @@ def heed_hello(book: PeerBook, said: AgentAddress, from_host: str, call_backs: C
         asked = FanOut.run({before, announced}, ask_who)
     expected = Who(known.node_id, said.incarnation, is_leaving=False, tls_sha256=said.tls_sha256)
     there, here = asked.results.get(before), asked.results.get(announced)
+    # Both places answer as this node: its disk was cloned with its identity, and data would be split.
     if there is not None and here is not None and known.node_id == here.node_id and there.is_duplicate_of(here):
         raise book.duplicate_nodes.record_duplicate(known, announced)
+    # It still answers at the known address: a greeting from elsewhere is a thief's, or of an earlier start.
     if there is not None and there != expected and there.node_id == known.node_id and before != announced:
         raise _denial(said, "it answers at the address that is known, and says otherwise")
     found = [address for address in (before, announced) if asked.results.get(address) == expected]
@@ -249,6 +256,7 @@ def heed_goodbye(book: PeerBook, said: AgentAddress, from_host: str, call_backs:
 def _identify_named(book: PeerBook, said: AgentAddress) -> AgentAddress:
     """The node in whose name a greeting comes, as it was introduced here."""
     known = next((peer for peer in book.read_all() if peer.node_id == said.node_id), None)
+    # In constant time: a peer must not find the token byte by byte.
     if known is None or not hmac.compare_digest(known.token.encode(), said.token.encode()):
         raise _denial(said, "no such node was introduced here" if known is None else "the token is not that node's")
     return known

@@ -61,6 +61,7 @@ class ManifestBook:
             for holding in view.holdings or ():
                 if view.presence is Presence.UP:
                     holders.setdefault(holding.save_id, []).append((view.node_id, holding.checkpoint_id))
+        # What no node holds any more is forgotten: the book stays as small as the stores.
         known = {save_id: manifest for save_id, manifest in self._known.items() if save_id in holders}
         self._cost_by_save = {
             save_id: cost
@@ -76,6 +77,7 @@ class ManifestBook:
         return known
 
     def _look_up(self, save_id: str, places: Sequence[tuple[str, str]], look: "_Round") -> Manifest | None:
+        # This node's own copy first: it costs no request, and counts against no bound.
         for node_id, checkpoint_id in sorted(places, key=lambda place: place[0] != self._node_id):
             if self._is_bounded and node_id != self._node_id and not self._may_ask(node_id, look):
                 continue
@@ -89,6 +91,7 @@ class ManifestBook:
                 log.info("manifest of save %s on node %s: %s", save_id, node_id, exc)
                 look.misses[node_id] += 1
             else:
+                # A peer could list one save and bring another one's manifest, again and again.
                 if manifest.save_id != save_id:
                     look.misses[node_id] += 1
                 elif self._fits(node_id, save_id, size, look):
@@ -106,6 +109,7 @@ class ManifestBook:
         if not self._is_bounded or node_id == self._node_id:
             return True
         cost = size + MANIFEST_COST_BYTES
+        # One manifest always fits: else a save larger than the bound could never be repaired.
         if look.spent[node_id] > 0 and look.spent[node_id] + cost > UNPROVEN_BYTES_MAX:
             if node_id not in self._warned:
                 self._warned.add(node_id)
@@ -152,6 +156,7 @@ def fetch_manifest(checkpoint_id: str, save_id: str, sources: Sequence[AgentAddr
     def fetch(client: AgentClient) -> tuple[Manifest, bytes] | None:
         raw = client.fetch("GET", file_path(checkpoint_id, save_id, MANIFEST_NAME))
         manifest = decode_manifest(raw, client.address.label)
+        # The name may belong to a newer save there by now.
         return (manifest, raw) if manifest.save_id == save_id else None
 
     return fetch_first(sources, fetch, f"{checkpoint_id}/{MANIFEST_NAME}")
@@ -163,6 +168,7 @@ def fetch_metadata(checkpoint_id: str, manifest: Manifest, sources: Sequence[Age
     def fetch(client: AgentClient) -> bytes:
         path = file_path(checkpoint_id, manifest.save_id, METADATA_NAME)
         metadata = client.fetch_file(path, manifest.metadata_bytes)
+        # Stock torch unpickles this file unchecked: a damaged copy must not spread.
         if crc32c(metadata) != manifest.metadata_crc32c:
             raise ObjectCorrupt(client.address.label, "take over", METADATA_NAME, "it does not match the manifest")
         return metadata

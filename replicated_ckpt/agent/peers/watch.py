@@ -18,7 +18,7 @@ from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.fan_out import FanOut
 from replicated_ckpt.wording import one_line
 
-HOLDINGS_TIMEOUT_S = 3.0
+HOLDINGS_TIMEOUT_S = 3.0  # every round waits this long for a node that is down
 HOLDINGS_DEADLINE_S = 30.0
 """No peer holds up the round of all nodes by an answer that never ends."""
 
@@ -97,6 +97,7 @@ class PeerWatch:
         newer = [manifest for save_id, manifest in manifests.items() if save_id not in told]
         meant = [holding for manifest in newer if (holding := _meant_for(node, manifest)) is not None]
         holdings = (*view.holdings, *meant)
+        # Remembered: in the next round the save is known, and would not count as newer any more.
         self._held[node] = replace(self._held[node], holdings=holdings)
         return replace(view, holdings=holdings)
 
@@ -104,10 +105,12 @@ class PeerWatch:
         node = address.node_id
         if node in answers:
             self._silent_since.pop(node, None)
+            # Kept for the time when the node is silent: a plan counts on what it held last.
             held = self._held[node] = answers[node]
             return held.view_of(node)
         silent_s = self._clock() - self._silent_since.setdefault(node, self._clock())
         timeout_s = self._timeouts.away_after_s if self._peers.is_away(node) else self._timeouts.lost_after_s
+        # A reboot must not copy a node's shards: a silent one counts as a holder for a while.
         presence = Presence.ASSUMED if silent_s < timeout_s else Presence.GONE
         last = self._held.get(node)
         return NodeView(node, presence, None if last is None else last.holdings)
@@ -147,6 +150,7 @@ def parse_node_holdings(answer: Mapping[str, Any], address: AgentAddress) -> Nod
         PeerProtocolError: it makes no sense.
     """
     with parsing(f"{address.label} listed its holdings wrongly", ConfigInvalid):
+        # Before they are parsed: a hostile list would cost memory on every node that asks.
         if len(answer["holdings"]) > HOLDINGS_MAX:
             raise ValueError(f"more than {HOLDINGS_MAX} checkpoints")
         found = tuple(Holding.from_json(fields) for fields in answer["holdings"])
@@ -155,6 +159,7 @@ def parse_node_holdings(answer: Mapping[str, Any], address: AgentAddress) -> Nod
         room = Room.from_json(answer["room"]) if "room" in answer else None
         newer = tuple(one_line(checkpoint_id) for checkpoint_id in answer.get("newer", ()))
         beside = tuple(Holding.from_json(fields) for fields in answer.get("beside", ()))
+    # A node speaks only for itself: claims about others would make them drop real copies.
     holdings, beside = (tuple(one for one in told if one.node_id == address.node_id) for told in (found, beside))
     unclaimed = tuple(one for one in unclaimed if one.node_id == address.node_id)
     return NodeHoldings(holdings, unclaimed, node_report, room, newer, beside)

@@ -136,6 +136,7 @@ class Auditor:
         readings = tuple(outcome.results[node] for node in sorted(outcome.results))
         silent = {addresses[node]: error for node, error in sorted(outcome.errors.items())}
         views = self._views(readings, list(silent))
+        # Unbounded: a user waits for one full answer, and the bound is for agents that ask for ever.
         manifests = ManifestBook(self._store, self._node_id, self._peers, is_bounded=False).of(views)
         return Audit(readings, silent, manifests, _plan(manifests, views))
 
@@ -150,6 +151,7 @@ class Auditor:
 
     def _own_reading(self, checkpoint_id: str | None) -> NodeReading:
         endpoint = listening_endpoint(self._store.root_agent_directory())
+        # The agent knows what is damaged; and two full reads of one disk would slow each other down.
         if endpoint is not None and endpoint.node_id == self._node_id:
             try:
                 return _ask_agent(endpoint.local_address(), checkpoint_id)
@@ -169,9 +171,11 @@ class Auditor:
         views = [found.held.view_of(found.node_id) for found in readings]
         held: dict[str, list[Holding]] = {}
         for found in reversed(readings):
+            # Of several answers about a silent node the first node's counts: each audit then makes the same plan.
             held |= {node: [one for one in found.silent if one.node_id == node] for node in found.silent_nodes}
         for peer in silent:
             last = tuple(held[peer.node_id]) if peer.node_id in held else None
+            # Unreachable is neither missing nor intact: no copy of it is counted, and none replaced.
             views.append(NodeView(peer.node_id, Presence.ASSUMED, last))
         return views
 
@@ -185,6 +189,7 @@ def read_node_report(store: LocalStore) -> NodeReport:
 def _plan(manifests: Mapping[str, Manifest], views: Sequence[NodeView]) -> RepairPlan:
     retired, removed = find_retired(manifests, views), find_removed(views)
     plan = plan_repair(manifests, views, going=retired | removed)
+    # The common case: the second plan below costs as much as the first.
     if not removed & manifests.keys():
         return plan
     return replace(plan, short=(*plan.short, *_find_lost(manifests, views, retired, removed)))

@@ -70,9 +70,12 @@ class Collector:
         self.failed = []
         agreed = agree([*own, *(policy for view in views for policy in view.node_report.policies)])
         plan = plan_retention(manifests, views, agreed)
+        # Nodes that answered the look may be silent by now: a policy that came later waits for the next look.
         if set(own) == set(told):
+            # A silent node may hold the only copies that stay: less goes until it answers.
             careful = plan_retention(manifests, views, agreed, in_doubt=True) if in_doubt else plan
             by_own_word = plan_retention(manifests, views, confirm(agreed, own)).retired
+            # Other nodes' policies can hold a removal back, never cause one: a peer's token must delete nothing here.
             self.carry_out(careful.only(plan.retired & (by_own_word | self._find_brought(manifests))))
         if not any(policy.tier == NODES and policy.retention for policy in own):
             self._drop_recycled()  # no checkpoint goes that would bring new ones
@@ -141,6 +144,7 @@ class Collector:
         removing, removed = self._store.journal.read_removals()  # before the look: what goes meanwhile is not put back
         staged = set(filter(self._store.is_staged, removing))  # before it, too: they may be published meanwhile
         here = self._find_here() if removed | removing else {}
+        # A staged save may still be published here: its removal is not over before that.
         for save_id in sorted(removing - (staged - here.keys())):
             if self._stopping.is_set():
                 return
@@ -186,6 +190,7 @@ class Collector:
         self._service.pins.release_old()
         own = [held for view in views if view.node_id == self._service.node_id for held in view.holdings or ()]
         in_doubt = self._service.in_doubt.read_all()
+        # The common case has neither: the look at whole versions costs time for each save.
         if in_doubt or has_several_versions(own, views):
             whole = find_whole_versions(manifests, views, may_be_short=is_stuck)
             for removal in find_replaced(own, whole):
@@ -202,6 +207,7 @@ class Collector:
         service, is_own = self._service, intent.coordinator == self._service.node_id
         decided = self._read_decided(intent.save_id)
         members = set[str]()
+        # Only the coordinator's node can rule out that another one publishes it, and not while a rank works on it.
         if is_own and decided is not None and not service.is_locked(intent.save_id):
             members = {*intent.nodes, *(node.node_id for node in decided.nodes)}
         published = self._store.catalog.find_manifest(intent.checkpoint_id)

@@ -36,6 +36,7 @@ class DeferredActions:
             for place, since in self._gone_since.items()
             if place not in held and now - since < self._lost_after_s
         }
+        # Forgotten with the plan: a node that comes back may have intact bytes, and is asked at once.
         self._failed = {action: failed for action, failed in self._failed.items() if action in planned}
 
     def is_removed_now(self, action: Action) -> bool:

@@ -42,7 +42,7 @@ from replicated_ckpt.stores.verified import Expected, VerifiedShard
 log = logging.getLogger(__name__)
 
 PIECE_BYTES = 4 << 20
-_SESSION = "repair"
+_SESSION = "repair"  # no rank has this session, so none ends this save by going on to another
 
 
 class Mender:
@@ -68,6 +68,7 @@ class Mender:
         with translate_errors(str(self._store.root), "mend", action.checkpoint_id):
             match action:
                 case RestoreManifest():
+                    # Files of the save may lie here under a damaged manifest: they are kept, and not copied again.
                     if not self._restore_in_place(action):
                         self._take_over(action)
                 case CopyShard():
@@ -89,6 +90,7 @@ class Mender:
         catalog = self._store.catalog
         found: list[tuple[str, str, str]] = []
         for holding in catalog.holdings(self._service.node_id):
+            # A size costs one stat(): a file that was cut short is found without reading the store.
             place = holding.checkpoint_id, holding.save_id
             with contextlib.suppress(ObjectMissing, ManifestInvalid):  # it may have gone meanwhile
                 shards = catalog.manifest_of(*place).shards
@@ -151,6 +153,7 @@ class Mender:
             own, why = _manifest_in(opened)
             if own is not None and own.save_id != action.save_id:
                 return False
+            # Every file here belongs to a version with a manifest: of the lost save nothing is left.
             if not set(opened.names()) - catalog.list_claimed(action.checkpoint_id):
                 return False
             directory = opened.of_save(action.save_id)
@@ -160,11 +163,13 @@ class Mender:
                 else (own, b"")
             )
             self._refuse_removed(action.checkpoint_id, manifest)
+            # The manifest comes last: a crash before it leaves what was there, and the next plan finds it again.
             problem = self._restore_metadata(directory, action, manifest)
             if own is None:
                 if not self._put_manifest(directory, raw_manifest):
                     return False
                 log.warning("%s: manifest restored: %s", directory.checkpoint_id, why)
+                # Until now no checksum was known for them: damage must not be counted as copies.
                 for shard in directory.shards():
                     self._examine(directory, manifest, shard)
         if problem is not None:
@@ -199,14 +204,17 @@ class Mender:
         manifest, raw_manifest = fetch_manifest(action.checkpoint_id, action.save_id, sources)
         metadata = fetch_metadata(action.checkpoint_id, manifest, sources)
         own = self._store.catalog.find_manifest(action.checkpoint_id)
+        # A newer save may have been published since the plan was made: it stays (I4).
         if not may_publish(manifest.version, None if own is None else own.version, replaces=""):
             return
+        # A thread that settles this save at the same time would remove what is staged here.
         with self._service.completing:
             self._refuse_removed(action.checkpoint_id, manifest)
             self._refuse_while_saved(action)
             self._store.begin(
                 Intent(action.save_id, action.checkpoint_id, _SESSION, overwrite=True), replaces_other_runs=False
             )
+            # The manifest last: with it the save counts as decided, and must be complete.
             self._store.put_small(action.save_id, METADATA_NAME, metadata)
             self._store.put_small(action.save_id, MANIFEST_NAME, raw_manifest)
             try:
@@ -237,6 +245,7 @@ class Mender:
 
     def _set_aside(self, action: SetAside) -> None:
         with open_committed_save(self._store.root, action.checkpoint_id, action.save_id) as (directory, manifest):
+            # Asked of the manifest again: a plan that is out of date must not move a shard that counts.
             if action.shard not in manifest.shards:
                 directory.set_aside(action.shard, f"the manifest of save {action.save_id} names no such shard")
 
@@ -247,7 +256,9 @@ class Mender:
             if entry is None:
                 raise ObjectMissing(str(self._store.root), "copy", action.shard, "the manifest does not name it")
             self._check_room(action, entry)
+            # On a read-only disk the copy would fail only after all its bytes have crossed the network.
             directory.check_writable()
+            # An earlier round, or the user, may have brought it: an intact file is not copied over.
             if directory.has(action.shard) and self._examine(directory, manifest, action.shard) is None:
                 return
             sources = AnySource(self._sources(action, entry), partial(self._tell, action))
@@ -256,6 +267,7 @@ class Mender:
                     hint = _bring_back(manifest, entry, action.sources)
                     sink = FileSink.create(path, recycled=RecycledFiles(self._store.root), shard=action.shard)
                     pull_shard(sources, action.shard, sink, self._take, hint)
+                # Verified and durable by now: after a power loss the name must not lead to half a shard.
                 directory.place(path, action.shard)
         failpoints.reach("restore.copied")
         self.bytes_copied += entry.size_bytes
@@ -290,6 +302,7 @@ class Mender:
     def _tell(self, action: CopyShard, node_id: str, error: ReplicatedCkptError) -> None:
         """Tells a source that its copy seems to be bad."""
         log.warning("copy of %s/%s on node %s: %s", action.checkpoint_id, action.shard, node_id, error)
+        # A source that is slow or away has no bad copy: reading it all again would find nothing.
         if isinstance(error, ObjectCorrupt):
             for address in self._addresses((node_id,)):
                 tell_suspect(address, action.checkpoint_id, action.save_id, action.shard, error.message)
@@ -301,6 +314,7 @@ class Mender:
             StoreUnavailable: it has met none of them, and is no source itself; another node has made this plan.
         """
         known = self._addresses(nodes)
+        # Another node's plan may name nodes that this one never met: that is no damage here.
         if nodes and not known and self._service.node_id not in nodes:
             raise StoreUnavailable(
                 f"the address book of node {self._service.node_id}",
@@ -350,6 +364,7 @@ def pull_shard(sources: AnySource, shard: str, sink: FileSink, paced: Paced, hin
         table = opened.table
         for offset in range(0, table.data_bytes, PIECE_BYTES):
             length = min(PIECE_BYTES, table.data_bytes - offset)
+            # Before each piece: a copy must not take the disk and the network from a running save.
             paced(length)
             piece = sources.read(offset, length)
             if piece is None:

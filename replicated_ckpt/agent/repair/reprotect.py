@@ -93,9 +93,9 @@ class Protection:
     in_doubt: bool = False
 
 
-STALE_ROUNDS_MAX = 10
+STALE_ROUNDS_MAX = 10  # rounds with the same plan: what could be done is done
 STALE_SAVE_GRACE_S = 60.0
-SUSPECTS_MAX = 4096
+SUSPECTS_MAX = 4096  # any peer may name files: the queue stays bounded
 LOAD_FIRST_S = 0.3
 """Looking, and beginning to copy, takes processors that a load needs: up to a fifth of its time with two for four ranks."""
 _NOT_PLANNED = "this node would not do it by its own look at the nodes; ask on its own host"
@@ -167,6 +167,7 @@ class Reprotector:
 
         One that is known to be bad as it lies here is being mended already, as far as that can be.
         """
+        # A load on a thousand ranks reports the same file a thousand times.
         if self._service.damage.is_known(checkpoint_id, save_id, name):
             return
         log.info("to be read again: %s/%s of save %s: %s", checkpoint_id, name, save_id, why)
@@ -202,8 +203,10 @@ class Reprotector:
                 look at its own store; nothing was done.
         """
         order: Future[list[Outcome]] = Future()
+        # One thread changes checkpoints: two at once would each act on a look that the other has outdated.
         self._orders.append((part, may_replace, order))
         self.wake()
+        # In short waits: the thread that does orders ends when the agent leaves.
         while not wait([order], PAUSE_S).done:
             if self._stopping.is_set():
                 raise StoreUnavailable("this agent", "repair", "plan", "it is leaving")
@@ -235,6 +238,7 @@ class Reprotector:
             is_active = self._is_active(self.last)
             if not self.last.done:
                 self._rest(RESTS_PER_ROUND * (time.thread_time() - began))
+            # Woken during the round: there is work, and an idle agent would leave without doing it.
             if not is_active and not self._woken.is_set():
                 self._busy.clear()
             self._woken.wait(self._pauses.after(self._service.peers.count(), is_active=is_active))
@@ -255,14 +259,17 @@ class Reprotector:
         Raises:
             StoreError: the node's own store cannot be read. Stopped: the agent is leaving.
         """
+        # Before the look: a file that is bad must not count as a copy in this round's plan.
         self._read_suspects()
         self._settle_stale_saves()
+        # Before the look: a policy that comes later may be judged only by answers that come later still.
         policies = self._service.policies.read_all()
         manifests, (own, *others) = self._look()
         if self._stopping.is_set():
             raise Stopped
         self._on_seen([view.node_id for view in others if view.presence is Presence.UP])
         for view in others:
+            # What this node saves next must be newer than any save that a peer holds.
             told = histories_of(holding.version for holding in view.holdings or ())
             self._service.hear({lineage: history.sequence for lineage, history in told.items()}, view.node_id)
         in_doubt = self.watch.is_in_doubt(others)
@@ -278,7 +285,9 @@ class Reprotector:
         self._collector.drop_superseded(
             without_retired(manifests, going),
             views,
+            # A version without a manifest may hold the last copy of a shard: it goes when all else is complete.
             damaged=damaged if is_complete and not is_restored else (),
+            # What is kept here may take the very room that the missing copies need.
             is_stuck=self._stale[1] >= STALE_ROUNDS_MAX
             and not (in_doubt or any(view.node_report.is_busy for view in others)),
         )
@@ -374,6 +383,7 @@ class Reprotector:
             self._mender.carry_out(action)
         except ReplicatedCkptError as exc:
             log.warning("not done: %s: %s", one_line(action), one_line(exc))
+            # No node has intact bytes: each try reads whole shards on several nodes, so it waits.
             if isinstance(exc, ObjectCorrupt):
                 self._deferred.note_failure(action, one_line(exc))
             return one_line(exc)
@@ -386,6 +396,7 @@ class Reprotector:
         self._deferred.look(self._service.holdings(), part.actions)
         done, failed, until = 0, list[str](), self._look_again_at
         for action in part.actions:
+            # A user who deletes a directory on every node must not race with the others' copies of it.
             if self._deferred.is_removed_now(action):
                 continue
             if error := self._deferred.why_not(action) or self._try(action):
@@ -402,6 +413,7 @@ class Reprotector:
         if found.planned and is_real and self._began_at is None:
             self._began_at = self._clock()
             log.info("re-protection: %d copies or checkpoints to make up for, on all nodes together", found.planned)
+        # Once for each plan: the same shortage would be logged in every round.
         if self._stale[1] == 1:
             for short in plan.short:
                 log.warning("re-protection: nothing can be done now for %s", short)

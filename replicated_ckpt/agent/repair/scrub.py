@@ -70,6 +70,7 @@ class Scrubber:
         return asdict(self.done)
 
     def _run(self) -> None:
+        # Agents start with the job: a full read at once would compete with its first load.
         pause_s = min(self._every_s, FIRST_PAUSE_S)
         while not self._stopping.wait(pause_s):
             pause_s = self._every_s
@@ -93,6 +94,7 @@ class Scrubber:
         return self.done
 
     def _scrub_all(self) -> None:
+        # An agent that is restarted often would else read the first checkpoints again and again.
         after = self._damage.scrubbed_to
         ids = sorted(self._store.catalog.directories())
         for checkpoint_id in [*(found for found in ids if found > after), *(found for found in ids if found <= after)]:
@@ -103,6 +105,7 @@ class Scrubber:
             try:
                 findings = [found for found in inspector.inspect(checkpoint_id) if found.problem is Problem.CORRUPT]
             except StoreError as exc:
+                # Only what the system refuses to read now is skipped: a failing disk must be reported.
                 if not is_refusal(exc):
                     raise
                 log.error("scrub: %s is skipped: %s", checkpoint_id, exc)  # noqa: TRY400 - it explains itself
@@ -118,6 +121,7 @@ class Scrubber:
         self._damage.note_scrubbed_to("")
 
     def _wait_for_pace(self, size_bytes: int) -> None:
+        # A save comes first: the scrub would take the disk from it.
         while any(self._store.is_locked(intent.save_id) for intent in self._store.list_staged()):
             if self._stopping.wait(_BUSY_PAUSE_S):
                 raise Stopped

@@ -69,6 +69,7 @@ class UnmanagedLook:
                 answer = client.call("GET", path)
             with parsing(f"{self._by_node[node].label} listed its files wrongly"):
                 found = [UnmanagedHolding.from_json(fields) for fields in answer["unmanaged"]]
+            # A node speaks only for itself.
             return [holding for holding in found if holding.node_id == node]
 
         outcome = FanOut.run(self._by_node, ask)
@@ -92,6 +93,7 @@ class UnmanagedLook:
         """The bytes of the one `.metadata`, from a node that has it."""
         file = checkpoint.metadata()
         last: ReplicatedCkptError = ObjectMissing("the nodes", "read", f"{checkpoint.checkpoint_id}/{METADATA_NAME}")
+        # This node's own copy first: it costs no request.
         for node in sorted(checkpoint.nodes_with_metadata, key=lambda each: each != self._own_node):
             try:
                 return self._metadata_at(node, checkpoint.checkpoint_id, file.size_bytes)
@@ -188,6 +190,7 @@ class UnmanagedAuditor:
 
     def _of(self, look: UnmanagedLook, checkpoint: UnmanagedCheckpoint) -> UnmanagedAudit:
         nodes = tuple(holding.node_id for holding in checkpoint.holdings)
+        # Without `.metadata` nothing tells which items a shard should have: there is nothing to check.
         if not checkpoint.nodes_with_metadata:
             problem = "no node that was reached has its .metadata: stock torch writes it on rank 0's node, at the end"
             return UnmanagedAudit(checkpoint.checkpoint_id, nodes, problem)
@@ -202,6 +205,7 @@ class UnmanagedAuditor:
             checkpoint.checkpoint_id,
             nodes,
             failed,
+            # A node that could not be read decides nothing: what it holds is not called missing.
             None if failed else found,
             tuple(finding for reading in readings for finding in reading.findings),
             sum(reading.bytes_read for reading in readings),

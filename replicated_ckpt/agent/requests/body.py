@@ -11,11 +11,11 @@ from typing import cast
 
 from replicated_ckpt.errors import PeerProtocolError
 
-HEAD_WITHIN_S = 10.0
+HEAD_WITHIN_S = 10.0  # a client that sends a byte a minute would keep its thread for days
 DOCUMENT_WITHIN_S = 30.0
 DOCUMENT_BYTES_PER_S = 1 << 20
-_CHUNK_LINE_MAX = 64
-_CHUNK_BYTES_MAX = 1 << 30
+_CHUNK_LINE_MAX = 64  # chunk extensions are legal and unused: long ones would only cost memory
+_CHUNK_BYTES_MAX = 1 << 30  # no sender of ours makes larger ones
 _CHUNK_SIZE = re.compile(rb"([0-9A-Fa-f]{1,8})[ \t]*(;.*)?", re.DOTALL)
 
 
@@ -38,6 +38,7 @@ class Head:
         line = bytearray()
         while len(line) < limit and not line.endswith(b"\n"):
             if self._deadline < math.inf:
+                # The time that is left for the whole head: a new time-out for each byte would never end.
                 self._connection.settimeout(max(self._deadline - time.monotonic(), 0.001))
             buffered = cast(BufferedReader, self.stream).peek(1)  # one receive at most
             if not buffered:
@@ -61,6 +62,7 @@ class Body:
     def __init__(self, stream: BufferedIOBase, headers: Message) -> None:
         self._stream = stream
         encodings, lengths = headers.get_all("Transfer-Encoding", []), headers.get_all("Content-Length", [])
+        # Two lengths are how requests are smuggled: a proxy may believe the other one (RFC 9112, 6.3).
         if len(encodings) + len(lengths) > 1 or any(encoding.lower() != "chunked" for encoding in encodings):
             raise PeerProtocolError(
                 f"Transfer-Encoding {encodings} with Content-Length {lengths} is not allowed."[:300]
@@ -85,6 +87,7 @@ class Body:
             if self._chunked and self._left == 0:
                 self._next_chunk()
                 continue
+            # One receive at a time: the deadline below would else be looked at only when all has come.
             count = self._stream.readinto1(target[filled : filled + self._left])
             if time.monotonic() > self._deadline:
                 raise TimeoutError("the request's body came too slowly")
@@ -102,6 +105,7 @@ class Body:
         piece = memoryview(bytearray(1 << 16))
         while not self.done:
             collected += piece[: self.readinto(piece)]
+            # While it comes in: a chunked body announces no size.
             if len(collected) > limit_bytes:
                 raise PeerProtocolError(f"The request's body is larger than {limit_bytes} bytes.")
         return bytes(collected)
@@ -132,6 +136,7 @@ class Body:
 def _parse_length(length: str | None) -> int:
     if length is None:
         return 0
+    # int() also takes signs, "1_0" and other scripts' digits; a proxy in between reads them otherwise.
     if not length.isascii() or not length.isdigit() or len(length) > 18:
         raise PeerProtocolError(f"Content-Length {length[:20]!r} is no size.")
     return int(length)

@@ -62,6 +62,7 @@ def check_same_user(connection: socket.socket) -> None:
     """Raises StoreDenied: the process at the other end is neither this user's nor root's."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, user, _ = _CREDENTIALS.unpack(raw)
+    # Another user's process could put its own socket here while no agent runs.
     if user not in (os.geteuid(), 0):
         raise StoreDenied("this node", "connect", SOCKET_NAME, f"user {user} is at the other end", _ANOTHER)
 
@@ -71,6 +72,7 @@ def send_message(connection: socket.socket, fields: Mapping[str, Any], descripto
     raw = json.dumps(fields).encode()
     head = _HEAD.pack(len(raw))
     if descriptors:
+        # With the head: descriptors need a byte to travel with, and a short message is sent at once.
         socket.send_fds(connection, [head], list(descriptors))
     else:
         connection.sendall(head)
@@ -87,6 +89,7 @@ def receive_message(connection: socket.socket) -> tuple[dict[str, Any], list[int
     try:
         return _receive_rest(connection, head), descriptors
     except BaseException:
+        # They are open in this process by now, whatever was wrong with the message.
         for descriptor in descriptors:
             os.close(descriptor)
         raise
@@ -96,6 +99,7 @@ def _receive_rest(connection: socket.socket, head: bytes) -> dict[str, Any]:
     while len(head) < _HEAD.size:
         head += _receive(connection, _HEAD.size - len(head))
     (size,) = _HEAD.unpack(head)
+    # Before it is read: the size is the sender's claim, and memory is taken for it.
     if size > MESSAGE_BYTES_MAX:
         raise PeerProtocolError(f"A message of {size} bytes came through {SOCKET_NAME}.")
     raw = bytearray()
@@ -107,9 +111,11 @@ def _receive_rest(connection: socket.socket, head: bytes) -> dict[str, Any]:
 def _receive_head(connection: socket.socket) -> tuple[bytes, list[int]]:
     received = array.array("i")
     room = socket.CMSG_SPACE(DESCRIPTORS_MAX * received.itemsize)
+    # CLOEXEC from the start: a child that another thread forks would keep the rank's memory in use.
     head, ancillary, _, _ = connection.recvmsg(_HEAD.size, room, socket.MSG_CMSG_CLOEXEC)
     for level, kind, data in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            # The kernel may cut the list in the middle of a descriptor (recvmsg in Python's documentation).
             received.frombytes(data[: len(data) - len(data) % received.itemsize])
     if not head:
         raise EOFError(f"the other end of {SOCKET_NAME} is closed")

@@ -51,6 +51,7 @@ class Heartbeat:
 
     def _beat(self) -> None:
         while not self._ended.wait(INTERVAL_S):
+            # The peer is still sending and reads nothing: heartbeats would fill the socket.
             if not self._body.done:
                 continue
             try:
@@ -122,6 +123,7 @@ def require_asker(connection: socket.socket) -> None:
     """
     poll = select.poll()
     poll.register(connection, select.POLLRDHUP)
+    # A process that was stopped finds requests whose senders have long gone on without it.
     if poll.poll(0):
         raise ConnectionAbortedError("the client that asked this waits for no answer any more")
 
@@ -144,6 +146,7 @@ class Checks:
         Raises:
             StoreUnavailable: too many wait already, and the body was not read. PeerProtocolError: it is too large.
         """
+        # Refused before the body is read: a queue without end would hold a body and a thread each.
         if not self._places.acquire(blocking=False):
             detail = f"{CHECKS_MAX} checks of this node are under way or wait"
             raise StoreUnavailable("this agent", "verify", "", detail, "Ask again when they are done.")
@@ -192,6 +195,7 @@ def _range(header: str | None, size_bytes: int) -> tuple[int, int]:
         raise PeerProtocolError(f"Range {header[:60]!r} is not understood.")
     first = int(match[1])
     end = min(int(match[2]) + 1 if match[2] else size_bytes, size_bytes)
+    # The file is shorter than its manifest: an empty answer would pass for the bytes that are missing.
     if first >= end:
         raise ObjectCorrupt("this agent", "GET", f"bytes from {first} on", f"the file has {size_bytes} bytes")
     return first, end

@@ -27,6 +27,7 @@ class Draining:
         """`hurry`: set once the agent is told to stop again."""
         self._service, self._hurry = service, hurry
         self._own = service.node_id
+        # From here on no save opens: else one after the other would keep the agent for ever.
         self._open = service.refuse_saves()
         self._silent_since: dict[Debt, float] = {}
         self._settled: set[Debt] = set()
@@ -53,6 +54,7 @@ class Draining:
         asked = FanOut.run(others, self._is_settled)
         for debt in others:
             is_silent = isinstance(asked.errors.get(debt), StoreUnavailable)
+            # Only silence is waited for: a node that answers with an error has nothing left to wait for here.
             if asked.results.get(debt, self._waits_in_vain(debt) if is_silent else True):
                 self._settled.add(debt)
         return {debt: why for debt, why in owed.items() if debt not in self._settled}
@@ -70,8 +72,10 @@ class Draining:
             return f"{', '.join(unwritten)} is not written"
         if service.finisher.is_finishing(save_id):
             return "it is not decided"
+        # Its ranks may not have locked it yet: without the agent the save would fail.
         if service.was_opened_within(OPEN_GRACE_S, service.store.intent_of(save_id)):
             return "it was opened just now"
+        # Its ranks need this agent to commit the save.
         if service.is_locked(save_id):
             return "ranks of this node work on it"
         return "it is not published" if self._is_followed(save_id) else ""
@@ -86,6 +90,7 @@ class Draining:
     def _is_settled(self, debt: Debt) -> bool:
         """Whether the other node needs this one no more. One that said goodbye has nothing that it could finish."""
         save_id, node = debt
+        # Asked for nothing: its agent has ended, and each question would cost a time-out.
         if self._service.peers.is_away(node):
             return True
         with AgentClient(self._service.peers.address_of(node), _ASK_TIMEOUT_S) as client:

@@ -37,7 +37,7 @@ AGAIN_WITHIN_S = 20.0
 PUBLISHED_WITHIN_S = 60.0
 """The nodes of a save publish it within so long after its decision, or re-protection has it done."""
 _PAUSE_S = 0.3
-_KEPT = 64
+_KEPT = 64  # ends that a slow rank may still ask for
 
 
 @dataclass(frozen=True)
@@ -130,18 +130,21 @@ class Finisher:
         save_id = outline.manifest.save_id
         with self._lock:
             known = self._ends.get(save_id)
+            # A rank that lost its connection asks again: the save must not be finished twice.
             if known is not None:
                 return known
             for old in list(self._ends)[: max(0, len(self._ends) - _KEPT)]:
                 if self._ends[old].done():
                     del self._ends[old]
             end: Future[Finished] = Future()
+            # A rank asks again after its agent was started anew: the save may have been published meanwhile.
             published = self._store.catalog.checkpoint_of(save_id)
             if published is not None:
                 manifest = self._store.catalog.manifest_of(published, save_id)  # a newer one may have its name
                 end.set_result(Finished(manifest.encode().decode(), ()))
                 self._ends[save_id] = end
                 return end
+            # Locked before the rank may exit: a save that no process holds is settled as stale.
             held = self._store.lock_save(save_id)
             try:
                 start_worker(self._run, outline, held, end, name="rckpt-finish")
@@ -173,12 +176,16 @@ class Finisher:
     def _finish(self, save_id: str, outline: Outline) -> Finished:
         try:
             written = self._collect(save_id, outline)
+            # Before the decision: afterwards the save could not be aborted any more.
             if outline.must_have_all and any(copies.missed for copies in written.values()):
                 self._abort(save_id, "copies are missing, and the save does without none")
                 return Finished("", tuple(written.values()))
             raw = outline.complete(written).encode()
+            # Read back before it decides: a decision that no reader takes would lose the save.
             decode_manifest(raw, "what agents have written")
+            # The last look before the decision: another run may have taken the name since the save opened.
             check_decidable(self._store.root, self._store.intent_of(save_id))
+            # The decision: durable here before any other node gets it.
             self._store.put_small(save_id, MANIFEST_NAME, raw)
             self._note_nodes(outline.manifest)
         except BaseException as exc:
@@ -235,6 +242,7 @@ class Finisher:
             answer = client.call("POST", f"/v1/saves/{save_id}/written", {"shards": list(names), "ticket": ticket})
         with parsing(f"Node {node} says wrongly what it has written"):
             found = tuple(map(WrittenCopies.from_json, answer["written"]))
+        # Else the manifest would be completed with another shard's checksum.
         if sorted(copies.name for copies in found) != sorted(names):
             raise PeerProtocolError(f"Node {node} tells of other shards than {sorted(names)}.")
         return found

@@ -58,6 +58,7 @@ class InDoubtSaves:
         """Keeps that a save is in doubt; whether that, the nodes waited for or what failed is news."""
         with self._lock:
             known = self._by_save.get(intent.save_id)
+            # The first time counts: each try to settle it would else make the doubt look new.
             since = time.time() if known is None else known.since
             found = self._by_save[intent.save_id] = InDoubtSave(intent, tuple(waits_for), since, failure)
             return found != known

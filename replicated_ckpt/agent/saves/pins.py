@@ -43,6 +43,7 @@ class Pins:
         with self._lock:
             now = self._clock()
             pins = {other: pin for other, pin in self._by_reader.items() if pin.until > now and other != reader}
+            # Peers choose the readers' names: one of them must not keep every checkpoint for ever.
             if sum(pin.sender == sender for pin in pins.values()) < PINS_MAX:
                 pins[reader] = _Pin(save_id, now + PIN_S, sender)
             self._by_reader = pins

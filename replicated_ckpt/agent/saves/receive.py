@@ -68,10 +68,12 @@ class Intake:
             count += more
             with self._lock:
                 taken.coming[this] = name, count
+                # In one step with the count: two shards at once could pass the bound of the save together.
                 total = taken.total()
             _check(intent, name, count, total)
 
         try:
+            # What is announced is checked at once: too large a file is refused before it fills the disk.
             take(size_bytes or 0)
             count = 0
             yield take
@@ -86,6 +88,7 @@ class Intake:
     def _of(self, save_id: str) -> _Taken:
         with self._lock:
             if len(self._taken_by_save) >= _KEPT:
+                # Only saves that have ended: a fresh count would let an open save take its bytes twice.
                 over = [known for known in self._taken_by_save if not self._store.is_staged(known)]
                 for known in over:
                     del self._taken_by_save[known]
@@ -151,6 +154,7 @@ def receive_file(
     """
     with FileSink.create(path, direct_io, recycled) as sink:
         size, crc = _write(sink, body, take)
+        # Before the file gets its name: bytes that changed on the way must not count as a copy.
         _check_against_footer(path, sink, size, crc)
         staged = _find_staged(path, durable=durable)  # another one gets this name meanwhile only by taking the part
         if staged is not None:
@@ -206,8 +210,10 @@ def _find_staged(path: Path, *, durable: bool) -> Received | None:
             return None
         with closing_fd(fd):
             found = Received(*hash_open_file(fd))
+            # A damaged file may be written over: the sender brings intact bytes.
             if crc_of_footer(fd) != found.crc32c:
                 return None
+            # It may have been brought before with ack="peer-memory", which fsyncs nothing.
             if durable:
                 os.fsync(fd)
                 fsync_directory(path.parent)

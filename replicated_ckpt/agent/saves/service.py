@@ -46,7 +46,7 @@ from replicated_ckpt.stores.peer.client import AgentAddress
 
 log = logging.getLogger(__name__)
 
-OPEN_GRACE_S = 5.0
+OPEN_GRACE_S = 5.0  # a rank locks its save a moment after it opens: until then no lock shows that it lives
 _ABORTED = (End.ABORTED, End.RETIRED)
 """What this node says of every node: the save is decided nowhere, or no node is to have it."""
 
@@ -89,6 +89,7 @@ class NodeService:
         completed = []
         for save_id in (intent.save_id for intent in intents):
             try:
+                # Published, but still staged: a crash came between the rename and the clean-up.
                 if self.store.is_decided(save_id) or self.store.is_published(save_id):
                     self.store.commit(save_id)
                     completed.append(save_id)
@@ -107,6 +108,7 @@ class NodeService:
         Raises:
             CheckpointExists, StoreError. SaveAborted: this node aborted it. StoreUnavailable: this agent was told to stop.
         """
+        # An opening that arrives late must not revive a save that this node has reported as aborted.
         self._refuse_over(intent.save_id, *_ABORTED)
         self.pins.end(intent.session.partition(WRITER)[0])
         self.is_drained = False  # it is used again
@@ -156,6 +158,7 @@ class NodeService:
     def hear(self, sequences: Mapping[str, int], sender: str) -> None:
         """A peer or a rank tells how far runs have come: what is believed of it is kept."""
         known = self.sequence_floor.read_all()
+        # Loads and peers repeat known numbers all the time: only news is worth reading the catalog.
         is_news = any(sequence > known.get(lineage, 0) for lineage, sequence in sequences.items())
         self.sequence_floor.raise_to(sequences, self._sequences_here() if is_news else {}, sender)
 
@@ -209,6 +212,7 @@ class NodeService:
         """Whether the save is so young that its ranks may not have come to hold it."""
         with self._lock:
             opened_at = self._opened_at.get(intent.save_id)
+        # Opened before this agent started: its ranks may be starting again, too.
         if opened_at is None and grace_s > OPEN_GRACE_S:
             opened_at = self._started_at
         return opened_at is not None and time.monotonic() - opened_at < grace_s
@@ -241,6 +245,7 @@ class NodeService:
         if name == MANIFEST_NAME:
             raw = body.read_all(MANIFEST_BYTES_MAX)
             manifest = decode_manifest(raw, "what was brought")
+            # The opening has checked one name: the decision must not publish under another.
             if manifest.checkpoint_id != intent.checkpoint_id:
                 raise ManifestInvalid(
                     f"Save {save_id} was opened for {intent.checkpoint_id!r}; its manifest names another one."
@@ -251,6 +256,7 @@ class NodeService:
         if name == METADATA_NAME:
             with taking_metadata(intent, body.size_bytes) as take:
                 return receive_plain_file(path, body, take, RecycledFiles(self.store.root))
+        # The name comes from a peer, and becomes a file's.
         if ShardName.parse(name) is None:
             raise ConfigInvalid(f"{name!r} is no file of a checkpoint that could be brought here.")
         with self._intake.taking(intent, name, body.size_bytes) as take:
@@ -339,6 +345,7 @@ class NodeService:
             is_young = not is_over and self.was_opened_within(OPEN_GRACE_S, intent)
             if not is_left and (is_young or self.is_locked(save_id)):
                 return {"state": Answer.WORKING.value}
+        # A damaged decision was one all the same: other nodes may have published it.
         if intent.coordinator == self.node_id and not self.store.is_decision_damaged(save_id):
             why = "its coordinator is gone, and another node asks what became of it"
             self.abort(save_id, why, unless_decided=True)

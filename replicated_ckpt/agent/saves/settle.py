@@ -39,6 +39,7 @@ def settle(service: NodeService, stale_saves: Sequence[StaleSave], peers: Sequen
     removed here only if it can never have been committed anywhere. Otherwise it is in doubt, stays staged, and is settled
     again with the next save or load and by re-protection.
     """
+    # For all saves together: a node that is down costs one time-out, not one for each save.
     silent: set[str] = set()
     for stale_save in stale_saves:
         try:
@@ -62,12 +63,14 @@ def abort_lost(service: NodeService, save_id: str, lost: Collection[str]) -> Seq
     intent = next((staged for staged in service.store.list_staged() if staged.save_id == save_id), None)
     if intent is None:
         raise ObjectMissing(f"node {service.node_id}", "abort", save_id, "it is not staged here", _ENDED)
+    # Ranks that live may still decide it, whatever the operator believes.
     if service.is_locked(save_id):
         raise ConfigInvalid(f"Save {save_id} is not aborted: ranks of this node still work on it.", _END_JOB)
     stale_save = StaleSave(intent, f"node {', '.join(sorted(lost))} never comes back, as the operator says")
     with service.completing:
         _settle_one(service, stale_save, service.peers.read_all(), set(), frozenset(lost))
     waits_for = next((save.waits_for for save in service.in_doubt.read_all() if save.intent.save_id == save_id), ())
+    # It stays for another reason than a silent node: the operator must learn why `--lost` cannot end it.
     if not waits_for and service.store.is_staged(save_id):
         raise _stays(service, intent)
     return waits_for
@@ -120,6 +123,7 @@ def _settle_one(
 
 def _is_aborted(service: NodeService, intent: Intent, silent: set[str]) -> bool:
     """Whether its coordinator's node says that a decided save is over: no node has published it, or a policy retired it."""
+    # Nothing to ask: this node is the coordinator's, or one more time-out would be spent on a silent one.
     if intent.coordinator in silent | {service.node_id}:
         return False
     asked = [peer for peer in service.peers.read_all() if peer.node_id == intent.coordinator]
@@ -141,6 +145,7 @@ def _settle_by_others(
     how = "left" if stale_save.is_left else "over" if stale_save.is_over else "working"
     nodes = intent.nodes or {peer.node_id for peer in (*peers, *known)}
     is_decision_bad = service.store.is_decision_damaged(intent.save_id)
+    # This node decided, and cannot read what: it may not conclude that no node has published it.
     coordinator = "" if is_decision_bad and intent.coordinator == service.node_id else intent.coordinator
     addresses: dict[str, AgentAddress] = {}
     answers: dict[str, Answer] = {}
@@ -171,6 +176,7 @@ def _answers(intent: Intent, how: str, addresses: Sequence[AgentAddress], silent
     outcome = FanOut.run(by_node, lambda node: _ask(by_node[node], asked[node]))
     for node, error in outcome.errors.items():
         log.info("asked %s about save %s: %s", by_node[node].label, intent.save_id, error)
+        # One that answers with an error is asked again for the next save: it is not down.
         if isinstance(error, StoreUnavailable):
             silent.add(node)
     return outcome.results
@@ -232,6 +238,7 @@ def _stage_decision(service: NodeService, intent: Intent, sources: Sequence[Agen
         checkpoint_id = renamed
         manifest, raw = fetch_manifest(checkpoint_id, intent.save_id, sources)
     metadata = fetch_metadata(checkpoint_id, manifest, sources)
+    # The manifest last: with it the save counts as decided, and must be complete.
     service.store.put_small(intent.save_id, METADATA_NAME, metadata)
     service.store.put_small(intent.save_id, MANIFEST_NAME, raw)
 
@@ -277,10 +284,12 @@ def follow_stale_save(service: NodeService, save_id: str) -> None:
                 if not service.store.is_staged(save_id):
                     return
                 if service.is_locked(save_id) or not _is_in_doubt(service, save_id):
+                    # A slow node still writes: the save is not stale while its coordinator works on it.
                     until = time.monotonic() + FOLLOW_S
             except (ReplicatedCkptError, OSError) as exc:  # it was published or aborted, or the disk refuses
                 log.info("what becomes of save %s is looked at again soon: %s", save_id, exc)
             time.sleep(pause_s)
+            # Longer each time: a node with many shards follows one save in as many threads.
             pause_s = min(_PAUSE_MAX_S, 1.3 * pause_s)
 
 

@@ -45,6 +45,7 @@ class WantedCopies:
     def from_json(cls, fields: Mapping[str, Any]) -> Self:
         """Raises ValueError, KeyError, TypeError: they are no such fields."""
         save_id, name = str(fields["save_id"]), str(fields["name"])
+        # Both become parts of a path.
         if not is_save_id(save_id) or ShardName.parse(name) is None:
             raise ValueError(f"{save_id[:80]!r} and {name[:80]!r} are no save and shard")
         buddies, spares = (tuple(map(AgentAddress.from_json, fields[part])) for part in ("buddies", "spares"))
@@ -112,6 +113,7 @@ def write_copies(
     except BaseException:
         tee.discard()
         raise
+    # Failed copies are made again from this node's own file: without it there is nothing to send.
     if outcomes[0].error is not None:
         raise outcomes[0].error
     began = time.perf_counter()
@@ -134,6 +136,7 @@ def _make_up(
     holders = [buddy.node_id for buddy, outcome in ended if outcome.error is None]
     failed = [(buddy, outcome.error) for buddy, outcome in ended if outcome.error]
     missed, spares = [], list(wanted.spares)
+    # Each further try would hold the save up by one more time-out.
     silent = {buddy.node_id for buddy, error in failed if is_time_out(error)}
     for buddy, error in failed:
         if isinstance(error, SaveAborted) or not isinstance(error, ReplicatedCkptError):  # a defect
@@ -143,6 +146,7 @@ def _make_up(
             again = _copy(store, wanted, table, candidate)
             if again is None:
                 holders.append(candidate.node_id)
+                # Two failed copies on one spare would be one copy.
                 spares = [other for other in spares if other != candidate]
                 break
             log.warning("copy of %s to node %s failed: %s", wanted.name, candidate.node_id, again)

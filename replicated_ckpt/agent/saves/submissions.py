@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 WRITES_AT_ONCE = 4
 """More shards wait: each that is written takes four buffers of 4 MiB."""
-_KEPT = 64
+_KEPT = 64  # shards whose end an agent may still be asked for
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,7 @@ class SubmittedShard:
     def from_json(cls, fields: Mapping[str, Any], sources: int) -> Self:
         """Raises ValueError, KeyError, TypeError: it is not a shard that lies in so many descriptors."""
         pieces = [(int(source), int(offset), int(size)) for source, offset, size in fields["pieces"]]
+        # Wrong numbers from a rank would read other bytes than it submitted: -1 is the last descriptor.
         if any(not 0 <= source < sources or offset < 0 or size < 0 for source, offset, size in pieces):
             raise ValueError("a piece lies outside of what was submitted")
         return cls(WantedCopies.from_json(fields["copies"]), pieces)
@@ -111,6 +112,7 @@ class Submissions:
         key = shard.copies.save_id, shard.copies.name
         with self._lock:
             known = self._written.get(key)
+            # A rank that lost its connection submits the shard again: two writers would share one file.
             if known is not None and not (known.done() and known.exception()):
                 _close_all(descriptors)
                 return known
@@ -149,6 +151,7 @@ class Submissions:
                 size = self._store.path_of_staged(save_id, name).stat().st_size
             except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError) as exc:
                 raise _not_submitted(save_id, name) from exc
+        # The note is not fsynced: after a power loss it may not match the shard.
         if size != found.size_bytes:
             raise _not_submitted(save_id, name)
         return found
@@ -206,6 +209,7 @@ def _fill(tee: Tee, shard: SubmittedShard, descriptors: Sequence[int], pace: Pac
     with translate_errors("the rank's memory", "read", name):
         sizes = [_size_of(descriptor) for descriptor in descriptors]
         for source, offset, size in shard.pieces:
+            # A rank that truncates its memory must get an error: beyond the end there is nothing to read.
             if offset + size > sizes[source]:
                 raise _cut_short(name)
             tee.fill(size, _Reader(descriptors[source], offset, name, pace))
@@ -229,6 +233,7 @@ class _Reader:
 
 def _size_of(descriptor: int) -> int:
     status = os.fstat(descriptor)
+    # A pipe or a device has no size to check, and could block the read for ever.
     return status.st_size if stat.S_ISREG(status.st_mode) else 0
 
 

@@ -15,6 +15,7 @@ _PACKAGE = Path(__file__).parents[2]
 def main() -> int:
     """Runs the agent with the arguments behind `--`; returns its exit code."""
     end = sys.argv.index("--")
+    # The agent's own parser must not see the folders.
     folders, sys.argv[1:] = sys.argv[1:end], sys.argv[end + 1 :]
     sys.path += [folder for folder in folders if folder not in sys.path]
     spec = spec_from_file_location(_PACKAGE.name, _PACKAGE / "__init__.py", submodule_search_locations=[str(_PACKAGE)])

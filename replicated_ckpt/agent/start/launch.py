@@ -66,7 +66,7 @@ def _is_older(endpoint: Endpoint) -> bool:
     try:
         is_before = [int(part) for part in endpoint.version.split(".")] < [int(part) for part in __version__.split(".")]
     except ValueError:
-        is_before = False
+        is_before = False  # a development version: it is not replaced for its name
     return endpoint.protocol < PROTOCOL or is_before
 
 
@@ -110,7 +110,7 @@ STOPPED_TIMEOUT_S = 5.0
 SILENT_TIMEOUT_S = 1.0
 """An agent that has not answered this process before is asked for this long, whether it does again."""
 IDLE_EXIT_ENV = "REPLICATED_CKPT_AGENT_IDLE_S"
-IDLE_EXIT_S = 60.0
+IDLE_EXIT_S = 60.0  # a trainer that crashed is back by then, and finds its agent
 _POLL_S = 0.005
 _TAIL_LINES, _TAIL_CHARS = 10, 1000
 _client_lock_by_root: dict[Path, FileLock] = {}
@@ -133,12 +133,14 @@ def ensure_agent(store: LocalStore, bind_host: str | None = None, *, is_opening:
             this one cannot talk to.
     """
     directory = store.agent_directory()
+    # Before the agent is asked: an idle one leaves only while no process holds this lock.
     _stay_client(store.root, directory)
     endpoint = _answering(directory, bind_host, is_opening=is_opening)
     if endpoint is not None:
         return endpoint
     began = time.time()
     with _take_start(directory) as lock:
+        # Looked for again under the lock: another process may have started it meanwhile.
         endpoint = _answering(directory, bind_host, is_opening=is_opening)
         if endpoint is not None:
             return endpoint
@@ -171,6 +173,7 @@ def can_hold_agent(store: LocalStore) -> bool:
     """
     place = store.root_agent_directory()
     with translate_errors(str(store.root), "look at", place.name):
+        # Nothing is made to find out: the root may be read-only, or not exist yet.
         while not is_there(place):
             place = place.parent
     return os.access(place, os.W_OK | os.X_OK)
@@ -228,6 +231,7 @@ def _answers(directory: Path, endpoint: Endpoint, *, is_opening: bool = False) -
         with AgentClient(endpoint.local_address(), timeout_s) as client:
             told = client.call("GET", f"/v1/status?brief=1{'&opening=1' if is_opening else ''}")
     except StoreUnavailable as exc:
+        # A refused connection means that it has ended; only silence may be a process that is stopped.
         if not isinstance(exc.__cause__, TimeoutError):
             return False
         _silent_by_directory[directory] = endpoint.pid
@@ -284,12 +288,12 @@ def spawn_agent(arguments: Sequence[str], log: int) -> "subprocess.Popen[bytes]"
     """Starts the process of an agent, in a session of its own, as it outlives this process. `log`: where it writes."""
     return _Outliving(
         [*isolated_python(), *arguments],
-        stdin=subprocess.DEVNULL,
+        stdin=subprocess.DEVNULL,  # it must not read what is typed for the job
         stdout=log,
         stderr=log,
-        cwd="/",
+        cwd="/",  # it outlives the job, and must not keep a file system from being unmounted
         env=agent_environment(),
-        start_new_session=True,
+        start_new_session=True,  # torchrun and Slurm kill the rank's process group
     )
 
 
@@ -322,6 +326,7 @@ def _start(store: LocalStore, directory: Path, bind_host: str | None, *, is_open
             f"{_quote_log(directory, log_begins)}.",
             lock_hint(directory, LOCK_NAME),
         )
+    # A start that was reported as failed must not come up later, next to another one.
     process.kill()
     process.wait()
     raise _unavailable(directory, f"it did not answer within {START_TIMEOUT_S:.0f} s", log_begins)

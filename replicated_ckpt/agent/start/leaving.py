@@ -45,6 +45,7 @@ def wait_until_gone(directory: Path, agent: Endpoint) -> None:
     """
     deadline = time.monotonic() + DRAIN_S + STOP_TIMEOUT_S
     while not (is_free(directory) or _is_followed(directory, agent)):
+        # It may be stopped (SIGSTOP), or hang on a dead disk: a rank must not wait for ever.
         if time.monotonic() > deadline:
             raise AgentUnavailable(
                 f"The agent of {directory.parent} was told to stop and has not.", lock_hint(directory, LOCK_NAME)

@@ -102,7 +102,7 @@ def read_endpoint(directory: Path) -> Endpoint | None:
             int(fields.get("incarnation", 0)),
             str(fields.get("tls_sha256", "")),
             str(fields["owner_token"]),
-            int(fields.get("protocol", 1)),
+            int(fields.get("protocol", 1)),  # older releases wrote none
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None

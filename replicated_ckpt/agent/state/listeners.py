@@ -43,7 +43,7 @@ def listening_sockets() -> list[ListeningSocket]:
 
 def _dump(family: int) -> Iterator[ListeningSocket]:
     with socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM, _SOCK_DIAG) as connection:
-        connection.settimeout(_TIMEOUT_S)
+        connection.settimeout(_TIMEOUT_S)  # some containers drop the question without an answer
         question = _QUESTION.pack(family, socket.IPPROTO_TCP, 0, 0, _LISTEN)
         size = _HEADER.size + len(question)
         connection.sendto(_HEADER.pack(size, _DUMP_BY_FAMILY, _REQUEST_AND_DUMP, 1, 0) + question, (0, 0))
@@ -55,11 +55,12 @@ def _dump(family: int) -> Iterator[ListeningSocket]:
                 size, kind, flags, _, _ = _HEADER.unpack_from(raw)
                 if kind == _DONE:
                     return
+                # A dump that was interrupted may lack sockets: the caller reads /proc instead.
                 if kind == _ERROR or flags & _INTERRUPTED or size < _HEADER.size + _ANSWER.size:
                     raise OSError(errno.EOPNOTSUPP, "the kernel does not list its listening sockets")
                 port, uid, inode = _ANSWER.unpack_from(raw, _HEADER.size)
                 yield ListeningSocket(int.from_bytes(port, "big"), uid, inode)
-                raw = raw[-(-size // 4) * 4 :]
+                raw = raw[-(-size // 4) * 4 :]  # messages are aligned to 4 bytes: netlink(7)
 
 
 _COMMAND_CHARS = 200
@@ -79,7 +80,7 @@ def _read_tables() -> list[ListeningSocket]:
     """Source: proc(5), /proc/net/tcp."""
     tables = [path.read_text() for name in ("tcp", "tcp6") if is_there(path := Path("/proc/net", name))]
     rows = [line.split() for table in tables for line in table.splitlines()[1:]]
-    listening = [row for row in rows if row[3] == "0A"]
+    listening = [row for row in rows if row[3] == "0A"]  # TCP_LISTEN
     return [ListeningSocket(int(row[1].rpartition(":")[2], 16), int(row[7]), int(row[9])) for row in listening]
 
 

@@ -28,6 +28,7 @@ def open_log(directory: Path) -> int:
     with translate_errors(str(directory), "open", LOG_NAME):
         if is_there(path) and path.lstat().st_size >= LOG_BYTES_MAX:
             path.replace(path.with_name(LOG_NAME + _OLDER_SUFFIX))
+        # A link could send the log, with names of hosts and paths, into any file of this user.
         if is_link(path):
             raise StoreDenied(str(directory), "open", LOG_NAME, "it is a symbolic link", f"Remove {path}.")
         return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -55,6 +56,7 @@ class BoundedLog(logging.StreamHandler):  # type: ignore[type-arg]  # generic in
         size_bytes = os.fstat(sys.stderr.fileno()).st_size if self._is_own else 0
         if size_bytes >= LOG_BYTES_MAX and self._goes_on():
             size_bytes = 0
+        # No new file can be made: the log ends here rather than fill the disk.
         if size_bytes < 2 * LOG_BYTES_MAX:
             super().emit(record)
 
@@ -64,6 +66,7 @@ class BoundedLog(logging.StreamHandler):  # type: ignore[type-arg]  # generic in
             fd = open_log(self._directory)
         except StoreError:
             return False
+        # dup2, not reopening: the C level, which prints fatal errors, must follow, too.
         for number in (sys.stdout.fileno(), sys.stderr.fileno()):
             os.dup2(fd, number)
         os.close(fd)

@@ -52,6 +52,7 @@ class PolicyBook:
                 after = self._by_key[policy.key] = merge_policies(before, policy)
                 if before.retention != after.retention:
                     changed.append(after)
+            # `learn` puts what it takes at the end: the policy that was named longest ago goes.
             while len(self._by_key) > _POLICIES_MAX:
                 del self._by_key[next(iter(self._by_key))]
             if self._by_key:

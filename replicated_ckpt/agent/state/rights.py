@@ -68,6 +68,7 @@ def _signature(owner_token: str, until: str) -> str:
 
 
 def _are_same(given: str, known: str) -> bool:
+    # An empty token opens nothing; and in constant time, so that none is guessed byte by byte.
     return bool(known) and hmac.compare_digest(given.encode(errors="replace"), known.encode())
 
 
@@ -81,6 +82,7 @@ def needed_right(method: str, parts: Sequence[str]) -> Right:  # noqa: PLR0911 -
         case ("POST", "v1", "saves", _):
             return Right.JOB
         case ("POST", "v1", "saves", _, "finish"):
+            # A new verb that is not named above is closed to peers.
             return Right.OWNER
         case ("GET" | "PUT" | "POST", "v1", "saves", _, *_):
             return Right.PEER

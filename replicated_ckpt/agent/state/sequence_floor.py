@@ -50,7 +50,7 @@ class SequenceFloor:
                         self._say_full(sender)
                         continue
                     self._sender_by_lineage[name] = sender
-                    of_sender[sender] += name not in here
+                    of_sender[sender] += name not in here  # one that lies here is real, and counts against no bound
                 known = self._by_lineage.get(name, 0)
                 self._by_lineage[name] = max(known, believe(found, here.get(name, 0)))
             if self._by_lineage:

@@ -46,8 +46,10 @@ class StateFile:
             StoreError: as said.
         """
         raw = json.dumps(document).encode()
+        # Each save tells what is known already: an fsync each time would slow it down.
         if raw == self._written:
             return
+        # A write that fails leaves either content: the next call must not take it for done.
         self._written = b""
         with translate_errors(str(self._path.parent), "write", self._path.name):
             write_file(self._path, raw, self._mode)

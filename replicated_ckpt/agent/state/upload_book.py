@@ -76,6 +76,7 @@ class UploadBook:
             raise ConfigInvalid(f"No rank of this node has named the object store {url}.", UNKNOWN_HINT)
         opened = Bucket(open_client(target))  # it may look for credentials for seconds
         with self._lock:
+            # New credentials may have come meanwhile: a client with the old ones must not be kept.
             is_current = self._target_by_url.get(url) == target
             return self._bucket_by_url.setdefault(url, opened) if is_current else opened
 
@@ -87,6 +88,7 @@ class UploadBook:
             try:
                 self._write()
             except BaseException:
+                # An order that a restart would forget is reported as failed.
                 self._url_by_save = before
                 raise
 

@@ -73,6 +73,7 @@ def check_wanted(service: NodeService, bucket: Bucket, manifest: Manifest) -> No
     _check_not_removed(service, manifest)
     histories = service.store.catalog.histories(scope_of(manifest.checkpoint_id))
     newest = histories.get(manifest.lineage)
+    # The newest save of a run is always wanted: listing the bucket would only cost time.
     if newest is None or manifest.sequence >= newest.sequence:
         return
     own = Candidate(manifest.checkpoint_id, manifest.save_id, manifest.sequence, metrics=metrics_of(manifest.notes))
@@ -98,6 +99,7 @@ def withdraw_removed(
     try:
         _check_not_removed(service, manifest)
     except SaveAborted:
+        # Its user has not removed it: the bucket's copy is that node's, too.
         if not any(_keeps(view, manifest.save_id) for view in look()):
             remove_save(bucket, manifest.checkpoint_id, manifest.save_id, manifest)
         raise
@@ -125,6 +127,7 @@ def retire_in_bucket(service: NodeService, bucket: Bucket, manifest: Manifest) -
     refusals, gone = list[StoreDenied](), set[str]()
     try:
         for verdict in _judge(service.policies, bucket, manifest):
+            # A bucket with legal holds refuses each deletion: asking for all of them takes hours.
             if verdict.is_kept or len(refusals) == _REFUSED_MAX:
                 continue
             try:
@@ -187,6 +190,7 @@ def _there(bucket: Bucket, manifest: Manifest, retention: Retention) -> Sequence
 def _remove(bucket: Bucket, verdict: Verdict) -> bool:
     """Whether the save is not there now: it may have been replaced since it was listed. Raises StoreError."""
     there, url = bucket.save_of(verdict.checkpoint_id), bucket.client.target.url
+    # The name may belong to a newer save by now, which must not go in its place.
     if there is None or there.save_id != verdict.save_id:
         return True
     with suppress(ManifestInvalid, ObjectMissing):  # what is damaged goes like the others

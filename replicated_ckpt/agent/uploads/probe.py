@@ -35,6 +35,7 @@ class Prober:
         One that has not answered in time is said to be unavailable, at once while its last probe is still under way.
         """
         with self._lock:
+            # A bucket that hangs must not get one more thread with each save.
             is_late = url in self._under_way
             wait_s = WAIT_S if url in self._begun else FIRST_WAIT_S
             self._under_way.add(url)
@@ -69,6 +70,7 @@ class Prober:
 
     def _histories(self, url: str, bucket: Bucket, scope: str) -> Mapping[str, Any]:
         """What the bucket tells of lineages, looked for once: from then on the saves of this run are the newest."""
+        # Listing a large bucket takes seconds, and each save would wait for it.
         if url not in self._holdings_by_url:
             self._holdings_by_url[url] = tuple(save.holding for save in bucket.saves() if save.mark is not None)
         held = (holding for holding in self._holdings_by_url[url] if scope_of(holding.checkpoint_id) == scope)

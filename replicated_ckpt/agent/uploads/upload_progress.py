@@ -56,7 +56,9 @@ class UploadProgress:
             self._failing_since = now
         state.error, state.kind, state.failing_s = str(exc), type(exc).__name__, now - self._failing_since
         state.is_denied = isinstance(exc, StoreDenied | ConfigInvalid | CheckpointExists)
+        # Attempts also count looks that only waited: a first failure after many must not wait a minute.
         longest_s = max(RETRY_FIRST_S, 2 * state.failing_s)
+        # The exponent is bounded: 2.0 ** 1024 is an OverflowError, after days of failures.
         self._pause(now, min(RETRY_MAX_S, RETRY_FIRST_S * 2.0 ** min(state.attempts, 20), longest_s))
 
     def try_now(self) -> None:

@@ -124,6 +124,7 @@ class Uploader:
         self._pace_lock = threading.Lock()
         self._timeouts = timeouts
         self._watch_lock = threading.Lock()
+        # An agent that said goodbye uploads nothing: its shards are taken over without an hour's wait.
         self._watch = PeerWatch(service.peers, replace(timeouts, away_after_s=0.0), clock)
         self._stopping = stopping
         self._on_bad = on_bad
@@ -273,6 +274,7 @@ class Uploader:
         for save_id, upload in list(self._uploads.items()):
             if upload.is_pending and save_id not in found:
                 del self._uploads[save_id]  # replaced or removed here before it was uploaded
+        # An agent that runs for months must not remember every upload.
         while len(self._uploads) > _FORGOTTEN_MAX + len(found):
             del self._uploads[next(iter(self._uploads))]
         return list(found.values())
@@ -327,13 +329,17 @@ class Uploader:
         mine = self._mine(manifest, missing, upload)
         self._bring_all(bucket, manifest, sorted(mine), upload)
         missing -= mine
+        # Without a prefix of its own, another save may have written over its objects since.
         if missing or not prefix_of(manifest):
             missing = manifest.shards.keys() - self._find_intact(bucket, manifest, upload)
         if missing:
             return False
+        # Opened only now: the version may have been replaced while its shards were uploaded.
         with open_committed_save(self._service.store.root, manifest.checkpoint_id, save_id) as (directory, _):
             raw_manifest, raw_metadata = descriptions(directory, manifest)
+        # Every shard was seen intact: only now may the bucket's commit mark appear.
         bucket.commit(manifest, raw_manifest, raw_metadata)
+        # The user may have removed the save meanwhile: the upload must not bring it back.
         withdraw_removed(self._service, bucket, manifest, self._look)
         uploads = self._read_uploads()
         for gone in uploads.keys() & retire_in_bucket(self._service, bucket, manifest):
@@ -382,6 +388,7 @@ class Uploader:
         }
         mine = {name for name in missing & held if manifest.shards[name].owner_node == own}
         others = (missing & held) - mine
+        # The owners come first: else every holder of a copy would upload the same shards at once.
         if others and self._clock() - upload.first_seen > self._timeouts.lost_after_s / 3:
             views = self._look()
             is_ordered = self.book.is_ordered(manifest.save_id)
@@ -414,6 +421,7 @@ class Uploader:
             with source:
                 bucket.put_shard(manifest, name, source, partial(self._wait_for_pace, save_id, upload))
         except ObjectCorrupt as exc:
+            # Else it was the bucket that gave other bytes: this node's copy is not suspect.
             if exc.store == label:
                 self._on_bad(manifest.checkpoint_id, save_id, name, exc.message)
             raise
@@ -424,7 +432,9 @@ class Uploader:
 
     def _wait_for_pace(self, save_id: str, upload: UploadProgress, size_bytes: int) -> None:
         self.paused.check_not_paused(save_id)
+        # Shards go in parallel, and the bound is for all of them together.
         with self._pace_lock:
+            # What still moves keeps the agent up, however long it takes.
             upload.moved_at = self._clock()
             self._pace.take(size_bytes)
             self.bytes_sent += size_bytes
