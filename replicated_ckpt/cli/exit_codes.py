@@ -21,8 +21,8 @@ class ExitCode(IntEnum):
     NOT_FOUND = 3
     SHARD_LOST = 4
     UNREACHABLE = 5
-    INTERNAL = 70
-    INTERRUPTED = 130
+    INTERNAL = 70  # EX_SOFTWARE of sysexits.h
+    INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 
 MEANING = {
@@ -38,8 +38,10 @@ MEANING = {
 
 
 def exit_code_of(error: ReplicatedCkptError) -> ExitCode:
+    # It may lie on a node that did not answer: a script must not take it for gone.
     if isinstance(error, CheckpointNotFound) and error.unreached:
         return ExitCode.UNREACHABLE
+    # The same for a shard whose last copy a silent node may hold.
     if isinstance(error, ShardLost) and any(NOT_REACHED in place for place in error.searched):
         return ExitCode.UNREACHABLE
     by_error = {

@@ -82,19 +82,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     first = given[:1]
     try:
         try:
+            # One verb's module alone is imported: `ls` must not wait for what `drill` or `export` needs.
             known = parser(first if first and first[0] in VERBS else VERBS)
             if any("\0" in text for text in given):  # in this process: no shell passes one on
                 known.error("no argument may hold a NUL")
             arguments = known.parse_args(given)
             return int(arguments.run(arguments))
         finally:
+            # Here a full disk or a closed pipe is still an error of ours, not of the interpreter's end.
             sys.stdout.flush()
     except ReplicatedCkptError as exc:
         _write(sys.stderr, f"replicated-ckpt {arguments.verb}: {exc}\n")
+        # Scripts and probes act on the code: it depends on the error's class, not on its words.
         return exit_code_of(exc)
     except KeyboardInterrupt:
         return ExitCode.INTERRUPTED
     except Exception as exc:  # noqa: BLE001 - top of the process
+        # `| head` closes the pipe: that is no defect of this package.
         if isinstance(exc, OSError) and not (_write(sys.stdout, "\n") and _write(sys.stderr, "\n")):
             if not isinstance(exc, BrokenPipeError):
                 _write(sys.stderr, f"replicated-ckpt: standard output cannot be written: {exc.strerror}. {_RERUN}\n")
@@ -102,4 +106,5 @@ def main(argv: Sequence[str] | None = None) -> int:
         _write(sys.stderr, traceback.format_exc())
         return ExitCode.INTERNAL
     finally:
+        # A closed stderr must be found now: Python's own flush at exit would change the exit code.
         _write(sys.stderr, "")

@@ -14,6 +14,7 @@ def stop_on_sigterm() -> Iterator[None]:
     def interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
         raise KeyboardInterrupt
 
+    # Slurm and Kubernetes end a job by SIGTERM, whose default would leave half-written output behind.
     was = signal.signal(signal.SIGTERM, interrupt)
     try:
         yield

@@ -56,6 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         there = None if arguments.object_store is None else list_bucket(name_bucket(arguments.object_store, store))
     except StoreError as exc:
+        # Raised after the table: a bucket that is away must not hide what lies on the nodes.
         problem = exc
     rows = list_checkpoints(seen, there)
     rows += unmanaged.list_rows(store, seen, {row.checkpoint_id for row in rows})
@@ -76,6 +77,7 @@ def name_bucket(url: str, store: LocalStore) -> ObjectTarget:
     """
     target = ObjectTarget.check_supported(url, None)
     target.check_is_apart(store.root)
+    # A missing package shows at once, not after every node was read.
     open_client(target).close()
     return target
 
@@ -115,6 +117,7 @@ def _print(store: LocalStore, seen: NodesSeen, rows: Sequence[CheckpointSeen]) -
         print(f"in doubt: {save}; {describe_wait(save, seen)}")
     listed = {row.checkpoint_id for row in rows if row.save_id}
     for one in seen.unclaimed:
+        # One damaged manifest among good ones takes no copy away: the row itself shows nothing of it.
         if one.is_ours and one.checkpoint_id in listed:
             print(f"{seen.label(one.node_id)}: its manifest of {one.checkpoint_id} is damaged; `repair` restores it")
     steps = [step for save in staged for step in advise_on_in_doubt(save, seen, store.root)]

@@ -47,6 +47,7 @@ def find_lost(store: LocalStore, named: Sequence[str]) -> list[str]:
         ConfigInvalid: none or several are, of the nodes that are known here and those that a manifest names.
     """
     known = list_known_nodes(store)
+    # All are ids that are known: no node has to be asked, which costs a time-out for the lost ones.
     if known.issuperset(named):
         return list(named)
     seen = look_at_nodes(store)
@@ -56,6 +57,7 @@ def find_lost(store: LocalStore, named: Sequence[str]) -> list[str]:
 def _find(named: str, seen: NodesSeen, known: set[str]) -> str:
     nodes = known | seen.names.keys()
     found = [node for node in nodes if named in (node, seen.name(node))]
+    # Two nodes may share a host: giving up the wrong one would lose its copies.
     if len(found) == 1:
         return found[0]
     shown = ", ".join(sorted(seen.label(node) for node in nodes - {seen.own_node})) or "none"
@@ -122,6 +124,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _list_stock(store: LocalStore, audit: Audit, arguments: argparse.Namespace) -> tuple[str, ...]:
     """The checkpoints of stock torch that were asked for, newest first: they have no checksums, and nothing is planned."""
+    # Each of them would cost one more time-out.
     not_asked = {*arguments.lost, *audit.silent_nodes}
     peers = [peer for peer in PeerBook(store.root_agent_directory()).read_all() if peer.node_id not in not_asked]
     found = UnmanagedLook(store, store.read_node_id(), peers).checkpoints(arguments.id, audit.checkpoint_ids)
@@ -154,6 +157,7 @@ def _carry_out_until_done(store: LocalStore, plan: RepairPlan, lost: Sequence[st
         errors = carry_out(plan, peers | _own_address(store), lambda node: f"node {node}")
         done.actions += plan.actions
         done.errors |= errors
+        # What has failed would fail again in the next round, after every file was read once more.
         if errors:
             return
         changed = sorted({action.checkpoint_id for action in plan.actions})
@@ -231,10 +235,12 @@ def _print_in_doubt(store: LocalStore, audit: Audit, lost: Sequence[str]) -> Non
 def _abort_lost(store: LocalStore, lost: Sequence[str]) -> dict[str, str]:
     """Has this node's agent settle what is in doubt for lost nodes alone; returns what is in doubt all the same."""
     saves = list_staged_saves(store) if lost else []
+    # Nothing is in doubt: no agent has to be started for it.
     if not saves:
         return {}
     own = ensure_agent(store, listening_host(store.root_agent_directory())).local_address()
     errors = {}
+    # One at a time: a save that cannot be ended must not keep the others in doubt.
     for save in saves:
         try:
             with AgentClient(own) as client:

@@ -70,6 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
     if url is None:
         raise ConfigInvalid(f"The save of {arguments.id!r} named no object store.", "Name one with --to.")
     target = name_bucket(url, store)
+    # The upload would end with the agent's process, and the command would call it committed.
     if target.is_process_local:
         raise ConfigInvalid(f"{url} is memory of one process.", "Name a bucket that others can see.")
     if arguments.to is not None:
@@ -135,10 +136,12 @@ def _order(
 
     def order(address: AgentAddress) -> None:
         with AgentClient(address) as client:
+            # The credentials stay on this host: other nodes have the bucket from their own ranks.
             if address is own and is_new:
                 client.call("POST", "/v1/object/target", target.to_json())
             client.call("POST", "/v1/object/upload", {"save_id": manifest.save_id, "url": target.url})
 
+    # First and alone: if this node's agent refuses, no other node has been given an order.
     order(own)
     outcome = FanOut.run(peers, order)
     return {own.node_id, *(address.node_id for address in outcome.results)}, outcome.errors
@@ -155,6 +158,7 @@ def _find_stuck(
     seen = look_at_nodes(store)
     holders = {name: _find_holders(manifest, name, seen) for name in manifest.shards}
     stuck = {name for name, nodes in holders.items() if nodes.isdisjoint(ordered)}
+    # A shard without a holder may be there from an earlier try.
     if stuck:
         with closing(open_client(target)) as client:
             stuck -= Bucket(client).find_arrived(manifest)
@@ -187,6 +191,7 @@ def _find_holders(manifest: Manifest, name: str, seen: NodesSeen) -> set[str]:
 def _wait_for_upload(store: LocalStore, manifest: Manifest, target: ObjectTarget, timeout_s: float) -> UploadState:
     deadline, said, say_at = time.monotonic() + timeout_s, "", time.monotonic() + _SAID_EVERY_S
     while True:
+        # Asked for each time: an agent that ranks started may leave, and another one come, meanwhile.
         with AgentClient(ensure_agent(store).local_address()) as client:
             state = UploadState(**client.call("GET", f"/v1/object/saves/{manifest.save_id}"))
         if state.url != target.url:  # the order is over, and the agent goes on with the bucket that the save named
@@ -197,6 +202,7 @@ def _wait_for_upload(store: LocalStore, manifest: Manifest, target: ObjectTarget
         if state.state != "pending":
             return state
         how_far = _describe_progress(state, manifest)
+        # A refusal, as of credentials, does not pass by waiting.
         if state.is_denied or time.monotonic() > deadline:
             raise UploadFailed(manifest.checkpoint_id, target.url, state.error or f"the time-out is over: {how_far}.")
         if how_far != said and time.monotonic() > say_at:

@@ -71,6 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
         print_audits(audits)
         for line in map(describe_newer, newer):
             print(f"not checked: {line}")
+        # The bucket may take hours: in a pipe the nodes' result would be held back until then.
         sys.stdout.flush()
     there = _InBucket() if target is None else _read(target, arguments.id)
     if arguments.id and not (audit.checkpoint_ids or audits or there.is_anything):
@@ -81,6 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(document, indent=2))
     else:
         _print_bucket(there, _list_newest(audit))
+    # Raised last: what was read on the nodes is printed by now.
     if there.problem is not None:
         raise there.problem
     codes = (
@@ -120,6 +122,7 @@ class _InBucket:
 
 def _read(target: ObjectTarget, checkpoint_id: str | None) -> _InBucket:
     try:
+        # One request of thousands may fail: that must not end a check of hours.
         with closing(RetryingClient(open_client(target))) as client:
             inspector = BucketInspector(Bucket(client))
             with say_if_slow(target.url):

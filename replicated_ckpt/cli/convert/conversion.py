@@ -50,6 +50,7 @@ def key_rules(arguments: argparse.Namespace) -> KeyRules:
     """
     renames = []
     for text in arguments.rename:
+        # At the last "=": a pattern may contain one, as in a lookahead.
         pattern, equals, new = text.rpartition("=")
         if not equals or not pattern:
             raise ConfigInvalid(f"--rename takes REGEX=NEW, not {text!r}.")
@@ -85,6 +86,7 @@ class Printer:
 
     def show(self, progress: "Progress") -> None:
         now = time.monotonic()
+        # A file of a million small tensors would print a million lines.
         if now - self._shown_at < _LINE_EVERY_S and progress.step == self._step:
             return
         self._shown_at, self._step = now, progress.step

@@ -45,7 +45,9 @@ def run(arguments: argparse.Namespace) -> int:
             "Where is the checkpoint?", "Name a node's store with --root, a bucket with --object-store."
         )
     if arguments.object_store is None:
+        # It is only read: a group that may read the checkpoints may export them.
         open_store(arguments.root, of_any_user=True)
+    # Imported here: it brings torch, and wrong options should fail before that.
     from replicated_ckpt.dcp.convert.export import export_checkpoint
 
     with stop_on_sigterm(), Printer("export") as printer:

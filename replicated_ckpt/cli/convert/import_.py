@@ -37,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Exit code: OK if the checkpoint is committed and read back, with --object-store also there. See ExitCode."""
+    # Imported here: it brings torch, which `--help` and wrong options need not wait for.
     from replicated_ckpt.dcp.convert.importing import import_checkpoint
 
     try:

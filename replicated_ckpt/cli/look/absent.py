@@ -18,6 +18,7 @@ def describe_newer(checkpoint_id: str) -> str:
 
 def describe_absent(store: LocalStore, seen: NodesSeen, checkpoint_id: str, otherwise: str = "") -> ReplicatedCkptError:
     """What to raise for it; `otherwise` is a further next step."""
+    # "Not found" would make its user think that it is gone.
     if checkpoint_id in seen.newer:
         return ManifestVersionUnknown(f"{checkpoint_id!r} is of a format that only a newer replicated_ckpt reads.")
     look = UnmanagedLook(store, seen.own_node, seen.reached)
@@ -50,5 +51,6 @@ def find_id(store: LocalStore, asked: str, seen: NodesSeen | None = None) -> str
     rows = [row for row in rows if newest.fits(row.checkpoint_id)]
     if not rows:
         raise describe_absent(store, seen, asked)
+    # "latest" must be one that a load can take: a damaged one may be the newest.
     whole = (row for row in rows if not row.is_lost and row.state != DAMAGED)
     return next(whole, rows[0]).checkpoint_id

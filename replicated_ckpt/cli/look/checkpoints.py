@@ -160,6 +160,7 @@ def _see(save: SaveFound, seen: NodesSeen, in_bucket: set[tuple[str, str]] | Non
         note="no node could give its manifest",
         bucket=_bucket_state(save, manifest, seen, in_bucket),
     )
+    # The bucket is no node: what lies there is no copy that a node's loss leaves.
     on_nodes = tuple(holding for holding in save.holdings if holding.node_id != OBJECT_NODE)
     if manifest is None or not on_nodes:
         largest = {name: size for holding in save.holdings for name, size in holding.sizes.items()}
@@ -175,6 +176,7 @@ def see_with_unclaimed_files(save: SaveFound, manifest: Manifest, seen: NodesSee
     more = [one.holding(manifest) for one in of_it if one.matching(manifest)]
     members = {node for entry in manifest.shards.values() for node in entry.holders}
     completed = replace(save, holdings=(*save.holdings, *more))
+    # Also nodes that were never asked, as their address is not known here.
     silent = members - seen.holdings_by_node.keys()
     return see_save(completed, manifest, seen.holdings_by_node.keys(), silent, {holding.node_id for holding in more})
 
@@ -185,6 +187,7 @@ def _count_copies(row: CheckpointSeen, save: SeenSave, seen: NodesSeen) -> Check
     missing += [] if save.with_metadata else [METADATA_NAME]
     least = 0 if missing else min(counts.values(), default=len(save.with_metadata))
     hosts = min((len({seen.domain(node) for node in nodes}) for nodes in save.intact.values()), default=None)
+    # Each save has its own number: the job may have changed `copies` since.
     wanted = save.manifest.copies
     short = {*missing, *(shard for shard, number in counts.items() if number < wanted)}
     assumed: dict[str, Collection[str]] = {**save.assumed, METADATA_NAME: save.assumed_metadata}
@@ -193,6 +196,7 @@ def _count_copies(row: CheckpointSeen, save: SeenSave, seen: NodesSeen) -> Check
         silent |= seen.unreached.keys()
     may_be_there = all(assumed[name] or seen.unreached for name in missing)
     state = WHOLE if least >= min(wanted, seen.nodes_known) else SHORT if least else NOT_SEEN if may_be_there else LOST
+    # Files that another run's save has replaced are no accident, and no node can bring them back.
     taken = seen.taken_on(row.checkpoint_id, row.lineage) if state == LOST else ()
     if state == LOST and all(save.is_overwritten(name, taken) for name in missing):
         state = OVERWRITTEN
@@ -262,6 +266,7 @@ def describe_totals(
 
 def without_superseded(rows: Sequence[CheckpointSeen]) -> list[CheckpointSeen]:
     """All but older versions of what a newer, whole save of the same run has replaced, which may lack files."""
+    # An older version loses files while it is removed: that is no fault to report.
     whole: dict[tuple[str, str], int] = {}
     for row in rows:
         if row.state == WHOLE:

@@ -44,6 +44,7 @@ def _describe_versions(
         for save, _ in named:
             if save.version.lineage != first.version.lineage:
                 on = [holding.node_id for holding in save.holdings if not holding.is_replaced]
+                # Another node may have its root elsewhere.
                 where = quote(str(root)) if on == [seen.own_node] else "ROOT"
                 yield f"  save {save.save_id} of another run: {describe_way_out(name, save.save_id, on, where)}"
     elif named:

@@ -67,12 +67,14 @@ class NodesSeen:
         said = {address.node_id: address.host for address in self.addresses.values()}
         hosts = dict(said)
         for manifest in sorted(self.manifests.values(), key=lambda manifest: manifest.created_unix_s):
+            # A peer has written the name: control characters could fake lines of this output.
             hosts |= {node.node_id: one_line(node.host, _HOST_CHARS_MAX) for node in manifest.nodes if node.host}
         return hosts | {node: host for node, host in said.items() if not _is_ip(host)}
 
     @cached_property
     def names(self) -> Mapping[str, str]:
         """What people call each node: its host, and its id where several nodes share one."""
+        # Several nodes on one host, as in a test or a pod, would look like one.
         shared = [host for host in self.hosts.values() if host]
         return {node: host if shared.count(host) == 1 else f"{host}/{node}" for node, host in self.hosts.items()}
 
@@ -193,6 +195,7 @@ def ask_own_status(store: LocalStore) -> dict[str, Any] | None:
 def _look_at_own(store: LocalStore, own: str, *, asks: bool) -> NodeHoldings:
     """As this node's agent says, which knows what is uploaded; else as the disk and what the last agent noted show it."""
     endpoint = listening_endpoint(store.root_agent_directory())
+    # An endpoint of another node is left where a disk was swapped: its agent would answer for that node.
     if asks and endpoint is not None and endpoint.node_id == own:
         try:
             return _ask(endpoint.local_address())
@@ -234,6 +237,7 @@ def advise_on_silence(seen: NodesSeen, nodes: Collection[str]) -> list[str]:
 
 def advise_on_lost(seen: NodesSeen, root: object, nodes: Collection[str], copies_wanted: int) -> list[str]:
     """What to do about these nodes, each of which a checkpoint misses, if they never come back."""
+    # `repair --lost` could make no copy: too few nodes are left to hold one.
     if nodes and len(seen.holdings_by_node) < copies_wanted:
         room = f"{plural(len(seen.holdings_by_node), 'node')} cannot hold {copies_wanted} copies"
         names = seen.list_names(nodes)

@@ -25,6 +25,7 @@ def read_all(store: LocalStore, checkpoint_id: str | None = None, *, shows_progr
         StoreError: the node's own store cannot be read.
     """
     auditor = Auditor(store)
+    # A log would fill with lines of progress.
     if not (shows_progress or sys.stderr.isatty()):
         return auditor.audit(checkpoint_id)
     with ReadingProgress(auditor.look_how_far):
@@ -57,6 +58,7 @@ class ReadingProgress:
         while not self._over.wait(wait_s):
             wait_s = _EVERY_S
             line = self._describe(self._look(), time.monotonic() - self._began_at)
+            # The result may be printed by now: no line of progress may follow it.
             if not line or self._over.is_set():
                 continue
             if self._is_terminal:

@@ -43,6 +43,7 @@ def open_store(root: str, *, of_any_user: bool = False) -> LocalStore:
     store = LocalStore(root)
     check_is_no_file(store.root)
     try:
+        # A root that is a disk's mount point has a lost+found, which only root can read.
         names = sorted(entry.name for entry in os.scandir(store.root) if entry.name != "lost+found")
         owner = None if of_any_user else find_other_owner(store.root)
         if owner is None and not of_any_user:
@@ -66,6 +67,7 @@ def open_store(root: str, *, of_any_user: bool = False) -> LocalStore:
 def _check_is_open(root: Path, names: list[str]) -> None:
     """Raises StoreDenied: its owner, another user, has closed a directory in it; checkpoints may lie there unseen."""
     owner = root.stat().st_uid
+    # Its own directories cannot be closed to it by another user.
     if owner == os.geteuid():
         return
     for name in names:
@@ -110,6 +112,7 @@ def _refuse(root: Path, why: str, owner: str | None, otherwise: str = "") -> Sto
 def _check_content(store: LocalStore, names: list[str]) -> None:
     """No rank or agent has made a store there: it may be one of stock torch's checkpoints, or something else."""
     if {MANIFEST_NAME, METADATA_NAME}.intersection(names) or any(ShardName.parse(name) for name in names):
+        # A link may lead there from elsewhere: the store lies above the real place.
         real = Path(os.path.realpath(store.root))
         above = find_store_above(real) or real.parent
         checkpoint_id = real.relative_to(above)

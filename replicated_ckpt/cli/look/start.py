@@ -39,6 +39,7 @@ def start_agent(store: LocalStore) -> AgentAddress:
     own = ensure_agent(store, listening_host(store.root_agent_directory())).local_address()
     deadline = time.monotonic() + _GREETING_WAIT_S
     with AgentClient(own) as client:
+        # Peers fetch copies from this agent: they must know its new address before a plan names it.
         while not client.call("GET", "/v1/status").get("greeted") and time.monotonic() < deadline:
             time.sleep(_POLL_S)
     return own

@@ -33,6 +33,7 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def parse_seconds(text: str) -> float:
     """An argument of a command. Raises ArgumentTypeError: no time that can be waited."""
     with contextlib.suppress(ValueError):
+        # "nan" and "inf" are floats, too; beyond TIMEOUT_MAX a wait raises OverflowError.
         if 0 < float(text) <= threading.TIMEOUT_MAX:
             return float(text)
     raise argparse.ArgumentTypeError(f"must be a number of seconds above 0, not {text!r}")

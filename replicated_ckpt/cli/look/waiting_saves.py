@@ -53,7 +53,7 @@ def list_staged_saves(store: LocalStore) -> list[StagedSave]:
             _find_blocking(store, intent.save_id, intent.checkpoint_id),
         )
         for intent in store.list_staged()
-        if not store.is_locked(intent.save_id)
+        if not store.is_locked(intent.save_id)  # else a rank works on it: it is in no doubt
     ]
 
 

@@ -58,12 +58,14 @@ def run(arguments: argparse.Namespace) -> int:
             _tell_agent(store, is_drained=True)  # once more: that has taken long, and another agent may run by now
         seen = look_at_nodes(store)
         plan = _plan(seen, unread)
+        # What has failed would fail again; the user sees why first.
         if arguments.dry_run or not plan.actions or failed:
             break
         done += len(plan.actions)
         failed = carry_out(plan, seen.addresses, seen.label)
     stays, others = _list_what_stays(store, seen), _list_others(store)
     drained = _Drained(seen, plan, done, failed, stays, others, unread & seen.holdings_by_node.keys())
+    # The node stays: drains of other nodes may count on its copies again.
     if not (arguments.dry_run or drained.is_empty):
         _tell_agent(store, is_drained=False)
     if arguments.json:
@@ -197,6 +199,7 @@ def _list_what_stays(store: LocalStore, seen: NodesSeen) -> list[str]:
     if own is not None:
         pending = own["object_store"]["pending"].values()
         stays += [f"{upload['checkpoint_id']} is on its way to {upload['url']}" for upload in pending]
+    # Without an agent nothing tells which uploads are over: the bucket may lack what only lies here.
     elif any(manifest.upload for _, manifest in store.catalog.committed()):
         stays.append("no agent runs here to say which uploads are over; without --dry-run one is started")
     return stays

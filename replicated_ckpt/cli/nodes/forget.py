@@ -38,10 +38,12 @@ def run(arguments: argparse.Namespace) -> int:
     seen = look_at_nodes(store)
     forgotten = _find_forgotten(store, seen, arguments.node)
     node = forgotten or find_node(seen, arguments.node)
+    # A node that answers would be forgotten with its copies, and its agent would go on counting on this one.
     if not forgotten and node not in seen.unreached:
         hint = "Only a node that never comes back is forgotten: end its agent first, once its copies are elsewhere."
         raise ConfigInvalid(f"{seen.label(node)} answers.", hint)
     rows = list_checkpoints(seen)
+    # Repeated after a lost answer: the node is out of the book, and its losses were accepted then.
     losses = {} if forgotten else _list_losses(store, seen, rows, node)
     in_doubt = [str(save) for save in list_staged_saves(store) if node in save.nodes]
     is_done = not losses or arguments.force

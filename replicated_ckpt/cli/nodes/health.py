@@ -82,6 +82,7 @@ def judge_health(
 ) -> Health:
     """`agent`: what this node's agent says of itself. None and no `why_down`: it has left, as no job runs."""
     is_idle = agent is None and not why_down
+    # Agents that ranks started leave with them: then a refused connection is no fault.
     idle = frozenset(node for node, error in seen.unreached.items() if is_idle and runs_no_agent(error))
     bad = [row for row in without_superseded(rows) if not (row.is_good or _waits_for_idle(row, seen, idle))]
     needed = find_needed(bad, seen) | {node for one in in_doubt for node in one.nodes if node in seen.unreached}
@@ -129,6 +130,7 @@ def _describe_idle(seen: NodesSeen, idle: Collection[str], root: Path) -> str:
 
 def _unwritable(seen: NodesSeen) -> Iterator[str]:
     for node, held in sorted(seen.holdings_by_node.items()):
+        # Such a disk still reads and has free bytes: nothing else would show that saves fail.
         if held.room is not None and held.room.write_error:
             what = f"{seen.label(node)}: nothing can be written to its root: {held.room.write_error}"
             yield f"{what}. Saves of its ranks fail, and it takes no copies; look at `dmesg` and `df` there"

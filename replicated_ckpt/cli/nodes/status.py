@@ -195,6 +195,7 @@ def _look(store: LocalStore) -> _State:
     try:
         agent = ask_own_status(store)
     except ReplicatedCkptError as exc:
+        # It runs, and is stopped or hangs: no other one can be started.
         why_down, is_silent = str(exc), True
     if agent is None and not is_silent:
         why_down = _describe_end(store)
@@ -210,8 +211,10 @@ def _describe_end(store: LocalStore) -> str:
     """What is wrong with it that no agent runs here; "": it has left in good order, and no rank uses the store."""
     directory = store.root_agent_directory()
     try:
+        # Ranks are there and have no agent: their next save starts one, or fails.
         if has_clients(directory):
             return "none runs, and ranks use this store"
+        # An agent that leaves in good order removes its endpoint.
         was_killed = read_endpoint(directory) is not None
     except ReplicatedCkptError as exc:
         return f"none is seen: {exc.message}"
@@ -223,6 +226,7 @@ def _read_last_errors(store: LocalStore, since_unix_s: float) -> list[str]:
     path = store.root_agent_directory() / LOG_NAME
     try:
         with path.open("rb") as file:
+            # A probe that runs every few seconds must not read 8 MiB each time.
             file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_BYTES))
             lines = file.read().decode(errors="replace").splitlines()
     except OSError:

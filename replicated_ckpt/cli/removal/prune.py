@@ -41,6 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     retention = Retention(keep_last=arguments.keep_last, keep_every=arguments.keep_every)
     remover = Remover.look(open_store(arguments.root), arguments)
     remover.leaves_to_policies = True
+    # Clusters may share a prefix: runs that no node here knows may be another cluster's.
     others = set() if arguments.force else remover.find_others()
     removables = [one for one in remover.removables() if one.candidate.save_id not in others]
     verdicts = plan_prune(removables, retention, remover.wanted_by)

@@ -91,6 +91,7 @@ class Remover:
     def look(cls, store: LocalStore, arguments: argparse.Namespace) -> Self:
         """Starts this node's agent, and looks at the nodes and the bucket. Raises: AgentUnavailable, StoreError."""
         target = None if arguments.object_store is None else name_bucket(arguments.object_store, store)
+        # A dry run changes nothing: it starts no agent, either.
         agent = None if arguments.dry_run else start_agent(store)
         seen = look_at_nodes(store)
         rows = list_checkpoints(seen, None if target is None else list_bucket(target))
@@ -141,6 +142,7 @@ class Remover:
         """
         outcome = Removed()
         for row in reversed(chosen):
+            # A newer version goes only after the older one, which would have the name again.
             if row.checkpoint_id in outcome.kept:
                 continue
             try:
@@ -174,11 +176,13 @@ class Remover:
 
     def _remove(self, row: CheckpointSeen, outcome: Removed) -> None:
         named = {"checkpoint_id": row.checkpoint_id, "save_id": row.save_id, "force": self._force}
+        # Asked before the bucket changes: what a load reads must stay in both places.
         why = self._ask_agent("/v1/remove", {**named, "is_asked": True})["why"]
         if why:
             outcome.kept[row.checkpoint_id] = f"{why}; wait for it to end, or use --force"
             return
         others = [node for node in row.nodes if node in self.seen.holdings_by_node and node != self.seen.own_node]
+        # A node that is down may have the last copy: the bucket keeps its own until that is known.
         silent = self._silent_holders(row)
         for book, nodes in ((outcome.still_on, others), (outcome.not_reached, silent)):
             for node in nodes:
@@ -192,6 +196,7 @@ class Remover:
             outcome.kept[row.checkpoint_id] = one_line(answer["why"])
             return
         here = self.seen.holdings_by_node[self.seen.own_node]
+        # Files without a manifest may be another save's: the agent removes none of them.
         if any(one.checkpoint_id == row.checkpoint_id for one in here.unclaimed):
             path = quote(str(self._store.root / row.checkpoint_id))
             outcome.kept[row.checkpoint_id] = (

@@ -32,6 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
         row for row in remover.rows if row.checkpoint_id == arguments.id and arguments.save in (None, row.save_id)
     ]
     chosen = [row for row in listed if row.save_id]
+    # Files without a manifest may be of another save than the one that is meant: their user removes them.
     if listed and not chosen:
         path = quote(str(store.root / arguments.id))
         hint = f"`repair` restores the manifest where another node has it; if the files are not needed: `rm -r {path}`."
@@ -64,8 +65,10 @@ def _find_refusal(remover: Remover, chosen: Sequence[CheckpointSeen], *, keeps_b
     """Why it is not removed without --force, in words that go behind its name; "" if nothing speaks against it."""
     rows, scope = remover.rows, scope_of(chosen[0].checkpoint_id)
     runs = {one.lineage for one in rows if one.state != IN_BUCKET and scope_of(one.checkpoint_id) == scope} - {""}
+    # Clusters may share a prefix: the save may be another cluster's.
     if not keeps_bucket and runs and any(row.state == IN_BUCKET and row.lineage not in runs for row in chosen):
         return "in the bucket is of a run that no node here has; --keep-in-bucket leaves that"
+    # Without it the run could not resume.
     if find_last_good(remover.removables(), {row.save_id for row in chosen}):
         return _describe_last_good(remover, chosen)
     if keeps_bucket and any(row.bucket == "on its way" and {*row.nodes} <= {remover.seen.own_node} for row in chosen):
