@@ -34,6 +34,7 @@ def find_free_port() -> int:
     first_given = int(_GIVEN_PORTS.read_text().split()[0])
     ports = range(_FIRST_PORT, max(_FIRST_PORT, first_given))
     for port in random.SystemRandom().sample(ports, min(len(ports), _TRIES)):
+        # Tried, not only drawn: another program may listen there.
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -87,6 +88,7 @@ class Job:
         deadline = time.monotonic() + limit_s
         while not is_done():
             ended = [node for node in self.nodes if node.process.poll() is not None]
+            # Asked again: the last report may have come between the two looks.
             if not may_fail and any(node.process.returncode for node in ended) and not is_done():
                 raise DrillError(f"Job {self.name} ended too early.\n{self._write('error') or self._log_tails(ended)}")
             if time.monotonic() > deadline:
@@ -97,7 +99,7 @@ class Job:
         """Make every rank and torchrun dump its stacks (they listen to SIGUSR1), and read them."""
         for node in self.nodes:
             _signal_session(node, signal.SIGUSR1)
-        time.sleep(STACKS_GRACE_S)
+        time.sleep(STACKS_GRACE_S)  # the handlers give no sign when they are done
         return self._write("stacks") + self._log_tails(self.nodes)
 
     def _write(self, kind: str) -> str:
@@ -159,9 +161,11 @@ class Cluster:
         Raises: DrillError if something of one cannot be killed.
         """
         for store in stores:
+            # A process that hangs in the kernel outlives SIGKILL, and would write into a store that is gone.
             if not processes.kill(self._mark_of(store), KILL_LIMIT_S):
                 raise DrillError(f"Processes of {store.name} outlive SIGKILL.")
         for store in stores:
+            # Only now: a process that lives would make files in the store again.
             shutil.rmtree(store)
 
     def stop_agents(self) -> bool:
@@ -177,6 +181,7 @@ class Cluster:
         """Kill every process that was ever started here and is still alive. Idempotent."""
         for node in self._started:
             node.process.kill()  # one that begins its command at this moment shows no mark yet
+        # By mark: agents have left the session of the torchrun that started them.
         processes.kill(f"{self._mark}:", KILL_LIMIT_S)
         for node in self._started:
             node.process.wait(KILL_LIMIT_S)
@@ -205,7 +210,7 @@ class Cluster:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=environment,
-                start_new_session=True,
+                start_new_session=True,  # Ctrl-C is for the drill, which ends the nodes in order
             )
             node = NodeProcess(store, process, log)
             self._started.append(node)
@@ -224,4 +229,5 @@ def _torchrun(node: int, nodes: int, ranks_per_node: int, port: int, spec_path: 
 
 def _signal_session(node: NodeProcess, number: signal.Signals) -> None:
     with suppress(ProcessLookupError):
+        # The whole session: torchrun alone would leave its ranks behind.
         os.killpg(node.process.pid, number)

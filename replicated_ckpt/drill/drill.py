@@ -101,7 +101,9 @@ class Drill:
             loss = self._lose(run, dataset)
         except DrillError as exc:
             self._progress(f"{run.name}: failed\n{exc}")
+            # What hangs of this run must not disturb the next one.
             self._cluster.end()
+            # Every scenario of the run gets its line: a missing one would look like one not asked for.
             yield from (report_failure(run, resume, _headline(exc)) for resume in run.resumes)
             return
         for resume in run.resumes:
@@ -127,12 +129,15 @@ class Drill:
         self._progress(f"{run.name}: SIGKILL to {_names(dead)}, agents included; their stores are deleted")
         killed = time.monotonic()
         self._cluster.kill_nodes(dead)
+        # No process is left that could notice the loss.
         if run.is_total:
             self._progress(f"{run.name}: no node, no process and no store is left")
             return _Loss(before, detect_s=None)
+        # The dead nodes' torchruns were killed: only survivors show how long a rank takes to notice.
         job.wait_until_ended(DETECT_LIMIT_S, except_on=dead)
         detect_s = time.monotonic() - killed
         self._progress(f"{run.name}: {_names([stores[node] for node in run.survivors])} noticed after {detect_s:.1f} s")
+        # Copied before the first resume changes what the survivors hold.
         for resume in run.resumes[1:]:
             self._copy_survivors(run, resume)
         return _Loss(before, detect_s)
@@ -141,6 +146,7 @@ class Drill:
         self._progress(f"{resume.scenario}: {run.ranks} -> {resume.ranks} ranks resume on {_describe_seats(resume)}")
         loads: tuple[str, ...] = ("latest",)
         if resume.promise is Promise.SHARD_LOST:
+            # By name it must raise ShardLost; "latest" must find nothing whole, either.
             loads = (checkpoint_id(self._plan.schedule.last_save_step), "latest")
         spec = self._spec(run, dataset, resume=resume, loads=loads, save_steps=(), trains_on=False)
         folder = self._folder(run, resume)
@@ -172,11 +178,13 @@ class Drill:
         trains_on: bool,
     ) -> JobSpec:
         options = self._plan.options
+        # Elsewhere a bucket would answer for what peers must.
         bucket = self._object_store if run.is_total else None
         name = run.name if resume is None else f"{run.name}-{resume.scenario}"
         return JobSpec(
             results=str(self._workdir / "results" / name),
             data=str(dataset.path),
+            # NCCL takes no two ranks on one GPU; and all worlds must compute alike, to compare losses.
             device="cuda" if dataset.gpus >= self._plan.ranks_max else "cpu",
             width=WIDTH_BY_MODEL_SIZE[options.model_size],
             seed=options.seed,

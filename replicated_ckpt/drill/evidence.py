@@ -135,6 +135,7 @@ def count_reports(results: Path) -> int:
 
 def write_json(path: Path, value: object) -> None:
     """The file appears whole or not at all, for readers that poll."""
+    # The readers' glob does not match it: half a report would be taken for a rank's whole one.
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(json.dumps(value))
     partial.replace(path)

@@ -25,6 +25,7 @@ def main() -> int:
     if made.getresponse().status != http.HTTPStatus.OK:
         return 1
     print(f"http://{host}:{port}", flush=True)
+    # Ends also when the drill is killed: the kernel closes its end of the pipe.
     sys.stdin.buffer.read()
     return 0
 

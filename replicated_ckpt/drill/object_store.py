@@ -86,7 +86,7 @@ def _moto(workdir: Path) -> Iterator[str]:
     with log.open("wb") as output:
         process = subprocess.Popen(
             (sys.executable, "-m", "replicated_ckpt.drill.moto_server", BUCKET),
-            stdin=subprocess.PIPE,
+            stdin=subprocess.PIPE,  # closed by the kernel if this process is killed: the server ends then
             stdout=subprocess.PIPE,
             stderr=output,
             text=True,
@@ -97,6 +97,7 @@ def _moto(workdir: Path) -> Iterator[str]:
     with process:
         try:
             assert process.stdout is not None
+            # readline() alone would wait for ever for a server that hangs.
             is_heard, _, _ = select.select([process.stdout], [], [], MOTO_START_LIMIT_S)
             url = process.stdout.readline().strip() if is_heard else ""
             if not url:
@@ -111,12 +112,15 @@ def _moto(workdir: Path) -> Iterator[str]:
 def _own_prefix(url: str, *, keep: bool, progress: Progress) -> Iterator[str]:
     """A new place under `url`, known to be writable."""
     ObjectTarget.check_supported(url, None)  # an error names the URL as it was given
+    # A prefix of its own: all below it may be removed afterwards.
     own = f"{url.rstrip('/')}/drill-{uuid.uuid4().hex[:12]}"
     target = ObjectTarget.check_supported(own, None)
+    # The ranks are processes of their own: they would each have an empty bucket.
     if target.is_process_local:
         raise ConfigInvalid(f"--object-store {url}: it would be gone with the process that wrote it.")
     with closing(open_client(target)) as client:
         try:
+            # A bucket that takes no writes shows now, not after a training run.
             client.put(_NOTE_KEY, _NOTE)
         except StoreError as exc:
             raise type(exc)(exc.store, exc.op, exc.key, exc.detail, _HINT) from exc

@@ -157,6 +157,7 @@ def plan_drill(options: DrillOptions, *, has_moto: bool = True) -> DrillPlan:
     skips = Scenario.CLUSTER in options.scenarios and options.object_store is None and not has_moto
     skipped = {Scenario.CLUSTER: NO_MOTO} if skips else {}
     victim = options.nodes - 1 if options.victim is None else options.victim
+    # One run for all scenarios with the same loss: each run trains and saves anew.
     losses: dict[tuple[int, int, tuple[int, ...]], list[ResumePlan]] = {}
     for scenario in dict.fromkeys(options.scenarios):
         if scenario in skipped:
@@ -210,6 +211,7 @@ def _worlds(runs: Iterable[RunPlan]) -> list[int]:
 
 
 def _global_batch(worlds: Iterable[int]) -> int:
+    # Every world gets whole shares of one batch: else their losses could not be compared.
     unit = math.lcm(*worlds)
     return unit * math.ceil(GLOBAL_BATCH_MIN / unit)
 

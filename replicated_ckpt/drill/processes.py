@@ -22,6 +22,7 @@ def hold_interrupts() -> Iterator[None]:
     Raises:
         KeyboardInterrupt: after the block, if one came.
     """
+    # Only the main thread may set handlers, and only it is interrupted.
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -31,6 +32,7 @@ def hold_interrupts() -> Iterator[None]:
         heard.append(number)
 
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    # nohup and background shells ignore SIGINT: that must stay so.
     heeded = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
     for number in heeded:
         signal.signal(number, note)
@@ -56,6 +58,7 @@ def kill(prefix: str, limit_s: float) -> bool:
     Returns: whether none was left within `limit_s`.
     """
     deadline = time.monotonic() + limit_s
+    # Again and again: a process may fork between the look and its end.
     while pids := find_processes(prefix):
         for pid in pids:
             send(pid, signal.SIGKILL)

@@ -178,6 +178,7 @@ def _equal_tensors(before: Evidence, after: Evidence, step: int) -> int:
 
 
 def _loss_problems(plan: DrillPlan, resume: ResumePlan, before: Evidence, after: Evidence) -> Iterator[RankProblem]:
+    # The same world adds up in the same order: any difference is a wrong byte.
     tolerance = 0.0 if resume.promise is Promise.SAME_BITS else LOSS_TOLERANCE
     wanted = before.reports[0].loss_by_step
     for report in after.reports:
@@ -200,6 +201,7 @@ def _shard_lost_problems(resume: ResumePlan, after: Evidence, lost: tuple[str, .
 
 def _refusal_problems(named: LoadRecord, latest: LoadRecord, lost: tuple[str, ...]) -> Iterator[str]:
     refusals = [failure for failure in named.failures if failure.type_name == "ShardLost"]
+    # Each rank names what it needed: together they must name all that was lost.
     unnamed = set(lost).difference(*(failure.shards for failure in refusals))
     if named.raised != "CheckpointException":
         yield f"loading {named.requested} raised {named.raised}, not CheckpointException"
@@ -207,6 +209,7 @@ def _refusal_problems(named: LoadRecord, latest: LoadRecord, lost: tuple[str, ..
         yield f"loading {named.requested} failed without ShardLost: {_first_failure(named)}"
     elif unnamed:
         yield f"ShardLost does not name {list_some(sorted(unnamed), NAMED_MAX)}"
+    # A refusal that takes minutes is a hang for the job that waits for it.
     if named.seconds > SHARD_LOST_LIMIT_S:
         yield f"it took {named.seconds:.0f} s to give up loading {named.requested}"
     if not LATEST_REFUSALS.intersection({latest.raised, *(failure.type_name for failure in latest.failures)}):

@@ -66,6 +66,7 @@ def _read_idx(folder: Path, name: str, shape: tuple[int, ...]) -> torch.Tensor:
     except (OSError, EOFError, zlib.error) as exc:
         raise DatasetUnusable(f"{path} cannot be read: {exc}") from exc
     header = 4 + 4 * (1 + len(shape))
+    # A file that is cut short, or another program's, must give an error with its path.
     if len(body) >= header:
         magic, count, *sides = struct.unpack(f">{header // 4}I", body[:header])
         if magic == 0x800 + 1 + len(shape) and tuple(sides) == shape and len(body) - header == count * math.prod(shape):
@@ -78,6 +79,7 @@ def _download() -> Path:
     from torchvision import datasets
 
     before = socket.getdefaulttimeout()
+    # torchvision passes no time-out: a mirror that hangs would hang the drill.
     socket.setdefaulttimeout(DOWNLOAD_LIMIT_S)
     try:
         datasets.FashionMNIST(_cache(), download=True)

@@ -21,6 +21,7 @@ IMPORTED_ONCE = (
 
 def main() -> None:
     """Run one node's torchrun to its end."""
+    # The drill asks for stacks with SIGUSR1, whose default would end torchrun.
     faulthandler.register(signal.SIGUSR1)
     for name in IMPORTED_ONCE:
         importlib.import_module(name)

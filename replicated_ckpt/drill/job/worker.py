@@ -35,7 +35,7 @@ from replicated_ckpt.drill.job.workload import Images, build, train_step
 from replicated_ckpt.drill.plan import UPLOAD_LIMIT_S, checkpoint_id
 from replicated_ckpt.errors import ReplicatedCkptError
 
-COLLECTIVE_LIMIT_S = 60
+COLLECTIVE_LIMIT_S = 60  # survivors must notice a dead node within the drill's own limit
 
 
 class Trainer:
@@ -135,6 +135,7 @@ def run(trainer: Trainer) -> None:
         trainer.record_digests("end", trainer.state())
     wait = trainer.wait_for_save() if saves and spec.object_store else None
     RankReport(dist.get_rank(), tuple(saves), tuple(loads), trainer.loss_by_step, wait).write_report(trainer.results)
+    # Nodes die in the middle of training, as they do in a cluster.
     while spec.trains_on:
         trainer.advance()
 
@@ -180,16 +181,19 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     spec = JobSpec.read_spec(Path(sys.argv[1]))
     _watch(spec, int(os.environ["RANK"]))
+    # The number of threads changes the order of sums, and with it the bits.
     torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(mode=True)
+    torch.use_deterministic_algorithms(mode=True)  # bits are compared with those of another process
     if spec.device == "cuda":
         torch.cuda.set_device(int(os.environ["RANK"]))
     backend = "cpu:gloo,cuda:nccl" if spec.device == "cuda" else "cpu:gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=COLLECTIVE_LIMIT_S))
     try:
         run(Trainer(spec, Path(os.environ["DRILL_STORE"])))
+        # A rank that leaves first takes connections with it that others still use.
         dist.barrier()
     except BaseException:
+        # Before the group is destroyed, which may hang: torchrun would then show no cause.
         (Path(spec.results) / f"error-rank-{dist.get_rank()}.txt").write_text(traceback.format_exc())
         raise
     finally:
