@@ -1,4 +1,4 @@
-"""The certificate of an agent: given in files, which may be renewed while it runs, or made at its first start and kept."""
+"""The certificate of an agent: from the operator's files, which may be renewed meanwhile, or made at the first start."""
 
 import datetime as dt
 import logging
@@ -29,9 +29,9 @@ _EARLIER_MAX = 4  # a bound: a file that is renewed every minute must not collec
 
 
 class ShownCertificate:
-    """What an agent shows of itself: the certificate in its files, and the last ones before to those who expect these.
+    """The certificate in the agent's files, and the last few before it for clients that expect one of those.
 
-    So a renewal cuts off neither a save under way nor a peer that has not heard of it. One thread calls `take_up`.
+    A renewal interrupts neither a save in progress nor a peer that still pins an earlier one. One thread calls `take_up`.
     """
 
     def __init__(self, certificate: str, key: str) -> None:
@@ -44,9 +44,9 @@ class ShownCertificate:
         self.context.sni_callback = self._choose
 
     def take_up(self) -> None:
-        """If the files hold another certificate than at the last look, it is shown from now on.
+        """Loads the certificate again if its files have changed, and shows it from now on.
 
-        Files that are no pair, as while they are being written, change nothing; they are looked at again once they change.
+        If certificate and key do not match, as while they are being written, the last one stays until they change again.
         """
         seen = self._look()
         if seen == self._seen:
@@ -57,7 +57,7 @@ class ShownCertificate:
         try:
             context, sha256 = server_context(certificate, key), fingerprint(certificate)
         except ConfigInvalid as exc:
-            log.warning("the certificate's files have changed, and the one before is kept: %s", exc)
+            log.warning("the certificate files have changed and cannot be used, so the one before is kept: %s", exc)
             return
         # Key and certificate are two files: a renewal in between would pair an old key with a new certificate.
         if self._look() != seen:
@@ -70,11 +70,11 @@ class ShownCertificate:
             self._context_by_name = {**dict(kept), pin_name(sha256): context}
 
     def _choose(self, connection: ssl.SSLSocket | ssl.SSLObject, name: str | None, _: ssl.SSLContext) -> None:
-        """In a handshake: clients of ours say which certificate they expect, others say any name or none."""
+        """Called in a handshake. `name`: the certificate that our client expects; other clients send any name or none."""
         connection.context = self._context_by_name.get(name or "", self._current)
 
     def _look(self) -> tuple[tuple[int, int, int], ...] | None:
-        """What tells that a file was written or replaced; None while one is absent."""
+        """Inode, time and size of both files, which change when one is written or replaced; None if one is absent."""
         try:
             found = [path.stat() for path in self._files]
         except OSError:
@@ -91,8 +91,7 @@ def open_certificate(config: AgentConfig, directory: Path) -> ShownCertificate |
 def certificate_of(config: AgentConfig, directory: Path) -> tuple[str, str] | None:
     """The files of certificate and private key with which an agent serves; None: it speaks plain HTTP.
 
-    One that listens on loopback only speaks plain HTTP, unless it has once had a certificate of its own: then its peers
-    expect that one.
+    An agent that listens on loopback alone uses plain HTTP, unless an earlier start made a certificate: peers expect that.
 
     Raises:
         ConfigInvalid: none can be made, or the one that was kept is damaged. StoreError
@@ -109,7 +108,7 @@ def certificate_of(config: AgentConfig, directory: Path) -> tuple[str, str] | No
         return None
     if not can_encrypt():
         log.warning(
-            "other nodes are talked to without encryption, as the package `cryptography` is missing. %s", PLAIN_HINT
+            "traffic to other nodes is not encrypted: the package `cryptography` is not installed. %s", PLAIN_HINT
         )
         return None
     with translate_errors(str(directory), "write", CERTIFICATE_NAME):

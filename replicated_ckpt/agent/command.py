@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_number(parser: argparse.ArgumentParser, option: str, said: str, kind: type[float | int] = float) -> None:
-    """An option that is of the environment if it is not given, which agents that ranks start inherit, else the usual."""
+    """Adds a number. Its default is the environment variable, which agents started by ranks inherit, else AgentConfig's."""
     name = option.removeprefix("--").replace("-", "_")
     variable = f"{AGENT_ENV_PREFIX}{name.upper()}"
 

@@ -64,10 +64,10 @@ log = logging.getLogger(__name__)
 
 
 def hear(numbers: Sequence[int], call: Callable[[int], None]) -> None:
-    """Has `call(number)` run for each such signal from now on, one after the other, in a thread of its own.
+    """From now on runs `call(number)` for each such signal, one after the other, in a thread of its own.
 
-    So it may take any lock. As a handler it would wait for ever for one that the main thread holds, which that of an
-    `Event` is for a moment whenever a thread waits for it with a time-out. Once in a process, from its main thread.
+    So `call` may take any lock. A signal handler could wait for ever for a lock that the main thread holds, such as the
+    one inside an `Event`. Call this once in a process, from its main thread.
 
     Raises:
         StoreUnavailable: the system gives no thread; signals mean what they meant before.
@@ -166,7 +166,7 @@ class Agent:
             log.info("stopped serving %s", self.config.root)
 
     def _take_root(self, directory: Path) -> FileLock:
-        """An agent without `idle_exit_s` is to stay, and takes the place of one that ranks have started."""
+        """Takes the lock of the root. Without `idle_exit_s` it first waits until an agent of ranks has left."""
         lock = None
         if self.config.idle_exit_s is not None:
             lock = root_lock(directory)
@@ -180,7 +180,7 @@ class Agent:
         return lock
 
     def _say_that_it_waits(self, directory: Path) -> None:
-        """The one that waits looks as one that hangs does, from outside."""
+        """Logs what this agent waits for: from outside it looks as if it hung."""
         pid = holder_of(directory / LOCK_NAME)
         if pid is not None:
             state = f"; it is stopped: `kill -CONT {pid}`" if is_stopped(pid) else ""
@@ -224,9 +224,9 @@ class Agent:
         )
 
     def _leave(self, server: AgentServer) -> None:
-        """Ends in good order: what it owes is done, the peers hear goodbye, then new connections are refused.
+        """Finishes the open saves, says goodbye to the peers, and then refuses new connections.
 
-        The agent still answers until it has said goodbye: its peers bring it copies, and ask it whether it leaves.
+        Until the goodbye is sent the agent answers: peers bring copies, and call back to check that it leaves.
         """
         # An agent that leaves because it is idle has no open save to wait for.
         is_told = self._stopping.is_set()
@@ -245,7 +245,7 @@ class Agent:
         self._uploader.join()
 
     def _drain(self) -> None:
-        """First a save may open that a rank of this node was about to begin when the agent was told to stop."""
+        """Waits for the open saves, and for one that a rank of this node was about to open when told to stop."""
         directory, told_at = self._service.store.agent_directory(), time.monotonic()
         deadline = told_at + self.config.drain_s
         try:
@@ -254,7 +254,7 @@ class Agent:
                     break
             Draining(self._service, self._hurry).run(self.config.drain_s, told_at)
         except (ReplicatedCkptError, OSError) as exc:  # of the node's own disk: what is left the next start settles
-            log.error("leaves without knowing what is undone: %s", exc)  # noqa: TRY400 - it explains itself
+            log.error("leaves although it cannot read which saves are open: %s", exc)  # noqa: TRY400 - it explains itself
 
     def _listening(self, identity: Identity) -> AgentServer:
         objects = ObjectRoutes(self._service, self._uploader)
@@ -287,10 +287,9 @@ class Agent:
         )
 
     def _wait(self, directory: Path, lock: FileLock) -> None:
-        """Until it is told to stop, or has no reason to stay. An agent that cannot look at its root stays.
+        """Returns once the agent is told to stop, or is idle for too long. An agent that cannot read its root stays.
 
-        It may have too many files open, or no memory, for a moment. Where its disk has failed it tells its peers so; they
-        would wait for a shard if it were gone.
+        It may lack descriptors or memory for a moment. If its disk has failed, peers get an error at once, not a time-out.
         """
         said = ""
         while not self._stopping.wait(_LOOK_INTERVAL_S):
@@ -309,7 +308,7 @@ class Agent:
                     return
 
     def _is_over(self, directory: Path, lock: FileLock) -> bool:
-        """Whether the root is gone, another agent is to serve it, or nothing has needed this one for so long.
+        """Whether the root is gone, another agent takes over, or this one was idle for `idle_exit_s` seconds.
 
         Raises:
             ReplicatedCkptError, OSError: it cannot be seen.
@@ -339,10 +338,9 @@ class Agent:
         return self._reprotector.is_busy or self._uploader.is_busy or self._service.is_saving
 
     def _keep_endpoint_shown(self, directory: Path) -> None:
-        """Writes again where this agent listens: the certificate's files hold another one, or the note was removed.
+        """Writes the endpoint file again if the certificate was renewed, or if the file was removed or changed.
 
-        Ranks and peers are told of a new certificate. Where the disk is full the one before serves, and the next look
-        tries again.
+        Peers are greeted with a new certificate. On a full disk the old endpoint stays, and the next look tries again.
         """
         shown = self._endpoint
         if self._certificate is not None:
@@ -354,10 +352,10 @@ class Agent:
         try:
             write_endpoint(directory, shown)
         except OSError as exc:
-            log.warning("the file that says where this agent listens cannot be written again: %s", exc)
+            log.warning("the endpoint file of this agent cannot be written: %s", exc)
             return
         if shown == self._endpoint:
-            log.warning("the file that says where this agent listens was removed or changed; it is written again")
+            log.warning("the endpoint file of this agent was removed or changed; it is written again")
             return
         self._endpoint = shown
         # Peers pin the certificate, and only the last few earlier ones are still shown to them.
@@ -376,7 +374,7 @@ class Agent:
         return self._uploader.node_report()
 
     def status(self, *, is_brief: bool, is_opening: bool = False) -> Mapping[str, Any]:
-        """What `GET /v1/status` answers. Brief: who it is and no more, which every rank asks at each save and load."""
+        """The answer to `GET /v1/status`. `is_brief`: the identity alone, for every rank at each save and load."""
         if is_opening and not self._stopping.is_set():
             self._activity.note_registered()  # before it is answered: what is told to stop now stays for that save
         brief = {

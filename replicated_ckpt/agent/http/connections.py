@@ -1,4 +1,4 @@
-"""The open connections of an agent: bounded in number, and one that only waits makes room for one that comes."""
+"""The open connections of an agent: bounded in number; for a new one, a connection that only waits is closed."""
 
 import contextlib
 import logging
@@ -30,9 +30,8 @@ class _Connection:
 class Connections:
     """Connections by the peer's address, the one that has waited longest first. Safe to use concurrently.
 
-    So no client without the token can shut out those that have it: a connection that has never shown one is closed first,
-    then one that is between requests, and never one that is being worked for. So that some always wait, requests of others
-    than the owner are bounded: in all, and of one address.
+    To make room, a connection that never showed a token is closed first, then one between two requests. One whose request
+    is in progress is never closed. Requests of other users are bounded, in all and by address, so that some always wait.
     """
 
     def __init__(self, maximum: int, owner_reserve: int = OWNER_RESERVE, of_sender: int = SENDER_REQUESTS_MAX) -> None:
@@ -42,11 +41,11 @@ class Connections:
         self._lock = threading.Lock()
         self._open: dict[Any, _Connection] = {}
         self._working = Counter[str]()
-        """Requests that are worked on, by the sender's address, but for the owner's."""
+        """Requests in progress by the sender's address, without the owner's."""
         self._warned_at = -_WARNING_INTERVAL_S
 
     def admit(self, peer: Any, stream: socket.socket) -> bool:
-        """Adds a connection, another one being closed if there has to be; False if all are being worked for."""
+        """Adds a connection, and closes another one if there are too many; False if every one has a request in progress."""
         with self._lock:
             if len(self._open) >= self._maximum:
                 self._warn()
@@ -85,7 +84,7 @@ class Connections:
             return peer in self._open and self._open[peer].is_known
 
     def note_working(self, peer: Any, right: Right) -> bool:
-        """A request with a valid token came. Whether it may be worked on; no: as many of its sender are as may be."""
+        """Counts a request with a valid token. False: its sender, or all senders together, have too many in progress."""
         with self._lock:
             connection = self._open.get(peer)
             if connection is None:  # it was closed meanwhile, to make room
@@ -143,7 +142,7 @@ class UnauthenticatedClients:
         self._next_look = 0.0
 
     def log_refusal(self, address: str, what: str) -> None:
-        """One more connection or request from there came without a valid token; `what` says how it was noticed."""
+        """Counts a connection or request from `address` without a valid token; `what` describes it for the log."""
         now = self._clock()
         with self._lock:
             lines = self._due(now) if now >= self._next_look else []
@@ -162,7 +161,7 @@ class UnauthenticatedClients:
             log.warning("%s", line)
 
     def _due(self, now: float) -> list[str]:
-        """A line for each address that was counted for a minute; those of which nothing came meanwhile are forgotten."""
+        """A line for each address that was counted for a minute. An address without a new count is forgotten."""
         lines = []
         for address, found in list(self._by_address.items()):
             if now - found.said_at < INTERVAL_S:

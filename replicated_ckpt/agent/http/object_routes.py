@@ -1,4 +1,4 @@
-"""The agent's verbs of the object tier: which bucket, how it is, how far an upload has come, and one by hand."""
+"""The agent's verbs of the object tier: name a bucket, probe it, follow an upload, order one, remove a save there."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -41,7 +41,7 @@ class ObjectRoutes:
         raise ObjectMissing("this agent", request.method, request.target[:200], "no such verb")
 
     def _state(self, save_id: str, *, is_urgent: bool) -> Answer:
-        """How far the upload of a save has come, as this node knows: the fields of UploadState. Urgent: it is tried now."""
+        """How far this node's upload of a save has come: the fields of UploadState. `is_urgent`: it is tried again now."""
         if is_urgent:
             self.uploader.try_now(save_id)
         found = self.uploader.state_of(save_id) if is_save_id(save_id) else None
@@ -76,7 +76,7 @@ class ObjectRoutes:
         return self._prober.probe(str(fields["url"]), fields["checkpoint_id"])
 
     def _remove(self, fields: Mapping[str, Any]) -> Answer:
-        """Has a save removed from a bucket that this node's own user has named; whether it was there."""
+        """Removes a save from a bucket that this node's own user has named; answers whether it was there."""
         checkpoint_id, save_id = fields["checkpoint_id"], fields["save_id"]
         if not (is_checkpoint_id(checkpoint_id) and is_save_id(save_id)):
             raise ConfigInvalid("remove: no save of a checkpoint is named.")
@@ -94,12 +94,12 @@ class ObjectRoutes:
         return json_answer(is_removed=is_removed)
 
     def _manifest_of(self, save_id: str) -> Manifest | None:
-        """Of a save that lies here; None where none does."""
+        """The manifest of a save on this node; None: it is not here."""
         committed = (manifest for _, manifest in self._service.store.catalog.committed())
         return next((manifest for manifest in committed if manifest.save_id == save_id), None)
 
     def _order(self, fields: Mapping[str, Any]) -> Answer:
-        """Has a save of this node uploaded, by hand: what lies here, to a bucket that this node's own user has named."""
+        """Orders the upload of this node's part of a save, to a bucket that this node's own user has named."""
         save_id, url = fields["save_id"], fields["url"]
         node = f"node {self._service.node_id}"
         if not is_save_id(save_id):

@@ -1,4 +1,4 @@
-"""`.metadata` of a save from agent to agent: large ones do not reach a thousand nodes over the coordinator's link alone."""
+"""Sends `.metadata` from agent to agent: the coordinator's link alone would be too slow for a thousand nodes."""
 
 import contextlib
 import os
@@ -22,7 +22,7 @@ _PIECE_BYTES = 4 << 20
 
 
 def pull_metadata(service: NodeService, save_id: str, request: Request) -> Received:
-    """Stages `.metadata` of an open save as another agent, or another save here, has it; durable afterwards.
+    """Stages `.metadata` of an open save, copied from another agent or from another save here. Durable afterwards.
 
     Raises:
         PeerProtocolError: the request does not say what from where. ObjectMissing: that node was not introduced here, or
@@ -42,7 +42,7 @@ def pull_metadata(service: NodeService, save_id: str, request: Request) -> Recei
         raise PeerProtocolError(f"No metadata has {wanted.size_bytes} bytes.")
     service.check_open(save_id)
     with taking_metadata(service.store.intent_of(save_id), wanted.size_bytes):
-        pass  # nothing is taken of what would be too much
+        pass  # refuses a size over the bound before any byte is copied
     path, pool = service.store.path_of_staged(save_id, METADATA_NAME), RecycledFiles(service.store.root)
     with FileSink.create(path, recycled=pool) as sink, request.heartbeat, opened() as (label, read):
         _copy(label, read, wanted, sink)
@@ -74,7 +74,7 @@ def _read_file(root: str, fd: int, start: int, piece: memoryview) -> None:
 
 
 def _copy(label: str, read: Read, wanted: Received, sink: FileSink) -> None:
-    """Copies `.metadata` into `sink`, and holds it against what is wanted."""
+    """Copies `.metadata` into `sink`, and compares its checksum with the wanted one."""
     crc, buffer = 0, memoryview(bytearray(min(_PIECE_BYTES, wanted.size_bytes)))
     for start in range(0, wanted.size_bytes, _PIECE_BYTES):
         piece = buffer[: wanted.size_bytes - start]

@@ -1,4 +1,4 @@
-"""The agent's verbs of repair: who is here, what seems bad, what is kept, read everything, carry out a plan."""
+"""The agent's verbs of repair: greetings, suspect files, policies, full reads, plans, removal, drain."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
@@ -70,7 +70,7 @@ class RepairRoutes:
             return self.by_verb[verb](fields, request)
 
     def _hello(self, fields: Mapping[str, Any], request: Request) -> Answer:
-        """A known peer's agent has started, and may listen elsewhere; or is about to leave, its disk intact."""
+        """The agent of a known peer has started, perhaps at another address; or it leaves, its disk intact."""
         said, is_leaving = AgentAddress.from_json(fields["peer"]), fields.get("is_leaving") is True
         heed = heed_goodbye if is_leaving else heed_hello
         with request.heartbeat:
@@ -78,7 +78,7 @@ class RepairRoutes:
         return json_answer(None if is_leaving else self._reprotector.wake)
 
     def _sequence(self, fields: Mapping[str, Any], request: Request) -> Answer:
-        """A load begins: which checkpoint it reads, and the largest sequence that it has seen of the lineage."""
+        """A load begins: pins the save that it reads, and notes the largest sequence that it has seen of the lineage."""
         lineage, save_id, reader = (str(fields[name]) for name in ("lineage", "save_id", "reader"))
         if not is_lineage(lineage) or not is_save_id(save_id) or len(reader) > _READER_CHARS_MAX:
             raise ConfigInvalid("sequence: no save of a lineage is named.")
@@ -89,7 +89,7 @@ class RepairRoutes:
         return json_answer(is_here=self._service.store.catalog.checkpoint_of(save_id) is not None)
 
     def _suspect(self, fields: Mapping[str, Any], _: Request) -> Answer:
-        """A load or the scrub read bad bytes here: they are read again, and set aside if they are bad."""
+        """A load has read bad bytes of this node: the file is read again here, and mended if it is bad."""
         checkpoint_id, save_id, name = (fields[key] for key in ("checkpoint_id", "save_id", "name"))
         if not (is_checkpoint_id(checkpoint_id) and is_save_id(save_id) and is_checkpoint_file(name)):
             raise ConfigInvalid("suspects: no file of a checkpoint is named.")
@@ -97,13 +97,13 @@ class RepairRoutes:
         return json_answer()
 
     def _retain(self, fields: Mapping[str, Any], _: Request) -> Answer:
-        """A rank names the policies of its run, with the sequence of the save that it is about to make, or has made."""
+        """A rank names the policies of its run. Their revision is the sequence of the save that it makes, or has made."""
         is_new = self._service.policies.learn([Policy.from_json(entry) for entry in fields["policies"]])
         is_due = is_new or fields.get("is_committed")
         return json_answer(self._reprotector.wake if is_due else None)
 
     def _abort_lost(self, fields: Mapping[str, Any], request: Request) -> Answer:
-        """The operator says that nodes never come back: a save that is in doubt for them alone is settled."""
+        """The operator gives nodes up for lost: a save that is in doubt only for them is settled."""
         save_id, lost = fields["save_id"], [str(node) for node in fields["lost"]]
         if not is_save_id(save_id) or not lost:
             raise ConfigInvalid("abort-lost: a save and the nodes that are lost must be named.")
@@ -112,9 +112,9 @@ class RepairRoutes:
         return json_answer(self._reprotector.wake, waits_for=list(waits_for))
 
     def _remove(self, fields: Mapping[str, Any], request: Request) -> Answer:
-        """The user has this node's copy of a save removed for good; why it stays, if it does. `is_asked`: it would be.
+        """Removes this node's copy of a save for good; answers why it stays, if it does. `is_asked`: only answers that.
 
-        `is_patient`: what a load reads is noted, and goes once that is over. `session`: its loads are over.
+        `is_patient`: a save that a load reads goes when that is over. `session`: the loads of this session are over.
         """
         checkpoint_id, save_id, service = fields["checkpoint_id"], fields["save_id"], self._service
         if not (is_checkpoint_id(checkpoint_id) and is_save_id(save_id)):
@@ -139,7 +139,7 @@ class RepairRoutes:
             # On a full disk the note below could not be written, and then nothing could be removed.
             make_room_to_start(root)
             with self._hold_upload(save_id):
-                # The note comes first: after a crash the agent goes on with it, and no node brings it back.
+                # The note comes first: after a crash the next start finishes the removal, and no node brings the save back.
                 service.store.journal.append_end(save_id, End.REMOVING)
             is_staged = service.store.is_staged(save_id)  # before the look: it may be published meanwhile
             is_removed = retire(root, checkpoint_id, save_id)
@@ -168,19 +168,19 @@ class RepairRoutes:
             return False
 
     def _forget(self, fields: Mapping[str, Any], _: Request) -> Answer:
-        """The user says that a node never comes back: it is taken out of the address book."""
+        """The user gives a node up for lost: removes it from the address book."""
         is_known = self._service.peers.forget(str(fields["node_id"]))
         return json_answer(self._reprotector.wake, is_known=is_known)
 
     def _drain(self, fields: Mapping[str, Any], _: Request) -> Answer:
-        """The user takes this node down, or does not after all: known until the agent ends, or a save is opened here."""
+        """Marks this node as about to be taken down, or not, until the agent ends or a save is opened here."""
         self._service.is_drained = fields["is_drained"] is True
         return json_answer()
 
     def _verify(self, fields: Mapping[str, Any], request: Request) -> Answer:
-        """Reads everything here, or one checkpoint, and says what is wrong and what is intact.
+        """Reads everything on this node, or one checkpoint; answers which files are damaged and which are intact.
 
-        What is bad is known from then on, and mended as what a reader reports is.
+        Damaged files are noted, and mended like those that a reader reports.
         """
         checkpoint_id = fields.get("checkpoint_id")
         if checkpoint_id is not None and not is_checkpoint_id(checkpoint_id):
@@ -210,14 +210,14 @@ class RepairRoutes:
         )
 
     def how_far(self) -> Mapping[str, int]:
-        """How far the check is that is under way; zeros where none is."""
+        """The progress of the full read in progress; zeros if there is none."""
         inspector = self._inspector
         if inspector is None:
             return {"bytes_read": 0, "size_bytes": 0}
         return {"bytes_read": inspector.bytes_read, "size_bytes": self._bytes_to_read}
 
     def _carry_out(self, fields: Mapping[str, Any], request: Request) -> Answer:
-        """Does this node's part of a plan, action by action, and says how each went. A peer may have nothing replaced."""
+        """Does this node's part of a plan; answers the error of each action, or "". A peer's plan may replace nothing."""
         part = RepairPlan.from_json(fields["plan"]).of_node(self._service.node_id)
         with request.heartbeat:
             # A peer's plan may replace nothing: its token would then be enough to delete checkpoints here.

@@ -40,11 +40,11 @@ from replicated_ckpt.stores.peer.copy import BEHIND_HEADER
 from replicated_ckpt.wording import one_line
 
 ITEMS_BYTES_MAX = 16 << 20
-"""As JSON; some 800,000 items on one node fit, and take ten times as much memory for as long as they are checked."""
+"""Of JSON: some 800,000 items of one node. During the check they take ten times as much memory."""
 
 
 class UnmanagedRoutes:
-    """Maps requests to what lies there. Nothing is written. Safe for concurrent use."""
+    """Maps requests to checkpoints without a manifest, which stock torch wrote. Read-only. Safe for concurrent use."""
 
     def __init__(self, service: NodeService, checks: Checks) -> None:
         self._service = service
@@ -52,7 +52,7 @@ class UnmanagedRoutes:
         self._unmanaged = UnmanagedDirectory(service.store.root)
 
     def list(self, checkpoint_id: str | None) -> Answer:
-        """What lies here, or of one checkpoint."""
+        """The files of all such checkpoints on this node, or of one."""
         if checkpoint_id is not None:
             check_checkpoint_id(checkpoint_id)
         found = self._unmanaged.holdings(self._service.node_id, checkpoint_id)
@@ -67,7 +67,7 @@ class UnmanagedRoutes:
         return self._unmanaged.open(check_checkpoint_id(checkpoint_id), name, int(size_bytes))
 
     def verify(self, request: Request, checkpoint_id: str) -> Answer:
-        """Reads what lies here of one checkpoint; the body says where the items are: `.metadata` may lie elsewhere."""
+        """Reads this node's files of one checkpoint. The body has the items' places, as `.metadata` may lie elsewhere."""
         check_checkpoint_id(checkpoint_id)
         inspector = UnmanagedInspector(self._service.store, self._service.node_id)
         with self._checks.in_turn(request, ITEMS_BYTES_MAX) as raw:
@@ -88,7 +88,7 @@ class SubmissionRoutes:
         self._service = service
 
     def finish_save(self, request: Request, save_id: str) -> Answer:
-        """Takes a save over from its ranks, or waits for its end. Raises ReplicatedCkptError: it has failed."""
+        """With a body: takes a save over from its ranks. Else: waits for its end. Raises ReplicatedCkptError: it failed."""
         raw = request.body.read_all(MANIFEST_BYTES_MAX)
         if raw:
             self._service.finish_save(_outline_in(raw, save_id))
@@ -121,7 +121,7 @@ def _outline_in(raw: bytes, save_id: str) -> Outline:
 
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-"""Prometheus 3 takes no answer that says it is of another type."""
+"""Prometheus 3 refuses an answer without this type."""
 
 
 def format_metrics(status: Mapping[str, Any]) -> bytes:
@@ -217,7 +217,7 @@ class Routes:
         raise ObjectMissing("this agent", request.method, request.target[:200], "no such verb")
 
     def _tell(self, query: Mapping[str, str], *, is_owner: bool) -> Mapping[str, Any]:
-        """The status; to others than the owner only who answers here, and how far a check is that is under way."""
+        """The status. Clients other than the owner get the agent's identity and the progress of a full read alone."""
         status = self._status(is_brief="brief" in query or not is_owner, is_opening="opening" in query and is_owner)
         told = status if is_owner else {name: status[name] for name in _WHO}
         return {**told, "verify": self._repair.how_far()}
@@ -273,7 +273,7 @@ class Routes:
         # It comes from a peer: an id such as "../x" would name a directory outside of the root.
         if not isinstance(intent.checkpoint_id, str) or not is_checkpoint_id(intent.checkpoint_id):
             raise ConfigInvalid(f"{str(intent.checkpoint_id)[:200]!r} is no checkpoint id.")
-        if request.connection is not None:  # else its rank may be at a later save, which would be aborted for this one
+        if request.connection is not None:  # else its rank may be at a later save by now, which this one would abort
             require_asker(request.connection)
         histories, stale_saves = self._service.open_save(intent)
         named = find_named(self._service.store.catalog, intent.checkpoint_id)
@@ -285,13 +285,13 @@ class Routes:
         return json_answer(histories=told, named=named, taken_numbers=None if taken is None else sorted(taken))
 
     def _abort(self, request: Request, save_id: str) -> Answer:
-        """A peer aborts a save that it takes part in, and none that is decided here.
+        """A peer may abort a save that it takes part in, unless the save is decided here.
 
-        Once one node has published a save all peers know its id, and what lies here may lie nowhere else.
+        Once a node has published a save, every peer can read its id; and this node may hold the only copy.
         """
         fields = request.document()
         if request.right < Right.JOB and not self._service.store.has_intent(save_id):
-            return json_answer()  # each rank of a save that fails says so to each node: another one did before
+            return json_answer()  # each rank of a failed save aborts it on each node: another rank was first
         if self._service.store.is_decided(save_id) or not self._admits(save_id, str(fields.get("ticket", ""))):
             request.require(Right.JOB)
         why = one_line(fields.get("why", "no reason given"), 500)
@@ -302,12 +302,12 @@ class Routes:
         return Intent.admits_at(save_id, self._service.store.intent_path(save_id), ticket)
 
     def _require_part(self, request: Request, save_id: str, ticket: str) -> None:
-        """What is settled may be aborted: that is for nodes of the save, if it is staged here and has a ticket."""
+        """Settling may abort the save: only its own nodes may ask for that, if it is staged here and has a ticket."""
         if self._service.store.intent_of(save_id).ticket and not self._admits(save_id, ticket):
             request.require(Right.JOB)
 
     def _require_end(self, request: Request, rest: Sequence[str]) -> None:
-        """What ends a save is its coordinator's to say: a peer brings shards."""
+        """Only the coordinator may bring what ends a save. A peer may bring shards."""
         is_end = rest in (["pull"], ["commit"]) or (
             request.method == "PUT" and any(ShardName.parse(name) is None for name in rest)
         )
@@ -341,7 +341,7 @@ class Routes:
         return json_answer(**answer, node_report=node_report.to_json(), room=room)
 
     def _meet(self, request: Request) -> Answer:
-        """A load begins: learn the nodes that take part, and settle what earlier saves left behind."""
+        """A load begins: learns the nodes that take part, and settles stale saves."""
         fields = request.document()
         with parsing("Peers cannot be learned"):
             peers = self._service.learn_peers(fields["peers"])

@@ -45,11 +45,11 @@ log = logging.getLogger(__name__)
 
 ALL_ADDRESSES = "0.0.0.0"  # noqa: S104 - a token guards it
 _MAPPED = "::ffff:"
-"""An IPv4 address as a socket for both sees it begins so. Source: RFC 4291, 2.5.5.2."""
+"""The prefix of an IPv4 address on a socket for both versions. Source: RFC 4291, 2.5.5.2."""
 
 
 class DualStackServer(ThreadingHTTPServer):
-    """Listens on `bind`. With 0.0.0.0 that is on IPv6, too, where the host has it: peers may have no other way here.
+    """Listens on `bind`. 0.0.0.0 includes IPv6, where the host has it: peers may have no other route to this node.
 
     `server_address` is the address as it was asked for, with the port that was taken.
     """
@@ -61,7 +61,7 @@ class DualStackServer(ThreadingHTTPServer):
         super().__init__(("::" if takes_both else bind[0], bind[1]), handler)
 
     def server_bind(self) -> None:
-        """Without the look-up of a name that `http.server` makes: where DNS does not answer it takes many seconds."""
+        """As in `http.server`, without its look-up of the host name, which takes many seconds if DNS does not answer."""
         # The host's default may be IPv6 alone (net.ipv6.bindv6only).
         if self.address_family == socket.AF_INET6:
             self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
@@ -71,7 +71,7 @@ class DualStackServer(ThreadingHTTPServer):
         self.server_address = (self.server_name, self.server_port)
 
     def get_request(self) -> tuple[Any, Any]:
-        """The next connection, and where it comes from, an IPv4 address as such."""
+        """The next connection and its peer's address; an IPv4 address without the IPv6 prefix."""
         request, (host, *rest) = super().get_request()
         return request, (host.removeprefix(_MAPPED), *rest)
 
@@ -94,7 +94,7 @@ _OF_DISK = (
 
 
 def disk_error_of(exc: OSError, op: str, target: str) -> StoreError | None:
-    """What the sender of a request is told that has met it; None: the connection broke, and the sender hears nothing."""
+    """The error to answer with, if this node's disk caused it; None: the connection broke, and no answer can be sent."""
     if isinstance(exc, ssl.SSLError) or exc.errno not in _OF_DISK:
         return None
     return store_error_of(exc, "the disk of this node", op, str(exc.filename or target))
@@ -109,7 +109,7 @@ _PIECE_BYTES = 1 << 20
 
 
 class TokenInvalid(StoreDenied):
-    """The request carries no valid token; nothing of it was looked at."""
+    """The request carries no valid token; it was not processed."""
 
 
 _STATUS_BY_ERROR: Mapping[type[ReplicatedCkptError], HTTPStatus] = {
@@ -133,14 +133,14 @@ def status_of(error: ReplicatedCkptError) -> int:
 
 
 def describe_refusal(error: ReplicatedCkptError) -> dict[str, str]:
-    """As `refusal` of the client reads it."""
+    """The JSON of an error, as the client's `refusal` parses it."""
     return {"error": error.message, "kind": type(error).__name__, "hint": error.hint}
 
 
 class AgentServer(DualStackServer):
     """Listens for one agent. At most CONNECTIONS_MAX connections are open; for one more, one that waits is closed.
 
-    Of them, OWNER_RESERVE are never worked for another than the node's own user.
+    OWNER_RESERVE of them are reserved for requests of the node's own user.
     """
 
     # A thread that waits for a silent peer must not keep the process alive.
@@ -159,7 +159,7 @@ class AgentServer(DualStackServer):
         super().__init__(bind, _Handler)
 
     def get_request(self) -> tuple[Any, Any]:
-        """The next connection. One that gets no descriptor waits, and would be asked for again at once, and again."""
+        """The next connection. Without a free descriptor it waits a moment, as the caller would retry in a busy loop."""
         try:
             return super().get_request()
         except OSError as exc:
@@ -188,7 +188,7 @@ class AgentServer(DualStackServer):
             self.connections.end(client_address)
 
     def _secure(self, request: socket.socket, client_address: Any) -> socket.socket | None:
-        """The connection after its TLS handshake, if there has to be one; None if it failed."""
+        """The connection after its TLS handshake, if the agent uses TLS; None if the handshake failed."""
         if self._tls is None:
             return request
         # A client that never sends its handshake would keep this thread for ever.
@@ -216,7 +216,7 @@ class AgentServer(DualStackServer):
             self.log_problem(client_address, f"connection broke: {type(sys.exception()).__name__}")
 
     def log_problem(self, client_address: Any, what: str) -> None:
-        """Logs one line; of a peer that has shown no valid token, as few as `UnauthenticatedClients` allows."""
+        """Logs one line. For a peer without a valid token, `UnauthenticatedClients` bounds the number of lines."""
         if self.connections.is_known(client_address):
             log.info("%s:%d: %s", *client_address[:2], what)
         else:
@@ -234,7 +234,7 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = IDLE_CONNECTION_S
 
     def handle_one_request(self) -> None:
-        """As http.server does it, which would take 6 MiB of headers from any client, and for days."""
+        """As in http.server, with bounds: that would read 6 MiB of headers from any client, for days."""
         stream, head = self.rfile, Head(self.rfile, self.connection, HEAD_BYTES_MAX)
         self.rfile = cast(BufferedIOBase, head)  # lines are all that is read from it
         try:
@@ -261,7 +261,7 @@ class _Handler(BaseHTTPRequestHandler):
             if not self.server.connections.note_working(self.client_address, right):
                 what = "as many requests of other nodes are under way as may be; those of the node's own user go on"
                 raise StoreUnavailable("this agent", self.command, self.path[:_LOGGED_CHARS], what)
-            body = Body(self.rfile, self.headers)  # so that what is refused is read to its end
+            body = Body(self.rfile, self.headers)  # made first, so that `_refuse` can read the body to its end
             check_release(self.headers, self.path, str(self.client_address[0]))
             heartbeat = Heartbeat(self.wfile, body)
             host = str(self.client_address[0])
@@ -272,13 +272,13 @@ class _Handler(BaseHTTPRequestHandler):
         except (OSError, ValueError) as exc:
             self._break_off(exc, body)
         else:
-            self.close_connection = self.close_connection or not body.done  # what is left of it is no request
+            self.close_connection = self.close_connection or not body.done  # unread bytes are no request
             self._send(answer)
         self.connection.settimeout(IDLE_CONNECTION_S)
         self.server.connections.note_answered(self.client_address)
 
     def _break_off(self, exc: OSError | ValueError, body: Body | None) -> None:
-        """Ends a request whose error no layer below has told: what the disk refuses is said, a broken connection logged."""
+        """Ends a request after an OSError or ValueError: answers an error of the disk, and logs a broken connection."""
         found = disk_error_of(exc, self.command, self.path[:_LOGGED_CHARS]) if isinstance(exc, OSError) else None
         if found is not None:
             self._refuse(found, body)
@@ -287,11 +287,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.close_connection = True
 
     def _show(self) -> str:
-        """The request as it may be logged: its sender chooses it."""
+        """The request as text for the log: cut short and escaped, as its sender chooses it."""
         return f"{self.command[:_LOGGED_CHARS]!r} {self.path[:_LOGGED_CHARS]!r}"
 
     def _find_right(self) -> Right:
-        """What the token of the request shows."""
+        """The right that the token of the request gives. Raises TokenInvalid."""
         scheme, _, given = self.headers.get("Authorization", "").partition(" ")
         right = self.server.tokens.right_of(given) if scheme == "Bearer" else None
         if right is None:
@@ -312,7 +312,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._drain(body)
 
     def _drain(self, body: Body | None) -> None:
-        """Reads what the peer still sends, so that it sees the answer and not a reset connection."""
+        """Reads the rest of the request, so that the peer gets the answer and not a reset connection."""
         socket.socket.shutdown(self.connection, socket.SHUT_WR)  # TLS's own would read on in the clear
         piece = memoryview(bytearray(1 << 20))
         drained = 0
@@ -360,7 +360,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self.close_connection = self.close_connection or sent != answer.length
 
     def _send_range(self, file: BufferedReader, offset: int, length: int) -> int:
-        """Sends a file's bytes and returns how many; over TLS in large pieces, as Python's own are of 8 KiB."""
+        """Sends a range of a file; returns how many bytes. Over TLS in pieces of 1 MiB, as Python's own have 8 KiB."""
         connection: socket.socket = self.connection
         if not isinstance(connection, ssl.SSLSocket):
             return connection.sendfile(file, offset, length)

@@ -1,4 +1,4 @@
-"""The agent's Unix socket, by which the node's own ranks submit their shards, memory and all."""
+"""The agent's Unix socket, through which the node's own ranks submit shards as descriptors of their memory."""
 
 import contextlib
 import logging
@@ -29,10 +29,10 @@ _PAUSE_S = 0.3  # out of descriptors accept() fails at once: the loop would take
 
 
 class UnixSocketServer:
-    """Takes shards from the ranks of this node. One thread for each that is under way."""
+    """Takes shards from the ranks of this node. One thread for each connection."""
 
     def __init__(self, directory: Path, service: NodeService) -> None:
-        """Raises OSError: the directory's file system has no sockets, say."""
+        """Raises OSError, for example if the directory's file system supports no sockets."""
         self._service = service
         self._slots = threading.BoundedSemaphore(CONNECTIONS_MAX)
         self._stopping = threading.Event()
@@ -42,7 +42,7 @@ class UnixSocketServer:
         start_worker(self._accept, name="rckpt-unix-socket")
 
     def close(self) -> None:
-        """New shards are refused; those under way are written on."""
+        """Refuses new shards. Those that are being written go on."""
         self._stopping.set()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
@@ -58,7 +58,7 @@ class UnixSocketServer:
                 self._slots.release()
                 if self._stopping.wait(_PAUSE_S):
                     return
-                log.warning("a rank that hands a shard over has to wait: %s", exc)  # too many files are open, say
+                log.warning("a rank that submits a shard has to wait: %s", exc)  # for example, too many files are open
                 continue
             try:
                 start_worker(self._serve, connection, name="rckpt-submit")
@@ -67,8 +67,8 @@ class UnixSocketServer:
                 self._refuse(connection, exc)
 
     def _refuse(self, connection: socket.socket, exc: StoreUnavailable) -> None:
-        """The rank writes its shard itself. It is told without being heard: its message may be long."""
-        log.warning("a rank that hands a shard over is sent away: %s", exc)
+        """Refuses a rank, which then writes its shard itself. Its message is not read, as it may be long."""
+        log.warning("a rank that submits a shard is refused: %s", exc)
         with connection, contextlib.suppress(OSError):
             connection.settimeout(_PAUSE_S)  # this is the accepting thread: no rank may hold it up
             send_message(connection, _refusal(exc))
@@ -79,7 +79,7 @@ class UnixSocketServer:
                 connection.settimeout(PROGRESS_TIMEOUT_S)
                 self._take(connection)
         except (OSError, EOFError) as exc:
-            log.info("a rank that hands a shard over is gone: %s", exc)
+            log.info("a rank that was submitting a shard is gone: %s", exc)
         finally:
             self._slots.release()
 
@@ -91,7 +91,7 @@ class UnixSocketServer:
         except ReplicatedCkptError as exc:
             send_message(connection, _refusal(exc))
             return
-        with contextlib.suppress(OSError):  # a rank that is gone is not told
+        with contextlib.suppress(OSError):  # the rank may be gone
             send_message(connection, {"state": "taken"})
             self._tell_end(connection, future)
         # Also where the rank has died: its shard is in this agent's hands, and its save is settled below.
@@ -109,7 +109,7 @@ class UnixSocketServer:
     def _begin(
         self, connection: socket.socket, fields: dict[str, Any], descriptors: list[int]
     ) -> "Future[WrittenCopies]":
-        """Raises ConnectionAbortedError: the rank has waited in vain, as this agent hung, and writes the shard itself."""
+        """Raises ConnectionAbortedError: the rank no longer waits, as this agent hung; the rank writes the shard itself."""
         try:
             # After a long stop the rank may have written the shard itself: two writers of one file.
             require_asker(connection)
@@ -124,7 +124,7 @@ class UnixSocketServer:
         return self._service.submissions.take_shard(shard, descriptors)
 
     def _tell_end(self, connection: socket.socket, future: "Future[WrittenCopies]") -> None:
-        """Says once a second that it goes on, and then how it ended."""
+        """Sends a sign of life once a second, and then the result."""
         while not wait([future], INTERVAL_S).done:
             send_message(connection, {"state": "working"})
         error = future.exception()
@@ -135,7 +135,7 @@ class UnixSocketServer:
 
 
 def open_unix_socket(directory: Path, service: NodeService) -> UnixSocketServer | None:
-    """Opens the socket. None: the directory's file system has no sockets, and ranks write their shards themselves."""
+    """Opens the socket. None: the file system supports no sockets, and ranks write their shards themselves."""
     try:
         unix_socket = UnixSocketServer(directory, service)
     except OSError as exc:

@@ -1,4 +1,4 @@
-"""Routes of a running agent: what they answer counts as its work."""
+"""Routes of a running agent, which count their answers as work: a busy agent does not leave."""
 
 import threading
 import time
@@ -8,7 +8,7 @@ from replicated_ckpt.agent.http.routes import Routes, split_target
 from replicated_ckpt.agent.requests.request import Answer, Request
 
 OPENING_WITHIN_S = 60.0
-"""A save that a rank of this node is about to begin is waited for so long: it is opened once all ranks have planned."""
+"""How long an agent that was told to stop waits for a save that a rank of this node is about to open."""
 _WATCHING, _HOLDINGS, _SAVES = {("v1", "status"), ("metrics",)}, ("v1", "holdings"), ("v1", "saves")
 
 
@@ -35,7 +35,7 @@ class Activity:
             self._last = time.monotonic()
 
     def note_registered(self) -> None:
-        """A rank of this node is about to save, and was told that this agent opens it."""
+        """A rank of this node is about to save, and relies on this agent to open the save."""
         with self._lock:
             self._registered_at = time.monotonic()
 
@@ -59,7 +59,7 @@ class Activity:
 
 
 class WatchedRoutes(Routes):
-    """Routes that count as work while they answer, but for upkeep: else the agents of idle nodes keep each other up."""
+    """Counts each answer as work, except for upkeep: else the agents of idle nodes would keep each other alive."""
 
     def __init__(self, activity: Activity, *args: Any) -> None:
         super().__init__(*args)

@@ -22,20 +22,20 @@ INTRODUCE_HINT = "A job that has ranks on both nodes introduces them, with its n
 
 
 def _is_downgrade(peer: AgentAddress, known: Mapping[str, AgentAddress]) -> bool:
-    """Whether an address asks for plain HTTP with a node that is to be talked to by TLS."""
+    """Whether an address has no fingerprint although its node must be reached by TLS."""
     if peer.tls_sha256 or is_network_trusted():
         return False
     return not is_plain_allowed(peer.host) or (peer.node_id in known and bool(known[peer.node_id].tls_sha256))
 
 
 def _as_given(peer: AgentAddress) -> AgentAddress:
-    """The address with who gave it in the first place, not with the books that passed it on."""
+    """The address with its first origin, without the address books that passed it on."""
     first = peer.origin.rpartition(_FROM)[2]
     return replace(peer, origin="" if first.startswith(_BOOK) else first)
 
 
 class _Known(NamedTuple):
-    """What the book says: addresses by node, who said goodbye, and whom the user has had forgotten."""
+    """The content of the book: addresses by node, nodes that said goodbye, and nodes that the user has removed."""
 
     peers: dict[str, AgentAddress]
     away: frozenset[str] = frozenset()
@@ -45,8 +45,8 @@ class _Known(NamedTuple):
 class PeerBook:
     """Addresses by node, the latest one known, and who said goodbye.
 
-    The file is readable by this user only, as it holds tokens. Safe to use concurrently. One that is damaged counts as
-    empty. Where the system reads no file now, for want of descriptors or memory, all but `count` raise StoreError.
+    The file holds tokens, so only this user can read it. Safe to use concurrently. A damaged file counts as empty. If the
+    system lacks descriptors or memory to read it, all methods but `count` raise StoreError.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -55,7 +55,7 @@ class PeerBook:
         self._lock = threading.Lock()
 
     def learn(self, peers: Sequence[AgentAddress]) -> None:
-        """Keeps addresses that ranks give, or the nodes themselves, now: they win over what was known, and none is away.
+        """Stores current addresses, from ranks or from the nodes themselves. They replace older ones; none counts as away.
 
         Raises:
             StoreDenied: one has no fingerprint, and its node is known by one, or may be talked to only by TLS.
@@ -64,16 +64,16 @@ class PeerBook:
         for peer in peers:
             # A stolen token must not lead this node to send data in the clear where TLS was known.
             if _is_downgrade(peer, known):
-                detail = "this address has no fingerprint of a certificate, and is not believed"
+                detail = "this address has no fingerprint of a certificate, and is refused"
                 raise StoreDenied(peer.label, "learn", "TLS", detail, PLAIN_HINT)
         self._merge({peer.node_id: _as_given(peer) for peer in peers}, returned={peer.node_id for peer in peers})
 
     def leave(self, node_id: str) -> None:
-        """Notes that a node's agent left in good order: its disk is as it was."""
+        """Notes that a node's agent has said goodbye: its disk is intact."""
         self._merge({}, returned=(), left={node_id})
 
     def forget(self, node_id: str) -> bool:
-        """Takes a node out of the book, durably; whether it was in it. A job that has ranks there introduces it again."""
+        """Durably removes a node; returns whether it was known. A job with ranks on that node introduces it again."""
         with self._lock:
             known = self._read()
             if known.peers.pop(node_id, None) is None:
@@ -91,7 +91,7 @@ class PeerBook:
         return node_id in self._read().away
 
     def read_forgotten(self) -> frozenset[str]:
-        """The nodes that the user has had forgotten, and that no job has introduced again."""
+        """The nodes that the user has removed and that no job has introduced again."""
         return self._read().forgotten
 
     def address_of(self, node_id: str) -> AgentAddress:
@@ -108,7 +108,7 @@ class PeerBook:
         return self._tell(found)
 
     def read_all(self) -> tuple[AgentAddress, ...]:
-        """The peers met so far. An unreadable file counts as none: it only saves looking for them.
+        """The peers met so far. A damaged file counts as none: jobs introduce the nodes again.
 
         Raises:
             StoreDenied: another user of the host can have written it.
@@ -116,7 +116,7 @@ class PeerBook:
         return tuple(map(self._tell, self._read().peers.values()))
 
     def _tell(self, peer: AgentAddress) -> AgentAddress:
-        """The address as it is given out: an error that has it names this book, and who wrote the host into it."""
+        """The address with its origin: an error about it names this book, and the source of the host in it."""
         told = f"{_FROM}{peer.origin}" if peer.origin else ""
         return replace(peer, origin=f"{_BOOK} {self._path}{told}")
 
@@ -163,7 +163,7 @@ class PeerBook:
 
 
 def listening_host(directory: Path) -> str:
-    """Where an agent without `--host` listens: on loopback, unless a node that it has met is on another host."""
+    """The default of `--host`: loopback, unless this node has met a node on another host."""
     hosts = [peer.host for peer in PeerBook(directory).read_all()]
     if all(map(is_loopback, hosts)):
         return "127.0.0.1"

@@ -1,4 +1,4 @@
-"""Nodes of which two agents run: one root was made as a copy of another, as a cloned disk is, with the identity in it."""
+"""Nodes with two running agents: one root is a copy of another, such as a cloned disk, with the same identity."""
 
 import logging
 import threading
@@ -14,15 +14,15 @@ from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 log = logging.getLogger(__name__)
 
 CALL_BACK_STEP_S = 0.6
-"""Each of three steps: connecting, the handshake, the answer. The sender of the greeting waits meanwhile."""
+"""For each of three steps: connect, handshake, answer. The sender of the greeting waits for all of them."""
 
 
 @dataclass(frozen=True)
 class Who:
-    """Its node, which start of the node's agent this is, whether it is about to leave.
+    """The identity of an agent: its node, the number of its start, and whether it is about to leave.
 
-    `tls_sha256`: the certificate that it shows now, which may not be the one that it is asked under. `start_id`: drawn by
-    each process of an agent, so that two of one node are told apart; "": of an older release.
+    `tls_sha256`: its current certificate, which may be newer than the one it was reached under. `start_id`: drawn by each
+    process, to distinguish two agents of one node; "" from an older release.
     """
 
     node_id: str
@@ -33,13 +33,13 @@ class Who:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "Who":
-        """Raises KeyError, TypeError: it says something else."""
+        """Raises KeyError, TypeError: a field is missing or wrong."""
         is_leaving, tls_sha256 = fields["is_leaving"] is True, str(fields["tls_sha256"])
         start_id = str(fields.get("start_id", ""))
         return cls(str(fields["node_id"]), index(fields["incarnation"]), is_leaving, tls_sha256, start_id)
 
     def is_duplicate_of(self, other: "Who") -> bool:
-        """Whether these are two agents of one node: one agent may answer at two addresses of its host."""
+        """Whether these are two agents of one node. One agent that answers at two addresses is no duplicate."""
         if self.node_id != other.node_id:
             return False
         # A cloned disk also counts the same starts: only the start id tells the two agents apart.
@@ -49,7 +49,7 @@ class Who:
 
 
 def ask_who(address: AgentAddress) -> Who:
-    """Which agent answers at an address. Over TLS it has the key of the certificate that the address names.
+    """The identity of the agent at an address. Over TLS it has the key of the certificate that the address names.
 
     Raises:
         StoreUnavailable, StoreDenied, PeerProtocolError: none, another one, or no sensible answer.
@@ -68,20 +68,20 @@ _HINT = (
 
 
 def _two_agents(*addresses: AgentAddress) -> ConfigInvalid:
-    """The error that says so."""
+    """The error for two agents of one node."""
     places = sorted(f"{address.host}:{address.port}" for address in addresses)
     return ConfigInvalid(f"Two agents are node {addresses[0].node_id}: at {' and at '.join(places)}.", _HINT)
 
 
 class DuplicateNodes:
-    """What this agent has found since it started. Safe to use concurrently."""
+    """The duplicate nodes found since this agent started. Safe to use concurrently."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._found: dict[str, tuple[AgentAddress, AgentAddress]] = {}
 
     def record_duplicate(self, one: AgentAddress, other: AgentAddress) -> ConfigInvalid:
-        """Both have answered as one node. Returns the error, which is logged once."""
+        """Records that both addresses answered as one node. Returns the error, which is logged once."""
         error = _two_agents(one, other)
         with self._lock:
             is_new = one.node_id not in self._found
@@ -91,7 +91,7 @@ class DuplicateNodes:
         return error
 
     def look_again(self) -> None:
-        """Forgets those of which one agent is left. For each round of re-protection."""
+        """Forgets nodes that have one agent left. Called in each round of re-protection."""
         with self._lock:
             found = dict(self._found)
         # Without the lock: each look may take seconds.

@@ -1,7 +1,7 @@
-"""Greetings: an agent that starts tells its peers where it is, one that leaves that its disk is intact.
+"""Greetings: an agent that starts sends its address to its peers; one that leaves tells them that its disk is intact.
 
-Each speaks for itself alone. All agents of a job have its tokens, so that a token does not show which node speaks: the
-one that is greeted calls the node back, and believes what the agent with that node's certificate says there of itself.
+An agent greets for its own node alone. All agents of a job share its tokens, so a token does not prove the sender's node.
+The greeted agent therefore calls that node back, and accepts the answer of the agent that has the node's certificate.
 """
 
 import hmac
@@ -24,18 +24,18 @@ log = logging.getLogger(__name__)
 
 IN_A_ROW_MAX = 4  # an agent that is restarted a few times is heard each time
 INTERVAL_S = 10.0
-"""In the name of one node, from one address: so many greetings in a row are followed up, and then one in this time."""
+"""For one node and sender's address: IN_A_ROW_MAX greetings are checked at once, then one in each interval."""
 PER_SENDER_MAX = 16
 PARALLEL_MAX = 64
-"""Call backs under way, for one sender's address and in total."""
+"""Calls back in progress, for one sender's address and in total."""
 WAIT_MAX_S = 2.0  # less than the greeter waits for its answer
 PAIRS_MAX = 16_384
-"""Names of nodes with addresses of senders that are remembered: twice what an address book holds."""
+"""Pairs of node and sender's address that are counted: twice the size of an address book."""
 _HINT = "The agent that greets does so again in its next round; nothing is to be done."
 
 
 class CallBacks:
-    """Safe for concurrent use. The names of nodes are of the address book, and the addresses those of connections."""
+    """Bounds the calls back. Safe for concurrent use. Nodes are those of the address book; senders, addresses."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -45,7 +45,7 @@ class CallBacks:
 
     @contextmanager
     def take_turn(self, node_id: str, sender: str) -> Iterator[None]:
-        """Does the block, a call back of a node in whose name `sender` greets, when its turn has come.
+        """Runs the block, which calls `node_id` back after a greeting from `sender`, when its turn has come.
 
         Raises:
             StoreUnavailable: there were too many; the block was not begun.
@@ -63,7 +63,7 @@ class CallBacks:
                 self._changed.notify_all()
 
     def _charge(self, node_id: str, sender: str) -> None:
-        """Each call back costs INTERVAL_S; as much as IN_A_ROW_MAX of them cost may be owed."""
+        """Charges INTERVAL_S for a call back. A debt of at most IN_A_ROW_MAX intervals is allowed."""
         now, pair = self._clock(), (node_id, sender)
         # Swept only when full: an entry whose debt is paid bounds nothing any more.
         for old, paid_until in list(self._paid_until.items()) if len(self._paid_until) >= PAIRS_MAX else ():
@@ -87,13 +87,13 @@ def _refusal(node_id: str, why: str) -> StoreUnavailable:
 
 GREETING_TIMEOUT_S = 2.0
 GREETING_DEADLINE_S = 5.0
-"""Signs of life do not prolong a greeting: no peer keeps an agent from leaving, or re-protection from its next round."""
+"""Heartbeats do not extend it: no peer can delay an agent that leaves, or the next round of re-protection."""
 
 
 class Greeter:
-    """Greets each peer that was known at the start, then or as soon as it answers: who was away may look elsewhere for us.
+    """Greets each peer that was known at the start, at once or as soon as it answers: it may have an old address of us.
 
-    Peers that are introduced later are told by the ranks where this node is.
+    Peers that are introduced later get this node's address from the ranks.
     """
 
     def __init__(self, peers: PeerBook, endpoint: Endpoint) -> None:
@@ -103,7 +103,7 @@ class Greeter:
         self._register(endpoint)
 
     def _register(self, endpoint: Endpoint) -> None:
-        """No peer has heard this yet."""
+        """Every peer has yet to hear this endpoint."""
         with self._lock:
             # No host: this node may not know its own name outside, and the peer sees where the greeting comes from.
             self._document = {"peer": {**endpoint.address().to_json(), "host": ""}}
@@ -115,7 +115,7 @@ class Greeter:
         return self.start()
 
     def start(self) -> threading.Thread:
-        """Greets every known peer, in the background; returns the thread that does."""
+        """Greets every known peer in the background; returns the thread."""
         thread = threading.Thread(target=self.greet_all, name="rckpt-hello", daemon=True)
         try:
             thread.start()
@@ -147,9 +147,9 @@ class Greeter:
             self._note(address, error)
 
     def _note(self, address: AgentAddress, error: ReplicatedCkptError | None) -> None:
-        """What became of a greeting. That this is a second agent of its node is a warning, once.
+        """Records the result of a greeting. A refusal as a duplicate of this node is logged once as a warning.
 
-        A peer that has not looked, as this agent greets too often, or that does not answer, says nothing new of that.
+        A peer that is silent, or that refuses because of too many greetings, changes no earlier result.
         """
         is_duplicate, node_id = isinstance(error, ConfigInvalid), address.node_id
         with self._lock:
@@ -163,14 +163,14 @@ class Greeter:
             log.log(level, "could not greet %s: %s", address.label, error.message)
 
     def describe_refusals(self) -> list[str]:
-        """What peers say that take this agent for a second one of its node."""
+        """The errors of peers that refuse this agent as a duplicate of its node."""
         with self._lock:
             return sorted(self._refusals.values())
 
     def say_goodbye(self) -> None:
-        """Tells every known peer that this agent leaves in good order; one that cannot be told finds out by itself.
+        """Tells every known peer that this agent leaves with its disk intact. A peer that is not reached sees only silence.
 
-        The agent must answer meanwhile that it is about to leave: each peer asks it.
+        Until this returns the agent must answer: each peer calls back.
         """
         try:
             FanOut.run(self._peers.read_all(), lambda address: self._tell(address, is_leaving=True))
@@ -183,11 +183,11 @@ class Greeter:
 
 
 def heed_hello(book: PeerBook, said: AgentAddress, from_host: str, call_backs: CallBacks) -> None:
-    """Notes that a known node is there, and where its agent listens now, after it has said so when it was called back.
+    """Calls a known node back after a greeting, and stores its new address if the agent there confirms it.
 
-    A node that answers at the address that is known has not moved, whatever was announced. Its host changes only where its
-    certificate is pinned: over plain HTTP the token alone would lead every peer of the node to a thief of it. An agent may
-    count fewer starts than the one that is known: its disk was put back.
+    A node that answers at its known address has not moved, whatever was announced. The host changes only if the node's
+    certificate is pinned: over plain HTTP a thief of the token could redirect every peer to himself. An agent may
+    count fewer starts than the known one, if its disk was restored from a backup.
 
     Raises:
         StoreDenied: this is not that node, or an earlier agent of it; nothing has changed. ConfigInvalid: so has nothing,
@@ -220,7 +220,7 @@ def heed_hello(book: PeerBook, said: AgentAddress, from_host: str, call_backs: C
 
 
 def _renew(known: AgentAddress, said: AgentAddress) -> AgentAddress:
-    """A node's address with the certificate that it has now, if the agent that has the known one says so there itself.
+    """A node's address with its new certificate, if the agent that has the known certificate confirms it there.
 
     Raises:
         StoreDenied: it does not.
@@ -235,7 +235,7 @@ def _renew(known: AgentAddress, said: AgentAddress) -> AgentAddress:
 
 
 def heed_goodbye(book: PeerBook, said: AgentAddress, from_host: str, call_backs: CallBacks) -> None:
-    """Notes that a known node leaves in good order, after its agent has said so itself when it was called back.
+    """Calls a known node back after a goodbye, and notes that it is away if its agent confirms that it leaves.
 
     Raises:
         StoreDenied: it does not say so; nothing has changed. Silent, it counts as any node that fell silent.
@@ -254,7 +254,7 @@ def heed_goodbye(book: PeerBook, said: AgentAddress, from_host: str, call_backs:
 
 
 def _identify_named(book: PeerBook, said: AgentAddress) -> AgentAddress:
-    """The node in whose name a greeting comes, as it was introduced here."""
+    """The known address of the node that a greeting names. Raises StoreDenied: unknown, or a wrong token."""
     known = next((peer for peer in book.read_all() if peer.node_id == said.node_id), None)
     # In constant time: a peer must not find the token byte by byte.
     if known is None or not hmac.compare_digest(known.token.encode(), said.token.encode()):

@@ -1,4 +1,4 @@
-"""What other nodes give: a manifest, its metadata, and the manifests of all saves, kept while a node holds one."""
+"""Manifests and metadata from other nodes. Manifests are cached for as long as a node holds the save."""
 
 import logging
 import time
@@ -20,18 +20,18 @@ from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 log = logging.getLogger(__name__)
 
 UNPROVEN_BYTES_MAX = 16 << 20
-"""Of manifests that one peer has brought, of saves of which this node holds none; a single one may be larger."""
+"""Of one peer's manifests of saves that this node does not hold; a single one may be larger."""
 MANIFEST_COST_BYTES = 1 << 10
-"""What each of these costs besides its bytes."""
+"""Counted for each manifest besides its bytes."""
 MISSES_MAX = 64
-"""Manifests that a peer is said to have and does not bring: then it is asked for no more in this round."""
+"""After so many manifests that a peer lists and does not return, it is not asked again in this round."""
 
 
 class ManifestBook:
     """Manifests by save id. One thread.
 
-    Where `is_bounded`, a peer that claims much costs this node little: what is over a bound is not known, and the peer is
-    named in `over_bound`. A manifest whose save this node holds does not count, so a new node gets one after another.
+    With `is_bounded`, manifests of one peer beyond the bound are ignored, and `over_bound` names it. Manifests of saves
+    that this node holds do not count, so a new node gets one after another.
     """
 
     def __init__(self, store: LocalStore, node_id: str, peers: PeerBook, *, is_bounded: bool = True) -> None:
@@ -46,16 +46,16 @@ class ManifestBook:
 
     @property
     def known(self) -> frozenset[str]:
-        """The saves of which `of` told the manifest last."""
+        """The saves whose manifests `of` returned last."""
         return frozenset(self._known)
 
     @property
     def over_bound(self) -> list[str]:
-        """The nodes that claim more saves than they are believed."""
+        """The nodes that list more saves than the bound allows."""
         return sorted(self._full_at)
 
     def of(self, views: Sequence[NodeView]) -> Mapping[str, Manifest]:
-        """The manifest of every save that a node which is up holds, as far as one of them is believed."""
+        """The manifest of every save that a node which answers holds, if one of those nodes returns a valid one."""
         holders: dict[str, list[tuple[str, str]]] = {}
         for view in views:
             for holding in view.holdings or ():
@@ -125,7 +125,7 @@ class ManifestBook:
         return True
 
     def _at(self, node_id: str, checkpoint_id: str, save_id: str) -> tuple[Manifest, int]:
-        """The manifest, and its bytes where a peer has brought it."""
+        """The manifest, and its size if it came from a peer, else 0."""
         if node_id == self._node_id:
             return self._store.catalog.manifest_of(checkpoint_id, save_id), 0
         with AgentClient(self._peers.address_of(node_id)) as client, client.within(HOLDINGS_DEADLINE_S):
@@ -134,7 +134,7 @@ class ManifestBook:
 
 
 class _Round:
-    """What each peer has cost in one look: bytes of unproven manifests, seconds, and manifests that it did not bring."""
+    """The cost of each peer in one look: bytes of unproven manifests, seconds, and manifests that it did not return."""
 
     def __init__(self, costs: Iterable[tuple[str, int]]) -> None:
         self.spent, self.misses = Counter[str](), Counter[str]()
@@ -147,7 +147,7 @@ T = TypeVar("T")
 
 
 def fetch_manifest(checkpoint_id: str, save_id: str, sources: Sequence[AgentAddress]) -> tuple[Manifest, bytes]:
-    """The manifest of the save, and its bytes, from the first source that has it intact.
+    """The manifest of a save, parsed and raw, from the first source that has it intact.
 
     Raises:
         ReplicatedCkptError: none has; what the last one answered.
@@ -163,7 +163,7 @@ def fetch_manifest(checkpoint_id: str, save_id: str, sources: Sequence[AgentAddr
 
 
 def fetch_metadata(checkpoint_id: str, manifest: Manifest, sources: Sequence[AgentAddress]) -> bytes:
-    """The same of the metadata of the manifest's save, under `checkpoint_id`."""
+    """The metadata of the manifest's save, from the first source that has it intact under `checkpoint_id`."""
 
     def fetch(client: AgentClient) -> bytes:
         path = file_path(checkpoint_id, manifest.save_id, METADATA_NAME)
@@ -177,7 +177,7 @@ def fetch_metadata(checkpoint_id: str, manifest: Manifest, sources: Sequence[Age
 
 
 def fetch_first(sources: Sequence[AgentAddress], fetch: Callable[[AgentClient], T | None], what: str) -> T:
-    """What the first source gives that gives any.
+    """The first result that is not None.
 
     Raises:
         ObjectMissing: there is no source, or all gave None. ReplicatedCkptError: what the last one that failed answered.

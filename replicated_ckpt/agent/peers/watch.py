@@ -1,4 +1,4 @@
-"""The watch: what this node knows of the others, from asking them again and again."""
+"""The watch: asks the other nodes again and again what they hold, and remembers the last answers."""
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -20,17 +20,17 @@ from replicated_ckpt.wording import one_line
 
 HOLDINGS_TIMEOUT_S = 3.0  # every round waits this long for a node that is down
 HOLDINGS_DEADLINE_S = 30.0
-"""No peer holds up the round of all nodes by an answer that never ends."""
+"""For a whole answer: a peer that sends without end cannot stop the round."""
 
 HOLDINGS_MAX = 1 << 16
-"""Checkpoints that one node may list. A plan weighs them all."""
+"""Checkpoints that one node may list: each costs time in every plan."""
 
 
 @dataclass(frozen=True)
 class SilenceTimeouts:
-    """How long a node that does not answer is taken to hold what it held.
+    """How long a silent node counts as holding its copies.
 
-    `lost_after_s`: one that fell silent. `away_after_s`: one whose agent said that it leaves, with its disk intact.
+    `lost_after_s`: a node that fell silent. `away_after_s`: a node whose agent said goodbye, with its disk intact.
     """
 
     lost_after_s: float = 30.0
@@ -41,8 +41,8 @@ class SilenceTimeouts:
 class NodeHoldings:
     """A node's answer: what it holds, its files without a valid manifest, its report, and its free space.
 
-    `newer`: the checkpoints there that only a newer version of the package reads; a node of that lists them as held.
-    `beside`: where it was asked for one checkpoint, the newest of each run in that directory of ids.
+    `newer`: checkpoints that only a newer version of the package can read; a node with that version lists them as held.
+    `beside`: if the question was about one checkpoint, the newest of each run in the same directory of ids.
     """
 
     holdings: tuple[Holding, ...]
@@ -53,7 +53,7 @@ class NodeHoldings:
     beside: tuple[Holding, ...] = ()
 
     def view_of(self, node: str) -> NodeView:
-        """The node, which has answered this, as repair and retention plan for it."""
+        """The node as repair and retention see it: it is up and holds this."""
         writable_bytes = None if self.room is None else self.room.writable_bytes
         return NodeView(
             node, Presence.UP, self.holdings, self.unclaimed, self.node_report, writable_bytes=writable_bytes
@@ -61,7 +61,7 @@ class NodeHoldings:
 
 
 class PeerWatch:
-    """Asks every known peer what it holds, and keeps since when those that are silent are. One thread."""
+    """Asks every known peer what it holds, and records since when a peer is silent. One thread."""
 
     def __init__(self, peers: PeerBook, timeouts: SilenceTimeouts, clock: Callable[[], float] = time.monotonic) -> None:
         self._peers = peers
@@ -72,7 +72,7 @@ class PeerWatch:
         self._known_then: dict[str, frozenset[str]] = {}
 
     def look(self, known: Collection[str] = ()) -> tuple[NodeView, ...]:
-        """The other nodes, as of now. `known`: the saves that were known before, for `with_newer`."""
+        """Asks all other nodes. `known`: the saves that are known before this look, for `with_newer`."""
         addresses = {peer.node_id: peer for peer in self._peers.read_all()}
         for node in self._silent_since.keys() - addresses.keys():  # the user has had it forgotten
             self._silent_since.pop(node)
@@ -83,9 +83,9 @@ class PeerWatch:
         return tuple(self._view(addresses[node], outcome.results) for node in sorted(addresses))
 
     def with_newer(self, views: Sequence[NodeView], manifests: Mapping[str, Manifest]) -> tuple[NodeView, ...]:
-        """The views, where a silent node also holds what it was meant to hold of saves begun since its last answer.
+        """The views, in which a silent node also holds its intended part of saves that are newer than its last answer.
 
-        Else a node that falls silent right after a save would be taken to have missed it, and be copied at once.
+        Otherwise, if a node falls silent right after a save, its part of that save would be copied at once.
         """
         return tuple(self._with_newer(view, manifests) for view in views)
 
@@ -116,17 +116,17 @@ class PeerWatch:
         return NodeView(node, presence, None if last is None else last.holdings)
 
     def silent_holdings(self) -> tuple[Holding, ...]:
-        """What the nodes held that did not answer when they were asked last."""
+        """The last known holdings of the nodes that did not answer the last look."""
         silent = [self._held[node] for node in sorted(self._silent_since) if node in self._held]
         return tuple(holding for held in silent for holding in held.holdings)
 
     def is_in_doubt(self, views: Sequence[NodeView]) -> bool:
-        """Whether a silent node is not counted as lost yet: soon there may be work."""
+        """Whether a silent node still counts as a holder: once it counts as lost there may be work."""
         return any(view.presence is Presence.ASSUMED and not self._peers.is_away(view.node_id) for view in views)
 
 
 def _meant_for(node: str, manifest: Manifest) -> Holding | None:
-    """What the node was meant to hold of a save; None if it had no part in it."""
+    """The intended holding of a node for a save; None if it had no part in it."""
     sizes = {name: entry.size_bytes for name, entry in manifest.shards.items() if node in entry.holders}
     if not sizes and node not in {member.node_id for member in manifest.nodes}:
         return None
@@ -134,7 +134,7 @@ def _meant_for(node: str, manifest: Manifest) -> Holding | None:
 
 
 def ask_holdings(address: AgentAddress) -> NodeHoldings:
-    """What a node says it holds.
+    """Asks a node what it holds.
 
     Raises:
         StoreUnavailable: no answer. PeerProtocolError: no sensible one.
@@ -144,7 +144,7 @@ def ask_holdings(address: AgentAddress) -> NodeHoldings:
 
 
 def parse_node_holdings(answer: Mapping[str, Any], address: AgentAddress) -> NodeHoldings:
-    """What a node has answered to the question what it holds; what it says of other nodes is left out.
+    """Parses a node's answer about its holdings. Entries about other nodes are dropped.
 
     Raises:
         PeerProtocolError: it makes no sense.
@@ -166,12 +166,12 @@ def parse_node_holdings(answer: Mapping[str, Any], address: AgentAddress) -> Nod
 
 
 def runs_no_agent(error: ReplicatedCkptError) -> bool:
-    """Whether the host of a node that did not answer said that nothing listens there."""
+    """Whether the host of a node refused the connection: no agent runs there."""
     return isinstance(error.__cause__, ConnectionRefusedError)
 
 
 def describe_silence(error: ReplicatedCkptError) -> str:
-    """Why a node did not answer, in some words: its address and the request stand elsewhere."""
+    """Why a node did not answer, in a few words, without address and request."""
     if runs_no_agent(error):
         return "no agent runs there"
     if isinstance(error.__cause__, TimeoutError):

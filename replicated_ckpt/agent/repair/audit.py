@@ -1,4 +1,4 @@
-"""The audit: every node reads everything that it holds; what is wrong, and the plan that would mend it. Changes nothing."""
+"""The audit: every node reads all its files; the result lists damage and the plan that mends it. Changes nothing."""
 
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -33,9 +33,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class NodeReading:
-    """What one node found when it read its store in full, and what it holds besides.
+    """The result of one node's full read: findings, and all that it holds.
 
-    `silent` is what it knows to have lain on nodes that do not answer it.
+    `silent`: the last known holdings of nodes that do not answer that node.
     """
 
     node_id: str
@@ -60,9 +60,9 @@ class NodeReading:
 
 @dataclass(frozen=True)
 class Audit:
-    """What all nodes found. The copies of `silent` nodes, which did not answer, are neither counted nor lost.
+    """The readings of all nodes. Copies on `silent` nodes, which did not answer, count neither as present nor as lost.
 
-    `manifests` are those of the saves that the others hold, by save id.
+    `manifests`: by save id, of the saves that the answering nodes hold.
     """
 
     readings: tuple[NodeReading, ...]
@@ -72,17 +72,17 @@ class Audit:
 
     @property
     def unreachable(self) -> tuple[str, ...]:
-        """In words, which nodes were not reached, and why."""
+        """A line for each node that was not reached, with the reason."""
         return tuple(f"{address.label}: {describe_silence(error)}" for address, error in self.silent.items())
 
     @property
     def silent_nodes(self) -> frozenset[str]:
-        """The nodes that did not answer: asked again, each would cost one more time-out."""
+        """The nodes that did not answer. To ask them again would cost a time-out each."""
         return frozenset(address.node_id for address in self.silent)
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """What is wrong. A copy that a node was meant to hold is not missing where there are enough others."""
+        """All findings. A copy that is missing on an intended node is left out if enough others exist."""
         return tuple(
             finding
             for reading in self.readings
@@ -104,9 +104,9 @@ class Audit:
 
 
 class Auditor:
-    """Has the agents of all nodes read their stores, all at once; this process reads its own node's if no agent runs.
+    """Lets the agents of all nodes read their stores at once. If no agent runs on this node, this process reads its store.
 
-    The agents know afterwards what is bad, and mend it as they mend what a reader reports.
+    Afterwards the agents mend damaged files like those that a reader reports.
     """
 
     def __init__(self, store: LocalStore, lost: Collection[str] = ()) -> None:
@@ -118,7 +118,7 @@ class Auditor:
         self._own_bytes = 0
 
     def audit(self, checkpoint_id: str | None = None) -> Audit:
-        """Audit of one checkpoint, or of all. `lost` nodes count for nothing, other silent ones hold what they should.
+        """Audits one checkpoint, or all. `lost` nodes count for nothing; other silent nodes count as holding their part.
 
         Raises:
             StoreError: the node's own store cannot be read.
@@ -141,7 +141,7 @@ class Auditor:
         return Audit(readings, silent, manifests, _plan(manifests, views))
 
     def look_how_far(self) -> Mapping[str, tuple[int, int]]:
-        """How many bytes each node has read that reads now, and of how many. While `audit` runs, from another thread."""
+        """By node that is reading now: bytes read, and bytes in all. Call it from another thread while `audit` runs."""
         addresses = {peer.node_id: peer for peer in self._peers.read_all() if peer.node_id not in self._lost}
         endpoint = listening_endpoint(self._store.root_agent_directory())
         if endpoint is not None:
@@ -181,7 +181,7 @@ class Auditor:
 
 
 def read_node_report(store: LocalStore) -> NodeReport:
-    """What this node's agents have noted of it, where none runs that would say more. Raises StoreError."""
+    """The report from files that this node's last agent wrote, for use when no agent runs. Raises StoreError."""
     policies = PolicyBook(store.root_agent_directory()).read_all()
     return NodeReport(policies, removed=store.journal.read_removed())
 
@@ -198,7 +198,7 @@ def _plan(manifests: Mapping[str, Manifest], views: Sequence[NodeView]) -> Repai
 def _find_lost(
     manifests: Mapping[str, Manifest], views: Sequence[NodeView], retired: Collection[str], removed: Collection[str]
 ) -> Iterator[ShortShard]:
-    """Lost shards of saves that the user of a node has removed, unless the removal took them: agents copy none of these."""
+    """Lost shards of saves that a user has removed on some node; not those that the removal itself deleted."""
     for short in plan_repair(manifests, views, going=retired).lost:
         manifest = manifests.get(short.save_id)
         if short.save_id in removed and manifest is not None and manifest.checkpoint_id == short.checkpoint_id:
@@ -208,7 +208,7 @@ def _find_lost(
 
 
 def is_removed_everywhere(manifest: Manifest, name: str, removed_on: Collection[str]) -> bool:
-    """Whether the users of all nodes that were meant to hold a file of the save have removed the save there."""
+    """Whether the save was removed by hand on every intended holder of the file."""
     entry = manifest.shards.get(name)
     holders = {node.node_id for node in manifest.nodes} if entry is None else set(entry.holders)
     return holders <= set(removed_on)
@@ -223,5 +223,5 @@ def _ask_agent(address: AgentAddress, checkpoint_id: str | None) -> NodeReading:
 def _ask_how_far(address: AgentAddress) -> tuple[int, int]:
     with AgentClient(address, HOLDINGS_TIMEOUT_S) as client:
         answer = client.call("GET", "/v1/status?brief=1")
-    with parsing(f"{address.label} told wrongly how far it has read"):
+    with parsing(f"{address.label} gave a wrong answer about its progress"):
         return index(answer["verify"]["bytes_read"]), index(answer["verify"]["size_bytes"])

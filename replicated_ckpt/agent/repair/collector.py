@@ -1,7 +1,7 @@
-"""The collector removes from this node what is over.
+"""The collector removes versions, saves and checkpoints that are over from this node.
 
-`core.upkeep` decides that, from what was seen of all nodes: versions that a newer one has superseded, saves in doubt that a
-newer one has ended, checkpoints that the policy of a run retires, and what the user has removed by hand.
+`core.upkeep` decides which, from the views of all nodes: superseded versions, saves in doubt that a newer save has ended,
+checkpoints that a policy retires, and those that the user has removed.
 """
 
 import logging
@@ -40,9 +40,9 @@ BY_HAND = "this node's user has removed it"
 
 
 class Collector:
-    """Each removal looks at the disk again before it changes it, so a plan that is out of date does no harm. One thread.
+    """Carries out removals. Each one reads the disk again first, so an outdated plan does no harm. One thread.
 
-    `removed`: so many so far, by policy or by hand. `failed`: what could not be removed at the last look, and why.
+    `removed`: how many so far, by policy or by hand. `failed`: the removals that failed at the last look, with reasons.
     """
 
     def __init__(self, service: NodeService, stopping: threading.Event) -> None:
@@ -59,12 +59,11 @@ class Collector:
     def retire(
         self, manifests: Mapping[str, Manifest], views: Sequence[NodeView], told: Sequence[Policy], *, in_doubt: bool
     ) -> tuple[frozenset[str], bool]:
-        """Removes what the policies of this node's ranks keep no longer; the saves that go, and whether any went from here.
+        """Removes what the policies of this node's ranks retire; returns all saves that go, and whether any went here.
 
-        What the other nodes say of their policies can keep this one from removing, and from bringing back what they gave
-        up. It has nothing removed here but what re-protection brought, of saves in which this node had no rank. `in_doubt`:
-        a node is silent; then less is removed. A policy that was not among those `told` before the look waits for the next
-        one: nodes that answered this one may be silent by now.
+        Other nodes' policies can prevent a removal here, and stop copies of saves that they retire. They cause a removal
+        only for saves in which this node had no rank: re-protection brought those. `in_doubt`: a node is silent, so less is
+        removed. `told`: this node's policies before the look; a policy that came later is applied after the next look.
         """
         own, removed_before = self._service.policies.read_all(), self.removed
         self.failed = []
@@ -89,14 +88,14 @@ class Collector:
             log.warning("recycled files are not removed: %s", exc)
 
     def _find_brought(self, manifests: Mapping[str, Manifest]) -> frozenset[str]:
-        """The saves in which this node had no rank: what lies here of them, other nodes' word has brought."""
+        """The saves in which this node had no rank: re-protection has brought its copies of them."""
         own = self._service.node_id
         return frozenset(
             save_id for save_id, manifest in manifests.items() if own not in {node.node_id for node in manifest.nodes}
         )
 
     def carry_out(self, plan: RetentionPlan) -> None:
-        """Does this node's part of a plan; what cannot be removed is logged, and is in the next plan again."""
+        """Does this node's part of a plan. A removal that fails is logged, and planned again in the next round."""
         self._log_held_back(plan)
         self._service.pins.release_old()
         kept: set[str] = set()
@@ -111,7 +110,7 @@ class Collector:
             self.removed += 1
 
     def _try_unpinned(self, removal: Removal, remove: Callable[[str, str], bool]) -> bool:
-        """As `_try`, unless a load was told to read the save."""
+        """As `_try`, unless a load reads the save."""
         if self._service.pins.is_pinned(removal.save_id):
             log.info("kept while it is loaded: %s", removal)
             return False
@@ -136,10 +135,10 @@ class Collector:
         self._held_back = frozenset(verdict.save_id for verdict in plan.held_back)
 
     def _finish_removals(self) -> None:
-        """Removes what this node's own user has removed and a crash, or a load that was reading it, has kept here.
+        """Finishes removals by hand that a crash, or a load that read the save, has interrupted.
 
-        A removal ends once nothing of it lies here, staged or not. What lies here again after that was put back by the
-        user, and is protected from then on.
+        A removal ends once nothing of the save is here, staged or not. If the save is here again after that, the user
+        has restored it, and it is protected from then on.
         """
         removing, removed = self._store.journal.read_removals()  # before the look: what goes meanwhile is not put back
         staged = set(filter(self._store.is_staged, removing))  # before it, too: they may be published meanwhile
@@ -156,18 +155,18 @@ class Collector:
             self._note(save_id, End.REMOVED, after=End.REMOVING)
         for save_id in sorted(removed & here.keys()):
             if self._note(save_id, End.RESTORED, after=End.REMOVED):
-                log.info("%s (save %s) was put back; it is looked after again", here[save_id], save_id)
+                log.info("%s (save %s) was restored by hand; it is protected again", here[save_id], save_id)
 
     def _note(self, save_id: str, end: End, *, after: End) -> bool:
         try:
             self._store.journal.append_end(save_id, end, BY_HAND, after=after)
         except StoreError as exc:
-            log.warning("the note of the removal of save %s stays as it is: %s", save_id, exc)
+            log.warning("the removal of save %s is not recorded yet: %s", save_id, exc)
             return False
         return True
 
     def _find_here(self) -> Mapping[str, str]:
-        """The checkpoint id of each save that lies here under its own name; a renamed directory is not touched."""
+        """The checkpoint id of each save under its own name here. Renamed directories are left out."""
         found = self._store.catalog.versions()
         return {manifest.save_id: name for name, manifest in found if name == manifest.checkpoint_id}
 
@@ -179,10 +178,10 @@ class Collector:
         *,
         is_stuck: bool = False,
     ) -> None:
-        """Removes from this node the versions and staged saves that it kept until newer ones were seen whole.
+        """Removes versions and staged saves from this node that were kept until a newer one was seen whole.
 
-        `damaged`: replaced versions whose manifest tells nothing any more; every checkpoint has its copies without them.
-        `is_stuck`: no copy that is short can be made now; it may be that what is kept here takes the room.
+        `damaged`: replaced versions with a damaged manifest; every checkpoint has its copies without them. `is_stuck`: the
+        missing copies cannot be made now, perhaps as these versions take the room.
 
         Raises:
             StoreError: the node's own store cannot be read.
@@ -203,7 +202,7 @@ class Collector:
             self._try(removal, self._store.drop_replaced)
 
     def _end_in_doubt(self, intent: Intent, whole: WholeVersions, views: Sequence[NodeView]) -> None:
-        """Removes a staged save in doubt, if it is over. Only its coordinator's node finds that no node publishes it."""
+        """Removes a staged save in doubt, if it is over. Only its coordinator's node can find that none will publish it."""
         service, is_own = self._service, intent.coordinator == self._service.node_id
         decided = self._read_decided(intent.save_id)
         members = set[str]()
@@ -232,7 +231,7 @@ class Collector:
         log.info("removed save %s of %s, which was in doubt: %s", intent.save_id, intent.checkpoint_id, why)
 
     def _read_decided(self, save_id: str) -> Manifest | None:
-        """What a staged save was decided as; None while it is not. Before that its time is not known.
+        """The manifest of a decided save; None if it is not decided.
 
         Raises:
             StoreError: it cannot be read now.
@@ -245,9 +244,9 @@ class Collector:
 
 
 def finish_removals(store: LocalStore) -> None:
-    """Ends the removals that a crash broke off, when an agent starts: in a thread, as terabytes take long.
+    """Finishes removals that a crash interrupted, when an agent starts. In a thread, as terabytes take long.
 
-    At once if the disk has no room for the small files that an agent writes. No load waits for it.
+    If the disk lacks room for the small files of an agent, it is done before this returns.
     """
     if lacks_room_to_start(store.root):
         _tidy(store)
@@ -260,4 +259,4 @@ def _tidy(store: LocalStore) -> None:
         store.tidy(is_alone=False)
         store.compact_journal()
     except StoreError as exc:
-        log.error("what a crash has left stays for now: %s", exc)  # noqa: TRY400 - it explains itself
+        log.error("files that a crash left are not removed yet: %s", exc)  # noqa: TRY400 - it explains itself

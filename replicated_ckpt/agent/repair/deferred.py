@@ -1,4 +1,4 @@
-"""Actions of a repair plan that wait: some would undo what a user is doing, others have just failed for want of bytes."""
+"""Actions of a repair plan that wait: some would undo a user's removal, others just failed for lack of intact bytes."""
 
 from collections.abc import Callable, Collection, Iterable
 
@@ -6,16 +6,16 @@ from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.upkeep.repair_plan import Action
 
 RETRY_S = 900.0
-"""A copy that no node has intact bytes for is tried so seldom: each try reads whole shards on several nodes."""
+"""Between two tries of a copy for which no node has intact bytes: each try reads whole shards on several nodes."""
 
 _Place = tuple[str, str]
 
 
 class DeferredActions:
-    """What is not done now, although it is planned. One thread.
+    """Planned actions that are not done now. One thread.
 
-    A user who removes a directory on every node needs time before others bring it back. So what this node held at the last
-    look, and holds no more, is not brought for `lost_after_s` seconds.
+    A user who deletes a directory on every node needs time before other nodes copy it back. So a save that this node held
+    at the last look, and holds no more, is not copied here for `lost_after_s` seconds.
     """
 
     def __init__(self, lost_after_s: float, clock: Callable[[], float]) -> None:
@@ -26,7 +26,7 @@ class DeferredActions:
         self._failed: dict[Action, tuple[float, str]] = {}
 
     def look(self, holdings: Iterable[Holding], planned: Collection[Action]) -> None:
-        """Compares what this node holds with the last look, and forgets failures of what is not planned any more."""
+        """Compares this node's holdings with the last look, and forgets failures of actions that are no longer planned."""
         now, held = self._clock(), {_place_of(holding) for holding in holdings}
         for place in self._held - held:
             self._gone_since.setdefault(place, now)
@@ -40,7 +40,7 @@ class DeferredActions:
         self._failed = {action: failed for action, failed in self._failed.items() if action in planned}
 
     def is_removed_now(self, action: Action) -> bool:
-        """Whether the place of an action was emptied a moment ago; it is done later if others have the save then still."""
+        """Whether the save was deleted here a moment ago. The action is done later, if other nodes still have the save."""
         return _place_of(action) in self._gone_since
 
     def note_failure(self, action: Action, why: str) -> None:

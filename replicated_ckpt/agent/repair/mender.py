@@ -1,4 +1,4 @@
-"""Mending: carries out this node's part of a repair plan. Nothing is overwritten, nothing unverified put in place."""
+"""Mending: carries out this node's part of a repair plan. It overwrites nothing, and installs only verified bytes."""
 
 import contextlib
 import logging
@@ -46,10 +46,10 @@ _SESSION = "repair"  # no rank has this session, so none ends this save by going
 
 
 class Mender:
-    """Examines, takes over and copies, on this node. One action at a time, from one thread.
+    """Examines files, and restores manifests and shards on this node. One action at a time, from one thread.
 
-    Each action looks at the disk again before it changes it, so a plan that is out of date does no harm. `meanwhile` is
-    called before each piece of a shard that is copied or examined.
+    Each action reads the disk again before it changes anything, so an outdated plan does no harm. `meanwhile` is called
+    before each piece of a shard that is copied or examined.
     """
 
     def __init__(self, service: NodeService, pace: Pace, meanwhile: Callable[[], None] = lambda: None) -> None:
@@ -77,7 +77,7 @@ class Mender:
                     self._set_aside(action)
 
     def examine(self, checkpoint_id: str, save_id: str, name: str) -> Finding | None:
-        """Reads a file that is said to be bad, notes what it is, and returns what is wrong. Nothing is changed.
+        """Reads a suspect file, records the result, and returns the finding, if any. Changes no file.
 
         Raises:
             ObjectMissing: the checkpoint is not here any more, or is of another save. StoreError. Stopped
@@ -86,7 +86,7 @@ class Mender:
             return self._examine(directory, manifest, name)
 
     def of_wrong_size(self) -> list[tuple[str, str, str]]:
-        """The shards here whose size alone says that they are bad, and which were not read yet: checkpoint, save, name."""
+        """The shards of a wrong size that are not known as damaged yet: checkpoint, save, name."""
         catalog = self._store.catalog
         found: list[tuple[str, str, str]] = []
         for holding in catalog.holdings(self._service.node_id):
@@ -121,9 +121,9 @@ class Mender:
         return finding
 
     def _refuse_removed(self, checkpoint_id: str, manifest: Manifest) -> None:
-        """Nothing is brought of what this node's user has removed: it would count as put back by the user.
+        """Raises SaveAborted: this node's user has removed the save. A copy would count as restored by the user.
 
-        A directory that a user renamed, or copied under another name, is not what was removed.
+        A directory that a user renamed, or copied under another name, does not count as removed.
         """
         if manifest.checkpoint_id == checkpoint_id and manifest.save_id in self._store.journal.read_removed():
             raise SaveAborted(
@@ -132,11 +132,10 @@ class Mender:
             )
 
     def _restore_in_place(self, action: RestoreManifest) -> bool:
-        """Gives a directory of this save what it has lost; False if there is none, or one of another save.
+        """Restores the manifest and metadata of a save whose files are here; False if there are none of this save.
 
-        A directory whose manifest is damaged or gone is of this save, as the plan has found by the checksums of its files.
-        None of them is moved: what does not match is damaged, and its blocks may be the last ones. The manifest comes
-        last, so a crash leaves what was there before.
+        If the manifest is damaged or missing, the plan has identified the save by its files' checksums. No file is moved:
+        a damaged one may hold the last copy of a block. The manifest is written last, so a crash changes nothing.
 
         Raises:
             ManifestVersionUnknown: it is a newer version's, and stays as it is.
@@ -177,7 +176,7 @@ class Mender:
         return True
 
     def _put_manifest(self, directory: Committed, raw_manifest: bytes) -> bool:
-        """False: another save has its name by now. With this manifest it would be the same save in a second place."""
+        """Writes the manifest; False if another save has the name by now."""
         try:
             directory.put_small(MANIFEST_NAME, raw_manifest)
         except ObjectMissing:
@@ -187,7 +186,7 @@ class Mender:
     def _restore_metadata(
         self, directory: Committed, action: RestoreManifest, manifest: Manifest
     ) -> ReplicatedCkptError | None:
-        """Puts intact metadata in place, if it is not there; why that could not be done."""
+        """Restores the metadata if it is missing or damaged; returns the error if no source had it."""
         if self._examine(directory, manifest, METADATA_NAME) is None:
             return None
         try:
@@ -199,7 +198,7 @@ class Mender:
         return None
 
     def _take_over(self, action: RestoreManifest) -> None:
-        """Puts the save here as one that was published; one that is here and newer stays."""
+        """Publishes a save here that other nodes have published, unless a newer one is here."""
         sources = self._sources_known(action.sources)
         manifest, raw_manifest = fetch_manifest(action.checkpoint_id, action.save_id, sources)
         metadata = fetch_metadata(action.checkpoint_id, manifest, sources)
@@ -220,15 +219,16 @@ class Mender:
             try:
                 self._service.commit(action.save_id)
             except SaveSuperseded:  # another node has published meanwhile
-                # Shards that were staged before are not ours to drop.
+                # Shards that were staged before may be the only copies: the save then stays in doubt.
                 if not any(ShardName.parse(path.name) for path in self._store.staging(action.save_id).iterdir()):
                     self._store.abort(action.save_id)
                 raise
         log.info("took over %s (save %s)", action.checkpoint_id, action.save_id)
 
     def _refuse_while_saved(self, action: RestoreManifest) -> None:
-        """Nothing is brought under a name that ranks of this node write for, or soon will: their save has not seen it, and
-        could not be published over it.
+        """Raises StoreUnavailable while ranks of this node save under the same name.
+
+        Their save was opened without the version that would be published here, so it could not replace that.
         """
         for intent in self._store.list_staged():
             is_other = intent.checkpoint_id == action.checkpoint_id and intent.save_id != action.save_id
@@ -274,7 +274,7 @@ class Mender:
         log.info("restored %s/%s from node %s", action.checkpoint_id, action.shard, sources.last_node)
 
     def _check_room(self, action: CopyShard, entry: ShardEntry) -> None:
-        """Nothing is pulled that does not fit: each round would fill the disk, and the network, for nothing."""
+        """Raises StoreFull if the shard does not fit: each round would fill the disk and the network for nothing."""
         root = self._store.root
         writable_bytes = measure_room(root).writable_bytes
         if writable_bytes is not None and writable_bytes < entry.size_bytes:
@@ -282,7 +282,7 @@ class Mender:
             raise StoreFull(str(root), "copy", f"{action.checkpoint_id}/{action.shard}", detail)
 
     def _sources(self, action: CopyShard, entry: ShardEntry) -> list[Source]:
-        """The peers, and last the damaged file of this node itself: some of its blocks may be nowhere else."""
+        """The peers, and then this node's own damaged file: it may hold the last copy of a block."""
         expected = Expected(entry.size_bytes, entry.crc32c)
         sources = [
             Source(address.node_id, expected, partial(self._at_peer, action, address))
@@ -300,7 +300,7 @@ class Mender:
         return ShardFile(open_file, f"node {self._service.node_id}", f"{action.checkpoint_id}/{action.shard}", expected)
 
     def _tell(self, action: CopyShard, node_id: str, error: ReplicatedCkptError) -> None:
-        """Tells a source that its copy seems to be bad."""
+        """Logs an error of a source, and reports a corrupt copy to its node."""
         log.warning("copy of %s/%s on node %s: %s", action.checkpoint_id, action.shard, node_id, error)
         # A source that is slow or away has no bad copy: reading it all again would find nothing.
         if isinstance(error, ObjectCorrupt):
@@ -308,7 +308,7 @@ class Mender:
                 tell_suspect(address, action.checkpoint_id, action.save_id, action.shard, error.message)
 
     def _sources_known(self, nodes: tuple[str, ...]) -> list[AgentAddress]:
-        """Where those of the sources of an action are that this node has met.
+        """The addresses of the sources of an action that this node has met.
 
         Raises:
             StoreUnavailable: it has met none of them, and is no source itself; another node has made this plan.
@@ -331,7 +331,7 @@ class Mender:
 
 
 def _bring_back(manifest: Manifest, entry: ShardEntry, sources: Sequence[str]) -> str:
-    """The next step where the copies at the `sources`, which answer, are not enough: the nodes that were to hold others."""
+    """The hint if the copies at `sources`, which answer, are not enough: it names the other intended holders."""
     hosts = {node.node_id: node.host for node in manifest.nodes}
     others = [f"{node} ({hosts.get(node, 'host unknown')})" for node in entry.holders if node not in sources]
     if not others:
@@ -375,7 +375,7 @@ def pull_shard(sources: AnySource, shard: str, sink: FileSink, paced: Paced, hin
 
 
 def find_damaged(service: NodeService) -> tuple[Removal, ...]:
-    """The replaced versions here whose manifest cannot be believed, with the save id in its name.
+    """The replaced versions here with an invalid manifest; the save id is in the file's name.
 
     Raises:
         StoreError: the node's own store cannot be read.
@@ -394,7 +394,7 @@ def find_damaged(service: NodeService) -> tuple[Removal, ...]:
 def restore_replaced(
     service: NodeService, damaged: Sequence[Removal], manifests: Mapping[str, Manifest], others: Sequence[NodeView]
 ) -> bool:
-    """Gives each the manifest that another node has; whether one got any."""
+    """Restores the manifest of each damaged version from another node; returns whether any was restored."""
     is_any = False
     for one in damaged:
         manifest = manifests.get(one.save_id)

@@ -43,7 +43,7 @@ PAUSE_S = 2.0
 FIRST_PAUSE_S = 0.1
 IDLE_PAUSE_S = 15.0
 _FIRST_PER_NODE_S, _IDLE_PER_NODE_S = 0.002, 0.05
-"""Many nodes ask each other less often, so that an agent answers about as many questions a second."""
+"""With more nodes the pause grows, so that an agent answers about the same number of questions a second."""
 
 RESTS_PER_ROUND = 4.0
 """After a round that copied nothing, its thread rests this many times the processor time of the round.
@@ -53,10 +53,10 @@ A round looks at every checkpoint, and each save wakes the thread. Without the r
 
 
 class Pauses:
-    """How long one thread waits after each round, unless it is woken before.
+    """The pause of one thread after each round, unless it is woken before.
 
-    While there is work: FIRST_PAUSE_S after the round that it was woken for, then twice as long each time, up to PAUSE_S.
-    Else `idle_s`, which is a bound on the others, too.
+    While there is work: FIRST_PAUSE_S after the round that it was woken for, then doubled each time, up to PAUSE_S.
+    Otherwise `idle_s`, which also bounds the pauses above.
     """
 
     def __init__(self, idle_s: float) -> None:
@@ -68,7 +68,7 @@ class Pauses:
         self._next_s = min(PAUSE_S, max(FIRST_PAUSE_S, _FIRST_PER_NODE_S * nodes))
 
     def after(self, nodes: int, *, is_active: bool) -> float:
-        """Seconds until the next round, which looks at so many nodes."""
+        """Seconds until the next round, which asks `nodes` other nodes."""
         if not is_active:
             return max(self._idle_s, _IDLE_PER_NODE_S * nodes)
         pause_s, self._next_s = self._next_s, min(2 * self._next_s, PAUSE_S)
@@ -77,11 +77,10 @@ class Pauses:
 
 @dataclass(frozen=True)
 class Protection:
-    """What one round found. `is_complete`: every checkpoint has its number of copies, and no silent node is waited for.
+    """The result of one round. `is_complete`: every checkpoint has all its copies, and no silent node is in doubt.
 
-    `planned`: what all nodes together have to do. `failed`: what this node could not do, in words. `short` and `lost`:
-    shards that nothing can be done for now, for want of nodes or of any copy. `in_doubt`: a node fell silent and is not
-    counted as lost yet.
+    `planned`: actions of all nodes together. `failed`: this node's failed actions, in words. `short`: shards with too few
+    copies and no node for more. `lost`: shards without any copy. `in_doubt`: a silent node does not count as lost yet.
     """
 
     is_complete: bool
@@ -97,17 +96,17 @@ STALE_ROUNDS_MAX = 10  # rounds with the same plan: what could be done is done
 STALE_SAVE_GRACE_S = 60.0
 SUSPECTS_MAX = 4096  # any peer may name files: the queue stays bounded
 LOAD_FIRST_S = 0.3
-"""Looking, and beginning to copy, takes processors that a load needs: up to a fifth of its time with two for four ranks."""
+"""A round takes processor time from a load that begins: up to a fifth of its duration (four ranks on two cores)."""
 _NOT_PLANNED = "this node would not do it by its own look at the nodes; ask on its own host"
 
 Outcome: TypeAlias = tuple[Action, str]
 
 
 class Reprotector:
-    """One thread that looks, plans and does this node's part, whenever it is woken and every `idle_pause_s`.
+    """One thread that looks at all nodes, plans, and does this node's part: when woken, and every `idle_pause_s`.
 
-    All nodes plan alike from what all nodes hold, so no node has to be in charge. The collector removes superseded and
-    retired saves. Nothing else is deleted: a node that returns after it was counted as lost brings one copy more.
+    All nodes make the same plan from the same holdings, so no node is in charge. The collector removes superseded and
+    retired saves. Nothing else is deleted: if a node returns after it counted as lost, there is one copy more.
     `node_report` returns this node's report for the other nodes. `round` may also be called directly, without the thread.
     """
 
@@ -153,19 +152,19 @@ class Reprotector:
         self._woken.set()
 
     def wake_for_load(self) -> None:
-        """As `wake`, of a load that begins: it gets LOAD_FIRST_S for itself, unless something else wakes the thread."""
+        """As `wake`, for a load that begins: the round waits LOAD_FIRST_S, unless something else wakes the thread."""
         self._loads.set()
         self.wake()
 
     def join(self) -> None:
-        """Waits a moment for the thread, after `stopping` was set: a peer that goes on answering ends with the process."""
+        """Waits up to PAUSE_S for the thread, after `stopping` was set. A longer request ends with the process."""
         self._woken.set()
         self._thread.join(PAUSE_S)
 
     def suspect(self, checkpoint_id: str, save_id: str, name: str, why: str) -> None:
-        """Has a file read again soon, and mended if it is bad. Cheap; from any thread.
+        """Queues a file to be read again soon, and mended if it is bad. Cheap; from any thread.
 
-        One that is known to be bad as it lies here is being mended already, as far as that can be.
+        A file that is known to be bad is being mended already, and is not queued.
         """
         # A load on a thousand ranks reports the same file a thousand times.
         if self._service.damage.is_known(checkpoint_id, save_id, name):
@@ -175,12 +174,12 @@ class Reprotector:
         self.wake()
 
     def suspect_finding(self, finding: Finding) -> None:
-        """As `suspect`, for something that an inspection of this node found."""
+        """As `suspect`, for a finding of an inspection of this node."""
         self.suspect(finding.checkpoint_id, finding.save_id, finding.name, str(finding))
 
     @property
     def is_busy(self) -> bool:
-        """Whether there is work, or will be soon: an agent does not leave meanwhile."""
+        """Whether there is work, or will be soon: the agent then stays."""
         return self._busy.is_set()
 
     def status(self) -> Mapping[str, object]:
@@ -193,10 +192,10 @@ class Reprotector:
         }
 
     def carry_out(self, part: RepairPlan, *, may_replace: bool) -> list[Outcome]:
-        """Has this node's part of a plan done by the thread of re-protection, and waits for it; each action's error or "".
+        """Does this node's part of a plan on the thread of re-protection, and waits; returns each action's error, or "".
 
-        `may_replace`: that a save gives way to another one is for the plan to say. Else it does only if this node, by
-        its own look at all nodes, plans the same.
+        `may_replace`: the plan may publish a save in place of another one. Otherwise that is done only if this node makes
+        the same plan from its own look at all nodes.
 
         Raises:
             StoreUnavailable: the agent is leaving; some of it may have been done. ReplicatedCkptError: this node could not
@@ -244,7 +243,7 @@ class Reprotector:
             self._woken.wait(self._pauses.after(self._service.peers.count(), is_active=is_active))
 
     def _rest(self, seconds: float) -> None:
-        """Nothing but an order, or the end of the agent, begins a round meanwhile."""
+        """Sleeps so long. Only an order, or the end of the agent, interrupts it."""
         until = self._clock() + seconds
         while not self._orders and (left := until - self._clock()) > 0:
             if self._stopping.wait(min(left, FIRST_PAUSE_S)):
@@ -299,14 +298,14 @@ class Reprotector:
             in_doubt=in_doubt,
         )
         if self._is_active(found):
-            self._busy.set()  # before it is done: a round at rest, which nothing has woken, may have found it
+            self._busy.set()  # before the work begins: this round may be one at rest, which nothing has woken
         done, failed = self._carry_out(plan.of_node(self._service.node_id))
         found = replace(found, done=done, failed=(*self._collector.failed, *failed))
         self._say(found, plan)
         return found
 
     def _remove_meanwhile(self) -> None:
-        """What is over goes during a long copy, too, as often as at rest: jobs save meanwhile, and the disk would fill."""
+        """Runs the collector during a long copy, as often as at rest: jobs go on saving, and the disk would fill."""
         if self._clock() < self._look_again_at:
             return
         try:
@@ -315,12 +314,12 @@ class Reprotector:
             going, _ = self._collector.retire(manifests, views, policies, in_doubt=self.watch.is_in_doubt(views))
             self._collector.drop_superseded(without_retired(manifests, going), views)
         except (ReplicatedCkptError, OSError) as exc:
-            log.warning("what is over stays for now: %s", exc)
+            log.warning("superseded and retired saves are not removed yet: %s", exc)
 
     def _read_suspects(self) -> None:
-        """Reads the files that were said to be bad, or have a wrong size; those that are bad count no more as copies.
+        """Reads all suspect files, and those of a wrong size. A damaged file no longer counts as a copy.
 
-        What the system reads for no process now, as for want of descriptors, is read in the next round.
+        A file that the system refuses to read now, for example for lack of descriptors, is read in the next round.
         """
         self._suspects.extend(self._mender.of_wrong_size())
         refused = []
@@ -334,15 +333,15 @@ class Reprotector:
         self._suspects.extend(refused)
 
     def _settle_stale_saves(self) -> None:
-        """Where the disk does not show what is left, that keeps no copy from being made."""
+        """Settles stale saves and removes stale files. An error of the disk is logged: copies are made all the same."""
         try:
-            self._service.store.tidy(is_alone=True)  # this thread alone brings files into checkpoints
+            self._service.store.tidy(is_alone=True)  # no other thread adds files to checkpoints
             sweep(self._service.store.root_agent_directory())
             stale_saves = self._service.find_settleable(STALE_SAVE_GRACE_S)
             if stale_saves:
                 settle(self._service, stale_saves, self._service.peers.read_all())
         except (ReplicatedCkptError, OSError) as exc:
-            log.warning("what is left over stays for now: %s", exc)
+            log.warning("stale saves are not settled yet: %s", exc)
 
     def _look(self) -> tuple[Mapping[str, Manifest], tuple[NodeView, ...]]:
         """The manifests of the saves that nodes hold, and the views of all nodes, this one first."""
@@ -390,8 +389,9 @@ class Reprotector:
         return ""
 
     def _carry_out(self, part: RepairPlan) -> tuple[int, list[str]]:
-        """How much of a part was done, and what failed. Once it takes long the rest is planned anew: a newer save may want
-        copies by now, which come first.
+        """Does a part of a plan; returns how many actions were done, and what failed.
+
+        After a long time it stops, and the rest is planned again: the copies of a newer save come first.
         """
         self._deferred.look(self._service.holdings(), part.actions)
         done, failed, until = 0, list[str](), self._look_again_at
@@ -409,7 +409,7 @@ class Reprotector:
         return done, failed
 
     def _say(self, found: Protection, plan: RepairPlan) -> None:
-        is_real = bool(found.done or found.failed or self._stale[1])  # else others may be publishing that save just now
+        is_real = bool(found.done or found.failed or self._stale[1])  # else nodes may be publishing just now
         if found.planned and is_real and self._began_at is None:
             self._began_at = self._clock()
             log.info("re-protection: %d copies or checkpoints to make up for, on all nodes together", found.planned)

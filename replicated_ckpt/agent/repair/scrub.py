@@ -1,4 +1,4 @@
-"""The scrub: re-reads what lies on this node's disk, at a set pace, and has what is bad mended before it is needed."""
+"""The scrub: reads this node's disk at a set pace, so that damaged files are mended before they are needed."""
 
 import logging
 import threading
@@ -35,8 +35,8 @@ class Scrubbed:
 class Scrubber:
     """One thread. It rests while a save is staged here, and goes on after a restart where it was.
 
-    A file whose checksum fails is given to `on_bad`; missing ones are re-protection's. `damage` gets what was found of
-    each checkpoint, and how far the pass has come.
+    `on_bad` is called for each file whose checksum fails; re-protection finds missing files. `damage` records the result
+    for each checkpoint, and the progress of the pass.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Scrubber:
         start_thread(self._thread)
 
     def join(self) -> None:
-        """Waits a moment for the thread, after `stopping` was set: a read that is long or hangs ends with the process."""
+        """Waits up to 2 s for the thread, after `stopping` was set. A read that hangs ends with the process."""
         self._thread.join(_JOIN_S)
 
     def status(self) -> Mapping[str, object]:
@@ -84,7 +84,7 @@ class Scrubber:
                 log.exception("a defect: the scrub broke off, and goes on in %.0f s", pause_s)
 
     def scrub(self) -> Scrubbed:
-        """One pass over all checkpoints, from where the last one broke off; returns what was done so far."""
+        """One pass over all checkpoints, from where the last one stopped; returns the totals so far."""
         self.done = replace(self.done, is_running=True)
         try:
             self._scrub_all()
@@ -98,9 +98,8 @@ class Scrubber:
         after = self._damage.scrubbed_to
         ids = sorted(self._store.catalog.directories())
         for checkpoint_id in [*(found for found in ids if found > after), *(found for found in ids if found <= after)]:
-            self._damage.note_scrubbed_to(
-                checkpoint_id
-            )  # first: if the pass breaks off at it, the next one comes to it last
+            # Noted first: a checkpoint that ends the pass by an error comes last in the next one.
+            self._damage.note_scrubbed_to(checkpoint_id)
             inspector, note = Inspector(self._store, self._node_id, self._wait_for_pace), self._damage.begin_reading()
             try:
                 findings = [found for found in inspector.inspect(checkpoint_id) if found.problem is Problem.CORRUPT]

@@ -1,4 +1,4 @@
-"""A look at all nodes for checkpoints that FileSystemWriter left on them, and an audit of these. Changes nothing."""
+"""Finds and audits checkpoints that FileSystemWriter wrote on any node. Changes nothing."""
 
 import logging
 import urllib.parse
@@ -42,7 +42,7 @@ LOOK_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True)
 class UnmanagedFound:
-    """A checkpoint whose `.metadata` was read: what it is made of, and where its items lie."""
+    """A checkpoint whose `.metadata` was read: its shards, and the places of its items."""
 
     save: UnmanagedSave
     metadata: bytes = field(repr=False)
@@ -50,7 +50,7 @@ class UnmanagedFound:
 
 
 class UnmanagedLook:
-    """Reads this node's store itself and the others' through their agents. `unreached` says who did not answer."""
+    """Reads this node's store directly, and the others through their agents. `unreached`: the nodes that did not answer."""
 
     def __init__(self, store: LocalStore, own_node: str, peers: Iterable[AgentAddress]) -> None:
         self._unmanaged = UnmanagedDirectory(store.root)
@@ -61,7 +61,7 @@ class UnmanagedLook:
     def checkpoints(
         self, checkpoint_id: str | None = None, without: Iterable[str] = ()
     ) -> tuple[UnmanagedCheckpoint, ...]:
-        """One checkpoint or all of them, newest first; ids `without` are left out, as they have a manifest somewhere."""
+        """One checkpoint, or all, newest first. `without`: ids to leave out, as a node has a manifest of them."""
         path = unmanaged_listing_path(checkpoint_id)
 
         def ask(node: str) -> list[UnmanagedHolding]:
@@ -79,7 +79,7 @@ class UnmanagedLook:
         return unmanaged_checkpoints([*own, *there], without)
 
     def examine(self, checkpoint: UnmanagedCheckpoint) -> UnmanagedFound:
-        """What a checkpoint that has a `.metadata` somewhere is made of.
+        """Reads the `.metadata` of a checkpoint from a node that has it.
 
         Raises:
             CheckpointAmbiguous: nodes contradict each other. MetadataUnsafe: `.metadata` is not as DCP writes it.
@@ -90,7 +90,7 @@ class UnmanagedLook:
         return UnmanagedFound(checkpoint.save(needed_bytes(ranges)), metadata, ranges)
 
     def metadata(self, checkpoint: UnmanagedCheckpoint) -> bytes:
-        """The bytes of the one `.metadata`, from a node that has it."""
+        """The bytes of `.metadata`, from the first node that returns it. Raises as `examine`."""
         file = checkpoint.metadata()
         last: ReplicatedCkptError = ObjectMissing("the nodes", "read", f"{checkpoint.checkpoint_id}/{METADATA_NAME}")
         # This node's own copy first: it costs no request.
@@ -123,7 +123,7 @@ def _query(checkpoint_id: str) -> str:
 
 @dataclass(frozen=True)
 class _Reading:
-    """What one node found in the shards of one checkpoint."""
+    """One node's result for the shards of one checkpoint."""
 
     findings: tuple[Finding, ...]
     bytes_read: int
@@ -132,7 +132,7 @@ class _Reading:
 
 @dataclass(frozen=True)
 class UnmanagedAudit:
-    """One checkpoint of stock torch. `problem` says in words why nothing can be made of it; empty: something can.
+    """One checkpoint of stock torch. `problem`: why it cannot be audited; "" if it was.
 
     `unchecked` counts items without a CRC32 of their own.
     """
@@ -167,9 +167,9 @@ class UnmanagedAudit:
 
 
 class UnmanagedAuditor:
-    """Reads this node's store in this process and has the agents of the others read theirs. Changes nothing.
+    """Reads this node's store in this process, and lets the other nodes' agents read theirs. Changes nothing.
 
-    `node_ids` are afterwards the nodes that answered.
+    `node_ids`: after an audit, the nodes that answered.
     """
 
     def __init__(self, store: LocalStore, not_asked: Collection[str] = ()) -> None:

@@ -20,7 +20,7 @@ _CHUNK_SIZE = re.compile(rb"([0-9A-Fa-f]{1,8})[ \t]*(;.*)?", re.DOTALL)
 
 
 class Head:
-    """The lines before the body: so many bytes of them in all, HEAD_WITHIN_S after the first one came."""
+    """The lines before the body, bounded in bytes, and in time by HEAD_WITHIN_S after the first byte."""
 
     def __init__(self, stream: BufferedIOBase, connection: socket.socket, limit_bytes: int) -> None:
         self.stream = stream
@@ -71,13 +71,13 @@ class Body:
         self._chunked = bool(encodings)
         self._left = 0 if self._chunked else _parse_length(length)
         self.size_bytes = None if self._chunked else self._left
-        """As it was said beforehand."""
+        """The announced size; None for a chunked body."""
         self.done = not self._chunked and self._left == 0
         self._first_chunk = True
         self._deadline = math.inf
 
     def end_within(self, seconds: float) -> None:
-        """Has reads fail that are not done so many seconds from now: a byte now and then keeps each one going."""
+        """Sets a deadline for all further reads: a byte now and then would keep each single read going."""
         self._deadline = time.monotonic() + seconds
 
     def readinto(self, target: memoryview) -> int:
@@ -99,7 +99,7 @@ class Body:
         return filled
 
     def read_all(self, limit_bytes: int) -> bytes:
-        """The whole body, if it is no larger than the limit, and comes at DOCUMENT_BYTES_PER_S at least."""
+        """The whole body, within the limit in bytes and at DOCUMENT_BYTES_PER_S or faster. Raises as the class."""
         self.end_within(DOCUMENT_WITHIN_S + limit_bytes / DOCUMENT_BYTES_PER_S)
         collected = bytearray()
         piece = memoryview(bytearray(1 << 16))

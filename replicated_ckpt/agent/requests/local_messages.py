@@ -1,6 +1,6 @@
-"""Messages between a rank and its node's agent over the Unix socket in ROOT/.agent: JSON, and descriptors with it.
+"""Messages between a rank and its node's agent over the Unix socket in ROOT/.agent: JSON with file descriptors.
 
-Only the agent's own user comes as far as the socket: the directory is private, and each side looks who the other one is.
+Only the agent's own user can reach the socket: the directory is private, and each side checks the user of the other.
 """
 
 import array
@@ -19,7 +19,7 @@ from replicated_ckpt.stores.peer.answer import document_in
 
 SOCKET_NAME = "agent.sock"
 MESSAGE_BYTES_MAX = 64 << 20
-"""The layout of a shard of a million items fits."""
+"""Enough for the layout of a shard of a million items."""
 DESCRIPTORS_MAX = 2
 _HEAD = struct.Struct("<Q")
 _CREDENTIALS = struct.Struct("iII")
@@ -27,10 +27,10 @@ _ANOTHER = "Run ranks and agent as the same user; or save with dcp.save, which h
 
 
 def listen(directory: Path) -> socket.socket:
-    """The agent's end. What an agent that died has left is removed: the caller holds the lock of the root.
+    """The agent's end. Replaces the socket of an agent that died: the caller holds the lock of the root.
 
     Raises:
-        OSError: the file system has no sockets, say.
+        OSError: for example, the file system supports no sockets.
     """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -131,6 +131,6 @@ def _receive(connection: socket.socket, size: int) -> bytes:
 
 @contextlib.contextmanager
 def _short_path(directory: Path) -> Iterator[str]:
-    """The socket's path: by a descriptor of its directory, as no socket's path may have more than 107 bytes."""
+    """A path to the socket through a descriptor of its directory: a socket's path is limited to 107 bytes."""
     with closing_fd(os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)) as fd:
         yield f"/proc/self/fd/{fd}/{SOCKET_NAME}"

@@ -1,4 +1,4 @@
-"""Releases of this package that talk to each other: those of one protocol do, others are told which ones they are."""
+"""Releases of this package that work together: those of one protocol. Others are refused with both versions named."""
 
 from email.message import Message
 
@@ -12,11 +12,11 @@ RELEASES_HINT = (
 )
 _VERSION_CHARS = 40
 _STABLE = ("/v1/status", "/v1/hello", "/v1/shutdown", "/metrics")
-"""They mean the same in every protocol: an agent of any release can be looked at, and replaced."""
+"""Unchanged in every protocol, so that an agent of any release can be inspected and replaced."""
 
 
 def describe_release(said: object) -> str:
-    """In words, the release that a process says it is of, if that is of another protocol than this one; else empty."""
+    """The release that a process announces, in words, if its protocol differs from this one; else ""."""
     protocol, _, version = one_line(str(said or ""), _VERSION_CHARS).partition(" ")
     if protocol == str(PROTOCOL):
         return ""
@@ -24,7 +24,7 @@ def describe_release(said: object) -> str:
 
 
 def check_release(headers: Message, path: str, peer_host: str) -> None:
-    """Goes on only with a release of this one's protocol. A request that names none, by curl say, may do as it likes.
+    """Accepts a request from a release of this protocol, or without a release, such as one of curl.
 
     Raises:
         ConfigInvalid: it is of another one.
@@ -42,7 +42,7 @@ def check_release(headers: Message, path: str, peer_host: str) -> None:
 
 
 def check_rank(said: object, rank: int, own_rank: int) -> None:
-    """The same for what a rank of a job posts to another one, which all releases can read so far.
+    """The same check for a post of another rank of the job, whose format all releases share so far.
 
     Raises:
         ConfigInvalid: it is of another protocol.

@@ -25,10 +25,10 @@ _INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 class Heartbeat:
-    """Sends an interim HTTP response every second inside its `with` block, and nothing once the block has ended.
+    """Sends an interim HTTP response every second inside its `with` block, and none after it.
 
-    While the request's body still comes in it is silent: the peer is sending and waits for nothing, and one TLS
-    connection must not be read and written at once.
+    While the request's body comes in it sends nothing: the peer is not waiting for an answer, and one TLS connection must
+    not be read and written by two threads at once.
 
     Source: RFC 9110 section 15.2: a client reads any number of 1xx responses before the final one.
     """
@@ -61,7 +61,7 @@ class Heartbeat:
 
 
 DOCUMENT_BYTES_MAX = 4 << 20
-"""JSON takes many times its size once it is parsed; the addresses of 10,000 nodes fit."""
+"""Parsed JSON takes many times its size. The addresses of 10,000 nodes fit."""
 
 _HINT_BY_RIGHT = {
     Right.JOB: "Nodes are introduced, and saves opened and ended, by a job that has a rank on each of them.",
@@ -83,7 +83,7 @@ class Request:
     connection: socket.socket | None = None
 
     def require(self, right: Right) -> None:
-        """Goes on only for those who may ask for this.
+        """Checks that the sender has this right.
 
         Raises:
             StoreDenied: the request's token does not show the right.
@@ -104,7 +104,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """A small answer. `after` runs once it was sent."""
+    """A small answer. `after` runs once it is sent."""
 
     body: bytes
     content_type: str = "application/json"
@@ -116,7 +116,7 @@ def json_answer(after: Callable[[], object] | None = None, /, **fields: Any) -> 
 
 
 def require_asker(connection: socket.socket) -> None:
-    """Goes on only while the answer is waited for: an agent that hung finds questions that were aborted.
+    """Checks that the client still waits: after a hang an agent finds requests whose clients have given up.
 
     Raises:
         ConnectionAbortedError: the other end has closed the connection, or its own direction, whatever it has sent before.
@@ -129,11 +129,11 @@ def require_asker(connection: socket.socket) -> None:
 
 
 CHECKS_MAX = 16
-"""Under way or waiting for their turn: as many nodes may be told to verify at the same hour."""
+"""Full reads in progress or waiting: several nodes may run `verify` at the same hour."""
 
 
 class Checks:
-    """Safe for concurrent use."""
+    """Full reads of this node, one at a time. Safe for concurrent use."""
 
     def __init__(self) -> None:
         self._places = threading.BoundedSemaphore(CHECKS_MAX)
@@ -141,7 +141,7 @@ class Checks:
 
     @contextmanager
     def in_turn(self, request: Request, body_bytes_max: int = 0) -> Iterator[bytes]:
-        """Does the block, with the request's body, when no other check is under way; the agent gives signs of life.
+        """Runs the block with the request's body once no other check runs. Heartbeats go out meanwhile.
 
         Raises:
             StoreUnavailable: too many wait already, and the body was not read. PeerProtocolError: it is too large.
@@ -172,7 +172,7 @@ class FileAnswer(Answer):
 
 
 def file_answer(request: Request, fd: int) -> FileAnswer:
-    """The file behind `fd`, which is taken over, or the range of it that the request names.
+    """The file, or the range of it that the request names. The answer owns `fd`; on failure it is closed.
 
     Raises:
         ObjectCorrupt: the file ends before the range. PeerProtocolError: it is no range.

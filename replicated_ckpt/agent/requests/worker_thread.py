@@ -1,4 +1,4 @@
-"""Threads, and processes, that give way to others."""
+"""Niceness of the agent's threads and of its session."""
 
 import logging
 import os
@@ -12,18 +12,17 @@ log = logging.getLogger(__name__)
 
 AUTOGROUP = Path("/proc/self/autogroup")
 _OF_A_THREAD, _LOWEST = 5, 19
-"""Where threads compete one by one, an agent's take a third of two busy processors at 10 (docs/measurements.md)."""
+"""Without autogroups, an agent's threads at niceness 10 take a third of two busy cores (docs/measurements.md)."""
 _TRIES, _TRY_AGAIN_S = 100, 0.11
-"""From processes without rights, all together, the kernel takes one every tenth of a second."""
+"""The kernel accepts one change in a tenth of a second from all unprivileged processes together."""
 
 
 def give_way(niceness: int) -> None:
-    """Lets others have the processor first, for the rest of this thread and for the threads that it starts.
+    """Raises the niceness of this thread, and of threads that it starts, for the rest of their lives.
 
-    `niceness`: 1 to 19, of the agent; a thread gets 5 more, as each counts by itself where sessions do not. 0 does nothing,
-    nor does what an agent that was started with `nice` has already. For threads that end with their work: without rights
-    there is no way back, and asking for one is an error. On Linux `setpriority` is of a thread (setpriority(2), "C
-    library/kernel differences").
+    `niceness`: 1 to 19, of the agent. A thread gets 5 more, as without autogroups each thread competes by itself. 0, or a
+    value below the current niceness, does nothing. Only for threads that end with their work: an unprivileged thread cannot
+    lower its niceness again. On Linux `setpriority` applies to a thread (setpriority(2), "C library/kernel differences").
     """
     thread = threading.get_native_id()
     wanted = min(niceness + _OF_A_THREAD, _LOWEST)
@@ -32,11 +31,11 @@ def give_way(niceness: int) -> None:
 
 
 def give_way_as_session(niceness: int) -> None:
-    """Lets processes of other sessions have the processor first, soon and for good, if this one leads its own session.
+    """Raises the niceness of this process's autogroup, soon and for good, if the process leads its own session.
 
-    For where the kernel groups processes by session (sched(7), "The autogroup feature"): there the niceness of a thread
-    counts among those of its session alone, and an agent in a session of its own has as much of a processor as the rank
-    that it shares it with. Elsewhere this does nothing. `niceness`: as of `give_way`.
+    With autogroups the kernel shares processors between sessions (sched(7), "The autogroup feature"). The niceness of a
+    thread then counts only inside its session, and an agent would get as much time as a rank. Without autogroups this does
+    nothing. `niceness`: as in `give_way`.
     """
     if niceness and os.getsid(0) == os.getpid():
         start_worker(_tell_autogroup, niceness, name="rckpt-give-way")

@@ -1,4 +1,4 @@
-"""Draining: an agent that was told to stop stays for what it owes to the saves that were open then."""
+"""Draining: an agent that was told to stop first finishes its part of the saves that are open."""
 
 import logging
 import threading
@@ -13,15 +13,15 @@ from replicated_ckpt.stores.peer.fan_out import FanOut
 log = logging.getLogger(__name__)
 
 SILENT_S = 5.0
-"""A node that has been silent for so long is not stayed for."""
+"""The agent does not wait longer than this for a silent node."""
 _ASK_TIMEOUT_S = 3.0
 _PAUSE_S = 0.1
 Debt = tuple[str, str]
-"""A save, and the node at which it is not over: this one, or one that needs this one to publish it."""
+"""A save, and the node where it is not over: this node, or one that needs this agent in order to publish it."""
 
 
 class Draining:
-    """What an agent still owes. It answers its peers meanwhile, and opens no save. One thread."""
+    """The unfinished work of an agent that leaves. It answers its peers meanwhile, and opens no save. One thread."""
 
     def __init__(self, service: NodeService, hurry: threading.Event) -> None:
         """`hurry`: set once the agent is told to stop again."""
@@ -33,7 +33,7 @@ class Draining:
         self._settled: set[Debt] = set()
 
     def run(self, within_s: float, told_at: float) -> None:
-        """Returns once nothing is owed, the agent is hurried, or `within_s` after `told_at`. Logs what is left undone."""
+        """Returns once all is done, `hurry` is set, or `within_s` have passed since `told_at`. Logs what is left undone."""
         deadline = told_at + within_s
         owed = self._find_owed()
         if owed:
@@ -45,7 +45,7 @@ class Draining:
             log.error("%s, and leaves undone: %s", why, _tell(owed))
 
     def _find_owed(self) -> dict[Debt, str]:
-        """What is missing, by debt."""
+        """By debt, what is missing, in words."""
         saves = self._open | self._find_taken()
         owed = {(save_id, self._own): why for save_id in saves if (why := self._find_own_part(save_id))}
         for save_id, nodes in self._service.finisher.read_published().items():
@@ -60,12 +60,12 @@ class Draining:
         return {debt: why for debt, why in owed.items() if debt not in self._settled}
 
     def _find_taken(self) -> frozenset[str]:
-        """Staged saves of which shards were submitted: ranks may have opened one here by themselves, after the stop."""
+        """Staged saves with submitted shards: after the stop, ranks may open a save here without the agent."""
         staged = (intent.save_id for intent in self._service.store.list_staged())
         return frozenset(filter(self._service.submissions.has, staged))
 
     def _find_own_part(self, save_id: str) -> str:
-        """What this node has not done of a save; empty: it is over here, or goes on without this agent."""
+        """Why a save is not finished on this node; "" if it is over here, or does not need this agent."""
         service = self._service
         unwritten = service.submissions.list_unwritten(save_id)
         if unwritten:
@@ -81,14 +81,14 @@ class Draining:
         return "it is not published" if self._is_followed(save_id) else ""
 
     def _is_followed(self, save_id: str) -> bool:
-        """Whether this agent has a part of a save without ranks, and asks the coordinator's node what became of it."""
+        """Whether this agent has shards of a save without ranks, and asks the coordinator's node for the outcome."""
         service = self._service
         if not service.submissions.has(save_id) or not service.store.is_staged(save_id):
             return False
         return not (service.in_doubt.has(save_id) and self._waits_in_vain((save_id, self._own)))
 
     def _is_settled(self, debt: Debt) -> bool:
-        """Whether the other node needs this one no more. One that said goodbye has nothing that it could finish."""
+        """Whether the other node no longer needs this one. A node that said goodbye does not."""
         save_id, node = debt
         # Asked for nothing: its agent has ended, and each question would cost a time-out.
         if self._service.peers.is_away(node):
@@ -99,7 +99,7 @@ class Draining:
         return state not in {Answer.STAGED.value, Answer.WORKING.value}
 
     def _waits_in_vain(self, debt: Debt) -> bool:
-        """Whether a node has been silent for so long that it is not waited for. Its part goes on when both are back."""
+        """Whether a node has been silent for SILENT_S. Its part goes on when both nodes are back."""
         return time.monotonic() > self._silent_since.setdefault(debt, time.monotonic()) + SILENT_S
 
 

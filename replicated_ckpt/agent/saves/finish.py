@@ -1,7 +1,7 @@
-"""Finishing a save without its ranks: once every shard is in agents' hands, the coordinator's agent decides and commits.
+"""Finishes a save without its ranks: once agents have every shard, the coordinator's agent decides and commits.
 
-The coordinator's rank brings `.metadata` and the outline of the manifest. Its agent, and no other process, makes the
-decision; so the order of decision and publication is that of every save.
+The coordinator's rank sends `.metadata` and the outline of the manifest. Its agent alone makes the decision, so decision
+and publication have the same order as in every save.
 """
 
 import logging
@@ -33,18 +33,18 @@ from replicated_ckpt.wording import one_line
 log = logging.getLogger(__name__)
 
 AGAIN_WITHIN_S = 20.0
-"""An agent that does not answer, or has lost its shards, is asked again for so long: its ranks may start it again."""
+"""How long a silent agent, or one that lost its shards, is asked again: its ranks may start it again."""
 PUBLISHED_WITHIN_S = 60.0
-"""The nodes of a save publish it within so long after its decision, or re-protection has it done."""
+"""Time for the nodes of a save to publish it after the decision. After that re-protection does it."""
 _PAUSE_S = 0.3
 _KEPT = 64  # ends that a slow rank may still ask for
 
 
 @dataclass(frozen=True)
 class Outline:
-    """A save of which all is known but what agents are writing: in `manifest` those shards have no bytes yet.
+    """A save that is complete but for the shards that agents still write: in `manifest` these have no size yet.
 
-    `buddies_by_shard`: these shards, and the nodes that are to have a copy. `must_have_all`: no copy may be missing.
+    `buddies_by_shard`: these shards, with the nodes for their copies. `must_have_all`: no copy may be missing.
     """
 
     manifest: Manifest
@@ -74,7 +74,7 @@ class Outline:
 
 @dataclass(frozen=True)
 class Finished:
-    """How a save ended: its manifest, "" if it was aborted for missing copies; and what agents have written."""
+    """The end of a save: its manifest, or "" if it was aborted for missing copies; and the shards that agents wrote."""
 
     manifest: str
     written: Sequence[WrittenCopies]
@@ -89,7 +89,7 @@ class Finished:
 
 
 class Finisher:
-    """Finishes saves that this node coordinates, each in a thread, and holds them as ranks do. Safe for concurrent use."""
+    """Finishes saves that this node coordinates, each in a thread that locks it like a rank. Safe for concurrent use."""
 
     def __init__(
         self,
@@ -116,13 +116,13 @@ class Finisher:
             return save_id in self._ends and not self._ends[save_id].done()
 
     def read_published(self) -> Mapping[str, frozenset[str]]:
-        """The other nodes of each save that was decided here a short while ago: they may need this one to publish it."""
+        """By save decided here in the last PUBLISHED_WITHIN_S: its other nodes, which may need this one to publish."""
         since = time.monotonic() - PUBLISHED_WITHIN_S
         with self._lock:
             return {save_id: nodes for save_id, (decided_at, nodes) in self._nodes.items() if decided_at > since}
 
     def begin_finish(self, outline: Outline) -> "Future[Finished]":
-        """From here on the save needs no rank. Of one that was begun, or has ended: its end.
+        """Finishes a save without its ranks; returns the future of its end, also if that was begun before.
 
         Raises:
             SaveAborted: it is not open. StoreUnavailable: there is no thread for it; nothing was begun.
@@ -155,7 +155,7 @@ class Finisher:
         return end
 
     def end_of(self, save_id: str) -> "Future[Finished]":
-        """Raises ObjectMissing: it was not begun here."""
+        """The future of a save's end. Raises ObjectMissing: it was not begun here."""
         with self._lock:
             if save_id in self._ends:
                 return self._ends[save_id]
@@ -178,7 +178,7 @@ class Finisher:
             written = self._collect(save_id, outline)
             # Before the decision: afterwards the save could not be aborted any more.
             if outline.must_have_all and any(copies.missed for copies in written.values()):
-                self._abort(save_id, "copies are missing, and the save does without none")
+                self._abort(save_id, "copies are missing, and on_degraded is 'raise'")
                 return Finished("", tuple(written.values()))
             raw = outline.complete(written).encode()
             # Read back before it decides: a decision that no reader takes would lose the save.
@@ -196,13 +196,13 @@ class Finisher:
         failpoints.reach("agent.decided")
         try:
             self._commit(save_id)
-        except ReplicatedCkptError as exc:  # it is decided: it is published later, as one whose node was away
+        except ReplicatedCkptError as exc:  # it is decided, so this node publishes it later
             log.warning("save %s is decided, and not published here yet: %s", save_id, exc)
         failpoints.reach("agent.finished")
         return Finished(raw.decode(), tuple(written.values()))
 
     def _abort_unwritten(self, save_id: str, why: str) -> None:
-        """A disk that takes no shard may not remove what is staged, either: its ranks are told of the shard."""
+        """Aborts the save. A failure is only logged: the ranks get the first error, which the same disk may have caused."""
         try:
             self._abort(save_id, f"its shards are not all written: {why}")
         except ReplicatedCkptError as exc:
@@ -240,9 +240,9 @@ class Finisher:
         ticket = self._store.intent_of(save_id).ticket
         with AgentClient(self._peers.address_of(node)) as client:
             answer = client.call("POST", f"/v1/saves/{save_id}/written", {"shards": list(names), "ticket": ticket})
-        with parsing(f"Node {node} says wrongly what it has written"):
+        with parsing(f"Node {node} gave a wrong answer about the shards that it has written"):
             found = tuple(map(WrittenCopies.from_json, answer["written"]))
         # Else the manifest would be completed with another shard's checksum.
         if sorted(copies.name for copies in found) != sorted(names):
-            raise PeerProtocolError(f"Node {node} tells of other shards than {sorted(names)}.")
+            raise PeerProtocolError(f"Node {node} answered for other shards than {sorted(names)}.")
         return found

@@ -11,25 +11,25 @@ from replicated_ckpt.stores.local.directories.intent import Intent
 
 @dataclass(frozen=True)
 class StaleSave:
-    """A save that is staged here and over: to be completed if it was decided anywhere, else removed.
+    """A save that is staged here and over: it is completed if it was decided anywhere, else removed.
 
-    One that `may_live` is left as it is where it was not decided.
+    `may_live`: its ranks may still work on it, so it stays unless it was decided.
     """
 
     intent: Intent
     why: str
     may_live: bool = False
     is_over: bool = False
-    """Another save has shown that it is: it has overtaken it, or is of the same process group."""
+    """A newer save of the same checkpoint or process group has been opened."""
     is_left: bool = False
-    """Its own coordinator has gone on to another save: whatever locks its ranks have left, it decides this one no more."""
+    """Its own coordinator has gone on to another save, so it will never decide this one, whatever its ranks have locked."""
 
 
 @dataclass(frozen=True)
 class InDoubtSave:
     """A staged save that is neither completed nor removed yet, and on which no process works.
 
-    One of the nodes that it waits for has to answer, or `failure` keeps it from being settled, which is tried again.
+    It waits for an answer of one of `waits_for`, or for a retry after `failure`.
     """
 
     intent: Intent
@@ -48,14 +48,14 @@ class InDoubtSave:
 
 
 class InDoubtSaves:
-    """The saves in doubt as the last try to settle each of them found it. Safe for concurrent use."""
+    """The saves in doubt, as of the last try to settle each. Safe for concurrent use."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._by_save: dict[str, InDoubtSave] = {}
 
     def record_in_doubt(self, intent: Intent, waits_for: Sequence[str] = (), failure: str = "") -> bool:
-        """Keeps that a save is in doubt; whether that, the nodes waited for or what failed is news."""
+        """Records a save in doubt; returns whether the save, the nodes that it waits for, or the failure is new."""
         with self._lock:
             known = self._by_save.get(intent.save_id)
             # The first time counts: each try to settle it would else make the doubt look new.
@@ -69,7 +69,7 @@ class InDoubtSaves:
             self._by_save.pop(save_id, None)
 
     def has(self, save_id: str) -> bool:
-        """Whether the last try to settle a save left it staged, other than because ranks or agents work on it."""
+        """Whether the last try to settle the save left it staged although no rank or agent works on it."""
         with self._lock:
             return save_id in self._by_save
 

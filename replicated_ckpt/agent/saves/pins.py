@@ -1,4 +1,4 @@
-"""Pins: versions that a load was told to read, which nothing removes from this node meanwhile."""
+"""Pins: versions that a load reads, and that stay on this node meanwhile."""
 
 import threading
 import time
@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from replicated_ckpt.stores.files.locks import DescriptorLock
 
 PIN_S = 300.0
-"""How long after a load began, or the last of its reads here, its checkpoint stays whatever the policy says."""
+"""How long a checkpoint stays after a load of it began or last read here, whatever the policy."""
 PINS_MAX = 1024
-"""Of one address. One more is not kept: made-up readers push out no pin of a load that is under way."""
+"""For one address. A further pin is refused, so made-up readers cannot push out a pin in use."""
 
 
 @dataclass(frozen=True)
@@ -22,10 +22,9 @@ class _Pin:
 
 
 class Pins:
-    """By reader, the save that it was told to read, and until when that is kept; and a lock on each of these versions.
+    """By reader, the save that it reads and the end of its pin; and a lock on each pinned version.
 
-    A reader reads one save at a time: the next one ends its pin on the last. Safe for concurrent use; forgotten when the
-    agent ends.
+    A reader reads one save at a time: its next pin ends the last one. Safe for concurrent use. Pins end with the agent.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -36,9 +35,9 @@ class Pins:
         weakref.finalize(self, _release_all, self._lock_by_save)
 
     def pin(self, save_id: str, reader: str, lock: DescriptorLock | None = None, sender: str = "") -> None:
-        """Keeps a save for a reader, unless its sender has PINS_MAX others.
+        """Pins a save for a reader, unless its sender has PINS_MAX other pins.
 
-        `lock`: that on the version, taken over; None: it does not lie here.
+        `lock`: the lock on the version, which the pin owns from now on; None: the version is not here.
         """
         with self._lock:
             now = self._clock()
@@ -53,7 +52,7 @@ class Pins:
             self._release()
 
     def renew(self, save_id: str) -> None:
-        """Keeps a save that is pinned for as long again: it is being read."""
+        """Extends the pins of a save that is being read."""
         with self._lock:
             until = self._clock() + PIN_S
             self._by_reader |= {
@@ -61,21 +60,21 @@ class Pins:
             }
 
     def end(self, session: str) -> None:
-        """The ranks of a session save: what they loaded before is read."""
+        """Ends the pins of a session: its ranks save, so their loads are over."""
         with self._lock:
             for reader in [reader for reader in self._by_reader if reader.startswith(f"{session}/")]:
                 del self._by_reader[reader]
             self._release()
 
     def drop(self, save_id: str) -> None:
-        """Keeps a save for no reader any more, as the user of the node wants; a process that reads it has its own lock."""
+        """Ends all pins of a save, by the user's order. A local process that reads it still has its own lock."""
         with self._lock:
             for reader in self._readers_of(save_id):
                 del self._by_reader[reader]
             self._release()
 
     def release_old(self) -> None:
-        """Gives back the locks of versions that are pinned no more."""
+        """Releases the locks of versions that are no longer pinned."""
         with self._lock:
             self._release()
 

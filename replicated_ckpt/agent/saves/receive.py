@@ -1,4 +1,4 @@
-"""Receiving one shard: from the socket to a file, hashed on the way, kept only if whole and intact."""
+"""Receives one shard from a socket into a file: hashed on the way, and kept only if complete and intact."""
 
 import logging
 import os
@@ -26,27 +26,27 @@ from replicated_ckpt.stores.peer.client import FILE_BYTES_MAX
 log = logging.getLogger(__name__)
 
 Take = Callable[[int], None]
-"""Told how many bytes are about to be written; raises if they are too many."""
+"""Called with the number of bytes before they are written; raises if they are too many."""
 _KEPT = 64
 _HINT = "Nothing of this file was kept. Objects that are too large for a shard can be saved as tensors."
 
 
 class _Taken:
-    """What has come of one save: bytes of shards that are there, and of those that are coming in. Under the lock alone."""
+    """The bytes received of one save, by complete shard and by shard in progress. Guarded by the lock of `Intake`."""
 
     def __init__(self) -> None:
         self.whole: dict[str, int] = {}
         self.coming: dict[object, tuple[str, int]] = {}
 
     def total(self) -> int:
-        """One that is brought again counts as it comes in, and not twice."""
+        """All bytes. A shard that is received again counts once, by its new bytes."""
         again = {name for name, _ in self.coming.values()}
         whole = sum(size for name, size in self.whole.items() if name not in again)
         return whole + sum(size for _, size in self.coming.values())
 
 
 class Intake:
-    """Bytes by save and shard. Safe for concurrent use. A new start of the agent begins to count anew."""
+    """Counts received bytes by save and shard. Safe for concurrent use. An agent that starts counts from zero."""
 
     def __init__(self, store: LocalStore) -> None:
         self._store = store
@@ -55,7 +55,7 @@ class Intake:
 
     @contextmanager
     def taking(self, intent: Intent, name: str, size_bytes: int | None) -> Iterator[Take]:
-        """Counts one shard of a save while it is taken. `size_bytes`: its size, if it is said beforehand.
+        """Counts one shard of a save while it is received. `size_bytes`: its size, if announced.
 
         Raises, as what is yielded does:
             PeerProtocolError: it, or the save with it, is larger than was announced.
@@ -97,7 +97,7 @@ class Intake:
 
 @contextmanager
 def taking_metadata(intent: Intent, size_bytes: int | None) -> Iterator[Take]:
-    """As `Intake.taking`, for `.metadata`, which may have what a file that is believed may have."""
+    """As `Intake.taking`, for `.metadata`, which is bounded by FILE_BYTES_MAX."""
     count = 0
 
     def take(more: int) -> None:
@@ -129,7 +129,7 @@ _DIRECT_PIECE_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class Received:
-    """What arrived: size in bytes and CRC32C of the whole file."""
+    """A received file: its size in bytes and its CRC32C."""
 
     size_bytes: int
     crc32c: int
@@ -142,10 +142,10 @@ class Received:
 def receive_file(
     path: Path, body: Body, take: Take, *, durable: bool, direct_io: str, recycled: RecycledFiles | None = None
 ) -> Received:
-    """Writes the body to `path`. Afterwards the file is whole, intact and, if asked for, durable; or it is not there.
+    """Writes the body to `path`. Afterwards the file is complete, intact and, if `durable`, fsynced; or it is not there.
 
-    A shard that is staged there already, intact, stays, and is what is returned: the same may be brought again, and no
-    other. `recycled`: the pool of its store.
+    An intact shard that is staged there already stays, and is what this returns: no other bytes replace it. `recycled`: the
+    pool of its store.
 
     Raises:
         PeerProtocolError: it is more than `take` lets through.
@@ -156,7 +156,7 @@ def receive_file(
         size, crc = _write(sink, body, take)
         # Before the file gets its name: bytes that changed on the way must not count as a copy.
         _check_against_footer(path, sink, size, crc)
-        staged = _find_staged(path, durable=durable)  # another one gets this name meanwhile only by taking the part
+        staged = _find_staged(path, durable=durable)  # no other thread gets this name: each needs the part
         if staged is not None:
             sink.discard()
             if staged != Received(size, crc):
@@ -169,7 +169,7 @@ def receive_file(
 
 
 def receive_plain_file(path: Path, body: Body, take: Take, recycled: RecycledFiles | None = None) -> Received:
-    """As `receive_file`, for a file without a footer: its user holds it against the manifest. Durable afterwards."""
+    """As `receive_file`, for a file without a footer, which the caller checks against the manifest. Durable afterwards."""
     with FileSink.create(path, recycled=recycled) as sink:
         size, crc = _write(sink, body, take)
         sink.finish_durably()
@@ -199,9 +199,9 @@ def _check_against_footer(path: Path, sink: FileSink, size: int, crc: int) -> No
 
 
 def _find_staged(path: Path, *, durable: bool) -> Received | None:
-    """The shard that has the name already, durable if asked for. None: there is none, or a damaged one.
+    """The intact shard that is staged under the name, fsynced if `durable`. None: there is none, or it is damaged.
 
-    It is read in full, which is rare: other bytes can be made to have the same checksum, so they do not take its place.
+    It is read in full, which is rare. New bytes never replace it: other bytes can be made with the same checksum.
     """
     with translate_errors(os.fspath(path.parent), "look at", path.name):
         try:

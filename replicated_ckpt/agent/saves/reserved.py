@@ -1,4 +1,4 @@
-"""Sequences that open saves may take: a save that opens later gets a larger one, whichever of them is published first."""
+"""Sequences reserved for open saves: a save that opens later gets a larger one, whichever is published first."""
 
 import threading
 from collections.abc import Callable
@@ -9,23 +9,23 @@ from replicated_ckpt.stores.local.store import LocalStore
 
 
 class ReservedSequences:
-    """What each save that was opened here may take, until its place is noted. Safe for concurrent use.
+    """By open save, the sequences that it may take, until its place is recorded. Safe for concurrent use.
 
-    A coordinator may stop for minutes between the opening of its save and that note. Forgotten when the agent ends.
+    A coordinator may stop for minutes between the opening and that record. Reservations end with the agent.
     """
 
     def __init__(self, store: LocalStore, look: Callable[[str], Histories]) -> None:
-        """`look`: what the node knows of the lineages in a directory of checkpoints."""
+        """`look`: returns the histories that this node knows in a directory of checkpoints."""
         self._store = store
         self._look = look
         self._lock = threading.Lock()
         self._by_save: dict[str, Histories] = {}
 
     def reserve(self, save_id: str, scope: str) -> dict[str, History]:
-        """What this node tells a save that opens in a directory: what it knows, and what other open saves may take.
+        """Reserves a sequence for a save; returns the known histories, including the reservations of other open saves.
 
-        One that has its place, or is over, takes no more than what is known of it: else each save of one run would leave a
-        gap in the numbers of another.
+        A reservation ends once its save has a place, or is over. Otherwise each save of one run would leave a gap in the
+        numbers of another.
         """
         with self._lock:
             # Before the look: what gets its place meanwhile counts twice, not never.

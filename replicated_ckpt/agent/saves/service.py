@@ -1,4 +1,4 @@
-"""What an agent does for its node, without HTTP: opens saves, receives copies, commits, says what it holds."""
+"""The agent's work for its node, without HTTP: opens saves, receives copies, commits, lists holdings."""
 
 import contextlib
 import logging
@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 OPEN_GRACE_S = 5.0  # a rank locks its save a moment after it opens: until then no lock shows that it lives
 _ABORTED = (End.ABORTED, End.RETIRED)
-"""What this node says of every node: the save is decided nowhere, or no node is to have it."""
+"""Ends that hold for every node: the save is decided nowhere, or a policy has retired it."""
 
 
 class NodeService:
@@ -66,7 +66,7 @@ class NodeService:
         self.in_doubt = InDoubtSaves()
         self.pins = Pins()
         self.completing = threading.Lock()
-        """Held by the thread that completes a save by what others know of it: one at a time, else they undo each other."""
+        """Taken by a thread that completes a save from other nodes' answers: two at once would undo each other's work."""
         self._lock = threading.Lock()
         self._intake = Intake(store)
         self.submissions = Submissions(store, niceness)
@@ -78,14 +78,14 @@ class NodeService:
         self._reserved = ReservedSequences(store, self.histories)
 
     def recover(self) -> tuple[str, ...]:
-        """Completes the saves whose decision was made durable here before a crash; returns their ids. For a start.
+        """Commits the saves whose decision was durable here before a crash; returns their ids. Called at the start.
 
-        One that cannot be completed stays staged and is logged; it keeps no rank from using the others.
+        A save that cannot be committed stays staged and is logged. It does not prevent the start.
         """
         return self._complete_decided(self.store.list_staged())
 
     def _complete_decided(self, intents: Iterable[Intent]) -> tuple[str, ...]:
-        """Commits the saves whose decision lies here: it is never taken back, and no node may take them for aborted."""
+        """Commits the saves that are decided here. A decision is final, so no node may treat such a save as aborted."""
         completed = []
         for save_id in (intent.save_id for intent in intents):
             try:
@@ -100,10 +100,10 @@ class NodeService:
         return tuple(completed)
 
     def open_save(self, intent: Intent) -> tuple[dict[str, History], tuple[StaleSave, ...]]:
-        """Opens a save. Returns the lineages known here, with what other open saves may take, and the saves left behind.
+        """Opens a save. Returns the histories known here, with the reservations of other open saves, and stale saves.
 
-        Those may be over: other attempts at this checkpoint, and saves of its own process group. Another job's save is
-        not, though no rank of this node works on it: its ranks may still plan.
+        Stale are other attempts at this checkpoint, and earlier saves of its own process group. Another job's save is not,
+        even if no rank of this node works on it: its ranks may still be planning.
 
         Raises:
             CheckpointExists, StoreError. SaveAborted: this node aborted it. StoreUnavailable: this agent was told to stop.
@@ -141,13 +141,13 @@ class NodeService:
         return opened | {intent.save_id for intent in self.store.list_staged()}
 
     def pin(self, save_id: str, reader: str, sender: str = "") -> None:
-        """Keeps a save from being removed here while a load reads it, which asks from the address `sender`."""
+        """Pins a save for a load from the address `sender`: it is not removed here meanwhile."""
         checkpoint_id = self.store.catalog.checkpoint_of(save_id)
         lock = None if checkpoint_id is None else lock_version(self.store.catalog, checkpoint_id, save_id)
         self.pins.pin(save_id, reader, lock, sender)
 
     def histories(self, scope: str) -> dict[str, History]:
-        """What this node knows of the lineages in a directory of checkpoints: committed here, staged here, or heard of."""
+        """The histories in a directory of checkpoints, from saves that are committed or staged here, and from peers."""
         heard = {lineage: History(sequence) for lineage, sequence in self.sequence_floor.read_all().items()}
         staged = [
             {note.lineage: History(min(note.sequence, SEQUENCE_FLOOR_MAX))}
@@ -156,7 +156,7 @@ class NodeService:
         return merge_histories([self.store.catalog.histories(scope), heard, *staged])
 
     def hear(self, sequences: Mapping[str, int], sender: str) -> None:
-        """A peer or a rank tells how far runs have come: what is believed of it is kept."""
+        """Records sequences that a peer or a rank has sent, within the bounds of `SequenceFloor`."""
         known = self.sequence_floor.read_all()
         # Loads and peers repeat known numbers all the time: only news is worth reading the catalog.
         is_news = any(sequence > known.get(lineage, 0) for lineage, sequence in sequences.items())
@@ -172,21 +172,21 @@ class NodeService:
         return here
 
     def open_in_store(self, intent: Intent) -> None:
-        """The step of `begin` after which the save is seen on disk."""
+        """The step of `begin` that makes the save visible on disk."""
         self.store.begin(intent)
 
     def list_stale_saves(self, by: Intent | None = None) -> tuple[StaleSave, ...]:
-        """Staged saves that are over, and those of which only a decision can tell that they are.
+        """Staged saves that are over, or that may be.
 
-        They are of a session that has gone on to the save `by`, they are overtaken by the save `by` of the same checkpoint,
-        or the processes that made them are gone. One that is still worked on, or was opened just now, may live: a trainer
-        may load while it saves in the background. But where it is decided, all have written.
+        A save is over if its session has gone on to the save `by`, if `by` is a newer save of the same checkpoint, or if
+        its processes are gone. A save that is locked, or was opened just now, `may_live`: a trainer may load while it saves
+        in the background. Such a save is completed if it was decided, and otherwise left alone.
         """
         with self.looking():
             return tuple(self._list_stale_saves(by, OPEN_GRACE_S))
 
     def looking(self) -> contextlib.AbstractContextManager[None]:
-        """No process opens a save by itself meanwhile: it would be seen before its process holds it."""
+        """A lock against processes that open a save without the agent: a look could see the save before it is locked."""
         return exclusive(self.store.root_agent_directory())
 
     def _list_stale_saves(self, by: Intent | None, grace_s: float) -> Iterator[StaleSave]:
@@ -204,12 +204,12 @@ class NodeService:
                 yield StaleSave(intent, "the processes that made it are gone", may_live)
 
     def find_settleable(self, grace_s: float) -> tuple[StaleSave, ...]:
-        """Staged saves whose processes are gone, none of them opened, or found by this agent, less than `grace_s` ago."""
+        """Staged saves whose processes are gone, and that were opened, or found at the start, at least `grace_s` ago."""
         with self.looking():
             return tuple(stale_save for stale_save in self._list_stale_saves(None, grace_s) if not stale_save.may_live)
 
     def was_opened_within(self, grace_s: float, intent: Intent) -> bool:
-        """Whether the save is so young that its ranks may not have come to hold it."""
+        """Whether the save is so young that its ranks may not have locked it yet."""
         with self._lock:
             opened_at = self._opened_at.get(intent.save_id)
         # Opened before this agent started: its ranks may be starting again, too.
@@ -234,7 +234,7 @@ class NodeService:
             raise SaveAborted(f"Save {save_id} was {entry.end.value} on node {self.node_id}: {entry.why}.")
 
     def receive(self, save_id: str, name: str, body: Body, *, durable: bool) -> Received:
-        """Takes one file of an open save from a peer; it counts only once it arrived whole and intact.
+        """Receives one file of an open save from a peer. It counts only if it is complete and intact.
 
         Raises:
             SaveAborted, StoreFull, ObjectCorrupt, ConnectionResetError, PeerProtocolError
@@ -272,7 +272,7 @@ class NodeService:
         return held
 
     def finish_save(self, outline: Outline) -> None:
-        """From here on the save is completed, or aborted, without any rank.
+        """Hands the save to the finisher, which completes or aborts it without any rank.
 
         Raises:
             SaveAborted: it is not open, or was aborted.
@@ -286,7 +286,7 @@ class NodeService:
         return self.submissions.is_busy or self.finisher.is_busy
 
     def is_in_use(self) -> bool:
-        """Whether ranks of this node save, or a load was told to read here."""
+        """Whether ranks of this node save, or a load has a pin here."""
         staged = self.store.list_staged()
         return self.is_saving or self.pins.has_any() or any(self.is_locked(intent.save_id) for intent in staged)
 
@@ -299,7 +299,7 @@ class NodeService:
         self.in_doubt.settle(save_id)
 
     def state_of(self, save_id: str) -> dict[str, Any]:
-        """What `GET /v1/saves/{save_id}` says of a save, and where it is committed.
+        """The answer to `GET /v1/saves/{save_id}`: the state of a save, and its checkpoint if it is committed.
 
         Raises:
             ManifestInvalid: nothing of it is found, and a checkpoint here may be it.
@@ -329,13 +329,13 @@ class NodeService:
         return Answer.STAGED if self.store.is_staged(save_id) else look_again(self.store.catalog, save_id)
 
     def answer_to_settle(self, save_id: str, *, is_over: bool, is_left: bool) -> dict[str, Any]:
-        """As `state_of`, for a node that settles the save: what this node says is what it keeps to.
+        """As `state_of`, for a node that settles the save. The answer is final: this node acts by it from then on.
 
-        `is_over`: another save has overtaken it there, or its own process group has gone on without it; then only a rank
-        that holds it works on it. `is_left`: its coordinator itself has gone on, so that not even such a rank does.
+        `is_over`: the asking node has a newer save of the checkpoint or the process group; then only a rank that has locked
+        the save works on it. `is_left`: its coordinator has gone on, so no rank works on it.
 
-        A save without a decision that this node coordinated, and that no rank works on, is removed before the answer: from
-        then on it cannot be decided any more, and the answer stays the same.
+        An undecided save that this node coordinates, and on which no rank works, is removed before the answer: it can never
+        be decided after that.
         """
         found = self._end_of(save_id)
         if found["state"] != Answer.STAGED.value:
@@ -352,17 +352,17 @@ class NodeService:
         return self._end_of(save_id)
 
     def _end_of(self, save_id: str) -> dict[str, Any]:
-        """As `state_of`; of one that was aborted that is said, whatever damaged checkpoint is here."""
+        """As `state_of`, but an aborted save is reported as such even if a checkpoint here has a damaged manifest."""
         entry = self.store.journal.find_end(save_id)
         is_over = entry is not None and entry.end in _ABORTED and self.answer_of(save_id) is Answer.ABSENT
         return {"state": Answer.ABORTED.value} if is_over else self.state_of(save_id)
 
     def holdings(self, checkpoint_id: str | None = None) -> tuple[Holding, ...]:
-        """What lies here, files that are known to be bad marked as such."""
+        """The holdings of this node, with known damage marked."""
         return self.damage.mark_damaged(self.store.catalog.holdings(self.node_id, checkpoint_id))
 
     def learn_peers(self, peers: Sequence[Mapping[str, Any]]) -> tuple[AgentAddress, ...]:
-        """Keeps the addresses of the nodes of a save or load, for as long as this root lives; returns the other nodes'."""
+        """Stores the addresses of the nodes of a save or load in the address book; returns those of the other nodes."""
         others = tuple(peer for peer in map(AgentAddress.from_json, peers) if peer.node_id != self.node_id)
         self.peers.learn(others)
         return others
@@ -373,6 +373,6 @@ def _leaving(intent: Intent) -> StoreUnavailable:
         "this node's agent",
         "open",
         intent.checkpoint_id,
-        "it was told to stop, and finishes only the saves that are open",
+        "it was told to stop, and finishes only the open saves",
         "What told it to stop starts the next one; if nothing does, the next save starts one. Save again then.",
     )

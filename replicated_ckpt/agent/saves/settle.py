@@ -1,6 +1,6 @@
-"""Settling what a crash left behind: a staged save is completed, removed, or in doubt until the nodes that know answer.
+"""Settles saves that a crash left staged: each is completed, removed, or in doubt until the right nodes answer.
 
-What becomes of it is decided by `core.settlement`; here the nodes are asked and the decision is carried out.
+`core.protocol.settlement` decides; this module asks the nodes, and carries the decision out.
 """
 
 import logging
@@ -35,9 +35,9 @@ _ENDED = "It has ended on this node: `replicated-ckpt status --root ROOT` shows 
 def settle(service: NodeService, stale_saves: Sequence[StaleSave], peers: Sequence[AgentAddress]) -> None:
     """Settles each save that is over. `peers` are the nodes that can be asked now, other than this one.
 
-    Holds afterwards: it is committed here if it is on any node that answered, or if its decision lies here. It is
-    removed here only if it can never have been committed anywhere. Otherwise it is in doubt, stays staged, and is settled
-    again with the next save or load and by re-protection.
+    Afterwards it is committed here if any node that answered has published it, or if it is decided here. It is removed only
+    if it can never have been committed anywhere. Otherwise it is in doubt and stays staged; the next save or load, and
+    re-protection, settle it again.
     """
     # For all saves together: a node that is down costs one time-out, not one for each save.
     silent: set[str] = set()
@@ -52,10 +52,10 @@ def settle(service: NodeService, stale_saves: Sequence[StaleSave], peers: Sequen
 
 
 def abort_lost(service: NodeService, save_id: str, lost: Collection[str]) -> Sequence[str]:
-    """Settles a save in doubt as if the nodes `lost`, which never come back, had said that they did not publish it.
+    """Settles a save in doubt as if the nodes `lost`, which never come back, had answered that they did not publish it.
 
-    Returns the nodes that it waits for all the same; empty: it is completed or removed. A node that answers is never
-    taken for lost.
+    Returns the nodes that it still waits for; empty: it is completed or removed. A node that answers is never treated
+    as lost.
 
     Raises:
         ObjectMissing: no such save is staged here. ConfigInvalid: ranks still work on it.
@@ -66,7 +66,7 @@ def abort_lost(service: NodeService, save_id: str, lost: Collection[str]) -> Seq
     # Ranks that live may still decide it, whatever the operator believes.
     if service.is_locked(save_id):
         raise ConfigInvalid(f"Save {save_id} is not aborted: ranks of this node still work on it.", _END_JOB)
-    stale_save = StaleSave(intent, f"node {', '.join(sorted(lost))} never comes back, as the operator says")
+    stale_save = StaleSave(intent, f"the operator has given up node {', '.join(sorted(lost))}")
     with service.completing:
         _settle_one(service, stale_save, service.peers.read_all(), set(), frozenset(lost))
     waits_for = next((save.waits_for for save in service.in_doubt.read_all() if save.intent.save_id == save_id), ())
@@ -77,7 +77,7 @@ def abort_lost(service: NodeService, save_id: str, lost: Collection[str]) -> Seq
 
 
 def _stays(service: NodeService, intent: Intent) -> ConfigInvalid:
-    """Why a save that waits for no node is not aborted."""
+    """The error for a save that waits for no node and stays all the same."""
     named, place = service.store.catalog.find_manifest(intent.checkpoint_id), service.store.final(intent.checkpoint_id)
     if named is not None and service.store.is_decided(intent.save_id):
         return ConfigInvalid(
@@ -87,7 +87,7 @@ def _stays(service: NodeService, intent: Intent) -> ConfigInvalid:
             "new name, and this save is published.",
         )
     return ConfigInvalid(
-        f"Save {intent.save_id} is not aborted: another node of it says that ranks work on it there, or did a moment ago.",
+        f"Save {intent.save_id} is not aborted: another node answers that ranks work on it there, or did a moment ago.",
         _END_JOB,
     )
 
@@ -99,19 +99,19 @@ def _settle_one(
     silent: set[str],
     lost: frozenset[str] = frozenset(),
 ) -> None:
-    """`silent`: nodes that did not answer a moment ago; they are not asked again, and those that do not now are added."""
+    """`silent`: nodes that did not answer before, which are not asked again. Nodes that do not answer now are added."""
     intent = stale_save.intent
     answer = service.answer_of(intent.save_id)
     if answer is Answer.PUBLISHED:
-        service.store.abort(intent.save_id)  # it is in place, and stays: only what surrounded it is left
+        service.store.abort(intent.save_id)  # the published files stay: only its staging is removed
         service.in_doubt.settle(intent.save_id)
         return
-    if (
-        answer is Answer.ABSENT and not stale_save.may_live
-    ):  # a crash left its description alone: nothing can be completed
+    # A crash left the intent alone, without staging: nothing can be completed.
+    if answer is Answer.ABSENT and not stale_save.may_live:
         service.abort(intent.save_id, stale_save.why, unless_decided=True)
         return
-    if answer is Answer.DECIDED:  # it goes once the newer save is seen whole, or where the node that decided it says so
+    # Blocked by a newer save: it goes once that one is whole, or once its coordinator's node has dropped it.
+    if answer is Answer.DECIDED:
         if _is_aborted(service, intent, silent):
             service.abort(intent.save_id, stale_save.why)
             log.warning("removed save %s of %r: its coordinator's node has", intent.save_id, intent.checkpoint_id)
@@ -122,7 +122,7 @@ def _settle_one(
 
 
 def _is_aborted(service: NodeService, intent: Intent, silent: set[str]) -> bool:
-    """Whether its coordinator's node says that a decided save is over: no node has published it, or a policy retired it."""
+    """Whether the coordinator's node has ended a decided save: no node published it, or a policy retired it."""
     # Nothing to ask: this node is the coordinator's, or one more time-out would be spent on a silent one.
     if intent.coordinator in silent | {service.node_id}:
         return False
@@ -137,9 +137,9 @@ def _settle_by_others(
     silent: set[str],
     lost: frozenset[str],
 ) -> None:
-    """By what other nodes say: `peers`, and before it is dropped by their word all that this node knows.
+    """Settles a save by the answers of `peers`; before it is dropped, all nodes in the address book are asked, too.
 
-    One of those may have taken the save over from a node that has lost it since.
+    A node of another job may hold the save as a copy of a node that has lost it since.
     """
     intent, known = stale_save.intent, service.peers.read_all()
     how = "left" if stale_save.is_left else "over" if stale_save.is_over else "working"
@@ -166,9 +166,9 @@ def _settle_by_others(
 
 
 def _answers(intent: Intent, how: str, addresses: Sequence[AgentAddress], silent: set[str]) -> dict[str, Answer]:
-    """What each node says of the save; one that does not answer, or not sensibly, is left out.
+    """By node, its answer about the save. Nodes without a valid answer are left out.
 
-    Only the nodes of the save, which have its ticket, are told that it is settled: one that has it may have it aborted.
+    Only nodes of the save get the question that may abort it, with its ticket; the others get the plain question.
     """
     by_node = {address.node_id: address for address in addresses}
     settled = f"{intent.save_id}?{urllib.parse.urlencode({'settle': how, 'ticket': intent.ticket})}"
@@ -213,7 +213,7 @@ def _carry_out(
 
 
 def _is_gone(service: NodeService, save_id: str) -> bool:
-    """Whether a save was aborted or published while nodes were asked about it: then there is no doubt, nor a failure."""
+    """Whether the save was aborted or published while nodes were asked. It is then no longer in doubt."""
     if service.store.has_intent(save_id):
         return False
     service.in_doubt.settle(save_id)
@@ -221,16 +221,16 @@ def _is_gone(service: NodeService, save_id: str) -> bool:
 
 
 def _stage_decision(service: NodeService, intent: Intent, sources: Sequence[AgentAddress]) -> None:
-    """Stages manifest and metadata of a save, each from the first of the nodes that published it to have it intact.
+    """Stages manifest and metadata of a save, from the nodes that published it. Each comes from the first intact source.
 
     Raises:
-        ReplicatedCkptError: none of them has; what is staged stays as it was.
+        ReplicatedCkptError: no source has it; the staging is unchanged.
     """
     checkpoint_id = intent.checkpoint_id or _ask_name(intent.save_id, sources)
     try:
         manifest, raw = fetch_manifest(checkpoint_id, intent.save_id, sources)
     except ObjectMissing:
-        # A user may have renamed it there: it is a checkpoint of its new name, and gets this node's part.
+        # A user may have renamed it there: this node then publishes its part under the new name.
         renamed = _ask_name(intent.save_id, sources)
         if renamed == checkpoint_id:
             raise
@@ -244,7 +244,7 @@ def _stage_decision(service: NodeService, intent: Intent, sources: Sequence[Agen
 
 
 def _ask_name(save_id: str, sources: Sequence[AgentAddress]) -> str:
-    """The name under which the nodes that published a save have it."""
+    """The checkpoint id of a save on the nodes that published it."""
 
     def ask(client: AgentClient) -> str | None:
         name = client.call("GET", f"/v1/saves/{save_id}").get("checkpoint_id")
@@ -254,15 +254,15 @@ def _ask_name(save_id: str, sources: Sequence[AgentAddress]) -> str:
 
 
 _PAUSE_FIRST_S, _PAUSE_MAX_S = 0.3, 3.0
-"""Each look asks all nodes of the save, one look for each shard that a rank had submitted."""
+"""Between two looks. Each asks all nodes of the save, once for each submitted shard."""
 FOLLOW_S = 60.0
-"""So long after the last word of the coordinator's node. From then on re-protection settles it, as any save left behind."""
+"""After the last sign of life from the coordinator's node. Later, re-protection settles the save like any stale one."""
 STAY_S = 90.0
-"""An agent that ranks started does not leave a save that was opened here so short ago: re-protection settles it by then."""
+"""An agent that ranks started stays so long after it opened a save: by then re-protection has settled it."""
 
 
 def awaits_settling(service: NodeService) -> bool:
-    """Whether something is staged here that re-protection has not looked at yet, as its ranks may have come.
+    """Whether a save is staged here that is too young for re-protection to settle.
 
     Raises:
         StoreError: it cannot be seen.
@@ -272,10 +272,10 @@ def awaits_settling(service: NodeService) -> bool:
 
 
 def follow_stale_save(service: NodeService, save_id: str) -> None:
-    """Returns once nothing of the save is staged here: it was published, or aborted. Or after a while in doubt.
+    """Waits until the save is published or aborted here, or has been in doubt for FOLLOW_S.
 
-    While a rank, or the agent that finishes the save, holds it, nothing is asked. While the coordinator's node says that it
-    works on the save it is asked on, however long other nodes write. An agent that ranks started does not leave meanwhile.
+    While a rank or a finishing agent has locked the save, no node is asked. While the coordinator's node answers that it
+    works on the save, this goes on, however long other nodes write. An agent that ranks started does not leave meanwhile.
     """
     with service.submissions.following():
         until, pause_s = time.monotonic() + FOLLOW_S, _PAUSE_FIRST_S
@@ -287,14 +287,14 @@ def follow_stale_save(service: NodeService, save_id: str) -> None:
                     # A slow node still writes: the save is not stale while its coordinator works on it.
                     until = time.monotonic() + FOLLOW_S
             except (ReplicatedCkptError, OSError) as exc:  # it was published or aborted, or the disk refuses
-                log.info("what becomes of save %s is looked at again soon: %s", save_id, exc)
+                log.info("save %s is looked at again soon: %s", save_id, exc)
             time.sleep(pause_s)
             # Longer each time: a node with many shards follows one save in as many threads.
             pause_s = min(_PAUSE_MAX_S, 1.3 * pause_s)
 
 
 def _is_in_doubt(service: NodeService, save_id: str) -> bool:
-    """Settles the save, as far as that can be done now; whether it is in doubt then."""
+    """Tries to settle the save; returns whether it is in doubt afterwards."""
     intent = service.store.intent_of(save_id)
     settle(service, [StaleSave(intent, "its ranks are gone")], service.peers.read_all())
     return service.in_doubt.has(save_id)

@@ -1,4 +1,4 @@
-"""The copies of one shard: in one pass to the node's own store and to the buddies, then once more where that failed."""
+"""Writes the copies of one shard in one pass, to the own store and to the buddies; failed copies are sent once more."""
 
 import logging
 import os
@@ -25,9 +25,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class WantedCopies:
-    """A shard of an open save, and where it is to lie: in the store of node `own`, and at `buddies`.
+    """A shard of an open save, and the places of its copies: the store of node `own`, and `buddies`.
 
-    `spares` take what a buddy cannot, the first one first. `durable`: a buddy has fsynced it when it acknowledges.
+    `spares`: replacements for failed buddies, in order. `durable`: a buddy acknowledges after its fsync.
     """
 
     save_id: str
@@ -56,7 +56,7 @@ class WantedCopies:
 
 @dataclass(frozen=True)
 class WrittenCopies:
-    """What was written. `holders`: the nodes that acknowledged it, this one first. `missed`: copies not made, in words.
+    """The copies of one shard. `holders`: nodes that acknowledged one, this one first. `missed`: failed copies, in words.
 
     `phases`: seconds that were spent on each part.
     """
@@ -92,7 +92,7 @@ def write_copies(
     *,
     is_behind: bool = False,
 ) -> WrittenCopies:
-    """Writes what `fill` gives as one shard. It is durable in the node's own store when this returns.
+    """Writes the output of `fill` as one shard. It is durable in the node's own store when this returns.
 
     `is_behind`: no training waits for it, so the buddies' agents may let others have the processor first.
     A buddy that fails is replaced by a spare, or, if none can take the copy, listed in `missed`.
@@ -128,9 +128,9 @@ def write_copies(
 def _make_up(
     store: LocalStore, wanted: WantedCopies, table: BlockTable, outcomes: Sequence[Outcome]
 ) -> tuple[list[str], list[str]]:
-    """Nodes that hold a copy, after each failed one was tried once more and then replaced; and what stays missed.
+    """Sends each failed copy once more, then to spares. Returns the nodes that hold a copy, and the copies that failed.
 
-    A node that let a time-out pass is not asked again for this shard.
+    A node that timed out is not tried again for this shard.
     """
     ended = list(zip(wanted.buddies, outcomes, strict=True))
     holders = [buddy.node_id for buddy, outcome in ended if outcome.error is None]
@@ -160,7 +160,7 @@ def _make_up(
 def _copy(
     store: LocalStore, wanted: WantedCopies, table: BlockTable, address: AgentAddress
 ) -> ReplicatedCkptError | None:
-    """Copies a shard that is complete in the node's own store to one more node; the error if that fails."""
+    """Copies a shard from the node's own store to one more node; returns the error, if any."""
     path = store.path_of_staged(wanted.save_id, wanted.name)
     sink = _sink_at(address, wanted)
     piece = memoryview(bytearray(BUFFER_BYTES))

@@ -1,6 +1,6 @@
-"""Shards that ranks hand over: the agent reads them from the ranks' memory, and writes, hashes and sends them.
+"""Shards that ranks submit: the agent reads them from the ranks' memory, hashes, writes and sends them.
 
-The memory is read by `preadv` from descriptors, never mapped: what a rank cuts short is an error, and no signal.
+The memory is read by `preadv` from descriptors, never mapped: if a rank truncates it, that is an error, not SIGBUS.
 """
 
 import contextlib
@@ -32,15 +32,15 @@ from replicated_ckpt.stores.throttle import Pace, Stopped
 log = logging.getLogger(__name__)
 
 WRITES_AT_ONCE = 4
-"""More shards wait: each that is written takes four buffers of 4 MiB."""
+"""Further shards wait: each one that is written takes four buffers of 4 MiB."""
 _KEPT = 64  # shards whose end an agent may still be asked for
 
 
 @dataclass(frozen=True)
 class SubmittedShard:
-    """A shard as a rank hands it over: `pieces` follow each other in it, each (number of a descriptor, offset, bytes).
+    """A shard as a rank submits it: its consecutive `pieces`, each (number of a descriptor, offset, bytes).
 
-    The rank changes nothing of what they name until the shard is written, or that has failed.
+    The rank must not change this memory until the shard is written, or has failed.
     """
 
     copies: WantedCopies
@@ -51,7 +51,7 @@ class SubmittedShard:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any], sources: int) -> Self:
-        """Raises ValueError, KeyError, TypeError: it is not a shard that lies in so many descriptors."""
+        """Raises ValueError, KeyError, TypeError: the fields are no shard within `sources` descriptors."""
         pieces = [(int(source), int(offset), int(size)) for source, offset, size in fields["pieces"]]
         # Wrong numbers from a rank would read other bytes than it submitted: -1 is the last descriptor.
         if any(not 0 <= source < sources or offset < 0 or size < 0 for source, offset, size in pieces):
@@ -60,9 +60,9 @@ class SubmittedShard:
 
 
 class Submissions:
-    """Writes the shards that are submitted, a few at once, in threads of this niceness. Safe for concurrent use.
+    """Writes submitted shards, a few at once, in threads of this niceness. Safe for concurrent use.
 
-    `pace`: of all that is written and sent for them; None: as fast as it goes, as of an agent that is told to stop.
+    `pace`: bounds all writes and sends for them; None, or an agent that was told to stop: no bound.
     """
 
     def __init__(self, store: LocalStore, niceness: int = 0) -> None:
@@ -81,7 +81,7 @@ class Submissions:
 
     @contextlib.contextmanager
     def following(self) -> Iterator[None]:
-        """In this block the end of a save is awaited whose ranks are gone: an agent that leaves would not publish it."""
+        """For a thread that follows a save without ranks: the agent is busy meanwhile, as the save needs it."""
         with self._lock:
             self._followed += 1
         try:
@@ -101,9 +101,9 @@ class Submissions:
             return sorted(name for (known, name), end in self._written.items() if known == save_id and not end.done())
 
     def take_shard(self, shard: SubmittedShard, descriptors: Sequence[int]) -> "Future[WrittenCopies]":
-        """Begins to write a shard of an open save; closes the descriptors. Of one that is being written: what comes of it.
+        """Starts to write a shard of an open save, and owns the descriptors. A shard in progress keeps its future.
 
-        The future has what the rank's receipt needs, or the error of the first thing that kept the shard from being
+        The future returns the copies for the rank's receipt. It raises the first error that kept the shard from being
         durable in the node's own store.
 
         Raises:
@@ -123,12 +123,12 @@ class Submissions:
             start_worker(self._write, shard, descriptors, future, name=f"rckpt-write-{shard.copies.name}")
         except StoreUnavailable as exc:
             _close_all(descriptors)
-            future.set_exception(exc)  # for a caller that found it meanwhile; the next hand-over of the shard is taken
+            future.set_exception(exc)  # for a caller that has it by now; the rank may submit again
             raise
         return future
 
     def wait_for_shards(self, save_id: str, names: Sequence[str]) -> Sequence[WrittenCopies]:
-        """What became of these shards, once all of them are written.
+        """Waits until these shards are written, and returns their copies.
 
         Raises:
             ObjectMissing: one was not submitted, or an agent died before it had written it. Others: one could not be.
@@ -138,7 +138,7 @@ class Submissions:
         return [self._read_note(save_id, name) if each is None else each.result() for name, each in futures.items()]
 
     def _note(self, save_id: str, found: WrittenCopies) -> None:
-        """For the agent that comes after this one: the rank that submitted the shard may be gone, or be told already."""
+        """Records the copies on disk for the next agent: the rank may be gone, or have got its answer."""
         path = self._note_path(save_id, found.name)
         write_with_room(self._store.root, path, json.dumps(found.to_json()).encode(), is_flushed=False)
         if not self._store.is_staged(save_id):  # it was aborted meanwhile, and its notes removed
@@ -178,9 +178,9 @@ class Submissions:
             future.set_result(found)
 
     def _write_and_close(self, shard: SubmittedShard, descriptors: Sequence[int]) -> WrittenCopies:
-        """The rank's memory is closed before anyone is told of the shard, and so is free by then.
+        """Writes a shard. The rank's memory is closed before the future returns, so the rank can use it from then on.
 
-        Training goes on meanwhile, on the buddies' nodes, too.
+        Training goes on meanwhile on all nodes, so the threads have the agent's niceness.
         """
         fill = partial(_fill, shard=shard, descriptors=descriptors, pace=self.pace)
         try:
@@ -216,7 +216,7 @@ def _fill(tee: Tee, shard: SubmittedShard, descriptors: Sequence[int], pace: Pac
 
 
 class _Reader:
-    """Reads what follows each other in one descriptor, no faster than the pace."""
+    """Reads consecutive ranges of one descriptor, no faster than the pace."""
 
     def __init__(self, fd: int, offset: int, name: str, pace: Pace | None) -> None:
         self._fd, self._offset, self._name, self._pace = fd, offset, name, pace

@@ -1,8 +1,8 @@
-"""The agent as ranks start it, `python -I` and the path of this file: of the rank's Python this package and no more.
+"""Runs the agent for ranks, with `python -I`: it imports this package from the rank's Python, and none of the user's code.
 
     python -I .../replicated_ckpt/agent/start/isolated.py FOLDER ... -- ARGUMENT ...
 
-The folders are searched last: there the rank found what this package needs. What the user's own paths hold is not run.
+The folders, where the rank found this package's dependencies, are searched last. The user's own paths are not searched.
 """
 
 import sys
@@ -22,7 +22,7 @@ def main() -> int:
     assert spec is not None
     assert spec.loader is not None
     package = module_from_spec(spec)
-    sys.modules[_PACKAGE.name] = package  # this very one, whatever else is installed under its name
+    sys.modules[_PACKAGE.name] = package  # exactly this package, whatever is installed under its name
     spec.loader.exec_module(package)
     from replicated_ckpt.agent.__main__ import main as agent_main
 

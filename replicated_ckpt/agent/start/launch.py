@@ -1,4 +1,4 @@
-"""Finding this node's agent, or starting it: the first process that needs one does, all others use it."""
+"""Finds this node's agent, or starts it: the first process that needs one starts it, all others use it."""
 
 import contextlib
 import json
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 def gives_way(directory: Path, endpoint: Endpoint, bind_host: str | None) -> bool:
     """Whether this process replaces the agent, see `ensure_agent`.
 
-    Not one that is merely older and was started to stay, by systemd say: that would start it again, and again.
+    An older agent that was started to stay, for example by systemd, is not replaced: systemd would start it again.
     """
     must_hear = bind_host or "localhost"
     is_deaf = is_loopback(endpoint.host) and must_hear not in (endpoint.host, "localhost")
@@ -62,7 +62,7 @@ def check_running(directory: Path, endpoint: Endpoint) -> None:
 
 
 def _is_older(endpoint: Endpoint) -> bool:
-    """Whether it is of an older protocol, or of a released version before this one; any other version is let be."""
+    """Whether the agent has an older protocol, or is an earlier release. Development versions do not count as older."""
     try:
         is_before = [int(part) for part in endpoint.version.split(".")] < [int(part) for part in __version__.split(".")]
     except ValueError:
@@ -99,16 +99,16 @@ def isolated_python() -> list[str]:
 
 
 def _home(module: str) -> str | None:
-    """The folder in which this process finds a package that this one needs; None where it has none."""
+    """The folder from which this process imports a dependency; None if it is not installed."""
     spec = find_spec(module)
     return str(Path(spec.origin).resolve().parents[1]) if spec is not None and spec.origin else None
 
 
 START_TIMEOUT_S = 20.0
 STOPPED_TIMEOUT_S = 5.0
-"""An agent that starts is waited for no longer than this where its process is stopped."""
+"""The limit for an agent whose process is stopped while it starts."""
 SILENT_TIMEOUT_S = 1.0
-"""An agent that has not answered this process before is asked for this long, whether it does again."""
+"""The time-out for an agent that did not answer this process the last time."""
 IDLE_EXIT_ENV = "REPLICATED_CKPT_AGENT_IDLE_S"
 IDLE_EXIT_S = 60.0  # a trainer that crashed is back by then, and finds its agent
 _POLL_S = 0.005
@@ -120,17 +120,20 @@ _silent_by_directory: dict[Path, int] = {}
 def ensure_agent(store: LocalStore, bind_host: str | None = None, *, is_opening: bool = False) -> Endpoint:
     """This node's running agent, started if there was none; it stays at least as long as this process.
 
-    `is_opening`: it is asked for a save that opens now. If it is told to stop meanwhile, it stays for that save.
+    `is_opening`: a save opens now. If the agent is told to stop meanwhile, it stays for that save.
 
-    `bind_host` is where an agent that is started listens; None: where the nodes that it has met reach it, and one that
-    runs may listen anywhere. Else one that listens on loopback only is replaced if other hosts must reach it, and one that
-    speaks plain HTTP if a certificate is set or other hosts must not be talked to so. One of an older version is replaced
-    by this one, if it was not started to stay. Each first finishes what it is asked at that moment, and the new one has its
-    address. Safe to call from several processes and threads: all of them ask at once, and one starts it.
+    `bind_host`: where a new agent listens. None: where the nodes that it has met reach it; a running agent may listen
+    anywhere. A running agent is replaced in these cases:
+    - It listens on loopback alone, and other hosts must reach it.
+    - It uses plain HTTP, and a certificate is set or other hosts must be reached by TLS.
+    - It is older than this release, and was not started to stay.
+
+    It first finishes its requests, and the new agent has the same address. Safe to call from several processes and threads
+    at once: one of them starts the agent.
 
     Raises:
-        AgentUnavailable: it could not be started, or it runs and does not answer. ConfigInvalid: it is of a release that
-            this one cannot talk to.
+        AgentUnavailable: it could not be started, or it runs and does not answer. ConfigInvalid: its release has another
+            protocol.
     """
     directory = store.agent_directory()
     # Before the agent is asked: an idle one leaves only while no process holds this lock.
@@ -155,7 +158,7 @@ def ensure_agent(store: LocalStore, bind_host: str | None = None, *, is_opening:
 
 
 def running_agent(store: LocalStore) -> Endpoint | None:
-    """This node's agent, if one runs; nothing is started nor written.
+    """This node's agent, if one runs. Starts and writes nothing.
 
     Raises:
         AgentUnavailable: it runs and does not answer.
@@ -169,7 +172,7 @@ def can_hold_agent(store: LocalStore) -> bool:
     """Whether an agent can be started for this store: its root is no read-only file system, and this user may write it.
 
     Raises:
-        StoreError: the disk does not say.
+        StoreError: the disk cannot be read.
     """
     place = store.root_agent_directory()
     with translate_errors(str(store.root), "look at", place.name):
@@ -180,8 +183,9 @@ def can_hold_agent(store: LocalStore) -> bool:
 
 
 def is_only_read(store: LocalStore) -> bool:
-    """Whether the store is another user's, and this one cannot write it: its checkpoints can be read, and its agent's
-    files, which name hosts and tokens, are not believed.
+    """Whether the store belongs to another user, and is not writable for this one.
+
+    Its checkpoints can be read. Its agent's files, which name hosts and tokens, are not used.
     """
     return not can_hold_agent(store) and is_of_another(store.root_agent_directory())
 
@@ -200,7 +204,7 @@ def _stay_client(root: Path, directory: Path) -> None:
 
 
 def _take_start(directory: Path) -> FileLock:
-    """Held by the one process that starts the agent; the others wait until it has."""
+    """The lock of the one process that starts the agent; the others wait for it."""
     lock = FileLock.take_within(directory / "start", 2 * START_TIMEOUT_S)
     if lock is None:
         raise AgentUnavailable(
@@ -211,7 +215,7 @@ def _take_start(directory: Path) -> FileLock:
 
 
 def _raise_failure_since(began: float, path: Path) -> None:
-    """Raises what another process met that tried to start the agent while this one waited: it costs a node one time-out."""
+    """Raises the error of another process that failed to start the agent meanwhile: one time-out a node is enough."""
     try:
         found = json.loads(path.read_bytes() or b"{}")
     except ValueError:  # its process was killed while it wrote
@@ -235,14 +239,14 @@ def _answers(directory: Path, endpoint: Endpoint, *, is_opening: bool = False) -
         if not isinstance(exc.__cause__, TimeoutError):
             return False
         _silent_by_directory[directory] = endpoint.pid
-        if is_free(directory):  # it has died, and what has its port since says nothing
+        if is_free(directory):  # it has died, and another program that does not answer has its port
             return False
         raise _silence(directory, endpoint) from exc
     except ReplicatedCkptError:
         return False
     _silent_by_directory.pop(directory, None)
     note_leaving(directory, endpoint, is_leaving=told.get("is_leaving") is True)
-    return told.get("pid") == endpoint.pid  # the next one has the same token, and may not have written its own yet
+    return told.get("pid") == endpoint.pid  # else the next agent, whose endpoint is not written yet
 
 
 def _silence(directory: Path, endpoint: Endpoint) -> AgentUnavailable:
@@ -254,7 +258,7 @@ def _silence(directory: Path, endpoint: Endpoint) -> AgentUnavailable:
 
 
 def _answering(directory: Path, bind_host: str | None, *, is_opening: bool) -> Endpoint | None:
-    """The agent if it runs, answers, and listens where it must, wherever that is if `bind_host` is None.
+    """The agent if it runs, answers, and listens where it must: anywhere if `bind_host` is None.
 
     Raises:
         AgentUnavailable: it runs and does not answer. ConfigInvalid: it is of a release that this one cannot talk to.
@@ -278,7 +282,7 @@ def _answering(directory: Path, bind_host: str | None, *, is_opening: bool) -> E
 
 
 class _Outliving(subprocess.Popen[bytes]):
-    """A process that runs on when this one ends: nothing to warn of, which is an error under `python -W error`."""
+    """A process that outlives this one. Without the ResourceWarning, which `python -W error` would raise."""
 
     def __del__(self) -> None:
         super().__del__(_warn=lambda *_, **__: None)  # type: ignore[call-arg]  # CPython's own, as of 3.11 to 3.14
@@ -312,7 +316,7 @@ def _start(store: LocalStore, directory: Path, bind_host: str | None, *, is_open
         if endpoint is not None:
             return endpoint
         if process.poll() is not None:
-            is_root_free = is_free(directory)  # once: one that has just died may let go of it between two looks
+            is_root_free = is_free(directory)  # read once: an agent that has just died may release it between two looks
             if is_root_free and process.returncode == ALREADY_SERVED:  # by one that has died since
                 process, log_begins = _spawn(directory, arguments)
             elif is_root_free:
@@ -334,7 +338,7 @@ def _start(store: LocalStore, directory: Path, bind_host: str | None, *, is_open
 
 def _spawn(directory: Path, arguments: Sequence[str]) -> "tuple[subprocess.Popen[bytes], int]":
     with closing_fd(open_log(directory)) as log:
-        log_begins = os.fstat(log).st_size  # before that it is of others, and misleads
+        log_begins = os.fstat(log).st_size  # earlier lines are from other agents, and would mislead
         try:
             return spawn_agent(arguments, log), log_begins
         except BlockingIOError as exc:
@@ -344,7 +348,7 @@ def _spawn(directory: Path, arguments: Sequence[str]) -> "tuple[subprocess.Popen
 
 
 def _is_holder_stopped(directory: Path) -> bool:
-    """Whether the process that holds the root's lock is stopped. One that is not may wait for a cold disk."""
+    """Whether the holder of the root's lock is stopped. One that is not may wait for a slow disk."""
     pid = holder_of(directory / LOCK_NAME)
     return pid is not None and is_stopped(pid)
 

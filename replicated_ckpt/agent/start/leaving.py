@@ -1,4 +1,4 @@
-"""Agents that were told to stop, as the processes of their node see them: they open no save, and their end is awaited."""
+"""Agents that were told to stop, from the view of their node's processes: these wait for the end of such an agent."""
 
 import logging
 import time
@@ -17,7 +17,7 @@ _leaving: dict[Path, Endpoint] = {}
 
 
 def note_leaving(directory: Path, agent: Endpoint, *, is_leaving: bool) -> None:
-    """Keeps what the agent of a directory said of itself when this process asked it last."""
+    """Records whether the agent of a directory was leaving when this process asked it last."""
     if is_leaving:
         _leaving[directory] = agent
     else:
@@ -25,7 +25,7 @@ def note_leaving(directory: Path, agent: Endpoint, *, is_leaving: bool) -> None:
 
 
 def await_departure(directory: Path) -> bool:
-    """Whether this directory's agent was told to stop when it was last asked; if so it has ended when this returns.
+    """If this directory's agent was leaving when it was last asked: waits for its end and returns True.
 
     Raises:
         AgentUnavailable: it does not end.
@@ -39,9 +39,9 @@ def await_departure(directory: Path) -> bool:
 
 
 def wait_until_gone(directory: Path, agent: Endpoint) -> None:
-    """Waits for an agent that was told to stop to finish the saves that are open, and to give its lock back.
+    """Waits until an agent that was told to stop has finished its open saves and released its lock.
 
-    The next one may wait for that lock, too, and be faster: then it serves when this returns.
+    Another agent may take that lock first. Then that agent serves when this returns.
     """
     deadline = time.monotonic() + DRAIN_S + STOP_TIMEOUT_S
     while not (is_free(directory) or _is_followed(directory, agent)):
@@ -54,7 +54,7 @@ def wait_until_gone(directory: Path, agent: Endpoint) -> None:
 
 
 def _is_followed(directory: Path, agent: Endpoint) -> bool:
-    """Whether another agent serves now. Its pid may be the same one, as in a container that is started again."""
+    """Whether another agent serves now. Its pid may be the same, as in a restarted container."""
     now = read_endpoint(directory)
     return now is not None and (now.pid, now.incarnation) != (agent.pid, agent.incarnation)
 

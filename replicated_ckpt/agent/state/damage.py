@@ -1,4 +1,4 @@
-"""Damage: which files of this node are known to be bad, until a good copy replaces them; how far the scrub has come."""
+"""Damage: the files of this node that are known to be bad, until a good copy replaces them; and the scrub's progress."""
 
 import logging
 import threading
@@ -24,16 +24,16 @@ NoteRead = Callable[[Holding], None]
 
 @dataclass(frozen=True)
 class _Bad:
-    """A file as it lay there when it was found bad. `signature` None: it was missing."""
+    """A bad file. `signature`: identifies the file at that time; None: it was missing."""
 
     signature: _Signature | None
     has_damaged_footer: bool = False
 
 
 class DamageBook:
-    """Files that failed their checksum when this node's processes read them; forgotten when they change.
+    """Files of this node that failed their checksum. An entry is forgotten when its file changes.
 
-    Kept across restarts: a loss that is known stays known. Safe for concurrent use.
+    Kept across restarts, so that known damage stays known. Safe for concurrent use.
     """
 
     def __init__(self, store: LocalStore) -> None:
@@ -44,7 +44,7 @@ class DamageBook:
         self._bad, self.scrubbed_to = self._file.read_state(_parse) or ({}, "")
 
     def mark(self, checkpoint_id: str, save_id: str, name: str, *, has_damaged_footer: bool = False) -> None:
-        """Notes that the file, as it lies there now, is bad. `has_damaged_footer`: its footer alone, the data is intact."""
+        """Records that the current file is bad. `has_damaged_footer`: only its footer is; the data is intact."""
         key = checkpoint_id, save_id, name
         found = _Bad(self._signature(key), has_damaged_footer)
         with self._lock:
@@ -56,9 +56,9 @@ class DamageBook:
             self._keep({key: found for key, found in self._bad.items() if key != (checkpoint_id, save_id, name)})
 
     def begin_reading(self) -> NoteRead:
-        """What notes the outcome of a full read of checkpoints that begins now, for each of its files.
+        """Returns a function that records the result of a full read, which begins now, for each checkpoint.
 
-        The read may take hours: what is found bad meanwhile stays known, whatever the read had seen there before.
+        The read may take hours: damage that is found meanwhile stays known, even if the read saw an intact file before.
         """
         with self._lock:
             known = dict(self._bad)
@@ -76,30 +76,30 @@ class DamageBook:
             )
 
     def note_scrubbed_to(self, checkpoint_id: str) -> None:
-        """The scrub goes on behind this checkpoint; "": with the first one."""
+        """Records the scrub's progress: it goes on after this checkpoint; "": with the first one."""
         with self._lock:
             self.scrubbed_to = checkpoint_id
             self._write()
 
     def read_all(self) -> list[tuple[str, str, str]]:
-        """The files that were found bad: checkpoint, save, name. They may be intact by now."""
+        """The known bad files: checkpoint, save, name. They may have been mended since."""
         with self._lock:
             return list(self._bad)
 
     def is_known(self, checkpoint_id: str, save_id: str, name: str) -> bool:
-        """Whether the file, as it lies there now, was found bad."""
+        """Whether the current file is known to be bad."""
         self._forget_changed()
         with self._lock:
             return (checkpoint_id, save_id, name) in self._bad
 
     def mark_damaged(self, holdings: Iterable[Holding]) -> tuple[Holding, ...]:
-        """The holdings, with what is known to be bad marked as such."""
+        """The holdings with known damage marked."""
         self._forget_changed()
         return tuple(self._mark_damaged(holding) for holding in holdings)
 
     @classmethod
     def mark_noted(cls, store: LocalStore, holdings: Iterable[Holding]) -> tuple[Holding, ...]:
-        """The holdings, marked by what the agent of this node has noted; for other processes, as it changes nothing."""
+        """The holdings, marked from the agent's file. For other processes, as it writes nothing."""
         book = cls(store)
         book._bad = {key: found for key, found in book._bad.items() if not book._is_changed(key, found)}
         return tuple(map(book._mark_damaged, holdings))
@@ -141,10 +141,10 @@ class DamageBook:
         try:
             self._file.write_state({"bad": bad, "scrubbed_to": self.scrubbed_to})
         except StoreError as exc:
-            log.warning("what is damaged, and how far the scrub has come, is known until this agent ends: %s", exc)
+            log.warning("the list of damaged files is not on disk, and is kept only until this agent ends: %s", exc)
 
     def _is_changed(self, key: _Key, then: _Bad) -> bool:
-        """What the system does not say now, as for want of descriptors, is no change."""
+        """A file that the system refuses to look at now, for example for lack of descriptors, counts as unchanged."""
         try:
             return self._look(key) != then.signature
         except (OSError, StoreError):

@@ -22,7 +22,7 @@ _IDENTITY_NAME = "identity.json"
 _CLIENTS_NAME = "clients"
 _STAYING_NAME = "staying"
 _LOOKS_S = 0.5
-"""Others hold a lock that they only look at for less than this."""
+"""A process that only tests a lock holds it for less than this."""
 LOCK_NAME = "lock"
 ALREADY_SERVED = 6
 """Exit code of an agent that ranks have started, where another one holds the root."""
@@ -30,7 +30,7 @@ ALREADY_SERVED = 6
 
 @dataclass(frozen=True)
 class Endpoint:
-    """One running agent. `token` goes to its peers with its address, `owner_token` to no other process: see `Tokens`."""
+    """One running agent. Peers get `token` with the address; `owner_token` stays on this host: see `Tokens`."""
 
     node_id: str
     host: str
@@ -51,18 +51,18 @@ class Endpoint:
         return AgentAddress(self.node_id, host or self.host, self.port, self.token, self.incarnation, self.tls_sha256)
 
     def local_address(self) -> AgentAddress:
-        """The agent's address for its own user on this host, who may ask for everything: not to be given to others."""
+        """The agent's address with the owner's token, for its own user on this host. Never send it to another process."""
         address = self.address({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host))  # noqa: S104 - nothing is bound
         return replace(address, token=self.owner_token)
 
     def invitation(self) -> str:
-        """What a rank of this node posts for the coordinator of its job."""
+        """The invitation that a rank of this node posts for the coordinator of its job."""
         return invite(self.owner_token, time.time())
 
 
 @dataclass(frozen=True)
 class Identity:
-    """What stays when a node's agent is started again: its tokens and, if it is free, its port. So peers still find it."""
+    """The parts of an agent that survive a restart: its tokens and, if free, its port. So peers still find it."""
 
     token: str
     port: int
@@ -111,8 +111,8 @@ def read_endpoint(directory: Path) -> Endpoint | None:
 def listening_endpoint(directory: Path) -> Endpoint | None:
     """As `read_endpoint`; None where no agent of this user can listen there any more.
 
-    An agent that was killed leaves its endpoint, and another process may listen on its port since: it is not sent the
-    token. Where the endpoint has a certificate, the client looks at that instead.
+    A killed agent leaves its endpoint file, and another process may listen on its port by now. That process must not get
+    the token. If the endpoint has a certificate, the client checks that instead.
 
     Raises:
         StoreDenied: another user can have written it.
@@ -127,18 +127,18 @@ def listening_endpoint(directory: Path) -> Endpoint | None:
 def next_identity(directory: Path, node_id: str) -> Identity:
     """The identity of the agent that starts now; `keep_identity` makes it the last one.
 
-    Tokens of another node, which this store was until `node.json` was put back or removed, are not taken over: who knows
-    that node would take the answers for its own.
+    If `node.json` was restored or removed, the store was another node before. That node's tokens are not reused: its peers
+    would accept this node's answers as its own.
 
     Raises:
-        StoreError: no file can be read now, for want of descriptors or memory: the tokens that peers have are there still.
+        StoreError: the system lacks descriptors or memory to read the file, which still has the tokens that peers know.
     """
     try:
         fields = json.loads(read_private(directory / _IDENTITY_NAME))
         token, owner_token = str(fields["token"]), str(fields["owner_token"])
         if fields.get("node_id", node_id) == node_id:
             port, incarnation = int(fields["port"]), int(fields["incarnation"]) + 1
-            if 0 <= port < 1 << 16 and 0 < incarnation < 1 << 62:  # else a bit of it is not as it was
+            if 0 <= port < 1 << 16 and 0 < incarnation < 1 << 62:  # else the file is damaged
                 return Identity(token, port, incarnation, owner_token, node_id)
     except FileNotFoundError:
         return Identity.draw(1, node_id)
@@ -154,18 +154,18 @@ def keep_identity(directory: Path, identity: Identity) -> None:
 
 
 def remove_endpoint(directory: Path) -> None:
-    """If the disk lets it: else it stays, and clients find no listener there."""
+    """Removes the endpoint file. If the disk refuses, it stays, and clients find no listener."""
     with contextlib.suppress(OSError):
         (directory / _ENDPOINT_NAME).unlink()
 
 
 def root_lock(directory: Path, within_s: float = 0.0) -> FileLock | None:
-    """Held by the one agent of a root for as long as it lives; None: another one has it, and has not ended in this time."""
+    """The lock of the one agent of a root, for its whole life. None: another agent still has it after `within_s`."""
     return FileLock.take_within(directory / LOCK_NAME, within_s)
 
 
 def staying_lock(directory: Path) -> FileLock | None:
-    """Held by the one agent of a root that was started to stay, from before it serves; one that ranks started then leaves.
+    """The lock of the agent that was started to stay, taken before it serves. An agent that ranks started then leaves.
 
     None: another such agent has it.
     """
@@ -173,26 +173,27 @@ def staying_lock(directory: Path) -> FileLock | None:
 
 
 def has_one_to_stay(directory: Path) -> bool:
-    """Whether an agent that was started to stay serves the root, or waits for it. No socket says so: it may be in another
-    network than the agent that ranks of a pod have started. Makes no file: the disk may be full, or read-only by now.
+    """Whether an agent that was started to stay serves the root, or waits for it. Creates no file.
+
+    A lock shows it, as the two agents may be in different network namespaces. The disk may be full or read-only.
     """
     return is_there(directory / _STAYING_NAME) and FileLock.is_taken(directory / _STAYING_NAME, shared=True)
 
 
 def is_free(directory: Path) -> bool:
-    """Whether no agent holds the root now, neither one that serves nor one that has just been started."""
+    """Whether no agent has the root's lock, serving or starting."""
     return not FileLock.is_taken(directory / LOCK_NAME)
 
 
 def client_lock(directory: Path, within_s: float) -> FileLock | None:
-    """Held by each process that uses the agent. None: one that looks for clients, or leaves, has not ended in this time."""
+    """The shared lock of each process that uses the agent. None: an agent that leaves still has it after `within_s`."""
     return FileLock.take_within(directory / _CLIENTS_NAME, within_s, shared=True)
 
 
 def shut_out_clients(directory: Path) -> bool:
-    """Keeps new clients waiting until this process has ended; False if one was faster.
+    """Makes new clients wait until this process has ended; False if there is a client already.
 
-    So a rank never takes an agent for its own that has just decided to leave.
+    So no rank uses an agent that has just decided to leave.
     """
     return FileLock.acquire(directory / _CLIENTS_NAME) is not None
 
@@ -203,11 +204,11 @@ def has_clients(directory: Path) -> bool:
 
 
 class AlreadyServed(AgentUnavailable):
-    """Another agent holds the root, be it one that was just killed."""
+    """Another agent has the root's lock, perhaps one that was just killed."""
 
 
 def served_already(root: str, directory: Path) -> AlreadyServed:
-    """Why no second agent starts for a root, and how the first is ended."""
+    """The error for a second agent of one root, with the way to end the first."""
     endpoint = read_endpoint(directory)
     pid = "its pid" if endpoint is None else endpoint.pid
     shown = "" if endpoint is None else f" (pid {endpoint.pid})"

@@ -33,7 +33,7 @@ class ListeningSocket(NamedTuple):
 
 
 def listening_sockets() -> list[ListeningSocket]:
-    """All of this network namespace, of every user, by IPv4 and IPv6.
+    """All listening TCP sockets of this network namespace, of every user, IPv4 and IPv6.
 
     Raises:
         OSError: the kernel, or the container, does not answer such questions.
@@ -68,10 +68,10 @@ _WHO = "As root, `ss -ltnp 'sport = :{}'` names its process."
 
 
 def listeners_on(port: int) -> frozenset[ListeningSocket]:
-    """All sockets that listen on a port, of every user; empty where neither netlink nor /proc tells."""
+    """All sockets that listen on a port, of every user; empty if neither netlink nor /proc lists them."""
     try:
         found = listening_sockets()
-    except OSError:  # gVisor, say, and some containers have no such netlink
+    except OSError:  # for example, gVisor and some containers lack this netlink family
         found = _read_tables()
     return frozenset(each for each in found if each.port == port)
 
@@ -85,7 +85,7 @@ def _read_tables() -> list[ListeningSocket]:
 
 
 def describe_listeners(port: int) -> str:
-    """In words, whose the port is: pid and command where they can be seen, else the user; empty if it is free."""
+    """The owners of a port in words: pid and command if visible, else the user; "" if the port is free."""
     listeners = listeners_on(port)
     seen = [f"pid {pid} ({_command(pid)})" for pid in _holders({listener.inode for listener in listeners})]
     if seen:
@@ -95,7 +95,7 @@ def describe_listeners(port: int) -> str:
 
 
 def _holders(inodes: Collection[int]) -> Iterator[int]:
-    """Processes that have one of these sockets open; those of other users are seen by root alone."""
+    """Processes that have one of these sockets open. Only root sees those of other users."""
     wanted = {f"socket:[{inode}]" for inode in inodes}
     for process in sorted(
         (path for path in Path("/proc").iterdir() if path.name.isdecimal()), key=lambda p: int(p.name)
@@ -105,7 +105,7 @@ def _holders(inodes: Collection[int]) -> Iterator[int]:
 
 
 def _open_files(process: Path) -> Iterator[str]:
-    """What a process has open, by the links in /proc; nothing of another user's, or of one that has ended."""
+    """The open files of a process, from /proc; none if it belongs to another user, or has ended."""
     with suppress(OSError):
         for entry in (process / "fd").iterdir():
             with suppress(OSError):  # closed meanwhile
@@ -128,7 +128,7 @@ def _user(uid: int) -> str:
 
 
 def cannot_listen(host: str, port: int, problem: OSError) -> AgentUnavailable:
-    """Why the agent cannot listen, and what to do about it: whose the port is, or what is wrong with the host."""
+    """The error if the agent cannot listen, with the owner of the port or the fault of the host, and a next step."""
     why = f"Cannot listen on {host}:{port}: {problem.strerror or problem}"
     if problem.errno == errno.EADDRINUSE:
         holder = describe_listeners(port) or "a process that cannot be seen from here (another container?)"

@@ -1,4 +1,4 @@
-"""The log of an agent that ranks started: one file of bounded size, and the one before it."""
+"""The log of an agent that ranks started: one file of bounded size, and its predecessor."""
 
 import logging
 import os
@@ -12,14 +12,14 @@ from replicated_ckpt.wording import one_line
 
 LOG_NAME = "log"
 LOG_BYTES_MAX = 8 << 20
-"""Of each of the two files; the written one may be longer by one record, and twice as long if no new one can be made."""
+"""For each of the two files. The current one may exceed it by a record, or be twice as long if no new file can be made."""
 _OLDER_SUFFIX = ".1"
 _MESSAGE_CHARS_MAX = 10_000
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def open_log(directory: Path) -> int:
-    """A file descriptor that appends to the log, which is new if the last one is full.
+    """A descriptor that appends to the log. A full log is renamed first, and a new one made.
 
     Raises:
         StoreDenied: there is something else in its place. StoreError
@@ -35,7 +35,7 @@ def open_log(directory: Path) -> int:
 
 
 class _OneLineFormatter(logging.Formatter):
-    """A record is one line, and a traceback below it: it may quote a peer, or a manifest that a peer has brought."""
+    """Formats a record as one line, with any traceback below: it may quote text that a peer has chosen."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the name in logging
         record.message = one_line(record.message, _MESSAGE_CHARS_MAX)
@@ -43,7 +43,7 @@ class _OneLineFormatter(logging.Formatter):
 
 
 class BoundedLog(logging.StreamHandler):  # type: ignore[type-arg]  # generic in its stub alone
-    """Logs to standard error; where that is the log of `directory`, goes on in a new file when it is full."""
+    """Logs to standard error. If that is the log of `directory`, a full log is continued in a new file."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(sys.stderr)
@@ -52,7 +52,7 @@ class BoundedLog(logging.StreamHandler):  # type: ignore[type-arg]  # generic in
         self._is_own = _is_log(directory)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Never raises: the thread that logs what a disk has refused would end by the same refusal."""
+        """Never raises: a thread that logs an error of the disk must not end by that same error."""
         size_bytes = os.fstat(sys.stderr.fileno()).st_size if self._is_own else 0
         if size_bytes >= LOG_BYTES_MAX and self._goes_on():
             size_bytes = 0
@@ -61,7 +61,7 @@ class BoundedLog(logging.StreamHandler):  # type: ignore[type-arg]  # generic in
             super().emit(record)
 
     def _goes_on(self) -> bool:
-        """Standard output and error, tracebacks included, go to a new file. False: none can be made now."""
+        """Redirects standard output and error, tracebacks included, to a new file. False: it cannot be made now."""
         try:
             fd = open_log(self._directory)
         except StoreError:

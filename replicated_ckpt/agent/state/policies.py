@@ -21,8 +21,8 @@ _POLICIES_MAX = 256
 class PolicyBook:
     """The latest policy of each scope and tier. Safe for concurrent use.
 
-    A file that cannot be read, or is not as it was written, counts as none: nothing is removed until a save tells a policy
-    again. Its checksum is kept with it, as one bit makes a policy that keeps nine checkpoints one that keeps one.
+    A damaged file counts as empty: nothing is removed until a save brings a policy again. The file has a checksum, as one
+    flipped bit could turn a policy that keeps nine checkpoints into one that keeps one.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -40,10 +40,10 @@ class PolicyBook:
             return self._by_key.get((scope, tier, lineage))
 
     def learn(self, policies: Iterable[Policy]) -> bool:
-        """Takes over what is later than what is known; whether anything else is kept now than before.
+        """Stores policies that are later than the known ones; returns whether what they keep has changed.
 
         Raises:
-            StoreError: it cannot be written, and holds until this agent ends; the next call writes it.
+            StoreError: the file cannot be written. The policies apply until this agent ends; the next call writes them.
         """
         changed = []
         with self._lock:

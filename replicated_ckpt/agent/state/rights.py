@@ -1,4 +1,4 @@
-"""Rights: who asks, by the token of the request, and what each may ask for. A verb not named here is the owner's."""
+"""Rights: what each token allows. A verb that is not named here needs the owner's right."""
 
 import hashlib
 import hmac
@@ -9,26 +9,26 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 INVITATION_S = 86400.0
-"""The slowest rank of a save or load comes within the time-out of its process group, which is hours at most."""
+"""One day: the slowest rank of a save or load arrives within its process group's time-out, at most hours."""
 
 
 class Right(IntEnum):
-    """What the sender of a request has shown to be. Each may ask for all that those before it may."""
+    """The right of a request's sender, by its token. Each right includes those before it."""
 
     PEER = 1
     """Another node of a job, or one that was: it has the agent's token, which travels with the agent's address."""
     JOB = 2
-    """The coordinator of a job of this node's ranks: it has an invitation, which they post for this job's ranks."""
+    """The coordinator of a job with ranks on this node: it has an invitation, which those ranks have posted for it."""
     OWNER = 3
     """The agent's own user on its own host: it has read ROOT/.agent."""
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """What opens one agent. Neither appears in `repr`, logs or errors.
+    """The tokens of one agent. Neither appears in `repr`, logs or errors.
 
-    `_boot_unix_s` is what the host's clock would have shown when its monotonic one was zero, by its time now. From then on
-    an invitation is over only where both clocks say so: one that is set forward, or back, in a save leaves it valid.
+    `_boot_unix_s`: the wall clock minus the monotonic clock, at the start. An invitation ends only when both clocks have
+    passed its end, so a wall clock that jumps during a save does not end it.
     """
 
     peer: str = field(repr=False)
@@ -40,7 +40,7 @@ class Tokens:
         return cls(secrets.token_hex(16), secrets.token_hex(16))
 
     def right_of(self, given: str) -> Right | None:
-        """The right of the request that carries `given`; None: it has none."""
+        """The right that the token `given` shows; None: it is not valid."""
         if _are_same(given, self.owner):
             return Right.OWNER
         if _are_same(given, self.peer):
@@ -50,9 +50,9 @@ class Tokens:
 
 
 def invite(owner_token: str, now_unix_s: float) -> str:
-    """What lets the coordinator of a job open saves here and introduce the job's nodes, for INVITATION_S.
+    """A token that allows the coordinator of a job to open saves here and introduce the job's nodes, for INVITATION_S.
 
-    It is made from the owner's token and does not reveal it, so a rank asks no agent for it, and no agent keeps it.
+    It is signed with the owner's token, which it does not reveal. So a rank makes it alone, and no agent has to store it.
     """
     until = str(int(now_unix_s + INVITATION_S))
     return f"{until}.{_signature(owner_token, until)}"

@@ -1,4 +1,4 @@
-"""The largest sequence of each lineage that this node has heard of, kept across restarts: what it saves next is newer."""
+"""The largest sequence of each lineage that peers have reported, kept across restarts: the next save is newer."""
 
 import logging
 import threading
@@ -16,11 +16,11 @@ log = logging.getLogger(__name__)
 
 _NAME = "sequence_floor.json"
 LINEAGES_MAX = 1024
-"""Of which nothing lies here, by one sender. One more is not kept: made-up ones push out no real one."""
+"""For one sender, of lineages without a save here. A further one is refused, so made-up ones push out no real one."""
 
 
 class SequenceFloor:
-    """Only grow. Safe to use concurrently. An unreadable file counts as none: peers will say it again."""
+    """The values only grow. Safe to use concurrently. A damaged file counts as empty: peers report again."""
 
     def __init__(self, directory: Path) -> None:
         self._file = StateFile(directory / _NAME)
@@ -33,13 +33,13 @@ class SequenceFloor:
             return dict(self._by_lineage)
 
     def raise_to(self, sequences: Mapping[str, int], here: Mapping[str, int], sender: str) -> None:
-        """Keeps sequences that a sender tells, where they are larger than any before, as far as they are believed.
+        """Stores reported sequences that are larger than the known ones, up to a bound.
 
-        `here`: the largest that are committed or staged on this node, which bound what is believed. Not what was heard:
-        a liar would climb on its own words.
+        `here`: the largest sequences that are committed or staged on this node. The bound starts from these, not from
+        earlier reports: a hostile peer could otherwise raise it step by step.
 
-        What the disk does not take holds until this agent ends, and the next call writes it. That is logged and no error:
-        a full disk would keep the agent from removing what fills it.
+        If the disk cannot be written, the values hold until this agent ends, and the next call writes them. That is only
+        logged: on a full disk an error would keep the agent from removing checkpoints.
         """
         with self._lock:
             later = {name: found for name, found in sequences.items() if found > self._by_lineage.get(name, 0)}
@@ -60,14 +60,18 @@ class SequenceFloor:
         """With the lock held."""
         if not self._is_full_logged:
             self._is_full_logged = True
-            log.warning("%s tells of more than %d runs of which nothing lies here: not kept", sender, LINEAGES_MAX)
+            log.warning(
+                "%s reports more than %d runs without a save here; further ones are ignored", sender, LINEAGES_MAX
+            )
 
     def _write(self) -> None:
         """With the lock held."""
         try:
             self._file.write_state({"sequences": self._by_lineage, "senders": self._sender_by_lineage})
         except StoreError as exc:
-            log.warning("how far each run has come is known until this agent ends: %s", exc)
+            log.warning(
+                "the largest sequence of each run is not on disk, and is kept only until this agent ends: %s", exc
+            )
 
 
 def _parse(document: Any) -> tuple[dict[str, int], dict[str, str]]:

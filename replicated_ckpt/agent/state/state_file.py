@@ -13,7 +13,7 @@ _PROBLEMS = (ValueError, KeyError, TypeError, AttributeError, OverflowError, Rec
 
 
 class StateFile:
-    """JSON at `path`. Not for several threads at once: each book that has one holds a lock while it writes."""
+    """JSON at `path`. Not thread-safe: each book that uses one locks around its writes."""
 
     def __init__(self, path: Path, mode: int = 0o644) -> None:
         self._path = path
@@ -21,11 +21,11 @@ class StateFile:
         self._written = b""
 
     def read_state(self, parse: Callable[[Any], Found]) -> Found | None:
-        """What `parse` makes of what the last agent wrote; None if it cannot be read, or is something else.
+        """Reads and parses the last agent's document; None if it is missing or damaged.
 
         Raises:
-            StoreError: no file can be read now, for want of descriptors or memory. What is there is not taken for nothing:
-                it would be written anew without it.
+            StoreError: the system lacks descriptors or memory to read it. It must not count as missing: the next write
+                would lose its content.
         """
         try:
             raw = self._path.read_bytes()
@@ -40,10 +40,10 @@ class StateFile:
         return found
 
     def write_state(self, document: Any) -> None:
-        """Durably, unless it is there already. After a failure either may be there, and the next call writes its own.
+        """Writes the document durably, unless it is there already. After a failure the file has the old or the new one.
 
         Raises:
-            StoreError: as said.
+            StoreError: it could not be written; the next call writes again.
         """
         raw = json.dumps(document).encode()
         # Each save tells what is known already: an fsync each time would slow it down.

@@ -1,4 +1,4 @@
-"""What uploads need across restarts, so that an agent alone can finish them: buckets, orders by hand, uploads in parts."""
+"""The state of uploads across restarts, so that an agent alone can finish them: buckets, orders, uploads in parts."""
 
 import logging
 import threading
@@ -22,11 +22,10 @@ _Known = tuple[list[ObjectTarget], dict[str, str], list[tuple[str, str, dict[str
 
 
 class UploadBook:
-    """Targets by URL; URLs of orders by save id; by save id and shard, what continues an upload in parts.
+    """Targets by URL; URLs of orders by save id; and, by save id and shard, the state of an upload in parts.
 
-    The file is readable by this user alone, as it holds the credentials that the ranks hold in their memory. It stays
-    small, as only shards that are on their way have an entry. Safe for concurrent use. `bucket` keeps what it has opened
-    until the credentials change.
+    Only this user can read the file, as it holds credentials from the ranks. It stays small: only shards in progress
+    have an entry. Safe for concurrent use. `bucket` caches opened buckets until the credentials change.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -40,10 +39,10 @@ class UploadBook:
         self._bucket_by_url: dict[str, Bucket] = {}
 
     def learn(self, target: ObjectTarget) -> bool:
-        """Keeps a target, in place of an older one of the same URL; whether it is a new one.
+        """Stores a target, in place of an older one of the same URL; returns whether it is new.
 
         Raises:
-            StoreError: it cannot be written, and holds until this agent ends; it is written when it is told again.
+            StoreError: the file cannot be written. The target holds until this agent ends; the next call writes it.
         """
         with self._lock:
             is_new = self._target_by_url.pop(target.url, None) != target
@@ -58,7 +57,7 @@ class UploadBook:
         return is_new
 
     def read_urls(self) -> tuple[str, ...]:
-        """URLs of the buckets, the one that was named last comes last."""
+        """URLs of the buckets; the one that was named last is last."""
         with self._lock:
             return tuple(self._target_by_url)
 
@@ -81,7 +80,7 @@ class UploadBook:
             return self._bucket_by_url.setdefault(url, opened) if is_current else opened
 
     def order(self, save_id: str, url: str) -> None:
-        """Keeps an order by hand, also for a manifest that asks for no upload. Raises StoreError: it is not kept."""
+        """Stores an order by hand, also for a save without an upload of its own. Raises StoreError: it is not stored."""
         with self._lock:
             before = self._url_by_save
             self._url_by_save = {**before, save_id: url}
@@ -97,7 +96,7 @@ class UploadBook:
             return save_id in self._url_by_save
 
     def apply(self, manifest: Manifest) -> Manifest:
-        """The manifest as if the order were written in it: an order goes before what was decided at the save."""
+        """The manifest with the URL of an order by hand, if there is one: it takes precedence over the save's own."""
         with self._lock:
             url = self._url_by_save.get(manifest.save_id)
         if url is None:
@@ -108,17 +107,17 @@ class UploadBook:
         return replace(manifest, upload=entry)
 
     def begun(self, save_id: str, shard: str) -> BegunUpload:
-        """What continues the upload of a shard in parts; it is forgotten with the save."""
+        """The state of a shard's upload in parts, until `forget`."""
         with self._lock:
             return self._begun_by_save.setdefault(save_id, {}).setdefault(shard, BegunUpload(keep=self._keep))
 
     def read_saves(self) -> frozenset[str]:
-        """The saves that an order or a begun upload is kept of."""
+        """The saves with an order or a begun upload."""
         with self._lock:
             return frozenset(self._url_by_save.keys() | self._begun_by_save.keys())
 
     def forget(self, save_id: str) -> None:
-        """Drops the order and what was begun of a save, from the disk, too. Raises StoreError"""
+        """Removes the order and the begun uploads of a save, also from the disk. Raises StoreError."""
         with self._lock:
             self._url_by_save.pop(save_id, None)
             self._begun_by_save.pop(save_id, None)
@@ -148,7 +147,7 @@ def _parse(document: Any) -> _Known:
 
 
 def _parse_target(fields: Any) -> ObjectTarget | None:
-    """None: this version takes it for no target. The others of the book stay."""
+    """The target; None if this version cannot parse it. The others of the book stay."""
     try:
         return ObjectTarget.from_json(fields)
     except (ConfigInvalid, KeyError, TypeError, ValueError) as exc:

@@ -1,4 +1,4 @@
-"""Retention in the bucket: what goes when a newer save has come, and what is not brought any more."""
+"""Retention in the bucket: removes saves when a newer one is there, and refuses uploads that would be removed."""
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -29,16 +29,16 @@ from replicated_ckpt.stores.bucket.removal import remove_save, remove_superseded
 log = logging.getLogger(__name__)
 
 TOLD_MAX = 16
-"""So many uploads that are over a node tells of although it has nothing of those saves any more."""
+"""The last uploads that a node still reports after it has removed those saves."""
 
 _REFUSED_MAX = 16
-"""Of the checkpoints that may not be deleted so many are tried after each save."""
+"""Refused deletions after each save, before the rest waits for the next one."""
 
 
 def make_node_report(service: NodeService, book: UploadBook, uploads: Mapping[str, UploadProgress]) -> NodeReport:
-    """What this node says of its policies and uploads. One of which it does not know that it is over is not.
+    """This node's report of its policies and uploads. An upload counts as over only if this agent has seen its end.
 
-    The last ones stay uploaded when they are retired here: other nodes may not have looked into the bucket since.
+    The last ones stay in the report after they are retired here: other nodes may not have looked into the bucket yet.
     """
     removed = service.store.journal.read_removed()
     states = {save_id: upload.state for save_id, upload in uploads.items()}
@@ -63,12 +63,10 @@ def make_node_report(service: NodeService, book: UploadBook, uploads: Mapping[st
 
 
 def check_wanted(service: NodeService, bucket: Bucket, manifest: Manifest) -> None:
-    """Looks whether the bucket would keep a save that is not there: one that it gave up is not brought again.
-
-    What has arrived of that goes.
+    """Checks that the bucket's policy would keep a save before it is uploaded. If not, its objects there are removed.
 
     Raises:
-        SaveAborted: it would not, or this node's user has removed the save meanwhile. StoreError
+        SaveAborted: the policy would not keep it, or this node's user has removed the save. StoreError
     """
     _check_not_removed(service, manifest)
     histories = service.store.catalog.histories(scope_of(manifest.checkpoint_id))
@@ -89,12 +87,12 @@ def check_wanted(service: NodeService, bucket: Bucket, manifest: Manifest) -> No
 def withdraw_removed(
     service: NodeService, bucket: Bucket, manifest: Manifest, look: Callable[[], Sequence[NodeView]]
 ) -> None:
-    """Removes from the bucket what was just brought there, if this node's user has removed the save during its upload.
+    """Removes a save from the bucket if this node's user has removed it during its upload.
 
-    Where another node that answers has it still, what is in the bucket is that one's, too, and stays.
+    If another node that answers still has the save, it stays in the bucket.
 
     Raises:
-        SaveAborted: so it was. StoreError: it is still in the bucket.
+        SaveAborted: the user has removed it. StoreError: it is still in the bucket.
     """
     try:
         _check_not_removed(service, manifest)
@@ -119,10 +117,9 @@ def _check_not_removed(service: NodeService, manifest: Manifest) -> None:
 
 
 def retire_in_bucket(service: NodeService, bucket: Bucket, manifest: Manifest) -> Collection[str]:
-    """Removes what the bucket keeps no longer, now that this save is there. What cannot be removed is logged and stays.
+    """Applies the bucket's policy, now that this save is there; returns the removed saves. Failures are logged.
 
-    Newest first: what has just been replaced goes, however many older ones may not be deleted, as a legal hold is on them.
-    Returns the saves that are gone.
+    Newest first: so the checkpoint that was just retired goes, even if older ones have a legal hold.
     """
     refusals, gone = list[StoreDenied](), set[str]()
     try:
@@ -143,7 +140,7 @@ def retire_in_bucket(service: NodeService, bucket: Bucket, manifest: Manifest) -
 
 
 def tidy_after(bucket: Bucket, manifest: Manifest, there: BucketSave) -> None:
-    """Removes what an agent has left that did not come to the end of its commit. What cannot be is logged and stays."""
+    """Removes objects that an interrupted commit has left. Failures are logged."""
     try:
         remove_superseded(bucket, manifest, there)
     except ReplicatedCkptError as exc:
@@ -151,9 +148,9 @@ def tidy_after(bucket: Bucket, manifest: Manifest, there: BucketSave) -> None:
 
 
 def _judge(policies: PolicyBook, bucket: Bucket, manifest: Manifest, *besides: Candidate) -> Sequence[Verdict]:
-    """What becomes of this run's saves there, and of those `besides`, by what this node's ranks have told of that bucket.
+    """The verdicts on this run's saves in the bucket, and on those `besides`, by the policy of this node's ranks.
 
-    Empty if nothing is to go, or the run has gone on without this node: it may want something else by now.
+    Empty if there is no policy, or if the run has gone on without this node: its policy may have changed.
     """
     policy = policies.of(scope_of(manifest.checkpoint_id), bucket.client.target.url, manifest.lineage)
     if policy is None or policy.retention is None:
@@ -166,7 +163,7 @@ def _judge(policies: PolicyBook, bucket: Bucket, manifest: Manifest, *besides: C
 
 
 def _there(bucket: Bucket, manifest: Manifest, retention: Retention) -> Sequence[Candidate]:
-    """The committed saves of the same run. Those without a mark are not ours: they neither count nor go.
+    """The committed saves of the same run. Those without a mark are not ours: they neither count nor are removed.
 
     Metrics lie in the manifests, which are read where the policy goes by one.
 
@@ -188,18 +185,18 @@ def _there(bucket: Bucket, manifest: Manifest, retention: Retention) -> Sequence
 
 
 def _remove(bucket: Bucket, verdict: Verdict) -> bool:
-    """Whether the save is not there now: it may have been replaced since it was listed. Raises StoreError."""
+    """Removes a save; returns whether it is gone, also if it was replaced since the listing. Raises StoreError."""
     there, url = bucket.save_of(verdict.checkpoint_id), bucket.client.target.url
     # The name may belong to a newer save by now, which must not go in its place.
     if there is None or there.save_id != verdict.save_id:
         return True
-    with suppress(ManifestInvalid, ObjectMissing):  # what is damaged goes like the others
+    with suppress(ManifestInvalid, ObjectMissing):  # a save with a damaged manifest is removed like the others
         try:
             decode_manifest(bucket.manifest_raw(there), url)
         except ManifestVersionUnknown as exc:
             log.warning("%s stays in %s: %s", verdict.checkpoint_id, url, exc)
             return False
-    if bucket.save_of(verdict.checkpoint_id) != there:  # what is deleted is what has the name then
+    if bucket.save_of(verdict.checkpoint_id) != there:  # replaced since: the newer save stays
         return True
     bucket.remove(there)
     log.info("removed %s (save %s) from %s: %s", verdict.checkpoint_id, verdict.save_id, url, verdict.rule)

@@ -1,4 +1,4 @@
-"""Probes: what a bucket says before a save. A save waits a bounded time for that, however long the bucket takes."""
+"""Probes: a look into a bucket before a save. The save waits for a bounded time, however slow the bucket is."""
 
 import threading
 from collections.abc import Mapping
@@ -15,12 +15,12 @@ from replicated_ckpt.stores.bucket_client.client import AWAY_HINT
 from replicated_ckpt.stores.thread_start import start_worker
 
 FIRST_WAIT_S, WAIT_S = 10.0, 2.0
-"""How long a save waits for the first answer of a bucket, of which all checkpoints are listed then, and for later ones."""
+"""How long a save waits for a bucket: the first time, when all its checkpoints are listed, and later."""
 _NOTHING = {"is_empty": False, "save_id": "", "lineage": "", "histories": {}, "error": "", "kind": ""}
 
 
 class Prober:
-    """At most one probe of a bucket is under way, on a thread of its own. Safe for concurrent use."""
+    """Runs at most one probe of a bucket at a time, each on its own thread. Safe for concurrent use."""
 
     def __init__(self, book: UploadBook) -> None:
         self._book = book
@@ -32,7 +32,7 @@ class Prober:
     def probe(self, url: str, checkpoint_id: str) -> Mapping[str, Any]:
         """Whether a bucket can be reached, what lies under a checkpoint's name, and the lineages in its directory of ids.
 
-        One that has not answered in time is said to be unavailable, at once while its last probe is still under way.
+        A bucket that does not answer in time counts as unavailable; while its last probe still runs, at once.
         """
         with self._lock:
             # A bucket that hangs must not get one more thread with each save.
@@ -69,7 +69,7 @@ class Prober:
                 self._under_way.discard(url)
 
     def _histories(self, url: str, bucket: Bucket, scope: str) -> Mapping[str, Any]:
-        """What the bucket tells of lineages, looked for once: from then on the saves of this run are the newest."""
+        """The histories in the bucket. It is listed once: from then on this run makes the newest saves."""
         # Listing a large bucket takes seconds, and each save would wait for it.
         if url not in self._holdings_by_url:
             self._holdings_by_url[url] = tuple(save.holding for save in bucket.saves() if save.mark is not None)

@@ -1,4 +1,4 @@
-"""One save's upload as the agent's memory has it: how far it has come, and when it is tried again."""
+"""The progress of one save's upload, in memory: the parts that are done, and the time of the next try."""
 
 import random
 from dataclasses import dataclass, field
@@ -7,16 +7,16 @@ from replicated_ckpt.core.bucket.upload_plan import UploadState
 from replicated_ckpt.errors import CheckpointExists, ConfigInvalid, ReplicatedCkptError, StoreDenied
 
 WAIT_FIRST_S, WAIT_MAX_S = 0.1, 10.0
-"""How long between two looks for the shards of the others."""
+"""Between two looks for the shards of other nodes."""
 RETRY_FIRST_S, RETRY_MAX_S = 0.5, 60.0
-"""How long between two tries after an error; drawn between half and all of it, so that nodes do not try in step."""
+"""Between two tries after an error, times a random 0.5 to 1, so that nodes do not retry in step."""
 
 
 @dataclass
 class UploadProgress:
-    """`state` is what others are told, `intact` the shards that were found so in the bucket. Times are the uploader's.
+    """`state`: the public part. `intact`: shards that were found intact in the bucket. Times are from the uploader's clock.
 
-    `is_retired`: it was there, and this agent has removed it since, as the bucket's retention says.
+    `is_retired`: this agent has removed the save from the bucket by its retention.
     """
 
     state: UploadState
@@ -34,23 +34,23 @@ class UploadProgress:
 
     @property
     def is_absent(self) -> bool:
-        """Whether it is known not to be in the bucket, and will not come there."""
+        """Whether the save is not in the bucket and will not be uploaded."""
         return self.is_retired or self.state.state == "superseded"
 
     def end(self, state: str, why: str = "") -> None:
-        """It is "committed" or "superseded"."""
+        """Ends the upload. `state`: "committed" or "superseded"."""
         self._clear_error()
         self.state.state, self.state.error = state, why
         self.intact.clear()
 
     def wait_for_end(self, now: float) -> None:
-        """This node has brought what it can: the next look is soon, then ever later."""
+        """This node has uploaded its part, and waits for others: the pause between looks grows."""
         self._clear_error()
         self._wait_s = min(WAIT_MAX_S, 1.5 * self._wait_s)
         self._pause(now, self._wait_s)
 
     def fail(self, exc: ReplicatedCkptError, now: float) -> None:
-        """Notes what a try has failed with, and when the next one is."""
+        """Records a failed try, and the time of the next one."""
         state = self.state
         if self._failing_since is None:
             self._failing_since = now
@@ -62,7 +62,7 @@ class UploadProgress:
         self._pause(now, min(RETRY_MAX_S, RETRY_FIRST_S * 2.0 ** min(state.attempts, 20), longest_s))
 
     def try_now(self) -> None:
-        """The next try is at once, as if none had failed yet."""
+        """Tries again at once, as if no try had failed."""
         self.state.is_denied, self.state.failing_s = False, 0.0
         self._failing_since, self.due = None, 0.0
 

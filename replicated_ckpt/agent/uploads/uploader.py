@@ -1,7 +1,7 @@
-"""Uploads: each agent brings its own node's shards to the bucket, and the one that sees that all are there commits.
+"""Uploads: each agent uploads its own node's shards, and the one that finds all of them in the bucket commits.
 
-No agent is in charge. What a save needs is in its manifest, which every holder has; what is there already is in the bucket.
-So an agent that restarts looks and carries on, and a holder of a copy does the part of an owner that is gone.
+No agent is in charge. The manifest, which every holder has, lists the shards; the bucket shows which of them are there.
+So a restarted agent looks and goes on, and a holder of a copy uploads the shards of an owner that is gone.
 """
 
 import logging
@@ -43,15 +43,15 @@ from replicated_ckpt.stores.verified import Expected
 log = logging.getLogger(__name__)
 
 HELD_WITHIN_S = 30.0
-"""A removal waits that long for a request to the bucket that is under way; then what the upload brings goes after it."""
+"""How long a removal waits for a request in progress. After that, the upload itself removes what it has uploaded."""
 
 
 class UploadPaused(Exception):
-    """The save is being removed: its upload lets go of it for now."""
+    """The save is being removed: its upload stops for now."""
 
 
 class PausedUploads:
-    """Which save the uploader works on, and which ones it is not to begin. Safe for concurrent use."""
+    """The save that the uploader works on, and the saves that it must not start. Safe for concurrent use."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -60,7 +60,7 @@ class PausedUploads:
 
     @contextmanager
     def work_on(self, save_id: str) -> Iterator[None]:
-        """For the uploader, around all that it does in the bucket for one save. Raises UploadPaused: not now."""
+        """The uploader wraps all its work on one save in this. Raises UploadPaused: the save is paused."""
         with self._changed:
             if save_id in self._paused:
                 raise UploadPaused
@@ -74,7 +74,7 @@ class PausedUploads:
 
     @contextmanager
     def hold(self, save_id: str) -> Iterator[None]:
-        """Inside, the save is not uploaded. What is under way ends first, if it does within HELD_WITHIN_S."""
+        """Pauses the upload of a save inside the block. Waits up to HELD_WITHIN_S for a request in progress."""
         with self._changed:
             self._paused[save_id] += 1
             self._changed.wait_for(lambda: self._at_work != save_id, HELD_WITHIN_S)
@@ -93,14 +93,14 @@ class PausedUploads:
 
 IDLE_PAUSE_S = 5.0
 WAITED_FOR_S = 1.0
-"""How long between two looks for the shards of the others, while a rank asks how far it has come."""
+"""Between two looks for the shards of other nodes while a rank waits for the upload."""
 BUSY_S = 3600.0
-"""An agent that ranks started stays that long for an upload that does not move."""
+"""How long an agent that ranks started stays for an upload without progress."""
 _FORGOTTEN_MAX = 1024
 SHARDS_PARALLEL = 2
-"""Each of them in PARTS_PARALLEL parts at once, of 16 MiB of memory."""
+"""Each shard in PARTS_PARALLEL parts at once, with 16 MiB of memory for a part."""
 LOOK_AGAIN_S = 2.0
-"""How long a look that fails is made again before the whole try has failed."""
+"""How long one request is retried before the whole try fails."""
 _JOIN_S = 2.0
 _MISSING_MAX = 8
 
@@ -144,13 +144,13 @@ class Uploader:
         self._woken.set()
 
     def join(self) -> None:
-        """Waits a moment for the thread, after `stopping` was set: a request that hangs ends with the process."""
+        """Waits up to 2 s for the thread, after `stopping` was set. A request that hangs ends with the process."""
         self._woken.set()
         self._thread.join(_JOIN_S)
 
     @property
     def is_busy(self) -> bool:
-        """Whether something waits to be uploaded, and has not waited in vain for BUSY_S."""
+        """Whether an upload is pending that made progress in the last BUSY_S."""
         since = self._clock() - BUSY_S
         return any(
             upload.is_pending and not upload.state.is_denied and upload.moved_at > since
@@ -167,11 +167,11 @@ class Uploader:
         return {"pending": pending, "done": len(uploads) - len(pending), "bytes_sent": self.bytes_sent}
 
     def node_report(self) -> NodeReport:
-        """What this node says of its policies of retention and its uploads. From any thread."""
+        """This node's report of its retention policies and uploads. From any thread."""
         return make_node_report(self._service, self.book, self._read_uploads())
 
     def state_of(self, save_id: str) -> UploadState | None:
-        """How far a save has come; the caller waits, so it is looked at soon. None: not here, or not to be uploaded."""
+        """The progress of a save. The caller waits, so the next look is soon. None: not here, or not to be uploaded."""
         if save_id not in self._uploads or self.book.is_ordered(save_id):  # to another bucket than it may be in
             self._find_wanted()
         upload = self._uploads.get(save_id)
@@ -185,14 +185,14 @@ class Uploader:
         return upload.state
 
     def try_now(self, *save_ids: str) -> None:
-        """Has these saves, or all, tried at once as if they had not failed yet: the reason may be gone."""
+        """Tries these uploads, or all, at once: the reason of their failures may be gone."""
         for save_id, upload in self._read_uploads().items():
             if upload.is_pending and (save_id in save_ids or not save_ids):
                 upload.try_now()
         self._woken.set()
 
     def order(self, save_id: str, url: str) -> None:
-        """Has a save uploaded by hand; the bucket is looked at again, which may have been emptied. Raises StoreError."""
+        """Orders the upload of a save. The bucket is read again, as it may have been emptied. Raises StoreError."""
         self.book.order(save_id, url)
         with self._lock:
             if save_id in self._uploads and not self._uploads[save_id].is_pending:
@@ -215,7 +215,7 @@ class Uploader:
             self._woken.wait(pause_s)
 
     def round(self) -> float:
-        """Does what is due, newest save first; returns the seconds until something is due again.
+        """Advances all uploads that are due, newest save first; returns the seconds until the next one is due.
 
         Raises:
             StoreError: the node's own store cannot be read. Stopped: the agent is leaving.
@@ -240,7 +240,7 @@ class Uploader:
         return IDLE_PAUSE_S if soonest is None else min(IDLE_PAUSE_S, max(0.0, soonest - self._clock()))
 
     def _find_wanted(self) -> list[tuple[Manifest, UploadProgress]]:
-        """The saves here that are to be uploaded and are not known to be in the bucket, by what is committed here now."""
+        """The committed saves of this node that must be uploaded, and are not known to be in the bucket."""
         removed, catalog = self._service.store.journal.read_removed(), self._service.store.catalog
         committed = [
             manifest for name, manifest in catalog.committed() if name == manifest.checkpoint_id
@@ -251,9 +251,9 @@ class Uploader:
             return self._pending([manifest for manifest in committed if manifest.save_id not in removed])
 
     def _find_left(self, replaced: Sequence[Manifest]) -> list[Manifest]:
-        """The replaced versions whose newer ones are not whole after so long that nodes may be gone that had parts of them.
+        """The replaced versions that still wait after `lost_after_s` for the newer one to be whole: its nodes may be lost.
 
-        Before that they are not worth the upload: the newer one goes to the bucket, and they go from here.
+        Before that they are not uploaded: usually the newer version is, and they are removed here.
         """
         now = self._clock()
         self._replaced_since = {one.save_id: self._replaced_since.get(one.save_id, now) for one in replaced}
@@ -280,7 +280,7 @@ class Uploader:
         return list(found.values())
 
     def _try(self, manifest: Manifest, upload: UploadProgress) -> ReplicatedCkptError | None:
-        """Returns what it has failed with."""
+        """Tries one upload; returns its error, if any."""
         upload.state.attempts += 1
         try:
             with self.paused.work_on(manifest.save_id):
@@ -308,16 +308,16 @@ class Uploader:
         return None
 
     def _forget_gone(self, wanted: Collection[str]) -> None:
-        """Forgets the saves that lie here no longer: replaced, retired or removed before they were in the bucket."""
+        """Forgets saves that are no longer here: replaced, retired or removed before their upload was over."""
         gone = self.book.read_saves().difference(wanted)
         if not gone or any(self._service.store.catalog.with_invalid_manifest()):
-            return  # a manifest that is not believed now may be one of theirs
+            return  # a damaged manifest may belong to one of them
         here = {holding.save_id for holding in self._service.holdings()} - self._service.store.journal.read_removed()
         for save_id in gone - here:
             self.book.forget(save_id)
 
     def _advance(self, manifest: Manifest, upload: UploadProgress) -> bool:
-        """Uploads what is this node's to upload now; whether the save is committed in the bucket afterwards."""
+        """Uploads this node's part of a save; returns whether the save is committed in the bucket afterwards."""
         bucket, save_id = self._open_patiently(upload.state.url), manifest.save_id
         there = bucket.save_of(manifest.checkpoint_id)
         if there is not None and self._is_whole(bucket, manifest, there, upload):
@@ -347,14 +347,14 @@ class Uploader:
         return True
 
     def _open_patiently(self, url: str) -> Bucket:
-        """A try has some twenty looks, and one that fails puts all of it off, ever longer: each gets LOOK_AGAIN_S."""
+        """Opens a bucket with retries of LOOK_AGAIN_S: one failure in some twenty requests would postpone the whole try."""
         client, within_s = self.book.bucket(url).client, LOOK_AGAIN_S
         return Bucket(
             RetryingClient(client, within_s=within_s, look_within_s=within_s, should_stop=self._stopping.is_set)
         )
 
     def _is_whole(self, bucket: Bucket, manifest: Manifest, there: BucketSave, upload: UploadProgress) -> bool:
-        """Whether a save is what is committed there, with all its objects; more closely for an order by hand."""
+        """Whether the save is committed there with all its objects. For an order by hand, each shard is checked, too."""
         if there.save_id != manifest.save_id or not manifest.shard_sizes.items() <= there.sizes.items():
             return False
         if not self.book.is_ordered(manifest.save_id):
@@ -362,9 +362,10 @@ class Uploader:
         return bucket.is_described(there) and manifest.shards.keys() == self._find_intact(bucket, manifest, upload)
 
     def _find_intact(self, bucket: Bucket, manifest: Manifest, upload: UploadProgress) -> set[str]:
-        """The shards that are in the bucket; each is looked at until it was found intact once.
+        """The intact shards in the bucket. A shard that was intact once is not checked again.
 
-        Once all are there, anew, where the place is not this save's alone: another one's may have gone over them since.
+        Except that all are checked again once all are there, if the save has no prefix of its own: another save may have
+        overwritten them.
         """
         arrived = bucket.find_arrived(manifest)
         if arrived == manifest.shards.keys() and not prefix_of(manifest):
@@ -378,7 +379,7 @@ class Uploader:
         return there
 
     def _mine(self, manifest: Manifest, missing: set[str], upload: UploadProgress) -> set[str]:
-        """Those of the missing shards that this node brings: its own, and those whose owners are gone."""
+        """The missing shards that this node must upload: its own, and those of owners that are gone."""
         own = self._service.node_id
         held = {
             name
@@ -397,12 +398,12 @@ class Uploader:
         return mine
 
     def _look(self) -> Sequence[NodeView]:
-        """What other nodes hold now. From any thread of an upload."""
+        """Asks the other nodes what they hold. From any thread of an upload."""
         with self._watch_lock:
             return self._watch.look()
 
     def _bring_all(self, bucket: Bucket, manifest: Manifest, names: Sequence[str], upload: UploadProgress) -> None:
-        """Some at once: what each costs in round trips goes on next to the bytes of another."""
+        """Uploads several shards at once, so that the round trips of one overlap with the bytes of another."""
 
         def bring(name: str) -> None:
             self._bring(bucket, manifest, name, upload)
