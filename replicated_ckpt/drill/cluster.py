@@ -27,7 +27,7 @@ _TRIES = 100
 
 
 def find_free_port() -> int:
-    """One of 127.0.0.1 that is free, and that Linux gives to nothing which asks for any port: so it is a moment later, too.
+    """A free port of 127.0.0.1 outside the range from which Linux picks ports: so it is still free a moment later.
 
     If no port of that kind is free, it is any that is free now.
     """
@@ -103,7 +103,7 @@ class Job:
         return self._write("stacks") + self._log_tails(self.nodes)
 
     def _write(self, kind: str) -> str:
-        """What ranks wrote into files of this kind among the results."""
+        """The files of this kind that ranks wrote into the results."""
         written = {path.name: path.read_text() for path in sorted(self.results.glob(f"{kind}-rank-*.txt"))}
         return "".join(f"--- {name}\n{text}\n" for name, text in written.items() if text)
 
@@ -156,7 +156,7 @@ class Cluster:
             raise DrillError(message, hint or None)
 
     def kill_nodes(self, stores: Sequence[Path]) -> None:
-        """The nodes are gone: SIGKILL to their torchruns, ranks and agents, then their stores with all that is in them.
+        """Kills the nodes: SIGKILL to their torchruns, ranks and agents, then removes their stores.
 
         Raises: DrillError if something of one cannot be killed.
         """
@@ -169,7 +169,7 @@ class Cluster:
             shutil.rmtree(store)
 
     def stop_agents(self) -> bool:
-        """Ask everything that still runs, which after a job are the agents, to stop; kill what does not.
+        """Send SIGTERM to everything that still runs, after a job the agents; kill what does not stop.
 
         Returns: whether none had to be killed.
         """

@@ -36,7 +36,7 @@ AGENT_DIR = ".agent"
 
 @dataclass(frozen=True, slots=True)
 class DrillResult:
-    """What came out: one report per scenario in the order of the plan's runs, and what was trained on."""
+    """The result: one report per scenario in the order of the plan's runs, and the source of the training data."""
 
     reports: tuple[ScenarioReport, ...]
     data: str | None
@@ -51,7 +51,7 @@ class _Dataset:
 
 @dataclass(frozen=True, slots=True)
 class _Loss:
-    """A run after its loss: what it reported before, how long the survivors, if any, needed to notice."""
+    """A run after its loss: the ranks' reports from before, and how long the survivors, if any, needed to notice."""
 
     before: Evidence
     detect_s: float | None

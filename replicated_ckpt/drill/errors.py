@@ -1,4 +1,4 @@
-"""What can go wrong with a drill itself; what it finds out about checkpoints is a verdict, not an error."""
+"""Errors of a drill itself. A scenario that did not hold is a verdict, not an error."""
 
 from replicated_ckpt.errors import ReplicatedCkptError
 

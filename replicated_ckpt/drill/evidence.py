@@ -90,7 +90,7 @@ class LoadRecord:
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """All that one rank has to tell, written once, when it reached its end step or gave up loading."""
+    """The report of one rank, written once, at its end step or after a failed load."""
 
     rank: int
     saves: tuple[SaveRecord, ...]
@@ -99,7 +99,7 @@ class RankReport:
     wait: WaitRecord | None = None
 
     def write_report(self, results: Path) -> None:
-        """Appear in the results, whole."""
+        """Write the report into the results, in one step."""
         write_json(results / f"rank-{self.rank}.json", dataclasses.asdict(self))
 
 

@@ -1,4 +1,4 @@
-"""Where a drill's checkpoints go besides the nodes: a place of its own under a URL, or in an embedded moto server."""
+"""The object store of a drill: a new prefix under a URL, or an embedded moto server."""
 
 import importlib.util
 import math
@@ -36,7 +36,7 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class ObjectStore:
-    """What writers and readers are given. `about` names it for people, without a secret."""
+    """The options for writers and readers. `about`: its name in the output, without a secret."""
 
     url: str
     storage_options: Mapping[str, Any] | None
@@ -69,7 +69,7 @@ def object_store(named: str | None, workdir: Path, *, keep: bool, progress: Prog
 
 
 def _way_to(endpoint_url: str) -> dict[str, Any]:
-    """Options of s3fs for moto, complete: nothing of the environment's is meant for it, least of all a proxy."""
+    """All options of s3fs for moto, so that it takes none from the environment, such as a proxy."""
     return {
         "key": "drill",
         "secret": "drill-secret",
@@ -135,7 +135,7 @@ def _own_prefix(url: str, *, keep: bool, progress: Progress) -> Iterator[str]:
 
 
 def _remove_all(client: ObjectClient, own: str, progress: Progress) -> None:
-    """Removes what the drill put there, uploads that its nodes died in included. Says so where it cannot."""
+    """Removes all objects of the drill, and uploads that dying nodes have left. A failure is reported as progress."""
     try:
         client.delete(list(_keys(client, "")))
         client.end_unfinished("", -math.inf)  # begun before now by any clock

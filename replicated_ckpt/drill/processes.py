@@ -15,9 +15,10 @@ POLL_S = 0.02
 
 @contextmanager
 def hold_interrupts() -> Iterator[None]:
-    """Ctrl-C and SIGTERM wait for the end of the block, which starts a process and notes it: one that is interrupted in
-    between has a child that is not noted, and that has no mark until it runs its command. What is ignored stays ignored.
-    For the main thread; in others no signal arrives.
+    """Delays Ctrl-C and SIGTERM to the end of the block, which starts a process and records it.
+
+    Interrupted in between, the child would not be recorded, and has no mark until it runs its command. A signal that is
+    ignored stays ignored. Does nothing outside the main thread, which alone receives signals.
 
     Raises:
         KeyboardInterrupt: after the block, if one came.

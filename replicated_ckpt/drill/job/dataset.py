@@ -25,7 +25,7 @@ MADE_UP_IMAGES = 2048
 def fashion_mnist(data: Path | None, *, debian_dir: Path = DEBIAN_DIR) -> Images:
     """FashionMNIST from `data` if given, else from Debian's package, else downloaded by torchvision, else random images.
 
-    Reading needs no torchvision. The `source` of what is returned says in one line what it is.
+    Reading needs no torchvision. `source` of the result describes it in one line.
 
     Raises: DatasetUnusable when `data` is given and there is no FashionMNIST in it, or a file of it is damaged.
     """
