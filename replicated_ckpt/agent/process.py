@@ -128,7 +128,7 @@ class Agent:
         # The port and tokens of the last start: peers that were away still find and know this node.
         identity = next_identity(directory, self._service.node_id)
         self._certificate = open_certificate(self.config, directory)
-        server = self._listening(identity)
+        server = self._open_server(identity)
         self._endpoint = self._open_endpoint(server, identity)  # before the first request is answered
         self._greeter = Greeter(self._service.peers, self._endpoint)
         hear((signal.SIGTERM, signal.SIGINT), self._on_signal)
@@ -173,13 +173,13 @@ class Agent:
         elif (staying := staying_lock(directory)) is not None:
             # Held before the wait: the agent that ranks started leaves once it sees this lock.
             self._staying = staying
-            self._say_that_it_waits(directory)
+            self._log_wait(directory)
             lock = root_lock(directory, LEAVE_WITHIN_S)  # that of ranks ends once it has finished the open saves
         if lock is None:
             raise served_already(self.config.root, directory)
         return lock
 
-    def _say_that_it_waits(self, directory: Path) -> None:
+    def _log_wait(self, directory: Path) -> None:
         """Logs what this agent waits for: from outside it looks as if it hung."""
         pid = holder_of(directory / LOCK_NAME)
         if pid is not None:
@@ -256,7 +256,7 @@ class Agent:
         except (ReplicatedCkptError, OSError) as exc:  # of the node's own disk: what is left the next start settles
             log.error("leaves although it cannot read which saves are open: %s", exc)  # noqa: TRY400 - it explains itself
 
-    def _listening(self, identity: Identity) -> AgentServer:
+    def _open_server(self, identity: Identity) -> AgentServer:
         objects = ObjectRoutes(self._service, self._uploader)
         routes = WatchedRoutes(
             self._activity, self._service, self._reprotector, objects, self.status, self._stopping.set

@@ -34,9 +34,9 @@ def pull_metadata(service: NodeService, save_id: str, request: Request) -> Recei
         wanted = Received(int(fields["size_bytes"]), int(fields["crc32c"]))
         if "same_as" in fields:
             other = fields["same_as"]
-            opened = partial(_opened_here, service, str(other["checkpoint_id"]), str(other["save_id"]))
+            opened = partial(_open_here, service, str(other["checkpoint_id"]), str(other["save_id"]))
         else:
-            opened = partial(_opened_there, service.peers.address_of(str(fields["from"])), save_id)
+            opened = partial(_open_at_peer, service.peers.address_of(str(fields["from"])), save_id)
     # A negative size would pass every bound below.
     if wanted.size_bytes < 0:
         raise PeerProtocolError(f"No metadata has {wanted.size_bytes} bytes.")
@@ -55,13 +55,13 @@ Read = Callable[[int, memoryview], object]
 
 
 @contextlib.contextmanager
-def _opened_there(source: AgentAddress, save_id: str) -> Iterator[tuple[str, Read]]:
+def _open_at_peer(source: AgentAddress, save_id: str) -> Iterator[tuple[str, Read]]:
     with AgentClient(source) as client:
         yield client.address.label, partial(client.read_range, metadata_path(save_id))
 
 
 @contextlib.contextmanager
-def _opened_here(service: NodeService, checkpoint_id: str, save_id: str) -> Iterator[tuple[str, Read]]:
+def _open_here(service: NodeService, checkpoint_id: str, save_id: str) -> Iterator[tuple[str, Read]]:
     root, fd = str(service.store.root), service.store.open_file(checkpoint_id, save_id, METADATA_NAME)
     with closing_fd(fd), translate_errors(root, "read", METADATA_NAME):
         yield root, partial(_read_file, root, fd)

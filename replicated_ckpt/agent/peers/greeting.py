@@ -31,7 +31,7 @@ PARALLEL_MAX = 64
 WAIT_MAX_S = 2.0  # less than the greeter waits for its answer
 PAIRS_MAX = 16_384
 """Pairs of node and sender's address that are counted: twice the size of an address book."""
-_HINT = "The agent that greets does so again in its next round; nothing is to be done."
+_HINT = "Nothing is to be done: that agent greets again in its next round."
 
 
 class CallBacks:

@@ -95,7 +95,7 @@ class PeerWatch:
             return view
         told = self._known_then[node].union(holding.save_id for holding in view.holdings)
         newer = [manifest for save_id, manifest in manifests.items() if save_id not in told]
-        meant = [holding for manifest in newer if (holding := _meant_for(node, manifest)) is not None]
+        meant = [holding for manifest in newer if (holding := _find_intended(node, manifest)) is not None]
         holdings = (*view.holdings, *meant)
         # Remembered: in the next round the save is known, and would not count as newer any more.
         self._held[node] = replace(self._held[node], holdings=holdings)
@@ -125,7 +125,7 @@ class PeerWatch:
         return any(view.presence is Presence.ASSUMED and not self._peers.is_away(view.node_id) for view in views)
 
 
-def _meant_for(node: str, manifest: Manifest) -> Holding | None:
+def _find_intended(node: str, manifest: Manifest) -> Holding | None:
     """The intended holding of a node for a save; None if it had no part in it."""
     sizes = {name: entry.size_bytes for name, entry in manifest.shards.items() if node in entry.holders}
     if not sizes and node not in {member.node_id for member in manifest.nodes}:

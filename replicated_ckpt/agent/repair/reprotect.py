@@ -301,7 +301,7 @@ class Reprotector:
             self._busy.set()  # before the work begins: this round may be one at rest, which nothing has woken
         done, failed = self._carry_out(plan.of_node(self._service.node_id))
         found = replace(found, done=done, failed=(*self._collector.failed, *failed))
-        self._say(found, plan)
+        self._log_found(found, plan)
         return found
 
     def _remove_meanwhile(self) -> None:
@@ -408,7 +408,7 @@ class Reprotector:
                 break
         return done, failed
 
-    def _say(self, found: Protection, plan: RepairPlan) -> None:
+    def _log_found(self, found: Protection, plan: RepairPlan) -> None:
         is_real = bool(found.done or found.failed or self._stale[1])  # else nodes may be publishing just now
         if found.planned and is_real and self._began_at is None:
             self._began_at = self._clock()

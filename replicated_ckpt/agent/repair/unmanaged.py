@@ -221,10 +221,10 @@ class UnmanagedAuditor:
         document = {"items": ranges_to_json(found.ranges, shards)}
         with AgentClient(self._addresses[node]) as client:
             answer = client.call("POST", unmanaged_verify_path(found.save.checkpoint_id), document)
-        return _reading(answer, self._addresses[node].label)
+        return _parse_reading(answer, self._addresses[node].label)
 
 
-def _reading(answer: Mapping[str, Any], label: str) -> _Reading:
+def _parse_reading(answer: Mapping[str, Any], label: str) -> _Reading:
     with parsing(f"{label} answered verify wrongly"):
         findings = tuple(Finding.from_json(finding) for finding in answer["findings"])
         return _Reading(findings, index(answer["bytes_read"]), index(answer["unchecked"]))

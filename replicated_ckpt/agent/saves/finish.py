@@ -219,10 +219,10 @@ class Finisher:
         names_by_node: dict[str, list[str]] = {}
         for name in outline.buddies_by_shard:
             names_by_node.setdefault(outline.manifest.shards[name].owner_node, []).append(name)
-        outcome = FanOut.run(names_by_node, lambda node: self._patiently(save_id, node, names_by_node[node]))
+        outcome = FanOut.run(names_by_node, lambda node: self._await_shards(save_id, node, names_by_node[node]))
         return {copies.name: copies for found in outcome.raise_first().values() for copies in found}
 
-    def _patiently(self, save_id: str, node: str, names: Sequence[str]) -> Sequence[WrittenCopies]:
+    def _await_shards(self, save_id: str, node: str, names: Sequence[str]) -> Sequence[WrittenCopies]:
         failing_since: float | None = None
         while True:
             try:

@@ -117,7 +117,7 @@ class NodeService:
         stale_saves = tuple(stale_save for stale_save in found if stale_save.intent.save_id not in completed)
         with self._lock:  # first: what looks at the disk meanwhile must not take it for one that no rank works on
             if self._is_leaving:
-                raise _leaving(intent)
+                raise _leaving_error(intent)
             self._opened_at[intent.save_id] = math.inf  # however slow the disk is: it is young until it is open
         try:
             self.open_in_store(intent)
@@ -368,7 +368,7 @@ class NodeService:
         return others
 
 
-def _leaving(intent: Intent) -> StoreUnavailable:
+def _leaving_error(intent: Intent) -> StoreUnavailable:
     return StoreUnavailable(
         "this node's agent",
         "open",

@@ -72,11 +72,11 @@ def abort_lost(service: NodeService, save_id: str, lost: Collection[str]) -> Seq
     waits_for = next((save.waits_for for save in service.in_doubt.read_all() if save.intent.save_id == save_id), ())
     # It stays for another reason than a silent node: the operator must learn why `--lost` cannot end it.
     if not waits_for and service.store.is_staged(save_id):
-        raise _stays(service, intent)
+        raise _unsettled_error(service, intent)
     return waits_for
 
 
-def _stays(service: NodeService, intent: Intent) -> ConfigInvalid:
+def _unsettled_error(service: NodeService, intent: Intent) -> ConfigInvalid:
     """The error for a save that waits for no node and stays all the same."""
     named, place = service.store.catalog.find_manifest(intent.checkpoint_id), service.store.final(intent.checkpoint_id)
     if named is not None and service.store.is_decided(intent.save_id):

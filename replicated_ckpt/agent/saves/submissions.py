@@ -211,7 +211,7 @@ def _fill(tee: Tee, shard: SubmittedShard, descriptors: Sequence[int], pace: Pac
         for source, offset, size in shard.pieces:
             # A rank that truncates its memory must get an error: beyond the end there is nothing to read.
             if offset + size > sizes[source]:
-                raise _cut_short(name)
+                raise _truncated_error(name)
             tee.fill(size, _Reader(descriptors[source], offset, name, pace))
 
 
@@ -226,7 +226,7 @@ class _Reader:
             with contextlib.suppress(Stopped):  # an agent that leaves finishes what it owes, as fast as it goes
                 self._pace.take(len(room))
         if read_exactly(self._fd, room, self._offset) != len(room):
-            raise _cut_short(self._name)
+            raise _truncated_error(self._name)
         self._offset += len(room)
         failpoints.reach("agent.writing")
 
@@ -237,5 +237,5 @@ def _size_of(descriptor: int) -> int:
     return status.st_size if stat.S_ISREG(status.st_mode) else 0
 
 
-def _cut_short(name: str) -> ObjectCorrupt:
+def _truncated_error(name: str) -> ObjectCorrupt:
     return ObjectCorrupt("the rank's memory", "read", name, "it is shorter than the rank said")

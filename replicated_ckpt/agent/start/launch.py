@@ -93,12 +93,12 @@ def agent_environment() -> dict[str, str]:
 def isolated_python() -> list[str]:
     """The command that runs this very package's agent in this Python; the agent's own arguments follow."""
     package = Path(__file__).resolve().parents[2]
-    homes = [str(package.parent), *filter(None, map(_home, _DEPENDENCIES))]
+    homes = [str(package.parent), *filter(None, map(_find_home, _DEPENDENCIES))]
     options = ["-I", "-X", f"utf8={sys.flags.utf8_mode}"]  # names of files are encoded as in this process
     return [sys.executable or "", *options, str(Path(__file__).with_name("isolated.py")), *dict.fromkeys(homes), "--"]
 
 
-def _home(module: str) -> str | None:
+def _find_home(module: str) -> str | None:
     """The folder from which this process imports a dependency; None if it is not installed."""
     spec = find_spec(module)
     return str(Path(spec.origin).resolve().parents[1]) if spec is not None and spec.origin else None
@@ -241,7 +241,7 @@ def _answers(directory: Path, endpoint: Endpoint, *, is_opening: bool = False) -
         _silent_by_directory[directory] = endpoint.pid
         if is_free(directory):  # it has died, and another program that does not answer has its port
             return False
-        raise _silence(directory, endpoint) from exc
+        raise _silence_error(directory, endpoint) from exc
     except ReplicatedCkptError:
         return False
     _silent_by_directory.pop(directory, None)
@@ -249,7 +249,7 @@ def _answers(directory: Path, endpoint: Endpoint, *, is_opening: bool = False) -
     return told.get("pid") == endpoint.pid  # else the next agent, whose endpoint is not written yet
 
 
-def _silence(directory: Path, endpoint: Endpoint) -> AgentUnavailable:
+def _silence_error(directory: Path, endpoint: Endpoint) -> AgentUnavailable:
     return AgentUnavailable(
         f"The agent of node {endpoint.node_id} (pid {endpoint.pid}) does not answer; it may be stopped.",
         f"`kill -CONT {endpoint.pid}` if it is stopped; if it hangs, `kill -9 {endpoint.pid}`, and the next save or load "

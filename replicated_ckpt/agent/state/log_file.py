@@ -54,13 +54,13 @@ class BoundedLog(logging.StreamHandler):  # type: ignore[type-arg]  # generic in
     def emit(self, record: logging.LogRecord) -> None:
         """Never raises: a thread that logs an error of the disk must not end by that same error."""
         size_bytes = os.fstat(sys.stderr.fileno()).st_size if self._is_own else 0
-        if size_bytes >= LOG_BYTES_MAX and self._goes_on():
+        if size_bytes >= LOG_BYTES_MAX and self._start_new_file():
             size_bytes = 0
         # No new file can be made: the log ends here rather than fill the disk.
         if size_bytes < 2 * LOG_BYTES_MAX:
             super().emit(record)
 
-    def _goes_on(self) -> bool:
+    def _start_new_file(self) -> bool:
         """Redirects standard output and error, tracebacks included, to a new file. False: it cannot be made now."""
         try:
             fd = open_log(self._directory)

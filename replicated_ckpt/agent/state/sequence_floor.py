@@ -47,7 +47,7 @@ class SequenceFloor:
             for name, found in later.items():
                 if name not in self._by_lineage:
                     if name not in here and of_sender[sender] >= LINEAGES_MAX:
-                        self._say_full(sender)
+                        self._log_full(sender)
                         continue
                     self._sender_by_lineage[name] = sender
                     of_sender[sender] += name not in here  # one that lies here is real, and counts against no bound
@@ -56,7 +56,7 @@ class SequenceFloor:
             if self._by_lineage:
                 self._write()
 
-    def _say_full(self, sender: str) -> None:
+    def _log_full(self, sender: str) -> None:
         """With the lock held."""
         if not self._is_full_logged:
             self._is_full_logged = True

@@ -155,14 +155,14 @@ def _judge(policies: PolicyBook, bucket: Bucket, manifest: Manifest, *besides: C
     policy = policies.of(scope_of(manifest.checkpoint_id), bucket.client.target.url, manifest.lineage)
     if policy is None or policy.retention is None:
         return ()
-    there = _there(bucket, manifest, policy.retention)
+    there = _list_candidates(bucket, manifest, policy.retention)
     if any(one.sequence > policy.revision for one in there):
         log.info("nothing goes from %s: its newest saves may be under another policy", bucket.client.target.url)
         return ()
     return judge([*besides, *there], policy.retention)
 
 
-def _there(bucket: Bucket, manifest: Manifest, retention: Retention) -> Sequence[Candidate]:
+def _list_candidates(bucket: Bucket, manifest: Manifest, retention: Retention) -> Sequence[Candidate]:
     """The committed saves of the same run. Those without a mark are not ours: they neither count nor are removed.
 
     Metrics lie in the manifests, which are read where the policy goes by one.

@@ -326,7 +326,7 @@ class Uploader:
         bucket.check_place(manifest, there)  # also of a save that lacks a shard, and will never be whole
         check_wanted(self._service, bucket, manifest)
         missing = set(manifest.shards) - self._find_intact(bucket, manifest, upload)
-        mine = self._mine(manifest, missing, upload)
+        mine = self._choose_own(manifest, missing, upload)
         self._bring_all(bucket, manifest, sorted(mine), upload)
         missing -= mine
         # Without a prefix of its own, another save may have written over its objects since.
@@ -378,7 +378,7 @@ class Uploader:
             upload.state.missing = sorted(manifest.shards.keys() - there)[:_MISSING_MAX]
         return there
 
-    def _mine(self, manifest: Manifest, missing: set[str], upload: UploadProgress) -> set[str]:
+    def _choose_own(self, manifest: Manifest, missing: set[str], upload: UploadProgress) -> set[str]:
         """The missing shards that this node must upload: its own, and those of owners that are gone."""
         own = self._service.node_id
         held = {
