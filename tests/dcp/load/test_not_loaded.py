@@ -93,7 +93,7 @@ def test_many_prefixes_are_cut_short(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("unasked", "asked", "counts"),
+    ("not_loaded", "asked", "counts"),
     [
         (["a.b.c", "a.b.d", "e.f"], ["a.x"], {"a.b": 2, "e": 1}),
         (["a", "b"], [], {"a": 1, "b": 1}),
