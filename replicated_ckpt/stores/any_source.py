@@ -11,17 +11,17 @@ from replicated_ckpt.stores.verified import Expected, TooSlow, VerifiedShard
 
 OnBad = Callable[[str, ReplicatedCkptError], None]
 Tables = MutableMapping[Expected, BlockTable]
-"""Block checksums that were made anew from a shard's data: it takes as long as reading it, so readers share them."""
+"""Block checksums recomputed from a shard's data. That costs a read of the whole shard, so readers share them."""
 BAD_READS_MAX = 2
-"""With so many more bad reads than good ones a source comes after the others: each bad one is made twice, in vain.
+"""Bad reads in excess of good ones after which a source is tried last: each bad read costs two reads for nothing.
 
-One whose disk does not read does so at once.
+A source whose disk returns an error is tried last at once.
 """
 
 
 @dataclass
 class Source:
-    """A node that may hold the shard, what it must be, and what reads it there, once it is opened."""
+    """A node that may hold the shard, the expected shard, and a function that makes its reader. It opens nothing."""
 
     node_id: str
     expected: Expected
@@ -29,14 +29,14 @@ class Source:
 
 
 class AnySource:
-    """Reads one shard from whichever source has the bytes intact. One thread; `close` gives the connections back.
+    """Reads one shard from any source that has the bytes intact. For one thread; `close` closes the connections.
 
-    A source that cannot be opened or breaks is dropped. One with a bad block keeps its place for the other blocks: two
-    copies damaged in different places are together still whole; but one that has hardly a good one comes after them. One
-    whose footer is damaged is used when the others do not have all blocks: with the footer of another source, or with one
-    made anew from all of its data. `on_bad` is told each failure once for each source. A source whose node `is_silent`, as
-    another thread has found out, comes after all others, opened or not: it would cost a time-out. One that is too slow is
-    asked once more after those, if none of them has the bytes.
+    A source that cannot be opened or breaks is dropped. A source with a bad block still serves its other blocks: two
+    copies damaged in different places together are still whole. A source with mostly bad blocks is tried last. A source
+    with a damaged footer is used only if the others lack a block. It is then read with another source's footer, or with
+    one recomputed from all of its data. `on_bad` is called once for each source that fails. A source whose node `is_silent`
+    is tried after all others, opened or not, since it would cost a time-out. A source that is too slow is tried once more
+    after all of these, if none of them has the bytes.
     """
 
     def __init__(
@@ -62,8 +62,8 @@ class AnySource:
     def read(self, offset: int, length: int, memory: memoryview | None = None) -> memoryview | None:
         """Bytes [offset, offset + length) of the data, verified; None if no source has them all intact.
 
-        They lie in `memory`, which has room for them, if one source has them all; without it they lie in memory that may
-        be reused by the next read of this shard. No unverified byte is left in `memory`: zeros are.
+        If one source has them all, they lie in `memory`, which must have room for them. Without `memory` they lie in a
+        buffer that the next read of this shard may reuse. `memory` never keeps unverified bytes: they become zeros.
         """
         for source in self._in_order():
             shard, found = self._opened.get(source.node_id), None
@@ -80,6 +80,7 @@ class AnySource:
             self.last_node = source.node_id
             self._good_reads[source.node_id] += 1
             return found if memory is None else _lay_into(memory, found)
+        # A damaged footer may sit on intact data: only now, as recomputing it reads the whole shard.
         if self._open_footer_damaged():
             return self.read(offset, length, memory)
         return self._assemble(offset, length) if self._sources else None
@@ -94,13 +95,14 @@ class AnySource:
             self._bytes_by_node[source.node_id] += shard.take_bytes_read()
 
     def _in_order(self) -> Iterator[Source]:
-        """The sources as they are listed, but for those that are silent by the time that their turn comes, or often bad."""
+        """The sources as listed. Those that are silent when their turn comes, or often bad, come last."""
         left = list(self._sources)
         while left:
-            source = min(left, key=self._lateness)
+            source = min(left, key=self._lateness)  # looked at anew: another thread may have met a time-out since
             left.remove(source)
             was_too_slow = source.node_id in self._too_slow
             yield source
+            # A slow source beats no source: it comes back once, behind all others.
             if source.node_id in self._too_slow and not was_too_slow:
                 left.append(source)
 
@@ -110,6 +112,7 @@ class AnySource:
     def _assemble(self, offset: int, length: int) -> memoryview | None:
         """Every block from any source."""
         block_bytes = next(iter(self._opened.values())).table.block_bytes if self._opened else 0
+        # Within one block there is nothing to combine: every source has failed to deliver it.
         if block_bytes == 0 or offset // block_bytes == (offset + length - 1) // block_bytes:
             return None
         whole = memoryview(bytearray(length))
@@ -124,7 +127,7 @@ class AnySource:
         return whole
 
     def _open_footer_damaged(self) -> bool:
-        """Opens the sources whose own footers are damaged; whether there is any."""
+        """Opens the sources with damaged footers; True if at least one could be opened."""
         is_any = False
         while self._footer_damaged:
             source = self._footer_damaged.pop(0)
@@ -144,11 +147,12 @@ class AnySource:
 
     def _note_failure(self, source: Source, error: ReplicatedCkptError) -> None:
         is_corrupt = isinstance(error, ObjectCorrupt)
-        if is_corrupt and isinstance(error.__cause__, OSError):  # its disk fails, and may take long to say so each time
+        if is_corrupt and isinstance(error.__cause__, OSError):  # a failing disk may retry for seconds at each read
             self._good_reads[source.node_id] = -BAD_READS_MAX
         self._good_reads[source.node_id] -= is_corrupt
         if isinstance(error.__cause__, TooSlow) and source.node_id not in self._too_slow:
             self._too_slow.add(source.node_id)
+        # A bad block of an open source says nothing of its other blocks, so the source stays.
         elif not is_corrupt or source.node_id not in self._opened:
             self._sources.remove(source)
             self._footer_damaged += [source] if is_corrupt else []
@@ -161,12 +165,12 @@ class AnySource:
             self._on_bad(source.node_id, error)
 
     def take_counts(self) -> Mapping[str, int]:
-        """Bytes read since this was last asked, by node; those that turned out to be bad and the rest of blocks, too."""
+        """Bytes read by node since the last call, including bad ones and the unused rest of blocks."""
         counted, self._bytes_by_node = self._bytes_by_node, Counter()
         return counted
 
     def any_opened(self) -> VerifiedShard | None:
-        """A source that could be opened: its block checksums have been held against the manifest."""
+        """A source that could be opened, its block checksums compared with the manifest; None if there is none."""
         for source in self._in_order():
             try:
                 return self._opened.get(source.node_id) or self._add(source, source.shard_for(source.expected).open())
@@ -185,7 +189,7 @@ class AnySource:
 
 
 def _lay_into(memory: memoryview, found: memoryview) -> memoryview:
-    """What was read, in `memory`: it lies elsewhere, where the next read will be, if its whole blocks did not fit."""
+    """Moves `found` into `memory` if its whole blocks did not fit there: the next read overwrites the source's buffer."""
     if not found or 0 <= address_of(found) - address_of(memory) <= len(memory) - len(found):
         return found
     memory[: len(found)] = found

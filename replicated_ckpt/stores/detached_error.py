@@ -1,4 +1,4 @@
-"""An error that is kept, for those who ask for it later: of our kinds, and without what was in use where it was raised."""
+"""Errors that are stored and raised later: as our own classes, without the memory that their frames refer to."""
 
 from traceback import clear_frames
 
@@ -8,7 +8,7 @@ from replicated_ckpt.wording import one_line
 
 
 def translate_any(error: BaseException, store: str, op: str, key: str) -> ReplicatedCkptError:
-    """The error as one of ours, which can be sent: of others, as MemoryError, who asks would see the connection break."""
+    """The error as one of our classes. Others, as MemoryError, cannot be sent: the connection would break."""
     if isinstance(error, ReplicatedCkptError):
         return error
     if isinstance(error, OSError):
@@ -17,13 +17,14 @@ def translate_any(error: BaseException, store: str, op: str, key: str) -> Replic
 
 
 def forget_locals(error: BaseException) -> BaseException:
-    """The error, for those who ask for it later: it says where it was raised, and holds nothing that was in use there."""
+    """Returns the error itself, to be stored: its traceback stays, and the local variables of its frames are released."""
     waiting: list[BaseException | None] = [error]
     seen: set[int] = set()
     while waiting:
         each = waiting.pop()
-        if each is not None and id(each) not in seen:
+        if each is not None and id(each) not in seen:  # causes may form a circle
             seen.add(id(each))
+            # The frames refer to buffers: 16 MiB for each stored error of a shard.
             clear_frames(each.__traceback__)
             waiting += [each.__cause__, each.__context__]
     return error

@@ -1,8 +1,8 @@
 """The tee: one pass over a shard's bytes, to the node's own disk and to the peers at once, checksummed on the way.
 
-Small writes are gathered in a few page-aligned buffers, large ones are referred to where they lie; a full piece of both
-is hashed once and handed to every sink's thread, and its buffer is reused when the last of them is done with it. So
-memory is bounded, small writes cost little, a tensor is not copied, and the sinks overlap.
+Small writes are copied into a few page-aligned buffers; large ones are only referenced. The tee hashes each full piece
+once and queues it for every sink's thread. The last thread to finish a piece frees its buffer. So memory is bounded, small
+writes are cheap, tensors are not copied, and the sinks work in parallel.
 """
 
 import mmap
@@ -34,13 +34,13 @@ class Sink(Protocol):
     def label(self) -> str: ...
 
     def write(self, *pieces: memoryview) -> None:
-        """Takes the next bytes, in one or several pieces; may not keep them after it returns."""
+        """Writes the next bytes, in one or several pieces; must not keep a reference to them after it returns."""
 
     def finish(self, table: BlockTable) -> None:
-        """Everything was written: holds at the promised level (durable, or in memory) when this returns."""
+        """Called after the last byte. When it returns, the shard is at the promised level (durable, or in memory)."""
 
     def discard(self) -> None:
-        """Gives up; nothing of the shard counts at the destination afterwards. Never raises a StoreError."""
+        """Aborts; no byte of the shard counts at the destination afterwards. Never raises a StoreError."""
 
 
 class Buffers:
@@ -76,15 +76,18 @@ class _SinkThread(threading.Thread):
         while True:
             piece = self.pieces.get()
             if not isinstance(piece, _Piece):
+                # A table or None ends the queue, also after an error: `_join` waits for this thread.
                 break
             if self.error is None:
                 self.write_s += self._guard(partial(self.sink.write, *piece.views))
+            # Also after an error: a buffer that is not released would block the writer for ever.
             self._tee.release(piece)
         if self.error is None and piece is not None:
             self.finish_s = self._guard(partial(self.sink.finish, piece))
+        # `finish` itself may have failed: its half-made copy goes, too.
         if self.error is not None or piece is None:
             self.sink.discard()
-        del self._tee  # in a circle with its threads it would keep the buffers until the garbage collector comes by
+        del self._tee  # a reference circle would keep the buffers until the garbage collector runs
 
     def _guard(self, action: Callable[[], object]) -> float:
         """Seconds that the action took."""
@@ -98,7 +101,7 @@ class _SinkThread(threading.Thread):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one sink: `error` is None if it finished. Seconds that it wrote for, and finished."""
+    """The result of one sink: `error` is None if it finished. Times spent in its `write` and its `finish`, in seconds."""
 
     error: BaseException | None
     write_s: float = 0.0
@@ -108,13 +111,13 @@ class Outcome:
 class Tee:
     """Writes one shard to several sinks in one pass. Used by one thread; `finish` or `discard` must be called.
 
-    With `copies` all bytes pass through the buffers, so that each sink gets whole pages of aligned memory: what direct
-    I/O needs. A failing sink never stops the others. If the first sink fails, its error is raised at the next full piece.
-    `waited_s` is how long `write` waited for a free buffer, and so for the slowest sink.
+    With `copies` all bytes pass through the buffers, so that each sink gets whole pages of aligned memory, as direct I/O
+    needs. A failing sink never stops the others. If the first sink fails, its error is raised at the next full piece.
+    `waited_s` is the time, in seconds, that `write` waited for a free buffer, and so for the slowest sink.
     """
 
     def __init__(self, sinks: Sequence[Sink], buffers: Buffers, *, copies: bool = False) -> None:
-        """Raises StoreUnavailable: the system gives no thread for each sink; the shard is given up at all of them."""
+        """Raises StoreUnavailable: the system has no thread for one of the sinks; the shard is aborted at all of them."""
         self._buffers = buffers
         self._copies = copies
         self._lock = threading.Lock()
@@ -132,6 +135,7 @@ class Tee:
                 start_thread(thread)
             except StoreUnavailable:
                 self.discard()
+                # Sinks without a thread are not in `_join`, and would keep their files and connections.
                 for other in sinks[len(self._threads) :]:
                     other.discard()
                 raise
@@ -157,7 +161,7 @@ class Tee:
         return size
 
     def fill(self, size_bytes: int, read: Callable[[memoryview], object]) -> None:
-        """Appends so many bytes, which `read` puts where they are wanted, one room after the other."""
+        """Appends `size_bytes` bytes: `read` is called with one part of a buffer after the other, and fills it."""
         while size_bytes:
             room = self._room()[:size_bytes]
             read(room)
@@ -165,11 +169,12 @@ class Tee:
             size_bytes -= len(room)
 
     def refer(self, data: memoryview) -> None:
-        """Appends bytes that stay as they are until `finish` or `discard` returns, without a copy where that pays."""
+        """Appends bytes without a copy where that pays. They must not change until `finish` or `discard` returns."""
         if self._copies or len(data) < REFERRED_BYTES_MIN:
             self.write(data)
             return
         while data:
+            # A reference takes its share of a buffer, too: that bounds what sinks have in flight.
             part = data[: len(self._room())]
             self._list_gathered()
             self._views.append(part)
@@ -177,7 +182,7 @@ class Tee:
             data = data[len(part) :]
 
     def _room(self) -> memoryview:
-        """Where the next copied bytes go, at least one."""
+        """The place for the next copied bytes, at least one byte. Waits for a free buffer."""
         if self._buffer is None:
             began = time.perf_counter()
             self._buffer = self._buffers.free.get()
@@ -195,13 +200,14 @@ class Tee:
             self._dispatch()
 
     def _list_gathered(self) -> None:
-        """What was copied since the last view becomes a view of its own."""
+        """Turns the bytes that were copied since the last view into a view, to keep the order of copies and references."""
         if self._buffer is not None and self._filled > self._listed:
             self._views.append(self._buffer[self._listed : self._filled])
             self._listed = self._filled
 
     def _hash_listed(self) -> None:
         self._list_gathered()
+        # The footer holds the checksums of the data, and is not part of what they cover.
         if not self._is_hashed:
             for view in self._views:
                 self._hasher.update(view)
@@ -217,12 +223,13 @@ class Tee:
         self._listed = self._filled = self._size = 0
         for thread in self._threads:
             thread.pieces.put(piece)
+        # Without the first sink, the node's own copy, the save cannot succeed: end it early.
         first_error = self._threads[0].error
         if first_error is not None:
             raise first_error
 
     def release(self, piece: _Piece) -> None:
-        """Called by each sink's thread when it is done with a piece."""
+        """Called by each sink's thread after it has written a piece, or skipped it after an error."""
         with self._lock:
             piece.users -= 1
             done = piece.users == 0
@@ -230,7 +237,7 @@ class Tee:
             self._buffers.free.put(piece.buffer)
 
     def finish(self) -> tuple[BlockTable, tuple[Outcome, ...]]:
-        """Appends the footer, waits for every sink, and says what became of each."""
+        """Appends the footer, waits for every sink, and returns the table and the outcome of each sink."""
         self._hash_listed()
         self._is_hashed = True
         table = self._hasher.table()
@@ -239,7 +246,7 @@ class Tee:
         return table, self._join(table)
 
     def discard(self) -> None:
-        """Gives the shard up at every sink. May be called after an error at any point; never raises."""
+        """Aborts the shard at every sink. May be called after an error at any point; never raises."""
         if self._buffer is not None:
             self._buffers.free.put(self._buffer)
             self._buffer = None
@@ -247,6 +254,7 @@ class Tee:
 
     def _join(self, last: BlockTable | None) -> tuple[Outcome, ...]:
         for thread in self._threads:
+            # All get the end first, so that their fsyncs and acknowledgements overlap.
             thread.pieces.put(last)
         for thread in self._threads:
             thread.join()

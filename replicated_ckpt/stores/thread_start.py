@@ -1,4 +1,4 @@
-"""Starting threads, and what is said where the system gives a process no more of them."""
+"""Starting threads, and the error where the system allows a process no more of them."""
 
 import logging
 import threading
@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 
 FEWER = "Raise the limit of processes and threads (`ulimit -u`, pids.max of the container), or end what has too many."
 _ENDING = "interpreter shutdown"
-"""In the error of an interpreter that ends. Up to Python 3.12.2 one gives no thread although others are waited for; 3.12.3
+"""In the error of an interpreter that exits. Up to Python 3.12.2 it starts no thread while it waits for others; 3.12.3
 does. Source: github.com/python/cpython/issues/113964."""
 _SOONER = (
     "Python was about to exit: wait for the save before (`future.result()`, `writer.wait()`), or use Python 3.12.3."
@@ -31,14 +31,14 @@ def start_worker(work: Callable[..., object], *arguments: Any, name: str) -> thr
 
 
 def start_thread(thread: threading.Thread) -> None:
-    """Starts it. An interpreter that ends is logged, too, as nothing may look at the error of a save behind it.
+    """Starts the thread. If the interpreter is exiting, that is logged too: nobody may read the error of that save.
 
     Raises:
-        StoreUnavailable: the system gives no thread; nothing was begun.
+        StoreUnavailable: the system has no thread; nothing was begun.
     """
     try:
         thread.start()
-    except (RuntimeError, MemoryError) as exc:
+    except (RuntimeError, MemoryError) as exc:  # at the limit of threads, or of memory
         is_ending = _ENDING in str(exc)
         hint = _SOONER if is_ending else FEWER
         error = StoreUnavailable("this process", "start", thread.name, f"it gets no thread: {exc}", hint)

@@ -1,26 +1,26 @@
-"""Pace: background work takes so many bytes a second and no more."""
+"""Pace: limits background work to a number of bytes per second."""
 
 import threading
 import time
 from collections.abc import Callable
 
 BUSY_BYTES_PER_S = 256 << 20
-"""Pace of copies that are made up while ranks of the node save, or have loaded and not saved since."""
+"""Pace of re-protection's copies while ranks of the node save, or have loaded and not saved since."""
 FETCHING_BYTES_PER_S = 16 << 20
-"""While they fetch a checkpoint from other nodes: that is what the job waits for, over the same link and processors."""
+"""The same while ranks fetch a checkpoint from other nodes: the job waits for them, on the same link and processors."""
 HAND_OVER_MIB_PER_S_MIN = 8
-"""Four shards share a pace, and a buddy waits only seconds for the next piece of one."""
+"""Least pace of submitted shards: four share it, and a buddy's socket times out after seconds without a piece."""
 LOOK_EVERY_S = 0.05
 
 
 class Stopped(Exception):
-    """The agent is leaving: its background threads let go of their work."""
+    """The agent is stopping: its background threads abort their work."""
 
 
 class Pace:
-    """A rate in bytes per second, kept by the threads that call `take` before each piece, all of them together.
+    """A rate in bytes per second, shared by all threads that call `take` before each piece.
 
-    Idle time is not saved up, except for one burst of BURST_S.
+    Idle time earns no credit beyond one burst of BURST_S.
     """
 
     BURST_S = 0.25
@@ -41,12 +41,13 @@ class Pace:
             now = time.monotonic()
             self._due = max(self._due, now - self.BURST_S) + size_bytes / self._bytes_per_s
             wait_s = max(0.0, self._due - now)
+        # Outside the lock: others only reserve their turn, and a stop ends the wait at once.
         if self._stopping.wait(wait_s):
             raise Stopped
 
 
 class YieldingPace(Pace):
-    """The rate that `ask` names, asked again every LOOK_EVERY_S. None: as fast as it goes.
+    """The rate that `ask` returns, asked again every LOOK_EVERY_S. None: without a limit.
 
     For one thread at a time.
     """
@@ -59,7 +60,7 @@ class YieldingPace(Pace):
 
     def take(self, size_bytes: int) -> None:
         now = time.monotonic()
-        if now - self._asked_at >= LOOK_EVERY_S:
+        if now - self._asked_at >= LOOK_EVERY_S:  # `ask` looks at lock files: not for each piece
             rate, self._asked_at = self._ask(), now
             self._is_free = rate is None
             self._bytes_per_s = rate or self._bytes_per_s
@@ -75,7 +76,7 @@ def copy_pace(
     is_busy: Callable[[], bool],
     is_fetching: Callable[[], bool],
 ) -> Pace:
-    """The pace of copies that are made up: the one that is named, or as fast as it goes while the node is not busy."""
+    """The pace of re-protection's copies: `mib_per_s`, or, with None, a limit only while the node is busy."""
     if mib_per_s is not None:
         return Pace(mib_per_s * (1 << 20), stopping)
 
@@ -88,7 +89,7 @@ def copy_pace(
 
 
 def submission_pace(mib_per_s: float | None, stopping: threading.Event, copying: Pace) -> Pace | None:
-    """The pace of shards that ranks hand over: that of copies, if one is named, or their own where that is too slow."""
+    """The pace of submitted shards: that of copies, if `mib_per_s` is set, but never below HAND_OVER_MIB_PER_S_MIN."""
     if mib_per_s is None:
         return None
     return copying if mib_per_s >= HAND_OVER_MIB_PER_S_MIN else Pace(HAND_OVER_MIB_PER_S_MIN << 20, stopping)

@@ -1,4 +1,4 @@
-"""Verified reads: the bytes of a shard, believed only block by block, wherever they come from."""
+"""Verified reads: each block of a shard is checked before any of its bytes is returned, from any source."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -17,19 +17,19 @@ from replicated_ckpt.core.integrity.checksum import (
 from replicated_ckpt.errors import ObjectCorrupt
 
 SCRATCH_BYTES = 17 << 20
-"""At most so much is kept between reads; a larger read gets memory of its own."""
+"""Memory kept between reads, at most; a larger read allocates its own."""
 FIRST_FOOTER_BYTES = 64 << 10
-"""So much of the end of a file is read at once at most, before its footer says how long that is: up to 4 GB of data."""
+"""Bytes of a file's end that are read first, at most, before the footer's length is known: enough for 4 GB of data."""
 REBUILD_BYTES = 4 << 20
-"""Read at once where a footer is made anew."""
+"""Size of the pieces in which a shard is read to recompute its footer."""
 
 
 @dataclass(frozen=True)
 class Expected:
     """Size and CRC32C of the whole shard file, as the manifest has them.
 
-    A source whose own footer is damaged is opened without it: with the `table` that another source has shown, or, with
-    `has_damaged_footer`, with one made anew from all of its data.
+    A source with a damaged footer is opened without it: with the `table` of another source, or, with
+    `has_damaged_footer`, with one recomputed from all of its data.
     """
 
     size_bytes: int
@@ -39,18 +39,18 @@ class Expected:
 
     @property
     def needs_footer(self) -> bool:
-        """Whether the source is to be opened by its own footer, so that its file must have the right size."""
+        """Whether the source is opened by its own footer, which requires that its file has the right size."""
         return self.table is None and not self.has_damaged_footer
 
 
 class TooSlow(TimeoutError):
-    """A source sends, and so slowly that others are asked before it."""
+    """A source sends, but so slowly that other sources are asked first."""
 
 
 class VerifiedShard(ABC):
     """One shard at one source: made, opened, read, closed.
 
-    `table` holds the checksums of its blocks, 4 bytes of memory for each, from `open` on.
+    After `open`, `table` holds the checksums of its blocks, in 4 bytes of memory each.
     """
 
     table: BlockTable
@@ -63,11 +63,11 @@ class VerifiedShard(ABC):
         self.bytes_read = 0
 
     def open(self) -> Self:
-        """Reads the footer and checks it against the manifest: a swapped, stale or truncated file is noticed by it.
+        """Reads the footer and compares it with the manifest, which detects a swapped, stale or truncated file.
 
         Raises:
-            ObjectCorrupt: the footer is, twice in a row, not the one that was saved, and it is needed; or none that is
-                made from the data is. And what the source raises. The shard is closed then.
+            ObjectCorrupt: two reads in a row of a needed footer did not return the saved one, or the one recomputed from
+                the data differs from it. Also the source's own errors. After an error the shard is closed.
         """
         expected = self._expected
         try:
@@ -84,14 +84,15 @@ class VerifiedShard(ABC):
         return self
 
     def _connect(self) -> None:  # noqa: B027 - most sources have nothing to open
-        """Opens what reading needs; refuses what the source shows to be wrong before a byte of it is read."""
+        """Opens the source; raises if the source shows a wrong shard, as by its size, before a byte is read."""
 
     def _rebuild_table(self, expected: Expected) -> BlockTable:
-        """The table of the data as it is here, believed if it is the one that was saved."""
+        """The table recomputed from the data here. It is returned only if it matches the saved checksum."""
         try:
             tail = bytes(self._fetch(max(0, expected.size_bytes - FOOTER_TAIL_BYTES), expected.size_bytes))
         except ObjectCorrupt:
-            tail = b""  # the file ends before
+            tail = b""  # a truncated file: its end, and the block size in it, are missing
+        # The block size may be damaged, too: try each one that gives a file of this size.
         for block_bytes, data_bytes in tables_of_size(tail, expected.size_bytes):
             hasher = BlockHasher(block_bytes)
             for offset in range(0, data_bytes, REBUILD_BYTES):
@@ -109,7 +110,7 @@ class VerifiedShard(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Gives back what the source holds open."""
+        """Closes the source's files and connections."""
 
     def _fetch(self, start: int, end: int) -> memoryview:
         target = memoryview(bytearray(end - start))
@@ -118,31 +119,32 @@ class VerifiedShard(ABC):
         return target
 
     def _reuse(self, size_bytes: int, lent: memoryview | None = None) -> memoryview:
-        """Memory for one read: `lent` if it is large enough; fresh memory would cost more than the read, in page faults."""
+        """Memory for one read: `lent` if it is large enough. Page faults of fresh memory would cost more than the read."""
         self.bytes_read += size_bytes
         if lent is not None and len(lent) >= size_bytes:
             return lent[:size_bytes]
         if len(self._scratch) < size_bytes:
             self._scratch = self._allocate(size_bytes)
         span = self._scratch[:size_bytes]
-        if len(self._scratch) > SCRATCH_BYTES:
+        if len(self._scratch) > SCRATCH_BYTES:  # one huge item must not stay in memory for the whole load
             self._scratch = memoryview(b"")
         return span
 
     def _allocate(self, size_bytes: int) -> memoryview:
         try:
             return memoryview(bytearray(size_bytes))
-        except MemoryError as exc:
+        except MemoryError as exc:  # a damaged size in a file must not end the process
             raise self._corrupt(f"an item of {size_bytes} bytes is more than there is memory for") from exc
 
     def take_bytes_read(self) -> int:
-        """Bytes read since this was last asked, those that turned out to be bad, too."""
+        """Bytes read since the last call, including those that were bad."""
         count, self.bytes_read = self.bytes_read, 0
         return count
 
     def _read_table(self, expected: Expected) -> BlockTable:
-        """The table in the footer. A damaged one is read a second time before it counts."""
+        """The table in the footer. A damaged footer is read a second time before the shard counts as damaged."""
         size = expected.size_bytes
+        # Bounded: the size comes from a manifest, and a damaged one must not take gigabytes.
         raw = bytearray(min(usual_footer_bytes(size), FIRST_FOOTER_BYTES))
         if len(raw) < FOOTER_TAIL_BYTES:
             raise self._corrupt("its footer of block checksums is damaged")
@@ -164,17 +166,17 @@ class VerifiedShard(ABC):
         table = decode_footer(footer, expected.size_bytes)
         if table is None:
             raise self._corrupt("its footer of block checksums is damaged")
+        # The footer may be intact and of another file: a stale shard, or one swapped with it.
         found = table.file_crc()
         if found != expected.crc32c:
             raise self._corrupt(f"expected CRC32C {expected.crc32c:08x}, its blocks' checksums combine to {found:08x}")
         return table
 
     def read(self, offset: int, length: int, lent: memoryview | None = None) -> memoryview:
-        """Bytes [offset, offset + length) of the data, verified. A bad block is read a second time before it counts.
+        """Bytes [offset, offset + length) of the data, verified. A bad block is read a second time before it is an error.
 
-        They lie in `lent`, if the whole blocks that they touch fit into it. Else in memory that is reused: they are there
-        until the next read of this shard. Nothing else is ever given out; but what `lent` holds when this raises was not
-        verified.
+        They lie in `lent`, if the whole blocks that they touch fit into it; else in memory that the next read of this
+        shard overwrites. Unverified bytes are never returned, but `lent` may hold some after an error.
 
         Raises:
             ObjectCorrupt: a block differs from its checksum twice in a row, or the range lies outside the data.
@@ -185,6 +187,7 @@ class VerifiedShard(ABC):
         first, last = table.covering(offset, length)
         start, end = first * table.block_bytes, min(last * table.block_bytes, table.data_bytes)
         problem = None
+        # A flip in memory or on the wire is gone at the second read; damage on the disk stays.
         for _ in range(2):
             span = self._reuse(end - start, lent)
             if span:

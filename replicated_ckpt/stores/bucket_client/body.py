@@ -1,4 +1,4 @@
-"""Bodies: of a request, memory of ours sent as it lies there; of an answer, no more than it may be."""
+"""Bodies of requests and answers: requests are sent from memory without a copy, answers have a limit in bytes."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -8,9 +8,9 @@ from urllib.parse import urlsplit
 from replicated_ckpt.errors import StoreDenied, StoreError
 
 ANSWER_BYTES_MAX = 64 << 20
-"""Of a page of a listing, or an error: a thousand keys with all that can be said of them take some megabytes."""
+"""Limit of a page of a listing, or an error. A thousand keys with all their fields take some megabytes."""
 PAGES_MAX = 10_000
-"""Of one listing, a thousand names each."""
+"""Limit of one listing. A page has a thousand names."""
 _REDIRECTS = (301, 302, 303, 307, 308)
 _REDIRECT_HINT = (
     "Give the endpoint_url of the object store itself, with https:// if it wants that: no redirect is followed."
@@ -18,11 +18,11 @@ _REDIRECT_HINT = (
 
 
 class MemoryBody:
-    """What botocore and urllib3 take for a file over `data`, which must not change meanwhile; `read` copies nothing.
+    """A file object over `data` for botocore and urllib3. `data` must not change meanwhile; `read` copies nothing.
 
-    Of a bytearray botocore's signer makes a copy where awscrt is installed, and the socket's time-out is one for all of
-    it: on a slow link no part would ever arrive. Of a file they send a piece at a time (128 KiB), each with its own
-    time-out. Source: botocore 1.43, crt/auth.py and httpsession.py; CPython's socket.sendall.
+    With awscrt installed, botocore's signer copies a bytearray. One socket time-out also covers a whole bytearray, so on a
+    slow link no part would ever arrive. A file is sent in pieces of 128 KiB, each with its own time-out.
+    Source: botocore 1.43, crt/auth.py and httpsession.py; CPython's socket.sendall.
     """
 
     def __init__(self, data: bytes | bytearray | memoryview) -> None:
@@ -30,7 +30,7 @@ class MemoryBody:
         self._position = 0
 
     def __len__(self) -> int:
-        """Bytes in all, wherever it stands: botocore's Content-Length."""
+        """All bytes, whatever the position: botocore's Content-Length."""
         return len(self._data)
 
     def read(self, size: int | None = None) -> memoryview:
@@ -41,7 +41,7 @@ class MemoryBody:
         return piece
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Moves as files do, within the data: a request may be sent twice."""
+        """Moves as a file does, within the data. botocore rewinds it to send a request again."""
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: len(self._data)}[whence]
         self._position = min(max(0, base + offset), len(self._data))
         return self._position
@@ -51,18 +51,18 @@ class MemoryBody:
 
 
 def without_expect(params: dict[str, Any], **_: Any) -> None:
-    """Takes away `Expect: 100-continue`, which botocore adds for files, and with it a round trip before each part.
+    """Removes `Expect: 100-continue`, which botocore adds for files and which costs a round trip before each part.
 
-    A server that does not know it would cost a second each.
+    With a server that does not support it, each part would wait for a second.
     """
     params["headers"].pop("Expect", None)
 
 
 class BoundedSession:
-    """botocore's HTTP session, but that an answer which is read as a whole ends, or is an error. Safe for concurrent use.
+    """botocore's HTTP session with a limit for answers that are read as a whole. Safe for concurrent use.
 
-    botocore itself reads until the server stops sending. Nor does it end where it is sent elsewhere, and not told the
-    region of the bucket: it asks for that in a recursion, of the server that answers alike.
+    botocore itself reads until the server stops sending. On a redirect without a bucket region it asks the same server for
+    the region, in a recursion without end.
     """
 
     def __init__(self, session: Any, store: str) -> None:
@@ -70,10 +70,11 @@ class BoundedSession:
         self._store = store
 
     def send(self, request: Any) -> Any:
+        # Always streamed: botocore would read an endless answer into memory before anything counts it.
         is_streamed, request.stream_output = request.stream_output, True
         response = self._session.send(request)
         if response.status_code in _REDIRECTS and "x-amz-bucket-region" not in response.headers:
-            response.raw.close()
+            response.raw.close()  # its body is not read: the connection cannot be used again
             where = urlsplit(response.headers.get("Location", ""))
             to = f"{where.scheme}://{where.netloc}" if where.netloc else "elsewhere"
             raise StoreDenied(
@@ -81,7 +82,7 @@ class BoundedSession:
             )
         response.raw = _BoundedAnswer(response.raw, self._store)
         if not is_streamed:
-            response.content  # noqa: B018 - it is read here, and kept
+            response.content  # noqa: B018 - reads and caches the body
         return response
 
     def __getattr__(self, name: str) -> Any:
@@ -89,7 +90,7 @@ class BoundedSession:
 
 
 class _BoundedAnswer:
-    """urllib3's answer: `stream` gives all of it; a shard's bytes are taken by `read` and `readinto`, as asked."""
+    """urllib3's answer with a limit for `stream`. A shard's bytes are read by `read` and `readinto`, without it."""
 
     def __init__(self, raw: Any, store: str) -> None:
         self._raw = raw
@@ -111,10 +112,10 @@ class _BoundedAnswer:
 def read_pages(
     ask: Callable[..., Mapping[str, Any]], store: str, names: Mapping[str, str], **first: Any
 ) -> Iterator[Mapping[str, Any]]:
-    """The pages of a listing. `names`: by parameter of the request for the next page, the field that has its value.
+    """The pages of a listing. `names` maps each parameter of the next request to the field of a page with its value.
 
     Raises:
-        StoreError: it has no end, or a page does not say how to go on. And what `ask` raises.
+        StoreError: the listing has no end, or a page has no new marker. Also the errors of `ask`.
     """
     following: dict[str, Any] = {}
     for _ in range(PAGES_MAX):
@@ -123,6 +124,7 @@ def read_pages(
         if not page.get("IsTruncated"):
             return
         before, following = following, {name: page[field] for name, field in names.items() if page.get(field)}
+        # A server that ignores the marker would send its first page for ever.
         if not following or following == before:
             raise StoreError(store, "list", "", "a page says that more follow, and not which")
     raise StoreError(store, "list", "", f"it answers with more than {PAGES_MAX} pages")

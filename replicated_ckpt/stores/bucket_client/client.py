@@ -1,4 +1,4 @@
-"""One small interface to a bucket: what the object tier needs of S3, of anything else that fsspec speaks, and no more."""
+"""The interface to a bucket that the object tier needs, for S3, directories and the back ends of fsspec."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,15 +14,15 @@ AWAY_HINT = (
     "Local and peer copies are not affected. An agent tries its uploads again; else check the URL and the network."
 )
 ARCHIVED = "InvalidObjectState"
-"""How the detail of a StoreDenied begins where an object is there and is to be restored before it can be read."""
+"""Start of a StoreDenied's detail for an archived object, which must be restored before it can be read."""
 
 Paced = Callable[[int], None]
-"""Waits until so many bytes may be sent; raises to break the upload off."""
+"""Waits until that many bytes may be sent; raises to abort the upload."""
 
 
 @dataclass(frozen=True)
 class Listing:
-    """One level of a bucket: sizes in bytes of the objects there, and the names of what looks like directories."""
+    """One level of a bucket: its objects with their sizes in bytes, and its common prefixes as directories."""
 
     sizes: Mapping[str, int] = field(default_factory=dict)
     directories: tuple[str, ...] = ()
@@ -38,39 +38,39 @@ class ObjectClient(Protocol):
     target: ObjectTarget
 
     def list_keys(self, directory: str) -> Listing:
-        """What lies directly under `directory` ("" or "a/b/")."""
+        """Objects and directories directly under `directory` ("" or "a/b/"); empty if there are none."""
 
     def read(self, key: str, offset: int, target: memoryview) -> None:
-        """Fills `target` from `offset` on. Raises ObjectCorrupt too: the object is shorter."""
+        """Fills `target` from `offset` on. Also raises ObjectCorrupt: the object is too short."""
 
     def size_bytes(self, key: str) -> int:
         """Size of an object."""
 
     def put(self, key: str, data: bytes) -> None:
-        """Writes a small object, replacing what was there at once or not at all."""
+        """Writes a small object. Replaces an existing one atomically, or not at all."""
 
     def version(self, key: str) -> str:
-        """Names the bytes that an object has now, for `put_over`; "" if it is not there or the store has no such names."""
+        """An identifier of an object's current bytes, for `put_over`; "" if there is none, or the store has no versions."""
 
     def put_over(self, key: str, data: bytes, version: str) -> bool:
-        """As `put`, but only over that version, or, with "", only where nothing is; whether it did.
+        """As `put`, but only over that version, or, with "", only if the object is missing. True if it was written.
 
-        A store without conditional writes writes in any case. After a lost answer the client's own write may count as
-        another's: so what lies there afterwards is to be read back either way.
+        A store without conditional writes always writes. After a lost answer a retry may meet the client's own first
+        write and return False. So the caller must read the object back in either case.
         """
 
     def put_shard(self, key: str, source: UploadSource, paced: Paced) -> None:
-        """Uploads a file in parallel parts, going on where an earlier try broke off if the store can.
+        """Uploads a file in parallel parts. Continues an earlier aborted try if the store supports that.
 
-        Afterwards the store has said that it holds these bytes, as far as it can tell: size, and CRC32C where it has it.
-        Raises ObjectCorrupt too: it says otherwise, or the file is not what was saved.
+        Afterwards the store has confirmed the object's size, and its CRC32C if it has checksums.
+        Also raises ObjectCorrupt: the store's size or checksum differs, or the file is damaged.
         """
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Removes objects; one that is not there is no error."""
+        """Removes objects; a missing one is no error."""
 
     def end_unfinished(self, prefix: str, older_than_s: float) -> int:
-        """Aborts multipart uploads of shards whose keys begin with `prefix`, begun that long ago; returns how many."""
+        """Aborts multipart uploads of shards under `prefix` that are older than `older_than_s`; returns their number."""
 
     def close(self) -> None:
-        """Gives back connections; the client is not used afterwards."""
+        """Closes connections; the client must not be used afterwards."""

@@ -17,6 +17,7 @@ from replicated_ckpt.stores.files.durable import read_exactly, write_all
 from replicated_ckpt.stores.files.plain import closing_fd, open_plain
 
 _PIECE_BYTES = 4 << 20
+# Each try loses only to another process that removes the empty directory at that instant.
 _CREATE_TRIES = 100
 _NO_OBJECT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 _LINK_HINT = (
@@ -28,10 +29,10 @@ _LINK_HINT = (
 class DirectoryClient:
     """An ObjectClient over a directory. See ObjectClient for the contract.
 
-    The directory itself may be a link; what lies below it is opened component by component, and a link there is no
-    object and no directory. Each object is written under another name first; what a crash leaves of that goes with the
-    object. After a loss of power an object may be short. It is not taken for a shard: sizes and checksums are compared
-    before a commit and at every read.
+    The directory itself may be a link. Below it each component is opened on its own, and links are neither objects nor
+    directories. Each object is first written under a temporary name; `delete` also removes such files after a crash.
+    After a power loss an object may be short. It never counts as a shard, since sizes and checksums are compared before
+    a commit and at every read.
     """
 
     def __init__(self, target: ObjectTarget) -> None:
@@ -48,7 +49,7 @@ class DirectoryClient:
                         if entry.is_dir(follow_symlinks=False):
                             directories.append(entry.name)
                         elif entry.is_file(follow_symlinks=False):
-                            with contextlib.suppress(FileNotFoundError):  # it was removed meanwhile
+                            with contextlib.suppress(FileNotFoundError):  # removed since the listing
                                 sizes[entry.name] = entry.stat(follow_symlinks=False).st_size
             except (FileNotFoundError, NotADirectoryError):
                 return Listing()
@@ -60,6 +61,7 @@ class DirectoryClient:
         with (
             self._translate_errors("read", key),
             self._open_parent(key) as (directory, name),
+            # Plain and not a link: another user of the share may have put a pipe or a link there.
             closing_fd(open_plain(name, os.O_NOFOLLOW, dir_fd=directory)) as fd,
         ):
             count = read_exactly(fd, target, offset)
@@ -97,6 +99,7 @@ class DirectoryClient:
                 paced(len(piece))
                 source.read(offset, piece)
                 write_all(fd, piece)
+        # By its name, after the rename: another process may have written it meanwhile.
         source.check_stored(self.target.url, key, self.size_bytes(key))
 
     def delete(self, keys: Sequence[str]) -> None:
@@ -108,20 +111,21 @@ class DirectoryClient:
             ):
                 with self._scan(directory, ".") as entries:
                     parts = [e.name for e in entries if e.name.startswith(f"{name}.") and e.name.endswith(".part")]
-                for left in (*parts, name):  # a crash has left the parts
+                # The object goes last: if a crash comes before, the next removal finds the parts again.
+                for left in (*parts, name):
                     with contextlib.suppress(FileNotFoundError):
                         os.unlink(left, dir_fd=directory)
             self._remove_empty(key.split("/")[:-1])
 
     def _remove_empty(self, parts: list[str]) -> None:
-        """Removes the directories that a deleted object leaves empty: each look into the bucket would list them."""
+        """Removes directories that a deleted object leaves empty; otherwise each look into the bucket would list them."""
         with contextlib.suppress(OSError):  # one holds other objects, or another process has removed it
             for depth in range(len(parts), 0, -1):
                 with self._open_parent("/".join(parts[:depth])) as (above, name):
                     os.rmdir(name, dir_fd=above)
 
     def end_unfinished(self, prefix: str, older_than_s: float) -> int:
-        """Nothing: what is unfinished has its object's name in its own, and goes with it."""
+        """Does nothing: the names of unfinished files contain their object's name, and `delete` removes both."""
         del prefix, older_than_s
         return 0
 
@@ -135,11 +139,13 @@ class DirectoryClient:
         if is_made:
             self._root.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as opened:
+            # O_PATH: a directory that may be entered and not listed is enough.
             fd = opened.enter_context(closing_fd(os.open(self._root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)))
             for part in parts:
                 if is_made:
                     with contextlib.suppress(FileExistsError):
                         os.mkdir(part, dir_fd=fd)
+                # Component by component: the kernel would follow a link in the middle of a path.
                 flags = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
                 fd = opened.enter_context(closing_fd(os.open(part, flags, dir_fd=fd)))
             yield fd, name
@@ -152,12 +158,13 @@ class DirectoryClient:
 
     @contextmanager
     def _write(self, key: str) -> Iterator[int]:
-        """The file that the block writes. It comes to its key whole, or not at all: what was there stays until then."""
+        """A descriptor for the block to write to. Only a complete file gets the key; an old object stays until then."""
         with self._translate_errors("write", key), contextlib.ExitStack() as opened:
             directory, name, part, fd = self._create_part(opened, key)
             try:
                 with closing_fd(fd):
                     yield fd
+                # After close: an NFS server may report a full disk only there.
                 os.rename(part, name, src_dir_fd=directory, dst_dir_fd=directory)
             except BaseException:
                 with contextlib.suppress(OSError):
@@ -165,7 +172,7 @@ class DirectoryClient:
                 raise
 
     def _create_part(self, opened: contextlib.ExitStack, key: str) -> tuple[int, str, str, int]:
-        """Tried again where another process has removed the directory, empty until then, under its feet."""
+        """Creates the temporary file. Tries again if another process removes the directory, which is empty until then."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         for _ in range(_CREATE_TRIES):
             with contextlib.suppress(FileNotFoundError):
@@ -183,6 +190,7 @@ class DirectoryClient:
         except (TimeoutError, ConnectionError) as exc:
             raise StoreUnavailable(self.target.url, op, key, _detail(exc), AWAY_HINT) from exc
         except OSError as exc:
+            # ENOTDIR and ELOOP come from a file or link on the way: no object lies under that key.
             if exc.errno not in _NO_OBJECT:
                 raise StoreError(self.target.url, op, key, _detail(exc)) from exc
             if op != "write":

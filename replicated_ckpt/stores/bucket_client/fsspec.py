@@ -26,18 +26,18 @@ from replicated_ckpt.stores.bucket_client.upload_source import UploadSource
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget, missing_package
 
 LIST_TIMEOUT_S = 300.0
-"""One directory, whose names come a thousand at a time; a read, a small write, a removal."""
+"""Limit of one listing, which comes in pages of a thousand names, of a read, a small write or a removal."""
 _S3FS_DEFAULTS = {"default_block_size": PART_BYTES, "max_concurrency": PARTS_PARALLEL}
 
 
 def _without_redirects(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of s3fs, whose HTTP client goes wherever an answer sends it: to the metadata service of a cloud, say."""
+    """Options of s3fs with redirects off. Its HTTP client would follow one anywhere, as to a cloud's metadata service."""
     try:
         from aiobotocore.config import AioConfig
         from aiobotocore.httpsession import AIOHTTPSession
-    except ImportError:  # s3fs says so
+    except ImportError:  # the client's own import raises the error with its hint
         return dict(options)
-    if "http_session_cls" not in inspect.signature(AioConfig).parameters:  # an older release
+    if "http_session_cls" not in inspect.signature(AioConfig).parameters:  # an older release has no such option
         return dict(options)
 
     class Session(AIOHTTPSession):  # type: ignore[misc]
@@ -48,7 +48,7 @@ def _without_redirects(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _NoRedirects:
-    """An HTTP session of aiohttp that takes no answer from elsewhere."""
+    """An HTTP session of aiohttp that follows no redirect."""
 
     def __init__(self, session: Any) -> None:
         self._session = session
@@ -58,7 +58,7 @@ class _NoRedirects:
 
 
 class _PacedCallback(Callback):  # type: ignore[misc]
-    """Holds an upload back: fsspec reports here what it has sent."""
+    """Limits the pace of an upload: fsspec reports sent bytes here, and waits for the call to return."""
 
     def __init__(self, paced: Paced) -> None:
         super().__init__()
@@ -73,6 +73,7 @@ class FsspecClient:
 
     def __init__(self, target: ObjectTarget) -> None:
         self.target = target
+        # A cached instance may hold an old token, and a cached listing hides objects of other nodes.
         defaults: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False}
         if target.scheme in ("s3", "s3a"):
             defaults |= _S3FS_DEFAULTS
@@ -87,6 +88,7 @@ class FsspecClient:
             raise missing_package(target, exc) from exc
         except (ValueError, TypeError) as exc:
             detail = target.scrub(f"{type(exc).__name__}: {exc}")[:400]
+            # No "from exc" here or below: the original error may quote a credential, and tracebacks are logged.
             raise ConfigInvalid(
                 f"{target.url} cannot be reached through fsspec: {detail}.", "Correct the URL or storage_options."
             ) from None
@@ -101,6 +103,7 @@ class FsspecClient:
                 entries = self._ask("ls", path, detail=True)
             except (FileNotFoundError, NotADirectoryError):
                 return Listing()
+            # Some back ends list the directory itself, as an empty object.
             inside = [entry for entry in entries if entry["name"].rstrip("/") != path]
             name_of = {id(entry): entry["name"].rstrip("/").rpartition("/")[2] for entry in inside}
             return Listing(
@@ -109,7 +112,7 @@ class FsspecClient:
             )
 
     def _ask(self, verb: str, *args: Any, **kwargs: Any) -> Any:
-        """So there is an end: s3fs asks for pages for as long as a server says that more follow, gcsfs waits for ever."""
+        """Calls the file system with a time limit: s3fs follows endless listings, and gcsfs waits without a limit."""
         if not self._fs.async_impl:
             return getattr(self._fs, verb)(*args, **kwargs)
         return fsspec.asyn.sync(self._fs.loop, getattr(self._fs, f"_{verb}"), *args, timeout=LIST_TIMEOUT_S, **kwargs)
@@ -123,7 +126,8 @@ class FsspecClient:
             except OSError as exc:
                 if exc.errno != errno.EINVAL:
                     raise
-                raw = b""  # s3fs: the object ends before the range
+                raw = b""  # s3fs raises EINVAL for a range behind the object's end
+        # A consistent short answer passes every client: only this comparison finds it.
         if len(raw) != len(target):
             raise ObjectCorrupt(
                 self.target.url, "read", key, f"asked for {len(target)} bytes at {offset}, got {len(raw)}"
@@ -139,7 +143,7 @@ class FsspecClient:
             self._ask("pipe_file", self._path(key), data)
 
     def version(self, key: str) -> str:
-        """Nothing: fsspec has no conditional writes that all its back ends agree on."""
+        """Always "": fsspec has no conditional writes that all its back ends support."""
         del key
         return ""
 
@@ -149,10 +153,12 @@ class FsspecClient:
         return True
 
     def put_shard(self, key: str, source: UploadSource, paced: Paced) -> None:
+        # `put_file` reads the file itself, so its blocks are checked before.
         source.check_all()
         with self.translate_errors("write", key):
             is_s3 = self.target.scheme in ("s3", "s3a")
             extra = {"chunksize": PART_BYTES, "max_concurrency": PARTS_PARALLEL} if is_s3 else {}
+            # Not `open(path, "wb")`: an exception inside that block commits a truncated object.
             self._fs.put_file(source.path, self._path(key), callback=_PacedCallback(paced), **extra)
         source.check_stored(self.target.url, key, self.size_bytes(key))
 
@@ -162,16 +168,16 @@ class FsspecClient:
                 self._ask("rm_file", self._path(key))
 
     def end_unfinished(self, prefix: str, older_than_s: float) -> int:
-        """Nothing: fsspec has no name for it; a life-cycle rule of the bucket does it."""
+        """Does nothing: fsspec has no call for it. A life-cycle rule of the bucket can do it."""
         del prefix, older_than_s
         return 0
 
     def close(self) -> None:
-        """fsspec closes by itself what it opened."""
+        """Does nothing: fsspec closes its own connections."""
 
     @contextmanager
     def translate_errors(self, op: str, key: str) -> Iterator[None]:
-        """fsspec's back ends raise what they like: OSErrors by kind, and their SDK's own, which are told apart by name."""
+        """Translates errors of fsspec's back ends: OSErrors by kind, and exceptions of their SDKs by class name."""
         try:
             yield
         except ReplicatedCkptError:
@@ -188,6 +194,7 @@ class FsspecClient:
             detail = f"its answer makes no sense: {self._detail(exc)}"
             raise StoreError(self.target.url, op, key, detail) from None
         except Exception as exc:
+            # A built-in exception that is none of these is a bug of ours, not an answer of the store.
             if type(exc).__module__.partition(".")[0] in ("builtins", "replicated_ckpt"):
                 raise
             if "Credential" in type(exc).__name__:

@@ -1,4 +1,4 @@
-"""One shard to S3 in parallel parts, in bounded memory; it goes on after a restart with the parts that are there."""
+"""Upload of one shard to S3 in parallel parts, in bounded memory. After a restart it continues with the stored parts."""
 
 import base64
 import queue
@@ -21,7 +21,7 @@ _PARTS_MAX = 9_000  # S3 takes 10,000
 
 
 class MultipartClient(Protocol):
-    """What an upload needs of its client."""
+    """The part of the S3 client that an upload uses."""
 
     target: ObjectTarget
     bucket: str
@@ -36,14 +36,14 @@ class MultipartClient(Protocol):
         """Begins an upload; returns its id."""
 
     def checksum_of(self, crc: int) -> dict[str, str]:
-        """Parameters by which the server verifies what it receives."""
+        """Parameters with which the server verifies the received bytes."""
 
     def translate_errors(self, op: str, key: str) -> AbstractContextManager[None]:
         """Turns botocore's errors into ours."""
 
 
 class MultipartUpload:
-    """One shard in parallel parts. What it needs to go on after a restart is in `source.begun`."""
+    """Upload of one shard in parallel parts. `source.begun` has the state that continues it after a restart."""
 
     def __init__(self, client: MultipartClient, key: str, source: UploadSource, paced: Paced) -> None:
         self._client = client
@@ -57,7 +57,7 @@ class MultipartUpload:
         self._where = {"Bucket": client.bucket, "Key": client.prefix + key}
 
     def run(self) -> str:
-        """Uploads what is not there yet and completes it; returns the checksum of its parts' checksums, as S3 has it."""
+        """Uploads missing parts and completes the upload; returns the checksum of its parts' checksums, as S3 has it."""
         count = -(-self._source.size_bytes // self._part_bytes)
         if not self._resume():
             self._create()
@@ -72,9 +72,10 @@ class MultipartUpload:
                 self._client.s3.complete_multipart_upload(
                     **self._where, UploadId=self._upload_id, MultipartUpload={"Parts": parts}
                 )
+        # The upload may be complete, or still be there: the note stays, and the next try asks.
         except (StoreUnavailable, StoreDenied):
             raise
-        except StoreError:  # it says that parts are bad which it lists: the next try begins anew
+        except StoreError:  # the server refuses parts that it lists itself: without the note the next try begins anew
             self._source.begun.note = None
             self._source.begun.keep()
             raise
@@ -85,6 +86,7 @@ class MultipartUpload:
         is_broken = threading.Event()
 
         def work(_: int) -> None:
+            # One buffer for each thread: memory is PARTS_PARALLEL parts, whatever the shard's size.
             memory = bytearray(min(self._part_bytes, self._source.size_bytes))
             while not (is_broken.is_set() or waiting.empty()):
                 try:
@@ -92,6 +94,7 @@ class MultipartUpload:
                 except queue.Empty:
                     return
                 except BaseException:
+                    # The other threads would send gigabytes for an upload that has already failed.
                     is_broken.set()
                     raise
 
@@ -102,6 +105,7 @@ class MultipartUpload:
         size = min(self._part_bytes, self._source.size_bytes - offset)
         self._paced(size)
         part = memoryview(memory)[:size]
+        # Checked as it is read: without a body checksum S3 stores a flipped bit silently.
         crc = self._crcs[number] = self._source.read(offset, part)
         checksum = self._client.checksum_of(crc)
         with self._client.translate_errors(f"send part {number} of", self._key):
@@ -109,6 +113,7 @@ class MultipartUpload:
                 **self._where, UploadId=self._upload_id, PartNumber=number, Body=MemoryBody(part), **checksum
             )["ETag"]
         failpoints.reach("upload.part-sent")
+        # Completing needs the same checksum for each part as its upload had.
         stored = {name: value for name, value in checksum.items() if name == "ChecksumCRC32C"}
         with self._lock:
             self._parts[number] = {"PartNumber": number, "ETag": etag, **stored}
@@ -118,10 +123,11 @@ class MultipartUpload:
         note = {"key": self._where["Key"], "upload_id": self._upload_id, "part_bytes": self._part_bytes}
         note |= {"file": [self._source.size_bytes, self._source.crc32c], "has_checksums": self._client.has_checksums}
         self._source.begun.note = note
+        # Durable before the first part: after a crash nobody else could find and end this upload.
         self._source.begun.keep()
 
     def _resume(self) -> bool:
-        """Takes over the parts of an upload that this node began for the same bytes; whether there is one."""
+        """Continues an upload that this node began for the same bytes; False if there is none."""
         note = self._source.begun.note
         if note is None:
             return False
@@ -129,8 +135,10 @@ class MultipartUpload:
             same = note["key"] == self._where["Key"] and note["part_bytes"] == self._part_bytes
             if not same or note["file"] != [self._source.size_bytes, self._source.crc32c]:
                 return False
-            self._client.has_checksums = bool(note["has_checksums"])  # its parts are as it was begun
+            # S3 refuses to mix parts with and without checksums.
+            self._client.has_checksums = bool(note["has_checksums"])
             self._upload_id = str(note["upload_id"])
+        # The note is a file of the agent: damaged, or of another version.
         except (KeyError, TypeError):
             return False
         try:
@@ -138,6 +146,7 @@ class MultipartUpload:
         except ObjectMissing:
             return False
         except ReplicatedCkptError as exc:
+            # Completed, aborted, or expired by a life-cycle rule: it begins anew.
             if "NoSuchUpload" in exc.message:
                 return False
             raise
@@ -153,11 +162,12 @@ class MultipartUpload:
                         yield {name: part[name] for name in ("PartNumber", "ETag", "ChecksumCRC32C") if name in part}
 
     def _is_ours(self, part: Mapping[str, Any]) -> bool:
-        """Whether a part that is there is what the file has at its place: by size, and by checksum if that is known."""
+        """Whether a stored part matches the file at its place: by size, and by checksum if the store returns one."""
         offset = (part["PartNumber"] - 1) * self._part_bytes
         size = min(self._part_bytes, self._source.size_bytes - offset)
         if offset < 0 or size <= 0 or part["Size"] != size:
             return False
+        # Read again even without a checksum to compare: the final check needs the CRC of every part.
         crc = self._crcs[part["PartNumber"]] = self._source.read(offset, memoryview(bytearray(size)))
         return bool(part.get("ChecksumCRC32C", encode_crc(crc)) == encode_crc(crc))
 

@@ -1,4 +1,4 @@
-"""A client that reads again what a bucket could not give at once: a load from it must outlive a moment of faults."""
+"""A client that retries reads: a load must survive a short outage of its bucket."""
 
 import random
 import time
@@ -12,18 +12,18 @@ from replicated_ckpt.stores.bucket_client.upload_source import UploadSource
 
 T = TypeVar("T")
 READ_WITHIN_S, LOOK_WITHIN_S = 60.0, 3.0
-"""No try begins later than that after the first: of a read, and of a look where nodes are asked as well.
+"""No retry begins later than this after the first try: of a read, and of a look while nodes are asked, too.
 
-One that hangs takes the client's own time-out, too.
+A try that hangs takes the client's own time-out in addition.
 """
 _PAUSE_FIRST_S, _PAUSE_MAX_S = 0.2, 5.0
-_CHANCE = random.Random()  # noqa: S311 - chance, not secrecy; the process's own generator is training's
+_CHANCE = random.Random()  # noqa: S311 - no secret; drawing from the global generator would change the training's
 
 
 class RetryingClient:
-    """An ObjectClient whose reads are tried again while it is unavailable, and once more if an answer was cut short.
+    """An ObjectClient that retries reads while the bucket is unavailable, and once more if an answer was cut short.
 
-    So are removals. Writes are the uploader's to repeat. Safe for concurrent use as far as the client in it is.
+    It retries removals, too. The uploader retries writes. As safe for concurrent use as the wrapped client.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class RetryingClient:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """`should_stop`: whether another one has waited for the bucket in vain by now; then nothing is tried again."""
+        """`should_stop`: True once another client has waited for the bucket in vain; then nothing is retried."""
         self.target = client.target
         self._client = client
         self._within_s = within_s
@@ -51,6 +51,7 @@ class RetryingClient:
     def read(self, key: str, offset: int, target: memoryview) -> None:
         try:
             self._try(lambda: self._client.read(key, offset, target), self._within_s)
+        # A connection that was cut in the middle looks like a short object.
         except ObjectCorrupt:
             self._try(lambda: self._client.read(key, offset, target), self._within_s)
 
@@ -70,7 +71,7 @@ class RetryingClient:
         self._client.put_shard(key, source, paced)
 
     def delete(self, keys: Sequence[str]) -> None:
-        """As the client's. One that may not be deleted, as a legal hold is on it, keeps none of the others."""
+        """As the client's. An object that may not be deleted, as under a legal hold, does not stop the others."""
         denied: list[StoreDenied] = []
         for key in keys:
             try:
@@ -94,5 +95,6 @@ class RetryingClient:
             except StoreUnavailable:
                 if self._clock() + pause_s > deadline or self._should_stop():
                     raise
+                # Jitter: all ranks of a load meet the same outage, and would return at the same instant.
                 self._sleep(pause_s * _CHANCE.uniform(0.5, 1.0))
                 pause_s = min(_PAUSE_MAX_S, 2 * pause_s)

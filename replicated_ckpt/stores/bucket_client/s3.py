@@ -35,9 +35,9 @@ T = TypeVar("T")
 CONNECT_TIMEOUT_S = 5.0
 READ_TIMEOUT_S = 20.0
 LISTED_MAX = 500_000
-"""Names in one directory of a bucket: shards of 100,000 ranks and more."""
+"""Most names in one directory of a bucket: room for the shards of more than 100,000 ranks."""
 _SLICE_BYTES = 1 << 20
-"""Received at a time: urllib3 takes memory for each, and for little it takes the same again."""
+"""Bytes per `readinto`: urllib3 allocates memory for each call."""
 _KNOWN_OPTIONS = {
     "key",
     "secret",
@@ -64,13 +64,13 @@ _NEVER_ASKED = (
     botocore.exceptions.ParamValidationError,
     botocore.exceptions.EndpointProviderError,
 )
-"""What botocore raises instead of asking, and would again: for a login that is over, or no name of a bucket."""
+"""Errors that botocore raises without a request, so a retry is useless: an expired login, or an invalid bucket name."""
 _CONDITION_FAILED = ("PreconditionFailed", "ConditionalRequestConflict", "412")
 _CONDITION_UNKNOWN = ("NotImplemented", "501")
 _CHECKSUM_UNKNOWN = ("NotImplemented:", "InvalidArgument:", "InvalidRequest:")
 _MISSING = {"NoSuchKey", "404", "NotFound"}
 _NOT_BELIEVED = ("CERTIFICATE_VERIFY_FAILED", "doesn't match", "subjectAltName", "No such file", "WRONG_VERSION_NUMBER")
-"""In an error of TLS that stays: of a private authority, another host, its file's path, or a server without TLS."""
+"""Texts of lasting TLS errors: a private authority, another host, a missing CA file, or a server without TLS."""
 _BUSY = {
     "SlowDown",
     "ServiceUnavailable",
@@ -82,14 +82,14 @@ _BUSY = {
 
 
 def _below(start: str, key: str) -> str:
-    """A listed key without the directory that was asked for. Raises ValueError: it lies elsewhere."""
+    """A listed key relative to the listed directory. Raises ValueError: the key lies elsewhere."""
     if not key.startswith(start):
         raise ValueError(f"{key[:80]!r} is listed under {start[:80]!r}")
     return key[len(start) :]
 
 
 def can_honour(options: Mapping[str, Any]) -> bool:
-    """Whether these options of s3fs mean the same here; with others s3fs itself is used."""
+    """Whether this client supports all of these options of s3fs; with others s3fs itself is used."""
     return options.keys() <= _KNOWN_OPTIONS and dict(options.get("client_kwargs") or {}).keys() <= _KNOWN_CLIENT_OPTIONS
 
 
@@ -106,7 +106,7 @@ class S3Client:
 
     @property
     def s3(self) -> Any:
-        """botocore's client, opened anew after a refusal: a file may have other credentials by now than it had then."""
+        """botocore's client. After a refusal it is opened anew, as a credentials file may have been renewed since."""
         if self._is_refused:
             self._s3 = self._open()
             self._is_refused = False
@@ -129,6 +129,7 @@ class S3Client:
             for page in read_pages(self.s3.list_objects_v2, self.target.url, following, **where):
                 sizes.update({_below(start, entry["Key"]): entry["Size"] for entry in page.get("Contents", ())})
                 directories += [_below(start, entry["Prefix"])[:-1] for entry in page.get("CommonPrefixes", ())]
+                # A foreign prefix with millions of objects must not fill the agent's memory.
                 if len(sizes) + len(directories) > LISTED_MAX:
                     raise StoreError(
                         self.target.url, "list", directory, f"it has more than {LISTED_MAX} names", _OWN_PREFIX_HINT
@@ -143,11 +144,13 @@ class S3Client:
             answer = self.s3.get_object(Bucket=self.bucket, Key=self.prefix + key, Range=span)
             status = answer["ResponseMetadata"]["HTTPStatusCode"]
             with contextlib.closing(answer["Body"]) as body:
+                # Some servers ignore Range and answer 200 with the whole object: right only if that was asked for.
                 if status != 206 and not (status == 200 and offset == 0 and answer["ContentLength"] == len(target)):
                     raise self._corrupt(key, f"asked for {span}, answered with status {status}")
                 done = 0
                 while done < len(target):
                     count = body.readinto(target[done : done + _SLICE_BYTES])
+                    # A consistent short answer raises nothing in botocore.
                     if not count:
                         raise self._corrupt(key, f"asked for {span}, it ended after {done} bytes")
                     done += count
@@ -168,11 +171,11 @@ class S3Client:
         if not conditions:
             self._with_checksum("write", key, send, self.checksum_of(crc))
             return
-        with self.translate_errors("write", key):  # what it refuses is the condition: whether it has checksums is known
+        with self.translate_errors("write", key):  # no retry without checksum: a refusal here concerns the condition
             send(**self.checksum_of(crc))
 
     def _with_checksum(self, op: str, key: str, send: Callable[..., T], checksum: Mapping[str, str]) -> T:
-        """Sends with a checksum for the store to verify; without, from then on, if it refuses that and takes it so."""
+        """Sends with a checksum for the store to verify. If the store takes it only without one, later calls omit it."""
         try:
             with self.translate_errors(op, key):
                 return send(**checksum)
@@ -181,7 +184,7 @@ class S3Client:
                 raise
         with self.translate_errors(op, key):
             answer = send()
-        self.has_checksums = False
+        self.has_checksums = False  # only once it has worked without: the refusal may have another reason
         return answer
 
     def version(self, key: str) -> str:
@@ -197,6 +200,7 @@ class S3Client:
             self._put(key, data, crc32c(data), **condition)
         except StoreError as exc:
             code = exc.detail.partition(":")[0]
+            # Stores differ: 412, 409, or a plain write. The caller reads the object back in any case.
             if code in _CONDITION_FAILED:
                 return False
             if code not in _CONDITION_UNKNOWN:
@@ -205,7 +209,7 @@ class S3Client:
         return True
 
     def delete(self, keys: Sequence[str]) -> None:
-        for key in keys:  # DeleteObjects wants checksums that differ between stores; this is not a hot path
+        for key in keys:  # not DeleteObjects: it needs checksums that differ between stores
             with self.translate_errors("delete", key):
                 self.s3.delete_object(Bucket=self.bucket, Key=self.prefix + key)
 
@@ -215,9 +219,9 @@ class S3Client:
         with self.translate_errors("list uploads of", prefix):
             for page in read_pages(self.s3.list_multipart_uploads, self.target.url, following, **where):
                 for upload in page.get("Uploads", ()):
-                    is_ours = upload["Key"].endswith(SHARD_SUFFIX)  # without a prefix others may have theirs there
+                    is_ours = upload["Key"].endswith(SHARD_SUFFIX)  # without a prefix, other programs may upload there
                     if is_ours and time.time() - upload["Initiated"].timestamp() >= older_than_s:
-                        with contextlib.suppress(self.s3.exceptions.NoSuchUpload):  # another agent was as quick
+                        with contextlib.suppress(self.s3.exceptions.NoSuchUpload):  # another agent was faster
                             self.s3.abort_multipart_upload(
                                 Bucket=self.bucket, Key=upload["Key"], UploadId=upload["UploadId"]
                             )
@@ -240,24 +244,25 @@ class S3Client:
         try:
             self._check_stored(key, source, of_parts)
         except ObjectCorrupt:
+            # A damaged object under a shard's key would count as uploaded at the next look.
             self.delete([key])
             raise
 
     def begin(self, key: str) -> str:
-        """Begins an upload in parts, with checksums unless the store knows none; returns its id."""
+        """Begins an upload in parts, with checksums if the store supports them; returns its id."""
         begin = partial(self.s3.create_multipart_upload, Bucket=self.bucket, Key=self.prefix + key)
         checksum = {"ChecksumAlgorithm": "CRC32C"} if self.has_checksums else {}
         return str(self._with_checksum("begin the upload of", key, begin, checksum)["UploadId"])
 
     def _check_stored(self, key: str, source: UploadSource, of_parts: str) -> None:
-        """Compares with what the store says it holds: a checksum of the whole, or, of an upload in parts, of theirs."""
+        """Compares the store's size and checksum: that of the whole object, or of its parts' checksums."""
         with self.translate_errors("look at", key):
             found = self.s3.head_object(Bucket=self.bucket, Key=self.prefix + key, ChecksumMode="ENABLED")
         source.check_stored(self.target.url, key, found["ContentLength"])
         stored, _, parts = str(found.get("ChecksumCRC32C", "")).partition("-")
         is_whole = not parts and (not of_parts or found.get("ChecksumType") == "FULL_OBJECT")
         expected = encode_crc(source.crc32c) if is_whole else of_parts
-        if stored and (is_whole or parts) and stored != expected:  # some stores say something else: moto does
+        if stored and (is_whole or parts) and stored != expected:  # moto and others return another kind
             raise self._corrupt(key, f"expected CRC32C {expected}, the store says {stored}")
 
     def checksum_of(self, crc: int) -> dict[str, str]:
@@ -274,10 +279,12 @@ class S3Client:
             yield
         except botocore.exceptions.ClientError as exc:
             raise self._error_of(exc, op, key) from None
+        # Before BotoCoreError, which is their base class.
         except _NEVER_ASKED as exc:
             raise self._refused(op, key, self.target.scrub(" ".join(str(exc).split())), _DENIED_HINT) from None
         except (botocore.exceptions.BotoCoreError, urllib3.exceptions.HTTPError, OSError) as exc:
             detail = self.target.scrub(f"{type(exc).__name__}: {exc}")
+            # A certificate stays wrong: a retry would only delay the hint.
             if isinstance(exc, botocore.exceptions.SSLError) and any(words in detail for words in _NOT_BELIEVED):
                 raise self._refused(op, key, detail, _NOT_BELIEVED_HINT) from None
             raise StoreUnavailable(self.target.url, op, key, detail, AWAY_HINT) from None
@@ -296,11 +303,12 @@ class S3Client:
             return self._refused(op, key, detail, _ARCHIVED_HINT if code == ARCHIVED else _DENIED_HINT)
         if code in _BUSY or status in (408, 429) or status >= 500:
             return StoreUnavailable(store, op, key, detail, AWAY_HINT)
-        if code in ("BadDigest", "XAmzContentChecksumMismatch", "InvalidRange"):  # it ends before the range
+        if code in ("BadDigest", "XAmzContentChecksumMismatch", "InvalidRange"):  # a range behind the object's end
             return ObjectCorrupt(store, op, key, detail)
         return StoreError(store, op, key, detail)
 
     def _refused(self, op: str, key: str, detail: str, hint: str) -> StoreDenied:
+        # Keys that are given as options cannot change: opening anew would read the same ones.
         self._is_refused = hint != _ARCHIVED_HINT and not self.target.options.get("key")
         return StoreDenied(self.target.url, op, key, detail, hint)
 
@@ -324,7 +332,7 @@ _CREDENTIALS = {"key": "aws_access_key_id", "secret": "aws_secret_access_key", "
 
 @functools.cache
 def _data_files(search_path: str | None) -> botocore.loaders.Loader:
-    """What botocore's files say of its services: a process parses them once, as that takes longer than some requests."""
+    """botocore's service descriptions, parsed once in a process: parsing takes longer than some requests."""
     return botocore.loaders.create_loader(search_path)
 
 
@@ -334,6 +342,7 @@ def _botocore_client(target: ObjectTarget) -> Any:
     session.register_component("data_loader", _data_files(session.get_config_variable("data_path")))
     keys = {name: options.get(option) or None for option, name in _CREDENTIALS.items()}
     for name, value in keys.items():
+        # A line break from a secret's file would end up in a header, and quote the secret in the error.
         if value and value != value.strip():
             raise ValueError(f"{name} begins or ends with a space or a line break")
     usual = {"endpoint_url": options.get("endpoint_url"), "use_ssl": options.get("use_ssl", True)}
@@ -342,9 +351,10 @@ def _botocore_client(target: ObjectTarget) -> Any:
         connect_timeout=CONNECT_TIMEOUT_S,
         read_timeout=READ_TIMEOUT_S,
         max_pool_connections=32,
-        retries={"total_max_attempts": 1},  # ours are the only retries: they multiply
+        retries={"total_max_attempts": 1},  # botocore's retries would multiply with ours
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",
+        # Without checksums botocore turns SHA-256 signing back on over https, unless this is set, too.
         s3={"payload_signing_enabled": False, "addressing_style": "auto"},
     )
     if options.get("anon"):

@@ -1,4 +1,4 @@
-"""A shard file on its way to a bucket: every byte is checked against what was saved before it leaves."""
+"""A shard file during its upload: every byte is compared with the saved checksums before it is sent."""
 
 import errno
 from collections.abc import Callable, Mapping
@@ -17,9 +17,9 @@ _PIECE_BYTES = 4 << 20
 
 @dataclass
 class BegunUpload:
-    """What continues an upload in parts, after a restart too once `keep` has returned. None: there is nothing to continue.
+    """The state that continues an upload in parts. After `keep` returns, it survives a restart. None: no such upload.
 
-    A restart may bring back what is None by now: the bucket does not know that upload any more, and it begins anew.
+    A restart may restore a note that was set to None. Its upload is gone from the bucket, so the upload begins anew.
     """
 
     note: Mapping[str, Any] | None = None
@@ -30,7 +30,7 @@ class UploadSource:
     """One shard's file, held open and checked by `with`. Pieces may be read by several threads at once.
 
     Raises:
-        ObjectCorrupt: the file's size or footer is not what was saved. StoreError
+        ObjectCorrupt: the file's size or footer differs from the saved one. StoreError
     """
 
     def __init__(self, fd: int, store: str, name: str, expected: Expected, begun: BegunUpload | None = None) -> None:
@@ -52,11 +52,11 @@ class UploadSource:
 
     @property
     def path(self) -> str:
-        """Names the open file, whatever becomes of its name meanwhile."""
+        """A path of the open file, valid even if the file is renamed or removed meanwhile."""
         return f"/proc/self/fd/{self._fd}"
 
     def check_stored(self, url: str, key: str, size_bytes: int) -> None:
-        """Compares with the size that a bucket gives for the object. Raises ObjectCorrupt: it has another."""
+        """Compares the object's size in the bucket. Raises ObjectCorrupt: it differs."""
         if size_bytes != self.size_bytes:
             raise ObjectCorrupt(url, "check", key, f"expected {self.size_bytes} bytes, the store holds {size_bytes}")
 
@@ -67,9 +67,11 @@ class UploadSource:
             ObjectCorrupt: a block differs from its checksum twice in a row. StoreError
         """
         problem = ""
+        # A flip in memory is gone at the second read; damage on the disk stays.
         for _ in range(2):
             with translate_read_errors(self._store, "read", self._name):
                 if read_exactly(self._fd, target, offset) != len(target):
+                    # As for lost bytes: `translate_read_errors` turns EIO into ObjectCorrupt.
                     raise OSError(errno.EIO, "the file ended early")
             crc, problem = self._check(offset, target)
             if not problem:
@@ -89,12 +91,13 @@ class UploadSource:
             position += len(block)
         rest = piece[position:]
         start = offset + position - table.data_bytes
+        # The footer is not covered by block checksums: compare it with the one that `open` checked.
         if rest != self._footer[start : start + len(rest)]:
             return 0, "its footer differs from the one that was read first"
         return combine_crcs(total, crc32c(rest), len(rest)), ""
 
     def check_all(self) -> None:
-        """Reads all of it once."""
+        """Reads and checks the whole file once. Raises as `read`."""
         step = max(1, _PIECE_BYTES // self._table.block_bytes) * self._table.block_bytes
         memory = memoryview(bytearray(min(step, self.size_bytes)))
         for offset in range(0, self.size_bytes, step):

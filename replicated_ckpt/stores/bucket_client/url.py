@@ -1,4 +1,4 @@
-"""Where the object tier lies and how to get there: an fsspec URL and the options that fsspec's users give."""
+"""The address of the object tier: an fsspec URL, and options as fsspec's users pass them."""
 
 import contextlib
 import os
@@ -35,22 +35,23 @@ _VARIABLES: Mapping[str, tuple[Mapping[str, str], Mapping[str, str]]] = {
     **dict.fromkeys(("gs", "gcs"), (_GOOGLE_CREDENTIALS, _GOOGLE_PLACES)),
     **dict.fromkeys(("az", "abfs", "abfss"), (_AZURE_CREDENTIALS, _AZURE_PLACES)),
 }
-"""Option by variable, for each scheme. No credential is taken where the user has given one, or `anon`; places are taken
-each for itself, and the later of two variables for one option holds.
+"""Option by variable, for each scheme: credentials, then places. Credentials are taken only if the user has passed none and
+no `anon`. Each place is taken on its own. If two variables set one option, the later one wins.
 """
 _S3_CLIENT = {"AWS_DEFAULT_REGION": "region_name", "AWS_CA_BUNDLE": "verify"}
 """The same of what s3fs takes in `client_kwargs`."""
 
 
 def with_environment(scheme: str, given: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
-    """The options that a user has given, and what the environment says where none is given.
+    """The options of a user, completed from environment variables.
 
-    fsspec's own variables (FSSPEC_S3_KEY and the like) are options by definition, and go before those of an SDK.
+    fsspec's own variables (FSSPEC_S3_KEY and the like) take precedence over those of an SDK.
     """
     options = {**_of_fsspec(scheme, environment), **given}
     inner = dict(options.get("client_kwargs") or {})
     credentials, places = _VARIABLES.get(scheme, ({}, {}))
     wanted = {variable: name for variable, name in places.items() if name not in options and name not in inner}
+    # All or none: half a pair from the options and half from the environment is refused as a whole.
     if options.keys().isdisjoint({*credentials.values(), "anon", "credential"}):
         wanted |= credentials
     options |= {name: environment[variable] for variable, name in wanted.items() if environment.get(variable)}
@@ -66,7 +67,7 @@ def _of_fsspec(scheme: str, environment: Mapping[str, str]) -> dict[str, Any]:
     mine = {name: text for name, text in environment.items() if name == names[0] or name.startswith(names[1])}
     if not mine:
         return {}
-    import fsspec.config  # by a process that has such a variable: it costs every start of a process 35 ms
+    import fsspec.config  # imported late: other processes' starts save 35 ms
 
     found: dict[str, dict[str, Any]] = {}
     fsspec.config.set_conf_env(found, mine)
@@ -75,16 +76,16 @@ def _of_fsspec(scheme: str, environment: Mapping[str, str]) -> dict[str, Any]:
 
 SCHEMES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oci", "oss", "file", "local", "memory")
 _DIRECTORIES = ("file", "local")
-"""Places for objects. fsspec knows more: archives, caches, shells, other people's servers; none of them is a bucket."""
+"""SCHEMES are places for objects. fsspec has more, as archives, caches and shells, which are no buckets."""
 PROCESS_LOCAL_SCHEMES = ("memory",)
 _SECRET_CHARS_MIN = 4
 
 
 @dataclass(frozen=True)
 class ObjectTarget:
-    """A bucket, the prefix in it, and how to reach it. Its text never shows the options: they may hold secrets.
+    """A bucket, a prefix in it, and options to reach it. `repr` omits the options, which may hold secrets.
 
-    What the environment of the user's process says is among the options; see `Credentials` in docs/object-store.md.
+    The options include those from the environment of the user's process; see `Credentials` in docs/object-store.md.
     """
 
     url: str
@@ -92,17 +93,17 @@ class ObjectTarget:
 
     @classmethod
     def check_supported(cls, url: str, options: Mapping[str, Any] | None) -> "ObjectTarget":
-        """The target that the user of this process named, with what the environment says of it.
+        """The target that the user of this process named, with options from this process's environment.
 
         Raises:
-            ConfigInvalid: it is no URL of a bucket, or carries credentials, which would end up in manifests and logs.
+            ConfigInvalid: `url` is no URL of a bucket, or carries credentials, which would appear in manifests and logs.
         """
         target = cls._plain(url, options)
         return cls(target.url, with_environment(target.scheme, target.options, os.environ))
 
     @classmethod
     def check_given(cls, url: str | None, options: Mapping[str, Any] | None) -> "ObjectTarget | None":
-        """As `check`; None: no bucket is named. Raises: ConfigInvalid, also for options without a bucket."""
+        """As `check`; None if no bucket is named. Raises: ConfigInvalid, also for options without a bucket."""
         if url is not None:
             return cls.check_supported(url, options)
         if options:
@@ -137,15 +138,15 @@ class ObjectTarget:
         return self.scheme in _DIRECTORIES
 
     def check_is_apart(self, root: str | os.PathLike[str] | None) -> None:
-        """Raises ConfigInvalid: it is a node's store, or a directory in which `root` lies, or that lies in it.
+        """Raises ConfigInvalid: the bucket is a node's store, or it and `root` lie in one another.
 
-        Each would take the other's files for its own: the mark in the bucket's `.metadata` is damage on a node. With
-        `root` None only the first is asked.
+        Each would treat the other's files as its own: the mark in a bucket's `.metadata` is damage to a node. With
+        `root` None only the first is checked.
         """
         if not self.is_directory:
             return
         there = Path(os.path.realpath(self.url.partition("://")[2]))
-        with contextlib.suppress(OSError):  # what cannot be looked at is told by the first that reads or writes there
+        with contextlib.suppress(OSError):  # an unreadable path is reported by the first read or write
             if is_there(there / NODE_NAME):
                 hint = "Name another directory; to read what lies there, pass it as root (--root of a command)."
                 raise ConfigInvalid(f"object_store={self.url!r} is the store of a node, and no bucket.", hint)
@@ -160,11 +161,12 @@ class ObjectTarget:
 
     @property
     def is_process_local(self) -> bool:
-        """Whether what is put there is seen by this process alone."""
+        """Whether only this process sees its objects."""
         return self.scheme in PROCESS_LOCAL_SCHEMES
 
     def scrub(self, text: str) -> str:
         """`text` without any value of the options."""
+        # Longest first: a secret that contains another one would be left in pieces.
         for secret in sorted(self._secrets(), key=len, reverse=True):
             text = text.replace(secret, "***")
         return text
@@ -172,6 +174,7 @@ class ObjectTarget:
     def _secrets(self) -> set[str]:
         found = set(_texts(self.options))
         plain = {self.url, *_plain_values(self.options)}
+        # Replacing a value of one or two letters would make every error unreadable.
         return {value for value in found - plain if len(value) >= _SECRET_CHARS_MIN}
 
     def to_json(self) -> dict[str, Any]:
@@ -179,11 +182,11 @@ class ObjectTarget:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "ObjectTarget":
-        """The target as a process of this node's user has named it, and nothing of this process's environment.
+        """The target that a process of this node's user sent, without this process's environment.
 
         Raises:
-            ConfigInvalid: it names environment variables, which no agent takes; and as `check`.
-            KeyError, TypeError, ValueError: it is no target.
+            ConfigInvalid: the fields have environment variables, which agents refuse; else as `check`.
+            KeyError, TypeError, ValueError: the fields are no target.
         """
         if fields.get("environment"):
             raise ConfigInvalid(
@@ -193,9 +196,9 @@ class ObjectTarget:
 
 
 def _texts(value: Any) -> "list[str]":
-    """Every text in nested options."""
+    """Every string in nested options."""
     if isinstance(value, str):
-        return [value.strip()]  # an error that quotes it shows a line break at its end as two characters
+        return [value.strip()]  # an error quotes a final line break as two characters
     if isinstance(value, Mapping):
         return [text for item in value.values() for text in _texts(item)]
     if isinstance(value, list | tuple):
@@ -209,7 +212,7 @@ _PLAIN_OPTIONS = (
 
 
 def _plain_values(options: Mapping[str, Any]) -> set[str]:
-    """Values that an error must be able to name."""
+    """Option values that are no secrets, and that errors may name."""
     found = set()
     for name, value in options.items():
         if isinstance(value, Mapping):
@@ -233,7 +236,7 @@ _PACKAGE_BY_SCHEME = {
 
 
 def missing_package(target: ObjectTarget, why: ImportError) -> ConfigInvalid:
-    """The error where the package for a bucket is not installed; its hint is the line that installs it."""
+    """The error if the package for a bucket is not installed. Its hint is the command that installs it."""
     package = _PACKAGE_BY_SCHEME.get(target.scheme, "fsspec")
     return ConfigInvalid(
         f"{target.url} needs the package {package}, which this Python cannot import: {target.scrub(str(why))[:300]}.",

@@ -18,6 +18,7 @@ def is_worthwhile(directory: Path, mode: str) -> bool:
     "auto": where the file system lies on a block device of its own. Others (tmpfs, overlayfs, NFS, btrfs, ZFS) refuse
     it, or take the flag and write through the page cache all the same. "on": tried everywhere. "off": nowhere.
     """
+    # Major 0: a file system without a block device of its own.
     return mode == "on" or (mode == "auto" and os.major(directory.stat().st_dev) != 0)
 
 
@@ -27,6 +28,7 @@ def switch_direct_io(fd: int, *, on: bool) -> bool:
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if on else flags & ~os.O_DIRECT)
     except OSError as exc:
+        # EINVAL: this file system has no direct I/O. Any other error is one of the disk.
         if exc.errno != errno.EINVAL:
             raise
         return False
@@ -39,12 +41,12 @@ def page_aligned(size_bytes: int) -> memoryview:
 
 
 def write_direct(fd: int, data: memoryview) -> int:
-    """Writes the whole pages of page-aligned memory at the file's position; returns how many bytes, 0 if it is refused."""
+    """Writes the whole pages of page-aligned memory at the file's position; returns the bytes written, 0 if refused."""
     done, whole = 0, len(data) - len(data) % PAGE_BYTES
     try:
         while done < whole:
             done += os.write(fd, data[done:whole])
-            if done % PAGE_BYTES:
+            if done % PAGE_BYTES:  # a short write: the next one would start unaligned, and be refused
                 break
     except OSError as exc:
         if exc.errno != errno.EINVAL:
@@ -55,8 +57,8 @@ def write_direct(fd: int, data: memoryview) -> int:
 def read_past_cache(fd: int, scratch: memoryview) -> Iterator[memoryview]:
     """The bytes of a file from its start on, in pieces of at most `scratch`, which is page-aligned and of whole pages.
 
-    Where the file system lies on a block device and lets us, the page cache is left as it is: what other processes have
-    there stays. Elsewhere each piece is dropped from it once the caller asks for the next. The descriptor is not shared.
+    With direct I/O, where the file system has it, the page cache is unchanged, and other processes keep their pages.
+    Elsewhere each piece is dropped from the cache once the caller asks for the next. `fd` must not be shared.
     """
     is_direct = os.major(os.fstat(fd).st_dev) != 0 and switch_direct_io(fd, on=True)
     offset = 0
@@ -64,6 +66,7 @@ def read_past_cache(fd: int, scratch: memoryview) -> Iterator[memoryview]:
         try:
             count = os.preadv(fd, [scratch], offset)
         except OSError as exc:
+            # Some file systems accept the flag, and refuse the read itself.
             if exc.errno != errno.EINVAL or not is_direct:
                 raise
             is_direct = switch_direct_io(fd, on=False)
@@ -77,7 +80,7 @@ def read_past_cache(fd: int, scratch: memoryview) -> Iterator[memoryview]:
         yield scratch[:count]
         if not is_direct:
             os.posix_fadvise(fd, offset, count, os.POSIX_FADV_DONTNEED)
-        elif count % PAGE_BYTES:  # the end; what another process has appended meanwhile is read, too
+        elif count % PAGE_BYTES:  # the end is unaligned: read on buffered, as the file may have grown
             is_direct = switch_direct_io(fd, on=False)
         offset += count
 

@@ -1,4 +1,4 @@
-"""Durable file operations, which survive a power loss once the call returns, and the errors of the disk as ours."""
+"""Durable file operations, which survive a power loss once the call returns, and the translation of disk errors."""
 
 import contextlib
 import errno
@@ -15,7 +15,7 @@ from replicated_ckpt.stores.files.plain import closing_fd, open_plain_file
 
 _IS_SHARED = stat.S_ISGID | stat.S_IRGRP | stat.S_IXGRP
 SHARED_MODE = 0o2750
-"""Of a directory that a group may read; what is made in it is of that group, too."""
+"""Mode of a directory that a group may read. Files and directories made in it belong to that group, too."""
 _HINT_BY_ERRNO = {
     **dict.fromkeys(
         (errno.EIO, errno.EUCLEAN, errno.EBADMSG),
@@ -40,9 +40,9 @@ _QUOTA_HINT = (
     "--root ROOT --keep-last N`. Then save again."
 )
 SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-"""What the system says that opens no file at all now, for want of descriptors or memory."""
+"""The process or host is out of descriptors or memory: such an error proves nothing about the file."""
 NOT_OFFERED = (errno.EPERM, errno.EACCES, errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-"""What mounts answer a call that they do not offer, as flock or fchmod; NFS locks no directory with EBADF."""
+"""Errors of mounts that do not offer a call, as flock or fchmod. NFS refuses flock on a directory with EBADF."""
 _REMOVALS_MAX = 5
 _REFUSALS = (errno.EACCES, errno.EPERM, errno.ESTALE, *SHORTAGES)
 
@@ -59,7 +59,7 @@ def translate_errors(store: str, op: str, key: str) -> Iterator[None]:
 
 
 def is_full(exc: OSError) -> bool:
-    """Whether it says that there is no room left, on the disk or in the user's quota."""
+    """Whether the disk is full, or the user's quota used up."""
     return exc.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -73,7 +73,7 @@ def store_error_of(exc: OSError, store: str, op: str, key: str) -> StoreError:
 
 
 def is_refusal(error: StoreError) -> bool:
-    """Whether the system would not read a file now, as for want of a permission: that says nothing of its bytes."""
+    """Whether the system refused to read a file, as without permission. This is no evidence of damage."""
     return isinstance(error.__cause__, OSError) and error.__cause__.errno in _REFUSALS
 
 
@@ -83,7 +83,7 @@ def _denied_hint(store: str, key: str, exc: OSError) -> str:
             f"The file system of {store} is read-only: `dmesg` says whether its disk has failed; or pass another root."
         )
     place = exc.filename or store
-    if not str(place).startswith("/"):  # it was opened from its directory
+    if not str(place).startswith("/"):  # opened relative to a directory descriptor: only the name is known
         place = f"{store}/{key}"
     allow = f"Let user {os.geteuid()} read and write {place} (`ls -ld` shows whose it is)"
     if exc.errno == errno.EPERM:
@@ -100,7 +100,7 @@ def fsync_directory(path: Path) -> None:
 
 
 def flush_later(path: Path) -> Callable[[], None]:
-    """What makes a file's bytes durable when it is called, whatever name it has by then; nothing if it is gone already."""
+    """Opens a file now; the returned function fsyncs it later, under any name. It does nothing for a missing file."""
     try:
         file = path.open("rb")
     except FileNotFoundError:
@@ -116,7 +116,7 @@ def flush_later(path: Path) -> Callable[[], None]:
 def make_directory(path: Path) -> None:
     """Makes a directory if it is missing: private to this user, or shared with a group as the directory above is.
 
-    So is one of this user's that is there already: it may have been made before the group was named.
+    An existing directory of this user is shared, too: it may be older than REPLICATED_CKPT_GROUP.
     """
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)
@@ -126,12 +126,14 @@ def make_directory(path: Path) -> None:
 
 
 def _share(path: Path, gid: int) -> None:
+    # lstat: chmod through a link would open a directory elsewhere.
     status = path.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
         return
-    with contextlib.suppress(OSError):  # what cannot be shared stays private, and serves its own user
+    with contextlib.suppress(OSError):  # some mounts refuse it: the directory stays private, and usable
         if status.st_gid != gid:
             os.chown(path, -1, gid)
+        # After chown: while the group is not one of this user's, chmod drops the set-group-id bit.
         if status.st_gid != gid or status.st_mode & _IS_SHARED != _IS_SHARED:
             path.chmod(SHARED_MODE)
 
@@ -139,7 +141,7 @@ def _share(path: Path, gid: int) -> None:
 def make_directories(path: Path, above: Path) -> None:
     """Creates `path` below the existing `above`, durably: each name on the way is fsynced in its parent.
 
-    Also a name that is there already: the process that made it may have been killed, or not have come, before its fsync.
+    Existing names are fsynced, too: the process that made them may have been killed before its fsync, or not reached it.
     """
     if path == above:
         return
@@ -149,15 +151,16 @@ def make_directories(path: Path, above: Path) -> None:
 
 
 def make_root(path: Path) -> None:
-    """Creates a directory, private to this user, and what is missing above it, durably: names are fsynced up to the mount.
+    """Creates a directory, private to this user, and missing ones above it, durably: names are fsynced up to the mount.
 
-    Other users cannot write what it makes above it, whatever the umask is: the root would not be believed.
-    A directory above that may not be read cannot be fsynced; it was there before, as no process makes names in it.
+    Other users cannot write to the directories that it makes, whatever the umask is; `check_root` would refuse the root.
+    A parent that this user may not read cannot be fsynced. It existed before, so its name needs no fsync here.
     """
     _make_directories(path, mode=0o700)
     for inner, outer in zip((path, *path.parents), path.parents, strict=False):
         if inner.is_mount():
             return
+        # Only a directory that existed before can be unreadable here: we made the others.
         with contextlib.suppress(PermissionError):
             fsync_directory(outer)
 
@@ -173,19 +176,23 @@ def _make_directories(path: Path, mode: int) -> None:
 def write_file(
     path: Path, data: bytes, mode: int = 0o644, *, is_flushed: bool = True, is_name_flushed: bool = True
 ) -> None:
-    """Replaces `path` by `data` at once: afterwards, and after a crash at any point, it holds the old or the new bytes.
+    """Replaces `path` by `data` atomically: after a crash at any point it holds the old or the new bytes.
 
-    Not `is_flushed`: after a crash of the machine it may hold anything. Not `is_name_flushed`: after one it may hold the
-    old bytes, or be missing, until the caller has fsynced its directory. If this raises, nothing else is left.
+    Without `is_flushed`, it may hold anything after a power loss. Without `is_name_flushed`, it may hold the old bytes or
+    be missing after a power loss, until the caller fsyncs its directory. On an error no temporary file is left.
     """
+    # The pid lets `remove_broken_off_writes` tell a killed writer's file from a running one's.
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    # O_NOFOLLOW: another user may have put a link there, to a file of ours.
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
     try:
         with closing_fd(fd):
             set_mode(fd, mode)
             write_all(fd, data)
+            # Before the rename: else a power loss can leave the new name with no bytes.
             if is_flushed:
                 os.fsync(fd)
+        # After close: an NFS server may report a full disk only there.
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -195,10 +202,10 @@ def write_file(
 
 
 def set_mode(fd: int, mode: int) -> None:
-    """Gives a new file its mode, whatever the umask. A mount that takes none may leave it open to fewer users.
+    """Sets a new file's mode, whatever the umask. On a mount without fchmod the file may be open to fewer users.
 
     Raises:
-        OSError: the mount takes none, and the file is open to more users than `mode` allows.
+        OSError: the mount has no fchmod, and the file is open to more users than `mode` allows.
     """
     try:
         os.fchmod(fd, mode)
@@ -206,15 +213,16 @@ def set_mode(fd: int, mode: int) -> None:
         found = stat.S_IMODE(os.fstat(fd).st_mode)
         if exc.errno not in NOT_OFFERED:
             raise
+        # The file may hold a token: open to too many users is an error, to too few is not.
         if found & ~mode:
             problem = f"fchmod to {mode:04o} is refused ({exc.strerror}), and the file has the mode {found:04o}"
             raise OSError(errno.EOPNOTSUPP, problem) from exc
 
 
 def remove_broken_off_writes(directory: Path, of: str = "") -> None:
-    """Removes what `write_file` left when its process was killed, under names that begin so.
+    """Removes temporary files of `write_file` whose process was killed, with names that begin with `of`.
 
-    A running process keeps its own.
+    Those of running processes stay.
     """
     for path in directory.glob(f"{of}*.tmp"):
         pid = path.stem.rpartition(".")[2]
@@ -225,6 +233,7 @@ def remove_broken_off_writes(directory: Path, of: str = "") -> None:
 def write_all(fd: int, data: bytes | memoryview) -> None:
     view = memoryview(data)
     while view:
+        # write(2) may take less: at a signal, a quota, or 2 GiB at once.
         view = view[os.write(fd, view) :]
 
 
@@ -240,14 +249,14 @@ def write_vector(fd: int, pieces: Sequence[memoryview]) -> None:
 
 
 def hash_file(path: Path, size_bytes: int) -> tuple[int, int]:
-    """Size in bytes and CRC32C of a file. One that is not of `size_bytes` is not read, and its CRC32C is given as 0."""
+    """Size in bytes and CRC32C of a file. A file of another size than `size_bytes` is not read; its CRC32C is 0."""
     with open_plain_file(path) as file:
         found_bytes = os.fstat(file.fileno()).st_size
         return hash_open_file(file.fileno()) if found_bytes == size_bytes else (found_bytes, 0)
 
 
 def hash_open_file(fd: int) -> tuple[int, int]:
-    """Size in bytes and CRC32C of what can be read from it."""
+    """Size in bytes and CRC32C of all bytes from the file's start to its end."""
     piece, offset, crc = memoryview(bytearray(1 << 20)), 0, 0
     while count := read_exactly(fd, piece, offset):
         crc = crc32c(piece[:count], crc)
@@ -260,6 +269,7 @@ def read_exactly(fd: int, target: memoryview, offset: int) -> int:
     done = 0
     while done < len(target):
         count = os.preadv(fd, [target[done:]], offset + done)
+        # The file ends: without this a truncated file would be read for ever.
         if count == 0:
             break
         done += count
@@ -267,14 +277,16 @@ def read_exactly(fd: int, target: memoryview, offset: int) -> int:
 
 
 def remove_tree(path: Path) -> None:
-    """Removes a directory if it is there. A process that still writes into it may begin a file or two meanwhile."""
+    """Removes a directory if it is there, also while another process creates a few more files in it."""
     for _ in range(_REMOVALS_MAX):
         try:
             shutil.rmtree(path)
         except FileNotFoundError:
+            # The missing name may be a file inside, which another process removed first.
             if not is_there(path):
                 return
         except OSError as exc:
+            # A file was created between the listing and rmdir: list again.
             if exc.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
         else:
@@ -283,29 +295,29 @@ def remove_tree(path: Path) -> None:
 
 
 UNREADABLE = (errno.EIO, errno.EISDIR, errno.ELOOP, errno.EUCLEAN, errno.EBADMSG)
-"""What is said of one place on a disk. Source: ext4 and XFS say the last two of what fails their own checksums."""
+"""Errors of one place on a disk. Source: ext4 and XFS return the last two for blocks that fail their own checksums."""
 
 
 def find_unreadable(exc: BaseException) -> OSError | None:
-    """The system's error, if it says that the disk has lost what lies at one place, or that another thing lies there.
+    """The OSError behind `exc`, if it concerns one place on the disk: lost bytes, or a directory or link in their place.
 
-    What lies elsewhere is as it was.
+    Files at other places are not affected. None for any other error.
     """
     cause = exc if isinstance(exc, OSError) else exc.__cause__
     return cause if isinstance(cause, OSError) and cause.errno in UNREADABLE else None
 
 
 def is_unreadable(exc: BaseException) -> bool:
-    """Whether it says that, whatever it is raised as."""
+    """Whether `find_unreadable` finds such an error behind `exc`."""
     return find_unreadable(exc) is not None
 
 
 @contextlib.contextmanager
 def translate_read_errors(store: str, op: str, key: str) -> Iterator[None]:
-    """As `translate_errors`; but bytes that the disk has lost are damaged ones: those around them may be as they were.
+    """As `translate_errors`, but an unreadable place on the disk is damage: the bytes around it may be intact.
 
     Raises:
-        ObjectCorrupt: the block has met such bytes. StoreError
+        ObjectCorrupt: the block read such a place. StoreError: any other error.
     """
     try:
         with translate_errors(store, op, key):
@@ -317,10 +329,10 @@ def translate_read_errors(store: str, op: str, key: str) -> Iterator[None]:
 
 
 def raise_shortage(exc: Exception, path: Path) -> None:
-    """For what handles the error of reading `path`. Another one than the system's passes.
+    """Called where an error of reading `path` is handled as damage. Does nothing for any other error.
 
     Raises:
-        StoreError: it is for want of descriptors or memory, which says nothing of this file.
+        StoreError: the process or host is out of descriptors or memory, which is no evidence of damage.
     """
     if isinstance(exc, OSError) and exc.errno in SHORTAGES:
         raise store_error_of(exc, str(path.parent), "read", path.name) from exc

@@ -1,7 +1,7 @@
-"""Whether something lies under a path. What the system refuses to say is an error, never "no", on every Python.
+"""Whether something lies under a path. An error of the system is raised, and never means "no", on every Python.
 
-From Python 3.14 on `Path.exists`, `is_dir`, `is_file` and `is_symlink` answer False for any error, as `os.path.exists`
-always has. A store that may not be looked into, or whose disk fails, would be taken for one that was never made.
+From Python 3.14 on `Path.exists`, `is_dir`, `is_file` and `is_symlink` return False for any error, as `os.path.exists`
+always has. A store without permission, or on a failing disk, would count as one that was never made.
 """
 
 import errno
@@ -13,12 +13,12 @@ _NOTHING_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 
 
 def is_there(path: str | Path) -> bool:
-    """Whether a file or directory lies there; a link that leads nowhere is none. Raises: OSError"""
+    """Whether a file or directory lies there. A dangling link counts as nothing. Raises: OSError"""
     return _look(path) is not None
 
 
 def is_name_taken(path: str | Path) -> bool:
-    """Whether anything has this name, a link that leads nowhere, too. Raises: OSError"""
+    """Whether anything has this name, including a dangling link. Raises: OSError"""
     return _look(path, follow=False) is not None
 
 
@@ -41,9 +41,9 @@ def is_link(path: str | Path) -> bool:
 
 
 def list_prefixed(directory: Path, prefix: str) -> list[Path]:
-    """What has a name in the directory that begins so; nothing where there is none. Raises: OSError
+    """Paths in a directory whose names begin with `prefix`; empty if there is no such directory. Raises: OSError
 
-    For names of one save: `Path.glob` compiles each pattern, and keeps hundreds.
+    For names of one save. `Path.glob` compiles each pattern, and caches hundreds.
     """
     try:
         return [directory / name for name in os.listdir(directory) if name.startswith(prefix)]  # noqa: PTH208 - names alone
@@ -60,23 +60,23 @@ def _look(path: str | Path, *, follow: bool = True) -> os.stat_result | None:
         if exc.errno in _NOTHING_THERE:
             return None
         raise
-    except ValueError:  # no file has a NUL in its name
+    except ValueError:  # a NUL in a name from a peer or a pickle: no file has one
         return None
 
 
 def leads_out(root: Path, checkpoint_id: str) -> bool:
     """Whether a symbolic link on the way to a checkpoint leads out of the root, or nowhere.
 
-    Nothing outside a root is read or written for another user, whatever symbolic links lie inside it.
+    The guard against a link that would make an agent read or write outside its root for another user.
     """
-    if _is_straight(root, checkpoint_id):  # as nearly all are: the rest costs ten times as much
+    if _is_straight(root, checkpoint_id):  # the usual case: the check below costs ten times as much
         return False
     inside, real = os.path.realpath(root), os.path.realpath(root / checkpoint_id)
     if os.path.commonpath((inside, real)) != inside:
         return True
     at, end = Path(real), Path(inside)
     while at != end:
-        if is_link(at):  # what links lead around in a circle is left as it is
+        if is_link(at):  # `realpath` returns a link only where links form a circle
             return True
         at = at.parent
     return False

@@ -1,4 +1,4 @@
-"""Locks on files and directories that end when their process ends them, or itself, whatever it has forked meanwhile."""
+"""Locks on files and directories. Each ends with `release` or with its process, even if that has forked meanwhile."""
 
 import contextlib
 import errno
@@ -15,28 +15,28 @@ from replicated_ckpt.stores.files.durable import NOT_OFFERED, translate_errors
 from replicated_ckpt.stores.files.existence import is_directory
 
 LOCK_TIMEOUT_S = 120.0
-"""So long a lock is waited for that another thread or process holds."""
+"""Longest wait for a lock that another thread or process holds."""
 LOCK_STOPPED_S = 2.0
-"""And no longer than this, where that process is seen to be stopped all the while."""
+"""Longest wait while the holder is stopped: it cannot release the lock before someone continues it."""
 _POLL_S = 0.005
 _POLL_FIRST_S, _POLL_MAX_S = 0.001, 0.02
 
 
 class Closable(Protocol):
-    """What has a descriptor. A socket does."""
+    """An object with a descriptor, as a socket."""
 
     def close(self) -> object:
-        """Gives the descriptor back. In a fork this must have no effect on the other processes that hold it."""
+        """Closes the descriptor. In a fork this must not affect the other processes that hold it."""
 
 
 _not_in_forks: weakref.WeakSet[Closable] = weakref.WeakSet()
 
 
 def close_in_forks(held: Closable) -> None:
-    """A process that is forked from now on, as a data loader's worker, closes what it has of this at once.
+    """Each process forked from now on, as a data loader's worker, closes its copy of `held` at once.
 
-    Else an agent, which learns by a lock or a connection that a process has ended, would learn it only when the worker has.
-    Source: flock(2), "locks are associated with an open file description". What forks without Python is not seen.
+    An agent detects the end of a process by its lock or connection. A worker's copy would keep both open after that.
+    Source: flock(2), "locks are associated with an open file description". Forks outside Python are not covered.
     """
     _not_in_forks.add(held)
 
@@ -54,7 +54,7 @@ class DescriptorLock:
     """A descriptor with a flock of this process alone, until `release` or the process's end."""
 
     def __init__(self, fd: int) -> None:
-        """Takes over `fd`, which may be locked later."""
+        """Owns `fd` from now on; it may be locked later."""
         self.fd = fd
         """-1: it was released, or this is a fork."""
         close_in_forks(self)
@@ -64,10 +64,10 @@ class DescriptorLock:
         return self.fd >= 0
 
     def wait(self, path: Path, *, shared: bool = False, within_s: float | None = None) -> None:
-        """Takes the lock of the file at `path`, once no other process keeps it from that. Where this raises it is closed.
+        """Waits for the lock of the file at `path`, and takes it. On an error the descriptor is closed.
 
         Raises:
-            StoreUnavailable: another holds it for too long, or is stopped.
+            StoreUnavailable: another process holds it for too long, or is stopped.
         """
         try:
             self._await(path, shared=shared, within_s=LOCK_TIMEOUT_S if within_s is None else within_s)
@@ -82,18 +82,20 @@ class DescriptorLock:
             time.sleep(pause_s)
             pause_s = min(1.5 * pause_s, _POLL_MAX_S)
             now = time.monotonic()
+            # Most locks are released sooner: /proc is read only once the polls have slowed down.
             if pause_s < _POLL_MAX_S or not (pid := holder_of(path)) or not is_stopped(pid):
                 moving_at = now
             if now - moving_at > LOCK_STOPPED_S or now - began > within_s:
                 raise _held_for_too_long(path, now - began)
 
     def try_take(self, *, shared: bool = False) -> bool:
-        """Takes the lock, or returns False if another process holds it now. Raises OSError, ENOLCK where there are none."""
+        """Takes the lock; False if another process holds it now. Raises OSError; ENOLCK: the mount has no locks."""
         try:
             fcntl.flock(self.fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
         except OSError as exc:
+            # NFS and others refuse in their own ways: one error number for all, with its own hint.
             if exc.errno not in NOT_OFFERED:
                 raise
             raise OSError(errno.ENOLCK, f"flock is refused ({exc.strerror})") from exc
@@ -106,20 +108,21 @@ class DescriptorLock:
         self.release()
 
     def release(self) -> None:
-        """Ends the lock, also where a fork has the descriptor still. Nothing, where this is a fork, or it was released.
+        """Ends the lock, even if a fork still has the descriptor. Does nothing in a fork, or a second time.
 
-        An interrupt right here ends it, too: the next save of this process would wait for it in vain. So does an error, as
-        of a network file system: what the lock was for is done by now.
+        An interrupt in here ends the lock, too; otherwise the next save of this process would wait for itself. An error
+        of a network file system is ignored: the work under the lock is done.
         """
         try:
             if self.is_locked:
                 with contextlib.suppress(OSError):
+                    # Closing alone would not end it: a forked worker may hold the same open file.
                     fcntl.flock(self.fd, fcntl.LOCK_UN)
         finally:
             self.close()
 
     def close(self) -> None:
-        fd, self.fd = self.fd, -1
+        fd, self.fd = self.fd, -1  # first: a second close could hit another file's descriptor
         if fd >= 0:
             os.close(fd)
 
@@ -133,7 +136,7 @@ class FileLock(DescriptorLock):
 
     @classmethod
     def acquire(cls, path: Path, *, shared: bool = False) -> "FileLock | None":
-        """The lock, or None if another process holds it now. A disk that has become read-only can still be locked.
+        """The lock, or None if another process holds it now. Works on a file system that has become read-only.
 
         Raises:
             StoreError: the file cannot be opened, made or locked.
@@ -147,6 +150,7 @@ class FileLock(DescriptorLock):
                 fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
             with contextlib.ExitStack() as not_taken:
                 lock = cls(path, fd)
+                # An interrupt between open and flock must not leak the descriptor.
                 not_taken.callback(lock.close)
                 if not lock.try_take(shared=shared):
                     return None
@@ -155,7 +159,7 @@ class FileLock(DescriptorLock):
 
     @classmethod
     def take_within(cls, path: Path, timeout_s: float, *, shared: bool = False) -> "FileLock | None":
-        """As `take`, once the process that holds the lock releases it; None: it has not done so in this time."""
+        """As `take`, but waits up to `timeout_s` for the holder to release the lock; None if it does not."""
         deadline = time.monotonic() + timeout_s
         while (lock := cls.acquire(path, shared=shared)) is None and time.monotonic() < deadline:
             time.sleep(_POLL_S)
@@ -163,7 +167,7 @@ class FileLock(DescriptorLock):
 
     @classmethod
     def is_taken(cls, path: Path, *, shared: bool = False) -> bool:
-        """Whether another process holds the lock so that `take` would return None. Raises as that does."""
+        """Whether `take` would return None now, as another process holds the lock. Raises as `take`."""
         lock = cls.acquire(path, shared=shared)
         if lock is not None:
             lock.release()
@@ -172,7 +176,7 @@ class FileLock(DescriptorLock):
     def is_in_place(self) -> bool:
         """Whether the locked file still has its name: False once its directory was removed, made again, or mounted over.
 
-        On another disk, as a snapshot or one that was just formatted, the file may have the same number.
+        Compares the device, too: on a snapshot or a freshly formatted disk the file may have the same inode number.
         """
         try:
             return os.path.samestat(self.path.stat(), os.fstat(self.fd))
@@ -181,26 +185,28 @@ class FileLock(DescriptorLock):
 
 
 def holder_of(path: Path) -> int | None:
-    """The process that took the flock of a file; None: none has, or this process may not see it, as in another container.
+    """The process that took the flock of a file; None: no process, or one that is not visible, as in another container.
 
-    Source: proc(5), /proc/locks. On a file system whose files tell another device than its locks do, none is found.
+    Source: proc(5), /proc/locks. None also where a file's device differs from that of its locks, as on btrfs.
     """
     with contextlib.suppress(OSError):
         status = path.stat()
         device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
         for line in Path("/proc/locks").read_text().splitlines():
             fields = line.split()
+            # Not positive: a lock of an open file description, or a process outside this pid namespace.
             if fields[1] == "FLOCK" and fields[5] == device and int(fields[4]) > 0:
                 return int(fields[4])
     return None
 
 
 def state_and_start(pid: int) -> tuple[str, str]:
-    """Fields 3 and 22 of /proc/PID/stat. Source: proc(5); the second field is a name, of any bytes, cut after the 15th.
+    """Fields 3 and 22 of /proc/PID/stat: state and start time. Source: proc(5).
 
     Raises:
         OSError: no such process runs, or it cannot be seen.
     """
+    # The name in field 2 may hold spaces, brackets and half a letter: the kernel cuts it after 15 bytes.
     fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].decode().split()
     return fields[0], fields[19]
 
@@ -226,12 +232,12 @@ def _held_for_too_long(path: Path, waited_s: float) -> StoreUnavailable:
 
 @contextlib.contextmanager
 def exclusive(directory: Path, within_s: float | None = None) -> Iterator[None]:
-    """One thread or process at a time is in the block; none is kept out while there is no such directory.
+    """Runs the block in one thread or process at a time. Without such a directory it does not lock.
 
-    Two that give the same names to the same directories would undo each other's work.
+    Two processes that rename the same files would undo each other's work.
 
     Raises:
-        StoreUnavailable: another is in it for too long, or is stopped in it.
+        StoreUnavailable: another process holds the lock for too long, or is stopped.
     """
     if not is_directory(directory):
         yield

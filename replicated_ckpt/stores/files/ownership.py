@@ -1,4 +1,4 @@
-"""Whose a store is: its root, and what agents keep in it, count only where no other user of the host can have put it."""
+"""Ownership of a store: a root and an agent's files are trusted only if no other user of the host can have put them."""
 
 import errno
 import grp
@@ -16,19 +16,20 @@ from replicated_ckpt.stores.files.locks import exclusive
 
 GROUP_ENV = "REPLICATED_CKPT_GROUP"
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+# Linux's own limit, MAXSYMLINKS.
 _LINKS_MAX = 40
 _OVERFLOW_UID = Path("/proc/sys/kernel/overflowuid")
 _UID_MAP = Path("/proc/self/uid_map")
 
 
 def check_root(root: Path) -> None:
-    """The root is this user's, and no other user can have put another directory, or a link, in its place.
+    """Checks that the root is this user's, and that no other user can have replaced it by a directory or link.
 
-    A user who can write a directory can rename what lies in it, unless it is sticky, as /tmp is. The root may be the host's
-    root's, where this user can write it: kubelet makes volumes with fsGroup so.
+    A user who can write a directory can rename its entries, unless it is sticky, as /tmp is. The root may belong to the
+    user root if this user can write it: kubelet makes volumes with fsGroup so.
 
     Raises:
-        StoreDenied: it is not, naming the path, its owner and its mode. OSError
+        StoreDenied: the check failed; the error names the path, its owner and its mode. OSError
     """
     resolved = _check_above(root, root)
     status = resolved.stat()
@@ -37,19 +38,19 @@ def check_root(root: Path) -> None:
 
 
 def _check_above(root: Path, there: Path) -> Path:
-    """Each step on the way to a directory; returns what it is without links."""
+    """Checks each step on the way to a directory; returns its path without links."""
     resolved, owners = Path("/"), _owners_above()
     for path, status in _steps(there):
         _check_owner(root, path, status, owners)
         if not stat.S_ISLNK(status.st_mode):
             resolved = path
-            if not status.st_mode & stat.S_ISVTX:
+            if not status.st_mode & stat.S_ISVTX:  # in a sticky directory, as /tmp, only owners rename
                 _check_mode(root, path, status)
     return resolved
 
 
 def check_claimable(root: Path) -> None:
-    """Raises what `claim_root` will, before anything is written, and also where the root is still to be made."""
+    """Raises what `claim_root` would raise, without writing anything. The root need not exist yet."""
     there = root
     while not is_there(there):
         there = there.parent
@@ -61,29 +62,29 @@ def check_claimable(root: Path) -> None:
 
 
 def claim_root(root: Path) -> None:
-    """As `check_root`. An empty root of this user that others can write, as a mount often is, is made private first.
+    """As `check_root`. First makes an empty root of this user private if others can write it, as fresh mounts often are.
 
     Raises:
-        StoreDenied: as that does, or another user was faster and has put something there. StoreUnavailable, OSError
+        StoreDenied: as `check_root`, or another user has put something there meanwhile. StoreUnavailable, OSError
     """
     if _is_open_and_empty(root):
-        with exclusive(root):  # another rank of this node may have closed it meanwhile, and have put something there
+        with exclusive(root):  # another rank of this node may be ahead: the root is private by now, and used
             if _is_open_and_empty(root):
                 _close(root)
     check_root(root)
 
 
 def find_other_owner(root: Path) -> str | None:
-    """The user whose store it is, where that is not this process's; None where it is, or all users are believed."""
+    """The owner of a root, if that is another user; None if it is this user, or REPLICATED_CKPT_TRUST_ROOT is set."""
     uid = root.stat().st_uid
     return None if uid in _owners_of_root(root) or _is_trusted() else _user(uid)
 
 
 def make_private(root: Path, directory: Path, checked: os.stat_result | None = None) -> os.stat_result:
-    """Makes the agent's directory, and the root, where they are missing; what is there is checked first.
+    """Makes the root and the agent's directory if they are missing, and checks them.
 
-    Afterwards `check_root` holds, and the directory, and all that lies in it, is this user's and no link. What is
-    returned is passed as `checked` the next time: while it is the same directory, no other user can have changed it.
+    Afterwards `check_root` holds, and the directory and all files in it are this user's and no links. Pass the result as
+    `checked` the next time: as long as it is the same directory, no other user can have changed it.
 
     Raises:
         StoreDenied: another user can have put something there. ConfigInvalid: as of the group. OSError
@@ -95,6 +96,7 @@ def make_private(root: Path, directory: Path, checked: os.stat_result | None = N
     claim_root(root)
     _share(root)
     directory.mkdir(exist_ok=True, mode=0o700)
+    # After mkdir: another user may have put a directory or a link there first.
     status = found = directory.lstat()
     if not stat.S_ISDIR(status.st_mode):
         raise _denial(root, directory, status, "it is no directory", f"Remove {directory}; it is made again.")
@@ -104,17 +106,17 @@ def make_private(root: Path, directory: Path, checked: os.stat_result | None = N
         for entry in entries:
             try:
                 status = entry.stat(follow_symlinks=False)
-            except FileNotFoundError:  # a file that is being replaced, or of a load that has just ended
+            except FileNotFoundError:  # replaced meanwhile, or a file of a load that has just ended
                 continue
             _check_file(root, Path(entry.path), status)
     return found
 
 
 def is_of_another(directory: Path) -> bool:
-    """Whether a directory is there that is another user's, or that this user cannot read.
+    """Whether a directory exists that belongs to another user, or that this user cannot read.
 
     Raises:
-        ConfigInvalid: what should hold it is a file.
+        ConfigInvalid: its parent is a file.
     """
     try:
         status = directory.lstat()
@@ -134,6 +136,7 @@ def _is_open_and_empty(root: Path) -> bool:
 def _close(root: Path) -> None:
     status = root.stat()
     root.chmod(0o700)
+    # Another user may have put a file there between the first look and chmod.
     if _has_content(root):
         raise _denial(
             root, root, status, "other users could write it, and have", "Look at what lies in it, and remove it."
@@ -141,7 +144,7 @@ def _close(root: Path) -> None:
 
 
 def _has_content(root: Path) -> bool:
-    """Whether anything lies there but what a file system makes for itself."""
+    """Whether a directory has entries besides `lost+found`, which mkfs makes."""
     return any(path.name != "lost+found" for path in root.iterdir())
 
 
@@ -160,18 +163,20 @@ def read_private(path: Path) -> bytes:
         StoreDenied: it is another user's, or others can write it. OSError: it cannot be read.
     """
     try:
+        # O_NONBLOCK: opening a pipe in the file's place would wait for ever.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as exc:
         if exc.errno == errno.ELOOP:
             raise _denial(path.parent, path, path.lstat(), "it is a symbolic link", f"Remove {path}.") from exc
         raise
     with os.fdopen(fd, "rb") as file:
+        # The open file, not its name: that may be another file by now.
         _check_file(path.parent, path, os.fstat(fd))
         return file.read()
 
 
 def _share(root: Path) -> None:
-    """Lets the group that REPLICATED_CKPT_GROUP names, if any, read what is saved under the root from now on.
+    """Lets the group of REPLICATED_CKPT_GROUP, if set, read all later saves under the root.
 
     Raises:
         ConfigInvalid: there is no such group, or this user is no member of it.
@@ -182,17 +187,17 @@ def _share(root: Path) -> None:
     gid = _gid(name)
     status = root.stat()
     if status.st_gid == gid and (stat.S_IMODE(status.st_mode) == SHARED_MODE or status.st_uid != os.geteuid()):
-        return  # also where it is root's, as a volume with fsGroup is
+        return  # a volume with fsGroup is root's: only its group can be compared
     try:
         os.chown(root, -1, gid)
-        root.chmod(SHARED_MODE)
+        root.chmod(SHARED_MODE)  # after chown: in a foreign group chmod drops the set-group-id bit
     except PermissionError as exc:
         hint = f"Name a group of this user (see `id`) in {GROUP_ENV} or --group."
         raise ConfigInvalid(f"{root} cannot be shared with the group {name!r}: {exc.strerror}.", hint) from exc
 
 
 def _steps(path: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """Each directory and each link on the way to `path`, and `path` itself, links followed one by one."""
+    """Each directory and link on the way to `path`, and `path` itself. Links are followed one by one, not by the kernel."""
     at, left, links = Path("/"), list(reversed(path.parts[1:])), 0
     yield at, at.lstat()
     while left:
@@ -209,7 +214,7 @@ def _steps(path: Path) -> Iterator[tuple[Path, os.stat_result]]:
         links += 1
         if links > _LINKS_MAX:
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
-        target = step.readlink()
+        target = step.readlink()  # each step of a link's target can be replaced, too
         at = Path("/") if target.is_absolute() else at
         left += reversed(target.parts[1:] if target.is_absolute() else target.parts)
 
@@ -241,7 +246,7 @@ def _check_mode(root: Path, path: Path, status: os.stat_result) -> None:
 
 
 def _advise_on_mode(path: Path, status: os.stat_result, open_to: int) -> str:
-    """What this user can do, who may not be the owner: kubelet's volumes are root's."""
+    """The hint, by what this user can change. The user may not be the owner: kubelet's volumes are root's."""
     if os.geteuid() in (0, status.st_uid):
         inside = "in it" if status.st_mode & stat.S_ISVTX else "elsewhere"
         step = f"Look at what lies in it, then `chmod go-w {path}`; or use a root {inside}. {TRUST_ROOT_ENV}=1 believes all"
@@ -257,10 +262,10 @@ def _advise_on_mode(path: Path, status: os.stat_result, open_to: int) -> str:
 
 
 def _is_group_trusted(status: os.stat_result) -> bool:
-    """Whether it is the owner's own group, as systems make it that let groups write by default, or the one that is named.
+    """Whether the group is the owner's private group (same number), or the one of REPLICATED_CKPT_GROUP.
 
-    Of a directory of root's, as a volume with fsGroup is, it is this user's own. Group 0 belongs to no user: containers run
-    processes of any user in it.
+    For a directory of root, as a volume with fsGroup is, the private group of this user counts. Group 0 is never
+    trusted: containers run processes of any user in it.
     """
     name = os.environ.get(GROUP_ENV)
     return (0 != status.st_gid == (status.st_uid or os.geteuid())) or bool(name and status.st_gid == _gid(name))
@@ -276,12 +281,12 @@ def _is_trusted() -> bool:
 
 
 def _owners_of_root(root: Path) -> set[int]:
-    """Who may own a root: this user, and the host's root where this user can write there."""
+    """Users who may own a root: this user, and root if this user can write to it."""
     return {os.geteuid(), 0} if os.access(root, os.W_OK) else {os.geteuid()}
 
 
 def _owners_above() -> set[int]:
-    """Who may own the directories above: this user and root, who is seen as nobody where a container does not map it."""
+    """Users who may own the directories above: this user and root. A user namespace without root shows it as nobody."""
     owners = {0, os.geteuid()}
     ranges = [tuple(map(int, line.split())) for line in _UID_MAP.read_text().splitlines()] if is_there(_UID_MAP) else []
     if ranges and not any(first <= 0 < first + count for first, _, count in ranges):

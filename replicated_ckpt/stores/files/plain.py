@@ -1,4 +1,4 @@
-"""Opening what others may have put there: a pipe or a device in a file's place is no file, and is not waited for."""
+"""Opening files that others may have replaced: a pipe or a device in a file's place is refused, without waiting."""
 
 import contextlib
 import errno
@@ -18,6 +18,7 @@ def open_plain(path: str | Path, flags: int = 0, *, dir_fd: int | None = None) -
         FileNotFoundError: nothing lies there, or a pipe or a device. IsADirectoryError, OSError
     """
     try:
+        # O_NONBLOCK: opening a pipe without a writer would wait for ever.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags, dir_fd=dir_fd)
     except ValueError as exc:  # a NUL in its name
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path)) from exc
@@ -27,7 +28,7 @@ def open_plain(path: str | Path, flags: int = 0, *, dir_fd: int | None = None) -
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         if not stat.S_ISREG(mode):
             raise FileNotFoundError(errno.ENOENT, "No plain file lies there", str(path))
-    except OSError:  # fstat's is of a file system that has gone
+    except OSError:  # fstat itself fails once an NFS server has lost the file
         os.close(fd)
         raise
     return fd
@@ -48,6 +49,6 @@ def open_plain_file(path: str | Path, flags: int = 0) -> FileIO:
 
 
 def read_plain(path: str | Path, size_max: int = MANIFEST_BYTES_MAX + 1, flags: int = 0) -> bytes:
-    """The bytes of a file, `size_max` at most: of one that is too large, more than are believed. Else as `open_plain`."""
+    """The bytes of a file, at most `size_max`. The default exceeds the limit by one byte, so that callers detect excess."""
     with BufferedReader(open_plain_file(path, flags)) as file:
-        return file.read(min(size_max, os.fstat(file.fileno()).st_size + 1))  # all that is asked for is allocated
+        return file.read(min(size_max, os.fstat(file.fileno()).st_size + 1))  # `read` allocates the size it is given

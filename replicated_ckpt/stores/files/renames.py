@@ -1,4 +1,4 @@
-"""Renames that plain rename(2) has not: two names swapped at once, and a name that is taken only if it is free."""
+"""Renames that rename(2) does not offer: swapping two names, and renaming only to a free name."""
 
 import ctypes
 import errno
@@ -23,6 +23,7 @@ def rename_if_free(path: Path, target: Path) -> bool:
             return True
     except FileExistsError:
         return False
+    # The fallback is not atomic: two processes may both see a free name.
     if is_name_taken(target):
         return False
     path.rename(target)
@@ -37,12 +38,13 @@ def _renameat2(first: Path, second: Path, flags: int) -> bool:
     if renameat2(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), flags) == 0:
         return True
     code = ctypes.get_errno()
+    # EPERM may be the file's own, of an immutable file: then a plain rename must not be tried.
     if code in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP) or (code == errno.EPERM and _is_filtered(flags)):
         return False
     raise OSError(code, os.strerror(code), str(first), None, str(second))
 
 
 def _is_filtered(flags: int) -> bool:
-    """Whether a container's filter of system calls refuses it, whatever it is asked: an empty path leads nowhere."""
+    """Whether a container's seccomp filter refuses the call as such: an empty path is ENOENT to a kernel that gets it."""
     _libc.renameat2(_AT_FDCWD, b"", _AT_FDCWD, b"", flags)
     return ctypes.get_errno() == errno.EPERM

@@ -1,4 +1,4 @@
-"""How much room a file system has left for this user, and whether it takes files at all."""
+"""Free room of a file system for this user, and whether files can be written there at all."""
 
 import errno
 import os
@@ -14,7 +14,7 @@ from replicated_ckpt.wording import one_line
 
 _TRIED_BYTES = 4096
 _CANNOT_TELL = (errno.EOPNOTSUPP, errno.EISDIR)
-"""What a file system says that has no files without a name."""
+"""Errors of a file system without O_TMPFILE."""
 _WORDS_MAX = 200
 _UNLIMITED_BYTES = 1 << 62
 
@@ -32,7 +32,7 @@ class Room:
 
     @property
     def writable_bytes(self) -> int | None:
-        """How much can be written there now, as far as that was tried; None: the file system does not tell."""
+        """Bytes that can be written there now, as far as that was tried; None: the file system reports no size."""
         return 0 if self.write_error else self.free_bytes if self.size_bytes else None
 
     def to_json(self) -> dict[str, int | str | bool]:
@@ -40,7 +40,7 @@ class Room:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "Room":
-        """Raises KeyError, TypeError, ValueError: these fields say no room; the caller names the node that sent them."""
+        """Raises KeyError, TypeError, ValueError: the fields are invalid; the caller names the node that sent them."""
         why = one_line(str(fields.get("write_error", "")), _WORDS_MAX)
         room = cls(index(fields["free_bytes"]), index(fields["size_bytes"]), why)
         if not 0 <= room.free_bytes <= room.size_bytes:
@@ -51,15 +51,16 @@ class Room:
 def find_free_bytes(path: Path) -> int:
     """What a user without privileges may still write on the file system of a path. Raises: OSError
 
-    One that has no limit of its own, as a ramfs, or a tmpfs of `size=0`, says nothing but zeros: that is not full.
+    A ramfs, or a tmpfs of `size=0`, has no limit and reports only zeros: that does not mean full.
     """
     found = os.statvfs(path)
     return found.f_bavail * found.f_frsize if found.f_blocks else _UNLIMITED_BYTES
 
 
 def find_write_error(directory: Path, size_bytes: int = _TRIED_BYTES) -> OSError | None:
-    """What keeps a file from being written in a directory now; None: nothing, as far as can be told. It leaves nothing."""
+    """The error of writing a file in a directory now; None: none, or it cannot be tried. It leaves no file."""
     try:
+        # Tried, not computed: statvfs shows neither quotas nor used-up inodes.
         with closing_fd(os.open(directory, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o600)) as fd:
             write_all(fd, bytes(size_bytes))
     except OSError as exc:
