@@ -1,4 +1,4 @@
-"""Checkpoints in a bucket: what is committed there, what has arrived of a save, and the commit itself.
+"""Checkpoints in a bucket: committed ones, the shards of a save that have arrived, and the commit itself.
 
 <id>/__0_0.distcp ...            shards, and
 <id>/.manifest.json              the manifest, of a save that found the id free
@@ -53,11 +53,11 @@ _TAKEN = (
 )
 _COMMIT_TRIES = 4
 _ORPHAN_S = 86400.0
-"""Uploads begun that long ago belong to no save any more."""
+"""Age from which an unfinished upload counts as stale: no save takes that long."""
 
 
 class Bucket:
-    """The object tier under one prefix. Safe for concurrent use; errors as ObjectClient has them."""
+    """The object tier under one prefix. Safe for concurrent use. Raises the errors of ObjectClient."""
 
     def __init__(self, client: ObjectClient) -> None:
         self.client = client
@@ -65,12 +65,13 @@ class Bucket:
     # Looking -----------------------------------------------------------------------------------------------------
 
     def saves(self, scope: str | None = None) -> tuple[BucketSave, ...]:
-        """Every committed checkpoint; with a `scope`, those whose ids lie in that directory, "" for plain names.
+        """Every committed checkpoint; with a `scope`, only those whose ids lie in that directory ("" for plain names).
 
-        One request for each directory and two for each checkpoint, many at once.
+        Sends one request for each directory and two for each checkpoint, many in parallel.
         """
         found: list[BucketSave] = []
         level = [f"{scope}/" if scope else ""]
+        # Bounded: a bucket of another program may nest directories without end.
         for _ in range(PARTS_MAX + 1 if scope is None else 2):
             looked = FanOut.run(level, self._look).raise_first()
             found += [save for saves, _ in looked.values() for save in saves]
@@ -80,7 +81,7 @@ class Bucket:
         return tuple(found)
 
     def _look(self, directory: str) -> tuple[list[BucketSave], list[str]]:
-        """The checkpoint in a directory, if it is one, and the directories that may hold others."""
+        """The checkpoint in a directory, if there is one, and the directories that may contain others."""
         listing = self.client.list_keys(directory)
         checkpoint_id = directory.rstrip("/")
         if METADATA_NAME in listing.sizes and is_checkpoint_id(checkpoint_id):
@@ -100,14 +101,16 @@ class Bucket:
         problem = "its commit mark is damaged"
         try:
             mark = read_mark(self.client, checkpoint_id, size)
-            if mark is None and is_ours:  # damaged, or overwritten since it was listed
+            if mark is None and is_ours:  # damaged, or overwritten since the listing: its size differs then
                 size = self.client.size_bytes(f"{checkpoint_id}/{METADATA_NAME}")
                 mark = read_mark(self.client, checkpoint_id, size)
         except ObjectMissing:
             return None
+        # Not torn: a newer version's checkpoint must not look damaged, or like stock torch's.
         except ManifestVersionUnknown:
             is_ours, mark, problem = True, None, OF_NEWER_FORMAT
         except StoreDenied as exc:
+            # One archived checkpoint must not end the look at all others.
             if not exc.detail.startswith(ARCHIVED):
                 raise
             is_ours, mark, problem = True, None, f"it is archived, and is to be restored there ({exc.detail})"
@@ -118,15 +121,15 @@ class Bucket:
         return BucketSave(checkpoint_id, mark, shards, size - (MARK_BYTES if mark else 0), problem if is_torn else "")
 
     def is_empty(self, checkpoint_id: str) -> bool:
-        """Whether nothing at all lies under a checkpoint's name. Also tells whether the bucket can be reached."""
+        """Whether no object lies under a checkpoint's name. Raises if the bucket cannot be reached."""
         listing = self.client.list_keys(f"{checkpoint_id}/")
         return not listing.sizes and not listing.directories
 
     def manifest_raw(self, save: BucketSave) -> bytes:
-        """The manifest of a committed save, as its mark names it.
+        """The manifest of a committed save, verified by the checksum in its mark.
 
         Raises:
-            ManifestInvalid: the object differs from what the mark says. ObjectMissing: stock torch wrote it: no manifest.
+            ManifestInvalid: its checksum differs from the mark's. ObjectMissing: stock torch's checkpoint has no manifest.
         """
         if save.mark is None:
             raise ObjectMissing(self.client.target.url, "read", f"{save.checkpoint_id}/{MANIFEST_NAME}", "none")
@@ -138,19 +141,20 @@ class Bucket:
         return raw
 
     def is_described(self, save: BucketSave) -> bool:
-        """Whether the manifest that its mark names is there."""
+        """Whether the manifest of its mark is there, with the mark's checksum."""
         try:
             return bool(self.manifest_raw(save))
         except (ManifestInvalid, ObjectMissing, ObjectCorrupt):
             return False
 
     def small(self, key: str, size_bytes: int, crc: int | None = None) -> bytes:
-        """The first bytes of an object, read again if they differ from `crc`. Raises ObjectCorrupt: none has so many."""
-        if not 0 <= size_bytes <= FILE_BYTES_MAX:
+        """The first bytes of an object, read again once if they differ from `crc`. Raises ObjectCorrupt: too large."""
+        if not 0 <= size_bytes <= FILE_BYTES_MAX:  # a size from the bucket must not allocate all memory
             raise ObjectCorrupt(self.client.target.url, "read", key, f"it is said to have {size_bytes} bytes")
         raw = bytearray(size_bytes)
         for _ in range(2):
             self.client.read(key, 0, memoryview(raw))
+            # The object may have been replaced between two reads of its parts.
             if crc in (None, crc32c(raw)):
                 break
         return bytes(raw)
@@ -161,23 +165,24 @@ class Bucket:
         """Uploads one shard of a save to where its manifest says.
 
         Raises:
-            SaveAborted, CheckpointExists: it would go over a shard of another save, which is committed there.
+            SaveAborted, CheckpointExists: it would overwrite a shard of another save that is committed there.
         """
+        # Without a prefix of its own a save's shards have the keys of the committed one's.
         if not prefix_of(manifest):
             self.check_place(manifest, self.save_of(manifest.checkpoint_id))
         self.client.put_shard(key_of(manifest, name), source, paced)
         failpoints.reach("upload.shard-arrived")
 
     def find_arrived(self, manifest: Manifest) -> set[str]:
-        """The shards of a save of which an object of the right size is there."""
+        """The shards of a save that have an object of the right size in the bucket."""
         sizes = self.client.list_keys(f"{manifest.checkpoint_id}/{prefix_of(manifest)}").sizes
         return {name for name, entry in manifest.shards.items() if sizes.get(name) == entry.size_bytes}
 
     def is_intact(self, manifest: Manifest, name: str) -> bool:
-        """Whether the object is this save's shard, by its footer: a look that costs one or two small range reads.
+        """Whether the object is this save's shard, by its footer. This costs one or two small range reads.
 
-        It tells another save's shard, or one cut short and filled up; a flipped bit in the data is found by the checksum
-        that the store verified when it was uploaded, and by every read.
+        It detects another save's shard, or one that was truncated and padded. A flipped bit in the data is detected by the
+        checksum that the store verified at the upload, and by every read.
         """
         entry = manifest.shards[name]
         size, key = entry.size_bytes, key_of(manifest, name)
@@ -196,16 +201,16 @@ class Bucket:
     # Committing --------------------------------------------------------------------------------------------------
 
     def commit(self, manifest: Manifest, raw_manifest: bytes, raw_metadata: bytes) -> None:
-        """Makes a save whose shards are all there the checkpoint of its id. Any number of agents may do it at once.
+        """Commits a save whose shards are all in the bucket. Any number of agents may call it at once.
 
-        Each writes the same bytes: the manifest, then the mark, over just what it has seen there where the store can do
-        that, and reads it back. On failure the checkpoint that was there before stands.
+        Each writes the same bytes: the manifest, then the mark. If the store has conditional writes, the mark replaces only
+        the version that the agent has seen. Then it reads the mark back. On failure the old checkpoint stays committed.
 
         Raises:
-            SaveAborted: a newer save of the same id is committed there, and this one is not wanted any more.
-            SaveSuperseded: it is another run's, newer or not to be replaced, and what was saved here is in no bucket.
-            CheckpointExists: another job has saved the same id at the same time, and what it saved lies in this place.
-            ObjectCorrupt: what is read back is not what was written.
+            SaveAborted: a newer save of the same id is committed there.
+            SaveSuperseded: the committed save is another run's, newer or not to be replaced. This save is in no bucket.
+            CheckpointExists: another job saved the same id at the same time, and its files have these keys.
+            ObjectCorrupt: the mark that was read back differs from the written one.
         """
         mark = CommitMark(
             manifest.save_id,
@@ -219,14 +224,18 @@ class Bucket:
         key, replaced = f"{manifest.checkpoint_id}/{METADATA_NAME}", None
         if not prefix_of(manifest):
             self.check_place(manifest, self.save_of(manifest.checkpoint_id))
+        # Before the mark: a mark without its manifest would be a checkpoint that nobody can read.
         self.client.put(key_of(manifest, MANIFEST_NAME), raw_manifest)
         failpoints.reach("upload.manifest-put")
         for _ in range(_COMMIT_TRIES):
+            # Before the look: a mark that comes after it then fails the conditional write.
             version = self.client.version(key)
-            there = self.save_of(manifest.checkpoint_id)  # last: not each store writes on a condition
+            # Right before the write: not every store has conditional writes.
+            there = self.save_of(manifest.checkpoint_id)
             self.check_place(manifest, there)
+            # Read back even after a success: a store may ignore the condition, or have lost the answer.
             if there is not None and there.mark == mark:
-                if not self.is_described(there):  # that of another job came between manifest and mark
+                if not self.is_described(there):  # another job put its manifest between ours and the mark
                     self.client.put(key_of(manifest, MANIFEST_NAME), raw_manifest)
                 self._tidy(manifest, replaced)
                 return
@@ -236,10 +245,10 @@ class Bucket:
         raise ObjectCorrupt(self.client.target.url, "commit", key, "what is read back is not what was written")
 
     def check_place(self, manifest: Manifest, there: BucketSave | None) -> None:
-        """Nothing goes over a save of another run that was not to be replaced: two jobs may both have found the id free.
+        """Raises unless this save may replace the committed one. Two jobs may both have found the id free.
 
-        Nor over what has no mark: what stock torch wrote, and what only a newer version reads. One of ours whose mark is
-        damaged gives way, as a write that broke off leaves it.
+        A save replaces another run's only if it was to do so. The same holds for checkpoints without a mark, of stock torch
+        or of a newer format. One of ours with a damaged mark is replaced, since an interrupted write leaves such a mark.
         """
         place = f"{manifest.checkpoint_id!r} in {self.client.target.url}"
         if there is None or there.save_id == manifest.save_id:
@@ -261,7 +270,7 @@ class Bucket:
             raise SaveSuperseded(f"{place} is of save {there.save_id} of another run, unknown at this save.", _TAKEN)
 
     def _tidy(self, manifest: Manifest, before: BucketSave | None) -> None:
-        """Removes what the new save has replaced and what interrupted uploads left; what cannot be is logged."""
+        """Removes the replaced save and the parts of interrupted uploads. Failures are logged only."""
         own = f"{manifest.checkpoint_id}/{prefix_of(manifest)}__"
         steps: list[Callable[[], object]] = [
             partial(self.client.end_unfinished, own, 0),
@@ -270,23 +279,23 @@ class Bucket:
         if before is not None and before.mark is not None:
             steps.append(partial(self._remove_files, before))
         tidied = FanOut.run(steps, lambda step: step())
-        for exc in tidied.errors.values():  # each for itself: who may write is often not allowed to list uploads
+        for exc in tidied.errors.values():  # only logged: credentials that may write often may not list uploads
             log.warning("some objects of %s may stay: %s", manifest.checkpoint_id, exc)
 
     def remove(self, save: BucketSave) -> None:
-        """Deletes a checkpoint, its mark first: interrupted at any point, what is left is no checkpoint."""
+        """Deletes a checkpoint, its mark first: after an interruption at any point the rest is no checkpoint."""
         self.client.delete([f"{save.checkpoint_id}/{METADATA_NAME}"])
         self._remove_files(save)
 
     def _remove_files(self, save: BucketSave) -> None:
-        """Deletes all but the mark, which is gone."""
+        """Deletes all files but the mark, which the caller has deleted."""
         self.remove_described(f"{save.checkpoint_id}/{save.mark.prefix if save.mark else ''}", save.sizes)
 
     def remove_described(self, directory: str, shards: Iterable[str]) -> None:
-        """Deletes the shards of a save without a mark, then its manifest, by which alone what is left of it is found.
+        """Deletes the shards of a save without a mark, then its manifest: only the manifest leads to remaining shards.
 
         Raises:
-            StoreDenied: a shard may not be deleted, as a legal hold is on it; the others are gone. StoreError
+            StoreDenied: a shard may not be deleted, as under a legal hold; the others are deleted. StoreError
         """
         client = RetryingClient(self.client)
         client.delete([f"{directory}{name}" for name in sorted(shards)])
@@ -303,7 +312,7 @@ def key_of(manifest: Manifest, name: str) -> str:
 
 
 def manifest_in(bucket: Bucket, save: BucketSave) -> bytes:
-    """The manifest of a save in the bucket; one that tells sizes and no checksums for what stock torch wrote there.
+    """The manifest of a save in the bucket. For stock torch's checkpoint it is made up: sizes, and no checksums.
 
     Raises:
         ManifestInvalid, ObjectMissing, StoreError
@@ -343,11 +352,11 @@ class ObjectShard(VerifiedShard):
         self._bucket.client.read(self._key, offset, target)
 
     def close(self) -> None:
-        """Nothing: the bucket is its owner's."""
+        """Does nothing: the bucket's owner closes it."""
 
 
 class UnmanagedObjectShard(ObjectShard, UnmanagedShard):
-    """A shard without a mark: stock torch wrote it; or a user has copied a node's files there."""
+    """A shard of a checkpoint without a mark: of stock torch, or copied there from a node by hand."""
 
     def __init__(self, bucket: Bucket, key: str, expected: Expected, items: UncheckedItems) -> None:
         self._bucket = bucket
@@ -355,6 +364,7 @@ class UnmanagedObjectShard(ObjectShard, UnmanagedShard):
         UnmanagedShard.__init__(self, bucket.client.target.url, key, expected, items)
 
     def _connect(self) -> None:
+        # Without checksums of the file, only its size tells a file that was replaced since the survey.
         found = self._bucket.client.size_bytes(self._key)
         if found != self._expected.size_bytes:
             raise self._corrupt(f"expected {self._expected.size_bytes} bytes, found {found}")

@@ -1,4 +1,4 @@
-"""One checkpoint that is committed in a bucket, as a look at its listing and its mark tells of it."""
+"""One checkpoint that is committed in a bucket, described by its listing and its mark."""
 
 import hashlib
 from collections.abc import Mapping
@@ -18,8 +18,8 @@ OF_NEWER_FORMAT = "only a newer replicated_ckpt reads it"
 class BucketSave:
     """One committed checkpoint in the bucket. `mark` is None for one that stock torch wrote.
 
-    `problem` is not empty where no look can tell whose it is and what it should be: it is one of ours, by the manifest that
-    lies there, and its `.metadata` has lost the mark; or that is archived; or its mark is OF_NEWER_FORMAT.
+    `problem` is not empty if a checkpoint of ours, by its manifest, cannot be identified: its `.metadata` has lost the mark
+    or is archived, or its mark is OF_NEWER_FORMAT.
     """
 
     checkpoint_id: str
@@ -27,19 +27,19 @@ class BucketSave:
     sizes: Mapping[str, int]
     """Bytes of each shard's object, by the shard's name."""
     metadata_bytes: int
-    """Of `.metadata`, the mark not counted."""
+    """Bytes of `.metadata` without the mark."""
     problem: str = ""
 
     @property
     def save_id(self) -> str:
-        """The save's id; one made up from the name, the same for every reader, where stock torch wrote it."""
+        """The save's id. For stock torch's checkpoint it is derived from name and size, alike for every reader."""
         if self.mark is not None:
             return self.mark.save_id
         return hashlib.sha256(f"{self.checkpoint_id}/{self.metadata_bytes}".encode()).hexdigest()[:32]
 
     @property
     def holding(self) -> Holding:
-        """It as the inventory has it. One without a mark has no place in the order: it is older than any other."""
+        """The save as a holding of the inventory. Without a mark it has no sequence, and counts as the oldest."""
         sequence, created = (self.mark.sequence, self.mark.created_unix_s) if self.mark else (0, 0.0)
         return Holding(
             OBJECT_NODE,
@@ -54,16 +54,17 @@ class BucketSave:
 
 
 def is_superseded(manifest: Manifest, there: BucketSave | None) -> bool:
-    """Whether a save may not be committed over the one there. Another run's yields if overwritten there, or older."""
+    """Whether `there` must not be replaced by this save. Another run's may be if overwrite was asked for, or if older."""
     if there is None or there.mark is None or there.save_id in (manifest.save_id, manifest.replaces_in_bucket):
         return False
     if there.mark.lineage != manifest.lineage:
+        # Sequences of two lineages do not compare: the clock is all that is left.
         return there.mark.created_unix_s > manifest.created_unix_s
     return there.mark.version.is_newer_than(manifest.version)
 
 
 def read_mark(client: ObjectClient, checkpoint_id: str, size_bytes: int) -> CommitMark | None:
-    """The mark behind a `.metadata` of so many bytes; None if none lies there, as where it has another size by now.
+    """The mark at the end of a `.metadata` of this size; None if there is none, as when its size has changed since.
 
     Raises:
         ManifestVersionUnknown, ObjectMissing, StoreError
@@ -71,6 +72,6 @@ def read_mark(client: ObjectClient, checkpoint_id: str, size_bytes: int) -> Comm
     tail = bytearray(min(size_bytes, MARK_BYTES))
     try:
         client.read(f"{checkpoint_id}/{METADATA_NAME}", size_bytes - len(tail), memoryview(tail))
-    except ObjectCorrupt:  # it ends before
+    except ObjectCorrupt:  # shorter than listed: it was replaced meanwhile
         return None
     return decode_mark(tail)

@@ -1,4 +1,4 @@
-"""Reading everything in a bucket: each committed checkpoint, every byte, held against its checksums."""
+"""Inspection of a bucket: reads every byte of each committed checkpoint and compares it with its checksums."""
 
 from collections.abc import Iterator, Sequence
 
@@ -15,12 +15,12 @@ PIECE_BYTES = 16 << 20
 
 
 class BucketInspector:
-    """One look at all of a bucket, or at one checkpoint. `unchecked` are those of stock torch: no checksums of them exist.
+    """One inspection of a bucket, or of one checkpoint. `unchecked` are stock torch's checkpoints, without checksums.
 
     `newer` are those that only a newer version of the package reads; `checkpoint_ids` are the others.
 
     Raises:
-        StoreDenied, StoreUnavailable, StoreError: the bucket cannot be read; nothing is said about what was not.
+        StoreDenied, StoreUnavailable, StoreError: the bucket cannot be read; the rest was not inspected.
     """
 
     def __init__(self, bucket: Bucket) -> None:
@@ -35,7 +35,7 @@ class BucketInspector:
             yield from self.inspect_save(save)
 
     def find_damage(self, checkpoint_id: str | None = None) -> Sequence[BucketSave]:
-        """The saves that are committed there, of one checkpoint or of all; nothing of them is read yet."""
+        """The committed saves of one checkpoint or of all. Their shards are not read."""
         if checkpoint_id is None:
             return self._bucket.saves()
         found = self._bucket.save_of(checkpoint_id)

@@ -1,4 +1,4 @@
-"""A save goes from a bucket: committed there or not, with what an upload that goes on has brought of it."""
+"""Removal of a save from a bucket, committed or not, with the parts of an upload in progress."""
 
 import logging
 
@@ -15,8 +15,8 @@ log = logging.getLogger(__name__)
 def remove_save(bucket: Bucket, checkpoint_id: str, save_id: str, manifest: Manifest | None) -> bool:
     """Deletes a save. Returns whether it was committed there.
 
-    If it is not, the shards go that have arrived of it, as `manifest` names them; None: what they are is not known. An
-    upload that goes on meanwhile removes by itself what it brings after this.
+    If it was not, the shards that `manifest` names and that have arrived are deleted; with None they are unknown and stay.
+    An upload in progress deletes the objects that it adds after this.
 
     Raises:
         StoreError: some of it is still there.
@@ -32,10 +32,10 @@ def remove_save(bucket: Bucket, checkpoint_id: str, save_id: str, manifest: Mani
 
 
 def remove_superseded(bucket: Bucket, manifest: Manifest, there: BucketSave) -> None:
-    """Deletes what is left of the saves that a committed one, of this manifest, has replaced.
+    """Deletes the remains of the saves that the committed save `manifest` has replaced.
 
-    An agent that ends in its commit, or does not get the answer, has not come to that. The manifest of such a save goes
-    last: until then it is found again. What has none was not committed, and may still come: it stays.
+    They stay behind if an agent ends during its commit, or gets no answer. The manifest of a replaced save is deleted last,
+    since it leads to the rest. A place without a manifest was never committed; its upload may be in progress, so it stays.
 
     Raises:
         StoreError: some of it is still there.
@@ -46,6 +46,7 @@ def remove_superseded(bucket: Bucket, manifest: Manifest, there: BucketSave) -> 
         places.add("")
     for place in places - {prefix_of(manifest)}:
         left = _read_manifest(bucket, f"{manifest.checkpoint_id}/{place}")
+        # A manifest that a user copied here names other objects than those beside it.
         if left is None or (left.checkpoint_id, prefix_of(left)) != (manifest.checkpoint_id, place):
             continue
         if left.save_id == manifest.replaces_in_bucket or is_superseded(left, there):
@@ -68,7 +69,7 @@ def _is_its_own_place(manifest: Manifest, there: BucketSave | None) -> bool:
 
 
 def _end_unfinished(bucket: Bucket, manifest: Manifest) -> None:
-    """No commit does, as none follows. Who may write and delete is often not allowed to list uploads."""
+    """Ends uploads that no later commit will end. Only logs errors: credentials often may not list uploads."""
     try:
         bucket.client.end_unfinished(key_of(manifest, "__"), 0)
     except StoreError as exc:
@@ -76,7 +77,7 @@ def _end_unfinished(bucket: Bucket, manifest: Manifest) -> None:
 
 
 def _list_arrived(bucket: Bucket, manifest: Manifest) -> list[str]:
-    """What is there and is this save's by its content: where it has no place of its own, another job may bring the like."""
+    """Objects that are this save's by their content. Without a prefix of its own, another job may use the same keys."""
     shards = [name for name in bucket.find_arrived(manifest) if bucket.is_intact(manifest, name)]
     described = [MANIFEST_NAME] if _is_manifest_there(bucket, manifest) else []
     return [key_of(manifest, name) for name in (*described, *sorted(shards))]

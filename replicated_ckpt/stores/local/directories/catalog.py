@@ -1,4 +1,4 @@
-"""The catalog: which committed checkpoints lie under a root, as the disk shows them now."""
+"""The catalog: the committed checkpoints under a root, as they are on the disk now."""
 
 import os
 from collections.abc import Iterator
@@ -32,9 +32,9 @@ from replicated_ckpt.stores.local.directories.roots import is_store
 
 
 class Catalog:
-    """Looks up committed checkpoints. Parsed manifests are kept until their file changes. Safe to use concurrently.
+    """Looks up committed checkpoints. Parsed manifests are cached until their file changes. Safe to use concurrently.
 
-    Its paths are strings: each round of an agent makes thousands, and a Path costs more than the system call behind it.
+    Paths are strings: each round of an agent makes thousands, and a Path costs more than the system call behind it.
     """
 
     def __init__(self, root: Path) -> None:
@@ -43,7 +43,7 @@ class Catalog:
 
     @property
     def staging(self) -> Path:
-        """Where saves lie that are not published. What publishes or removes a version holds the lock on it."""
+        """The directory of unpublished saves. Publishing and removing a version hold the lock on it."""
         return self.root / STAGING_DIR
 
     def _path_of(self, *parts: str) -> str:
@@ -61,12 +61,15 @@ class Catalog:
         path = self._path_of(checkpoint_id, name)
         key = f"{checkpoint_id}/{name}"
         with translate_errors(str(self.root), "read", key), manifest_readable(path):
+            # Before any read: an agent reads for other users, who may have put a link there.
             if leads_out(self.root, checkpoint_id):
                 raise ObjectMissing(str(self.root), "read", key, "a symbolic link leads out of the root")
             try:
                 stat = os.stat(path)  # noqa: PTH116 - see the class
+                # A damaged or hostile size must not be read into memory.
                 if stat.st_size > MANIFEST_BYTES_MAX:
                     raise ManifestInvalid(f"{path} has {stat.st_size} bytes, more than a manifest has.")
+                # The inode, too: a rename over the file may keep time and size.
                 signature = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
                 known = self._parsed.get(path)
                 if known is None or known[0] != signature:
@@ -77,17 +80,18 @@ class Catalog:
         return known[1]
 
     def find_manifest(self, checkpoint_id: str) -> Manifest | None:
-        """The manifest under that name; None where none lies, or none that is believed."""
+        """The manifest under that name; None if there is none, or only an invalid one."""
         try:
             return self.manifest(checkpoint_id)
         except (ObjectMissing, ManifestInvalid):
             return None
 
     def manifest_of(self, checkpoint_id: str, save_id: str) -> Manifest:
-        """Manifest of a save that lies here under this id, published or replaced.
+        """Manifest of a save of this checkpoint on this node, published or replaced.
 
         Raises:
-            ObjectMissing: it does not. ManifestInvalid: what is published is not believed, and it is none of the replaced.
+            ObjectMissing: the save is not here. ManifestInvalid: the published manifest is invalid, and no replaced version
+                is this save.
         """
         problem: ManifestInvalid | None = None
         try:
@@ -96,7 +100,7 @@ class Catalog:
         except ManifestInvalid as exc:
             problem = exc
         except ObjectMissing as exc:
-            if exc.detail:  # by a link
+            if exc.detail:  # a link leads out of the root: not the same as missing
                 raise
         replaced = self._read_replaced(checkpoint_id, save_id)
         if replaced is not None:
@@ -104,12 +108,12 @@ class Catalog:
         raise problem or ObjectMissing(str(self.root), "open", checkpoint_id, f"not of save {save_id}")
 
     def manifest_path(self, checkpoint_id: str, save_id: str) -> Path:
-        """The file of the manifest of a save under this id, where there is one."""
+        """The path of a save's manifest: the published one, or the name of a replaced version. It may be missing."""
         name = MANIFEST_NAME if self.is_published(checkpoint_id, save_id) else replaced_name(save_id)
         return self.root / checkpoint_id / name
 
     def is_published(self, checkpoint_id: str, save_id: str) -> bool:
-        """Whether the save has this name here; no save has the name ""."""
+        """Whether the save is published under this id here; False for the id ""."""
         published = self.find_manifest(checkpoint_id) if checkpoint_id else None
         return published is not None and published.save_id == save_id
 
@@ -117,7 +121,7 @@ class Catalog:
         """Whether the save lies here under this id, published or replaced.
 
         Raises:
-            ManifestInvalid: what is published is not believed, and the save is not among those that were replaced.
+            ManifestInvalid: the published manifest is invalid, and no replaced version is this save.
         """
         try:
             return bool(self.manifest_of(checkpoint_id, save_id))
@@ -125,17 +129,17 @@ class Catalog:
             return False
 
     def save_id_of(self, checkpoint_id: str) -> str:
-        """The save that a checkpoint is of; empty where its manifest is damaged or gone.
+        """The id of the published save; "" if its manifest is damaged or missing.
 
         Raises:
-            ManifestVersionUnknown: only a newer version knows. ObjectMissing: a symbolic link leads out of the root.
+            ManifestVersionUnknown: only a newer version reads it. ObjectMissing: a symbolic link leads out of the root.
         """
         try:
             return self.manifest(checkpoint_id).save_id
         except ManifestVersionUnknown:
             raise
         except ObjectMissing as exc:
-            if exc.detail:  # by a link
+            if exc.detail:  # a link leads out of the root: not the same as missing
                 raise
         except ManifestInvalid:
             pass
@@ -151,15 +155,15 @@ class Catalog:
         return manifest if manifest.save_id == save_id else None
 
     def committed(self) -> Iterator[tuple[str, Manifest]]:
-        """Checkpoint id and manifest of every checkpoint whose manifest is believed; a bad one is left to `verify`."""
+        """Checkpoint id and manifest of every checkpoint with a valid manifest. `verify` reports the others."""
         yield from ((looked.checkpoint_id, each) for looked in self.look_at_all() for each in self._published(looked))
 
     def read_replaced(self) -> Iterator[tuple[str, Manifest]]:
-        """Checkpoint id and manifest of each version that a newer save has replaced, kept until that is seen whole."""
+        """Checkpoint id and manifest of each replaced version, kept until the newer save was seen whole."""
         yield from ((looked.checkpoint_id, each) for looked in self.look_at_all() for each in self.replaced_in(looked))
 
     def versions(self) -> Iterator[tuple[str, Manifest]]:
-        """Checkpoint id and manifest of each version, published or replaced, whose manifest is believed."""
+        """Checkpoint id and manifest of each version, published or replaced, with a valid manifest."""
         yield from ((looked.checkpoint_id, each) for looked in self.look_at_all() for each in self.versions_in(looked))
 
     def _published(self, looked: Looked) -> list[Manifest]:
@@ -167,28 +171,29 @@ class Catalog:
         return [] if found is None else [found]
 
     def replaced_in(self, looked: Looked) -> list[Manifest]:
-        """Those in one directory that are believed. One that is published there is none of them."""
+        """Valid manifests of the replaced versions in one directory, without the published one."""
         if not looked.replaced:
             return []
+        # After a crash in `publish`, or while it runs, the published version has both names.
         published = {found.save_id for found in self._published(looked)}
         found = (self._read_replaced(looked.checkpoint_id, save_id) for save_id in looked.replaced)
         return [manifest for manifest in found if manifest is not None and manifest.save_id not in published]
 
     def versions_in(self, looked: Looked) -> list[Manifest]:
-        """Those in one directory whose manifests are believed, the published one first."""
+        """Valid manifests of all versions in one directory, the published one first."""
         return [*self._published(looked), *self.replaced_in(looked)]
 
     def list_unbelieved(self, looked: Looked) -> list[str]:
-        """Names of the manifests in a directory that cannot be believed: which files are theirs is not known.
+        """Names of the damaged or missing manifests in a directory. The files of their versions are unknown.
 
-        Not those that only a newer version of the package reads.
+        Manifests that only a newer version of the package reads are not among them.
         """
         damaged = [name for name in looked.manifest_names if self._is_damaged(looked, name)]
         missing = set(looked.version_metadata) - {
             *looked.replaced,
             *(found.save_id for found in self._published(looked)),
         }
-        # Of a save that is staged the manifest is not there yet.
+        # `publish` links metadata before the manifest: a staged save's is about to come.
         gone = [save_id for save_id in sorted(missing) if not is_directory(self.staging / save_id)]
         return [*damaged, *map(replaced_name, gone)]
 
@@ -201,27 +206,28 @@ class Catalog:
             return True
 
     def list_unclaimed(self, looked: Looked) -> list[str]:
-        """The shard files in a directory that no manifest there names; none where a manifest cannot be read."""
+        """Shard files in a directory that no manifest there names; empty if any manifest there cannot be read."""
+        # An unreadable manifest may name any of the files: none of them may be removed as unclaimed.
         if self.list_unbelieved(looked) or any(self.of_newer_format(looked.checkpoint_id)):
             return []
         return sorted(set(looked.shards).difference(*(manifest.shards for manifest in self.versions_in(looked))))
 
     def list_only_of(self, looked: Looked, gone: Manifest) -> list[str]:
-        """The shard files in a directory that a manifest names which is not there any more, and no other one does."""
+        """Shard files in a directory that only the removed version `gone` names, and no manifest there."""
         there = gone.shards.keys() & set(looked.shards)
         return sorted(there.difference(*(manifest.shards for manifest in self.versions_in(looked))))
 
     def list_claimed(self, checkpoint_id: str) -> frozenset[str]:
-        """The shard files in a directory that the manifests of replaced versions there name."""
+        """Shard files that the replaced versions in a directory name, there or not."""
         replaced = self.replaced_in(self.look(checkpoint_id))
         return frozenset[str]().union(*(manifest.shards for manifest in replaced))
 
     def checkpoint_of(self, save_id: str) -> str | None:
-        """Under which id a save is or was committed here; None: it is not, or not any more."""
+        """The id under which a save lies here, published or replaced; None if it does not."""
         return next((name for name, found in self.versions() if found.save_id == save_id), None)
 
     def holdings(self, node_id: str, checkpoint_id: str | None = None) -> tuple[Holding, ...]:
-        """What the store holds of one checkpoint, or of all. A renamed checkpoint goes by its new name."""
+        """The store's holdings of one checkpoint, or of all. A renamed checkpoint has its new name."""
         found = self.look_at_all() if checkpoint_id is None else [self.look(checkpoint_id)]
         with translate_errors(str(self.root), "list", checkpoint_id or ""):
             return tuple(holding for looked in found for holding in self._holdings_in(node_id, looked))
@@ -238,18 +244,18 @@ class Catalog:
         self, node_id: str, looked: Looked, manifest: Manifest, names: set[str], metadata_name: str
     ) -> Holding:
         sizes = {name: size for name, size in looked.sizes.items() if name in names}
-        own = looked.size_of(version_metadata_name(manifest.save_id))  # also while it is being published
+        own = looked.size_of(version_metadata_name(manifest.save_id))  # between the two renames of `publish`
         has_metadata = manifest.metadata_bytes in (looked.size_of(metadata_name), own)
         return Holding.of_save(manifest, node_id, looked.checkpoint_id, has_metadata, sizes)
 
     def sizes_of(self, checkpoint_id: str, manifest: Manifest) -> dict[str, int]:
-        """Bytes of each shard file of a save that lies in the directory of a checkpoint."""
+        """Bytes of each shard file of a save in the directory of a checkpoint."""
         with translate_errors(str(self.root), "list", checkpoint_id):
             sizes = self.look(checkpoint_id).sizes
         return {name: size for name, size in sizes.items() if name in manifest.shards}
 
     def newest_of_runs(self, node_id: str, scope: str) -> tuple[Holding, ...]:
-        """Of each lineage in a directory of ids the newest save that has a name here. Its files are not looked at."""
+        """The newest published save of each lineage in a directory of ids. Their files are not looked at."""
         newest: dict[str, Holding] = {}
         for name, manifest in self.committed():
             known = newest.get(manifest.lineage)
@@ -258,7 +264,7 @@ class Catalog:
         return tuple(newest.values())
 
     def histories(self, scope: str) -> dict[str, History]:
-        """The lineages of which checkpoints of this directory of ids are committed here, or kept as replaced."""
+        """The histories of lineages with a version here, published or replaced, in this directory of ids."""
         found = (
             manifest
             for looked in self.look_at_all()
@@ -268,7 +274,7 @@ class Catalog:
         return histories_of(manifest.version for manifest in found)
 
     def size_of(self, checkpoint_id: str, name: str) -> int | None:
-        """Bytes of one plain file of a checkpoint; None if it is not there."""
+        """Bytes of one plain file of a checkpoint; None if it is missing or cannot be looked at."""
         try:
             status = os.lstat(self._path_of(checkpoint_id, name))
         except OSError:
@@ -276,24 +282,25 @@ class Catalog:
         return status.st_size if S_ISREG(status.st_mode) else None
 
     def directories(self) -> Iterator[str]:
-        """Every directory that has files of a checkpoint in it, its manifest believed, damaged or missing."""
+        """Every directory with files of a checkpoint, whether its manifest is valid, damaged or missing."""
         for looked in self.look_at_all():
             if looked.is_described or self._has_loose_shards(looked):
                 yield looked.checkpoint_id
 
     def _has_loose_shards(self, looked: Looked) -> bool:
-        """Whether a shard of this package lies there that no manifest names."""
+        """Whether the directory has a shard of this package that no manifest names."""
         return any(_has_footer(self._path_of(looked.checkpoint_id, name)) for name in self.list_unclaimed(looked))
 
     def with_invalid_manifest(self) -> Iterator[str]:
-        """Directories with shards of this package of which a manifest is damaged or missing. Not those being removed."""
+        """Directories with shards of this package and a damaged or missing manifest, except those being removed."""
         for looked in self.look_at_all():
+            # Where a removal has begun, a missing manifest is no damage.
             is_missing = not (looked.has_manifest or looked.gone) and self._has_loose_shards(looked)
             if is_missing or self.list_unbelieved(looked):
                 yield looked.checkpoint_id
 
     def of_newer_format(self, checkpoint_id: str | None = None) -> Iterator[str]:
-        """Checkpoints, or this one, of which only a newer version of the package reads a manifest."""
+        """Those checkpoints, of all or of one, with a manifest that only a newer version of the package reads."""
         for looked in self.look_at_all() if checkpoint_id is None else [self.look(checkpoint_id)]:
             if any(self._is_of_newer_format(looked.checkpoint_id, name) for name in looked.manifest_names):
                 yield looked.checkpoint_id
@@ -308,7 +315,7 @@ class Catalog:
         return False
 
     def without_manifest(self) -> Iterator[str]:
-        """Directories that hold DCP's metadata or shards and no manifest, whatever wrote them."""
+        """Directories with DCP's metadata or shards and without a manifest, whatever wrote them."""
         for looked in self.look_at_all():
             if looked.is_described or looked.gone or not is_checkpoint_id(looked.checkpoint_id):
                 continue
@@ -316,28 +323,29 @@ class Catalog:
                 yield looked.checkpoint_id
 
     def look(self, checkpoint_id: str) -> Looked:
-        """What lies in one directory; nothing where there is none. Raises: StoreError"""
+        """The entries of one directory; empty if there is none. Raises: StoreError"""
         with translate_errors(str(self.root), "list", checkpoint_id):
             try:
                 return Looked(checkpoint_id, list(os.scandir(self._path_of(checkpoint_id))))
             except (FileNotFoundError, NotADirectoryError):
                 return Looked(checkpoint_id, ())
             except OSError as exc:
+                # One directory that the disk has lost must not hide the node's other checkpoints.
                 if checkpoint_id and is_unreadable(exc):
                     return Looked(checkpoint_id, None)
                 raise
 
     def look_at_all(self) -> list[Looked]:
-        """Each directory under the root that may be a checkpoint's, those within others, too. Raises: StoreError"""
+        """Each directory under the root that may be a checkpoint's, at any depth. Raises: StoreError"""
         found = list(self._walk("", 0))
         there = {self._path_of(looked.checkpoint_id) for looked in found if looked.is_described}
         for path in list(self._parsed):
-            if path.rpartition("/")[0] not in there:  # the checkpoint was removed
+            if path.rpartition("/")[0] not in there:  # removed: without this the cache would grow for ever
                 self._parsed.pop(path, None)
         return found
 
     def _walk(self, parent: str, depth: int) -> Iterator[Looked]:
-        """`parent` is "" or an id. What lies in other stores is theirs."""
+        """`parent` is "" or an id. The directories of other stores inside this root are skipped."""
         looked = self.look(parent)
         if parent:
             with translate_errors(str(self.root), "look at", parent):
@@ -354,7 +362,7 @@ class Catalog:
 
 
 def _is_closed_to_us(entry: "os.DirEntry[str]") -> bool:
-    """Whether it is gone meanwhile, or another user's that cannot be read, as `lost+found` of a mount: nothing of ours."""
+    """Whether a directory was removed meanwhile, or is another user's and unreadable, as `lost+found`: not ours."""
     if os.access(entry.path, os.R_OK | os.X_OK):
         return False
     try:
@@ -369,7 +377,7 @@ def _is_closed_to_us(entry: "os.DirEntry[str]") -> bool:
 
 @contextmanager
 def manifest_readable(path: str | Path) -> Iterator[None]:
-    """Takes a manifest that the disk cannot give for a damaged one: the node's other checkpoints are as good as before."""
+    """Turns an unreadable place on the disk into ManifestInvalid: only this checkpoint is damaged, not the node."""
     try:
         yield
     except (OSError, StoreError) as exc:

@@ -1,7 +1,7 @@
-"""One committed checkpoint on this node's disk, held by its directory: what is put into it or set aside stays with it.
+"""One committed checkpoint on this node's disk, accessed through its open directory.
 
-A user may rename a directory. What changes a committed checkpoint therefore works relative to the opened directory, and
-only after its manifest was seen to be of the save that is meant.
+A user may rename a directory at any time. So changes to a committed checkpoint use names relative to the open directory,
+and only after its manifest was seen to be of the right save.
 """
 
 import contextlib
@@ -45,15 +45,15 @@ log = logging.getLogger(__name__)
 
 
 class Committed:
-    """A checkpoint directory that is held open, or one version in it, that of `save_id`. One thread.
+    """An open checkpoint directory, or the version `save_id` in it. For one thread.
 
-    Names of files are those that peers use: `.manifest.json` and `.metadata` are those of the version.
+    File names are those that peers use: `.manifest.json` and `.metadata` are those of the version.
     """
 
     def __init__(
         self, root: Path, checkpoint_id: str, fd: int, save_id: str = "", *, is_replaced: bool = False
     ) -> None:
-        """`is_replaced`: another version has the name, so that the published files are never this one's."""
+        """`is_replaced`: another version is published, so the published files are never this one's."""
         self._root = root
         self._fd = fd
         self._save_id = save_id
@@ -61,7 +61,7 @@ class Committed:
         self.checkpoint_id = checkpoint_id
 
     def manifest(self) -> Manifest:
-        """The manifest of the version; of a directory, of the one that is published.
+        """The manifest of the version; without a save id, of the published one.
 
         Raises:
             ObjectMissing, ManifestInvalid
@@ -71,7 +71,7 @@ class Committed:
             return decode_manifest(self.raw_manifest(), str(path))
 
     def of_save(self, save_id: str, *, is_replaced: bool = False) -> "Committed":
-        """One version in the same directory, which is held as long as this one."""
+        """One version in the same directory. It is valid as long as this object's directory is open."""
         return Committed(self._root, self.checkpoint_id, self._fd, save_id, is_replaced=is_replaced)
 
     def is_in_place(self) -> bool:
@@ -96,7 +96,7 @@ class Committed:
         """File descriptor for reading one file; the caller closes it.
 
         Raises:
-            ObjectMissing: it is not there, or a pipe or a device. StoreError: it is a directory.
+            ObjectMissing: the file is missing, or is a pipe or a device. StoreError: it is a directory.
         """
         if not is_checkpoint_file(name):
             raise ConfigInvalid(f"{name[:200]!r} is no file of a checkpoint.")
@@ -107,7 +107,10 @@ class Committed:
                 raise ObjectMissing(str(self._root), "open", f"{self.checkpoint_id}/{name}") from exc
 
     def _open_own(self, name: str) -> int:
-        """A version that is being replaced gets its own names before it loses the published ones: so these come last."""
+        """Tries the version's own names before and after the published one, as `publish` may rename them meanwhile.
+
+        A version that is being replaced gets its own names before it loses the published ones.
+        """
         own = self._own_name(name)
         fd = self._try_open(own) if own else None
         if fd is not None:
@@ -115,6 +118,7 @@ class Committed:
         if own and self.is_replaced:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), own)
         fd = open_plain(name, os.O_NOFOLLOW, dir_fd=self._fd)
+        # If its own name came since the first look, the published file may be the newer version's.
         again = self._try_open(own) if own else None
         if again is None:
             return fd
@@ -141,10 +145,10 @@ class Committed:
         return self._read(MANIFEST_NAME, MANIFEST_BYTES_MAX)
 
     def raw_metadata(self, manifest: Manifest) -> bytes:
-        """The metadata, as this manifest describes it.
+        """The metadata, if it has the size and checksum in this manifest.
 
         Raises:
-            ObjectCorrupt: it is another. ObjectMissing, StoreError
+            ObjectCorrupt: it differs. ObjectMissing, StoreError
         """
         size_bytes, crc = manifest.metadata_bytes, manifest.metadata_crc32c
         raw = self._read(METADATA_NAME, size_bytes)
@@ -154,7 +158,7 @@ class Committed:
         return raw
 
     def _read(self, name: str, bytes_max: int) -> bytes:
-        """One byte more of it, if there is more."""
+        """The file's bytes, at most one more than `bytes_max`, so that the caller detects a larger file."""
         with self._translate("read", name), os.fdopen(self.open(name), "rb") as file:
             return file.read(bytes_max + 1)
 
@@ -162,7 +166,7 @@ class Committed:
         """Whether anything has this name.
 
         Raises:
-            StoreError: the disk does not say. Nothing can get the name then.
+            StoreError: the disk returns an error. It must not count as a free name.
         """
         with self._translate("look at", name), contextlib.suppress(FileNotFoundError):
             os.stat(name, dir_fd=self._fd, follow_symlinks=False)
@@ -170,10 +174,10 @@ class Committed:
         return False
 
     def check_writable(self) -> None:
-        """Before a file is brought for this directory: whether it can get a name here, which its user may have forbidden.
+        """Checks that files can be created in the directory, before any is fetched for it. Its user may have forbidden it.
 
         Raises:
-            StoreDenied: it cannot.
+            StoreDenied: it is not writable.
         """
         with self._translate("place", ""):
             if not os.access(".", os.W_OK | os.X_OK, dir_fd=self._fd, effective_ids=True):
@@ -181,12 +185,12 @@ class Committed:
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
 
     def set_aside(self, name: str, why: str, *, stays: bool = False) -> Path | None:
-        """Moves a file to the quarantine, and logs why; returns where it is now, None if it was not there.
+        """Moves a file to the quarantine, and logs why; returns its new path, None if the file is missing.
 
-        `stays`: it stays where it is, too.
+        `stays`: the file also keeps its name.
         """
         name = self.disk_name(name)
-        if not self.has(name):  # no manifest is read and no folder made for nothing
+        if not self.has(name):  # the usual case: read no manifest and make no folder
             return None
         with self._translate("set aside", name):
             save = self._save_id_or_unknown()
@@ -199,11 +203,12 @@ class Committed:
 
     def _move(self, name: str, target: Path) -> None:
         os.rename(name, target, src_dir_fd=self._fd)
+        # The new name first: a power loss between the two must not leave the file without any.
         fsync_directory(target.parent)
         os.fsync(self._fd)
 
     def _link(self, name: str, target: Path) -> None:
-        """Gives the file a second name, so that the first is never without a file; moves it where that cannot be."""
+        """Gives the file a second name, so that the first always has a file. Without hard links it moves the file."""
         try:
             os.link(name, target, src_dir_fd=self._fd, follow_symlinks=False)
         except FileNotFoundError:
@@ -225,9 +230,9 @@ class Committed:
 
     @contextmanager
     def incoming_file(self, name: str) -> Iterator[Path]:
-        """Where a file is written on its way to this name; one that did not get it is gone afterwards.
+        """The temporary path for a file that will get this name. After an error in the block the file is removed.
 
-        What a crash leaves there goes by its name.
+        `LocalStore.tidy` removes such files after a crash, by their names.
         """
         path = self._root / self.checkpoint_id / f"{name}.{self._save_id or uuid.uuid4().hex}{PART_SUFFIX}"
         self.check_writable()
@@ -239,13 +244,13 @@ class Committed:
             raise
 
     def place(self, incoming: Path, name: str) -> None:
-        """Gives a file that is complete and durable its name in the checkpoint, durably. What was there is set aside.
+        """Durably renames a complete and durable file to its name in the checkpoint. An old file is set aside.
 
         Raises:
             ObjectMissing: the version was removed meanwhile.
         """
-        self.check_writable()  # else each try would leave one more name in the quarantine
-        with exclusive(self._root / STAGING_DIR):  # nothing is published or removed here meanwhile
+        self.check_writable()  # first: otherwise each try would add one more file to the quarantine
+        with exclusive(self._root / STAGING_DIR):  # so that no publication or removal runs meanwhile
             self._check_is_there(name)
             self.set_aside(name, "a verified copy replaces it", stays=True)
             with self._translate("place", name):
@@ -253,7 +258,7 @@ class Committed:
                 os.fsync(self._fd)
 
     def _check_is_there(self, name: str) -> None:
-        """That the version still lies here. Its manifest may be what is brought, and its metadata comes before that."""
+        """Raises unless the version is still here. Its manifest may be missing if the file is the manifest or metadata."""
         try:
             is_there = not self._save_id or self.manifest().save_id == self._save_id
         except (ManifestInvalid, ObjectMissing):
@@ -262,7 +267,7 @@ class Committed:
             raise ObjectMissing(str(self._root), "place", f"{self.checkpoint_id}/{name}", "it was removed meanwhile")
 
     def put_small(self, name: str, data: bytes) -> None:
-        """Writes a small file into the checkpoint, durably. What was there is set aside."""
+        """Durably writes a small file into the checkpoint. An old file is set aside."""
         with self.incoming_file(name) as path:
             with self._translate("write", name):
                 write_file(path, data)
@@ -276,10 +281,10 @@ class Committed:
 
 @contextmanager
 def open_directory(root: Path, checkpoint_id: str) -> Iterator[Committed]:
-    """Holds the directory of a checkpoint, whatever is in it.
+    """Opens the directory of a checkpoint, whatever is in it, for the block.
 
     Raises:
-        ObjectMissing: there is none.
+        ObjectMissing: there is no such directory.
     """
     check_checkpoint_id(checkpoint_id)
     with translate_errors(str(root), "open", checkpoint_id):
@@ -295,10 +300,10 @@ def open_directory(root: Path, checkpoint_id: str) -> Iterator[Committed]:
 
 @contextmanager
 def open_committed_save(root: Path, checkpoint_id: str, save_id: str) -> Iterator[tuple[Committed, Manifest]]:
-    """Holds the directory of one committed save, with its manifest: published, or replaced, whatever has its name now.
+    """Opens one committed save, published or replaced, with its manifest, for the block.
 
     Raises:
-        ObjectMissing: the checkpoint is not here, or is of another save. ManifestInvalid
+        ObjectMissing: the checkpoint is not here, or only other saves of it are. ManifestInvalid
     """
     if not is_save_id(save_id):
         raise ObjectMissing(str(root), "open", checkpoint_id, f"{save_id[:80]!r} is no save id")
@@ -311,10 +316,11 @@ def open_committed_save(root: Path, checkpoint_id: str, save_id: str) -> Iterato
 
 
 def descriptions(directory: Committed, manifest: Manifest) -> tuple[bytes, bytes]:
-    """The bytes of manifest and metadata as they go to the bucket, from a directory that is still this save's.
+    """The bytes of manifest and metadata for the bucket, from a directory in which this save is still published.
 
     Raises:
-        ObjectMissing: it is another's by now. ObjectCorrupt: they are not what was saved.
+        ManifestInvalid: the save was replaced meanwhile. ObjectCorrupt: the metadata differs from the saved one.
+        ObjectMissing
     """
     raw_manifest = directory.raw_manifest()
     if directory.manifest().save_id != manifest.save_id or manifest.upload is None:

@@ -1,4 +1,4 @@
-"""What the footer of a shard file on disk implies, without its data."""
+"""Checksums from the footer of a shard file on disk, without reading its data."""
 
 import os
 from pathlib import Path
@@ -9,7 +9,7 @@ from replicated_ckpt.stores.files.plain import open_plain_file
 
 
 def crc_of_footer(fd: int) -> int | None:
-    """The CRC32C that a shard's file has if all its blocks are as its footer says; None if the footer is damaged."""
+    """The CRC32C of a shard's file, computed from its footer alone; None if the footer is damaged."""
     size = os.fstat(fd).st_size
     footer_bytes = footer_bytes_of(_end(fd, size, FOOTER_TAIL_BYTES), size)
     table = None if footer_bytes is None else decode_footer(_end(fd, size, footer_bytes), size)
@@ -22,7 +22,7 @@ def _end(fd: int, size: int, count: int) -> memoryview:
 
 
 def is_without_footer(path: str | Path) -> bool:
-    """Whether a file does not end as this package ends its shards, as one that stock torch has written. Raises OSError"""
+    """Whether a file lacks the footer of this package's shards, as stock torch's files do. Raises OSError"""
     with open_plain_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         return footer_bytes_of(_end(file.fileno(), size, FOOTER_TAIL_BYTES), size) is None

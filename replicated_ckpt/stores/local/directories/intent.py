@@ -1,4 +1,4 @@
-"""The intent: what a save that is not committed yet is about."""
+"""The intent: the description of a save that is not committed yet."""
 
 import hmac
 import json
@@ -17,15 +17,15 @@ from replicated_ckpt.stores.files.plain import closing_fd, read_plain
 from replicated_ckpt.wording import one_line
 
 WRITER = "//"
-"""In a session, before the name of a writer that saves alone. All saves of its process have the same before it."""
+"""Separates a session's common part, alike for all saves of a process, from the name of a writer that saves alone."""
 
 
 @dataclass(frozen=True)
 class Intent:
     """One attempt at one save; lies with its staging directory.
 
-    `nodes` are all nodes of the save, `coordinator` the one whose store has the decision before any other.
-    `replaces` is the save that lay under the name here when this one was opened.
+    `nodes` are all nodes of the save; `coordinator` is the node whose store has the decision before any other.
+    `replaces` is the save that was published under the id here when this one was opened.
     """
 
     save_id: str
@@ -36,14 +36,15 @@ class Intent:
     coordinator: str = ""
     replaces: str = ""
     announced: Announced = NOTHING_ANNOUNCED
-    """What peers may bring of it."""
+    """The files that peers may send for it."""
     ticket: str = field(default="", repr=False)
-    """Only the nodes and ranks of the save have it: those that may give it up."""
+    """A secret of the save's nodes and ranks: it authorizes them to abort the save."""
     place: Version | None = None
-    """Its lineage and sequence, once a rank of this node has noted them. Its time is not known before the decision."""
+    """Its lineage and sequence, once a rank of this node has noted them. Its time is unknown before the decision."""
 
     def admits(self, ticket: str) -> bool:
-        """Whether it shows that the sender takes part in this save."""
+        """Whether the ticket proves that the sender takes part in this save."""
+        # An intent without a ticket admits nobody; the comparison takes the same time for every guess.
         return bool(self.ticket) and hmac.compare_digest(self.ticket.encode(), ticket.encode())
 
     def encode(self) -> bytes:
@@ -52,10 +53,10 @@ class Intent:
 
     @classmethod
     def read_intent(cls, save_id: str, path: Path) -> "Intent":
-        """The intent at `path`; one that names no checkpoint if it cannot be believed.
+        """The intent at `path`; one without a checkpoint id if the file is missing or damaged.
 
         Raises:
-            StoreError: the system reads no file now, for want of descriptors or memory. That says nothing of this one.
+            StoreError: the process is out of descriptors or memory, which is no evidence of damage.
         """
         try:
             return cls._read(save_id, path)
@@ -86,20 +87,20 @@ class Intent:
 
     @classmethod
     def admits_at(cls, save_id: str, path: Path, ticket: str) -> bool:
-        """As `admits`, of the intent at `path`.
+        """As `admits`, for the intent at `path`.
 
         Raises:
-            StoreError: it cannot be read, which is no reason to treat the sender as unauthenticated.
+            StoreError: it cannot be read. The sender must not be treated as unauthenticated then.
         """
         with translate_errors(str(path.parent), "read", path.name):
             return cls._read(save_id, path).admits(ticket)
 
 
 def note_place(path: Path, lineage: str, sequence: int) -> None:
-    """Appends the place of an open save to its intent, so that saves which are opened meanwhile are newer.
+    """Appends the place of an open save to its intent, so that saves opened from then on get larger sequences.
 
-    The file stays the same one, which ranks lock. The note need not survive a power loss: then the coordinators' clocks
-    decide. Several ranks may note it at once.
+    It appends, since ranks lock this very file. The note need not survive a power loss: then the coordinators' clocks
+    decide. Several ranks may call it at once.
 
     Raises:
         FileNotFoundError: the save is over. OSError
@@ -109,7 +110,7 @@ def note_place(path: Path, lineage: str, sequence: int) -> None:
 
 
 def _find_place(save_id: str, lines: Iterable[bytes]) -> Version | None:
-    """The place that the first of these lines has which a crash has not torn."""
+    """The place in the first line that is complete; a crash may have torn others."""
     for line in lines:
         try:
             fields = json.loads(line)

@@ -1,4 +1,4 @@
-"""The journal of a node: the saves that are over here, one line for each end, in the order in which they ended."""
+"""The journal of a node: the saves that have ended here, one line each, in the order of their ends."""
 
 import os
 import threading
@@ -22,33 +22,33 @@ from replicated_ckpt.wording import one_line
 
 NAME = "journal"
 ENTRIES_MAX = 4096
-"""The oldest are forgotten. A node that asks for one of those waits for the other nodes of that save instead."""
+"""The oldest entries are dropped. A node that asks about a dropped one waits for the save's other nodes instead."""
 REMOVALS_MAX = 1024
-"""So many removals by hand are told to other nodes, the newest. No node holds older ones any more."""
+"""The newest removals by hand that are sent to other nodes. No node has files of older ones any more."""
 COMPACT_BYTES = 1 << 20
 _WHY_CHARS_MAX = 500
 
 
 class End(Enum):
-    """How a save ended on this node. Of one save the last line counts."""
+    """How a save ended on this node. The last line of a save counts."""
 
     ABORTED = "aborted"
-    """This node coordinated it, and never decides it; or it has seen that no node published it."""
+    """This node coordinated it and will never decide it, or has seen that no node published it."""
     DROPPED = "dropped"
-    """What was staged here was removed. Another node coordinated it, so this says nothing of other nodes."""
+    """Its staged files were removed here. Another node coordinated it, so other nodes may have published it."""
     RETIRED = "retired"
-    """A policy of retention has removed it."""
+    """Retention removed it."""
     REMOVING = "removing"
-    """This node's user has removed it by hand, and it still lies here, or is still staged."""
+    """This node's user removed it by hand; it still lies here, or is still staged."""
     REMOVED = "removed"
-    """As before, and nothing of it lies here any more."""
+    """As REMOVING, and no file of it lies here any more."""
     RESTORED = "restored"
-    """The user has put back what was removed by hand: it is not over."""
+    """The user has restored a save that was removed by hand: it has not ended."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One save that is over here, and why, for the ranks that come too late."""
+    """The end of one save here, and its reason, for ranks that ask too late."""
 
     end: End
     why: str = ""
@@ -57,9 +57,8 @@ class Entry:
 class Journal:
     """The journal under one root. Safe for concurrent use, also by several processes: each appends its lines.
 
-    A line is `<save id> <end> <why>`. One that a crash has torn counts for nothing. What is noted stays true, whatever
-    becomes of the store. A store without the note has forgotten the save: it may have decided it, and been put back to an
-    earlier state since.
+    A line is `<save id> <end> <why>`. A torn line is ignored. A note stays true in every later state of the store. A
+    missing note proves nothing: the store may have decided the save, and have been restored to an earlier state since.
     """
 
     def __init__(self, root: Path) -> None:
@@ -73,43 +72,45 @@ class Journal:
     def append_end(
         self, save_id: str, end: End, why: str = "", *, after: End | None = None, is_flushed: bool = True
     ) -> None:
-        """Notes durably how a save ended. The caller has made the agent's directory.
+        """Durably notes how a save ended. The caller has made the agent's directory.
 
-        `after`: only if the last end that is noted of it is this one.
+        `after`: only if the last noted end of the save is this one.
 
         Raises:
-            StoreError: it is not noted, as far as the disk lets this node take it back.
+            StoreError: the end is not noted; a partly written note was revoked, if the disk allowed it.
         """
         with self._lock:
             before = self._read_on().get(save_id)
             if after is not None and (before is None or before.end is not after):
                 return
+            # DROPPED says least: it must not hide an end that other nodes can rely on.
             if before is not None and end in (before.end, End.DROPPED):
                 return
             try:
                 self._append(save_id, end, why, is_flushed=is_flushed)
             except StoreError:
+                # The line may be on the disk although its fsync failed: the next line revokes it.
                 with suppress(StoreError):
                     self._append(save_id, End.RESTORED if before is None else before.end, is_flushed=False)
                 raise
 
     def find_end(self, save_id: str) -> Entry | None:
-        """How a save ended here; None: it is not over, as far as is noted.
+        """How a save ended here; None: no end is noted.
 
         Raises:
-            StoreError: no file can be read now, for want of descriptors or memory.
+            StoreError: the process is out of descriptors or memory.
         """
         with self._lock:
             entry = self._read_on().get(save_id)
         return None if entry is None or entry.end is End.RESTORED else entry
 
     def read_removed(self) -> frozenset[str]:
-        """The saves that this node's user has removed by hand, gone from here or not. Raises StoreError: as `find` does."""
+        """The saves that this node's user removed by hand, with or without files here. Raises StoreError: as `find`."""
         removing, removed = self.read_removals()
         return removing | removed
 
     def read_removals(self) -> tuple[frozenset[str], frozenset[str]]:
-        """Of the newest of these, at one moment, those that are still to be removed here, and those that are gone.
+        """The newest removals by hand, at one moment: those still to be removed here, and those that are gone.
 
         Raises:
             StoreError: as `find` does.
@@ -121,11 +122,10 @@ class Journal:
         return removing, frozenset(save_id for save_id, _ in newest) - removing
 
     def compact(self) -> None:
-        """Writes the file anew, without the lines that count no more, if it has grown large. No other process appends
-        meanwhile.
+        """Rewrites a large file without outdated lines. The caller ensures that no other process appends meanwhile.
 
         Raises:
-            StoreError: the file is as it was.
+            StoreError: the file is unchanged.
         """
         with self._lock, translate_errors(str(self._root), "write", f"{AGENT_DIR}/{NAME}"):
             entries = self._read_on().items()
@@ -142,17 +142,17 @@ class Journal:
                 write_all(fd, _encode(save_id, end, why))
                 if is_flushed or is_new:
                     os.fsync(fd)
+            # Else a power loss could take the whole file, with lines that were fsynced.
             if is_new:
                 fsync_directory(self._path.parent)
 
     def _read_on(self) -> Mapping[str, Entry]:
-        """All entries, the oldest first: reads what was appended since the last look. With the lock held.
+        """All entries, the oldest first: reads the lines appended since the last call. With the lock held.
 
-        Where another file lies there it reads all of that. One that cannot be read counts as none: that only has nodes
-        wait for more answers.
+        A replaced file is read from its start. An unreadable file counts as empty: then nodes wait for more answers.
 
         Raises:
-            StoreError: no file can be read now, for want of descriptors or memory.
+            StoreError: the process is out of descriptors or memory.
         """
         try:
             fd = open_plain(self._path, os.O_NOFOLLOW)
@@ -165,9 +165,11 @@ class Journal:
             if (status.st_dev, status.st_ino) != self._file or status.st_size < self._read_bytes:
                 self._file, self._read_bytes, self._entries = (status.st_dev, status.st_ino), 0, {}
             raw = os.pread(fd, status.st_size - self._read_bytes, self._read_bytes)
+        # Another process may be in the middle of its line: it is read next time.
         whole = raw[: raw.rfind(b"\n") + 1]
         self._read_bytes += len(whole)
         for save_id, entry in _decode(whole):
+            # Moves it to the end: the oldest entries are dropped first.
             self._entries.pop(save_id, None)
             self._entries[save_id] = entry
         while len(self._entries) > ENTRIES_MAX:
@@ -176,7 +178,7 @@ class Journal:
 
 
 def _encode(save_id: str, end: End, why: str) -> bytes:
-    """One line, which begins anew: the write before it may have been broken off."""
+    """One line, with a line break before it as well: the previous write may have been torn."""
     return f"\n{save_id} {end.value} {one_line(why)[:_WHY_CHARS_MAX]}\n".encode()
 
 

@@ -1,4 +1,4 @@
-"""One look at the directory of a checkpoint: the shard files in it, and the manifests by what became of their versions."""
+"""One listing of a checkpoint's directory: its shard files, and its manifests by the state of their versions."""
 
 import os
 from collections.abc import Iterable
@@ -19,7 +19,7 @@ from replicated_ckpt.stores.files.durable import is_unreadable
 
 
 class Looked:
-    """What lies in a directory at one moment. `entries` None: the disk has lost it, and what lay in it cannot be read."""
+    """The entries of a directory at one moment. `entries` None: the disk has lost the directory; its files are unknown."""
 
     def __init__(self, checkpoint_id: str, entries: "Iterable[os.DirEntry[str]] | None") -> None:
         self.checkpoint_id = checkpoint_id
@@ -28,7 +28,7 @@ class Looked:
 
     @property
     def has_manifest(self) -> bool:
-        """Whether anything lies there under the name of a manifest, or what lay there cannot be read."""
+        """Whether there is a manifest of the published version, or the disk has lost the directory."""
         return self.is_lost or MANIFEST_NAME in self._entries
 
     @property
@@ -52,7 +52,7 @@ class Looked:
 
     @property
     def directories(self) -> "list[os.DirEntry[str]]":
-        """The directories in it that may be checkpoints', too, by name; a link to one is none."""
+        """Subdirectories that may be checkpoints, too, sorted by name. Links are excluded."""
         found = [
             entry for entry in self._entries.values() if entry.name[0] != "." and entry.is_dir(follow_symlinks=False)
         ]
@@ -60,17 +60,17 @@ class Looked:
 
     @cached_property
     def replaced(self) -> tuple[str, ...]:
-        """The saves of which a newer one has the name, by their manifests."""
+        """The ids of replaced versions, by the names of their manifests."""
         return self._marked("replaced")
 
     @cached_property
     def version_metadata(self) -> tuple[str, ...]:
-        """The saves whose metadata has a name of its own: replaced, or being published; their manifest may be gone."""
+        """Ids of versions whose metadata has its own name: replaced or being published. Their manifest may be missing."""
         return tuple(sorted(filter(None, map(parse_version_metadata, self._entries))))
 
     @cached_property
     def gone(self) -> tuple[str, ...]:
-        """The saves whose removal has begun and did not end."""
+        """The ids of versions whose removal has begun and is not complete."""
         return self._marked("gone")
 
     @cached_property
@@ -83,12 +83,12 @@ class Looked:
 
     @property
     def others(self) -> list[str]:
-        """What is not ours: files and directories that a user has put there."""
+        """Files and directories of users, which are not part of a checkpoint."""
         return [name for name in self._entries if not is_ours(name)]
 
     @cached_property
     def sizes(self) -> dict[str, int]:
-        """Bytes of each shard file; 0, which no shard has, where the disk cannot tell: it is there, and damaged."""
+        """Bytes of each shard file. 0, which no shard has, for an unreadable one: it is there, and damaged."""
         found = {name: self.size_of(name) for name in self.shards}
         return {name: size for name, size in found.items() if size is not None}
 

@@ -1,4 +1,4 @@
-"""Roots of stores: each has a node.json with an identity, and none lies in another one."""
+"""Roots of stores: each has a node.json with an identity, and no root lies inside another."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def read_identity(root: Path) -> str:
 
 
 def check_is_apart(root: Path) -> None:
-    """Raises ConfigInvalid: the root of a store that is to be made lies in a store, or above one. OSError"""
+    """Raises ConfigInvalid: the root of a new store lies inside a store, or above one. OSError"""
     outer, within = find_store_above(root), find_stores_within(root)
     if outer is not None:
         real = Path(os.path.realpath(root))
@@ -74,7 +74,7 @@ def _walk_to_stores(directory: Path, depth: int) -> Iterator[Path]:
             below = [
                 Path(entry.path) for entry in entries if entry.name[0] != "." and entry.is_dir(follow_symlinks=False)
             ]
-    except (FileNotFoundError, NotADirectoryError, PermissionError):  # nor would its checkpoints be seen
+    except (FileNotFoundError, NotADirectoryError, PermissionError):  # checkpoints in there would be invisible, too
         return
     for path in below:
         if is_store(path):
@@ -84,12 +84,12 @@ def _walk_to_stores(directory: Path, depth: int) -> Iterator[Path]:
 
 
 def is_store(directory: str | Path) -> bool:
-    """Whether a store was made there. One whose node.json cannot be read counts.
+    """Whether a directory is a store's root. One with an unreadable node.json counts.
 
-    A directory in which nothing can be looked at does not: it is closed, or the disk has lost it.
+    A directory that cannot be searched does not: it is closed to this user, or the disk has lost it.
 
     Raises:
-        OSError: the system opens no file now.
+        OSError: the process is out of descriptors or memory.
     """
     try:
         return is_plain_file(f"{directory}/{NODE_NAME}") and bool(read_identity(Path(directory)))
