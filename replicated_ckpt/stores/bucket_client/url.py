@@ -103,7 +103,7 @@ class ObjectTarget:
 
     @classmethod
     def check_given(cls, url: str | None, options: Mapping[str, Any] | None) -> "ObjectTarget | None":
-        """As `check`; None if no bucket is named. Raises: ConfigInvalid, also for options without a bucket."""
+        """As `check_supported`; None if no bucket is named. Raises: ConfigInvalid, also for options without a bucket."""
         if url is not None:
             return cls.check_supported(url, options)
         if options:
@@ -185,7 +185,7 @@ class ObjectTarget:
         """The target that a process of this node's user sent, without this process's environment.
 
         Raises:
-            ConfigInvalid: the fields have environment variables, which agents refuse; else as `check`.
+            ConfigInvalid: the fields have environment variables, which agents refuse; else as `check_supported`.
             KeyError, TypeError, ValueError: the fields are no target.
         """
         if fields.get("environment"):

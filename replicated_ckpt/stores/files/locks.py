@@ -159,7 +159,7 @@ class FileLock(DescriptorLock):
 
     @classmethod
     def take_within(cls, path: Path, timeout_s: float, *, shared: bool = False) -> "FileLock | None":
-        """As `take`, but waits up to `timeout_s` for the holder to release the lock; None if it does not."""
+        """As `acquire`, but waits up to `timeout_s` for the holder to release the lock; None if it does not."""
         deadline = time.monotonic() + timeout_s
         while (lock := cls.acquire(path, shared=shared)) is None and time.monotonic() < deadline:
             time.sleep(_POLL_S)
@@ -167,7 +167,7 @@ class FileLock(DescriptorLock):
 
     @classmethod
     def is_taken(cls, path: Path, *, shared: bool = False) -> bool:
-        """Whether `take` would return None now, as another process holds the lock. Raises as `take`."""
+        """Whether `acquire` would return None now, as another process holds the lock. Raises as `acquire`."""
         lock = cls.acquire(path, shared=shared)
         if lock is not None:
             lock.release()

@@ -16,13 +16,13 @@ from replicated_ckpt.stores.local.directories.roots import check_is_apart, read_
 from replicated_ckpt.stores.local.room_to_start import keep_room_to_start
 
 FRESH_IDENTITY = f".{NODE_NAME}."
-"""So begins the name under which an identity is written first."""
+"""Prefix of the temporary name under which an identity is written first."""
 
 
 def ensure_identity(root: Path) -> str:
-    """The identity of the store under `root`, made if there is none; racing callers get the same one. It is durable.
+    """The durable identity of the store under `root`, made if there is none. Racing callers get the same one.
 
-    It is fsynced before a staging area is made. Where there is none, another process may have made it just now.
+    A staging area is made only after the identity is durable. Without one, another process may have just made the identity.
 
     Raises:
         ConfigInvalid, StoreError
@@ -41,13 +41,14 @@ def ensure_identity(root: Path) -> str:
             finally:
                 fresh.unlink(missing_ok=True)
             keep_room_to_start(root)
+        # Also if another process made the file: it may have been killed before its fsync.
         if not is_durable:
             fsync_directory(root)
     return read_identity(root)
 
 
 def _name_if_free(fresh: Path, path: Path) -> None:
-    """Unless another rank of this node was first: its identity is the node's. A file system may have no hard links."""
+    """Names the file unless another rank of this node was first. Falls back to a rename without hard links."""
     try:
         os.link(fresh, path)
     except FileExistsError:
@@ -59,12 +60,12 @@ def _name_if_free(fresh: Path, path: Path) -> None:
 
 
 def check_place(root: Path) -> None:
-    """Where no store was made yet, the root is no checkpoint, lies in no other store, and no store lies in it.
+    """Checks that a new root is no checkpoint, lies in no other store, and has no store in it.
 
-    One of two such stores would take the other's checkpoints for its own.
+    Of two nested stores, the outer one would treat the inner one's checkpoints as its own.
 
     Raises:
-        ConfigInvalid: it is one of these. OSError
+        ConfigInvalid: the root is one of these. OSError
     """
     if is_there(root / NODE_NAME):
         return
@@ -85,10 +86,10 @@ def _make_directory(root: Path) -> None:
 
 
 def find_identity(root: Path) -> str | None:
-    """As `read_identity`, and None where none was made: a root that may not be looked into is not taken for that.
+    """As `read_identity`, but None if none was made. A root without permission raises instead.
 
     Raises:
-        ConfigInvalid: it lies in a store, or stores lie in it; their checkpoints are not its own.
+        ConfigInvalid: the root lies inside a store, or above one, whose checkpoints are not its own.
     """
     with translate_errors(str(root), "identify", NODE_NAME):
         if not is_there(root / NODE_NAME):

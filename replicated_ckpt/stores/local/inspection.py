@@ -1,4 +1,4 @@
-"""Inspection: reads what lies on this node's disk in full, holds it against manifests, and changes nothing."""
+"""Inspection: reads all files on this node's disk and compares them with manifests. It changes nothing."""
 
 import contextlib
 import os
@@ -25,7 +25,7 @@ from replicated_ckpt.stores.verified import Expected
 
 PIECE_BYTES = 4 << 20
 Paced = Callable[[int], None]
-"""Told how many bytes are read next; may wait."""
+"""Called with the number of bytes that are read next; may wait."""
 
 
 def at_once(size_bytes: int) -> None:
@@ -34,12 +34,12 @@ def at_once(size_bytes: int) -> None:
 
 
 class Inspector:
-    """Reads the checkpoints of one store. A file that fails its checksum is read again once before it counts.
+    """Reads the checkpoints of one store. A file that fails its checksum is read again before it counts as damaged.
 
     A file that the system refuses to read ends the inspection: it is neither intact nor damaged.
 
-    `holdings` tells afterwards what lies there of each checkpoint that was inspected, bad shards marked as damaged, and
-    `unclaimed` the files without a valid manifest.
+    Afterwards `holdings` has the files of each inspected checkpoint, with bad shards marked as damaged. `unclaimed` has
+    the files without a valid manifest.
     """
 
     def __init__(self, store: LocalStore, node_id: str, paced: Paced = at_once) -> None:
@@ -52,7 +52,7 @@ class Inspector:
         self.bytes_read = 0
 
     def inspect(self, checkpoint_id: str | None = None) -> Iterator[Finding]:
-        """What is wrong with one checkpoint, or with any. One that disappears meanwhile is skipped.
+        """Findings of one checkpoint, or of all. A checkpoint that disappears meanwhile is skipped.
 
         Raises:
             StoreError: the disk cannot be listed, or a file may not be read.
@@ -63,7 +63,7 @@ class Inspector:
             yield from self._of_id(found)
 
     def sum_sizes(self, checkpoint_id: str | None = None) -> int:
-        """How many bytes `inspect` has to read, as the directory shows them now; for progress."""
+        """The bytes that `inspect` has to read, by the sizes of the files now; for progress."""
         catalog = self._store.catalog
         ids = catalog.directories() if checkpoint_id is None else [checkpoint_id]
         return sum(size for found in ids for size in catalog.look(found).sizes.values())
@@ -80,6 +80,7 @@ class Inspector:
         except StoreError as exc:
             if not is_unreadable(exc):
                 raise
+            # The disk has lost the directory itself: report it as damaged, and go on with the others.
             self.unclaimed.append(UnclaimedFiles(self._node_id, checkpoint_id, is_ours=True))
             path = str(self._store.root / checkpoint_id)
             what = "", MANIFEST_NAME, path, Problem.CORRUPT, "a directory", exc.detail
@@ -96,7 +97,7 @@ class Inspector:
             yield from self._of_save(directory.of_save(manifest.save_id), manifest)
 
     def _of_save(self, directory: Committed, manifest: Manifest) -> Iterator[Finding]:
-        """What is wrong with a save that is published here, or was replaced."""
+        """Findings of a published or replaced save."""
         problem = self.metadata_problem(directory, manifest)
         if problem is not None:
             yield problem
@@ -108,6 +109,7 @@ class Inspector:
                 damaged.append(shard)
                 footer_damaged += [shard] if self.has_damaged_footer(directory, manifest, shard) else []
         catalog = self._store.catalog
+        # Once for a directory, with its published version: else each stray would be reported twice.
         strays = [] if directory.is_replaced else catalog.list_unclaimed(catalog.look(directory.checkpoint_id))
         for name in strays:
             yield self._finding(directory, manifest.save_id, name, Problem.UNKNOWN, "no such file", "one")
@@ -120,7 +122,7 @@ class Inspector:
         )
 
     def _of_unclaimed_files(self, directory: Committed, why: ManifestInvalid | ObjectMissing) -> Iterator[Finding]:
-        """A directory without a manifest that is believed; of stock torch's, which has none, nothing is said."""
+        """Findings of a directory without a valid manifest; none for stock torch's, which never has one."""
         claimed = self._store.catalog.list_claimed(directory.checkpoint_id)
         unclaimed = read_unclaimed_files(directory, self._node_id, tell_crc, self._holds, claimed)
         if unclaimed is None:
@@ -137,7 +139,7 @@ class Inspector:
         return self._hash_open(fd)[1] == crc
 
     def has_damaged_footer(self, directory: Committed, manifest: Manifest, shard: str) -> bool:
-        """Whether the data of a damaged shard is intact and its footer alone is not, or is not there, or not read."""
+        """Whether only the footer of a damaged shard is damaged, missing or unreadable, and its data is intact."""
         entry, root, label = manifest.shards[shard], str(self._store.root), f"{directory.checkpoint_id}/{shard}"
         expected = Expected(entry.size_bytes, entry.crc32c, has_damaged_footer=True)
         try:
@@ -148,7 +150,7 @@ class Inspector:
             with translate_errors(root, "read", label):
                 with contextlib.suppress(ObjectCorrupt), translate_read_errors(root, "read", label):
                     if crc_of_footer(fd) == entry.crc32c:
-                        return False  # it is the footer that was saved: the data is damaged
+                        return False  # the footer is the saved one: the data is damaged
                 self._paced(entry.size_bytes)
                 found = ShardFile(partial(os.dup, fd), root, label, expected).open()
         except StoreError:
@@ -160,13 +162,14 @@ class Inspector:
         return True
 
     def _absent(self, directory: Committed, manifest: Manifest, shard: str) -> Finding | None:
+        # A shard that this node never had is not missing here.
         if self._node_id not in manifest.shards[shard].holders:
             return None
         expected = f"a copy of {manifest.shards[shard].size_bytes} bytes"
         return self._finding(directory, manifest.save_id, shard, Problem.MISSING, expected, "none")
 
     def metadata_problem(self, directory: Committed, manifest: Manifest) -> Finding | None:
-        """What is wrong with `.metadata`; None if it is intact."""
+        """The finding of a damaged `.metadata`; None if it is intact."""
         expected = f"{manifest.metadata_bytes} bytes of CRC32C {manifest.metadata_crc32c:08x}"
         try:
             size, crc = self._hash(directory, METADATA_NAME)
@@ -182,16 +185,18 @@ class Inspector:
         return self._finding(directory, manifest.save_id, METADATA_NAME, Problem.CORRUPT, expected, found)
 
     def shard_problem(self, directory: Committed, manifest: Manifest, shard: str) -> Finding | None:
-        """What is wrong with the file of one shard; None if it is intact."""
+        """The finding of a damaged or missing shard file; None if it is intact."""
         entry: ShardEntry = manifest.shards[shard]
         expected = f"{entry.size_bytes} bytes of CRC32C {entry.crc32c:08x}"
         found = ""
+        # A flip in memory is gone at the second read; damage on the disk stays.
         for _ in range(2):
             try:
                 size, crc = self._hash(directory, shard)
             except ObjectMissing:
                 return self._absent(directory, manifest, shard)
             except StoreError as exc:
+                # Out of descriptors, or no permission: no evidence of damage, so no finding.
                 if is_refusal(exc):
                     raise
                 found = exc.detail
@@ -210,6 +215,7 @@ class Inspector:
     def _hash_open(self, fd: int) -> tuple[int, int]:
         size = crc = 0
         file_bytes = os.fstat(fd).st_size
+        # Past the page cache: a scrub must neither evict the training's pages nor check cached bytes.
         pieces = read_past_cache(fd, self._scratch)
         while True:
             self._paced(max(0, min(PIECE_BYTES, file_bytes - size)))

@@ -1,4 +1,4 @@
-"""Which directory in memory is the tier of a store on a disk: noted there by the ranks, for commands that look there."""
+"""The link between a store on a disk and its tier in memory, noted in both stores by the ranks, for commands."""
 
 import json
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ _MEMORY, _DISK = "memory", "disk"
 
 
 def note_memory_tier(store: LocalStore, tier: Path) -> None:
-    """`find_memory_tier` of this store gives this directory from now on, and `find_other_disk` of that this store."""
+    """Notes in both stores that `tier` is this store's memory tier, for `find_memory_tier` and `find_other_disk`."""
     for noting, told in ((store, {_MEMORY: str(tier)}), (LocalStore(tier), {_DISK: str(store.root)})):
         path = noting.agent_directory() / NAME
         with translate_errors(str(noting.root), "note", NAME):
@@ -24,29 +24,30 @@ def note_memory_tier(store: LocalStore, tier: Path) -> None:
 
 
 def find_memory_tier(store: LocalStore) -> Path | None:
-    """The root of the last memory tier that ranks have used with this store; it may be gone. None: there was none.
+    """The root of the last memory tier that ranks have used with this store; it may have been removed. None: none.
 
     Raises:
-        StoreDenied: another user can have written it.
+        StoreDenied: another user can have written the note.
     """
     root = _read(store).get(_MEMORY)
     return None if root is None else Path(root)
 
 
 def find_other_disk(tier: LocalStore, store: LocalStore) -> Path | None:
-    """The root of another store than this one, whose memory tier this is: it is there, and names no other one since.
+    """The root of another store that uses `tier` as its memory tier; None if there is none, or it uses another by now.
 
     Raises:
-        StoreDenied: another user can have written it. OSError: it cannot be looked at.
+        StoreDenied: another user can have written the note. OSError: the root cannot be looked at.
     """
     disk = _read(tier).get(_DISK)
     if disk is None or find_memory_tier(LocalStore(root := Path(disk))) != tier.root:
         return None
+    # The same store may be reached by another path, as through a link.
     return None if is_there(store.root) and root.samefile(store.root) else root
 
 
 def _read(store: LocalStore) -> Mapping[str, str]:
-    """By kind of tier the root of the other one; nothing where there is none, or no such note."""
+    """The noted roots by kind of tier; empty without a valid note."""
     try:
         told = json.loads(read_private(store.root_agent_directory() / NAME))
         return {str(kind): str(root) for kind, root in told.items()}

@@ -13,33 +13,35 @@ from replicated_ckpt.stores.local.versions.recycled import RecycledFiles
 
 _SMALL_FILES_BYTES = 1 << 20
 _KEPT_BYTES = 128 << 10
-"""What an agent writes when it starts, some small files and the first lines of its log, takes less; so does a removal."""
+"""Reserved bytes: enough for an agent's small files and first log lines at its start, and for a removal."""
 _KEPT_NAMES = (ROOM_NAME, f"{ROOM_NAME}.1")
-"""Two inodes, as a file is replaced by another one next to it, and the log may begin."""
+"""Two files, so two inodes: a small file is replaced by a new one beside it, and the log may be new."""
 
 
 def keep_room_to_start(root: Path) -> None:
-    """Has files take that room, if they do not yet and the disk has it: they go when an agent needs it on a full disk."""
-    with contextlib.suppress(OSError):  # without it all works until the disk is full
+    """Reserves that room in files, if the disk has it. `make_room_to_start` removes them on a full disk."""
+    with contextlib.suppress(OSError):  # without the reserve everything works until the disk is full
         for name in _KEPT_NAMES:
             if not is_there(root / name):
                 _fill(root / name, _KEPT_BYTES // len(_KEPT_NAMES))
 
 
 def _fill(path: Path, size_bytes: int) -> None:
-    """Raises OSError: the disk has not so much room, and nothing is left; or another process has just done it."""
+    """Raises OSError: the disk is full, and no file is left; or another process has just made the file."""
     with closing_fd(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)) as fd:
         try:
+            # Random bytes: a file system that compresses would store zeros in no room at all.
             write_all(fd, os.urandom(size_bytes))
         except OSError:
+            # A partial file would take the last room of the disk without being a reserve.
             path.unlink()
             raise
 
 
 def make_room_to_start(root: Path) -> None:
-    """Has recycled files go, and what was kept for it, if they leave no room for what an agent writes when it starts.
+    """Removes recycled files and the reserve, if the disk has no room for an agent's small files.
 
-    The note of a removal, too: what is to make room needs some.
+    They include the note of a removal: the removal that frees the disk itself needs some room.
     """
     if lacks_room_to_start(root):
         with translate_errors(str(root), "make room in", RECYCLED_DIR):
@@ -51,7 +53,7 @@ def make_room_to_start(root: Path) -> None:
 def lacks_room_to_start(root: Path) -> bool:
     """Whether the disk is too full for the small files that an agent writes when it starts. Raises: StoreError.
 
-    It is tried, too: the file system's numbers say nothing of a user's quota, or of inodes.
+    It also tries a write: the file system's numbers include neither a user's quota nor inodes.
     """
     with translate_errors(str(root), "measure", ""):
         if find_free_bytes(root) < _SMALL_FILES_BYTES:

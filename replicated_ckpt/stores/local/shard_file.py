@@ -27,23 +27,23 @@ log = logging.getLogger(__name__)
 
 
 def _part_of(path: Path) -> Path:
-    """Where a shard file is written before it has its name."""
+    """The temporary path of a shard file, before it gets its name."""
     return path.with_name(path.name + PART_SUFFIX)
 
 
 class FileSink:
     """Writes one shard file into a staging directory. The file has its name only once it is complete and durable.
 
-    `direct_io`: "auto", "on" or "off", see `replicated_ckpt.stores.files.direct`. `is_direct` says what became of it: while
-    it holds, single pieces of whole pages in page-aligned memory go past the page cache. The first other one ends it.
-    `recycled`: the store's pool. A file of it with the shard's name is written over, and cut to size before it is synced;
-    on a full disk the others make room. `shard`: that name, where the file has another one on its way.
+    `direct_io`: "auto", "on" or "off", see `replicated_ckpt.stores.files.direct`. While `is_direct` is True, single pieces
+    of whole pages in page-aligned memory bypass the page cache. The first other piece ends that.
+    `recycled`: the store's pool. Its file of the shard's name is overwritten, and cut to size before the fsync. On a full
+    disk the pool's other files are removed. `shard`: the shard's name, if `path` has another one for now.
     """
 
     def __init__(
         self, path: Path, fd: int, recycled: RecycledFiles | None = None, *, is_recycled: bool = False
     ) -> None:
-        """`fd`, which is taken over: of the file's part, which `create` makes."""
+        """`fd`: the open temporary file that `create` made. The sink owns it."""
         self._path = path
         self._part = _part_of(path)
         self._fd = fd
@@ -55,21 +55,21 @@ class FileSink:
     def create(
         cls, path: Path, direct_io: str = "off", recycled: RecycledFiles | None = None, *, shard: str = ""
     ) -> Self:
-        """A sink for the file `path`, whose part exists from now on. As the class has it."""
+        """A sink for the file `path`, with its temporary file. For the arguments see the class."""
         part = _part_of(path)
         with translate_errors(str(path.parent), "create", path.name):
             try:
                 wants_direct = is_worthwhile(path.parent, direct_io)
-                # Another process may still write it: that goes on in a file without a name.
+                # Another process may still write it: it continues in the unlinked file, and `publish` refuses it.
                 part.unlink(missing_ok=True)
                 taken = None if recycled is None else recycled.take_file(part, shard or path.name)
                 flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
                 fd = os.open(part, flags, 0o640) if taken is None else taken
-            except FileNotFoundError as exc:
+            except FileNotFoundError as exc:  # the staging directory was removed: the save has ended
                 raise SaveAborted(f"The save that {path} belongs to is not open any more.") from exc
             sink = cls(path, fd, recycled, is_recycled=taken is not None)
             try:
-                set_mode(fd, 0o640)  # whatever the umask: who may come this far is said by the directories
+                set_mode(fd, 0o640)  # whatever the umask: the directories decide who may read it
                 sink.is_direct = wants_direct and switch_direct_io(fd, on=True)
             except OSError:
                 sink.discard()
@@ -96,7 +96,8 @@ class FileSink:
             except OSError as exc:
                 if not is_full(exc) or self._recycled is None:
                     raise
-                self._recycled.drop()  # if it frees nothing, another rank may have made the room a moment ago
+                self._recycled.drop()  # even if this frees nothing, another rank may just have made room
+                # A part of the pieces may be written: begin again at their start.
                 os.lseek(self._fd, start, os.SEEK_SET)
                 self._write(pieces)
 
@@ -106,10 +107,11 @@ class FileSink:
         write_vector(self._fd, pieces)
 
     def _rest_of(self, pieces: tuple[memoryview, ...]) -> tuple[memoryview, ...]:
-        """Writes what can go past the page cache; what is left, if anything, ends direct I/O for this file."""
+        """Writes whole pages by direct I/O. If bytes remain, they are unaligned: it ends direct I/O for this file."""
         done = write_direct(self._fd, pieces[0]) if len(pieces) == 1 else 0
         if len(pieces) == 1 and done == len(pieces[0]):
             return ()
+        # For good: after an unaligned write the file's position is no multiple of a page.
         self.is_direct = switch_direct_io(self._fd, on=False)
         return (pieces[0][done:], *pieces[1:])
 
@@ -127,12 +129,12 @@ class FileSink:
             os.fsync(self._fd)
 
     def _cut(self) -> None:
-        """Takes off what a recycled file has beyond the bytes that were written."""
+        """Cuts a recycled file to the written bytes: its old data behind them is another checkpoint's."""
         if self._is_recycled:
             os.ftruncate(self._fd, os.lseek(self._fd, 0, os.SEEK_CUR))
 
     def read_back(self, size_bytes: int) -> memoryview:
-        """The last bytes that were written; nothing is written directly afterwards."""
+        """The last `size_bytes` of the file. Ends direct I/O."""
         if self.is_direct:
             self.is_direct = switch_direct_io(self._fd, on=False)
         self._cut()
@@ -144,9 +146,11 @@ class FileSink:
         with translate_errors(str(self._path.parent), "rename", self._path.name):
             is_own = self._is_own()
             failpoints.reach("store.shard-fsynced")
+            # A shard of a process that was replaced must not get the name: its bytes may be old.
             if not is_own:
                 raise SaveAborted(f"{self._path} was aborted, or is written anew by another process.")
             if self._is_recycled and self._recycled is not None:
+                # Before the rename: after a power loss the same file must not have a name in the pool, too.
                 self._recycled.sync()
             try:
                 self._part.rename(self._path)
@@ -154,31 +158,31 @@ class FileSink:
                 failpoints.reach("store.shard-named")
             except FileNotFoundError as exc:
                 raise SaveAborted(f"The save that {self._path} belongs to was aborted.") from exc
-            os.close(self._fd)  # not before: what has failed is told by it from a part of another process
+            os.close(self._fd)  # only now: after an error `discard` compares it with the file of that name
             self._fd = -1
 
     def _is_own(self) -> bool:
-        """Whether the part has its name still: another process that writes the shard anew has taken it."""
+        """Whether the temporary name still belongs to this file. Another process that writes the shard takes the name."""
         try:
             return os.path.samestat(self._part.lstat(), os.fstat(self._fd))
         except FileNotFoundError:
             return False
 
     def discard(self) -> None:
-        """As of every sink. What the disk does not remove goes with its save."""
+        """As every sink. A file that cannot be removed now is removed with its save."""
         if self._fd < 0:
             return
         try:
             if self._is_own():
                 self._part.unlink(missing_ok=True)
-        except OSError as exc:  # what it is discarded for says more
+        except OSError as exc:  # must not hide the error that it is discarded for
             log.warning("%s is not removed now: %s", self._part, exc)
         os.close(self._fd)
         self._fd = -1
 
 
 class OpenFile(VerifiedShard):
-    """A shard behind a file descriptor of its own, which `_open_file` gives."""
+    """A shard behind a file descriptor of its own, opened by `_open_file`."""
 
     _fd = -1
     _open_file: Callable[[], int]
@@ -198,7 +202,7 @@ class OpenFile(VerifiedShard):
 
 
 class ShardFile(OpenFile):
-    """Reads a shard file by verified ranges. One thread. The file descriptor that `open_file` gives is taken over."""
+    """Reads a shard file by verified ranges. For one thread. It closes the file descriptor that `open_file` returns."""
 
     def __init__(self, open_file: Callable[[], int], store: str, name: str, expected: Expected) -> None:
         super().__init__(store, name, expected)

@@ -72,7 +72,7 @@ from replicated_ckpt.stores.local.versions.staged_decision import (
 log = logging.getLogger(__name__)
 
 NO_NODE = "none"
-"""Stands for the identity of a store that has none yet."""
+"""In place of the identity of a store that has none yet."""
 
 
 class LocalStore:
@@ -88,7 +88,7 @@ class LocalStore:
         self.journal = Journal(self.root)
         self._private: os.stat_result | None = None
         self._decided = ""
-        """The save whose decision was made durable here last."""
+        """The save whose decision this object made durable last."""
 
     def __repr__(self) -> str:
         return f"LocalStore({str(self.root)!r})"
@@ -97,20 +97,20 @@ class LocalStore:
         """This store's identity, made once; racing callers get the same one.
 
         Raises:
-            ConfigInvalid: node.json is there and holds no identity; or the root is a checkpoint, or above stores.
+            ConfigInvalid: node.json has no identity; or the root is a checkpoint, or lies inside or above a store.
             StoreError: the root cannot be created or written.
         """
         return ensure_identity(self.root)
 
     def read_node_id(self) -> str:
-        """This store's identity as `node_id` gives it, or NO_NODE where none was made; never writes."""
+        """This store's identity as `node_id` returns it, or NO_NODE if none was made. Never writes."""
         return find_identity(self.root) or NO_NODE
 
     def agent_directory(self) -> Path:
-        """The agent's directory, private to this user; created if need be, where the root may become a store.
+        """The agent's directory, private to this user. It is made if missing, if the root may become a store.
 
         Raises:
-            StoreDenied: another user of the host can have put it there, or something in it. ConfigInvalid, StoreError
+            StoreDenied: another user of the host can have made it, or a file in it. ConfigInvalid, StoreError
         """
         path = self.root_agent_directory()
         with translate_errors(str(self.root), "create", AGENT_DIR):
@@ -120,7 +120,7 @@ class LocalStore:
         return path
 
     def check_claimable(self) -> None:
-        """Raises StoreDenied where `agent_directory` would, as another user can write the root; nothing is made."""
+        """Raises StoreDenied if `agent_directory` would, as another user can write the root. Makes nothing."""
         with translate_errors(str(self.root), "look at", NODE_NAME):
             check_claimable(self.root)
 
@@ -134,7 +134,7 @@ class LocalStore:
         return self.root / STAGING_DIR / save_id
 
     def is_staged(self, save_id: str) -> bool:
-        """Whether a save lies in the staging area. Raises: StoreError, where the disk does not say."""
+        """Whether a save has a staging directory. Raises: StoreError"""
         with translate_errors(str(self.root), "look at", f"{STAGING_DIR}/{save_id}"):
             return is_directory(self.staging(save_id))
 
@@ -142,15 +142,15 @@ class LocalStore:
         return self.root / check_checkpoint_id(checkpoint_id)
 
     def path_of_staged(self, save_id: str, name: str) -> Path:
-        """Path of a file of a staged save. Nothing outside the staging directory can be named."""
+        """Path of a file of a staged save, always inside its staging directory. Raises ConfigInvalid for other names."""
         if not is_checkpoint_file(name):
             raise ConfigInvalid(f"{name!r} is no file of a checkpoint.")
         return self.staging(save_id) / name
 
     def begin(self, intent: Intent, *, replaces_other_runs: bool = True) -> None:
-        """Opens a save: its staging directory exists afterwards, and nothing of it counts until `commit`.
+        """Opens a save: afterwards its staging directory exists. Until `commit` no reader finds the save.
 
-        `replaces_other_runs`: it may replace what another lineage has there by now, as only a user can want it.
+        `replaces_other_runs`: it may replace another lineage's checkpoint that has the id now. Only a user may ask for it.
 
         Raises:
             CheckpointExists: the checkpoint is committed here and the save may not overwrite it.
@@ -163,23 +163,26 @@ class LocalStore:
                 with exclusive(staging.parent):
                     finish_removals(self.catalog, looked)
             replaces = self.catalog.find_manifest(intent.checkpoint_id)
-            check_replaceable(self.root, intent.checkpoint_id, intent)  # refuses what was published since it was read
+            # After the read: refuses a version that was published in between.
+            check_replaceable(self.root, intent.checkpoint_id, intent)
             if not is_directory(staging.parent):
-                self.node_id()  # the identity is durable wherever there is a staging area
+                self.node_id()  # a staging area implies a durable identity
             make_directories(staging.parent, self.root)
             asked = "" if replaces is None or not replaces_other_runs else replaces.save_id
             intent = replace(intent, replaces=asked)
-            if intent.nodes or not self.intent_of(intent.save_id).nodes:  # else it is staged, and that knows its nodes
+            # Else it is a repeated opening, and the old intent has the nodes.
+            if intent.nodes or not self.intent_of(intent.save_id).nodes:
                 write_with_room(self.root, self.intent_path(intent.save_id), intent.encode(), is_name_flushed=False)
             failpoints.reach("store.intent-written")
             make_directory(staging)
-            fsync_directory(staging.parent)  # both names; either one without the other is removed, as nothing is in it
+            # One fsync for intent and directory: either one alone is empty, and is removed.
+            fsync_directory(staging.parent)
         failpoints.reach("store.opened")
 
     def find_taken_numbers(self, checkpoint_id: str, save_id: str = "") -> frozenset[int] | None:
-        """The numbers that files of this checkpoint have in their names: of all versions here, and of what is staged.
+        """The numbers in the file names of this checkpoint: of all versions here, and of staged saves.
 
-        None: another save than `save_id` is open without a file here. Which number it has is not known.
+        None: another save than `save_id` is open and has no file here yet, so its number is unknown.
         """
         with translate_errors(str(self.root), "list", checkpoint_id):
             names = list(self.catalog.look(checkpoint_id).shards)
@@ -193,20 +196,20 @@ class LocalStore:
         return frozenset(shard.index for shard in shards if shard is not None)
 
     def note_place(self, save_id: str, lineage: str, sequence: int) -> None:
-        """Keeps the place of an open save in its lineage. Of one that is over it keeps none. Raises: StoreError"""
+        """Notes the place of an open save in its lineage. Does nothing for a save that has ended. Raises: StoreError"""
         path = self.intent_path(save_id)
         with translate_errors(str(self.root), "write", path.name), contextlib.suppress(FileNotFoundError):
             try_with_room(self.root, partial(note_place, path, lineage, sequence))
 
     def read_places(self) -> dict[str, Version]:
-        """The places of staged saves, by save id, as far as they are known. Raises: StoreError"""
+        """The known places of staged saves, by save id. Raises: StoreError"""
         return {intent.save_id: intent.place for intent in self.list_staged() if intent.place is not None}
 
     def lock_save(self, save_id: str) -> DescriptorLock:
-        """Marks an open save as being worked on, until the lock is released, or this process has ended.
+        """Marks an open save as being worked on, until the lock is released or this process ends.
 
         Raises:
-            SaveAborted: it is not open. StoreUnavailable: a process that is stopped keeps it from being held.
+            SaveAborted: the save is not open. StoreUnavailable: a stopped process holds the exclusive lock.
         """
         path = self.intent_path(save_id)
         try:
@@ -218,7 +221,7 @@ class LocalStore:
         return lock
 
     def is_locked(self, save_id: str) -> bool:
-        """Whether a process marks a staged save as being worked on."""
+        """Whether a process has marked a staged save with `lock_save`."""
         try:
             fd = open_plain(self.intent_path(save_id))
         except FileNotFoundError:
@@ -227,7 +230,7 @@ class LocalStore:
             return not lock.try_take()
 
     def put_small(self, save_id: str, name: str, data: bytes) -> None:
-        """Writes a small file into a staged save, durably, and never into one that has just been published."""
+        """Durably writes a small file into a staged save. Raises SaveAborted if the save was published or removed."""
         path = self.path_of_staged(save_id, name)
         with translate_errors(str(self.root), "write", name), exclusive(self.root / STAGING_DIR):
             if not is_directory(path.parent):
@@ -237,32 +240,33 @@ class LocalStore:
                 self._decided = save_id
 
     def commit(self, save_id: str) -> tuple[str, ...]:
-        """Publishes a staged save under its checkpoint id, durably; returns the shards of it that are held here.
+        """Durably publishes a staged save under its checkpoint id; returns its shards on this node.
 
-        A shard whose footer implies another checksum than the manifest has is set aside: this node lacks that copy.
-        Everything staged must be fsynced before. Committing again what is committed changes nothing.
+        A shard whose footer differs from the manifest is set aside: this node lacks that copy. All staged files must be
+        fsynced before. A second call changes nothing.
 
         Raises:
             SaveAborted: the save is neither staged nor committed here.
-            SaveSuperseded: a newer save has the name, or the names of its files are another version's.
-            ManifestInvalid, ObjectCorrupt: what was staged as the decision is not believed; nothing changed.
+            SaveSuperseded: a newer save has the id, or another version has its file names.
+            ManifestInvalid, ObjectCorrupt: the staged decision is damaged; nothing changed.
         """
         staging, catalog = self.staging(save_id), self.catalog
         with translate_errors(str(self.root), "commit", save_id), exclusive(self.root / STAGING_DIR):
             intent = self.intent_of(save_id)
             if not is_directory(staging) or (not intent.checkpoint_id and catalog.checkpoint_of(save_id)):
                 return self._already_committed(save_id)
-            if catalog.is_published(intent.checkpoint_id, save_id):  # a crash came before the end
+            if catalog.is_published(intent.checkpoint_id, save_id):  # a crash interrupted the publication
                 name, manifest = intent.checkpoint_id, catalog.manifest(intent.checkpoint_id)
             else:
                 manifest = read_decision(staging, save_id)
-                if self._decided != save_id:  # the process that wrote it may have been killed before its fsync
+                if self._decided != save_id:  # its writer may have been killed before its fsync
                     fsync_directory(staging)
                 name = intent.checkpoint_id or manifest.checkpoint_id  # of a directory that a user renamed, the new one
                 self._prepare(name, manifest, intent)
             failpoints.reach("commit.checked")
             publish(self.final(name), staging, manifest)
             self._drop_what_it_replaced(name, manifest, intent)
+            # After `publish`: until here a crash leaves the save staged, and a restart repeats all of it.
             remove_tree(staging)
             self._forget(save_id)
             held = tuple(sorted(catalog.sizes_of(name, manifest)))
@@ -270,10 +274,11 @@ class LocalStore:
         return held
 
     def _prepare(self, name: str, manifest: Manifest, intent: Intent) -> None:
-        """What comes before a save is published under a name: nothing else has it, or that gives way."""
+        """Checks order and names before a publication, and frees the names that this save may take."""
         final, before, staging = self.final(name), self.catalog.find_manifest(name), self.staging(manifest.save_id)
         check_order(manifest, before, intent)
-        check_replaceable(self.root, name, intent, gives_way=True)  # it is decided: from then on its order alone counts
+        # Once decided, only the order counts: other nodes may have published it.
+        check_replaceable(self.root, name, intent, gives_way=True)
         for shard in list_differing(staging, manifest):
             self._set_aside_staged(manifest.save_id, shard)
         finish_removals(self.catalog, self.catalog.look(name))
@@ -281,7 +286,7 @@ class LocalStore:
         make_directories(final, self.root)
 
     def _drop_what_it_replaced(self, name: str, manifest: Manifest, intent: Intent) -> None:
-        """A node on which every shard of a save lies has seen it whole: what it replaced here goes, unless it is read."""
+        """Removes replaced versions that no load reads, if every shard of the new save is here: it is seen whole (I1)."""
         if intent.overwrite:
             remove_unmanaged(self.catalog, name)
         if holds_all_shards(self.final(name), manifest):
@@ -300,14 +305,14 @@ class LocalStore:
         )
 
     def is_published(self, save_id: str) -> bool:
-        """Whether a staged save has its checkpoint's name: a crash came before the end of its publication."""
+        """Whether a staged save is already published: a crash interrupted the end of its publication."""
         checkpoint_id = self.intent_of(save_id).checkpoint_id
-        if not checkpoint_id:  # who committed it forgot it while another thread opened it again
+        if not checkpoint_id:  # its commit removed the intent while another thread opened it again
             return self.catalog.checkpoint_of(save_id) is not None
         return self.catalog.is_published(checkpoint_id, save_id)
 
     def path_of(self, checkpoint_id: str, save_id: str, name: str) -> Path:
-        """Where a file of a save lies that is or was committed here under this id; where it would lie if it does not."""
+        """Path of a file of a save under this id, published or replaced. The file may be missing."""
         directory = self.root / checkpoint_id
         if name == MANIFEST_NAME:
             return self.catalog.manifest_path(checkpoint_id, save_id)
@@ -315,16 +320,16 @@ class LocalStore:
         return own if name == METADATA_NAME and is_there(own) else directory / name
 
     def drop_replaced(self, checkpoint_id: str, save_id: str) -> bool:
-        """Removes a version that a newer save has replaced; False: it is read. The caller has seen the newer one whole."""
+        """Removes a replaced version; False if a load reads it. The caller must have seen the newer save whole."""
         with translate_errors(str(self.root), "remove", checkpoint_id), exclusive(self.root / STAGING_DIR):
             if self.catalog.is_published(checkpoint_id, save_id) or self.is_staged(save_id):
-                return False  # it has its name again, or a crash broke off its publication
+                return False  # it was published again, or a crash interrupted its publication
             return remove_unread(self.catalog, checkpoint_id, save_id)
 
     def tidy(self, *, is_alone: bool) -> None:
-        """Removes what a crash has left of removals; if `is_alone`, of files that were being written, too.
+        """Completes removals that a crash interrupted. If `is_alone`, it also removes half-written files.
 
-        `is_alone`: no other thread of this process brings files.
+        `is_alone`: no other thread of this process receives files.
 
         Raises:
             StoreError
@@ -333,18 +338,18 @@ class LocalStore:
             for looked in self.catalog.look_at_all():
                 unfinished = looked.unfinished if is_alone else ()
                 if looked.gone or unfinished:
-                    with exclusive(self.catalog.staging):  # nothing is published here meanwhile
+                    with exclusive(self.catalog.staging):  # so that no publication runs meanwhile
                         finish_removals(self.catalog, self.catalog.look(looked.checkpoint_id))
                         for name in unfinished:
                             (self.root / looked.checkpoint_id / name).unlink(missing_ok=True)
 
     def compact_journal(self) -> None:
         """Bounds the file of the journal. Raises: StoreError"""
-        with exclusive(self.root / STAGING_DIR):  # within it ranks append
+        with exclusive(self.root / STAGING_DIR):  # ranks append under this lock: a rewrite would lose their lines
             self.journal.compact()
 
     def _forget(self, save_id: str) -> None:
-        """Removes the intent, and what a process left that died while it wrote it."""
+        """Removes the intent, and temporary files of a process that was killed while it wrote one."""
         for path in list_prefixed(self.root / STAGING_DIR, f"{save_id}."):
             path.unlink(missing_ok=True)
 
@@ -352,36 +357,36 @@ class LocalStore:
         checkpoint_id = self.catalog.checkpoint_of(save_id)
         if checkpoint_id is None:
             raise SaveAborted(f"Save {save_id} is not open in {self.root}.")
-        manifest = self.catalog.manifest_of(checkpoint_id, save_id)  # a newer one may have the name
+        manifest = self.catalog.manifest_of(checkpoint_id, save_id)  # a newer save may be published by now
         self._discard(save_id)
         return tuple(sorted(self.catalog.sizes_of(checkpoint_id, manifest)))
 
     def is_decided(self, save_id: str) -> bool:
-        """Whether a staged save holds the coordinator's decision, so that it must be committed, not removed.
+        """Whether a staged save has the coordinator's decision. It must be committed then, not removed.
 
         Raises:
-            StoreError: it cannot be read now.
+            StoreError: the decision cannot be read now.
         """
         with translate_errors(str(self.root), "read the decision of", save_id):
             return has_decision(self.staging(save_id), save_id)
 
     def is_decision_damaged(self, save_id: str) -> bool:
-        """Whether a staged save was decided here, and manifest or metadata cannot be believed any more."""
+        """Whether a staged save was decided here, and its manifest or metadata is damaged."""
         with translate_errors(str(self.root), "read the decision of", save_id):
             return has_damaged_decision(self.staging(save_id), save_id)
 
     def abort(self, save_id: str, why: str = "", *, unless_decided: bool = False) -> None:
-        """Removes a staged save, and notes why. What is committed stays. Aborting what is not there changes nothing.
+        """Removes a staged save, and notes why. A committed or missing save is not changed.
 
-        One that this node coordinated, and has not decided, is noted as aborted: it is decided nowhere. `unless_decided`:
-        aborting what a rank has decided meanwhile changes nothing, either.
+        If this node coordinated the save and has not decided it, it is noted as aborted: no node has decided it.
+        `unless_decided`: a save that a rank has decided meanwhile is not changed, either.
         """
         with translate_errors(str(self.root), "abort", save_id), exclusive(self.root / STAGING_DIR):
             if not (unless_decided and self.is_decided(save_id)):
                 self._discard(save_id, why)
 
     def note_end(self, save_id: str, end: End, why: str) -> None:
-        """Notes in the journal that a save is over here. Without it other nodes wait for more answers."""
+        """Notes in the journal that a save has ended here. On an error it only logs: other nodes wait for more answers."""
         try:
             self.agent_directory()
             self.journal.append_end(save_id, end, why, is_flushed=end is not End.DROPPED)
@@ -390,13 +395,14 @@ class LocalStore:
 
     def _discard(self, save_id: str, why: str = "") -> None:
         staging, intent, was_staged = self.staging(save_id), self.intent_of(save_id), self.is_staged(save_id)
-        if was_staged and self.catalog.is_published(intent.checkpoint_id, save_id):  # a crash came before the end
+        # A crash interrupted the publication: complete it.
+        if was_staged and self.catalog.is_published(intent.checkpoint_id, save_id):
             publish(self.final(intent.checkpoint_id), staging, self.catalog.manifest(intent.checkpoint_id))
         is_broken_off = (
             was_staged and bool(intent.checkpoint_id) and is_link_of_staged(self.final(intent.checkpoint_id), staging)
         )
         is_own = intent.coordinator == self.read_node_id() and not is_there(staging / MANIFEST_NAME)
-        if is_there(staging / MANIFEST_NAME):  # first, and durably: without its shards it must not look decided
+        if is_there(staging / MANIFEST_NAME):  # first, and durably: a decision without its shards would be committed
             (staging / MANIFEST_NAME).unlink()
             fsync_directory(staging)
         failpoints.reach("abort.undecided")
@@ -404,42 +410,42 @@ class LocalStore:
         if is_broken_off:
             remove_unread(self.catalog, intent.checkpoint_id, save_id)
         if (was_staged or is_own) and self._is_nowhere(save_id, was_staged=was_staged):
-            # before the intent goes: of a crash before, the next start has it noted
+            # Before the intent is removed: after a crash in between, the next start finds the intent and notes it.
             self.note_end(save_id, End.ABORTED if is_own else End.DROPPED, why)
         self._forget(save_id)
 
     def _is_nowhere(self, save_id: str, *, was_staged: bool) -> bool:
-        """Whether the save is certain not to be published here. One that was not staged may have a damaged manifest."""
+        """Whether the save is certainly not published here. A damaged manifest may belong to one that is not staged."""
         is_sure = was_staged or not any(self.catalog.with_invalid_manifest())
         return is_sure and self.catalog.checkpoint_of(save_id) is None
 
     def list_staged(self) -> tuple[Intent, ...]:
-        """The saves that are not committed. An unreadable intent counts as one without a name."""
+        """The saves that are not committed. A damaged intent has no checkpoint id."""
         directory = self.root / STAGING_DIR
         with translate_errors(str(self.root), "list", STAGING_DIR):
             names = {path.name.partition(".")[0] for path in directory.iterdir()} if is_directory(directory) else set()
         return tuple(self.intent_of(save_id) for save_id in sorted(names) if is_save_id(save_id))
 
     def has_intent(self, save_id: str) -> bool:
-        """Whether the description of a staged save lies here. Raises: StoreError, where the disk does not say."""
+        """Whether the intent of a staged save lies here. Raises: StoreError"""
         with translate_errors(str(self.root), "look at", f"{STAGING_DIR}/{save_id}.json"):
             return is_there(self.intent_path(save_id))
 
     def intent_of(self, save_id: str) -> Intent:
-        """The intent of a staged save; one without a name where it cannot be believed."""
+        """The intent of a staged save; without a checkpoint id if the file is missing or damaged."""
         return Intent.read_intent(save_id, self.intent_path(save_id))
 
     def intent_path(self, save_id: str) -> Path:
-        """The file that describes a staged save; each rank that works on it holds a shared flock on this file."""
+        """The intent's file. Each rank that works on the save holds a shared flock on it."""
         return self.root / STAGING_DIR / f"{save_id}.json"
 
     def open_file(self, checkpoint_id: str, save_id: str, name: str) -> int:
-        """File descriptor for reading one file of one save; the caller closes it, and checks what it reads.
+        """File descriptor for reading one file of one save; the caller closes it, and verifies the bytes.
 
-        Where the manifest is damaged or gone, only the file's checksums tell which save it is of.
+        Without a valid manifest here, only checksums can identify the file's save.
 
         Raises:
-            ObjectMissing: it is not here, or the checkpoint here is of another save. ManifestVersionUnknown
+            ObjectMissing: the file is not here, or only other saves are. ManifestVersionUnknown
         """
         if not is_checkpoint_file(name):
             raise ObjectMissing(str(self.root), "open", name, "no file of a checkpoint")
@@ -460,7 +466,7 @@ class LocalStore:
 
 
 class EmptyStore(LocalStore):
-    """The store of a reader without a root: nothing lies in it, and no directory can be made there."""
+    """The store of a reader without a root: it is empty, and no directory can be made in it."""
 
     def __init__(self) -> None:
         super().__init__("/proc/self/replicated-ckpt-nowhere")

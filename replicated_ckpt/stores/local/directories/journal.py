@@ -105,7 +105,7 @@ class Journal:
         return None if entry is None or entry.end is End.RESTORED else entry
 
     def read_removed(self) -> frozenset[str]:
-        """The saves that this node's user removed by hand, with or without files here. Raises StoreError: as `find`."""
+        """The saves that this node's user removed by hand, with or without files here. Raises: as `find_end`."""
         removing, removed = self.read_removals()
         return removing | removed
 
@@ -113,7 +113,7 @@ class Journal:
         """The newest removals by hand, at one moment: those still to be removed here, and those that are gone.
 
         Raises:
-            StoreError: as `find` does.
+            StoreError: as `find_end`.
         """
         with self._lock:
             found = [(save_id, entry.end) for save_id, entry in self._read_on().items()]
