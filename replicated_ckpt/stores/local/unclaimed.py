@@ -1,4 +1,4 @@
-"""A look at directories whose manifest is damaged or gone: which files lie there, and which bytes they say they are."""
+"""Directories with a damaged or missing manifest: their files, and the checksums that these contain themselves."""
 
 import os
 from collections.abc import Callable, Collection, Iterable
@@ -14,12 +14,12 @@ from replicated_ckpt.stores.peer.client import FILE_BYTES_MAX
 
 _KEPT_MAX = 4096
 Tell = Callable[[str, int], int | None]
-"""The CRC32C that the file of this name, behind this descriptor, has by what it says itself; None: it does not tell."""
+"""The CRC32C of a file, by its name and descriptor, from the file's own contents; None: it contains none."""
 Holds = Callable[[int, int], bool]
 
 
 class UnclaimedFilesReader:
-    """Reads the footers of shards, and `.metadata` in full. What was read is kept until its file changes.
+    """Reads the footers of shards, and `.metadata` in full. Results are cached until the file changes.
 
     Changes nothing. Safe for concurrent use.
     """
@@ -30,7 +30,7 @@ class UnclaimedFilesReader:
         self._crcs: dict[tuple[int, int, int, int], int | None] = {}
 
     def find_files(self, checkpoint_id: str | None = None) -> tuple[UnclaimedFiles, ...]:
-        """What lies in the directory of one checkpoint, or in any, without a manifest that is believed.
+        """The files without a valid manifest, in the directory of one checkpoint or in all.
 
         Raises:
             StoreError: the disk cannot be read.
@@ -54,12 +54,14 @@ class UnclaimedFilesReader:
         except StoreError as exc:
             if not is_unreadable(exc):
                 raise
+            # The disk has lost the directory: what was in it was ours, and is damaged.
             return UnclaimedFiles(self._node_id, checkpoint_id, is_ours=True)
 
     def _crc(self, name: str, fd: int) -> int | None:
         status = os.fstat(fd)
         key = (status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size)
         if key not in self._crcs:
+            # Bounded: a user's directory may hold any number of files.
             if len(self._crcs) >= _KEPT_MAX:
                 self._crcs.clear()
             self._crcs[key] = tell_crc(name, fd)
@@ -73,10 +75,10 @@ def read_unclaimed_files(
     holds: Holds = lambda _, __: True,
     claimed: Collection[str] = (),
 ) -> UnclaimedFiles | None:
-    """What lies in a directory; None: nothing of a checkpoint. A file that cannot be opened is not there.
+    """The unclaimed files in a directory; None: no files of a checkpoint. A file that cannot be opened is left out.
 
-    `holds` says of a file, behind a descriptor, whether it has the CRC32C that it tells. Files that are `claimed` are of
-    versions there whose manifests are believed.
+    `holds` checks that the bytes behind a descriptor have the CRC32C that `tell` returned. `claimed` are files of versions
+    with valid manifests.
     """
     names = [name for name in directory.names() if name not in claimed]
     sizes: dict[str, int] = {}
@@ -93,16 +95,16 @@ def read_unclaimed_files(
             is_ours = is_ours or (name != METADATA_NAME and told is not None)
             crcs |= {name: told} if told is not None and holds(fd, told) else {}
         except OSError:
-            continue  # it cannot be read: it is there, and damaged
+            continue  # unreadable: listed by its size, without a checksum
         finally:
             os.close(fd)
     return UnclaimedFiles(node_id, directory.checkpoint_id, is_ours, sizes, crcs) if names else None
 
 
 def tell_crc(name: str, fd: int) -> int | None:
-    """The CRC32C that a file has by what it says itself: `.metadata` by its bytes, a shard by its footer.
+    """The CRC32C of a file: of `.metadata` from all its bytes, of a shard from its footer.
 
-    None: its footer is damaged, or it is larger than any that is believed.
+    None: the shard's footer is damaged, or `.metadata` exceeds the size limit.
     """
     if name != METADATA_NAME:
         return crc_of_footer(fd)

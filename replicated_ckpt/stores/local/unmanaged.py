@@ -1,6 +1,6 @@
-"""Directories and shards without a manifest: each item is held against the CRC32 in its own container.
+"""Directories and shards without a manifest: each item is checked by the CRC32 in its own container.
 
-Where the shard has a footer of ours, as its manifest alone is lost, its blocks are held against that.
+If only the manifest was lost, a shard has a footer of ours, and its blocks are checked by that.
 """
 
 import contextlib
@@ -33,14 +33,14 @@ _Signature = tuple[int, int, int]
 
 
 class UnmanagedDirectory:
-    """Lists and opens what lies in directories without a manifest. Prints are kept until a file changes."""
+    """Lists and opens files in directories without a manifest. Fingerprints are cached until a file changes."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self._prints: dict[tuple[str, str], tuple[_Signature, int]] = {}
 
     def holdings(self, node_id: str, checkpoint_id: str | None = None) -> tuple[UnmanagedHolding, ...]:
-        """What lies here of one such checkpoint, or of all. A file that vanishes meanwhile is not there."""
+        """The files of one such checkpoint, or of all. A file that vanishes meanwhile is left out."""
         names = [checkpoint_id] if checkpoint_id else list(Catalog(self.root).without_manifest())
         return tuple(holding for name in names for holding in self._holding(node_id, name))
 
@@ -66,6 +66,7 @@ class UnmanagedDirectory:
         with closing_fd(fd), translate_errors(str(self.root), "read", "/".join(key)):
             status = os.fstat(fd)
             is_metadata = name == METADATA_NAME
+            # `.metadata` is hashed in full: a huge file of that name would keep the agent busy.
             if is_metadata and status.st_size > FILE_BYTES_MAX:
                 return None
             signature = status.st_ino, status.st_mtime_ns, status.st_size
@@ -78,12 +79,13 @@ class UnmanagedDirectory:
         """File descriptor for reading one file of a checkpoint without a manifest; the caller closes it.
 
         Raises:
-            ObjectMissing: it is not here, has another size, or is of a checkpoint of ours by now.
+            ObjectMissing: it is missing, has another size, or its directory has a manifest by now.
         """
         with open_directory(self.root, checkpoint_id) as directory:
             if MANIFEST_NAME in directory.names():
                 raise ObjectMissing(str(self.root), "open", f"{checkpoint_id}/{name}", "it has a manifest by now")
             fd = directory.open(name)
+        # Another job may have written a new file under this name since the survey.
         found_bytes = os.fstat(fd).st_size
         if found_bytes != size_bytes:
             os.close(fd)
@@ -108,9 +110,9 @@ def _print_of(fd: int, size_bytes: int, *, is_whole: bool) -> int:
 
 
 class UncheckedItems:
-    """The items of a shard that were not checked yet at one source, for all threads that read it there.
+    """The unchecked items of a shard at one source, shared by all threads that read it there.
 
-    Each is checked once: the threads that meet it meanwhile wait, as they need the outcome and would all read it again.
+    Each item is checked once. Threads that need it meanwhile wait for the result, instead of reading it again.
     """
 
     def __init__(self, items: Sequence[ByteRange]) -> None:
@@ -119,7 +121,7 @@ class UncheckedItems:
         self._lock = threading.Lock()
 
     def check_item(self, there: ByteRange, check: Callable[[ByteRange], None]) -> None:
-        """Calls `check` for each that has bytes in this range; it counts as checked unless that raises."""
+        """Calls `check` for each unchecked item with bytes in this range. It counts as checked unless `check` raises."""
         with self._lock:
             for item in [item for item in self._items if item.offset < there.end and item.end > there.offset]:
                 check(item)
@@ -127,9 +129,9 @@ class UncheckedItems:
 
 
 class UnmanagedShard(VerifiedShard):
-    """Reads a shard of no manifest. An item is checked before the first byte of it is given out, if it has checksums.
+    """Reads a shard without a manifest. An item with checksums is checked before its first byte is returned.
 
-    `items` are the places of the items that may be read. One thread.
+    `items` are the places of the items that may be read. For one thread.
     """
 
     def __init__(self, store: str, name: str, expected: Expected, items: UncheckedItems) -> None:
@@ -138,7 +140,7 @@ class UnmanagedShard(VerifiedShard):
         super().__init__(store, name, expected)
 
     def _read_table(self, expected: Expected) -> BlockTable:
-        """That of its footer; of a shard without one a single block, whose checksum is not known."""
+        """The table of its footer; without a footer one block of unknown checksum."""
         size = expected.size_bytes
         self._footer = find_footer(
             lambda offset, length: self._fetch(offset, offset + length), size, self._unchecked.end
@@ -159,7 +161,7 @@ class UnmanagedShard(VerifiedShard):
         return span
 
     def _check(self, span: memoryview, there: ByteRange, item: ByteRange) -> None:
-        """Checks one item, from memory where all of it is there; read a second time before it counts as damaged."""
+        """Checks one item, in `span` if it contains the whole item. It is read again before it counts as damaged."""
         is_inside = there.offset <= item.offset and item.end <= there.end
 
         def in_span(offset: int, length: int) -> memoryview:
@@ -173,6 +175,7 @@ class UnmanagedShard(VerifiedShard):
         try:
             check_item(fetch, item.length, must_tell=must_tell)
         except ItemDamaged:
+            # A flip in memory or on the wire is gone at the second read.
             if is_inside:
                 self._fill(span, there.offset)
             try:
@@ -197,7 +200,7 @@ class UnmanagedFileShard(OpenFile, UnmanagedShard):
 
 
 class UnmanagedPeerShard(UnmanagedShard):
-    """On a peer's disk, through its agent, which refuses a file of another size. The client is taken over."""
+    """On a peer's disk, through its agent, which refuses a file of another size. It closes the client."""
 
     def __init__(
         self, client: AgentClient, checkpoint_id: str, name: str, expected: Expected, items: UncheckedItems
@@ -216,7 +219,7 @@ class UnmanagedPeerShard(UnmanagedShard):
 class UnmanagedInspector:
     """Checks structure, sizes, and the CRC32 that torch.save left in its containers, or a footer of ours. Changes nothing.
 
-    `unchecked` counts afterwards the items that have no CRC32, or are no containers.
+    Afterwards `unchecked` is the number of items without a CRC32, or that are no containers.
     """
 
     def __init__(self, store: LocalStore, node_id: str) -> None:
@@ -226,9 +229,9 @@ class UnmanagedInspector:
         self.unchecked = 0
 
     def inspect(self, checkpoint_id: str, ranges: Mapping[str, Sequence[ByteRange]]) -> Iterator[Finding]:
-        """What is wrong with the shards that lie here, where `.metadata` has items at `ranges`.
+        """Findings of the shards here. `ranges`: the places of their items, from `.metadata`.
 
-        What disappears meanwhile, the checkpoint or a shard, is skipped.
+        A checkpoint or shard that disappears meanwhile is skipped.
         """
         with contextlib.suppress(ObjectMissing), open_directory(self._store.root, checkpoint_id) as directory:
             if MANIFEST_NAME in directory.names():
@@ -239,14 +242,14 @@ class UnmanagedInspector:
 
     def _of_shard(self, directory: Committed, name: str, items: Sequence[ByteRange] | None) -> Iterator[Finding]:
         if items is None and self._store.catalog.size_of(directory.checkpoint_id, name) == 0:
-            return  # stock torch leaves it for a rank that had nothing to save
+            return  # stock torch writes an empty file for a rank without items
         if items is None:
             yield self._finding(directory, name, Problem.UNKNOWN, "no such file", "one")
         elif (finding := self.shard_problem(directory, name, items)) is not None:
             yield finding
 
     def shard_problem(self, directory: Committed, name: str, items: Sequence[ByteRange]) -> Finding | None:
-        """What is wrong with one shard; None if every item of it is whole, and as its CRC32 says if it has one."""
+        """The finding of one shard; None if every item is whole, and matches its CRC32 if it has one."""
         where = f"{directory.checkpoint_id}/{name}"
         with closing_fd(directory.open(name)) as fd, translate_errors(str(self._store.root), "read", where):
             size, needed = os.fstat(fd).st_size, end_of(items)
@@ -258,7 +261,7 @@ class UnmanagedInspector:
         return None
 
     def _problems(self, fd: int, size_bytes: int, items: Sequence[ByteRange]) -> Iterator[tuple[str, str]]:
-        """What was expected, and what was found: of the whole shard by its footer, without one of each item."""
+        """Pairs of expected and found text: for the whole shard by its footer, else for each item."""
 
         def fetch(offset: int, length: int) -> memoryview:
             return self._read(fd, offset, length)
@@ -280,7 +283,7 @@ class UnmanagedInspector:
 
     @staticmethod
     def _twice(check: Callable[[], None]) -> str | None:
-        """Why what is checked is not believed; it is read a second time before it counts."""
+        """Runs a check up to twice; returns the text of its second failure, or None."""
         problem = None
         for _ in range(2):
             try:

@@ -1,8 +1,8 @@
-"""A cache: verified pieces that one process of a node has fetched, for other processes of the node to take.
+"""A cache: verified pieces that one process of a node has fetched, for the node's other processes.
 
-A file in the agent's directory, mapped by all of them. Only its owner writes it: a few slots, used in turn, and a board
-of words that says how the owner is. Each taker copies a piece and compares the copy with its check: whatever becomes of
-the slot meanwhile, it never uses other bytes. The owner holds a lock on the file for as long as it lives.
+The cache is a file in the agent's directory, mapped by all of them. Only its owner writes it: a few slots, used in turn,
+and a board of words with the owner's state. Each taker copies a piece and verifies the copy's checksum. So it never uses wrong
+bytes, even if the owner overwrites the slot meanwhile. The owner locks the file for its lifetime.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from replicated_ckpt.stores.files.locks import DescriptorLock
 
 SLOTS = 4
 OVER = 1 << 62
-"""More pieces than any cache has: passed by a process that takes no more of them."""
+"""A piece count beyond any cache's: written by a process that takes no more pieces."""
 _PREFIX = "cache-"
 _TRIES = 16
 _PULSE, _LEFT, _SILENT, _ENTRIES = 0, 1, 2, 10
@@ -31,9 +31,9 @@ _ENTRY_WORDS = 4
 
 
 class Board:
-    """The words of one cache. Every process sees what the owner wrote last, each word by itself.
+    """The words of one cache. Only single words are atomic: each process reads the last value that the owner wrote.
 
-    An entry says which piece lies in a slot, where it begins there, its size and its check. A torn one is found by that.
+    An entry has the number of the piece in a slot, its begin, size and checksum. The checksum detects a torn entry.
     """
 
     def __init__(self, words: memoryview) -> None:
@@ -46,7 +46,7 @@ class Board:
 
     @property
     def pulse_ns(self) -> int:
-        """When the owner last worked, or waited for a source and not for another rank; by the host's monotonic clock."""
+        """When the owner last worked, or waited for a source rather than another rank, by the host's monotonic clock."""
         return int(self._words[_PULSE])
 
     def pulse(self, at_ns: int) -> None:
@@ -54,21 +54,21 @@ class Board:
 
     @property
     def has_left(self) -> bool:
-        """Whether the owner puts nothing more and takes nothing more."""
+        """Whether the owner neither adds nor takes any more pieces."""
         return bool(self._words[_LEFT])
 
     def leave(self) -> None:
         self._words[_LEFT] = 1
 
     def count_passed(self, fetcher: int) -> int:
-        """How many pieces of rank `fetcher`'s cache the owner needs no more, from the first on; -1: not opened yet."""
+        """The number of first pieces of rank `fetcher`'s cache that the owner no longer needs; -1: not opened yet."""
         return int(self._words[self._passed + fetcher]) - 1
 
     def pass_pieces(self, fetcher: int, count: int) -> None:
         self._words[self._passed + fetcher] = count + 1
 
     def entry(self, number: int) -> tuple[int, int, int, int]:
-        """Of the slot of piece `number`: the piece in it or -1, where that begins, its size and its check."""
+        """The slot of piece `number`: the number of the piece in it or -1, its begin, size and checksum."""
         start = _ENTRIES + _ENTRY_WORDS * (number % SLOTS)
         there, begin, size_bytes, crc = self._words[start : start + _ENTRY_WORDS]
         return there - 1, begin, size_bytes, crc
@@ -78,10 +78,11 @@ class Board:
         self._words[start + 1] = begin
         self._words[start + 2] = size_bytes
         self._words[start + 3] = crc
+        # Last: a taker that sees the number finds begin, size and checksum already written.
         self._words[start] = number + 1
 
     def tell_silent(self, node: str) -> None:
-        """Tells the node's other ranks that `node` let a time-out pass. What does not fit is not told."""
+        """Marks `node` as silent for the node's other ranks. Without a free word it does nothing."""
         mark = _mark(node)
         for index in range(_SILENT, _ENTRIES):
             if self._words[index] in {0, mark}:
@@ -96,7 +97,7 @@ class Board:
 
 
 def _check_of(number: int, piece: memoryview) -> int:
-    """A CRC32C that begins with the piece's number: of a torn entry that may be of another piece than the rest of it."""
+    """A CRC32C that starts with the piece's number: in a torn entry the number may be another piece's."""
     return crc32c(piece, number & 0xFFFFFFFF)
 
 
@@ -105,7 +106,7 @@ def _mark(node: str) -> int:
 
 
 class _Shape:
-    """Where what lies in a cache's file."""
+    """The layout of a cache's file."""
 
     def __init__(self, ranks: int, slot_bytes: int) -> None:
         self.word_bytes = 8 * Board.word_count(ranks)
@@ -122,10 +123,10 @@ class _Shape:
 
 
 class RankCache:
-    """This process's own cache. Its pieces are numbered from 0, in the order in which they were announced."""
+    """This process's own cache. Its pieces are numbered from 0, in the order in which it announced them."""
 
     def __init__(self, path: Path, lock: DescriptorLock, memory: mmap.mmap, shape: _Shape) -> None:
-        """A file that is named, locked and mapped: `create` makes it."""
+        """For a named, locked and mapped file, which `create` makes."""
         self._fd = lock.fd
         self._close = weakref.finalize(self, _remove, path, lock)
         self.name = path.name
@@ -136,16 +137,17 @@ class RankCache:
 
     @classmethod
     def create(cls, directory: Path, ranks: int, slot_bytes: int) -> Self:
-        """`ranks`: of the load. When this returns the cache has its name, `name` in `directory`, until it is closed.
+        """Makes a cache for a load of `ranks` ranks. It has the name `name` in `directory` until it is closed.
 
         Raises:
-            OSError: no room, no right to write there, or nothing can be locked there.
+            OSError: no room, no permission to write there, or no locks there.
         """
         sweep(directory)
         path, lock = _create_locked_file(directory)
         shape = _Shape(ranks, slot_bytes)
         try:
             os.ftruncate(lock.fd, shape.size_bytes)
+            # A write to a mapped page without room on the disk kills the process by SIGBUS.
             os.posix_fallocate(lock.fd, 0, shape.header_bytes)
             memory = mmap.mmap(lock.fd, shape.size_bytes)
         except OSError:
@@ -154,17 +156,17 @@ class RankCache:
         return cls(path, lock, memory, shape)
 
     def reserve(self, pieces: int) -> None:
-        """Takes the room for so many pieces, or for as many as there are slots. Raises OSError."""
+        """Allocates room for `pieces` pieces, at most for all slots. Raises OSError."""
         if pieces:
             size_bytes = min(pieces, SLOTS) * self._shape.slot_bytes
             os.posix_fallocate(self._fd, self._shape.header_bytes, size_bytes)
 
     def slot(self, number: int) -> memoryview:
-        """Where to put piece `number`, once no rank needs the piece that lies there."""
+        """The memory for piece `number`. The caller ensures that no rank needs the piece in it."""
         return self._shape.slot(self._map, number)
 
     def put_piece(self, number: int, piece: memoryview | None) -> memoryview:
-        """Gives piece `number` to the takers; returns it as it lies in its slot. None: each of them has to fetch it."""
+        """Publishes piece `number` to the takers; returns it as it lies in its slot. None: each of them must fetch it."""
         slot = self._shape.slot(self._map, number)
         if piece is None:
             self.board.set_entry(number, 0, 0, 0)
@@ -179,20 +181,21 @@ class RankCache:
         return given
 
     def close(self) -> None:
-        """Leaves, and takes the name away. A process that has opened the cache keeps what lies in it."""
+        """Leaves, and removes the name. Processes that have opened the cache can still read its pieces."""
         if self._close.alive:
             self.board.leave()
             self._close()
             self.board.release()
-            with contextlib.suppress(BufferError):  # a thread still fetches into a slot: it goes with the last view
+            # A thread still fetches into a slot: the mapping ends with the last view.
+            with contextlib.suppress(BufferError):
                 self._map.close()
 
 
 class OtherRankCache:
-    """Another process's cache, as one of its takers sees it. Safe for concurrent use, but for `close`."""
+    """Another process's cache, for one of its takers. Safe for concurrent use, except `close`."""
 
     def __init__(self, fd: int, memory: mmap.mmap, shape: _Shape) -> None:
-        """A file that is open and mapped: `open` does it."""
+        """For an open and mapped file, which `open` makes."""
         self._fd = fd
         self._map = memory
         self._shape = shape
@@ -201,7 +204,7 @@ class OtherRankCache:
 
     @classmethod
     def open(cls, path: Path, ranks: int, slot_bytes: int) -> Self:
-        """Raises OSError, ValueError: there is no such cache any more."""
+        """Opens a cache. Raises OSError, ValueError: it was removed."""
         shape = _Shape(ranks, slot_bytes)
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
@@ -212,16 +215,17 @@ class OtherRankCache:
         return cls(fd, memory, shape)
 
     def is_locked(self) -> bool:
-        """Whether its owner lives, and has not closed it. A process that is stopped lives."""
+        """Whether its owner is alive and has not closed it. A stopped process is alive."""
         with self._lock:
             return self._fd >= 0 and _is_locked(self._fd)
 
     def copy(self, number: int, memory: memoryview) -> memoryview | None:
-        """Piece `number`, copied into `memory`; None: it does not lie there whole."""
+        """Piece `number`, copied into `memory` and verified; None: the slot does not have the whole piece."""
         there, begin, size, crc = self.board.entry(number)
         if there != number or not 0 < size <= min(len(memory), self._shape.slot_bytes - begin):
             return None
         piece = memory[:size]
+        # Copy, then verify the copy: the owner may overwrite the slot at any time.
         piece[:] = self._shape.slot(self._map, number)[begin : begin + size]
         return piece if _check_of(number, piece) == crc else None
 
@@ -230,12 +234,12 @@ class OtherRankCache:
             os.close(self._fd)
             self._fd = -1
         self.board.release()
-        with contextlib.suppress(BufferError):  # a thread still looks at a word of it
+        with contextlib.suppress(BufferError):  # a thread still reads a word of it
             self._map.close()
 
 
 def is_any_cache_locked(directory: Path) -> bool:
-    """Whether a rank of this node has a cache, which it has while it may fetch from other nodes for a load."""
+    """Whether a rank of this node has a cache, as it has while it may fetch from other nodes for a load."""
     return any(_is_file_locked(path) for path in directory.glob(f"{_PREFIX}*"))
 
 
@@ -258,7 +262,7 @@ def _is_locked(fd: int) -> bool:
 def _create_locked_file(directory: Path) -> tuple[Path, DescriptorLock]:
     """A new file, locked and named.
 
-    In the instant before it is locked, a sweep takes it for one that was left behind: then another one is made.
+    Before it is locked, a sweep of another process may remove it as a dead process's. Then another one is made.
     """
     for _ in range(_TRIES):
         path = directory / f"{_PREFIX}{uuid.uuid4().hex}"
@@ -276,7 +280,7 @@ def _create_locked_file(directory: Path) -> tuple[Path, DescriptorLock]:
 
 
 def _remove(path: Path, lock: DescriptorLock) -> None:
-    """Takes a cache's name away, then its lock. A process that was forked from its owner has neither."""
+    """Removes a cache's name, then its lock. Does neither in a process that was forked from its owner."""
     if lock.is_locked:
         path.unlink(missing_ok=True)
     lock.release()

@@ -1,4 +1,4 @@
-"""The exchange: what the ranks of one node need from elsewhere, one fetches, and the others take it from its cache.
+"""The exchange: of the data that several ranks of a node need, one rank fetches it, and the others copy it from its cache.
 
 docs/reading.md, "Each block comes to a node once", has its invariants.
 """
@@ -18,14 +18,14 @@ log = logging.getLogger(__name__)
 
 STALL_TIMEOUT_S = 5.0
 QUIET_S = 1.0
-"""A sign of life that is younger is good; a process that is slow or waits for the processor looks no worse."""
+"""Age up to which a pulse counts as fresh: a slow process, or one that waits for a processor, pulses as often."""
 _STEP_MAX_S = 0.1
 _POLL_S = 0.0005
 _POLL_MAX_S = 0.01
 
 
 class Pause:
-    """Waits that grow from half a millisecond to ten."""
+    """Sleeps that grow from 0.5 ms to 10 ms."""
 
     def __init__(self) -> None:
         self._pause_s = _POLL_S
@@ -37,13 +37,13 @@ class Pause:
 
 @dataclass
 class StallTimeout:
-    """Whether one process has waited STALL_TIMEOUT_S in vain. From then on in this load it waits for no silence to end."""
+    """`is_over`: this process has waited STALL_TIMEOUT_S in vain. In this load it then drops a silent rank at once."""
 
     is_over: bool = False
 
 
 class Wait:
-    """One wait of one thread. Of a long step, as this process itself was stopped, only a short one counts."""
+    """One wait of one thread. A long step, as after a stop of this process itself, counts only as _STEP_MAX_S."""
 
     def __init__(self, timeout: StallTimeout) -> None:
         self._timeout = timeout
@@ -51,14 +51,14 @@ class Wait:
         self._quiet_s = 0.0
 
     def find_lost(self, caches: Mapping[int, OtherRankCache]) -> list[int]:
-        """Those of the ranks waited for that are not worth it any more: dead, or silent for too long."""
+        """The ranks that need not be waited for any more: dead, or silent for too long."""
         now = time.monotonic()
         step_s = min(now - self._last_s, _STEP_MAX_S)
         self._last_s = now
         age_by_rank = {rank: _age_s(cache, now) for rank, cache in caches.items()}
         quiet = [rank for rank, age_s in age_by_rank.items() if age_s >= QUIET_S]
         self._quiet_s = self._quiet_s + step_s if quiet else 0.0
-        has_waited = self._quiet_s > QUIET_S  # they may have been stopped with this process, and be about to go on
+        has_waited = self._quiet_s > QUIET_S  # all may have been stopped together, and the others about to continue
         is_over = self._timeout.is_over
         silent = {rank for rank in quiet if is_over or (has_waited and age_by_rank[rank] >= STALL_TIMEOUT_S)}
         dead = {rank for rank in quiet if not caches[rank].is_locked()}
@@ -68,13 +68,13 @@ class Wait:
 
 
 def _age_s(cache: OtherRankCache, now: float) -> float:
-    """How old its owner's last sign of life is. One of the future is of another host's clock, and worth nothing."""
+    """The age of its owner's last pulse. A pulse in the future comes from another host's clock, and is ignored."""
     age_s = now - cache.board.pulse_ns / 1e9
     return age_s if age_s >= 0 else math.inf
 
 
 class Found(Enum):
-    """What became of a piece that another rank fetches."""
+    """The state of a piece that another rank fetches."""
 
     THERE = "there"
     NOT_YET = "not yet"
@@ -82,16 +82,16 @@ class Found(Enum):
 
 
 class Exchange:
-    """One rank's part in what its node shares during one load.
+    """One rank's part in the exchange of its node during one load.
 
-    The rank's own thread takes; the threads that fetch ahead call `wait_for_slot`, `slot` and `put`. The rank waits for
-    another one only in `take`, `wait_for_slot` and `wait_until_opened`.
+    The rank's own thread takes; the threads that fetch ahead call `wait_for_slot`, `slot` and `put_piece`. The rank
+    waits for another one only in `take_piece`, `wait_for_slot` and `wait_until_opened`.
     """
 
     def __init__(
         self, rank: int, cache: RankCache, others: Mapping[int, OtherRankCache], units: Sequence[Unit]
     ) -> None:
-        """`others`: the caches that could be opened. `units`: those of the node, the same for all of its ranks."""
+        """`others`: the caches that could be opened. `units`: those of the node, alike for all of its ranks."""
         self._rank = rank
         self._cache = cache
         self._others = others
@@ -110,7 +110,7 @@ class Exchange:
         self._gives = True
 
     def begin_piece(self) -> None:
-        """Takes the room for what this rank gives, and tells the others that it has opened their caches."""
+        """Allocates room for this rank's pieces, and marks the other caches as opened."""
         try:
             self._cache.reserve(len(self._takers))
         except OSError as exc:
@@ -119,11 +119,12 @@ class Exchange:
         self._cache.board.pass_pieces(self._rank, 0 if self._gives else OVER)
         for other in self._others:
             self._cache.board.pass_pieces(other, 0)
+        # Owners of caches that could not be opened must not wait for this rank.
         for other in self._lost:
             self._cache.board.pass_pieces(other, OVER)
 
     def unit_of(self, cell: tuple[str, int]) -> Unit | None:
-        """The unit that is shared of a cell, if this rank takes it from another, or gives it."""
+        """The shared unit of a cell, if this rank takes or fetches it; else None."""
         unit = self._unit_by_cell.get(cell)
         return None if unit is None or (self.is_own(unit) and not self._gives) else unit
 
@@ -137,7 +138,7 @@ class Exchange:
     # Giving --------------------------------------------------------------------------------------------------------
 
     def slot_awaits(self, number: int) -> list[int]:
-        """The ranks that still need what lies in the slot of this rank's piece `number`."""
+        """The ranks that still need the piece now in the slot of this rank's piece `number`."""
         before = number - SLOTS
         takers = self._takers[before] if before >= 0 else ()
         return [taker for taker in takers if not self._has_passed(taker, before)]
@@ -151,7 +152,7 @@ class Exchange:
         return board.has_left or board.count_passed(self._rank) > number
 
     def wait_for_slot(self, number: int, is_stopped: Callable[[], bool]) -> bool:
-        """Returns when the slot of piece `number` may be used; False: it is not needed any more."""
+        """Waits until the slot of piece `number` is free; False if `is_stopped` returns True before."""
         wait, pause = Wait(self._timeout), Pause()
         while awaited := self.slot_awaits(number):
             if is_stopped():
@@ -164,21 +165,21 @@ class Exchange:
         return self._cache.slot(number)
 
     def put_piece(self, number: int, piece: memoryview | None) -> memoryview:
-        """Gives piece `number` to the others; returns it as it lies in its slot. None: each of them has to fetch it."""
+        """Publishes piece `number` to the others; returns it as it lies in its slot. None: each of them must fetch it."""
         return self._cache.put_piece(number, piece)
 
     def release(self, unit: Unit) -> None:
-        """This rank has used a piece of its own: its slot may be used again as far as this rank goes."""
+        """Marks an own piece as used by this rank. Once all takers have passed it, its slot is free."""
         self._cache.board.pass_pieces(self._rank, self.number_of(unit) + 1)
 
     # Taking --------------------------------------------------------------------------------------------------------
 
     def find_piece(self, unit: Unit) -> Found:
-        """What became of a piece of another rank."""
+        """The state of a piece of another rank."""
         if unit.fetcher in self._lost:
             return Found.NEVER
         board, number = self._others[unit.fetcher].board, self.number_of(unit)
-        # It is written after the entry, so it is read before it.
+        # Read before the entry, as it is written after it: else a piece could seem lost that has just come.
         is_over = board.has_left or board.count_passed(unit.fetcher) > number
         there = board.entry(number)[0]
         if there == number:
@@ -186,7 +187,7 @@ class Exchange:
         return Found.NEVER if is_over or there > number else Found.NOT_YET
 
     def take_piece(self, unit: Unit) -> memoryview | None:
-        """What another rank has fetched, valid until the next call; None: it does not come, this rank has to fetch it."""
+        """A piece that another rank has fetched, valid until the next call; None: this rank must fetch it itself."""
         wait, pause = Wait(self._timeout), Pause()
         while (found := self.find_piece(unit)) is Found.NOT_YET:
             self._wait_for([unit.fetcher], wait)
@@ -196,6 +197,7 @@ class Exchange:
         number = self.number_of(unit)
         piece = self._others[unit.fetcher].copy(number, self._memory) if found is Found.THERE else None
         with self._lock:
+            # Another thread may have given the fetcher up: its OVER must not be lowered.
             if unit.fetcher not in self._lost:
                 self._cache.board.pass_pieces(unit.fetcher, number + 1)
         return piece
@@ -203,11 +205,11 @@ class Exchange:
     # Signs of life -------------------------------------------------------------------------------------------------
 
     def pulse(self) -> None:
-        """This rank works, or waits for what is no rank."""
+        """Marks this rank as alive: it works, or waits for something other than a rank."""
         self._cache.board.pulse(time.monotonic_ns())
 
     def _wait_for(self, ranks: Sequence[int], wait: Wait) -> None:
-        """One look at the ranks that are waited for. A rank is as fresh as those that it waits for, and no fresher."""
+        """Looks once at the awaited ranks. Copies their pulses: a waiting rank must not look more alive than they are."""
         caches = {rank: self._others[rank] for rank in ranks}
         for rank in wait.find_lost(caches):
             self.stop_waiting_for(rank)
@@ -215,7 +217,7 @@ class Exchange:
             self._cache.board.pulse(cache.board.pulse_ns)
 
     def stop_waiting_for(self, rank: int) -> None:
-        """From now on nothing is taken from a rank, and it is waited for no more."""
+        """From now on this rank takes nothing from `rank`, and does not wait for it."""
         with self._lock:
             is_new = rank not in self._lost
             self._lost.add(rank)
@@ -227,22 +229,22 @@ class Exchange:
         self._cache.board.tell_silent(node)
 
     def is_silent(self, node: str) -> bool:
-        """Whether another rank was told nothing by a node within its time-out."""
+        """Whether another rank met a time-out of `node`."""
         return any(other.board.says_silent(node) for other in self._others.values())
 
     # The end -------------------------------------------------------------------------------------------------------
 
     def leave(self) -> None:
-        """This rank takes and gives nothing more. What lies in its cache can be taken as long as it is open anywhere."""
+        """Ends this rank's part. Pieces in its cache can be taken as long as any process has the cache open."""
         self._cache.board.leave()
 
     def not_opened_by(self) -> list[int]:
-        """The ranks that take from this one and have not opened its cache yet, as they do before anything else."""
+        """The ranks that take from this one and have not opened its cache yet."""
         takers = {taker for takers in self._takers for taker in takers} - {self._rank}
         return [taker for taker in sorted(takers) if not self._has_passed(taker, -1)]
 
     def wait_until_opened(self) -> None:
-        """After that the cache's name is needed no more."""
+        """Waits until all takers have opened the cache. Then its name may be removed."""
         wait, pause = Wait(self._timeout), Pause()
         while awaited := self.not_opened_by():
             self._wait_for(awaited, wait)

@@ -1,7 +1,7 @@
 """Publishing: a decided save gets its checkpoint's name. `.manifest.json` points to a version; `.metadata` for stock torch.
 
-No directory is renamed. The shards of a save have names of their own, so they come to lie next to those of the version
-that has the name, and two renames of small files end it. Whatever breaks it off, it is done once more from the start.
+No directory is renamed. The shards of a save have unique names, so they are linked beside those of the published version.
+Two renames of small files complete the publication. After an interruption it starts again from the beginning.
 """
 
 import contextlib
@@ -34,10 +34,10 @@ _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
 def check_order(manifest: Manifest, before: Manifest | None, intent: Intent) -> None:
-    """Of one lineage the newer save has the name, on whatever path it is published.
+    """Checks that a save may replace the published one: within a lineage only a newer save may (I4).
 
     Raises:
-        SaveSuperseded
+        SaveSuperseded: the published save is newer, or is another run's that this save may not replace.
     """
     if before is None:
         return
@@ -50,13 +50,13 @@ def check_order(manifest: Manifest, before: Manifest | None, intent: Intent) -> 
 
 
 def make_names_free(catalog: Catalog, checkpoint_id: str, manifest: Manifest, staging: Path) -> None:
-    """Sees to it that no file of a save that is about to be published has the name of another one.
+    """Frees the file names of a save that is about to be published, if another version has them.
 
-    The coordinator takes names that no node of the save has. So only a node that it did not hear can have one of them. A
-    version that this save replaces goes before it, if all of the save lies here: then there is an instant without either.
+    The coordinator chooses names that no answering node has, so only a node that did not answer can have one of them. A
+    replaced version that blocks a name is removed first, if all of the save lies here. For an instant neither is there.
 
     Raises:
-        SaveSuperseded: another version has the name, and stays.
+        SaveSuperseded: another version has one of the names, and stays.
     """
     looked = catalog.look(checkpoint_id)
     taken = {name for name in manifest.shards if name in looked.sizes}
@@ -73,6 +73,7 @@ def make_names_free(catalog: Catalog, checkpoint_id: str, manifest: Manifest, st
     left = [name for name in taken if is_there(staging / name) and not _is_of(place / name, manifest.shards[name])]
     if not left:
         return
+    # The files may belong to the version of the damaged manifest: they must not be set aside.
     if catalog.list_unbelieved(looked):
         raise _names_taken(manifest, left, "a version whose manifest is damaged")
     with open_directory(catalog.root, checkpoint_id) as directory:
@@ -88,11 +89,11 @@ def _names_taken(manifest: Manifest, taken: Collection[str], by: str) -> SaveSup
 
 
 def publish(directory: Path, staging: Path, manifest: Manifest) -> None:
-    """Publishes a save out of its staging directory, durably; the version that had the name is a replaced one afterwards.
+    """Durably publishes a save from its staging directory. The version published before becomes a replaced one.
 
-    First all of the save gets names there, as a version that does not have the checkpoint's name. Two renames give it that.
-    At every instant, and after a crash at any, readers find the old version or the new one, whole. What is staged stays:
-    if a crash comes before the end, all of this is done once more. Within `exclusive`.
+    All files of the save first get names in the directory, as those of an unpublished version. Two renames then publish it.
+    At every instant, and after a crash at any, readers find the old version or the new one, whole (I7). Staged files stay:
+    after a crash all of this is repeated. The caller holds `exclusive`.
     """
     own, own_metadata = replaced_name(manifest.save_id), version_metadata_name(manifest.save_id)
     before = _save_id_in(directory)
@@ -100,14 +101,17 @@ def publish(directory: Path, staging: Path, manifest: Manifest) -> None:
         _name(staging / METADATA_NAME, directory / own_metadata)
         _name(staging / MANIFEST_NAME, directory / own)
         failpoints.reach("commit.described")
+        # After the manifest's own name: after a crash it shows whose these shards are.
         for shard in manifest.shards:
             _link_or_move(staging / shard, directory / shard)
         if before:
             _keep_published(directory, before)
+        # Before the rename: else a power loss can keep the new manifest and lose names of its shards.
         fsync_directory(directory)
         failpoints.reach("commit.prepared")
         (directory / own).rename(directory / MANIFEST_NAME)
     failpoints.reach("commit.named")
+    # The manifest first: readers of this package find metadata by the save id, stock torch reads only `.metadata`.
     with contextlib.suppress(FileNotFoundError):  # it was done before
         (directory / own_metadata).rename(directory / METADATA_NAME)
     (directory / own).unlink(missing_ok=True)
@@ -116,7 +120,7 @@ def publish(directory: Path, staging: Path, manifest: Manifest) -> None:
 
 
 def is_link_of_staged(directory: Path, staging: Path) -> bool:
-    """Whether a crash broke off the publication of a staged save: it is a version there, and has not the name."""
+    """Whether a crash interrupted the publication of a staged save: its files are linked, and it is not published."""
     own, manifest = directory / replaced_name(staging.name), staging / MANIFEST_NAME
     return is_there(own) and is_there(manifest) and os.path.samestat(own.lstat(), manifest.lstat())
 
@@ -130,14 +134,14 @@ def _is_of(path: Path, entry: ShardEntry) -> bool:
 
 
 def holds_all_shards(directory: Path, manifest: Manifest) -> bool:
-    """Whether every shard of a save lies there with the right size: then what it replaces need not wait for others."""
+    """Whether every shard of a save lies there with the right size. Then replaced versions need not wait for others."""
     return all(_size_of(directory / name) == entry.size_bytes for name, entry in manifest.shards.items())
 
 
 def remove_unmanaged(catalog: Catalog, checkpoint_id: str) -> None:
-    """Removes the shards that stock torch had written under the name of a save that was published just now.
+    """Removes stock torch's shards in the directory of a save that was just published.
 
-    They have no copies and no manifest. What ends as a shard of ours stays.
+    They have no copies and no manifest. Files with a footer of ours stay.
     """
     for name in catalog.list_unclaimed(catalog.look(checkpoint_id)):
         path = catalog.root / checkpoint_id / name
@@ -146,24 +150,24 @@ def remove_unmanaged(catalog: Catalog, checkpoint_id: str) -> None:
 
 
 def _keep_published(directory: Path, save_id: str) -> None:
-    """Gives manifest and metadata of the version that has the name a second name each, under which they are found then."""
+    """Gives manifest and metadata of the published version their names as a replaced version."""
     kept = directory / version_metadata_name(save_id)
-    if not is_there(kept):  # else a power loss broke this off, and `.metadata` may be of the new version already
-        with contextlib.suppress(FileNotFoundError):  # its metadata is lost
+    if not is_there(kept):  # it exists after a power loss: then `.metadata` may be the new version's already
+        with contextlib.suppress(FileNotFoundError):  # its metadata was lost before
             _name(directory / METADATA_NAME, kept)
-    # Readers hold a lock on this very file. Without hard links no version is published for an instant.
+    # A link, no copy: readers lock this very file. Without hard links no version is published for an instant.
     _link_or_move(directory / MANIFEST_NAME, directory / replaced_name(save_id))
 
 
 def _name(path: Path, target: Path) -> None:
-    """Gives a small file one more name; the bytes, where the file system has no hard links."""
+    """Gives a small file one more name, or copies it if the file system has no hard links."""
     if not _link(path, target):
         write_file(target, path.read_bytes())
 
 
 def _link_or_move(path: Path, target: Path) -> None:
-    """Gives a file that is there one more name; this name alone, durably, where the file system has no hard links."""
-    with contextlib.suppress(FileNotFoundError):  # it lies on other nodes, or was moved before
+    """Gives a file, if it exists, one more name. Without hard links it is durably renamed."""
+    with contextlib.suppress(FileNotFoundError):  # other nodes have it, or it was renamed before a crash
         if not _link(path, target):
             path.rename(target)
             fsync_directory(target.parent)
@@ -176,6 +180,7 @@ def _link(path: Path, target: Path) -> bool:
         if is_there(target) and os.path.samestat(path.lstat(), target.lstat()):
             return True
         path.lstat()
+        # A name of an interrupted try: it may be of other bytes, and link(2) does not replace.
         target.unlink(missing_ok=True)
         os.link(path, target, follow_symlinks=False)
     except OSError as exc:
@@ -186,7 +191,7 @@ def _link(path: Path, target: Path) -> bool:
 
 
 def _save_id_in(directory: Path) -> str:
-    """The save that has the name there; "" where there is no manifest, and a new id where a damaged one does not tell."""
+    """The published save's id; "" without a manifest, and a random id for a damaged one, to keep that file apart."""
     try:
         raw = read_plain(directory / MANIFEST_NAME)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""The lock of readers: a version is not removed while one of them holds it. It is on the file of its manifest."""
+"""The readers' lock, on the file of a version's manifest: no version is removed while a reader holds it."""
 
 import contextlib
 import logging
@@ -18,29 +18,30 @@ from replicated_ckpt.stores.local.directories.committed import open_committed_sa
 log = logging.getLogger(__name__)
 
 LOOK_WITHIN_S = 1.0
-"""So long a question waits for a version that is being published or removed: a load may wait for the answer."""
+"""Longest wait for a publication or removal in progress: a load may wait for the answer."""
 _TRIES_MAX = 5
-"""So often a manifest may be restored from another node while a reader locks it."""
+"""Tries of a reader whose manifest is replaced, as by a copy from another node, before it is locked."""
 
 
 def look_again(catalog: Catalog, save_id: str) -> Answer:
-    """What becomes of a save that was found nowhere, looked for while nothing is published or removed here.
+    """The state of a save that an unlocked look did not find. Looks again while no publication or removal runs.
 
     Raises:
-        StoreUnavailable: something is for longer than is waited for. StoreError
+        StoreUnavailable: one of these takes longer than LOOK_WITHIN_S. StoreError
     """
     staging = catalog.staging
     with translate_errors(str(catalog.root), "look for", save_id), exclusive(staging, LOOK_WITHIN_S):
+        # A wrong answer "absent" can make another node remove the only copy of a shard (I1).
         if is_directory(staging / save_id):
             return Answer.STAGED
         return Answer.ABSENT if catalog.checkpoint_of(save_id) is None else Answer.PUBLISHED
 
 
 def lock_version(catalog: Catalog, checkpoint_id: str, save_id: str) -> DescriptorLock | None:
-    """Keeps a version from being removed until the lock is released, or this process has ended.
+    """Prevents the removal of a version until the lock is released, or this process ends.
 
-    None: it is not here; or its files may be read, and its manifest cannot, or a process was stopped that removes it; or
-    the disk does not open it, which the load finds out, too.
+    None: the version is not here, its manifest cannot be opened, or a stopped process is removing it. Its files may still
+    be readable.
     """
     with translate_errors(str(catalog.root), "lock", checkpoint_id):
         for _ in range(_TRIES_MAX):
@@ -57,13 +58,13 @@ def lock_version(catalog: Catalog, checkpoint_id: str, save_id: str) -> Descript
                 lock.wait(path, shared=True)
                 if _is_there(fd, catalog, checkpoint_id, save_id):
                     return lock
-            except StoreUnavailable as exc:  # what is open stays readable
+            except StoreUnavailable as exc:  # open files stay readable after a removal
                 log.warning("%s can be removed while it is read: %s", checkpoint_id, exc)
                 return None
             except BaseException:
                 lock.release()
                 raise
-            lock.release()  # it was restored, or is being removed, between the look and the lock
+            lock.release()  # its manifest was replaced or removed between open and lock
     return None
 
 
@@ -82,9 +83,9 @@ def _is_there(fd: int, catalog: Catalog, checkpoint_id: str, save_id: str) -> bo
 
 @contextlib.contextmanager
 def unread(manifest: Path) -> Iterator[bool]:
-    """Whether no load reads the version of this manifest; then none begins to until the block has marked it as gone.
+    """True if no load reads the version of this manifest. Then no load can begin to read it before the block ends.
 
-    An agent that keeps it for a reader elsewhere counts as a reader.
+    An agent that pins the version for a remote reader counts as a reader.
     """
     try:
         fd = os.open(manifest, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
@@ -96,6 +97,6 @@ def unread(manifest: Path) -> Iterator[bool]:
 
 
 def is_read(manifest: Path) -> bool:
-    """Whether a process reads the version of this manifest, or an agent keeps it for a reader elsewhere."""
+    """Whether a process reads the version of this manifest, or an agent pins it for a remote reader."""
     with unread(manifest) as is_free:
         return not is_free

@@ -1,8 +1,8 @@
 """Recycled files: shards of the checkpoint that retention removed last. The next save writes its shards over them.
 
-Pages and extents that a file has already cost less than fresh ones. What waits here is no checkpoint, and its bytes are
-believed by no reader: a file leaves the pool under the name of a `.part`, and gets a shard's name once all of it is
-written anew, cut to size and fsynced, and once it has left the pool durably.
+Pages and extents that a file already has cost less than fresh ones. Files in the pool are no checkpoint, and no reader uses
+their bytes. A file leaves the pool as a `.part`. It gets a shard's name only after all of it is rewritten, cut to size and
+fsynced, and its removal from the pool is durable.
 """
 
 import contextlib
@@ -47,11 +47,11 @@ _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 
 
 def is_open_elsewhere(fd: int) -> bool:
-    """Whether the file behind `fd`, which is open for writing, is open or mapped by anything else; True if none can tell.
+    """Whether any other process has the file behind `fd`, open for writing, open or mapped; True if that is unknown.
 
-    The kernel grants a lease for writing only on a file that nothing else has open. It is given back at once. An open
-    of the file meanwhile waits for that, and sends this process SIGURG, which is ignored by default; SIGIO, which it would
-    send otherwise, ends a process. Source: Linux fcntl(2), F_SETLEASE; `check_conflicting_open` in fs/locks.c.
+    The kernel grants a write lease only on a file that nothing else has open. The lease is ended at once. An open of the
+    file meanwhile waits for that, and the kernel signals this process: by SIGURG, which is ignored by default, as the
+    usual SIGIO would kill it. Source: Linux fcntl(2), F_SETLEASE; `check_conflicting_open` in fs/locks.c.
     """
     return not _is_leased(fd) or not _sees_mappings(fd)
 
@@ -60,17 +60,17 @@ def _is_leased(fd: int) -> bool:
     try:
         fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
-    except OSError:  # EAGAIN: it is open elsewhere; others: this file system, or container, has no leases
+    except OSError:  # EAGAIN: open elsewhere; others: no leases in this file system or container
         return False
     fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
     return True
 
 
 def _sees_mappings(fd: int) -> bool:
-    """Whether the lease is refused while the file is mapped, and no descriptor of it is open any more: tried with a page.
+    """Whether the kernel refuses the lease for a file that is only mapped. Tried with a mapping of one page.
 
-    On overlayfs, a container's own file system, it is granted. Source: Linux, `ovl_mmap` in fs/overlayfs/file.c, which has
-    the mapping hold the file of the layer below instead.
+    On overlayfs, a container's own file system, it does not. Source: Linux, `ovl_mmap` in fs/overlayfs/file.c: the mapping
+    refers to the file of the lower layer.
     """
     try:
         other = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
@@ -97,18 +97,18 @@ _SUFFIX = ".recycled"
 
 
 class RecycledFiles:
-    """The pool of one store: a file for each shard name of one checkpoint at most. Safe for several processes at once.
+    """The pool of one store: at most one file for each shard name of one checkpoint. Safe for several processes at once.
 
-    A file that is linked elsewhere, another user's, or lost is not used: the save makes a new one.
+    A file that is linked elsewhere, another user's, or missing is not used: the save makes a new one.
     """
 
     def __init__(self, root: Path) -> None:
         self._pool = root / RECYCLED_DIR
 
     def put_file(self, directory: Path, shards: Sequence[str]) -> None:
-        """Moves shards of a removed checkpoint into the pool; what was there before goes.
+        """Moves shards of a removed checkpoint into the pool, and removes the pool's old files.
 
-        The checkpoint must be gone durably. What cannot be moved stays where it is.
+        The checkpoint's removal must be durable. Files that cannot be moved stay where they are.
         """
         try:
             names = [name for name in shards if _is_usable(directory / name)]
@@ -122,9 +122,9 @@ class RecycledFiles:
             log.warning("files of %s are not recycled: %s", directory, exc)
 
     def take_file(self, part: Path, name: str) -> int | None:
-        """Gives the pool's file for a shard the name `part`; returns its descriptor, for writing. None: there is none.
+        """Renames the pool's file for a shard to `part`; returns its descriptor, for writing. None: there is none.
 
-        A file that a process still reads is left to it, without a name.
+        A file that a process still reads is unlinked, and stays readable for that process.
         """
         path = self._pool_path(name)
         try:
@@ -136,6 +136,7 @@ class RecycledFiles:
         except OSError as exc:
             log.warning("the recycled file for %s is not used: %s", part, exc)
             return None
+        # After the rename: two ranks can ask for the same file, and only one rename succeeds.
         fd = _open_if_free(part)
         if fd is None:
             part.unlink(missing_ok=True)
@@ -144,15 +145,15 @@ class RecycledFiles:
         return fd
 
     def sync(self) -> None:
-        """Makes durable that the files that were taken have left the pool."""
-        with contextlib.suppress(FileNotFoundError):  # a user or another process has removed all of it
+        """Makes the removal of taken files from the pool durable."""
+        with contextlib.suppress(FileNotFoundError):  # a user or another process has removed the pool
             fsync_directory(self._pool)
 
     def drop(self) -> int:
-        """Removes what is in the pool; returns how many bytes that frees, other than by another process that does so now.
+        """Removes all files in the pool; returns the freed bytes.
 
-        That one is waited for: the ranks of a node meet a full disk at one moment, and a file's room is free only some
-        time after its name is gone.
+        Waits for another process that does the same: all ranks of a node meet a full disk at one moment, and the room of
+        a file becomes free only some time after its unlink.
         """
         with exclusive(self._pool):
             freed = self.size_bytes()
@@ -161,7 +162,7 @@ class RecycledFiles:
         return freed
 
     def size_bytes(self) -> int:
-        """The room that the pool takes, which the next save may have."""
+        """The pool's size on the disk, which the next save can use."""
         total = 0
         for path in self._files():
             with contextlib.suppress(FileNotFoundError):
@@ -172,22 +173,22 @@ class RecycledFiles:
         try:
             entries = [entry for entry in os.scandir(self._pool) if entry.name.endswith(_SUFFIX)]
         except (FileNotFoundError, NotADirectoryError, PermissionError):
-            return  # the pool of another user's store is not ours to give
+            return  # the pool of another user's store: its room is not ours
         yield from (Path(entry.path) for entry in entries if not entry.is_dir(follow_symlinks=False))
 
     def _pool_path(self, name: str) -> Path:
-        """Under this name no reader takes it for a shard."""
+        """The path of a file in the pool: no shard's name, so that no reader uses it."""
         return self._pool / (name.removesuffix(SHARD_SUFFIX) + _SUFFIX)
 
 
 class RoomOfRecycled(RecycledFiles):
-    """The same pool for a file that has its name before its bytes are durable: it gives room, and no file.
+    """The same pool for files that get their name before their bytes are durable. It frees room, and returns no file.
 
-    After a power loss the old bytes could lie there, whole, under the new name.
+    A recycled file could have its old bytes, whole, under the new name after a power loss.
     """
 
     def take_file(self, part: Path, name: str) -> int | None:
-        """Removes the pool's file for a shard: the new one takes its room."""
+        """Removes the pool's file for a shard, to free its room for the new one."""
         try:
             self._pool_path(name).unlink(missing_ok=True)
         except OSError as exc:
@@ -198,12 +199,12 @@ class RoomOfRecycled(RecycledFiles):
 def write_with_room(
     root: Path, path: Path, data: bytes, *, is_flushed: bool = True, is_name_flushed: bool = True
 ) -> None:
-    """As `write_file`, with the room of the store's recycled files."""
+    """As `write_file`. On a full disk it removes the store's recycled files and tries again."""
     try_with_room(root, partial(write_file, path, data, is_flushed=is_flushed, is_name_flushed=is_name_flushed))
 
 
 def try_with_room(root: Path, write: Callable[[], None]) -> None:
-    """Calls `write`, once more if the disk was full: recycled files of the store, if there are any, make room."""
+    """Calls `write`. If the disk is full, it removes the store's recycled files and calls `write` again."""
     try:
         write()
     except OSError as exc:
@@ -214,7 +215,7 @@ def try_with_room(root: Path, write: Callable[[], None]) -> None:
 
 
 def measure_room(root: Path) -> Room:
-    """Of the file system that a store lies on. What its recycled files take is free for the store."""
+    """The room of a store's file system. The room of recycled files counts as free."""
     with translate_errors(str(root), "measure", ""):
         found, recycled = os.statvfs(root), RecycledFiles(root).size_bytes()
     size = found.f_blocks * found.f_frsize
@@ -238,9 +239,9 @@ def _is_usable(path: Path) -> bool:
 
 
 def _open_if_free(part: Path) -> int | None:
-    """Descriptor of a plain file of this user, and of a new file's group, that is neither linked nor open elsewhere.
+    """Descriptor of a plain file of this user and of a new file's group that is neither linked nor open elsewhere.
 
-    None: it is not.
+    None for any other file.
     """
     try:
         fd = os.open(part, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -248,6 +249,7 @@ def _open_if_free(part: Path) -> int | None:
         log.warning("a recycled file is not used: %s", exc)
         return None
     status = os.fstat(fd)
+    # Checked again on the open file: another user of a shared store may have swapped it.
     is_ours = S_ISREG(status.st_mode) and is_sole_name(status) and status.st_gid == _group_in(part.parent)
     if is_ours and not is_open_elsewhere(fd):
         return fd

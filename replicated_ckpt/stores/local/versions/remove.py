@@ -1,7 +1,7 @@
 """Removal of a version: retired by the policy, replaced by a newer save that was seen whole, or removed by hand.
 
-Its manifest gets the name of one that is gone, which ends it for every reader at once. Then its files go, and last that
-manifest. What a crash leaves is finished by the next start, or the next round, from there.
+Its manifest is renamed to a mark, which hides the version from every reader at once. Then its files are removed, and last
+the mark. After a crash the next start or round continues from the mark.
 """
 
 import contextlib
@@ -35,12 +35,12 @@ log = logging.getLogger(__name__)
 
 
 def retire(root: Path, checkpoint_id: str, save_id: str) -> bool:
-    """Removes a committed save; False, and nothing changed, if it is read, not here, or renamed by its user.
+    """Removes a committed save; False, and nothing changed, if a load reads it, it is not here, or a user renamed it.
 
-    Recycled files go, too: who removes a checkpoint by hand wants the room.
+    Also removes recycled files, since a user who removes a checkpoint by hand wants the room.
 
-    At every instant, and after a crash at any point, the checkpoint is there with all its files, or it is no checkpoint.
-    Files of it that are open stay readable. What is not ours in its directory stays there.
+    At every instant, and after a crash at any point, the checkpoint has all its files, or it is no checkpoint. Its open
+    files stay readable. Users' files in its directory stay.
 
     Raises:
         ConfigInvalid: no checkpoint id. StoreError
@@ -52,7 +52,7 @@ def retire(root: Path, checkpoint_id: str, save_id: str) -> bool:
 
 
 def recycle(root: Path, checkpoint_id: str, save_id: str) -> bool:
-    """As `retire`, and the next save writes its shards over the checkpoint's files, which wait for that in the pool."""
+    """As `retire`, but moves the shards to the pool of recycled files, for the next save to overwrite."""
     return _remove(root, checkpoint_id, save_id, recycles=True)
 
 
@@ -61,6 +61,7 @@ def _remove(root: Path, checkpoint_id: str, save_id: str, *, recycles: bool = Fa
     catalog = Catalog(root)
     with translate_errors(str(root), "retire", checkpoint_id), exclusive(root / STAGING_DIR):
         try:
+            # A directory that its user renamed or copied is the user's to remove.
             if catalog.manifest_of(checkpoint_id, save_id).checkpoint_id != checkpoint_id:
                 return False
         except (ObjectMissing, ManifestInvalid):
@@ -69,7 +70,7 @@ def _remove(root: Path, checkpoint_id: str, save_id: str, *, recycles: bool = Fa
 
 
 def remove_unread(catalog: Catalog, checkpoint_id: str, save_id: str, *, recycles: bool = False) -> bool:
-    """Removes a version that lies under this id, published or replaced; False: it is read. Within `exclusive`."""
+    """Removes a version, published or replaced; False if a load reads it. The caller holds `exclusive`."""
     if not _mark_as_gone(catalog, checkpoint_id, save_id):
         return False
     finish_removal(catalog, checkpoint_id, save_id, recycles=recycles)
@@ -77,10 +78,10 @@ def remove_unread(catalog: Catalog, checkpoint_id: str, save_id: str, *, recycle
 
 
 def remove_replaced(catalog: Catalog, checkpoint_id: str, save_ids: Sequence[str]) -> None:
-    """Removes versions for the save that has just replaced them, while it is staged; one that is read stays.
+    """Removes versions that a save, still staged, has just replaced. Versions that a load reads stay.
 
-    The marks need not be durable before the files go: after a power loss the staged save is published again, and this is
-    done again, also of what a crash has left here. Within `exclusive`.
+    The marks need not be durable before the files are removed: after a power loss the staged save is published again, and
+    this removal is repeated. It also completes interrupted removals. The caller holds `exclusive`.
     """
     for save_id in save_ids:
         _mark_as_gone(catalog, checkpoint_id, save_id)
@@ -89,7 +90,7 @@ def remove_replaced(catalog: Catalog, checkpoint_id: str, save_ids: Sequence[str
 
 
 def _mark_as_gone(catalog: Catalog, checkpoint_id: str, save_id: str) -> bool:
-    """Gives the manifest of a version the name that ends it for every reader; False: it is read."""
+    """Renames the manifest of a version to its mark, which hides it from readers; False if a load reads it."""
     directory = catalog.root / checkpoint_id
     path = catalog.manifest_path(checkpoint_id, save_id)
     with unread(path) as is_unread:
@@ -97,27 +98,28 @@ def _mark_as_gone(catalog: Catalog, checkpoint_id: str, save_id: str) -> bool:
             return False
         with contextlib.suppress(FileNotFoundError):
             path.rename(directory / gone_name(save_id))
-    (directory / replaced_name(save_id)).unlink(missing_ok=True)  # a publication that a crash broke off had linked it
+    # A second name, from an interrupted publication, would revive it.
+    (directory / replaced_name(save_id)).unlink(missing_ok=True)
     failpoints.reach("retire.gone")
     return True
 
 
 def finish_removals(catalog: Catalog, looked: Looked) -> None:
-    """Ends what a crash has left of removals in one directory. Within `exclusive`."""
+    """Completes interrupted removals in one directory. The caller holds `exclusive`."""
     for save_id in looked.gone:
         finish_removal(catalog, looked.checkpoint_id, save_id)
 
 
 def finish_removal(catalog: Catalog, checkpoint_id: str, save_id: str, *, recycles: bool = False) -> None:
-    """Removes a version whose manifest is marked as gone. May be done again."""
+    """Removes a version whose manifest is marked as gone. May be repeated."""
     fsync_directory(catalog.root / checkpoint_id)  # else a power loss could bring the manifest back, and not the files
     _remove_files(catalog, checkpoint_id, save_id, recycles=recycles)
 
 
 def _remove_files(catalog: Catalog, checkpoint_id: str, save_id: str, *, recycles: bool = False) -> None:
-    """Removes the files of a version, then the mark.
+    """Removes the files of a version, then the mark, then an empty directory.
 
-    Where the manifest cannot be believed, the files go that no other one names. A directory goes that is left empty.
+    If the mark's manifest is damaged, it removes the files that no other manifest names.
     """
     directory = catalog.root / checkpoint_id
     mark = directory / gone_name(save_id)
@@ -126,14 +128,14 @@ def _remove_files(catalog: Catalog, checkpoint_id: str, save_id: str, *, recycle
     looked = catalog.look(checkpoint_id)
     names = catalog.list_unclaimed(looked) if gone is None else catalog.list_only_of(looked, gone)
     if not looked.has_manifest and not set(looked.shards).difference(names, catalog.list_claimed(checkpoint_id)):
-        # else stock torch has saved here since
+        # with other shards, `.metadata` is of stock torch's save here since
         (directory / METADATA_NAME).unlink(missing_ok=True)
     if recycles:
         RecycledFiles(catalog.root).put_file(directory, names)
     failpoints.reach("retire.recycled")
     for name in names:
         (directory / name).unlink(missing_ok=True)
-    fsync_directory(directory)  # else a power loss could leave files that nothing tells to remove
+    fsync_directory(directory)  # else a power loss could leave files without a mark, which nothing removes
     mark.unlink(missing_ok=True)
     try:
         directory.rmdir()
@@ -150,7 +152,7 @@ def _read_gone(path: Path) -> Manifest | None:
 
 
 def renamed_refusal(checkpoint_id: str, saved_as: str, root: Path) -> ConfigInvalid:
-    """Why nothing removes a directory that a user has renamed, or copied under another name, and the way out."""
+    """The error for the removal of a directory that a user has renamed, or copied under another name."""
     return ConfigInvalid(
         f"{checkpoint_id!r} is a directory that was renamed, or copied by hand, from {saved_as!r}: no command removes it.",
         f"`rm -r {quote(str(root / checkpoint_id))}`, on each node that has it; what one of them still has after its "

@@ -1,4 +1,4 @@
-"""May a save take a name under a root: what is there already, and what would be replaced."""
+"""Whether a save may use a checkpoint id under a root: the files there, and the versions that it would replace."""
 
 import os
 from pathlib import Path
@@ -16,9 +16,9 @@ _MOVE_AWAY = "Use another id, or move that away on every node."
 
 
 def check_decidable(root: Path, intent: Intent) -> None:
-    """Right before a save is decided: one that may replace nothing finds its name still free.
+    """Right before the decision: checks that the id of a save without overwrite is still free.
 
-    From its decision on it has its place by its order alone, as other nodes may have published it by then.
+    From the decision on only the order of saves counts, since other nodes may have published this one.
 
     Raises:
         CheckpointExists: another save was faster. ConfigInvalid, StoreError
@@ -29,10 +29,10 @@ def check_decidable(root: Path, intent: Intent) -> None:
 
 
 def check_replaceable(root: Path, checkpoint_id: str, intent: Intent, *, gives_way: bool = False) -> None:
-    """Refuses to replace a checkpoint unless asked to, and a name that cannot be a directory of the root.
+    """Refuses to replace a checkpoint without overwrite, and an id that cannot be a directory of the root.
 
-    A directory that holds no checkpoint is none yet, whatever lies in it: that stays. `gives_way`: what has the name
-    goes by their order.
+    A directory without files of a checkpoint may be used; other files in it stay. `gives_way`: an existing checkpoint is
+    no reason to refuse, since the order decides.
 
     Raises:
         CheckpointExists, ConfigInvalid
@@ -59,7 +59,7 @@ def holds_checkpoint(directory: Path) -> bool:
 
 
 def find_named(catalog: Catalog, checkpoint_id: str) -> str | None:
-    """The lineage of the save that has a checkpoint's name; "" where no manifest tells, None where nothing of it lies."""
+    """The lineage of the published save; "" without a valid manifest, None without any file of a checkpoint."""
     manifest = catalog.find_manifest(checkpoint_id)
     if manifest is not None:
         return manifest.lineage

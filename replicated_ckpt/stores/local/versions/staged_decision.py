@@ -1,6 +1,6 @@
-"""The coordinator's decision as it lies with a staged save: a manifest, and the metadata that it names.
+"""The coordinator's decision in a staged save: a manifest, and the metadata that it names.
 
-What cannot be read now, as by a process with too many open files, is never taken for a decision that is not there.
+A decision that cannot be read now, as with too many open files, never counts as missing.
 """
 
 import os
@@ -17,10 +17,10 @@ from replicated_ckpt.stores.local.directories.footer import crc_of_footer
 
 
 def read_decision(staging: Path, save_id: str) -> Manifest:
-    """The manifest staged there, believed only if it is this save's, and together with the metadata that it names.
+    """The staged manifest. It must be this save's, and the staged metadata must match it.
 
     Raises:
-        ManifestInvalid, ObjectCorrupt: it is not believed, or the disk has lost it. OSError: it is not there, or it
+        ManifestInvalid, ObjectCorrupt: one of them is damaged, or of another save. OSError: one of them is missing, or
         cannot be read now.
     """
     path = staging / MANIFEST_NAME
@@ -40,9 +40,9 @@ def read_decision(staging: Path, save_id: str) -> Manifest:
 
 
 def list_differing(staging: Path, manifest: Manifest) -> list[str]:
-    """The staged shards whose footers imply another checksum than the manifest has.
+    """The staged shards whose footers differ from the manifest's checksums.
 
-    One with a damaged footer is none of them: its data may be intact, and the only copy.
+    Shards with a damaged footer are not among them: their data may be intact, and the only copy.
     """
     differing = []
     for name, entry in manifest.shards.items():
@@ -57,7 +57,7 @@ def list_differing(staging: Path, manifest: Manifest) -> list[str]:
 
 
 def has_decision(staging: Path, save_id: str) -> bool:
-    """Whether there is one to believe, if only a newer version of the package can carry it out."""
+    """Whether there is a valid decision, including one that only a newer version of the package can publish."""
     try:
         read_decision(staging, save_id)
     except ManifestVersionUnknown:
@@ -68,9 +68,9 @@ def has_decision(staging: Path, save_id: str) -> bool:
 
 
 def has_damaged_decision(staging: Path, save_id: str) -> bool:
-    """Whether there was one, and its manifest or metadata cannot be believed any more, or its metadata is gone.
+    """Whether there was a decision, and its manifest or metadata is damaged, or its metadata is missing.
 
-    Metadata is written first, so a manifest without it was a decision.
+    Metadata is written first, so a manifest without metadata was a decision.
     """
     path = staging / MANIFEST_NAME
     return path in list_prefixed(staging, MANIFEST_NAME) and not has_decision(staging, save_id)
