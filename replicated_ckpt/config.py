@@ -29,19 +29,19 @@ NEWEST_LINEAGE = "newest"
 REFUSE_LINEAGES = "refuse"
 DRAIN_S = 120.0
 LEAVE_WITHIN_S = 150.0
-"""An agent that is told to stop has ended by then, if `drain_s` is the usual."""
+"""An agent with the default `drain_s` has ended this long after SIGTERM."""
 _NO_ROOT = "Pass the path of a directory; a bucket goes to object_store=."
 _COPIES_MAX, _PORT_MAX = 16, 65535
 NICE_MAX = 19
 _PAUSE_S_MAX = 1e9
-"""No thread can wait for much longer: its wait would raise, and end it."""
+"""Upper limit of pauses: `Event.wait` raises OverflowError for much longer ones, which would end the thread."""
 
 
 def check_root(root: object) -> str:
     """The absolute path of a directory for a store.
 
     Raises:
-        ConfigInvalid: it is no such path.
+        ConfigInvalid: `root` is no path of a directory on this node.
     """
     check_switches()
     text = os.fspath(root) if isinstance(root, os.PathLike) else root
@@ -54,16 +54,16 @@ def check_root(root: object) -> str:
 
 
 def check_callable(name: str, value: object) -> None:
-    """Raises ConfigInvalid: a hook that is given and cannot be called."""
+    """Raises ConfigInvalid: the hook is neither None nor callable."""
     if value is not None and not callable(value):
         raise ConfigInvalid(f"{name} must be a function, not {value!r}.")
 
 
 def check_number(name: str, value: SupportsIndex, least: int = 1, most: int | None = None) -> int:
-    """The number as an int: numpy's integers and tensors of one integer are numbers, too.
+    """The number as an int. numpy's integers and tensors of one integer are accepted, too.
 
     Raises:
-        ConfigInvalid: it is no whole number from `least` to `most`.
+        ConfigInvalid: `value` is no whole number from `least` to `most`.
     """
     try:
         number = index(value)
@@ -76,10 +76,10 @@ def check_number(name: str, value: SupportsIndex, least: int = 1, most: int | No
 
 
 def check_direct_io(mode: str | None) -> DirectIO:
-    """How files are written; None: as the environment says, "auto" if it says nothing.
+    """The mode of direct I/O. None: from the environment variable, or "auto" without it.
 
     Raises:
-        ConfigInvalid: there is no such way.
+        ConfigInvalid: there is no such mode.
     """
     mode = os.environ.get(DIRECT_IO_ENV) or "auto" if mode is None else mode
     if mode not in get_args(DirectIO):
@@ -88,10 +88,10 @@ def check_direct_io(mode: str | None) -> DirectIO:
 
 
 def parse_ports(text: str) -> range:
-    """The ports that "29600" or "29600-29631" names; empty where the text names none: any port may be taken.
+    """The ports in a text such as "29600" or "29600-29631". Empty for "" and "0": the agent may take any port.
 
     Raises:
-        ConfigInvalid: it is neither.
+        ConfigInvalid: the text is neither a port nor a range.
     """
     if text in ("", "0"):
         return range(0)
@@ -133,10 +133,10 @@ class Retention:
 
 @dataclass(frozen=True)
 class WriterConfig:
-    """What a writer promises. See ReplicatedWriter for the meaning of each field.
+    """The settings of a writer. See ReplicatedWriter for the meaning of each field.
 
     Raises:
-        ConfigInvalid: naming the argument.
+        ConfigInvalid: an argument is invalid; the error names it.
     """
 
     root: str
@@ -179,14 +179,14 @@ class WriterConfig:
 
     @property
     def must_have_all_copies(self) -> bool:
-        """Whether a save with fewer copies than wanted fails; with ack="local" the copies follow later anyway."""
+        """Whether a save with too few copies fails. Never with ack="local", which makes the copies after the save."""
         return self.on_degraded == "raise" and self.ack != "local"
 
     def check_awaitable(self, wanted: str) -> None:
-        """Whether a save of this writer comes to the level `wanted` by itself.
+        """Checks that a save of this writer reaches the level `wanted` by itself.
 
         Raises:
-            ConfigInvalid: it does not, or there is no such level.
+            ConfigInvalid: it never does, or there is no such level.
         """
         levels = get_args(Ack)
         if wanted not in levels:
@@ -202,7 +202,7 @@ class WriterConfig:
 
 @dataclass(frozen=True)
 class ReaderConfig:
-    """Where a reader looks, and of which run. `root` None: in the object store alone.
+    """The stores and the run that a reader uses. `root` None: the object store only.
 
     Raises:
         ConfigInvalid: naming the argument.
@@ -249,25 +249,25 @@ class ManagerConfig:
 
 @dataclass(frozen=True)
 class AgentConfig:
-    """How an agent runs. Raises ConfigInvalid: an argument cannot work; it is named.
+    """The settings of an agent. Raises ConfigInvalid: an argument is invalid; the error names it.
 
     Args:
         root: the node's store.
         host: the address that it listens on.
-        port: one, or a range of which it takes the first free one. It takes the one that it had last, if it can; where
-            `port` is empty and that one is not free, any free one.
-        idle_exit_s: seconds without client and work after which it leaves. None: it stays until it is told to stop.
-        lost_after_s, away_after_s: so long a peer that fell silent, or that said goodbye, is taken to hold its copies.
-        copy_mib_per_s: pace of re-protection and of shards that ranks hand over, together. None: there is no bound, but for
-            re-protection 256 while the node saves or loads, and 16 while its ranks fetch. Shards have 8 at least.
+        port: a port, or a range of which it takes the first free one. It prefers its last port. If `port` is empty and the
+            last port is taken, it takes any free one.
+        idle_exit_s: seconds without clients and work after which it exits. None: it runs until it is told to stop.
+        lost_after_s, away_after_s: how long the copies of a silent peer, or of one that announced its end, still count.
+        copy_mib_per_s: pace of re-protection and of submitted shards, together. None: no limit, except for re-protection:
+            256 while the node saves or loads, and 16 while its ranks fetch. Submitted shards have at least 8.
         scrub_mib_per_s, scrub_every_s: pace of the scrub, and pause between two passes.
         round_every_s: pause between two rounds of re-protection while there is nothing to do.
-        drain_s: once it is told to stop it stays so long at most for saves that are open; 120 s or less.
+        drain_s: how long it waits for open saves after it is told to stop; at most 120 s.
         upload_mib_per_s: pace of uploads to the object store.
-        nice: niceness, 0 to 19, at which it writes and receives shards of asynchronous saves, while training goes on. Where
-            the kernel shares processors out by session, that of all that it does.
-        tls_cert, tls_key: PEM files, in place of the certificate that it makes for itself where it listens beyond loopback.
-        direct_io: how copies are written, as of `check_direct_io`.
+        nice: niceness, 0 to 19, of its threads that write and receive shards of asynchronous saves. If the kernel schedules
+            by session (autogroup), of all its threads.
+        tls_cert, tls_key: PEM files, in place of the certificate that it makes if it listens beyond loopback.
+        direct_io: mode of direct I/O for copies, see `check_direct_io`.
     """
 
     root: str
@@ -314,5 +314,5 @@ class AgentConfig:
 
 
 def _with_variable(option: str) -> str:
-    """An option of the agent, with the variable that sets it for agents that ranks start."""
+    """The name of an agent's option, with the variable that sets it for agents started by ranks."""
     return f"{option} (or {AGENT_ENV_PREFIX}{option.upper()})"

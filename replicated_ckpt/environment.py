@@ -1,4 +1,4 @@
-"""What more than one room reads of its environment: variables, what a switch may say, locale and working directory."""
+"""The process's environment, as several rooms use it: variables, switches, locale and working directory."""
 
 import os
 import sys
@@ -17,10 +17,10 @@ TRUST_ROOT_ENV = "REPLICATED_CKPT_TRUST_ROOT"
 
 
 def is_switched_on(variable: str) -> bool:
-    """Whether a variable that may be 1, or 0 or empty, is 1.
+    """Whether a switch, which may be 1, 0 or empty, is 1.
 
     Raises:
-        ConfigInvalid: it is something else, such as "false", which looks like one and was once taken for the other.
+        ConfigInvalid: any other value, such as "false", whose meaning would be a guess.
     """
     text = os.environ.get(variable, "")
     if text not in ("", "0", "1"):
@@ -30,7 +30,7 @@ def is_switched_on(variable: str) -> bool:
 
 
 def check_switches() -> None:
-    """Said when something begins, and not first by a thread that meets another host.
+    """Checks all switches at the start, before a background thread would meet an invalid one.
 
     Raises:
         ConfigInvalid: as `is_switched_on`.
@@ -40,7 +40,7 @@ def check_switches() -> None:
 
 
 def check_encodable(name: str, text: str) -> None:
-    """Raises ConfigInvalid: no file of this process can be called so, as its locale has no such letters."""
+    """Raises ConfigInvalid: this process's file-system encoding has no such letters."""
     try:
         os.fsencode(text)
     except UnicodeEncodeError as exc:
@@ -52,13 +52,13 @@ def check_encodable(name: str, text: str) -> None:
 
 
 def make_absolute(path: str | os.PathLike[str]) -> str:
-    """The path from /; a symbolic link stays what the user called it.
+    """The absolute path; symbolic links in it are kept.
 
     Raises:
-        ConfigInvalid: it is relative, and the directory in which this process works was removed.
+        ConfigInvalid: the path is relative, and the working directory of this process was removed.
     """
     try:
-        return os.path.abspath(path)  # noqa: PTH100 - it follows links
+        return os.path.abspath(path)  # noqa: PTH100 - Path.resolve follows links
     except FileNotFoundError as exc:
         raise ConfigInvalid(
             f"{os.fspath(path)!r} is relative, and the working directory of this process is gone.",

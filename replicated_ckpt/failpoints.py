@@ -1,9 +1,9 @@
 """Failpoints: named places in the code at which a test kills, stops or fails this very process. Off unless armed.
 
-Armed by the environment variable REPLICATED_CKPT_FAILPOINTS when the process starts: `name=action`, several separated by
-commas. Actions: `kill` (SIGKILL to this process), `stop` (SIGSTOP), `raise` (FailpointReached), `sleep:SECONDS`. With
-`action@N` the N-th time counts, not the first. An agent inherits the variable from the rank that starts it. While nothing
-is armed a failpoint costs one look at an empty dictionary. The steps are those of docs/design.md, "A save".
+The environment variable REPLICATED_CKPT_FAILPOINTS arms them when the process starts: `name=action`, separated by commas.
+Actions: `kill` (SIGKILL to this process), `stop` (SIGSTOP), `raise` (FailpointReached), `sleep:SECONDS`. `action@N` acts
+the N-th time, not the first. An agent inherits the variable from the rank that starts it. An unarmed failpoint costs one
+look at an empty dictionary. The steps are those of docs/design.md, "A save".
 """
 
 import contextlib
@@ -59,11 +59,11 @@ POINTS: Mapping[str, str] = {
     "retire.gone": "a version that is removed is marked as gone, not durably; all of its files are there",
     "retire.recycled": "its shards are in the pool of recycled files, the rest of it is still there",
 }
-"""Every failpoint, and what holds when it is reached."""
+"""Every failpoint, with the state when it is reached."""
 
 
 class FailpointReached(RuntimeError):
-    """Raised by the action `raise`: stands for a defect, so it is not one of our typed errors."""
+    """Raised by the action `raise`. It simulates a defect, so it is not one of our typed errors."""
 
 
 Action = Callable[[str], None]
@@ -71,7 +71,7 @@ _armed: dict[str, Action] = {}
 
 
 def reach(name: str) -> None:
-    """Marks the place `name` of POINTS; does what the failpoint is armed with, if it is."""
+    """Marks the place `name` of POINTS; runs the action of the failpoint, if it is armed."""
     if _armed and name in _armed:
         _armed[name](name)
 
@@ -88,7 +88,7 @@ def arm(name: str, action: Action) -> Iterator[None]:
 
 
 def arm_from_environment(text: str) -> None:
-    """Arms what `text`, in the form of the environment variable, says.
+    """Arms the failpoints in `text`, which has the format of the environment variable.
 
     Raises:
         ConfigInvalid: no such failpoint or action.
@@ -109,7 +109,7 @@ def _action(text: str) -> Action:
     kind, _, seconds = kind.partition(":")
     actions: Mapping[str, Action] = {
         "kill": lambda _: os.kill(os.getpid(), signal.SIGKILL),
-        # to this very thread: one that is sent to the process stops it only when some thread has taken the signal
+        # To this thread: a signal to the process stops it only after some other thread has run on for a while.
         "stop": lambda _: signal.pthread_kill(threading.get_ident(), signal.SIGSTOP),
         "raise": _raise,
         "sleep": lambda _: time.sleep(float(seconds)),

@@ -1,24 +1,24 @@
-"""What an error says of the places where a load looked for a shard, and the next step. It imports no module of ours."""
+"""Texts for the places where a load searched for a shard, and the hint. It imports no module of ours."""
 
 import errno
 import os
 from collections.abc import Sequence
 
 NOT_REACHED = ": not reached"
-"""After the name of a place that did not say what it has."""
+"""After the name of a place that did not answer."""
 MOVED = "another job has replaced or removed it there since"
-"""Of a place that had the checkpoint when the load began."""
+"""For a place that had the checkpoint when the load began."""
 OBJECT_STORE = "the object store"
 _SHORTAGES = tuple(map(os.strerror, (errno.EMFILE, errno.ENFILE, errno.ENOMEM)))
 
 
 def is_shortage(text: str) -> bool:
-    """Whether an error tells of a process that can open no file now: that says nothing of what lies there."""
+    """Whether an error means that the process could open no file, which is no evidence of missing files."""
     return any(shortage in text for shortage in _SHORTAGES)
 
 
 def next_step(searched: Sequence[str], *, is_latest: bool) -> str:
-    """What to do where no place that was searched has an intact copy. `is_latest`: "latest" was asked for."""
+    """The hint if no searched place has an intact copy. `is_latest`: the load asked for "latest"."""
     if any(MOVED in place for place in searched):
         return "Load again: it is looked for anew, and what has taken its place is found."
     absent = [place.partition(NOT_REACHED)[0] for place in searched if NOT_REACHED in place]

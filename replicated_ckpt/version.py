@@ -3,8 +3,8 @@
 __version__ = "0.1.0"
 
 PROTOCOL = 1
-"""What ranks and agents say to each other. Releases of one number work together; others refuse each other."""
+"""Version of the protocol between ranks and agents. Releases with the same number interoperate; others are refused."""
 
 RELEASE_HEADER = "X-Rckpt-Release"
 RELEASE = f"{PROTOCOL} {__version__}"
-"""What each request says of the process that sends it."""
+"""Sent with each request: protocol and release of the sending process."""

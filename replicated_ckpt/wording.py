@@ -1,4 +1,4 @@
-"""Words that depend on a number, texts from elsewhere, and tables. No other module of the package is imported here."""
+"""Formatting of counts, sizes, tables, and texts of other processes. It imports no other module of the package."""
 
 from collections.abc import Collection, Sequence
 from shlex import quote
@@ -12,14 +12,14 @@ def plural(count: int, noun: str) -> str:
 
 
 def list_some(names: Sequence[str], most: int, noun: str = "") -> str:
-    """The first of them, and how many more there are: "a, b and 3 more", or "and 3 more nodes"."""
+    """The first `most` names and the number of the others: "a, b and 3 more", or "and 3 more nodes"."""
     left = len(names) - most
     more = f" and {plural(left, f'more {noun}') if noun else f'{left} more'}" if left > 0 else ""
     return ", ".join(names[:most]) + more
 
 
 def describe_bytes(count: float) -> str:
-    """A size in the largest unit that leaves a number from 1, to three digits: "1.25 GB"."""
+    """A size in the largest unit in which it is at least 1, with three digits: "1.25 GB"."""
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if count < 999.5:
             return f"{count:.3g} {unit}"
@@ -28,14 +28,14 @@ def describe_bytes(count: float) -> str:
 
 
 def escape_controls(text: str) -> str:
-    """Text that may hold names from elsewhere, on one line: what would steer a terminal, or begin a line, as its escape."""
+    """Text with foreign names, on one line: control characters and line breaks become escapes."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def align(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> str:
-    """Rows as lines with columns of one width each: those numbered in `left` to the left, the others to the right."""
+    """Rows as aligned lines: columns whose numbers are in `left` to the left, the others to the right."""
     columns = []
     for number, column in enumerate(zip(*rows, strict=True)):
         width = max(map(len, column))
@@ -44,8 +44,8 @@ def align(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> str:
 
 
 def describe_way_out(checkpoint_id: str, save_id: str, nodes: Collection[str], root: str = "ROOT") -> str:
-    """What a user does where another run's save has the name of this one on other nodes. `root`: of the node that it is
-    done on, as a shell takes it."""
+    """The hint if another run's save has this checkpoint's name on other nodes. `root`: the root on that node, quoted for
+    a shell."""
     where = f"node {' and node '.join(nodes)}" if nodes else "each node that has it"
     return (
         f"to keep both, rename its directory on {where}; to give it up, there `replicated-ckpt rm {quote(checkpoint_id)} "
@@ -54,5 +54,5 @@ def describe_way_out(checkpoint_id: str, save_id: str, nodes: Collection[str], r
 
 
 def one_line(text: object, chars_max: int = 2000) -> str:
-    """A peer's words as they may stand in a log or an error: bounded, and no line of their own making."""
+    """A foreign text for a log or an error: bounded, and without line breaks that could fake a log line."""
     return escape_controls(str(text)[:chars_max])[:chars_max]

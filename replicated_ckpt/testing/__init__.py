@@ -5,7 +5,7 @@ Only this room needs pytest, and no other room imports it. See docs/own-tier.md.
 
 import pytest
 
-# Before they are imported: else a failing `assert` of theirs would not say what it compared.
+# Before the imports: pytest rewrites a module's asserts, which print what they compare, only at its import.
 pytest.register_assert_rewrite(*(f"{__name__}.{name}" for name in ("object_clients", "shards", "sinks")))
 
 from replicated_ckpt.testing.memory import MemoryClient, MemoryShard, MemorySink  # noqa: E402

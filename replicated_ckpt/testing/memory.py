@@ -1,4 +1,4 @@
-"""The reference: a bucket, a sink and a shard in memory. As simple as the contracts allow, and nothing for production."""
+"""The reference: a bucket, a sink and a shard in memory. As simple as the contracts allow; not for production."""
 
 import threading
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from replicated_ckpt.stores.verified import Expected, VerifiedShard
 
 
 class MemoryClient:
-    """An ObjectClient over a dict. `objects` may be looked at and changed behind its back, as a test does."""
+    """An ObjectClient over a dict. Tests may read and change `objects` directly."""
 
     def __init__(self, target: ObjectTarget) -> None:
         self.target = target
@@ -54,8 +54,9 @@ class MemoryClient:
         step = source.piece_bytes(PART_BYTES)
         for offset in range(0, len(whole), step):
             piece = whole[offset : offset + step]
-            source.read(offset, piece)  # checks it
+            source.read(offset, piece)  # verifies the blocks: a damaged file must not become an object
             paced(len(piece))
+        # Only now: an upload that is interrupted must not be seen as an object.
         self.put(key, bytes(whole))
 
     def delete(self, keys: Sequence[str]) -> None:
@@ -64,7 +65,7 @@ class MemoryClient:
                 self.objects.pop(key, None)
 
     def end_unfinished(self, prefix: str, older_than_s: float) -> int:
-        """Nothing: an upload that breaks off leaves nothing behind."""
+        """Does nothing: an interrupted upload leaves no parts here."""
         del prefix, older_than_s
         return 0
 
@@ -83,7 +84,7 @@ class MemoryClient:
 
 
 class MemorySink:
-    """A Sink. `data` is the shard once it counts, else None."""
+    """A Sink. `data` is the shard after `finish`, else None."""
 
     label = "memory"
 
@@ -93,6 +94,7 @@ class MemorySink:
 
     def write(self, *pieces: memoryview) -> None:
         for piece in pieces:
+            # A copy: the tee reuses the memory as soon as `write` returns.
             self._written += piece
 
     def finish(self, table: BlockTable) -> None:

@@ -1,4 +1,4 @@
-"""The contract of an ObjectClient, what the object tier needs of a bucket: inherit, and give it a client."""
+"""The contract of an ObjectClient, the object tier's interface to a bucket: inherit, and override the fixtures."""
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -20,7 +20,7 @@ NODE = "0" * 31 + "1"
 
 
 def save_to_bucket(bucket: Bucket, folder: Path, *, sequence: int) -> Manifest:
-    """Uploads and commits step-1; one with a sequence above 1 may replace another, so it has a prefix of its own."""
+    """Uploads and commits step-1. With a sequence above 1 it may replace a save, so it has a prefix of its own."""
     raw, _ = add_footer(make_data(seed=sequence))
     expected = expect(raw)
     manifest = Manifest(
@@ -49,7 +49,7 @@ THREADS = 8
 
 
 class RawObjects(Protocol):
-    """The bucket under the client's prefix, past the client: so that `put` and `read` are each held against the truth."""
+    """The bucket under the client's prefix, without the client, so that tests check `put` and `read` independently."""
 
     def __getitem__(self, key: str) -> bytes:
         """Raises KeyError where there is no such object."""
@@ -58,12 +58,12 @@ class RawObjects(Protocol):
 
 
 class ObjectClientContract:
-    """Inherit, and override the fixtures `client`, an empty bucket, and `raw`, the same bucket past the client.
+    """Inherit, and override the fixtures `client`, for an empty bucket, and `raw`, the same bucket without the client.
 
-    `has_conditions`: `put_over` writes only over the version that was seen. Without, it always writes, and of two agents
-    that commit at once the later one wins, which the mark that it reads back tells it.
-    `is_paced`: `put_shard` asks before it sends; without, a node's limit of its upload rate does not hold.
-    `listed_objects`: so many are listed at once, and as many directories; stores mostly answer in pages of 1,000.
+    `has_conditions`: `put_over` writes only over the version that was seen. Without conditions it always writes: of two
+    agents that commit at once the later one wins, and both find out by the mark that they read back.
+    `is_paced`: `put_shard` calls `paced` before it sends. Without it a node's limit of its upload rate has no effect.
+    `listed_objects`: the number of objects, and of directories, in one listing; most stores answer in pages of 1,000.
     """
 
     has_conditions = True
@@ -72,22 +72,22 @@ class ObjectClientContract:
 
     @pytest.fixture
     def client(self) -> ObjectClient:
-        """A client of a bucket in which nothing lies."""
+        """A client of an empty bucket."""
         raise NotImplementedError
 
     @pytest.fixture
     def raw(self, client: ObjectClient) -> RawObjects:
-        """The objects that the client's calls are about."""
+        """The same objects, without the client."""
         raise NotImplementedError
 
     def test_what_is_put_lies_there(self, client: ObjectClient, raw: RawObjects) -> None:
-        """Every byte, also of an empty object, and a shorter one leaves nothing of a longer one before it."""
+        """All bytes, also of an empty object. A shorter object leaves no byte of a longer one before it."""
         for data in (b"0123456789", b"abc", b""):
             client.put("a/b/one", data)
             assert raw["a/b/one"] == data
 
     def test_what_lies_there_is_read(self, client: ObjectClient, raw: RawObjects) -> None:
-        """By any range, and nothing beyond the memory that was given is touched."""
+        """By any range. No byte outside the passed memory changes."""
         raw["a/one"] = b"0123456789"
         for offset, length in ((0, 10), (3, 4), (9, 1), (4, 0)):
             memory = bytearray(b"_" * (length + 2))
@@ -105,7 +105,7 @@ class ObjectClientContract:
             client.read("a/one", offset, memoryview(bytearray(length)))
 
     def test_what_is_not_there_is_missing(self, client: ObjectClient) -> None:
-        """The one error that lets a load go on elsewhere at once; it names the bucket and the key."""
+        """A load goes on to another source at once only after ObjectMissing. The error names the bucket and the key."""
         with pytest.raises(ObjectMissing, match="a/none"):
             client.read("a/none", 0, memoryview(bytearray(1)))
         with pytest.raises(ObjectMissing) as raised:
@@ -113,7 +113,7 @@ class ObjectClientContract:
         assert raised.value.store == client.target.url
 
     def test_a_listing_is_of_one_level(self, client: ObjectClient, raw: RawObjects) -> None:
-        """Sizes of the objects there, names of the directories below; nothing of a name that only begins alike."""
+        """Sizes of objects and names of directories of this level, without names that only have the same beginning."""
         for key, data in {"a/two": b"xyz", "a/b/one": b"0", "a/b/c/d": b"", "ab": b"1", "a-b/x": b""}.items():
             raw[key] = data
         listing = client.list_keys("a/")
@@ -122,12 +122,12 @@ class ObjectClientContract:
         assert (dict(top.sizes), set(top.directories)) == ({"ab": 1}, {"a", "a-b"})
 
     def test_a_directory_without_objects_is_empty(self, client: ObjectClient) -> None:
-        """No error: it is how a bucket is asked whether a name is free."""
+        """No error: a save finds out in this way whether a name is free."""
         listing = client.list_keys("nothing/")
         assert (dict(listing.sizes), set(listing.directories)) == ({}, set())
 
     def test_a_long_listing_is_whole(self, client: ObjectClient, raw: RawObjects) -> None:
-        """Also where the store answers in pages, which hold objects and directories."""
+        """Also if the store answers in pages of objects and directories."""
         names = {f"__{number}_0.distcp" for number in range(self.listed_objects)}
         directories = {f"__{number}_0" for number in range(self.listed_objects)}
         for name in (*names, *(f"{directory}/x" for directory in directories)):
@@ -137,7 +137,7 @@ class ObjectClientContract:
 
     @pytest.mark.parametrize("key", ODD_KEYS)
     def test_odd_names_are_names_like_others(self, client: ObjectClient, raw: RawObjects, key: str) -> None:
-        """What is put under a name is there under this name, is listed so, read, and deleted."""
+        """An object with such a name is stored, listed, read and deleted under exactly this name."""
         directory, _, name = key.partition("/")
         client.put(key, b"data")
         assert raw[key] == b"data"
@@ -151,7 +151,7 @@ class ObjectClientContract:
             raw[key]
 
     def test_what_is_deleted_is_gone_and_nothing_else(self, client: ObjectClient, raw: RawObjects) -> None:
-        """Of several keys at once; one that is not there is no error, and hinders no other."""
+        """Several keys at once. A missing one is no error, and does not stop the others."""
         for key in ("a/one", "a/one-more", "a/two"):
             raw[key] = b"x"
         client.delete(["a/one", "a/none", "a/two"])
@@ -159,7 +159,7 @@ class ObjectClientContract:
         client.delete([])
 
     def test_a_mark_is_put_only_over_what_was_seen(self, client: ObjectClient, raw: RawObjects) -> None:
-        """Two agents that have seen the same cannot both write; without conditions, each of them does."""
+        """Of two agents that have seen the same version only one can write; without conditions both do."""
         assert client.version("a") == ""
         assert client.put_over("a", b"one", "")
         assert client.put_over("a", b"two", "") is not self.has_conditions
@@ -173,7 +173,7 @@ class ObjectClientContract:
     def test_a_shard_arrives_whole(
         self, client: ObjectClient, raw: RawObjects, tmp_path: Path, size_bytes: int
     ) -> None:
-        """In one part or several, over whatever lay there; and the pace was asked for every byte."""
+        """In one part or several, over an older object. `paced` was called for every byte."""
         raw[KEY] = b"of an earlier save"
         whole, _ = add_footer(make_data(size_bytes))
         asked: list[int] = []
@@ -186,14 +186,14 @@ class ObjectClientContract:
     def test_a_flipped_bit_on_the_disk_is_not_uploaded(
         self, client: ObjectClient, tmp_path: Path, position: int
     ) -> None:
-        """It is found before it leaves, in data and footer, and no object is made of it."""
+        """In data or footer, it is detected before it is sent, and no object appears."""
         whole, _ = add_footer(make_data())
         with pytest.raises(ObjectCorrupt), open_source(tmp_path, flip_bit(whole, position), expect(whole)) as source:
             client.put_shard(KEY, source, allow)
         assert dict(client.list_keys("step-1/").sizes) == {}
 
     def test_an_upload_that_is_broken_off_is_no_object(self, client: ObjectClient, tmp_path: Path) -> None:
-        """The pace raises when the agent ends; then nothing is there that could be taken for the shard."""
+        """`paced` raises when the agent ends. Then no object has the shard's key."""
 
         def stop(size_bytes: int) -> None:
             raise StoreUnavailable("the pace", "wait", KEY, f"{size_bytes} bytes: the agent ends")
@@ -205,17 +205,17 @@ class ObjectClientContract:
             with pytest.raises(StoreUnavailable, match="the agent ends"):
                 client.put_shard(KEY, source, stop)
             assert dict(client.list_keys("step-1/").sizes) == {}
-            client.put_shard(KEY, source, allow)  # what it left behind hinders no later try
+            client.put_shard(KEY, source, allow)  # parts of the first try must not disturb a later one
         assert client.size_bytes(KEY) == len(whole)
 
     def test_ending_what_is_unfinished_leaves_what_is_finished(self, client: ObjectClient, raw: RawObjects) -> None:
-        """It is about uploads that never became objects."""
+        """Only uploads that never became objects are aborted."""
         raw[KEY] = b"data"
         assert client.end_unfinished("step-1/", 0) == 0
         assert raw[KEY] == b"data"
 
     def test_threads_share_a_client(self, client: ObjectClient, raw: RawObjects) -> None:
-        """Each gets what it asked for, however many ask at once."""
+        """Each thread gets its own result, however many call at once."""
 
         def put_and_read(number: int) -> None:
             data = make_data(20_000, seed=number)
@@ -230,7 +230,7 @@ class ObjectClientContract:
         assert raw["a/0"] == make_data(20_000, seed=0)
 
     def test_a_checkpoint_is_committed_found_and_removed(self, client: ObjectClient, tmp_path: Path) -> None:
-        """What the agents do with a bucket: shards, manifest, mark; and the mark goes first when it is removed."""
+        """As agents use a bucket: shards, manifest, mark. A removal deletes the mark first."""
         bucket = Bucket(client)
         assert bucket.is_empty("step-1")
         manifest = save_to_bucket(bucket, tmp_path, sequence=1)

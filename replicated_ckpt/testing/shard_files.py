@@ -33,19 +33,19 @@ def add_footer(data: bytes) -> tuple[bytes, BlockTable]:
 
 
 def expect(raw: bytes) -> Expected:
-    """What a manifest says of a shard file."""
+    """Size and checksum of a shard file, as in a manifest."""
     return Expected(len(raw), crc32c(raw))
 
 
 def open_source(folder: Path, raw: bytes, expected: Expected | None = None) -> UploadSource:
-    """A shard file on its way to a bucket; `expected` is what was saved, if the file has changed since."""
+    """A shard file to upload. `expected` is the saved shard, if the file has changed since."""
     path = folder / "__0_0.distcp"
     path.write_bytes(raw)
     return UploadSource(os.open(path, os.O_RDONLY | os.O_CLOEXEC), "node", path.name, expected or expect(raw))
 
 
 def flip_bit(raw: bytes, position: int) -> bytes:
-    """The same bytes but for one bit; a negative position counts from the end."""
+    """The bytes with one bit flipped; a negative position counts from the end."""
     changed = bytearray(raw)
     changed[position] ^= 1
     return bytes(changed)

@@ -1,4 +1,4 @@
-"""The contract of a VerifiedShard, one shard at one source of a load: inherit, and name a source."""
+"""The contract of a VerifiedShard, one shard at one source of a load: inherit, and override `shard_for`."""
 
 import pytest
 
@@ -14,7 +14,7 @@ class ShardContract:
     """Inherit, and override `shard_for`."""
 
     def shard_for(self, raw: bytes, expected: Expected) -> VerifiedShard:
-        """A source that has a file of these bytes, not opened yet. Called several times in one test."""
+        """An unopened source with a file of these bytes. Called several times in one test."""
         raise NotImplementedError
 
     @pytest.mark.parametrize(("offset", "length"), RANGES)
@@ -29,7 +29,7 @@ class ShardContract:
 
     @pytest.mark.parametrize(("offset", "length"), [(0, DATA_BYTES + 1), (DATA_BYTES, 1), (-1, 1), (0, -1)])
     def test_a_range_outside_the_data_is_refused(self, offset: int, length: int) -> None:
-        """The footer is no data, and nothing is made up."""
+        """The footer is not part of the data, and no bytes are invented."""
         raw, _ = add_footer(make_data())
         shard = self.shard_for(raw, expect(raw)).open()
         with pytest.raises(ObjectCorrupt):
@@ -37,7 +37,7 @@ class ShardContract:
         shard.close()
 
     def test_a_flipped_bit_costs_one_block(self) -> None:
-        """Its block is refused, and the others are still read."""
+        """Its block is refused; the other blocks are still read."""
         data = make_data()
         raw, _ = add_footer(data)
         shard = self.shard_for(flip_bit(raw, BLOCK_BYTES + 5), expect(raw)).open()
@@ -51,7 +51,7 @@ class ShardContract:
 
     @pytest.mark.parametrize("position", [-1, -10, -20, -30])
     def test_a_damaged_footer_is_refused_and_can_be_done_without(self, position: int) -> None:
-        """With the table of another source, or one made anew from the data, the shard is read all the same."""
+        """With the table of another source, or one recomputed from the data, the shard is still read."""
         data = make_data()
         raw, table = add_footer(data)
         bad, wanted = flip_bit(raw, position), expect(raw)
@@ -65,7 +65,7 @@ class ShardContract:
             shard.close()
 
     def test_damage_in_footer_and_data_is_not_rebuilt(self) -> None:
-        """A table is made anew only of data that is what was saved."""
+        """A recomputed table is used only if it matches the saved checksum."""
         raw, _ = add_footer(make_data())
         wanted = expect(raw)
         footer_damaged = Expected(wanted.size_bytes, wanted.crc32c, has_damaged_footer=True)
@@ -74,13 +74,13 @@ class ShardContract:
 
     @pytest.mark.parametrize("missing_bytes", [1, BLOCK_BYTES, DATA_BYTES])
     def test_a_file_that_was_cut_short_is_refused(self, missing_bytes: int) -> None:
-        """As a full disk or a lost machine leaves it."""
+        """A full disk or a power loss leaves such a file."""
         raw, _ = add_footer(make_data())
         with pytest.raises(ObjectCorrupt):
             self.shard_for(raw[:-missing_bytes], expect(raw)).open()
 
     def test_another_saves_file_is_refused(self) -> None:
-        """Whole and intact in itself, and of the same size: it is not what the manifest names."""
+        """It is intact and of the same size, but its checksum differs from the manifest."""
         raw, _ = add_footer(make_data(seed=1))
         other, _ = add_footer(make_data(seed=2))
         with pytest.raises(ObjectCorrupt):

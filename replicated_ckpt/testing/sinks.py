@@ -1,4 +1,4 @@
-"""The contract of a Sink, one destination of a shard while a save writes it: inherit, and give it a sink."""
+"""The contract of a Sink, one destination of a shard during a save: inherit, and override the fixtures."""
 
 from collections.abc import Callable
 
@@ -11,20 +11,20 @@ ReadBack = Callable[[], bytes | None]
 
 
 class SinkContract:
-    """Inherit, and override the fixtures `sink`, a new one, and `stored`: what counts at the destination, past the sink."""
+    """Inherit, and override the fixtures `sink`, a new sink, and `stored`, which reads the destination without it."""
 
     @pytest.fixture
     def sink(self) -> Sink:
-        """A sink that nothing was written to."""
+        """A sink without any written bytes."""
         raise NotImplementedError
 
     @pytest.fixture
     def stored(self, sink: Sink) -> ReadBack:
-        """Reads the shard at the destination; None: none counts there."""
+        """Reads the shard at the destination; None: there is no complete one."""
         raise NotImplementedError
 
     def test_what_was_written_is_stored(self, sink: Sink, stored: ReadBack) -> None:
-        """In order, in one piece or several, and it counts only once `finish` has returned."""
+        """In order, in one piece or several. The shard counts only after `finish` has returned."""
         raw, table = add_footer(make_data())
         whole = memoryview(raw)
         sink.write(whole[:1])
@@ -42,7 +42,7 @@ class SinkContract:
         assert stored() == raw
 
     def test_no_piece_is_kept(self, sink: Sink, stored: ReadBack) -> None:
-        """The memory is used again as soon as `write` has returned."""
+        """The caller overwrites the memory as soon as `write` has returned."""
         raw, table = add_footer(make_data())
         memory = bytearray(100_000)
         for offset in range(0, len(raw), len(memory)):
@@ -54,7 +54,7 @@ class SinkContract:
         assert stored() == raw
 
     def test_what_is_discarded_does_not_count(self, sink: Sink, stored: ReadBack) -> None:
-        """Whatever was written before."""
+        """Whatever was written before `discard`."""
         sink.write(memoryview(make_data()))
         sink.discard()
         assert stored() is None
@@ -65,7 +65,7 @@ class SinkContract:
         assert stored() is None
 
     def test_a_tee_fills_it(self, sink: Sink, stored: ReadBack) -> None:
-        """As a save does: small and large writes gathered in buffers, from a thread of the sink's own."""
+        """As in a save: small and large writes through buffers, from the sink's own thread."""
         data = make_data(5 << 20)
         buffers = Buffers(2, 1 << 20)
         tee = Tee([sink], buffers)

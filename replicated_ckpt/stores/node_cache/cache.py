@@ -1,8 +1,8 @@
 """A cache: verified pieces that one process of a node has fetched, for the node's other processes.
 
 The cache is a file in the agent's directory, mapped by all of them. Only its owner writes it: a few slots, used in turn,
-and a board of words with the owner's state. Each taker copies a piece and verifies the copy's checksum. So it never uses wrong
-bytes, even if the owner overwrites the slot meanwhile. The owner locks the file for its lifetime.
+and a board of words with the owner's state. Each taker copies a piece and verifies the copy's checksum. So it never uses
+wrong bytes, even if the owner overwrites the slot meanwhile. The owner locks the file for its lifetime.
 """
 
 import contextlib

@@ -28,7 +28,8 @@ class _FileStream(Stream):
     def close(self) -> None:
         with translate_errors(self._store, "write", self._name):
             os.fsync(self._fd)
-            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)  # so that it is read back from the disk
+            # `verify` must read the disk, not the cached pages.
+            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(self._fd)
         self._fd = -1
 
@@ -40,13 +41,13 @@ class _FileStream(Stream):
 class LocalOutput(Output):
     """A file or a directory at `path`.
 
-    What is written lies in `.<name>.part/` beside it, under a lock: what a killed conversion has left there is removed
-    by the next one of the same name. Everything is fsynced before it gets its name.
+    Files are written to `.<name>.part/` beside it, under a lock. The next conversion of the same name removes the files of
+    a killed one. Every file is fsynced before it gets its name.
 
     Args:
-        size_bytes: about what will be written; if there is less room, nothing is.
-        may_replace: None: nothing may have that name. Else an existing file is replaced, and a directory if it has no
-            file but such for whose names this is true.
+        size_bytes: about the size of the output; with less room nothing is written.
+        may_replace: None: `path` must not exist. Else an existing file is replaced, and an existing directory if this
+            returns True for the names of all its files.
 
     Raises:
         ConfigInvalid: the place cannot be used. StoreFull, StoreDenied, StoreError
@@ -85,7 +86,7 @@ class LocalOutput(Output):
             raise ConfigInvalid(f"{self._path} holds other files, too: {', '.join(sorted(others)[:5])}.", "Move them.")
 
     def _begin(self) -> None:
-        """Takes the place beside `path`, and removes what a killed conversion left there."""
+        """Locks the directory beside `path`, and removes the files of a killed conversion there."""
         try:
             with translate_errors(str(self._path.parent), "write", self._part.name):
                 self._take_part()
@@ -103,8 +104,9 @@ class LocalOutput(Output):
                 os.open(self._part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
             )
             status = os.fstat(self._lock.fd)
-            if status.st_uid != os.geteuid():  # its owner could put other bytes there, once they were verified
+            if status.st_uid != os.geteuid():  # its owner could replace the bytes after they were verified
                 raise ConfigInvalid(f"{self._part} is another user's.", "Remove it, or name another place.")
+            # Another process may have renamed or removed the directory between open and lock.
             is_ours = self._lock.try_take() and os.path.samestat(self._part.stat(), status)
         except FileNotFoundError:
             is_ours = False
@@ -120,7 +122,7 @@ class LocalOutput(Output):
             )
 
     def part(self, name: str) -> Path:
-        """Where a file lies until it is published."""
+        """The path of a file before it is published."""
         return self._part / name
 
     def _open(self, name: str) -> Stream:
@@ -133,21 +135,22 @@ class LocalOutput(Output):
                 yield buffer[:count]
 
     def _give_names(self) -> None:
+        # Again: the place was free when the conversion began, which may be hours ago.
         self._check()
         replaced = self._path.with_name(f".{self._path.name}.replaced")
         with translate_errors(self.label, "publish", self._path.name):
             if self._is_directory:
-                remove_tree(replaced)  # left by an earlier one: no directory takes the name of a full one
+                remove_tree(replaced)  # of an interrupted conversion: rename does not replace a full directory
                 self._name_directory(replaced)
             else:
                 (name,) = self.written
                 self.part(name).replace(self._path)
             fsync_directory(self._path.parent)
-        with contextlib.suppress(OSError):  # it is at its place: the next one of this name removes what is left here
+        with contextlib.suppress(OSError):  # the output is published: the next conversion removes these files
             remove_tree(replaced if self._is_directory else self._part)
 
     def _name_directory(self, replaced: Path) -> None:
-        """In one step; where the file system cannot exchange names there is an instant at which nothing has the name."""
+        """Publishes the directory atomically. Without RENAME_EXCHANGE nothing has the name for an instant."""
         fsync_directory(self._part)
         if not is_name_taken(self._path):
             self._part.rename(self._path)

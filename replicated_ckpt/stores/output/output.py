@@ -1,4 +1,4 @@
-"""What a conversion writes: files that get their names only when all of them were written and read back."""
+"""The output of a conversion: files that get their names only after all of them were written and read back."""
 
 import abc
 import contextlib
@@ -15,7 +15,7 @@ READ_BYTES = 4 << 20
 
 
 class Stream(abc.ABC):
-    """One file on its way. Used by one thread, written from its beginning to its end."""
+    """One file being written, from its start to its end, by one thread."""
 
     def __init__(self) -> None:
         self.position = 0
@@ -29,7 +29,7 @@ class Stream(abc.ABC):
         return len(view)
 
     def flush(self) -> int:
-        """Writers call it, and nothing is promised before `close`. Returns the position."""
+        """Returns the position. Writers of file formats call it; only `close` makes bytes durable."""
         return self.position
 
     @abc.abstractmethod
@@ -37,11 +37,11 @@ class Stream(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Everything was written; it is there, and durable where that can be had, when this returns."""
+        """Called after the last byte. When it returns the file is complete, and durable if the store supports it."""
 
     @abc.abstractmethod
     def abort(self) -> None:
-        """Ends it however far it got. Never raises."""
+        """Closes an incomplete file. Never raises."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,9 @@ class Written:
 
 
 class Output(abc.ABC):
-    """A file, or a directory of files, that appears at once by `publish`; leaving the block without that removes all.
+    """A file, or a directory of files, that appears atomically by `publish`. Leaving the block without it removes all.
 
-    The last file that is created is the last to appear, where they cannot appear together.
+    If the store has no atomic rename, files appear one by one, the one created last at the end.
     """
 
     label: str
@@ -83,10 +83,10 @@ class Output(abc.ABC):
         self.written[name] = Written(stream.position, stream.crc)
 
     def verify(self) -> None:
-        """Reads everything back.
+        """Reads all files back.
 
         Raises:
-            ObjectCorrupt: it is not what was written. StoreError
+            ObjectCorrupt: a file differs from the written bytes. StoreError
         """
         for name, written in self.written.items():
             crc = size_bytes = 0
@@ -99,10 +99,10 @@ class Output(abc.ABC):
                 raise ObjectCorrupt(self.label, "read back", name, detail, READ_BACK_HINT)
 
     def publish(self) -> None:
-        """Gives everything its name.
+        """Gives all files their names.
 
         Raises:
-            ConfigInvalid: something has that name by now. StoreError
+            ConfigInvalid: another file has the name by now. StoreError
         """
         self._give_names()
         self._is_published = True
@@ -118,7 +118,7 @@ class Output(abc.ABC):
 
     @abc.abstractmethod
     def _remove_parts(self) -> None:
-        """Removes what was not published. Never raises a StoreError."""
+        """Removes unpublished files. Never raises a StoreError."""
 
     @abc.abstractmethod
     def _close(self) -> None: ...

@@ -30,7 +30,7 @@ class _UrlStream(Stream):
 
     def abort(self) -> None:
         with contextlib.suppress(ReplicatedCkptError):
-            self.close()  # there is no way back that all back ends know; it has a part's name, and is removed
+            self.close()  # fsspec has no common abort: the part file is closed, and removed later
 
 
 class _Files(FsspecClient):
@@ -50,7 +50,7 @@ class _Files(FsspecClient):
 
     def move(self, path: str, to: str) -> None:
         with self.translate_errors("publish", to):
-            if self.target.is_directory:  # its move made no directory in 2025
+            if self.target.is_directory:  # fsspec 2025: the move into a new directory fails
                 self._fs.makedirs(self._path(to).rpartition("/")[0], exist_ok=True)
             self._fs.mv(self._path(path), self._path(to))
 
@@ -62,7 +62,7 @@ class _Files(FsspecClient):
 class UrlOutput(Output):
     """A file or a directory at a URL. Its parts lie beside it under `.<name>.part-<8 digits>/`.
 
-    A bucket cannot rename: `publish` copies there and removes the part, the file that was created last being the last.
+    A bucket cannot rename: `publish` copies each file and removes its part, in the order of creation.
 
     Raises:
         ConfigInvalid: the place cannot be used. StoreDenied, StoreUnavailable, StoreError
@@ -94,7 +94,7 @@ class UrlOutput(Output):
         if self._may_replace is not None:
             found = self._files.list_keys(f"{self._name}/")
             inside = (*found.sizes, *found.directories)
-            if inside and not self._is_directory:  # back ends would move the file into it
+            if inside and not self._is_directory:  # back ends would move the file into the directory
                 raise ConfigInvalid(f"{self.label} is no file.", "Name another place; nothing was written.")
             if self._is_directory and self._files.has_file(self._name):  # the directory would take its place
                 raise ConfigInvalid(f"{self.label} is no directory.", "Name another place; nothing was written.")
@@ -120,6 +120,7 @@ class UrlOutput(Output):
         for name, written in self.written.items():
             final = f"{self._name}/{name}" if self._is_directory else self._name
             self._files.move(f"{self._part}/{name}", final)
+            # The copy happens in the store: an error in it may leave a short object, and no exception.
             if self._files.size_bytes(final) != written.size_bytes:
                 detail = f"it has not {written.size_bytes} bytes there"
                 raise ObjectCorrupt(self.label, "publish", name, detail, "Convert it again, with --overwrite.")

@@ -45,12 +45,12 @@ _KINDS_BY_STATUS: dict[int, tuple[type[ReplicatedCkptError], ...]] = {
     503: (StoreUnavailable,),
     507: (StoreFull,),
 }
-"""What a status may mean where the agent says which of them it is; the first one if it says none of them."""
+"""Error classes that a status may stand for. The agent names one; else it is the first."""
 
 
 @contextlib.contextmanager
 def parsing(what: str, *others: type[Exception]) -> Iterator[None]:
-    """For a block that takes apart what another process said. `what` begins the error: "node b answered wrongly".
+    """For a block that parses another process's message. `what` begins the error text, as "node b answered wrongly".
 
     Raises:
         PeerProtocolError: a field is missing, or of another type; or the block raised one of `others`.
@@ -62,14 +62,14 @@ def parsing(what: str, *others: type[Exception]) -> Iterator[None]:
 
 
 def document_in(raw: bytes, what: str) -> dict[str, Any]:
-    """The JSON object in an answer; `what` begins the sentence that says what was answered instead.
+    """The JSON object in an answer. `what` begins the error text.
 
     Raises:
-        PeerProtocolError: there is none.
+        PeerProtocolError: the answer is no JSON object.
     """
     try:
         answer = json.loads(raw)
-    except (ValueError, RecursionError) as exc:
+    except (ValueError, RecursionError) as exc:  # RecursionError: deeply nested JSON of a hostile peer
         raise PeerProtocolError(f"{what} with no JSON: {raw[:80]!r}.") from exc
     if not isinstance(answer, dict):
         raise PeerProtocolError(f"{what} with {type(answer).__name__}.")
@@ -79,9 +79,9 @@ def document_in(raw: bytes, what: str) -> dict[str, Any]:
 def refusal(
     status: int, raw: bytes, peer: str, method: str, path: str, wrong_token_hint: str | None = None
 ) -> ReplicatedCkptError:
-    """The error that an agent refused a request with: of its class, with its message and its hint.
+    """The error that an agent answered to a request, with its class, message and hint.
 
-    `wrong_token_hint`: the next step where the agent does not know the token, and so is another one than was asked.
+    `wrong_token_hint`: the hint for an unknown token, which means that another agent listens at the address.
     """
     try:
         fields = json.loads(raw)
@@ -91,6 +91,7 @@ def refusal(
     hint = one_line(hint, _HINT_CHARS) if isinstance(hint, str) else None
     if status == HTTPStatus.UNAUTHORIZED:
         hint = wrong_token_hint or hint
+    # Only classes of this status: the class name in the answer is a peer's text.
     kinds = _KINDS_BY_STATUS.get(status, (PeerProtocolError,))
     kind = next((kind for kind in kinds if kind.__name__ == named), kinds[0])
     if issubclass(kind, StoreError):
@@ -101,17 +102,17 @@ def refusal(
 
 
 def file_path(checkpoint_id: str, save_id: str, name: str) -> str:
-    """Of a committed checkpoint, if it is of this save."""
+    """The path of a file of one committed save."""
     return _path(name, checkpoint_id=checkpoint_id, save_id=save_id)
 
 
 def unmanaged_path(checkpoint_id: str, name: str, size_bytes: int) -> str:
-    """Of a checkpoint without a manifest, if the file has this size."""
+    """The path of a file of this size in a checkpoint without a manifest."""
     return _path(name, checkpoint_id=checkpoint_id, size_bytes=size_bytes)
 
 
 def metadata_path(save_id: str) -> str:
-    """`.metadata` of a save that is open or committed."""
+    """The path of `.metadata` of an open or committed save."""
     return _path(METADATA_NAME, save_id=save_id)
 
 
@@ -120,25 +121,27 @@ def _path(name: str, **of: str | int) -> str:
 
 
 class CutOff(ConnectionResetError):
-    """The connection has ended in the middle of a range: it was cut, the peer has gone, or its disk does not give all."""
+    """The connection ended in the middle of a range: it was cut, the peer ended, or its disk could not read all bytes."""
 
 
 def fill(target: memoryview, response: http.client.HTTPResponse, until_s: float, within_s: float) -> None:
-    """Fills `target` with the whole body of an answer that has its length.
+    """Fills `target` with the whole body of an answer of the same length.
 
     Raises:
-        TooSlow: it has not all come by `until_s` of the monotonic clock, `within_s` after it was asked for. CutOff: it ends
-            before. OSError: no byte has come for the time-out of the connection.
+        TooSlow: bytes are missing at `until_s` of the monotonic clock, `within_s` after the request. CutOff: the body is
+            too short. OSError: no byte came within the time-out of the connection.
     """
     done = 0
     while done < len(target):
+        # A peer that sends one byte at a time never meets the socket's time-out.
         if time.monotonic() > until_s:
             raise TooSlow(f"too slow: {done} of {len(target)} bytes within {within_s:.0f} s")
         try:
-            count = response.fp.readinto1(target[done:])  # what is there by now: all of it may never be
+            # Returns after one receive: waiting for all could hide a slow peer.
+            count = response.fp.readinto1(target[done:])
         except ConnectionResetError as exc:
             raise CutOff(*exc.args) from exc
         if count == 0:
             raise CutOff(errno.ECONNRESET, "the peer closed the connection in the middle")
         done += count
-    response.close()  # the connection stays open: its next answer begins here
+    response.close()  # ends the answer only: the connection is used again

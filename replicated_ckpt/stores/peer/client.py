@@ -1,9 +1,8 @@
-"""Speaks HTTP/1.1 to one agent. Every wait has a deadline; every failure is a typed error that names the peer.
+"""The HTTP/1.1 client of one agent. Every wait has a deadline; every failure is a typed error that names the peer.
 
-Deadlines: a socket time-out on each slice sent and on each piece received is the only thing that notices every fault
-(a stopped process, a cut link, a host that died while we wait for its answer); keep-alive and TCP_USER_TIMEOUT miss some.
-While an agent works on a long request (an fsync) it sends `100 Continue` at least once a second, so the deadline is one
-on progress, not on the work.
+Only a socket time-out on each slice sent and each piece received detects every fault: a stopped process, a cut link, a host
+that died while we wait for its answer. Keep-alive and TCP_USER_TIMEOUT miss some. During a long request (an fsync) an agent
+sends `100 Continue` at least once a second, so the deadline limits the time without progress, not the work.
 """
 
 import errno
@@ -29,7 +28,7 @@ from replicated_ckpt.wording import one_line
 
 PROGRESS_TIMEOUT_S = 5.0
 ACK_TIMEOUT_S = 120.0
-"""A peer that lives and has not made a shard durable by then is given up: its disk hangs."""
+"""Longest wait for a live peer to make a shard durable. After that its disk counts as hanging."""
 ANSWER_BYTES_MAX = 64 << 20
 FILE_BYTES_MAX = 8 << 30
 _SLICE_BYTES = 1 << 20
@@ -44,11 +43,11 @@ _SHA256 = re.compile(r"([0-9a-f]{64})?")
 
 @dataclass(frozen=True)
 class AgentAddress:
-    """Where an agent listens and the token that opens it. The token never appears in `repr`, logs or errors.
+    """The address of an agent and its token. The token never appears in `repr`, logs or errors.
 
-    `incarnation` counts the starts of the node's agents: of two addresses of one node the larger one is the later one.
-    `tls_sha256` is the fingerprint of its certificate; empty: it speaks plain HTTP, and is talked to only on this host, or
-    where the user trusts the network. `origin`: who says so.
+    `incarnation` counts the starts of the node's agents: of two addresses of one node the larger one is newer.
+    `tls_sha256` is the fingerprint of its certificate. Empty: plain HTTP, used only on this host or in a trusted network.
+    `origin`: where the address comes from.
     """
 
     node_id: str
@@ -67,12 +66,12 @@ class AgentAddress:
         return f"node {self.node_id} at {self.host}:{self.port}"
 
     def to_json(self) -> dict[str, Any]:
-        """With the token: for clients that talk to the agent. It is in no list that others read."""
+        """The fields with the token, for clients of the agent. Lists for others must not contain it."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "AgentAddress":
-        """Raises ValueError, KeyError, TypeError: one that cannot be talked to would be met again and again."""
+        """Raises ValueError, KeyError, TypeError: refused here, as every request to such an address would fail."""
         fields = dict(fields)
         address = cls(
             str(fields["node_id"]),
@@ -92,7 +91,7 @@ class AgentAddress:
 
 
 def open_connection(address: AgentAddress, timeout_s: float) -> http.client.HTTPConnection:
-    """A connection to an agent, by TLS if its address says so; it connects when it is first used."""
+    """A connection to an agent, by TLS if its address has a fingerprint. It connects at its first use."""
     if address.tls_sha256:
         pinned, hint = address.tls_sha256, wrong_token_hint(address)
         return PinnedConnection(
@@ -121,7 +120,7 @@ class AgentClient:
         """Sends a JSON request and returns the JSON answer.
 
         Raises:
-            StoreUnavailable: no answer in time. PeerProtocolError: no sensible one. And what the agent refused with.
+            StoreUnavailable: no answer in time. PeerProtocolError: an invalid answer. Also the agent's errors.
         """
         return self.put(method, path, None if document is None else json.dumps(document).encode())
 
@@ -131,7 +130,8 @@ class AgentClient:
 
     @contextmanager
     def within(self, seconds: float) -> Iterator[None]:
-        """The requests of the block, the peer's work included, end within so many seconds or raise StoreUnavailable."""
+        """Requests in the block, with the peer's work, end within `seconds` or raise StoreUnavailable."""
+        # The watcher shuts down a socket, so there must be one before it starts.
         if self._connection.sock is None:
             with self.translate_errors("CONNECT", "/"):
                 self._connection.connect()
@@ -148,11 +148,13 @@ class AgentClient:
             return raw
 
     def body_of(self, response: http.client.HTTPResponse, size_max: int, request: str) -> bytes:
-        """The whole body of an answer whose end is known from its head: one cut short is not taken for a whole one."""
+        """The whole body of an answer with a length or chunks. A truncated body raises ConnectionResetError."""
+        # Such a body ends with the connection: a cut one would look complete.
         if response.length is None and not response.chunked:
             self._connection.close()
             raise PeerProtocolError(f"{self.address.label} answered {request} without a length.")
         raw = response.read(size_max)
+        # http.client returns fewer bytes without an error if the connection ends.
         if len(raw) < size_max and response.length:
             raise ConnectionResetError(errno.ECONNRESET, "the peer closed the connection in the middle")
         if response.read(1):
@@ -161,10 +163,10 @@ class AgentClient:
         return raw
 
     def fetch_file(self, path: str, size_bytes: int) -> bytes:
-        """A file of exactly `size_bytes`, in pieces: memory grows with what comes, not with what was promised.
+        """A file of exactly `size_bytes`, read in pieces: memory grows with received bytes, not with the promised size.
 
         Raises:
-            ManifestInvalid: it would be larger than any. ObjectCorrupt: the file is shorter. And as `read_range`.
+            ManifestInvalid: `size_bytes` exceeds FILE_BYTES_MAX. ObjectCorrupt: the file is shorter. Else as `read_range`.
         """
         if size_bytes > FILE_BYTES_MAX:
             raise ManifestInvalid(f"{path} at {self.address.label} is said to have {size_bytes} bytes.")
@@ -179,8 +181,8 @@ class AgentClient:
         """Fills `target` with the bytes of a file from `offset` on.
 
         Raises:
-            ObjectCorrupt: the peer's file is shorter. StoreUnavailable: from TooSlow, if it has sent some and not all of
-                them `within_s`. ObjectMissing, PeerProtocolError
+            ObjectCorrupt: the peer's file is shorter. StoreUnavailable: also from TooSlow, if not all bytes came within
+                `within_s`. ObjectMissing, PeerProtocolError
         """
         until_s = time.monotonic() + within_s
         with self.translate_errors("GET", path):
@@ -191,6 +193,7 @@ class AgentClient:
                 self._connection.close()
                 detail = f"it ends {len(target) - response.length} bytes before byte {offset + len(target)}"
                 raise ObjectCorrupt(self.address.label, "GET", path, detail)
+            # Close: the rest of this body would be read as the next answer.
             if response.status != 206 or response.length != len(target):
                 self._connection.close()
                 raise PeerProtocolError(
@@ -200,15 +203,16 @@ class AgentClient:
             fill(target, response, until_s, within_s)
 
     def _ask_range(self, path: str, wanted: str) -> http.client.HTTPResponse:
-        """Asks for a part of a file. If a connection of an earlier request has ended meanwhile, once more by a new one.
+        """Requests a part of a file. If an old connection has ended meanwhile, it tries once more with a new one.
 
-        An agent ends one that has waited for long, or that waits when others want to come in; so does its restart.
+        An agent closes idle connections, after a time or for new clients; so does its restart.
         """
         headers, was_open = {**self._headers(), "Range": wanted}, self._connection.sock is not None
         try:
             self._connection.request("GET", path, headers=headers)
             return self._connection.getresponse()
         except (ConnectionError, ssl.SSLError):
+            # A fresh connection that breaks is a fault of the peer; an old one may have been closed as idle.
             if not was_open:
                 raise
         self._connection.close()
@@ -216,7 +220,7 @@ class AgentClient:
         return self._connection.getresponse()
 
     def start_upload(self, path: str, headers: Mapping[str, str]) -> "Upload":
-        """A PUT whose body is sent piece by piece, its size not known beforehand."""
+        """Begins a PUT with a chunked body, whose size is unknown at its start."""
         with self.translate_errors("PUT", path):
             self._connection.putrequest("PUT", path, skip_accept_encoding=True)
             for name, value in {**self._headers(), **headers, "Transfer-Encoding": "chunked"}.items():
@@ -226,10 +230,10 @@ class AgentClient:
 
     @contextmanager
     def translate_errors(self, method: str, path: str) -> Iterator[None]:
-        """Turns transport errors of the block into typed ones, and drops the connection, whose state is unknown then."""
+        """Turns transport errors of the block into typed ones, and closes the connection, whose state is unknown then."""
         try:
             yield
-        except (OSError, http.client.HTTPException, UnicodeError) as exc:  # a host's name may be none
+        except (OSError, http.client.HTTPException, UnicodeError) as exc:  # UnicodeError: an invalid host name
             self._connection.close()
             detail = one_line(f"{type(exc).__name__}: {exc}") if str(exc) else type(exc).__name__
             at = self.address
@@ -243,16 +247,16 @@ class AgentClient:
             raise refusal(status, raw, self.address.label, method, path, wrong_token_hint(self.address))
 
     def raise_refusal(self, path: str) -> None:
-        """After a send broke: raises what the agent answered before it closed, if it did."""
+        """After a broken send: raises the error that the agent answered before it closed, if any, as of a full disk."""
         try:
             response = self._connection.getresponse()
             self.raise_for(response.status, response.read(1 << 16), "PUT", path)
         except (OSError, http.client.HTTPException):
-            return  # it closed without an answer: the caller reports the broken send itself
+            return  # closed without an answer: the caller reports the broken send
 
 
 class Upload:
-    """The body of one PUT under way."""
+    """The body of one PUT in progress."""
 
     def __init__(self, client: AgentClient, connection: http.client.HTTPConnection, path: str) -> None:
         self._client = client
@@ -266,9 +270,11 @@ class Upload:
                 self._connection.send(b"%x\r\n" % sum(map(len, pieces)))
                 for piece in pieces:
                     for start in range(0, len(piece), _SLICE_BYTES):
+                        # In slices: the socket's time-out covers a whole call, so a large one would fail on a slow link.
                         self._connection.send(piece[start : start + _SLICE_BYTES])
                 self._connection.send(b"\r\n")
             except OSError as exc:
+                # After a time-out there is no answer to wait for: that would cost a second time-out.
                 if not isinstance(exc, TimeoutError):
                     self._client.raise_refusal(self._path)
                 raise

@@ -1,4 +1,4 @@
-"""A peer's store, through its agent: a sink for copies, a source of verified ranges, and what seems bad of these."""
+"""A peer's store, through its agent: a sink for copies, a source of verified ranges, and reports of bad files."""
 
 import logging
 import time
@@ -20,20 +20,20 @@ _CUT_OFF = (
     "Another copy is used if there is one. That node's disk may not read those bytes: see its agent's log, and `dmesg`."
 )
 BEHIND_HEADER = "X-Rckpt-Behind"
-"""Of a shard for which no training waits."""
+"""Header of a shard of an asynchronous save, for which no training waits."""
 SLOW_WINDOW_S = 10.0
 SLOW_BYTES_PER_S = 1 << 20
 
 SLOW_READ_S = 10.0
 SLOWDOWN_ALLOWED = 12
-"""So many times as long a range may take where no other source is left, or re-protection asks for it."""
+"""Factor on the time of a range without another source, or for re-protection."""
 
 
 class PeerSink:
-    """Sends one shard into a peer's staging area, and checks that the peer received what was hashed here.
+    """Sends one shard into a peer's staging area, and compares the checksum that the peer computed with our own.
 
-    `durable`: `finish` returns when the peer has fsynced it; otherwise when the peer has it in memory. `is_behind`: it is
-    of an asynchronous save, and the peer may let others have the processor first.
+    `durable`: `finish` returns after the peer's fsync; else once the peer has the shard in memory. `is_behind`: it is
+    a shard of an asynchronous save, and the peer may write it at a lower priority.
     """
 
     def __init__(
@@ -61,7 +61,8 @@ class PeerSink:
         self._check_rate(time.monotonic() - started, sum(map(len, pieces)))
 
     def _check_rate(self, blocked_s: float, size_bytes: int) -> None:
-        """A peer that takes bytes, and too slowly, would hold the whole save up: it is given up like one that is gone."""
+        """Aborts a copy to a peer that is too slow, as if the peer were down: it would delay the whole save."""
+        # Only time spent in sends: the rank itself may be slow to produce bytes.
         self._blocked_s += blocked_s
         self._taken_bytes += size_bytes
         if self._blocked_s < SLOW_WINDOW_S:
@@ -77,6 +78,7 @@ class PeerSink:
             raise PeerProtocolError(f"Nothing was sent to {self.label}.")
         answer = self._upload.finish_upload()
         size_bytes, crc = answer.get("size_bytes"), answer.get("crc32c")
+        # TCP's checksum and the peer's memory both let flipped bits pass.
         if (size_bytes, crc) != (table.file_bytes, table.file_crc()):
             found = f"{size_bytes} bytes of CRC32C {crc:08x}" if isinstance(crc, int) else "something else"
             detail = f"expected {table.file_bytes} bytes of CRC32C {table.file_crc():08x}, the peer received {found}"
@@ -84,14 +86,14 @@ class PeerSink:
         self._client.close()
 
     def discard(self) -> None:
-        """Breaks the connection: the agent drops a body that did not end."""
+        """Closes the connection: the agent drops an incomplete body."""
         self._client.close()
 
 
 class PeerShard(VerifiedShard):
-    """Reads one shard from a peer by verified ranges. One thread. The client is taken over.
+    """Reads one shard from a peer by verified ranges. For one thread. It closes the client.
 
-    While it `is_preferred` to other sources, each range has to come in SLOW_READ_S and the time of SLOW_BYTES_PER_S.
+    While it `is_preferred` to other sources, a range must arrive within SLOW_READ_S plus its time at SLOW_BYTES_PER_S.
     """
 
     def __init__(
@@ -109,7 +111,7 @@ class PeerShard(VerifiedShard):
         super().__init__(client.address.label, f"{checkpoint_id}/{name}", expected)
 
     def _fill(self, target: memoryview, offset: int) -> None:
-        """A range is asked for twice if the connection ends in it: where the peer's disk has lost bytes it ends again."""
+        """Requests a range again if the connection ends in it: only lost bytes on the peer's disk end it a second time."""
         within_s = SLOW_READ_S + len(target) / SLOW_BYTES_PER_S
         within_s *= 1 if self._is_preferred() else SLOWDOWN_ALLOWED
         for is_last in (False, True):
@@ -131,10 +133,7 @@ class PeerShard(VerifiedShard):
 
 
 def tell_suspect(address: AgentAddress, checkpoint_id: str, save_id: str, name: str, why: str) -> bool:
-    """Tells a node that one of its files was found bad; its agent reads it again and mends it. Whether it was told.
-
-    Failing to is logged.
-    """
+    """Reports a bad file to its node, whose agent reads it again and repairs it. False if that failed, which is logged."""
     document = {"checkpoint_id": checkpoint_id, "save_id": save_id, "name": name, "why": why[:500]}
     try:
         with AgentClient(address) as client:

@@ -1,4 +1,4 @@
-"""A deadline over a whole exchange: heartbeats show that a peer lives, not that its work will ever end."""
+"""A deadline for a whole exchange: heartbeats show that a peer is alive, not that its work will ever end."""
 
 import http.client
 import socket
@@ -11,18 +11,18 @@ from replicated_ckpt.stores.thread_start import start_worker
 
 
 def is_time_out(error: BaseException | None) -> bool:
-    """Whether a peer let a time-out pass: to ask it again soon costs another one."""
+    """Whether the error is a time-out of a peer: another request soon would cost another time-out."""
     return isinstance(error, StoreUnavailable) and isinstance(error.__cause__, TimeoutError)
 
 
 @contextmanager
 def limit_time(connected: socket.socket | None, seconds: float) -> Iterator[None]:
-    """Breaks the connection when the block lasts longer; what the block meets then becomes a TimeoutError.
+    """Shuts the connection down after `seconds`. The block's error then becomes a TimeoutError.
 
-    Where it was translated already it stays a StoreUnavailable, of that: nothing else says that the peer lives.
+    A StoreUnavailable of the block stays one, with a TimeoutError as its cause.
 
     Raises:
-        StoreUnavailable: the system gives no thread for it; the block was not begun.
+        StoreUnavailable: the system has no thread for the watch; the block was not begun.
     """
     ended, is_broken = threading.Event(), threading.Event()
     late = f"it has not ended within {seconds:.0f} s"
@@ -30,8 +30,9 @@ def limit_time(connected: socket.socket | None, seconds: float) -> Iterator[None
     def watch() -> None:
         if not ended.wait(seconds) and connected is not None:
             is_broken.set()
-            with suppress(OSError):  # closed meanwhile: there is nothing to break
-                socket.socket.shutdown(connected, socket.SHUT_RDWR)  # not TLS's own, which would go on in the clear
+            with suppress(OSError):  # closed meanwhile: the block has ended
+                # The socket's own method: TLS's would switch to plain text.
+                socket.socket.shutdown(connected, socket.SHUT_RDWR)
 
     start_worker(watch, name="rckpt-deadline")
     try:

@@ -1,4 +1,4 @@
-"""Fan-out: the same call to many peers at once, bounded in number, every outcome kept."""
+"""Fan-out: the same call to many peers in parallel, on a bounded number of threads. It collects every outcome."""
 
 import logging
 import queue
@@ -11,13 +11,13 @@ from replicated_ckpt.errors import ReplicatedCkptError
 log = logging.getLogger(__name__)
 
 PARALLEL_MAX = 128
-"""The 50 of 1,000 nodes that hang then cost one time-out, not two in a row."""
+"""Large enough that 50 hanging nodes of 1,000 cost one time-out, not two in a row."""
 Key = TypeVar("Key")
 Result = TypeVar("Result")
 
 
 class FanOut(Generic[Key, Result]):
-    """Outcomes by key: `results` where the call returned, `errors` where it raised one of our errors."""
+    """Outcomes by key: `results` of calls that returned, `errors` of calls that raised one of our errors."""
 
     def __init__(self, *, until_error: bool = False) -> None:
         self._until_error = until_error
@@ -29,12 +29,11 @@ class FanOut(Generic[Key, Result]):
     def run(
         cls, keys: Iterable[Key], call: Callable[[Key], Result], *, most: int = PARALLEL_MAX, until_error: bool = False
     ) -> "FanOut[Key, Result]":
-        """Calls `call(key)` for every key, on at most so many threads; returns when all have ended.
+        """Calls `call(key)` for every key, on at most `most` threads; returns when all calls have ended.
 
-        `until_error`: no call begins once another one has raised.
+        `until_error`: no call begins after another one has raised.
 
-        Plain threads, as a thread pool refuses new work once the interpreter has begun to exit, where a save may still
-        be under way.
+        It uses plain threads: a thread pool refuses new work while the interpreter exits, and a save may still run then.
         """
         outcome = cls(until_error=until_error)
         waiting: queue.SimpleQueue[Key] = queue.SimpleQueue()
@@ -42,6 +41,7 @@ class FanOut(Generic[Key, Result]):
             waiting.put(key)
         count = min(most, waiting.qsize())
         threads = outcome._start_threads(count - 1, waiting, call)
+        # This thread works, too: it is enough if the system has no thread left.
         outcome._work(waiting, call)
         for thread in threads:
             thread.join()
@@ -52,14 +52,14 @@ class FanOut(Generic[Key, Result]):
     def _start_threads(
         self, count: int, waiting: "queue.SimpleQueue[Key]", call: Callable[[Key], Result]
     ) -> list[threading.Thread]:
-        """As many as the system gives: the calling thread makes the calls that are left, one after the other."""
+        """Starts as many threads as the system allows. The calling thread makes the remaining calls."""
         threads: list[threading.Thread] = []
         for _ in range(count):
             thread = threading.Thread(target=self._work, args=(waiting, call), daemon=True)
             try:
                 thread.start()
             except (RuntimeError, MemoryError) as exc:
-                log.warning("%d of %d threads can be had: %s", len(threads), count, exc)
+                log.warning("%d of %d threads could be started: %s", len(threads), count, exc)
                 break
             threads.append(thread)
         return threads

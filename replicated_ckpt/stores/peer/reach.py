@@ -1,4 +1,4 @@
-"""The next step where an agent cannot be reached: what the failure says, where the address comes from, who sets it."""
+"""Hints for an agent that cannot be reached: the cause, the origin of the address, and how to change it."""
 
 import errno
 import socket
@@ -14,7 +14,7 @@ _NO_ROUTE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EADDRNOTAVAIL)
 
 
 class Address(Protocol):
-    """Where the agent of a node is looked for; `origin` says where the address comes from."""
+    """The address of a node's agent; `origin` is where the address comes from."""
 
     @property
     def node_id(self) -> str: ...
@@ -29,7 +29,7 @@ class Address(Protocol):
 
 
 def reach_hint(at: Address, error: BaseException) -> str:
-    """What to do about an agent that did not answer at its address."""
+    """The hint for an agent that did not answer at its address."""
     shown = f"[{at.host}]" if ":" in at.host else at.host
     scheme = "https" if at.tls_sha256 else "http"
     itself = f"{_LOOPBACK.format(at.host)} " if is_loopback(at.host) and HOST_ENV in at.origin else ""
@@ -42,7 +42,7 @@ def reach_hint(at: Address, error: BaseException) -> str:
 
 
 def wrong_token_hint(at: Address) -> str:
-    """What to do where another agent answers at the address than the one that was introduced under it."""
+    """The hint if another agent than the expected one answers at the address."""
     why = f" {_LOOPBACK.format(at.host)}" if is_loopback(at.host) else ""
     return (
         f"Another agent than that of node {at.node_id} answers there.{why} {_tell_origin(at)}If the address is wrong, set "

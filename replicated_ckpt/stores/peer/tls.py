@@ -1,6 +1,6 @@
-"""TLS between agents and their clients: the certificate is pinned by its fingerprint, which travels with the address.
+"""TLS between agents and their clients: the certificate is pinned by its fingerprint, which is part of the address.
 
-What goes beyond this host is encrypted, unless the user says that the network is trusted.
+Traffic to other hosts is encrypted, unless the user has declared the network as trusted.
 """
 
 import functools
@@ -29,9 +29,9 @@ PLAIN_HINT = (
 
 
 def is_loopback(host: str) -> bool:
-    """Whether nothing that is sent there leaves this host. An IPv4 address written as IPv6 is not looked into.
+    """Whether traffic to `host` stays on this host. False for an IPv4 address written as IPv6, on every Python.
 
-    Source: `is_loopback` of `ipaddress` looks into it from Python 3.13 on.
+    Source: from Python 3.13 on `is_loopback` of `ipaddress` is True for ::ffff:127.0.0.1.
     """
     try:
         address = ipaddress.ip_address(host)
@@ -41,7 +41,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_network_trusted() -> bool:
-    """Whether the user said that nothing has to be encrypted."""
+    """Whether the user has switched encryption off."""
     return is_switched_on(PLAIN_ENV)
 
 
@@ -51,19 +51,19 @@ def can_encrypt() -> bool:
 
 
 def is_plain_allowed(host: str) -> bool:
-    """Whether an agent may be talked to at `host` without TLS."""
+    """Whether connections to `host` without TLS are allowed."""
     return is_loopback(host) or is_network_trusted() or not can_encrypt()
 
 
 def server_context(certificate: str, key: str) -> ssl.SSLContext:
-    """What an agent accepts connections with: TLS 1.3, in which no session is resumed or negotiated again.
+    """The TLS context of an agent: TLS 1.3, without resumption or renegotiation.
 
     Raises:
         ConfigInvalid: the files are not a certificate and its key.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.num_tickets = 0  # no client resumes a session
+    context.num_tickets = 0  # clients never resume a session, so a ticket is only traffic
     try:
         context.load_cert_chain(certificate, key)
     except (OSError, ssl.SSLError) as exc:
@@ -87,23 +87,23 @@ def fingerprint(certificate: str) -> str:
 
 
 def pin_name(sha256: str) -> str:
-    """What a client says in its handshake of the certificate that it expects: an agent that had it before shows it then."""
-    return f"{sha256[:32]}.{sha256[32:]}"  # a part of a name has at most 63 characters
+    """The server name in a client's handshake, from the expected fingerprint: an agent can present an older certificate."""
+    return f"{sha256[:32]}.{sha256[32:]}"  # a label of a DNS name has at most 63 characters
 
 
 @functools.cache
 def _client_context() -> ssl.SSLContext:
-    """The same for all connections: it knows nothing of the other side."""
+    """One context for all connections: it holds nothing about the peer."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE  # the fingerprint is compared, which is stricter
+    context.verify_mode = ssl.CERT_NONE  # `PinnedConnection` compares the fingerprint, which is stricter
     return context
 
 
 @functools.cache
 def _warn_of_plain_talk(label: str) -> None:
-    """Once for each peer in a process."""
+    """Warns once for each peer in a process."""
     log.warning(
         "what goes to %s is not encrypted, as the package `cryptography` is missing here. %s", label, PLAIN_HINT
     )
@@ -120,7 +120,7 @@ class PlainConnection(http.client.HTTPConnection):
         """Connects.
 
         Raises:
-            StoreDenied: what is sent there must be encrypted, and the address has no fingerprint. OSError
+            StoreDenied: encryption is required, and the address has no fingerprint. OSError
         """
         if not is_plain_allowed(self.host):
             detail = "its address has no fingerprint of a certificate, and nothing is sent there unencrypted"
@@ -131,7 +131,7 @@ class PlainConnection(http.client.HTTPConnection):
 
 
 class PinnedConnection(http.client.HTTPSConnection):
-    """A connection that goes on only if the other side has the key of exactly one certificate; no authority is asked."""
+    """A connection that accepts exactly one certificate, by its fingerprint, whoever has signed it."""
 
     def __init__(self, host: str, port: int, *, timeout: float, sha256: str, label: str, hint: str) -> None:
         super().__init__(host, port, timeout=timeout, context=_client_context())
@@ -143,10 +143,11 @@ class PinnedConnection(http.client.HTTPSConnection):
         """Connects, and compares the certificate before anything is sent.
 
         Raises:
-            StoreDenied: it is another one. OSError
+            StoreDenied: the fingerprint differs. OSError
         """
         http.client.HTTPConnection.connect(self)
         self.sock = _client_context().wrap_socket(self.sock, server_hostname=pin_name(self._sha256))
+        # Before the first request: its header has the token.
         found = hashlib.sha256(self.sock.getpeercert(True) or b"").hexdigest()
         if not hmac.compare_digest(found.encode(), self._sha256.encode()):
             self.close()
