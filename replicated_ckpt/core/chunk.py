@@ -1,4 +1,4 @@
-"""Chunks: rectangular parts of a tensor, and how they are cut into runs that lie in one piece in memory or in a file."""
+"""Chunks: rectangular parts of a tensor, and their division into runs that are contiguous in memory or in a file."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -8,7 +8,7 @@ from typing import Self
 
 @dataclass(frozen=True)
 class Chunk:
-    """A rectangular part of a tensor: where it begins and how far it goes, in elements by dimension."""
+    """A rectangular part of a tensor: its offsets and sizes, in elements by dimension."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -22,7 +22,7 @@ class Chunk:
         return math.prod(self.sizes)
 
     def common(self, other: "Chunk") -> "Chunk | None":
-        """What lies in both; None if nothing does."""
+        """The intersection; None if it is empty."""
         starts = tuple(map(max, self.offsets, other.offsets))
         ends = map(min, self._ends(), other._ends())  # noqa: SLF001 - of the same class
         sizes = tuple(end - start for start, end in zip(starts, ends, strict=True))
@@ -32,7 +32,7 @@ class Chunk:
         return tuple(offset + size for offset, size in zip(self.offsets, self.sizes, strict=True))
 
     def relative_to(self, outer: "Chunk") -> "Chunk":
-        """The same part, by offsets into `outer`."""
+        """The same part, with offsets relative to `outer`."""
         offsets = (offset - start for offset, start in zip(self.offsets, outer.offsets, strict=True))
         return Chunk(tuple(offsets), self.sizes)
 
@@ -44,9 +44,9 @@ class Chunk:
         return position
 
     def runs(self, outer: "Chunk", elements_max: int) -> Iterator["Chunk"]:
-        """Cuts this part of `outer` into chunks in row-major order.
+        """Cuts this part of `outer` into chunks, in row-major order.
 
-        Each lies in one piece where `outer` is laid out row by row, and has `elements_max` elements at most.
+        Each is contiguous in a row-major layout of `outer`, and has at most `elements_max` elements.
         """
         if self.elements == 0:
             return
@@ -67,12 +67,12 @@ class Chunk:
 
 
 def is_contiguous(sizes: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether strides are those of elements that follow each other in memory, the last dimension first."""
+    """Whether the strides describe a contiguous row-major tensor."""
     if len(sizes) != len(strides):
         return False
     expected = 1
     for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
-        if size > 1 and stride != expected:
+        if size > 1 and stride != expected:  # torch leaves the stride of a dimension of size 1 arbitrary
             return False
         expected *= max(size, 1)
     return True

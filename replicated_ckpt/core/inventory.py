@@ -1,4 +1,4 @@
-"""The inventory: what a look at the stores finds now, and what follows from it: what can be loaded, and what is newest."""
+"""The inventory: the files found in the stores now, and the checkpoints that can be loaded from them, in order."""
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -14,13 +14,13 @@ from replicated_ckpt.wording import one_line
 
 @dataclass(frozen=True)
 class Holding:
-    """What one node's store holds of one committed save. `sizes` maps shard name to bytes of the file found there.
+    """The files of one committed save in one node's store. `sizes` maps shard name to bytes of the file found there.
 
-    `damaged` are those of them that the node knows to be bad: they stay where they are until a good copy replaces them,
-    as their other blocks may be all that is left of something. `footer_damaged` are those of `damaged` of which the footer
-    alone is bad: a copy can be made of one of them. `created_unix_s` is when the save was made, by the clock of its
-    coordinator: it orders lineages, and saves of one sequence by groups of nodes that never met. `is_replaced`: a newer
-    save has the checkpoint's name on that node, and this one is kept until the newer one is seen whole.
+    `damaged` are the shards that the node knows to be bad. They stay until a good copy replaces them, since their other
+    blocks may be the only copies. `footer_damaged` are the shards in `damaged` with only a bad footer: a copy can be made
+    from them. `created_unix_s` is the time of the save by its coordinator's clock. It orders lineages, and saves of one
+    sequence by groups of nodes that never met. `is_replaced`: a newer save is published on that node, and this one is kept
+    until the newer one is seen whole.
     """
 
     node_id: str
@@ -39,7 +39,7 @@ class Holding:
     def of_save(
         cls, save: Manifest, node_id: str, checkpoint_id: str, has_metadata: bool, sizes: Mapping[str, int]
     ) -> "Holding":
-        """What a node has of the save of this manifest, nothing of it damaged."""
+        """A node's holding of the save of this manifest, without damaged shards."""
         named = node_id, checkpoint_id, save.save_id, save.sequence
         return cls(*named, has_metadata, sizes, created_unix_s=save.created_unix_s, lineage=save.lineage)
 
@@ -52,7 +52,7 @@ class Holding:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "Holding":
-        """Raises ValueError, KeyError, TypeError: the fields are no holding; the caller names the peer that said so."""
+        """Raises ValueError, KeyError, TypeError: the fields are no holding; the caller names the peer that sent them."""
         sizes = {str(name): index(size) for name, size in dict(fields["sizes"]).items()}
         holding = cls(
             one_line(fields["node_id"]),
@@ -80,7 +80,7 @@ class Holding:
 
 @dataclass(frozen=True)
 class SaveFound:
-    """One committed save as the reachable stores hold it together."""
+    """One committed save with its holdings in all reachable stores."""
 
     checkpoint_id: str
     save_id: str
@@ -89,18 +89,18 @@ class SaveFound:
 
     @cached_property
     def version(self) -> Version:
-        """What orders it among others; kept, as a plan asks a dozen times for each of all checkpoints."""
+        """The version by which saves are ordered. Cached: a plan needs it a dozen times for each checkpoint."""
         created = max((holding.version.order[1] for holding in self.holdings), default=0.0)
         lineage = next((holding.lineage for holding in self.holdings), "")
         return Version(lineage, self.sequence, created, self.save_id)
 
     def holders_of(self, shard: str, size_bytes: int) -> tuple[str, ...]:
-        """Nodes whose copy of `shard` has the right size. A copy of another size is as good as none."""
+        """Nodes whose copy of `shard` has the right size. A copy of another size does not count."""
         return tuple(node for node, size in self._copies_by_shard.get(shard, ()) if size == size_bytes)
 
     @cached_property
     def _copies_by_shard(self) -> Mapping[str, list[tuple[str, int]]]:
-        """Node and size of each copy, listed once: a save of many shards has about as many nodes to look at for each."""
+        """Node and size of each copy, by shard. Indexed once: with many shards and nodes a search for each is quadratic."""
         copies: dict[str, list[tuple[str, int]]] = {}
         for holding in self.holdings:
             for shard, size in holding.sizes.items():
@@ -108,7 +108,7 @@ class SaveFound:
         return copies
 
     def has_any(self, shards: Iterable[str]) -> bool:
-        """Whether each of these shards has a file somewhere, if only one of another size: its data may be intact."""
+        """Whether each of these shards has a file somewhere, even of another size: its data may be intact."""
         return all(shard in self._copies_by_shard for shard in shards)
 
     @property
@@ -119,19 +119,19 @@ class SaveFound:
         )
 
     def is_whole(self, size_by_shard: Mapping[str, int], damaged: Collection[tuple[str, str]] = ()) -> bool:
-        """Whether every shard has a copy, and the metadata; `damaged` as for `list_missing`."""
+        """Whether every shard and the metadata have a copy; `damaged` as for `list_missing`."""
         return not self.list_missing(size_by_shard, damaged) and any(holding.has_metadata for holding in self.holdings)
 
     def is_described_to(self, nodes: Collection[str], hung: Collection[str]) -> bool:
-        """Whether ranks on all these nodes can read `.metadata`: on their own disk, or where an agent does not hang."""
+        """Whether ranks on all these nodes can read `.metadata`: from their own disk, or from an agent that answers."""
         having = {holding.node_id for holding in self.holdings if holding.has_metadata}
         return not having.issubset(hung) or having.issuperset(nodes)
 
     def list_missing(
         self, size_by_shard: Mapping[str, int], damaged: Collection[tuple[str, str]] = ()
     ) -> tuple[str, ...]:
-        """Shards without any holder, or with a single one whose copy is among the `damaged`: several may make up for each
-        other."""
+        """Shards without a holder, or with a single holder whose copy is in `damaged`. With several damaged copies it is
+        not missing: each may have the others' bad blocks."""
         holders = {shard: self.holders_of(shard, size) for shard, size in sorted(size_by_shard.items())}
         return tuple(
             shard for shard, nodes in holders.items() if not nodes or (len(nodes) == 1 and (nodes[0], shard) in damaged)
@@ -140,7 +140,7 @@ class SaveFound:
 
 @dataclass(frozen=True)
 class LineageFound:
-    """A lineage as the reachable stores hold it: its newest checkpoint, when that was saved, and who holds any of it."""
+    """A lineage in the reachable stores: its newest checkpoint, the time of that save, and all nodes with files of it."""
 
     lineage: str
     newest_id: str
@@ -149,9 +149,9 @@ class LineageFound:
 
 
 def lineages_found(saves: Iterable[SaveFound]) -> tuple[LineageFound, ...]:
-    """The lineages of these saves, in the order in which `saves_found` gives them: the one saved last first.
+    """The lineages of these saves, in the order of `saves_found`: the one saved last first.
 
-    What is not of this package has no lineage, and is none.
+    Stock torch's checkpoints have no lineage, and are left out.
     """
     grouped: dict[str, list[SaveFound]] = {}
     for save in saves:

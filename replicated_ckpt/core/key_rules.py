@@ -1,4 +1,4 @@
-"""Which entries of a state dict a conversion takes, and what they are called afterwards."""
+"""Rules that select and rename the entries of a state dict in a conversion."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,17 +11,17 @@ from replicated_ckpt.errors import ConfigInvalid
 from replicated_ckpt.wording import list_some
 
 Path = tuple[str | int, ...]
-"""Where an entry lies in the nested state dict: keys of dictionaries (texts) and positions in lists (numbers)."""
+"""The place of an entry in the nested state dict: keys of dictionaries (texts) and positions in lists (numbers)."""
 
 _KEYS_SHOWN = 5
 
 
 @dataclass(frozen=True)
 class KeyRules:
-    """What is done with the names of entries (FQNs), in this order: chosen by globs, stripped, renamed, prefixed.
+    """Rules for the names of entries (FQNs), applied in this order: select by globs, strip, rename, add a prefix.
 
-    `include` empty: all. `rename` are pairs of a regular expression and its replacement, as for `re.sub`. A glob, a
-    prefix or an expression that fits nothing is an error, as it would be a misprint.
+    `include` empty: all. `rename` has pairs of a regular expression and its replacement, as for `re.sub`. A glob, a
+    prefix or an expression that matches no name is an error, since it is probably a typing error.
     """
 
     include: Sequence[str] = ()
@@ -31,10 +31,10 @@ class KeyRules:
     add_prefix: str = ""
 
     def new_names(self, keys: Iterable[str]) -> dict[str, str]:
-        """The new name of each entry that is taken, by its old one.
+        """The new name of each selected entry, by its old name.
 
         Raises:
-            ConfigInvalid: nothing is taken, a rule fits nothing, or two entries would have one name.
+            ConfigInvalid: no entry is selected, a rule matches no name, or two entries get the same name.
         """
         names = self._choose(list(keys))
         if self.strip_prefix:
@@ -93,9 +93,9 @@ def _format_keys(keys: Sequence[str]) -> str:
 
 
 def rename_path(path: Path, name: str) -> Path:
-    """Where an entry lies under its new name: the levels that the names have in common stay, the rest becomes one level.
+    """The place of an entry under its new name: common levels of both names stay, the rest becomes one level.
 
-    What a position in a list is the first level of is a key then, as the whole is a dictionary.
+    A list position at the first level becomes a key, since the whole is a dictionary.
     """
     parts = [str(part) for part in path]
     if ".".join(parts) == name:
@@ -124,7 +124,7 @@ def nest(values: Mapping[Path, Any]) -> dict[str, Any]:
     """The state dict that has each value at its path. Gaps in lists are None.
 
     Raises:
-        ConfigInvalid: what is a value by one path is a container by another.
+        ConfigInvalid: one path needs a value where another path needs a container.
     """
     root: dict[str, Any] = {}
     for path, value in values.items():
@@ -137,7 +137,7 @@ def nest(values: Mapping[Path, Any]) -> dict[str, Any]:
 
 
 def _inside(container: Any, part: str | int, default: Any, path: Path) -> Any:
-    """What lies in a container under a key or position; if nothing does, `default` is put there."""
+    """The value in a container under a key or position. If there is none, `default` is put there."""
     if isinstance(container, dict):
         return container.setdefault(part, default)
     if not isinstance(container, list) or not isinstance(part, int):

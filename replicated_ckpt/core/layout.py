@@ -1,4 +1,4 @@
-"""Names on disk: where things lie under a root, and which names from outside are believed."""
+"""Names on disk: the files and directories under a root, and the checks of names from other processes."""
 
 import re
 from dataclasses import dataclass
@@ -12,24 +12,24 @@ MANIFEST_NAME = ".manifest.json"
 NODE_NAME = "node.json"
 STAGING_DIR = ".staging"
 RECYCLED_DIR = ".recycled"
-"""Files of removed checkpoints, which the next save writes over. No checkpoint."""
+"""Files of removed checkpoints, which the next save overwrites. They are no checkpoint."""
 ROOM_NAME = ".room"
-"""Files of this name, and of this name with a number, go when an agent starts on a full disk."""
+"""Reserve files, with this name and with an added number. They are removed when an agent starts on a full disk."""
 QUARANTINE_DIR = ".quarantine"
 AGENT_DIR = ".agent"
 SHARD_SUFFIX = ".distcp"
 PART_SUFFIX = ".part"
-"""Of a file that is being written."""
+"""Suffix of a file that is being written."""
 LATEST = "latest"
 OBJECT_NODE = "object-store"
-"""The object tier where a node's id stands: in holdings and in orders of sources."""
+"""Stands for the object tier in place of a node's id, in holdings and in orders of sources."""
 
 SEQUENCE_MAX = 1 << 62
 SEQUENCE_FLOOR_MAX = 1 << 53
-"""Larger ones are not believed of nodes that only say so: one that makes a number up keeps no other from counting on."""
+"""Largest sequence accepted from another node's claim. Up to SEQUENCE_MAX all nodes can still count on from it."""
 
 SHARD_INDEX_MAX = 999_999_999
-"""The largest number that the name of a shard has behind its rank."""
+"""The largest number after the rank in the name of a shard."""
 
 _SHARD = re.compile(r"__(0|[1-9][0-9]{0,8})_(0|[1-9][0-9]{0,8})\.distcp")
 _SAVE_ID = re.compile(r"[0-9a-f]{32}")
@@ -39,9 +39,9 @@ _LINEAGE = re.compile(r"[0-9a-f]{16}")
 _PART_BYTES_MAX = 200
 _ID_BYTES_MAX = 512
 PARTS_MAX = 8
-"""Of a checkpoint id: so deep a root, and a bucket, are looked through for checkpoints."""
+"""Most parts of a checkpoint id, and so the depth to which a root or bucket is searched for checkpoints."""
 _NOT_IN_NAMES = frozenset('*?[]{}<>|"`\\^%$')
-"""Patterns, quotes and escapes, which shells, URLs and the clients of object stores read as something else."""
+"""Patterns, quotes and escapes, which shells, URLs and clients of object stores interpret."""
 _NOT_FIRST = " .-~"
 
 
@@ -62,46 +62,46 @@ class ShardName:
 
 
 def is_shard_path(text: str) -> bool:
-    """Whether metadata may say that an item lies there: a shard, in a bucket perhaps under its save's own prefix."""
+    """Whether metadata may place an item there: in a shard, in a bucket also under the save's own prefix."""
     prefix, _, name = text.rpartition("/")
     return ShardName.parse(name) is not None and (prefix == "" or is_save_id(prefix)) and not text.startswith("/")
 
 
 def replaced_name(save_id: str) -> str:
-    """The manifest of a version that a newer save has replaced, next to the manifest of that save."""
+    """Name of the manifest of a replaced version, beside the manifest of the published one."""
     return f".replaced.{save_id}.json"
 
 
 def gone_name(save_id: str) -> str:
-    """The manifest of a version whose removal has begun: it is no checkpoint any more, and its files go."""
+    """Name of the manifest of a version whose removal has begun: it is no checkpoint any more."""
     return f".gone.{save_id}.json"
 
 
 def version_metadata_name(save_id: str) -> str:
-    """`.metadata` of a version while another one has that name: of a replaced one, or of one that is being published."""
+    """Name of the metadata of a version that is replaced or being published, while another one has `.metadata`."""
     return f"{METADATA_NAME}.{save_id}"
 
 
 def parse_version_metadata(name: str) -> str:
-    """The save id in the name that `version_metadata_name` gives; "" where it is another name."""
+    """The save id in a name of `version_metadata_name`; "" for any other name."""
     save_id = name.removeprefix(f"{METADATA_NAME}.")
     return save_id if save_id != name and is_save_id(save_id) else ""
 
 
 def parse_marked(name: str) -> tuple[str, str] | None:
-    """("replaced" or "gone", save id) of the name of such a manifest; None: it is none."""
+    """("replaced" or "gone", save id) from the name of such a manifest; None for any other name."""
     match = _MARKED.fullmatch(name)
     return (match[1], match[2]) if match else None
 
 
 def is_unfinished(name: str) -> bool:
-    """Whether it is what a process left of a file of a checkpoint when it died while it wrote it."""
+    """Whether the name is that of a half-written file of a checkpoint, as a killed process leaves it."""
     match = _UNFINISHED.fullmatch(name)
     return match is not None and (is_checkpoint_file(match[1]) or parse_marked(match[1]) is not None)
 
 
 def is_ours(name: str) -> bool:
-    """Whether a file of this name in a checkpoint's directory is a part of a version, or was to be one."""
+    """Whether a file of this name in a checkpoint's directory belongs to a version, complete or half-written."""
     is_marked = parse_marked(name) is not None or bool(parse_version_metadata(name))
     return is_checkpoint_file(name) or is_unfinished(name) or is_marked
 
@@ -111,12 +111,12 @@ def is_save_id(text: str) -> bool:
 
 
 def is_lineage(text: str) -> bool:
-    """Whether `text` names a lineage: 16 hexadecimal digits, or "" for what was saved before there were any."""
+    """Whether `text` is a lineage: 16 hexadecimal digits, or "" for saves without a lineage."""
     return text == "" or _LINEAGE.fullmatch(text) is not None
 
 
 def is_checkpoint_file(name: str) -> bool:
-    """Whether a peer may read or write a file of this name inside one checkpoint. Nothing else is ever served."""
+    """Whether a peer may read or write a file of this name in a checkpoint. Agents serve no other names."""
     return name in (METADATA_NAME, MANIFEST_NAME) or ShardName.parse(name) is not None
 
 
@@ -136,17 +136,17 @@ def _is_reserved(text: str) -> bool:
 
 
 def check_checkpoint_id(text: str) -> str:
-    """`text`, which another process gave; else ConfigInvalid."""
+    """Returns `text`. Raises ConfigInvalid if it is no checkpoint id."""
     if not is_checkpoint_id(text):
         raise ConfigInvalid(f"{text[:200]!r} is no checkpoint id.")
     return text
 
 
 def _is_plain_part(part: str) -> bool:
-    """Whether it names one directory and nothing else, wherever it is written: on disk, in a URL, a key or a command."""
+    """Whether the part names the same directory everywhere: on disk, in a URL, a key or a command."""
     return (
         0 < len(part.encode()) <= _PART_BYTES_MAX
-        and part[0] not in _NOT_FIRST
+        and part[0] not in _NOT_FIRST  # hides it, looks like an option, or leads upwards ("..")
         and part[-1] != " "
         and _NOT_IN_NAMES.isdisjoint(part)
         and not part.endswith(SHARD_SUFFIX)
@@ -154,7 +154,7 @@ def _is_plain_part(part: str) -> bool:
 
 
 def _describe_refusal(text: str) -> str:
-    """What of `text` keeps it from being a name under a root."""
+    """The reason why `text` is no checkpoint id, for an error text."""
     if not text.isprintable() or len(text.encode()) > _ID_BYTES_MAX or _is_reserved(text):
         taken = "that name is reserved" if _is_reserved(text) else f"it has more than {_ID_BYTES_MAX} bytes"
         return taken if text.isprintable() else "it has a control character"
@@ -172,12 +172,12 @@ def _describe_refusal(text: str) -> str:
 
 
 def checkpoint_id_under(root: str, given: str) -> str:
-    """Name under `root` that `given` means: a relative name, or an absolute path inside the root.
+    """The checkpoint id that `given` means: a relative name, or an absolute path inside `root`.
 
-    Parts that are empty or `.` are left out, as in any path: `./run//step-1/` is `run/step-1`.
+    Empty parts and `.` are left out, as in any path: `./run//step-1/` is `run/step-1`.
 
     Raises:
-        ConfigInvalid: it is empty, leaves the root, or has parts that are no plain names.
+        ConfigInvalid: the name is empty, leaves the root, or has parts that are no plain names.
     """
     text = given
     if PurePath(text).is_absolute():

@@ -1,4 +1,4 @@
-"""Lineages: which run a save belongs to, and which of two saves of one run is the newer."""
+"""Lineages: the run of a save, and the order of the saves of one run."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -11,7 +11,7 @@ from replicated_ckpt.core.layout import SEQUENCE_FLOOR_MAX, is_lineage
 
 @dataclass(frozen=True)
 class Version:
-    """One save as others compare it. Versions of one lineage have an order; those of several have none."""
+    """The fields by which saves are compared. Versions of one lineage are ordered; those of different ones are not."""
 
     lineage: str
     sequence: int
@@ -20,18 +20,18 @@ class Version:
 
     @property
     def order(self) -> tuple[int, float, str]:
-        """The larger is the newer. The clock decides only between groups of nodes that did not know of each other."""
+        """The larger one is newer. The clock decides only between groups of nodes that never met."""
         return self.sequence, 0.0 if isnan(self.created_unix_s) else self.created_unix_s, self.save_id
 
     def is_newer_than(self, other: "Version") -> bool:
-        return self.lineage == other.lineage and self.order > other.order
+        return self.lineage == other.lineage and self.order > other.order  # I3: never across lineages
 
 
 @dataclass(frozen=True)
 class History:
-    """What a store knows of one lineage: its largest sequence, and when its newest save was made by the clock.
+    """A store's knowledge of one lineage: its largest sequence, and the time of its newest save by the clock.
 
-    `created_unix_s` 0: it holds none of its saves, and has heard of them only.
+    `created_unix_s` 0: the store has no save of it, and only other nodes have reported it.
     """
 
     sequence: int
@@ -45,19 +45,19 @@ Histories = Mapping[str, History]
 """By lineage."""
 
 BELIEVED_AHEAD = 1 << 24
-"""A sequence that is only told is believed so far beyond what is known otherwise: at one save a second, half a year's.
+"""A reported sequence counts up to this much above the known one: half a year of one save per second.
 
-From there a liar needs 2 ** 29 saves, and has to lie before each, until sequences reach SEQUENCE_FLOOR_MAX.
+With this limit a hostile node needs 2 ** 29 saves, with a false report before each, to reach SEQUENCE_FLOOR_MAX.
 """
 
 
 def believe(told: int, known: int) -> int:
-    """What is believed of a sequence that another machine told, where `known` was found otherwise."""
+    """The accepted part of a sequence that another machine reported; `known` is from this node's own files."""
     return min(told, known + BELIEVED_AHEAD, SEQUENCE_FLOOR_MAX)
 
 
 def order_by_age(versions: Iterable[Version]) -> Callable[[Version], tuple[float, str, tuple[int, float, str]]]:
-    """The sort key of these: the lineage that was saved last comes last, and in each the newest save."""
+    """The sort key of these versions: the lineage that was saved last is last, and within each the newest save."""
     newest: dict[str, float] = {}
     for version in versions:
         newest[version.lineage] = max(newest.get(version.lineage, 0.0), version.order[1])
@@ -65,14 +65,14 @@ def order_by_age(versions: Iterable[Version]) -> Callable[[Version], tuple[float
 
 
 def histories_of(versions: Iterable[Version]) -> dict[str, History]:
-    """What these saves tell of their lineages."""
+    """The histories of the lineages of these saves."""
     return merge_histories(
         {version.lineage: History(min(version.sequence, SEQUENCE_FLOOR_MAX), version.order[1])} for version in versions
     )
 
 
 def merge_histories(told: Iterable[Histories]) -> dict[str, History]:
-    """What several stores know together."""
+    """The combined histories of several stores."""
     merged: dict[str, History] = {}
     for histories in told:
         for lineage, history in histories.items():
@@ -84,10 +84,10 @@ def merge_histories(told: Iterable[Histories]) -> dict[str, History]:
 
 
 def histories_from_json(fields: Mapping[str, Any]) -> dict[str, History]:
-    """As nodes and buckets tell them, validated.
+    """Histories that a node or bucket reported, validated.
 
     Raises:
-        ValueError, KeyError, TypeError, AttributeError: they are none; the caller names who said so.
+        ValueError, KeyError, TypeError, AttributeError: the fields are invalid; the caller names their source.
     """
     found = {}
     for lineage, told in fields.items():
@@ -99,22 +99,22 @@ def histories_from_json(fields: Mapping[str, Any]) -> dict[str, History]:
 
 
 def newest_lineage(histories: Histories) -> str | None:
-    """The lineage whose newest save was made last, by the clock; None where no store holds a save of any."""
+    """The lineage whose newest save was made last, by the clock; None if no store has a save."""
     held = [lineage for lineage, history in histories.items() if history.created_unix_s > 0]
     return max(held, key=lambda lineage: (histories[lineage].created_unix_s, lineage), default=None)
 
 
 def newest_version(histories: Histories, lineage: str) -> Version:
-    """As the newest save of a lineage that is known: of which save it is, its history does not say."""
+    """A version like the newest save of a known lineage, without a save id, which a history does not have."""
     newest = histories[lineage]
     return Version(lineage, newest.sequence, newest.created_unix_s, "")
 
 
 def moment(value: object) -> float:
-    """A time stamp that another machine told.
+    """A validated time stamp of another machine.
 
     Raises:
-        TypeError, ValueError: it is no number, or no time since 1970 that a clock can show.
+        TypeError, ValueError: `value` is no number, or no possible time since 1970.
     """
     if not isinstance(value, int | float):
         raise TypeError(f"expected a number, found {type(value).__name__}")
@@ -125,4 +125,5 @@ def moment(value: object) -> float:
 
 def is_moment(value: float) -> bool:
     """Whether a number is a time stamp: seconds since 1970."""
+    # Also False for NaN and infinity, which would break every comparison of versions.
     return 0 <= value < 1 << 62

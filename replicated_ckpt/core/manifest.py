@@ -1,4 +1,4 @@
-"""The manifest: what one save consists of. It says what was intended, never what a store holds now (see inventory)."""
+"""The manifest: the parts of one save and their intended holders. The files in stores now are in the inventory."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,23 +15,23 @@ from replicated_ckpt.wording import one_line
 
 
 def list_domains(domain: str | None, boot_id: str, host: str) -> tuple[str, ...]:
-    """What a node fails together with, the largest first: its domain as the user names it, its machine, its container.
+    """The failure domains of a node, the largest first: the user's domain (else the machine), the machine, the container.
 
-    Containers have a host name each, and share the boot id of their machine. Without a named domain it is the machine.
+    Containers have different host names, and share the boot id of their machine.
     """
     machine = boot_id or host
     return domain or machine, machine, f"{machine}/{host}"
 
 
 def find_shared(domains: Sequence[str], taken: Iterable[Sequence[str]]) -> tuple[bool, ...]:
-    """Which domains a node shares with one of those `taken`, the largest first: the least tuple is the best place."""
+    """For each domain, the largest first: whether a node in `taken` has the same. The smallest tuple is the best place."""
     shared = (tuple(map(eq, domains, others)) for others in taken)
     return max(shared, default=())
 
 
 VERSION = 1
 MANIFEST_BYTES_MAX = 64 << 20
-"""JSON takes many times its size once it is parsed; the manifest of 100,000 ranks fits."""
+"""Limit of a manifest: parsed JSON takes many times its size. The manifest of 100,000 ranks fits."""
 _TEXT_CHARS_MAX = 4096
 _U32 = (1 << 32) - 1
 
@@ -45,12 +45,12 @@ class ShardEntry:
     owner_rank: int
     owner_node: str
     holders: tuple[str, ...]
-    """Nodes meant to hold a copy, the owner's first."""
+    """Intended holders of a copy, the owner's node first."""
 
 
 @dataclass(frozen=True)
 class NodeEntry:
-    """A node of the saving world. `ranks` are ranks within the saving process group. `boot_id`: of its host then."""
+    """A node of the saving world. `ranks` are ranks within the saving process group. `boot_id`: its host's at the save."""
 
     node_id: str
     host: str
@@ -65,12 +65,12 @@ class NodeEntry:
 
 @dataclass(frozen=True)
 class UploadEntry:
-    """That a save goes to the object tier, and what becomes its `.metadata` there.
+    """The upload of a save to the object tier, and its `.metadata` there.
 
-    `has_own_prefix`: its shards lie under its own prefix, because it may replace another save of the same id. Then
-    `.metadata` must name them there, and the nodes' `.metadata` consists of both: the nodes' own, and behind it, where no
-    unpickler looks, the bucket's. Otherwise the two are the same. `replaces`: the save that had the name in the bucket when
-    this one was opened over it; "": none had.
+    `has_own_prefix`: its shards lie under its own prefix, because it may replace another save of the same id. Then the
+    bucket's `.metadata` names other paths. The nodes' `.metadata` contains both: their own, and behind its STOP opcode,
+    where no unpickler reads, the bucket's. Otherwise the two are equal. `replaces`: the save that was committed in the
+    bucket when this one was opened over it; "" if there was none.
     """
 
     url: str
@@ -84,8 +84,8 @@ class UploadEntry:
 class Manifest:
     """One committed save.
 
-    `lineage` names the run: the first save in a directory of checkpoints draws it, every later save that saw one inherits
-    it. `sequence` orders the saves of one lineage without any clock: one more than the largest that any node of the save
+    `lineage` identifies the run: the first save in a directory of checkpoints draws it at random, and later saves inherit
+    it. `sequence` orders the saves of one lineage without a clock: one more than the largest that any node of the save
     knew. `created_unix_s`, by the coordinator's clock, orders lineages, and saves of one sequence by nodes that never met.
     """
 
@@ -102,38 +102,38 @@ class Manifest:
     upload: UploadEntry | None = None
     lineage: str = ""
     notes: Mapping[str, Any] = field(default_factory=dict)
-    """What the user keeps with the checkpoint: see core.notes."""
+    """Metrics and metadata of the user: see core.notes."""
 
     @property
     def version(self) -> Version:
-        """What the commit compares."""
+        """The version that a commit compares with the published one."""
         return Version(self.lineage, self.sequence, self.created_unix_s, self.save_id)
 
     def encode(self) -> bytes:
-        """JSON with a checksum over its own body, one line of each, so that a torn or edited file is noticed.
+        """JSON in two lines, a checksum and a body, so that a torn or edited file is detected.
 
-        `asdict` would copy all of it first: half of the time of a repeated save of 1,024 ranks.
+        `asdict` would copy all of it first, which takes half the time of a repeated save of 1,024 ranks.
         """
         body = json.dumps({"version": VERSION, **vars(self)}, default=vars, sort_keys=True, separators=(",", ":"))
         return f'{{"crc32c":{crc32c(body.encode())},\n"manifest":{body}}}\n'.encode()
 
     def local_metadata(self, raw: bytes) -> bytes:
-        """The part of the nodes' `.metadata` that names shards as they lie on nodes."""
+        """The part of the nodes' `.metadata` with the shards' paths on nodes."""
         has_both = self.upload is not None and self.upload.has_own_prefix
         return raw[: -self.upload.metadata_bytes] if has_both and self.upload else raw
 
     def bucket_metadata(self, raw: bytes) -> bytes:
-        """The part of it that names them as they lie in the bucket."""
+        """The part of the nodes' `.metadata` with the shards' paths in the bucket."""
         return raw[-self.upload.metadata_bytes :] if self.upload is not None else raw
 
     @property
     def bucket_url(self) -> str:
-        """Where the save was to be uploaded, too; "": nowhere."""
+        """The bucket for the save's upload; "": it has none."""
         return self.upload.url if self.upload is not None else ""
 
     @property
     def replaces_in_bucket(self) -> str:
-        """The save that had the name there when this one was opened over it; "": none had."""
+        """The save that was committed in the bucket when this one was opened over it; "": there was none."""
         return self.upload.replaces if self.upload is not None else ""
 
     @property
@@ -147,10 +147,9 @@ class Manifest:
 
 
 def find_domains(manifests: Iterable[Manifest]) -> Mapping[str, tuple[str, ...]]:
-    """The failure domains of each node, as the newest save with ranks there names them.
+    """The failure domains of each node, from the newest save with ranks on it. Of several runs the one saved last counts.
 
-    Of several runs the one saved last counts. Every node comes to have every manifest, so all of them see one domain for a
-    node that was moved between two saves.
+    Every node eventually has every manifest. So all nodes agree on the domain of a node that moved between two saves.
     """
     saves = {manifest.version: manifest for manifest in manifests if manifest.sequence}
     return {
@@ -165,8 +164,9 @@ def decode_manifest(raw: bytes, source: str) -> Manifest:
 
     Raises:
         ManifestVersionUnknown: written by a newer format.
-        ManifestInvalid: anything else that keeps it from being believed.
+        ManifestInvalid: any other defect.
     """
+    # Before json.loads, which needs many times that memory.
     if len(raw) > MANIFEST_BYTES_MAX:
         raise ManifestInvalid(f"The manifest at {source} has more than {MANIFEST_BYTES_MAX} bytes.")
     try:
@@ -176,15 +176,17 @@ def decode_manifest(raw: bytes, source: str) -> Manifest:
         body = body.removeprefix('"manifest":').removesuffix("}")
         if crc32c(body.encode()) != stored_crc:
             raise ManifestInvalid(f"The manifest at {source} fails its checksum.")
+        # After the checksum: a flipped bit in the version must not look like a newer format.
         if fields["version"] != VERSION:
             raise ManifestVersionUnknown(f"The manifest at {source} has format version {fields['version']!r}.")
         return _check(_from_fields(fields), source)
+    # ArithmeticError: a number too large for a float; RecursionError: deeply nested JSON.
     except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as exc:
         raise ManifestInvalid(f"The manifest at {source} does not parse: {type(exc).__name__}: {exc}.") from exc
 
 
 def find_save_id(raw: bytes) -> str:
-    """The save that a manifest names, which need not be believed otherwise; "" where it names none."""
+    """The save id in a manifest that may be damaged otherwise; "" if it has none."""
     try:
         save_id = str(json.loads(raw)["manifest"]["save_id"])
     except (ValueError, KeyError, TypeError, RecursionError):
@@ -244,7 +246,7 @@ def _shard(fields: Mapping[str, Any]) -> ShardEntry:
 
 
 def _text(value: object) -> str:
-    """A text that goes onto terminals and into logs: the writer of a store has chosen it."""
+    """A text for terminals and logs. Its author may be hostile, so control characters are escaped."""
     if not isinstance(value, str):
         raise TypeError(f"expected text, found {value!r}")
     return one_line(value, _TEXT_CHARS_MAX)
@@ -278,7 +280,7 @@ def _check(manifest: Manifest, source: str) -> Manifest:
 
 
 def _is_possible(manifest: Manifest, upload: UploadEntry) -> bool:
-    """Whether the bucket's metadata is the nodes', or a part of it."""
+    """Whether the bucket's metadata equals the nodes' metadata, or can be a part of it."""
     if upload.has_own_prefix:
         return 0 < upload.metadata_bytes < manifest.metadata_bytes
     return (upload.metadata_bytes, upload.metadata_crc32c) == (manifest.metadata_bytes, manifest.metadata_crc32c)

@@ -1,4 +1,4 @@
-"""Notes: what a user keeps with a checkpoint besides its state, metrics and a little metadata, as the manifest holds it."""
+"""Notes: a user's metrics and small metadata of a checkpoint, stored in its manifest."""
 
 import json
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ _KEYS = {"metrics", "metadata"}
 
 
 class RefusedNotes(dict[str, Any]):
-    """Notes that cannot be kept: the save that is given them raises `error`, where all its ranks learn of it."""
+    """Invalid notes. A save with them raises `error` at a point where all of its ranks get the error."""
 
     def __init__(self, error: ConfigInvalid) -> None:
         super().__init__()
@@ -20,7 +20,7 @@ class RefusedNotes(dict[str, Any]):
 
 
 def encode_notes(metrics: Mapping[str, Any] | None, metadata: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """Notes as a manifest keeps them. Metrics are numbers, or tensors of one element; what is not finite is kept as NaN.
+    """Notes in a manifest's form. Metrics are numbers or tensors of one element. Infinite ones and NaN become NaN.
 
     Raises:
         ConfigInvalid: a metric is no number, the metadata is no JSON, or both together are more than NOTES_BYTES_MAX.
@@ -33,7 +33,8 @@ def encode_notes(metrics: Mapping[str, Any] | None, metadata: Mapping[str, Any] 
         if metadata:
             notes["metadata"] = json.loads(json.dumps(dict(metadata), allow_nan=False))
         return check_notes(notes)
-    except (AttributeError, TypeError, ValueError, ArithmeticError, RuntimeError) as exc:  # the last: of many elements
+    # RuntimeError: a tensor of several elements.
+    except (AttributeError, TypeError, ValueError, ArithmeticError, RuntimeError) as exc:
         raise ConfigInvalid(
             f"metrics and metadata cannot be kept with the checkpoint: {type(exc).__name__}: {exc}.",
             f"metrics are numbers by name, metadata is what JSON can say; both together at most {NOTES_BYTES_MAX} bytes.",
@@ -44,7 +45,7 @@ def check_notes(notes: Any) -> Mapping[str, Any]:
     """The notes of a manifest, validated.
 
     Raises:
-        ValueError, TypeError: they are none.
+        ValueError, TypeError: the notes are invalid.
     """
     if not isinstance(notes, dict) or not notes.keys() <= _KEYS:
         raise ValueError(f"no notes: {str(notes)[:200]}")
@@ -61,5 +62,5 @@ def check_notes(notes: Any) -> Mapping[str, Any]:
 
 
 def metrics_of(notes: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics in notes that were validated."""
+    """The metrics in validated notes."""
     return {name: nan if value is None else float(value) for name, value in notes.get("metrics", {}).items()}

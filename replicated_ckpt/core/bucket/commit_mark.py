@@ -1,8 +1,8 @@
 """The commit mark of the object tier: a few bytes behind the pickle in the bucket's `.metadata`.
 
-A bucket cannot rename, so `.metadata` is written last and makes the checkpoint. Unpickling ends at the STOP, so stock
-readers do not notice what follows; ours learn from one small range read which save is committed, without unpickling and
-without trusting a listing. Layout, little endian:
+A bucket cannot rename, so `.metadata` is written last, and commits the checkpoint. Stock readers stop unpickling at the
+STOP opcode, before the mark. Our readers find the committed save by one small range read, without unpickling and without
+trusting a listing. Layout, little endian:
 
     8s   magic           b"RCKMARK2"
     16s  save_id
@@ -32,7 +32,7 @@ _NO_LINEAGE = "0" * 16
 
 @dataclass(frozen=True)
 class CommitMark:
-    """Which save a bucket's `.metadata` commits."""
+    """The save that a bucket's `.metadata` commits."""
 
     save_id: str
     sequence: int
@@ -48,7 +48,7 @@ class CommitMark:
 
     @property
     def prefix(self) -> str:
-        """Where the save's shards and manifest lie, relative to the checkpoint."""
+        """The prefix of the save's shards and manifest, relative to the checkpoint."""
         return own_prefix(self.save_id) if self.has_own_prefix else ""
 
     def encode(self) -> bytes:
@@ -66,14 +66,15 @@ class CommitMark:
 
 
 def decode_mark(tail: Bytes) -> CommitMark | None:
-    """The mark in the last MARK_BYTES of a `.metadata`; None if it has none, as those have that stock torch wrote.
+    """The mark in the last MARK_BYTES of a `.metadata`; None if there is none, as in stock torch's.
 
     Raises:
-        ManifestVersionUnknown: it is whole, and of another format than this one.
+        ManifestVersionUnknown: the mark is intact, and of another format version.
     """
     if len(tail) != MARK_BYTES or crc32c(memoryview(tail)[:-4]) != int.from_bytes(tail[-4:], "little"):
         return None
     magic, save_id, lineage, sequence, created, manifest_crc, metadata_crc, own = _BODY.unpack(memoryview(tail)[:-4])
+    # Its checksum is right: a newer format, which must not count as damaged and be replaced.
     if magic != MAGIC and magic.startswith(_FAMILY):
         raise ManifestVersionUnknown(f"A commit mark begins with {magic!r}.")
     if magic != MAGIC or not is_moment(created) or sequence > SEQUENCE_MAX:
@@ -83,5 +84,5 @@ def decode_mark(tail: Bytes) -> CommitMark | None:
 
 
 def own_prefix(save_id: str) -> str:
-    """Where a save lies that may replace another one: a bucket must never mix the shards of two."""
+    """The prefix of a save that may replace another one: a bucket must never mix the shards of two saves."""
     return f"{save_id}/"

@@ -1,4 +1,4 @@
-"""Uploads as values: that a save is to be uploaded, how far it has come, and which node brings which shard."""
+"""Uploads as values: the plan for a save, its progress, and the node that uploads each shard."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from replicated_ckpt.core.upkeep.repair import NodeView, Presence
 
 @dataclass(frozen=True)
 class UploadPlan:
-    """That a save goes to the bucket, as the coordinator decides it for all ranks. `replaces`: as in its manifest."""
+    """The upload of a save, as the coordinator decides it for all ranks. `replaces`: as in its manifest."""
 
     url: str
     has_own_prefix: bool
@@ -18,11 +18,11 @@ class UploadPlan:
 
 @dataclass
 class UploadState:
-    """How far one save has come, as this node knows. `state`: "pending", "committed" or "superseded".
+    """The progress of one upload, as this node knows it. `state`: "pending", "committed" or "superseded".
 
-    `kind` is the class of the last error, `is_denied` one that trying again does not help, also where it is superseded by
-    another run's save, `failing_s` since when every try has failed. `shards_there`: how many the last look found in the
-    bucket, `missing` the names of some others.
+    `kind` is the class of the last error. `is_denied`: a retry does not help; also set if another run's save supersedes it.
+    `failing_s`: how long every try has failed. `shards_there`: the shards that the last look found in the bucket.
+    `missing`: the names of some other shards.
     """
 
     checkpoint_id: str
@@ -41,12 +41,12 @@ class UploadState:
 def choose_uploader(
     manifest: Manifest, shard: str, views: Sequence[NodeView], own_node: str, *, is_ordered: bool = False
 ) -> str | None:
-    """The node that is to bring `shard` to the bucket, as `own_node`, which holds it, sees the others.
+    """The node that uploads `shard`, from the views of `own_node`, which holds it.
 
-    In order: the owner, the other intended holders, then any holder by name. None: an earlier one in this order is silent
-    and not counted as lost yet, or no node holds it. A node that never answered is taken to hold what it was meant to.
-    Skipped are nodes that report that they cannot upload, and nodes where a newer save has the name: they upload that one.
-    `is_ordered`: the user ordered the upload here by hand. A node without such an order uploads nothing then.
+    The order is: the owner, the other intended holders, then any holder by name. None: an earlier node in this order is
+    silent and not lost yet, or no node holds the shard. A node that never answered is assumed to hold its intended shards.
+    Nodes that report that they cannot upload are skipped, as are nodes with a newer save of the id, which they upload.
+    `is_ordered`: the user ordered the upload here by hand. Then only nodes with such an order upload.
     """
     entry = manifest.shards[shard]
     view_by_node = {view.node_id: view for view in views}
@@ -63,6 +63,7 @@ def choose_uploader(
         node_report = view.node_report
         if manifest.save_id in node_report.unable or (is_ordered and manifest.save_id not in node_report.ordered):
             continue
+        # Wait for a silent node before the next one takes over: both would upload the same bytes.
         return node if view.presence is Presence.UP else None
     return None
 
@@ -73,7 +74,7 @@ def _holds(view: NodeView, manifest: Manifest, shard: str) -> bool:
         return view.node_id in (entry.owner_node, *entry.holders)
     return any(
         holding.save_id == manifest.save_id
-        and holding.checkpoint_id == manifest.checkpoint_id  # else it was renamed, and is brought by no agent
+        and holding.checkpoint_id == manifest.checkpoint_id  # a renamed directory: no agent uploads it
         and not holding.is_replaced
         and holding.sizes.get(shard) == manifest.shards[shard].size_bytes
         and shard not in holding.damaged

@@ -1,4 +1,4 @@
-"""The zip container that `torch.save` writes: its records, found through its directory. Nothing is ever unpacked.
+"""The zip container that `torch.save` writes: its records, found through its directory. It unpacks and unpickles nothing.
 
 Source: PKWARE APPNOTE 6.3.10; torch.serialization (torch 2.7 to 2.15): every record is stored as it is, one after the
 other, in a folder whose name differs.
@@ -23,12 +23,12 @@ _NAME_CHARACTERS = 80
 
 
 class ArchiveDamaged(ValueError):
-    """Bytes begin as a zip container and are not one that `torch.save` writes. The message goes on from a subject."""
+    """Bytes begin as a zip container, but not as `torch.save` writes one. The message continues after a subject."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """One record: its name without the folder, its CRC32 (0: none was taken), and where its bytes are."""
+    """One record: its name without the folder, its CRC32 (0: not computed), and the place of its bytes."""
 
     name: str
     crc: int
@@ -42,20 +42,22 @@ def is_archive(fetch: Fetch, size_bytes: int) -> bool:
 
 
 def find_records(fetch: Fetch, size_bytes: int) -> Mapping[str, Record]:
-    """The records of an item by their names, all of them inside it, none in another.
+    """The records of an item by name. All lie inside the item, and do not overlap.
 
     Raises:
-        ArchiveDamaged: there is no such container.
+        ArchiveDamaged: the item is not such a container.
     """
     try:
         entries = list(_entries(fetch, size_bytes))
         found = {name: Record(name, crc, size, _start(fetch, header)) for name, crc, size, header in entries}
     except struct.error as exc:
         raise ArchiveDamaged(f"has a damaged zip directory: {exc}") from exc
+    # torch's zip reader looks names up without case: two readers could read different records.
     if len({name.lower() for name in found}) != len(entries):
         raise ArchiveDamaged("has two records of one name")
     end = 0
     for record in sorted(found.values(), key=lambda record: record.start):
+        # Overlapping records let a small file expand to any size in memory.
         if record.start < end:
             raise ArchiveDamaged(f"has a record {record.name!r} in another")
         end = record.start + record.size
@@ -88,6 +90,7 @@ def _entries(fetch: Fetch, size_bytes: int) -> Iterator[tuple[str, int, int, int
         name = raw[position : position + name_bytes].decode("utf-8", "replace").partition("/")[2]
         extra = raw[position + name_bytes : position + name_bytes + extra_bytes]
         plain, stored, header = _wide(extra, plain, stored, header)
+        # torch.save never compresses; a compressed record may be a zip bomb.
         if magic != b"PK\x01\x02" or method != 0 or plain != stored or header + _LOCAL.size > size_bytes:
             raise ArchiveDamaged(f"has a record {name[:_NAME_CHARACTERS]!r} that torch.save would store otherwise")
         position += name_bytes + extra_bytes + comment_bytes

@@ -27,7 +27,7 @@ MAGIC = b"RCKBLK1\n"
 BLOCK_BYTES = 256 << 10
 BLOCK_BYTES_MAX = 64 << 20
 FOOTER_BYTES_MAX = 256 << 20
-"""Footers are read into memory before anything is known to be true; the shards of 16 TiB that it allows do not exist."""
+"""Footers are read into memory before they are verified. The limit allows shards of 16 TiB."""
 _TAIL = struct.Struct("<8sIQI")
 FOOTER_TAIL_BYTES = _TAIL.size
 
@@ -74,12 +74,12 @@ class BlockTable:
         return min(self.block_bytes, self.data_bytes - index * self.block_bytes)
 
     def covering(self, offset: int, length: int) -> tuple[int, int]:
-        """First and one past the last block that hold the data range [offset, offset + length)."""
+        """The first block of the data range [offset, offset + length), and the block after its last one."""
         return offset // self.block_bytes, -(-(offset + length) // self.block_bytes)
 
 
 def size_with_footer(data_bytes: int) -> int:
-    """Size of a file of so much data once it has its footer."""
+    """Size of a file of `data_bytes` with its footer."""
     return data_bytes + 4 * -(-data_bytes // BLOCK_BYTES) + FOOTER_TAIL_BYTES
 
 
@@ -90,10 +90,10 @@ def usual_footer_bytes(file_bytes: int) -> int:
 
 
 def tables_of_size(file_tail: Bytes, file_bytes: int) -> tuple[tuple[int, int], ...]:
-    """Block size and bytes of data that a file of `file_bytes`, whose footer is damaged, may have, likelier ones first.
+    """Possible block sizes and data sizes of a file with a damaged footer, the likelier ones first.
 
-    `file_tail` are its last FOOTER_TAIL_BYTES, or fewer: where the damage lies elsewhere they still say it. They come last:
-    a footer ends with its own checksum, so the file's CRC32C is the same for each block size that gives as many blocks.
+    `file_tail`: its last FOOTER_TAIL_BYTES, or fewer, which still have both numbers if the damage lies elsewhere. Those
+    come last: a footer ends with its own checksum, so other block sizes with as many blocks give the same file CRC32C.
     """
     data_bytes = file_bytes - usual_footer_bytes(file_bytes)
     is_possible = data_bytes >= 0 and size_with_footer(data_bytes) == file_bytes
@@ -110,6 +110,7 @@ def footer_bytes_of(file_tail: Bytes, file_bytes: int) -> int | None:
     if len(file_tail) != FOOTER_TAIL_BYTES:
         return None
     magic, block_bytes, data_bytes, _ = _TAIL.unpack(file_tail)
+    # Bounded: a damaged block size would make every later read allocate that much.
     if magic != MAGIC or not 0 < block_bytes <= BLOCK_BYTES_MAX:
         return None
     footer = 4 * -(-data_bytes // block_bytes) + FOOTER_TAIL_BYTES
@@ -147,7 +148,7 @@ def first_bad_block(span: memoryview, table: BlockTable, first: int) -> str | No
 
 
 class BlockHasher:
-    """Takes a shard's data in pieces of any size and yields its block table. Not safe for concurrent use."""
+    """Computes a shard's block table from its data, in pieces of any size. Not safe for concurrent use."""
 
     def __init__(self, block_bytes: int = BLOCK_BYTES) -> None:
         self._block_bytes = block_bytes
@@ -173,7 +174,7 @@ class BlockHasher:
         self._filled = 0
 
     def table(self) -> BlockTable:
-        """The table of everything given so far; nothing may be added afterwards."""
+        """The table of all data so far. `update` must not be called afterwards."""
         if self._filled:
             self._close_block()
         return BlockTable(self._block_bytes, self._data_bytes, tuple(self._crcs))

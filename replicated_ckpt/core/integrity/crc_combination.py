@@ -23,9 +23,9 @@ def combine_crcs(first: int, second: int, second_bytes: int) -> int:
 
 
 def combine_equal(crcs: Sequence[int], part_bytes: int) -> int:
-    """CRC32C of adjoining pieces of `part_bytes` each, from the CRC32C of each: neighbours in pairs, all pairs at once.
+    """CRC32C of adjoining pieces of `part_bytes` each, from the CRC32C of each. Pairs of neighbours are combined at once.
 
-    `bytes.translate` looks up one byte of all of them. A piece before the first one with a CRC32C of 0 changes nothing.
+    `bytes.translate` looks up one byte of all pairs in one call. Padding pieces of CRC32C 0 in front change nothing.
     """
     count = 1 << max(0, len(crcs) - 1).bit_length()
     raw = struct.pack(f"<{4 * (count - len(crcs))}x{len(crcs)}I", *crcs)
@@ -50,20 +50,20 @@ def _xor(*rows: bytes) -> bytes:
 
 @lru_cache(_LENGTHS_REMEMBERED)
 def _shift_planes(zero_bytes: int) -> tuple[tuple[bytes, ...], ...]:
-    """As `_shift_tables`, one byte of the result after the other, the lowest first: each as tables for `translate`."""
+    """As `_shift_tables`, by byte of the result, the lowest first, as tables for `translate`."""
     tables = _shift_tables(zero_bytes)
     return tuple(tuple(bytes(value >> bit & 255 for value in table) for table in tables) for bit in range(0, 32, 8))
 
 
 @lru_cache(_LENGTHS_REMEMBERED)
 def _shift_tables(zero_bytes: int) -> tuple[Sequence[int], ...]:
-    """What each byte of a CRC, the lowest first, becomes with so many zero bytes behind it: by its value."""
+    """For each byte of a CRC, the lowest first: its contribution after `zero_bytes` zero bytes, by its value."""
     power = _power_of_x(8 * zero_bytes)
     return tuple(_sums([_product(power, 1 << bit) for bit in range(first, first + 8)]) for first in range(0, 32, 8))
 
 
 def _sums(by_bit: Sequence[int]) -> Sequence[int]:
-    """The sum over the bits of a number, for each number of so many bits."""
+    """For each number of `len(by_bit)` bits, the sum of the terms of its set bits."""
     sums = [0]
     for term in by_bit:
         sums += [so_far ^ term for so_far in sums]
@@ -81,7 +81,7 @@ def _power_of_x(exponent: int) -> int:
 
 
 def _product(a: int, b: int) -> int:
-    """Of two polynomials, modulo the generator."""
+    """The product of two polynomials, modulo the generator."""
     product = 0
     while a:
         if a & _ONE:

@@ -1,4 +1,4 @@
-"""A shard without a manifest that has a footer of ours all the same: its manifest is lost, its checksums are not."""
+"""The footer of a shard without a manifest: the manifest is lost, and the footer still has the checksums."""
 
 from dataclasses import dataclass
 
@@ -19,17 +19,18 @@ _PIECE_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class OwnFooter:
-    """How a file ends. `table` None: without a footer; or, if `is_damaged`, with one that is not believed."""
+    """The footer of a file. `table` None: there is none, or, if `is_damaged`, a damaged one."""
 
     table: BlockTable | None = None
     is_damaged: bool = False
 
 
 def find_footer(fetch: Fetch, size_bytes: int, items_end: int | None = None) -> OwnFooter:
-    """The footer of a file of this size, by its last bytes; or by its size, if it is that of its items and a footer."""
+    """The footer of a file, recognized by its last bytes, or by its size if that is the items' size and a footer's."""
     if size_bytes < FOOTER_TAIL_BYTES:
         return OwnFooter()
     tail = fetch(size_bytes - FOOTER_TAIL_BYTES, FOOTER_TAIL_BYTES)
+    # The damage may lie in the magic itself: then only the size shows that there was a footer.
     is_as_long = items_end is not None and size_bytes == size_with_footer(items_end)
     if bytes(tail[: len(MAGIC)]) != MAGIC and not is_as_long:
         return OwnFooter()
@@ -39,10 +40,10 @@ def find_footer(fetch: Fetch, size_bytes: int, items_end: int | None = None) -> 
 
 
 def check_blocks(fetch: Fetch, table: BlockTable) -> None:
-    """Reads all data of a file and holds it against its footer.
+    """Reads all data of a file and compares it with its footer.
 
     Raises:
-        ItemDamaged: a block is another.
+        ItemDamaged: a block differs from its checksum.
     """
     at_once = max(1, _PIECE_BYTES // table.block_bytes)
     for first in range(0, len(table.crcs), at_once):

@@ -14,25 +14,25 @@ _PIECE_BYTES = 4 << 20
 
 
 class Verdict(Enum):
-    """What the checksums inside an item say of it."""
+    """The result of checking an item by the checksums inside it."""
 
     INTACT = "intact"
-    """It is a zip container, whole, and all its records match their CRC32."""
+    """It is a complete zip container, and all its records match their CRC32."""
     UNCHECKED = "unchecked"
-    """It is none, or one without CRC32: that cannot be told."""
+    """It is no zip container, or one without CRC32: it cannot be checked."""
 
 
 class ItemDamaged(ValueError):
-    """An item begins as a zip container and is not one, or a record differs from its CRC32."""
+    """An item begins as a zip container and is damaged, or a record differs from its CRC32."""
 
 
 def check_item(fetch: Fetch, size_bytes: int, *, must_tell: bool = False) -> Verdict:
-    """Reads one item of `size_bytes` and holds it against what is in it.
+    """Reads one item of `size_bytes` and checks it by its own CRC32s.
 
-    `must_tell`: the item is of a shard that had checksums, which are damaged.
+    `must_tell`: the item's shard had a footer, which is damaged.
 
     Raises:
-        ItemDamaged: with what was expected and found; with `must_tell` also where that cannot be told.
+        ItemDamaged: with the expected and found values; with `must_tell` also if the item cannot be checked.
     """
     verdict = _check_item(fetch, size_bytes)
     if must_tell and verdict is Verdict.UNCHECKED:
@@ -47,6 +47,7 @@ def _check_item(fetch: Fetch, size_bytes: int) -> Verdict:
         records = find_records(fetch, size_bytes).values()
     except ArchiveDamaged as exc:
         raise ItemDamaged(f"it {exc}") from exc
+    # All zero: torch.save ran with set_crc32_options(False).
     if not any(record.crc for record in records):
         return Verdict.UNCHECKED
     for record in records:

@@ -1,7 +1,7 @@
-"""Bounds on a tree before another unpickler reads its pickle: what is shared again and again, or nested without end.
+"""Bounds on a tree before another unpickler reads its pickle: on repeated sharing, and on the depth of nesting.
 
-Unpicklers, picklers and loops go through a shared part as often as it is met, and hash keys to their bottom: a few
-hundred bytes keep them busy for years, and a tuple that is nested deep enough ends the process.
+Unpicklers, picklers and loops visit a shared part each time that it is referenced, and hash keys completely. So a few
+hundred bytes can keep them busy for years, and a deeply nested tuple overflows the C stack and ends the process.
 """
 
 from collections.abc import Iterator
@@ -12,25 +12,26 @@ from replicated_ckpt.core.pickles.tree import LEAVES, Fields, Made, Named, Pairs
 DEPTH_MAX = 100
 WEIGHT_MIN = 1 << 20
 WEIGHT_PER_BYTE = 64
-"""A tree may weigh `WEIGHT_MIN` and this for each byte of its pickle: nodes that a walk meets, texts by their length."""
+"""A tree may weigh `WEIGHT_MIN` plus this for each byte of its pickle. A node weighs 1 per visit, a text by length."""
 
 _TEXT_BYTES = 64
 _HOOKS = frozenset(
     f"__{name}__"
     for name in ("class", "getnewargs", "getnewargs_ex", "getstate", "module", "reduce", "reduce_ex", "setstate")
 )
-"""Attributes that tell picklers what to do with an instance."""
+"""Attributes by which an instance controls picklers."""
 
 
 def check_bounds(tree: Any, size_bytes: int) -> int:
-    """The weight of the tree, if a walk through what the pickle makes takes time and depth in proportion to its size.
+    """The weight of the tree. Below the limit, a walk through its values takes time and depth in proportion to its size.
 
     Raises:
-        PickleUnsafe: it would not, a part contains itself, or an attribute would steer a pickler.
+        PickleUnsafe: the tree exceeds a limit, a part contains itself, or an attribute would control a pickler.
     """
     weight_max = WEIGHT_MIN + WEIGHT_PER_BYTE * size_bytes
     extents: dict[int, tuple[int, int]] = {}
     begun: set[int] = set()
+    # A loop, not a recursion: the depth is what is being checked.
     to_do = [tree]
     while to_do:
         node = to_do[-1]
@@ -80,7 +81,7 @@ def _children(node: Any) -> Iterator[Any]:
 
 
 def names_in(tree: Any) -> set[Named]:
-    """Every name in a tree. Of a member of an enum that is its class, however its pickler says it."""
+    """Every name in a tree. For a member of an enum its class, in either form of pickling."""
     found: set[Named] = set()
     seen: set[int] = set()
     to_do = [tree]

@@ -1,8 +1,8 @@
-"""The follower of pickle opcodes: the only reader of pickles that others may have written.
+"""The follower of pickle opcodes: the only reader of untrusted pickles.
 
-It takes what picklers write in protocols 2 to 5, and of that only what every unpickler reads alike: an opcode and its
-argument lie in one frame, the memo is filled in order, a container is whole before it is used a second time, and one
-value is left at the end. Time and memory go with the size of the pickle, whatever is in it.
+It accepts the output of picklers in protocols 2 to 5, and only pickles that every unpickler reads alike: an opcode and its
+argument lie in one frame, the memo is filled in order, a container is complete before its second use, and one value is
+left at the end. Time and memory are in proportion to the size of the pickle.
 
 Source: the opcodes of CPython's Lib/pickletools.py; `_Unframer` in its Lib/pickle.py.
 """
@@ -21,10 +21,10 @@ _BEYOND = "has an argument that goes beyond its end or that of its frame"
 
 
 def follow(raw: bytes) -> Any:
-    """The tree of what the pickle says with which `raw` begins.
+    """The tree of the pickle at the start of `raw`.
 
     Raises:
-        PickleUnsafe: there is none, or not one as picklers write it.
+        PickleUnsafe: there is no pickle, or not one as picklers write it.
     """
     try:
         return _Follower(raw).follow()
@@ -35,19 +35,19 @@ def follow(raw: bytes) -> Any:
 
 
 class _Follower:
-    """Follows one pickle to its end. `_limit` is that of the frame, or of all bytes where there is none."""
+    """Follows one pickle to its end. `_limit` is the end of the frame, or of all bytes outside a frame."""
 
     def __init__(self, raw: bytes) -> None:
         self._raw = raw
         self._limit = len(raw)
         self._is_framed = False
-        self._shared: set[int] = set()  # of what was taken from the memo, which keeps it alive
+        self._shared: set[int] = set()  # ids of items read from the memo, which keeps them alive, so no id is reused
         self._stack = Stack(self._shared)
         self._memo: list[Any] = []
         self._instances = Instances(raw, self._memo, self._shared)
 
     def follow(self) -> Any:
-        """The most frequent opcodes are followed here, as a call for each takes long."""
+        """Follows all opcodes. The most frequent ones are inlined, since a call for each would dominate the time."""
         raw, memo, shared = self._raw, self._memo, self._shared
         items, position = self._stack.items, 0
         while True:
@@ -78,6 +78,7 @@ class _Follower:
                 items = self._stack.items
 
     def _leave_frame(self, position: int) -> None:
+        # C's unpickler drops the rest of a frame here, and Python's raises: they would read different values.
         if position > self._limit:
             raise PickleUnsafe(_BEYOND)
         if not self._is_framed:
@@ -106,6 +107,7 @@ class _Follower:
     # Opcodes of a kind of their own ------------------------------------------------------------------------------
 
     def protocol(self, start: int, end: int) -> int:
+        # A later protocol may give known opcodes another meaning.
         if self._raw[start] > _PROTOCOL_MAX:
             raise PickleUnsafe("is of an unknown protocol")
         return end
@@ -118,6 +120,7 @@ class _Follower:
         return end
 
     def put_memo(self, start: int, end: int) -> int:
+        # In order only: C's unpickler allocates its memo up to the largest index.
         if _unsigned(self._raw[start:end]) != len(self._memo):
             raise PickleUnsafe("stores into its memo out of order")
         self._memo.append(self._stack.items[-1])
@@ -132,9 +135,9 @@ class _Follower:
 
 
 class _Opcode(NamedTuple):
-    """`width`: bytes of its argument, or (`is_sized`) of the number that tells how long that is. One of the others is set.
+    """`width`: bytes of its argument, or (`is_sized`) of the argument's length. One of the other fields is set.
 
-    `value` makes what is pushed of the argument; `step` works on the stack; `special` does all by itself.
+    `value` makes the pushed item from the argument; `step` works on the stack; `special` handles the whole opcode.
     """
 
     width: int = 0

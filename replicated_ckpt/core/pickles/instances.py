@@ -1,6 +1,6 @@
-"""What a pickle of DCP metadata says a million times, an instance of up to four simple fields, followed in one step.
+"""A shortcut of the follower for instances of up to four simple fields, which DCP's metadata has by the million.
 
-Opcode by opcode it would come to the same: `tests/core/formats/test_pickle_follower.py` compares the two.
+The result equals that of single opcodes: `tests/core/formats/test_pickle_follower.py` compares the two.
 """
 
 import re
@@ -14,7 +14,7 @@ _LONG = rb"\x8a(?:" + rb"|".join(re.escape(bytes([n])) + rb".{%d}" % n for n in 
 _SMALL = rb"(?:K.|M..|J.{4}|[N\x88\x89])"
 _TEXT_CHARS_MAX = 127
 _TEXT = rb"(?>\x8c.{2,%d}?\x94)" % (_TEXT_CHARS_MAX + 1)
-"""Up to the first byte that may end it. With an alternative for each length compiling takes ten times as long."""
+"""Matches up to the first byte that may end the text. One alternative per length compiles ten times as long."""
 _SIZE = _FETCH + rb"(?:N\x85|NN\x86|NNN\x87)\x94\x85\x94R\x94".replace(b"N", _SMALL)
 _FIELD = rb"(" + _FETCH + rb")(" + rb"|".join((_SIZE, _FETCH, _SMALL, _LONG, _TEXT)) + rb")"
 _INSTANCE = rb"\)\x81\x94\}\x94\(" + _FIELD + rb"(?:" + _FIELD + rb"(?:" + _FIELD + rb"(?:" + _FIELD + rb")?)?)?ub"
@@ -23,15 +23,15 @@ _FETCH_BYTES_MAX = 5
 _TEXT_OPCODE, _BYTE, _SHORT, _INT = 0x8C, ord("K"), ord("M"), ord("J")
 _CONSTANTS = {ord("N"): None, 0x88: True, 0x89: False}
 _TEXT_FRAME_BYTES = 3
-"""Of a text in the pattern: opcode, length and the opcode that follows."""
+"""Bytes around a text in the pattern: its opcode, its length and the opcode behind it."""
 _CALL_BYTES = 6
 """From the opcode of the tuple of numbers to the end of the size."""
 
 
 class Instances:
-    """Follows instances of one pickle. It adds to memo and shared what the follower itself would have added.
+    """Follows instances of one pickle. It adds the same entries to memo and shared as the follower would.
 
-    Calls of one thing with the same bytes become one node, as they never change.
+    Calls with the same bytes become one node, as such nodes never change.
     """
 
     def __init__(self, raw: bytes, memo: list[Any], shared: set[int]) -> None:
@@ -42,9 +42,9 @@ class Instances:
         self._calls: dict[bytes, tuple[tuple[Any, ...], tuple[Any, ...], Made]] = {}
 
     def follow(self, cls: Named, position: int, limit: int) -> tuple[Made, int] | None:
-        """The instance of `cls` whose arguments begin at `position`, and where it ends, before `limit`.
+        """The instance of `cls` whose arguments begin at `position`, and its end, at most `limit`.
 
-        None: it is not as picklers write them, and the follower has to go on by itself. Nothing is added then.
+        None: the bytes do not match the pattern, and nothing was added. The follower then continues by single opcodes.
         """
         if self._raw[position : position + 1] != b")":
             return None
@@ -66,6 +66,7 @@ class Instances:
                 state[key] = self._value(value, added)
         except (LookupError, UnicodeDecodeError):
             return None
+        # Memo and shared change only from here on: before, the follower may still take over.
         made = Made(cls, (), is_new=True)
         made.state = state
         memo += (made, state, *added)
@@ -81,6 +82,7 @@ class Instances:
                 self._shared.add(id(item))
             return item
         if opcode == _TEXT_OPCODE:
+            # A byte in the text equals the closing opcode: only the length byte shows where it really ends.
             if value[1] != len(value) - _TEXT_FRAME_BYTES:
                 raise LookupError("a byte within the text ends it for the pattern")
             text = value[2:-1].decode("utf-8", "surrogatepass")
@@ -89,7 +91,7 @@ class Instances:
         return _number(value)
 
     def _call(self, value: bytes, added: list[Any]) -> Made:
-        """What a call with one tuple of numbers gives: a size."""
+        """The node of a call with one tuple of numbers: a size."""
         found = self._calls.get(value)
         if found is None:
             fetch = value[:2] if value[0] == _FETCHES[0] else value[:5]
@@ -104,7 +106,7 @@ class Instances:
 
 @cache
 def _compile() -> tuple[re.Pattern[bytes], re.Pattern[bytes]]:
-    """An instance, and a number of a size: agents, which mostly need neither, do not wait for them."""
+    """The patterns of an instance and of a number. Compiled late: most agents never need them."""
     return re.compile(_INSTANCE, re.DOTALL), re.compile(_SMALL, re.DOTALL)
 
 

@@ -1,4 +1,4 @@
-"""The stack that the opcodes of a pickle work on, with nodes of a tree in place of what they would make."""
+"""The stack of a pickle's opcodes, with nodes of a tree in place of real objects."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from replicated_ckpt.core.pickles.tree import Elements, FrozenElements, Made, Na
 
 
 class Stack:
-    """`items` are those above the last mark. `shared`: ids of nodes that were met a second time, and stay as they are."""
+    """`items` are those above the last mark. `shared`: ids of nodes that were used a second time, and must not change."""
 
     def __init__(self, shared: set[int]) -> None:
         self.items: list[Any] = []
@@ -14,7 +14,7 @@ class Stack:
         self._shared = shared
 
     def only_item(self) -> Any:
-        """What is left at the end."""
+        """The single item at the end. Raises PickleUnsafe: there are none or several."""
         if self._below_marks or len(self.items) != 1:
             raise PickleUnsafe("does not end with one value")
         return self.items[0]
@@ -80,7 +80,7 @@ class Stack:
         target += above
 
     def _fill(self, kind: type[list[Any]]) -> Any:
-        """The container on top, or the contents of an instance there, which begin as one of this kind."""
+        """The container on top, or the contents of an instance on top, made as `kind` if there are none."""
         target = self._new()
         if type(target) is not Made or target.state is not None:
             return target
@@ -89,7 +89,8 @@ class Stack:
         return target.contents
 
     def _new(self) -> Any:
-        """The node on top, which nothing else has met yet."""
+        """The node on top. Raises PickleUnsafe: another node refers to it already."""
+        # A change after the second use could build a circle, or values that two unpicklers read differently.
         if id(self.items[-1]) in self._shared:
             raise PickleUnsafe("changes something after it was used")
         return self.items[-1]

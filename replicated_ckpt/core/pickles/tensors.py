@@ -1,4 +1,4 @@
-"""How the elements of a tensor lie in its storage, told from the tree of what `torch.save` wrote of it.
+"""The layout of a tensor's elements in its storage, from the tree of its `torch.save` pickle.
 
 Source: torch._utils (torch 2.7 to 2.15): a tensor is pickled as a call that rebuilds it of a storage, which is a persistent
 id, and the bytes of the storage are a record beside the pickle.
@@ -16,7 +16,7 @@ _DIMENSIONS_MAX = 64
 
 @dataclass(frozen=True)
 class StorageOutline:
-    """A storage: its record is `data/<key>`, and it has so many elements of a kind that its class's name tells."""
+    """A storage: its record is `data/<key>`; `kind` is the class name, from which the dtype follows."""
 
     key: str
     kind: str
@@ -25,7 +25,7 @@ class StorageOutline:
 
 @dataclass(frozen=True)
 class TensorOutline:
-    """A strided tensor of the CPU that is nothing but its elements. `dtype`: torch's name, where the storage has none."""
+    """A plain strided CPU tensor. `dtype`: torch's name, if the storage has none."""
 
     storage: StorageOutline
     offset: int
@@ -34,15 +34,15 @@ class TensorOutline:
     dtype: str | None
 
     def is_row_by_row(self) -> bool:
-        """Whether the elements begin with the storage, and lie in it row by row."""
+        """Whether the elements begin at the storage's start, and are contiguous in row-major order."""
         return self.offset == 0 and is_contiguous(self.shape, self.stride)
 
 
 def storage_of(node: Any) -> StorageOutline:
-    """The storage that a persistent id means.
+    """The storage of a persistent id.
 
     Raises:
-        PickleUnsafe: it means none.
+        PickleUnsafe: the id is no storage.
     """
     identity = node.identity if type(node) is Stored else None
     if type(identity) is not tuple or len(identity) != 5 or identity[0] != "storage":
@@ -54,7 +54,7 @@ def storage_of(node: Any) -> StorageOutline:
 
 
 def tensor_of(node: Any) -> TensorOutline | None:
-    """The tensor that a call rebuilds. None: it is no such call, or more than its elements."""
+    """The tensor that a call rebuilds. None: it is another call, or a tensor with state of its own."""
     if type(node) is not Made or node.is_new or node.state is not None or node.contents is not None:
         return None
     kind, arguments = (node.called.module, node.called.name), node.arguments

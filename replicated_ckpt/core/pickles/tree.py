@@ -1,16 +1,16 @@
-"""What a pickle says, as a tree of values: nothing that it names is imported, nothing is called, and nothing is hashed.
+"""The content of a pickle as a tree of values. Its names are not imported, its calls are not made, its keys not hashed.
 
-Texts, bytes, numbers, None, lists and tuples are themselves. All else are the classes below. A part that the pickle
-shares is one object in the tree, however often it is met.
+Texts, bytes, numbers, None, lists and tuples stay as they are. Everything else is one of the classes below. A shared part
+is one object in the tree, however often the pickle refers to it.
 """
 
 from typing import Any
 
 
 class PickleUnsafe(ValueError):
-    """Bytes that are no pickle as picklers write them, or one that costs more than its size allows.
+    """Bytes that are no pickle as picklers write them, or one whose reading exceeds the limits for its size.
 
-    The message goes on from a subject: ".metadata", say.
+    The message continues after a subject, as in ".metadata".
     """
 
 
@@ -29,19 +29,19 @@ class Named:
 
 
 class Pairs(list[Any]):
-    """A dictionary: key, value, key, value, in the order in which they are put into it."""
+    """A dictionary: key, value, key, value, in the order of their insertion."""
 
     __slots__ = ()
 
 
 class Fields(dict[str, Any]):
-    """A dictionary of which all keys are texts: the attributes of an instance."""
+    """A dictionary whose keys are all texts: the attributes of an instance."""
 
     __slots__ = ()
 
 
 class Elements(list[Any]):
-    """A set, and what is put into it."""
+    """A set, with its elements in the order of their insertion."""
 
     __slots__ = ()
 
@@ -53,10 +53,10 @@ class FrozenElements(tuple[Any, ...]):
 
 
 class Made:
-    """What a call of something named would give: an instance (`is_new`: its class's `__new__` is called), or any value.
+    """The result of a call of a name: an instance (`is_new`: of the class's `__new__`), or any value.
 
-    `state` is what it is given afterwards, `contents` what is appended or set: both None, mostly. `value` is room for
-    the reader of the tree.
+    `state` is its state from BUILD, `contents` its appended or set items; both are mostly None. Readers of the tree may
+    store their own `value`.
     """
 
     __slots__ = ("arguments", "called", "contents", "is_new", "state", "value")
@@ -71,7 +71,7 @@ class Made:
 
 
 class Stored:
-    """A persistent id: what lies outside of the pickle, such as the elements of a tensor."""
+    """A persistent id: a reference to data outside the pickle, such as the elements of a tensor."""
 
     __slots__ = ("identity",)
 
@@ -80,11 +80,11 @@ class Stored:
 
 
 LEAVES = frozenset({str, bytes, int, float, bool, type(None), Named})
-"""Types of nodes that have nothing below them."""
+"""Types of nodes without children."""
 
 
 def member_in(node: Made) -> tuple[Named, str] | None:
-    """The class and the name of a member of an enum, if that is what a node is: `getattr(class, name)`.
+    """The class and the name of a member of an enum, if the node is one: `getattr(class, name)`.
 
     Python 3.11.0 to 3.11.3 pickle members so, others by their value. Source: `Enum.__reduce_ex__` in CPython's Lib/enum.py.
     """
@@ -96,4 +96,4 @@ def member_in(node: Made) -> tuple[Named, str] | None:
 
 
 _GETATTR = ("builtins.getattr", "__builtin__.getattr")
-"""Protocol 2 has the module's name in Python 2."""
+"""Protocol 2 uses the module's name of Python 2."""

@@ -1,4 +1,4 @@
-"""What the opening of a save announces of its bytes, so that no node takes more of it from its peers."""
+"""The sizes that a save announces when it opens: no node accepts more bytes of it from peers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Placement: which nodes hold copies for which, as a value that can be printed.
+"""Placement: the nodes that hold copies for each node, as a printable value.
 
 Disjoint groups of `copies` nodes, not a ring over all of them: with two copies there are half as many fatal pairs.
 Source: Wang et al., GEMINI, SOSP 2023, section 4 (group placement). Failure domains come first, rank order second.
@@ -13,7 +13,7 @@ from replicated_ckpt.errors import ConfigInvalid
 
 @dataclass(frozen=True)
 class PlacedNode:
-    """A node as placement sees it. Nodes are given in rank order. `domains`: see `find_shared`; (): it fails alone."""
+    """A node to be placed. Nodes are passed in rank order. `domains`: see `find_shared`; (): the node fails alone."""
 
     node_id: str
     domains: tuple[str, ...] = ()
@@ -21,11 +21,10 @@ class PlacedNode:
 
 @dataclass(frozen=True)
 class Placement:
-    """Who holds copies for whom.
+    """The holders of copies for each node.
 
-    Each group's nodes form a ring; a node's buddies are the `copies - 1` nodes after it there. `copies` may be fewer
-    than wanted when there are fewer nodes. `shared_domain` names the nodes of which two copies lie in one domain, of the
-    largest ones.
+    Each group's nodes form a ring; a node's buddies are the next `copies - 1` nodes in it. `copies` is smaller than
+    requested if there are fewer nodes. `shared_domain` has the nodes with two copies in one of the largest domains.
     """
 
     copies: int
@@ -45,7 +44,7 @@ class Placement:
         return [member for group in self.groups for member in group]
 
     def substitutes(self, node: str) -> tuple[str, ...]:
-        """Nodes that could take a copy for `node` when a buddy is lost, nearest first, its buddies excluded."""
+        """Nodes that can replace a lost buddy of `node`, nearest first, without its buddies."""
         order = self._order
         at = order.index(node)
         taken = {node, *self.buddies_by_node[node]}
@@ -70,6 +69,7 @@ def place_copies(nodes: Sequence[PlacedNode], copies: int) -> Placement:
         return [len(_find_sharing(placement, level)) for level in levels]
 
     tried: list[Placement] = []
+    # From the largest domains down: a smaller level is tried only if nodes still share a domain.
     for domain_of in levels:
         tried.append(_place_by(domain_of, nodes, copies))
         if not any(count_sharing(tried[-1])):
@@ -79,9 +79,10 @@ def place_copies(nodes: Sequence[PlacedNode], copies: int) -> Placement:
 
 
 def _list_levels(nodes: Sequence[PlacedNode]) -> list[Mapping[str, str]]:
-    """The domain of each node, for each size of domains, the largest first."""
+    """The domain of each node, for each level of domains, the largest first."""
     longest = max(nodes, key=lambda node: len(node.domains)).domains
     return [
+        # A node without a domain at this level fails alone: NUL keeps its id apart from any named domain.
         {node.node_id: node.domains[level] if level < len(node.domains) else f"\0{node.node_id}" for node in nodes}
         for level in range(len(longest) or 1)
     ]
@@ -102,8 +103,8 @@ def _place_by(domain_of: Mapping[str, str], nodes: Sequence[PlacedNode], copies:
 def _disjoint_groups(nodes: Sequence[PlacedNode], copies: int, domain_of: Mapping[str, str]) -> list[list[str]]:
     """Groups of exactly `copies` nodes; up to `copies - 1` nodes stay out.
 
-    Staying with the same domains pairs whole domains with whole domains; taking those with most nodes left, when that
-    would leave too few distinct ones for the rest, keeps buddies in different domains for as long as that is possible.
+    Consecutive groups use the same domains, so whole domains are paired with whole domains. If that would leave too few
+    distinct domains for later groups, the domains with most remaining nodes are used instead.
     """
     left: dict[str, list[str]] = {}
     for node in nodes:
@@ -125,7 +126,7 @@ def _disjoint_groups(nodes: Sequence[PlacedNode], copies: int, domain_of: Mappin
 
 
 def intended_holders(acknowledged: Sequence[str], buddies: Sequence[str], copies: int) -> tuple[str, ...]:
-    """The nodes that are to hold a shard: those that acknowledged it and, if they are too few, buddies that should have."""
+    """The intended holders of a shard: nodes that acknowledged it and, if they are too few, buddies that did not."""
     missing = [node for node in buddies if node not in acknowledged]
     return (*acknowledged, *missing[: max(0, copies - len(acknowledged))])
 
@@ -133,8 +134,8 @@ def intended_holders(acknowledged: Sequence[str], buddies: Sequence[str], copies
 def _can_stay(left: Mapping[str, list[str]], current: Sequence[str], copies: int, remaining: int) -> bool:
     """Whether one more group from the `current` domains leaves enough distinct domains for the groups after it.
 
-    `count <= groups` for every domain is what makes distinct domains in each group possible (pigeonhole); a domain
-    beyond that contributes at most one node a group.
+    Each group can have distinct domains if no domain has more nodes than there are groups (pigeonhole). A larger domain
+    contributes at most one node to each group.
     """
     if len(current) < copies or not all(left[domain] for domain in current):
         return False
@@ -143,7 +144,7 @@ def _can_stay(left: Mapping[str, list[str]], current: Sequence[str], copies: int
 
 
 def _join(groups: list[list[str]], node: str, domain_of: Mapping[str, str]) -> None:
-    """Adds a node that is left over to the latest group where its domain is rarest."""
+    """Adds a remaining node to the last of the smallest groups in which its domain is rarest."""
     smallest = min(len(group) for group in groups)
     candidates = [group for group in reversed(groups) if len(group) == smallest]
     host = min(candidates, key=lambda group: sum(domain_of[member] == domain_of[node] for member in group))
@@ -151,7 +152,7 @@ def _join(groups: list[list[str]], node: str, domain_of: Mapping[str, str]) -> N
 
 
 def _ring(group: list[str], copies: int, domain_of: Mapping[str, str]) -> list[str]:
-    """The group's order as a ring, such that the `copies` nodes from any point on differ in domain where possible."""
+    """The group's order as a ring, so that any `copies` consecutive nodes differ in domain if possible."""
     ring = [group[0]]
     rest = group[1:]
     while rest:

@@ -1,4 +1,4 @@
-"""One save as all nodes together show it: where each file was seen intact, where it is damaged, where it is assumed."""
+"""One save on all nodes: where each file was seen intact, where it is damaged, and where it is assumed."""
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -13,10 +13,10 @@ NodesByShard = Mapping[str, set[str]]
 
 @dataclass(frozen=True)
 class SeenSave:
-    """What is known of one save. Nodes are assumed to have a file if they do not answer, or cannot say what they have.
+    """The state of one save. A node is assumed to have a file if it does not answer, or cannot list its files.
 
-    Such nodes keep copies from being made, and count for nothing else; all other sets are of nodes that answer. Of
-    `footer_damaged` copies the footer alone is bad. `holders` have any file of the save.
+    Assumed copies only prevent new copies, and count for nothing else (I2). All other sets are of nodes that answer. In
+    `footer_damaged` copies only the footer is bad. `holders` have any file of the save.
     """
 
     found: SaveFound
@@ -36,37 +36,37 @@ class SeenSave:
 
     @cached_property
     def is_whole(self) -> bool:
-        """Whether every shard and the metadata were seen intact: only such a save may take the place of another.
+        """Whether every shard and the metadata were seen intact: only such a save may replace another (I2).
 
-        One without shards is not: its manifest alone would be all that was seen.
+        Never for a save without shards: only its manifest would have been seen.
         """
         shards = self.manifest.shards
         return bool(self.with_metadata and shards) and all(self.intact[shard] for shard in shards)
 
     @cached_property
     def may_be_whole(self) -> bool:
-        """Whether it is whole once it is mended, and the nodes that do not answer are back."""
+        """Whether it can become whole, by repair and by the return of nodes that do not answer."""
         has_metadata = bool(self.with_metadata or self.assumed_metadata)
         return has_metadata and all(self.can_give(shard) or self.assumed[shard] for shard in self.manifest.shards)
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """Nodes that have the manifest or the metadata, those with both first."""
+        """Nodes with the manifest or the metadata, those with both first."""
         either = self.with_manifest | self.with_metadata
         return tuple(sorted(either, key=lambda node: (node not in self.with_manifest & self.with_metadata, node)))
 
     def can_give(self, shard: str) -> bool:
-        """Whether an intact copy can be made: of one, of several damaged ones together, or of the data without footer."""
+        """Whether an intact copy can be made: from one, from several damaged ones together, or from data without footer."""
         return bool(self.intact[shard] or self.footer_damaged[shard]) or len(self.damaged[shard]) > 1
 
     def is_overwritten(self, name: str, taken: Collection[str]) -> bool:
-        """Whether a file was to lie on one of these nodes, where another run's save has the name: its user aborted it."""
+        """Whether an intended holder of a file is in `taken`, where another run's save was published over this one."""
         entry = self.manifest.shards.get(name)
         meant = {node.node_id for node in self.manifest.nodes} if entry is None else {*entry.holders}
         return not meant.isdisjoint(taken)
 
     def is_blocked_by(self, held: Holding) -> bool:
-        """Whether what a node holds keeps this save out: another run's has the name, or files have the same names."""
+        """Whether a holding prevents a copy of this save on its node: another run is published, or file names collide."""
         if held.checkpoint_id != self.found.checkpoint_id or held.save_id == self.found.save_id:
             return False
         is_conflicting = held.lineage != self.version.lineage and not held.is_replaced
@@ -81,10 +81,10 @@ class SeenSave:
 def see_save(
     found: SaveFound, manifest: Manifest, up: Collection[str], unsure: Iterable[str], unclaimed: Collection[str]
 ) -> SeenSave:
-    """What the holdings show. Nodes that are not `up` are only assumed to have what they had.
+    """The state of a save from its holdings. Nodes that are not `up` are only assumed to have their last holdings.
 
-    `unsure` nodes say nothing of what they hold: they are assumed to have what they were meant to. The holdings of nodes
-    in `unclaimed` were recognized by the files' checksums; a manifest they have not.
+    `unsure` nodes have not reported any holdings: they are assumed to have their intended shards. Holdings of nodes in
+    `unclaimed` were recognized by the files' checksums; these nodes have no manifest.
     """
     by_kind: dict[str, dict[str, set[str]]] = {
         kind: {shard: set() for shard in manifest.shards} for kind in ("intact", "damaged", "footer_damaged", "assumed")

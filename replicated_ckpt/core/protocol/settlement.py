@@ -1,7 +1,7 @@
-"""Settlement: what becomes of a save that is staged on a node, and what may replace or outlive what.
+"""Settlement: the fate of a staged save, and the rules by which versions replace each other or are dropped.
 
-These are all the decisions of the commit protocol that can lose something (docs/protocol.md). They are functions of what
-was seen, so that the agents and the search of small worlds run the same code.
+These are all decisions of the commit protocol that can lose data (docs/protocol.md). They are functions of observations,
+so that agents and the search of small worlds run the same code.
 """
 
 from collections.abc import Iterable, Mapping
@@ -12,21 +12,21 @@ from replicated_ckpt.core.lineage import Version
 
 
 class Answer(Enum):
-    """What a node says of a save when it is asked to help settle it. No answer is none of these."""
+    """A node's state of a save, as it answers another node that settles the save. A missing answer is none of these."""
 
     PUBLISHED = "committed"
-    """It has committed the save."""
+    """The node has committed the save."""
     DECIDED = "decided"
-    """The decision lies there, and the node cannot publish it: a newer save has the name."""
+    """The node has the decision and cannot publish it: a newer save is published."""
     WORKING = "working"
-    """The save is staged there, and ranks still work on it."""
+    """The save is staged, and ranks of that node still work on it."""
     STAGED = "staged"
-    """The save is staged there without a decision, and no rank of that node works on it."""
+    """The save is staged without a decision, and no rank of that node works on it."""
     ABSENT = "unknown"
-    """Nothing of it is there. That a coordinator's node has it no more tells nothing: it may have been put back since."""
+    """The node has no file of it. From the coordinator's node this proves nothing: its disk may have been restored."""
     ABORTED = "aborted"
-    """The save is over: this node, its coordinator's, never decides it, or has seen that no node published it and that a
-    newer save has its name; or this node had published it, and retention has removed it."""
+    """The save has ended. Its coordinator's node will never decide it, or has seen that no node published it and that
+    a newer save is published. Or the node had published it, and retention has removed it."""
 
 
 _NOT_PUBLISHED = (Answer.STAGED, Answer.ABSENT, Answer.ABORTED)
@@ -41,7 +41,7 @@ class Fate(Enum):
 
 @dataclass(frozen=True)
 class Settlement:
-    """What to do with a staged save. `sources` have published it; `waits_for` are the nodes whose answer is missing."""
+    """The decision on a staged save. `sources` have published it; the answers of `waits_for` are missing."""
 
     fate: Fate
     sources: tuple[str, ...] = ()
@@ -51,32 +51,35 @@ class Settlement:
 def settle_staged(
     *, own: str, nodes: Iterable[str], coordinator: str, is_worked_on: bool, answers: Mapping[str, Answer]
 ) -> Settlement:
-    """What becomes of a save that is staged on node `own` without a decision. `nodes` are those that its intent names.
+    """The fate of a save that is staged on node `own` without a decision. `nodes` are the nodes in its intent.
 
-    It is completed if any node has published it. It is dropped only if it can never have been, and never will be,
-    published anywhere: the coordinator's node, which has the decision before any other, says that it has given the save
-    up; or every node of the save says that it did not publish. Or where a node says that retention has removed it. A node
-    that does not answer says nothing.
+    It is completed if any node has published it. It is dropped only if no node has published it or ever will: the
+    coordinator's node, which has the decision before any other, answers that it aborted the save, or every node of the
+    save answers that it did not publish. It is also dropped if a node answers that retention has removed it. A missing
+    answer proves nothing.
     """
     published = tuple(sorted(node for node, answer in answers.items() if answer is Answer.PUBLISHED))
+    # First: once any node has published it, dropping a part here could lose the last copy (I1).
     if published:
         return Settlement(Fate.COMPLETE, sources=published)
     if is_worked_on:
         return Settlement(Fate.WORKED_ON)
+    # The coordinator's node decides first: without a decision here there is none anywhere.
     if coordinator == own or Answer.ABORTED in answers.values():
         return Settlement(Fate.DROP)
     if Answer.WORKING in answers.values():
         return Settlement(Fate.WORKED_ON)
+    # ABSENT of a single node decides nothing: its disk may have been restored to an older state.
     quiet = {node for node, answer in answers.items() if answer in _NOT_PUBLISHED}
     waits_for = tuple(sorted({*nodes} - {own} - quiet))
     return Settlement(Fate.IN_DOUBT, waits_for=waits_for) if waits_for else Settlement(Fate.DROP)
 
 
 def may_publish(staged: Version, published: Version | None, replaces: str) -> bool:
-    """Whether a decided save may take a name under which `published` lies now.
+    """Whether a decided save may replace the `published` version (I4).
 
-    Of one lineage the newer save has the name. Of another lineage only the save that lay there when this one was opened
-    gives way, `replaces`: the user has asked for that, on this node.
+    Within a lineage the newer save wins. A version of another lineage is replaced only if it is `replaces`, the one that
+    was published when this save was opened: the user asked for that, on this node.
     """
     if published is None or published.save_id == staged.save_id:
         return True
@@ -93,11 +96,11 @@ def is_without_a_name(
     whole: Iterable[Version],
     is_seen_nowhere: bool,
 ) -> bool:
-    """Whether a save that is decided, and that no node has published, may go: a newer one of another run has the name.
+    """Whether a decided save that no node has published may be deleted, as another run's newer save is published.
 
-    `is_seen_nowhere`: all of its nodes answer, and none has published it. `published` has the name on its coordinator's
-    node, and `whole` are as in `may_be_dropped`. As these two have no order, the clock tells which is newer, as in a load.
-    Of one moment, the one that has the name stays.
+    `is_seen_nowhere`: all of its nodes answer, and none has published it. `published` is the version on its coordinator's
+    node; `whole` as in `may_be_dropped`. Two lineages have no order, so the clock decides, as in a load. At equal times
+    the published one stays.
     """
     if published is None or not any(version.save_id == published.save_id for version in whole):
         return False
@@ -107,10 +110,10 @@ def is_without_a_name(
 
 
 def may_be_dropped(old: Version, *, whole: Iterable[Version], published: Version | None) -> bool:
-    """Whether a version that was replaced, or is staged, may go: the save that took its place was seen whole.
+    """Whether a replaced or staged version may be deleted: the save that replaces it was seen whole (I1).
 
-    `whole` are the versions of the same checkpoint of which every shard was seen intact at a node that answers. Of another
-    lineage only the one counts that has the name on this node, `published`.
+    `whole` are the versions of the same checkpoint with every shard seen intact at nodes that answer. Of another lineage
+    only the `published` version of this node counts.
     """
     return any(
         version.is_newer_than(old)

@@ -1,4 +1,4 @@
-"""What "latest" means: the newest checkpoint of one directory of ids, or of one form of name there."""
+"""The meaning of "latest": the newest checkpoint in one directory of ids, or of one form of name there."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -12,7 +12,7 @@ _HERE = "./"
 
 @dataclass(frozen=True)
 class Newest:
-    """The newest checkpoint whose id lies in `directory`, "" for ids of one part; None: in the only one there is.
+    """The newest checkpoint whose id lies in `directory`; "" for ids of one part; None: in the only existing directory.
 
     `form`: only ids whose last part is `form.format(step)` for some step, as of "step-{}". "": all of them.
     """
@@ -21,13 +21,13 @@ class Newest:
     form: str = ""
 
     def __str__(self) -> str:
-        """As it is asked for: "latest", "run-a/latest", or "./latest" where ids have one part. `parse` reads it."""
+        """The text that `parse` reads: "latest", "run-a/latest", or "./latest" for ids of one part."""
         prefix = "" if self.directory is None else f"{self.directory}/" if self.directory else _HERE
         return f"{prefix}{LATEST}{f' {self.form}' if self.form else ''}"
 
     @classmethod
     def parse(cls, asked: str) -> "Newest | None":
-        """None: it asks for one checkpoint by its id, which has no braces in it."""
+        """The request in a text; None: the text is a checkpoint id, which has no braces."""
         name, space, form = asked.rpartition(" ") if asked.endswith("}") else (asked, "", "")
         directory, slash, last = name.rpartition("/")
         if last != LATEST or (space and not form):
@@ -49,7 +49,7 @@ class Newest:
         return not self.form or is_of_form(self.form, checkpoint_id.rpartition("/")[2])
 
     def choose_directory(self, ids: Iterable[str]) -> "Newest":
-        """The same of the one directory in which these ids lie. Raises LatestAmbiguous: they lie in several."""
+        """The same request for the one directory of these ids. Raises LatestAmbiguous: they lie in several."""
         directories = sorted(set(map(scope_of, ids))) if self.directory is None else []
         if len(directories) > 1:
             raise LatestAmbiguous([str(Newest(directory)) for directory in directories])
@@ -61,6 +61,6 @@ def is_newest(asked: str) -> bool:
 
 
 def is_of_form(form: str, name: str) -> bool:
-    """Whether `name` is `form.format(number)` for a whole number from 0: "step-7" is of "step-{}", "step-07" is not."""
+    """Whether `name` is `form.format(number)` for a number from 0: "step-7" matches "step-{}", "step-07" does not."""
     digits = name.removeprefix(form.partition("{")[0])
     return digits.isdecimal() and form.format(int(digits)) == name

@@ -1,4 +1,4 @@
-"""Sources: who serves which shard to one reader, as a printable order of preference."""
+"""Sources: the nodes from which one reader gets each shard, in a printable order of preference."""
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -13,13 +13,14 @@ def source_orders(
     own_node: str,
     reader_key: str,
 ) -> dict[str, tuple[str, ...]]:
-    """The nodes to read a shard from: own store, then the peers, each with the least planned bytes first, then the bucket.
+    """The sources of each shard: the own store, then peers, those with the fewest planned bytes first, then the bucket.
 
-    Ties between equally loaded peers are broken by a hash of `reader_key` (which differs between readers) and the
-    shard, so that many readers spread over the holders without talking to each other. A shard without any is lost.
+    Between equally loaded peers a hash of `reader_key`, which differs between readers, and the shard decides. So many
+    readers spread over the holders without communication. A shard without sources is lost.
     """
     planned_bytes: dict[str, int] = {}
     orders: dict[str, tuple[str, ...]] = {}
+    # The largest first: small shards then even out the load.
     for shard in sorted(size_by_shard, key=lambda name: (-size_by_shard[name], name)):
         peers = sorted(
             (node for node in holders_by_shard.get(shard, ()) if node != own_node),
@@ -49,5 +50,5 @@ class ByteRange:
 
 
 def end_of(ranges: Iterable[ByteRange]) -> int:
-    """Where the last of them ends."""
+    """The end of the last range; 0 without ranges."""
     return max((one.end for one in ranges), default=0)

@@ -1,7 +1,7 @@
-"""Checkpoints that FileSystemWriter left on nodes: what each node holds of one, and what that makes together.
+"""Checkpoints of FileSystemWriter on nodes: the files of each node, and the checkpoints that they form together.
 
-There is no manifest, so nothing says which files belong together but `.metadata` and the sizes. Files that contradict
-each other are never combined.
+Without a manifest only `.metadata` and sizes show which files belong together. Files that contradict each other are never
+combined.
 """
 
 import hashlib
@@ -22,15 +22,15 @@ from replicated_ckpt.errors import CheckpointAmbiguous, MetadataUnsafe
 from replicated_ckpt.wording import one_line
 
 SEQUENCE = 0
-"""Stock torch counts nothing: what it wrote is older than anything of ours."""
+"""Stock torch has no sequence: its checkpoints count as older than all of ours."""
 NOBODY = "unknown"
 _SLACK_S = 60.0
-"""Clocks of nodes differ, and shards are written before `.metadata` is."""
+"""Allowance for clock differences between nodes: shards are written before `.metadata`."""
 
 
 @dataclass(frozen=True)
 class UnmanagedFile:
-    """One file as a node sees it. `print_crc32c`: of all of `.metadata`, of the beginning and the end of a shard."""
+    """One file on a node. `print_crc32c`: the CRC32C of all of `.metadata`, or of the two ends of a shard."""
 
     size_bytes: int
     print_crc32c: int
@@ -53,7 +53,7 @@ class UnmanagedFile:
 
 @dataclass(frozen=True)
 class UnmanagedHolding:
-    """What one node holds of one checkpoint that has no manifest there."""
+    """The files of one checkpoint without a manifest on one node."""
 
     node_id: str
     checkpoint_id: str
@@ -81,7 +81,7 @@ class UnmanagedHolding:
 
 @dataclass(frozen=True)
 class UnmanagedCheckpoint:
-    """One id as all nodes that were reached hold it."""
+    """One checkpoint id with the holdings of all reached nodes."""
 
     checkpoint_id: str
     holdings: tuple[UnmanagedHolding, ...]
@@ -92,23 +92,23 @@ class UnmanagedCheckpoint:
 
     @property
     def modified_unix_s(self) -> float:
-        """When `.metadata` was written, by its file's time: the only order that there is among them. 0: there is none."""
+        """The modification time of `.metadata`: such checkpoints have no other order. 0: there is no `.metadata`."""
         return max((held.metadata.modified_unix_s for held in self.holdings if held.metadata is not None), default=0.0)
 
     def metadata(self) -> UnmanagedFile:
-        """The one `.metadata` that some node has.
+        """The `.metadata` of the checkpoint, if all nodes that have one agree.
 
         Raises:
-            CheckpointAmbiguous: nodes have different ones: two runs used one id. KeyError: none has one.
+            CheckpointAmbiguous: nodes have different ones: two runs used one id. KeyError: no node has one.
         """
         found = {held.node_id: held.metadata for held in self.holdings if held.metadata is not None}
         return _only(self.checkpoint_id, METADATA_NAME, found)
 
     def save(self, needed_bytes: Mapping[str, int]) -> "UnmanagedSave":
-        """What it is made of, where `.metadata` needs that many bytes of each shard.
+        """The files that form the checkpoint. `needed_bytes`: the bytes of each shard that `.metadata` refers to.
 
         Raises:
-            CheckpointAmbiguous: nodes have different files for one shard, and each could be the right one.
+            CheckpointAmbiguous: nodes have different files for one shard, and each is long enough.
         """
         metadata, refused = self.metadata(), list[str]()
         holders: dict[str, dict[str, UnmanagedFile]] = {}
@@ -133,7 +133,7 @@ def _only(checkpoint_id: str, name: str, file_by_node: Mapping[str, UnmanagedFil
 
 @dataclass(frozen=True)
 class UnmanagedSave:
-    """A checkpoint whose files can belong together. `refused` tells in words which ones cannot."""
+    """A checkpoint whose files can belong together. `refused` describes the files that cannot, for messages."""
 
     checkpoint: UnmanagedCheckpoint
     metadata: UnmanagedFile
@@ -151,12 +151,12 @@ class UnmanagedSave:
 
     @property
     def copies(self) -> int:
-        """How many copies there are of the shard that has the fewest."""
+        """The smallest number of copies of any shard."""
         return min((len(nodes) for nodes in self.holders.values()), default=0)
 
     @property
     def save_id(self) -> str:
-        """Made up from what is there, so that every node that looks makes the same."""
+        """A made-up id, derived from the files, so that every node derives the same."""
         size, crc = self.metadata.identity
         return hashlib.sha256(f"stock/{self.checkpoint_id}/{size}/{crc}".encode()).hexdigest()[:32]
 
@@ -165,7 +165,7 @@ class UnmanagedSave:
 
     @cached_property
     def written_later(self) -> tuple[str, ...]:
-        """Shards written after `.metadata`: perhaps by a save that was broken off. Or they were copied there by hand."""
+        """Shards written after `.metadata`: by an interrupted later save, or copied there by hand."""
         latest = self.checkpoint.modified_unix_s + _SLACK_S
         return tuple(
             shard
@@ -175,7 +175,7 @@ class UnmanagedSave:
 
     @property
     def holdings(self) -> tuple[Holding, ...]:
-        """It as the inventory has it; a file that is not of this save is left out."""
+        """The save's holdings for the inventory, without files of other saves."""
         return tuple(
             Holding(
                 held.node_id,
@@ -195,7 +195,7 @@ class UnmanagedSave:
 
     @property
     def manifest(self) -> Manifest:
-        """What a manifest would say, without checksums of shards, as none were taken."""
+        """A made-up manifest, without checksums of shards, since none exist."""
         shards = {
             shard: ShardEntry(self.size_of(shard), 0, rank_of(shard), min(nodes, default=NOBODY), tuple(sorted(nodes)))
             for shard, nodes in self.holders.items()
@@ -234,7 +234,7 @@ def rank_of(shard: str) -> int:
 def unmanaged_checkpoints(
     holdings: Iterable[UnmanagedHolding], without: Iterable[str] = ()
 ) -> tuple[UnmanagedCheckpoint, ...]:
-    """The checkpoints among `holdings`, newest first. Ids `without` have a manifest somewhere: they are none of these."""
+    """The checkpoints among `holdings`, newest first. `without`: ids with a manifest on some node, which are left out."""
     grouped: dict[str, list[UnmanagedHolding]] = {}
     excluded = set(without)
     for holding in holdings:
@@ -245,14 +245,14 @@ def unmanaged_checkpoints(
 
 
 _STATE_MAX = 128
-"""Keys and values of an instance: a state may be shared by many, and each is looked through."""
+"""Most keys and values of an instance's state: a shared state is searched once for each of its instances."""
 
 
 def item_ranges(raw: bytes) -> Mapping[str, tuple[ByteRange, ...]]:
-    """Where each shard that a `.metadata` needs must have its items, ordered by their place in it.
+    """The ranges of the items in each shard, as `.metadata` has them, in ascending order.
 
     Raises:
-        MetadataUnsafe: it is no metadata as DCP writes it, or names a file that is no shard.
+        MetadataUnsafe: `raw` is no metadata as DCP writes it, or names a file that is no shard.
     """
     try:
         return _ranges(_attribute(follow(raw), "storage_data"))
@@ -265,12 +265,12 @@ def needed_bytes(ranges: Mapping[str, tuple[ByteRange, ...]]) -> Mapping[str, in
 
 
 def ranges_to_json(ranges: Mapping[str, Sequence[ByteRange]], shards: Collection[str]) -> dict[str, Any]:
-    """What a node that has these shards is told of the items in them."""
+    """The ranges in these shards, as JSON for a node that has them."""
     return {shard: [(item.offset, item.length) for item in ranges[shard]] for shard in shards if shard in ranges}
 
 
 def ranges_from_json(fields: Mapping[str, Any]) -> Mapping[str, tuple[ByteRange, ...]]:
-    """The same again. Raises TypeError, ValueError, AttributeError: it says something else."""
+    """The inverse of `ranges_to_json`. Raises TypeError, ValueError, AttributeError: the fields are invalid."""
     found = {shard: tuple(ByteRange(index(at), index(size)) for at, size in items) for shard, items in fields.items()}
     if any(ShardName.parse(shard) is None for shard in found):
         raise ValueError("a file is named that is no shard")
@@ -281,7 +281,7 @@ def ranges_from_json(fields: Mapping[str, Any]) -> Mapping[str, tuple[ByteRange,
 
 
 def _attribute(node: Any, wanted: str) -> Any:
-    """One attribute of an instance, as it was set last."""
+    """One attribute of an instance: the last value that the pickle sets."""
     state = node.state if type(node) is Made else None
     if type(state) is Fields and wanted in state:
         return state[wanted]
@@ -293,7 +293,7 @@ def _attribute(node: Any, wanted: str) -> Any:
 
 
 def _infos(places: Any) -> Iterator[Any]:
-    """The node of each item's place. One that is shared is looked through once, however often it is met."""
+    """The node of each item's place. A shared node is visited once: a few bytes can refer to it a million times."""
     if type(places) is not Pairs:
         raise PickleUnsafe("has no places of its items")
     seen: set[int] = set()
@@ -311,6 +311,7 @@ def _ranges(places: Any) -> Mapping[str, tuple[ByteRange, ...]]:
             raise PickleUnsafe(f"has an item in {str(shard)[:200]!r}, which is no shard")
         if type(offset) is not int or type(length) is not int or offset < 0 or length < 0:
             raise PickleUnsafe(f"has an item at no place of {shard}")
+        # More than a file offset: `preadv` would raise OverflowError in the middle of a load.
         if max(offset, length) >= 1 << 63:
             raise PickleUnsafe(f"has an item at no place of {shard}: it has a number of more than 64 bits")
         found.setdefault(shard, []).append(ByteRange(offset, length))

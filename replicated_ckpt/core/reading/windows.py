@@ -1,4 +1,4 @@
-"""Windows: the pieces in which shards are read, in an order that all ranks keep; and which rank fetches which."""
+"""Windows: the pieces in which shards are read, their order, which is the same on all ranks, and who fetches which."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,18 +9,18 @@ from replicated_ckpt.core.integrity.checksum import BLOCK_BYTES
 from replicated_ckpt.core.reading.source_order import ByteRange
 
 CELL_BYTES = 4 << 20
-"""Shards are cut at multiples of it; what ranks share is shared by cells."""
+"""Shards are cut at multiples of this. Ranks of a node share data by cells."""
 LOCAL_WINDOW_BYTES = 1 << 20
-"""Of the node's own disk: small enough that its bytes are still in the processor's cache when they are copied on."""
+"""Window of the node's own disk: small enough to stay in the processor's cache until it is copied."""
 SHARDS_AT_ONCE = 4
-"""So many shards are read alternately, as they may lie on different nodes."""
+"""Shards that are read alternately, since they may lie on different nodes."""
 STRAIGHT_BYTES_MIN = 512 << 10
-"""Of less it is not worthwhile to read it by itself."""
+"""Smaller ranges are not worth a read of their own."""
 
 
 @dataclass(frozen=True)
 class Window:
-    """Bytes of a shard that are read at once; never across the border of a cell."""
+    """Bytes of a shard that are read at once. A window never crosses the border of a cell."""
 
     shard: str
     offset: int
@@ -36,13 +36,13 @@ class Window:
 
     @property
     def blocks(self) -> range:
-        """What is read for it, as a block is checked as a whole."""
+        """The blocks that are read for it: a checksum covers a whole block."""
         return range(self.offset // BLOCK_BYTES, -(-self.end // BLOCK_BYTES))
 
 
 @dataclass(frozen=True)
 class Unit:
-    """What one rank of a node fetches for several: the ranks that need it, in order, itself among them."""
+    """A window that one rank of a node fetches for several. `takers` are all ranks that need it, in order."""
 
     window: Window
     fetcher: int
@@ -52,10 +52,10 @@ class Unit:
 def windows_of(
     shard: str, ranges: Iterable[ByteRange], window_bytes: int, straight: Iterable[ByteRange] = ()
 ) -> list[Window]:
-    """The windows that cover `ranges`, in ascending order. Ranges are joined where no block is read for it.
+    """The windows that cover `ranges`, in ascending order. Ranges are joined if no further block is read for that.
 
-    `window_bytes` divides CELL_BYTES and is a multiple of BLOCK_BYTES. The whole blocks of each range of `straight` have
-    windows of their own, so that these can be read to where they belong.
+    `window_bytes` divides CELL_BYTES and is a multiple of BLOCK_BYTES. The whole blocks of each range in `straight` get
+    windows of their own, so that they can be read directly into their target.
     """
     runs: list[list[int]] = []
     for part in sorted(ranges, key=lambda part: part.offset):
@@ -75,16 +75,15 @@ def windows_of(
 
 
 def _borders(part: ByteRange) -> tuple[int, ...]:
-    """Where the whole blocks of a range begin and end, if they are worthwhile."""
+    """Start and end of the whole blocks of a range; empty if they are less than STRAIGHT_BYTES_MIN."""
     start, end = -(-part.offset // BLOCK_BYTES) * BLOCK_BYTES, part.end // BLOCK_BYTES * BLOCK_BYTES
     return (start, end) if end - start >= STRAIGHT_BYTES_MIN else ()
 
 
 def in_order(windows: Iterable[Window], shards: Sequence[str]) -> list[Window]:
-    """The order in which every rank reads; `shards` are all of the save, in any order that the ranks agree on.
+    """The order in which every rank reads. `shards` are all shards of the save, in the same order on all ranks.
 
-    Two ranks that need the same cells come to them in the same order: so ranks that wait for each other cannot do so
-    in a circle.
+    All ranks reach common cells in the same order, so ranks that wait for each other cannot form a circle.
     """
     place = {shard: index for index, shard in enumerate(shards)}
 
@@ -96,10 +95,9 @@ def in_order(windows: Iterable[Window], shards: Sequence[str]) -> list[Window]:
 
 
 def plan_shared_units(windows_by_rank: Mapping[int, Sequence[Window]], shards: Sequence[str]) -> tuple[Unit, ...]:
-    """What the ranks of one node fetch for each other, in order: the cells of which some block is needed by several.
+    """The windows that ranks of one node fetch for each other, in order: of cells with a block that several need.
 
-    Of the ranks that need a cell, the one fetches it that has the least to fetch so far; all that lies between their
-    needs, too.
+    The rank with the fewest planned blocks among those that need a cell fetches it, with everything between their needs.
     """
     needs: dict[tuple[str, int], dict[int, list[Window]]] = {}
     for rank in sorted(windows_by_rank):

@@ -1,6 +1,6 @@
-"""What is over on a node because a newer version was seen whole: superseded versions, and staged saves in doubt.
+"""Versions and staged saves that a node may delete, because a newer version was seen whole.
 
-Only what was seen at nodes that answer counts, never what a node is assumed to hold.
+Only files seen at nodes that answer count, never assumed ones (I2).
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -18,14 +18,14 @@ WholeVersions = Mapping[str, Sequence[Version]]
 
 
 def has_several_versions(own: Sequence[Holding], nodes: Sequence[NodeView]) -> bool:
-    """Whether nodes have another save of a checkpoint of which `own` has one: else nothing can be superseded."""
+    """Whether nodes have different saves of a checkpoint in `own`. Otherwise no version can be superseded."""
     save_by_id = {held.checkpoint_id: held.save_id for held in own}
     seen = (held for node in nodes for held in node.holdings or ())
     return any(save_by_id.get(held.checkpoint_id, held.save_id) != held.save_id for held in (*own, *seen))
 
 
 def find_replaced(own: Sequence[Holding], whole: WholeVersions) -> tuple[Removal, ...]:
-    """The replaced versions of a node that go, as the version that took their name was seen whole."""
+    """The replaced versions that a node may delete, as the published version was seen whole."""
     published = {held.checkpoint_id: held.version for held in own if not held.is_replaced}
     return tuple(
         Removal(held.node_id, held.checkpoint_id, held.save_id, "a newer save has replaced it, and is whole")
@@ -39,9 +39,9 @@ def find_replaced(own: Sequence[Holding], whole: WholeVersions) -> tuple[Removal
 def find_in_the_way(
     own: Sequence[Holding], manifest_by_save: Mapping[str, Manifest], whole: WholeVersions
 ) -> tuple[Removal, ...]:
-    """The published versions of a node that go for a newer one of their run whose files have the same names.
+    """The published versions of a node that block a newer one of their run, whose files have the same names.
 
-    As on a node that was away when the id was saved anew. The newer one comes to lie there then, like any copy.
+    This happens on a node that was away when the id was saved again. Afterwards the newer one is copied there.
     """
     found = []
     for held in own:
@@ -63,15 +63,15 @@ def find_end_of_in_doubt(
     replaces: str,
     members: Collection[str],
 ) -> str:
-    """Why a staged save that is in doubt is over; "" if it is not.
+    """The reason why a staged save in doubt has ended; "" if it has not.
 
-    `place`: its lineage and sequence, as far as they are known. `members`: the nodes of a save that is decided, and that
-    this node coordinates; empty for another one. `published` has its name here, and it was opened over `replaces`.
+    `place`: its lineage and sequence, if known. `members`: the nodes of a decided save that this node coordinates; else
+    empty. `published` is the version here, and the save was opened over `replaces`.
     """
     versions = whole.get(checkpoint_id, ())
     if place is None:
         return ""
-    # of another lineage it is what this save is to replace, as far as this node knows: that lets nothing staged go
+    # `published` is not passed: a version of another lineage may be the one that this save is to replace.
     if may_be_dropped(place, whole=versions, published=None):
         return "a newer save of the same checkpoint is whole"
     up = {node.node_id: node.holdings or () for node in nodes if node.presence is Presence.UP}
@@ -87,11 +87,11 @@ def find_end_of_in_doubt(
 def find_whole_versions(
     manifest_by_save: Mapping[str, Manifest], nodes: Sequence[NodeView], *, may_be_short: bool = False
 ) -> Mapping[str, tuple[Version, ...]]:
-    """Of each checkpoint the versions that others may give way to, as they were seen at nodes that answer.
+    """By checkpoint, the versions that may replace others, as seen at nodes that answer. In a lineage the oldest is first.
 
-    Every shard was seen intact there, and the metadata. The newest of a lineage has as many copies of each, too, as those
-    nodes can have, as a copy that is made is read: else a bit that flips in the only one is not known of. It needs only
-    one with `may_be_short`: no more can be made. Of a lineage the oldest comes first.
+    Every shard and the metadata were seen intact. The newest of a lineage must also have all copies that these nodes can
+    have: making a copy reads the shard, and so detects a flipped bit in the only one. With `may_be_short`, as when no more
+    copies can be made, one copy is enough.
     """
     up = {node.node_id: node for node in nodes if node.presence is Presence.UP}
     whole: dict[str, list[Version]] = {}
@@ -111,7 +111,7 @@ def find_whole_versions(
 
 
 def _has_all_copies(save: SeenSave, up: Collection[NodeView]) -> bool:
-    """Whether no node can have one more: one that is leaving takes none, nor one where another run's save has the name."""
+    """Whether no node can take another copy: leaving nodes cannot, nor nodes that a version of their own blocks."""
     leaving = {node.node_id for node in up if node.is_leaving}
     places = save.holders | {node.node_id for node in up if not any(map(save.is_blocked_by, node.holdings or ()))}
     wanted = min(save.manifest.copies, len(places - leaving))

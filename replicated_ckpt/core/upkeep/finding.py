@@ -1,4 +1,4 @@
-"""Findings: what a full read of the stores found wrong, as values that tables, JSON and repair all read."""
+"""Findings: the defects that a full read of the stores detects, as values for tables, JSON and repair."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -10,16 +10,16 @@ from replicated_ckpt.wording import one_line
 
 class Problem(Enum):
     CORRUPT = "corrupt"
-    """Its bytes differ from the checksum taken when they were saved."""
+    """Its bytes differ from the checksum of the save."""
     MISSING = "missing"
-    """The node was meant to hold it and does not."""
+    """The node is an intended holder and lacks the file."""
     UNKNOWN = "unknown"
-    """It lies in a checkpoint whose manifest does not name it."""
+    """The manifest of its checkpoint does not name the file."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One file of one node that is not as it should be. `save_id` is empty where the manifest itself is not believed."""
+    """One defective file on one node. `save_id` is empty if the manifest itself is invalid."""
 
     node_id: str
     checkpoint_id: str

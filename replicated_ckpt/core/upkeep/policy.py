@@ -1,4 +1,4 @@
-"""Policies of retention as nodes know and tell them: which checkpoints they are for, and which of two is the later."""
+"""Policies of retention as nodes exchange them: the checkpoints that they cover, and the newer of two."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -10,16 +10,16 @@ from replicated_ckpt.config import Retention
 from replicated_ckpt.core.layout import SEQUENCE_FLOOR_MAX, is_checkpoint_id, is_lineage, is_save_id
 
 NODES = ""
-"""The tier of the nodes; the object tier goes by its URL."""
+"""The tier of the nodes. The object tier is identified by its URL."""
 _URL_CHARS_MAX = 4096
 
 
 @dataclass(frozen=True)
 class Policy:
-    """What a run wants kept in one tier. `scope` is the directory of its checkpoints' ids, "" for plain names.
+    """A run's retention in one tier. `scope` is the directory of its checkpoints' ids, "" for plain names.
 
-    `lineage` is the run's: checkpoints of another one are neither counted nor removed. `revision` is the sequence of the
-    save that brought it. `retention` None: everything is kept.
+    `lineage` is the run's: checkpoints of other runs are neither counted nor removed (I3). `revision` is the sequence of
+    the save that set the policy. `retention` None: everything is kept.
     """
 
     scope: str
@@ -53,13 +53,13 @@ class Policy:
 
 
 def _retention_from_json(fields: Mapping[str, Any]) -> Retention:
-    """An agent of an older version knows no best one."""
+    """Agents of older versions send no `keep_best`."""
     best = {name: fields[name] for name in ("keep_best", "best_is") if name in fields}
     return Retention(keep_last=fields["keep_last"], keep_every=fields["keep_every"], **best)
 
 
 def scope_of(checkpoint_id: str) -> str:
-    """The directory whose policy a checkpoint is under: checkpoints beside one another are of one run."""
+    """The directory of a checkpoint id, to which a policy applies: ids in one directory are of one run."""
     return dirname(checkpoint_id)
 
 
@@ -77,9 +77,9 @@ def find_series_name(checkpoint_id: str) -> str | None:
 
 
 def merge_policies(own: Policy, heard: Policy) -> Policy:
-    """The later of two policies of one scope and tier. Where one save brought different ones, everything is kept.
+    """The newer of two policies of one scope and tier. If one save set different ones, everything is kept.
 
-    Whatever the order in which nodes hear of each other's, all end with the same.
+    The result does not depend on the order in which nodes exchange policies, so all nodes agree in the end.
     """
     if own.revision != heard.revision:
         return max(own, heard, key=lambda policy: policy.revision)
@@ -87,7 +87,7 @@ def merge_policies(own: Policy, heard: Policy) -> Policy:
 
 
 def agree(policies: Iterable[Policy]) -> tuple[Policy, ...]:
-    """What all nodes that said these want kept together: of each scope and tier the later policy, in whatever order."""
+    """The policies that result from those of all nodes: the newest for each scope, tier and lineage, in any order."""
     by_key: dict[tuple[str, str, str], Policy] = {}
     for policy in policies:
         by_key[policy.key] = merge_policies(by_key.get(policy.key, policy), policy)
@@ -95,21 +95,21 @@ def agree(policies: Iterable[Policy]) -> tuple[Policy, ...]:
 
 
 def confirm(agreed: Iterable[Policy], own: Iterable[Policy]) -> tuple[Policy, ...]:
-    """Those of the policies by which this node's own ranks want the same kept: by these it may remove."""
+    """The agreed policies that equal those of this node's own ranks. Only by these it may remove checkpoints."""
     wanted = {policy.key: policy.retention for policy in own}
     return tuple(policy for policy in agreed if policy.key in wanted and wanted[policy.key] == policy.retention)
 
 
 @dataclass(frozen=True)
 class NodeReport:
-    """What a node says besides its holdings that decides what may be removed: its policies, and how far uploads are.
+    """A node's report besides its holdings, on which removals depend: its policies and the state of uploads.
 
-    `uploading`: saves that it takes for not yet in the bucket. `uploaded`: those of which it knows that they are, or are
-    not wanted there. `ordered`: those of `uploading` that a user has ordered by hand, whatever else is known of them.
-    `removed`: saves that the node's own user has removed by hand. `unable`: those of `uploading` that it cannot bring
-    itself: no rank there has named the bucket, or its key is refused. `absent`: those of `uploaded` that the bucket does
-    not have, as it has removed them, or would not keep them. `is_busy`: it may be making copies now. `is_drained`: its user
-    is taking it down, so what lies there counts for no other drained node.
+    `uploading`: saves that are not in the bucket yet, to its knowledge. `uploaded`: saves that are in the bucket, or need
+    not be. `ordered`: the saves in `uploading` that a user ordered by hand; they count in any case. `removed`: saves that
+    the node's own user removed by hand. `unable`: the saves in `uploading` that the node cannot upload: no rank there has
+    named the bucket, or its key is refused. `absent`: the saves in `uploaded` that are not in the bucket, as they were
+    removed there or not kept. `is_busy`: it may be making copies now. `is_drained`: its user is taking it down, so its
+    copies do not count for other drained nodes.
     """
 
     policies: tuple[Policy, ...] = ()
@@ -137,7 +137,7 @@ class NodeReport:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "NodeReport":
-        """As `to_json` wrote it; an agent of an older version says nothing. Raises as `Policy.from_json` does."""
+        """The inverse of `to_json`. Agents of older versions omit fields. Raises as `Policy.from_json`."""
         return cls(
             tuple(Policy.from_json(entry) for entry in fields.get("policies", ())),
             *(_save_ids(fields.get(name, ())) for name in _SAVES),
@@ -155,7 +155,7 @@ def _save_ids(found: Iterable[Any]) -> frozenset[str]:
 
 
 def pending(node_reports: Iterable[NodeReport]) -> frozenset[str]:
-    """The saves whose upload is not over, as far as these nodes know together: one that knows it is enough."""
+    """The saves with an unfinished upload. One node that reports a save as uploaded is enough, unless it was ordered."""
     said = tuple(node_reports)
     uploading = frozenset[str]().union(*(one.uploading for one in said))
     uploaded = frozenset[str]().union(*(one.uploaded for one in said))

@@ -1,4 +1,4 @@
-"""Removal by hand: whether a user may have saves removed, and which ones `prune` would; what others hold is for them."""
+"""Removal by hand: whether a user may remove saves, and the saves that `prune` would remove, on this node only."""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -11,10 +11,10 @@ from replicated_ckpt.core.upkeep.retention import Candidate, Verdict, judge
 
 
 def find_removed(nodes: Iterable[NodeView]) -> frozenset[str]:
-    """The saves that the user of a node that answers has removed there: no node looks after them any more.
+    """The saves that users have removed by hand on nodes that answer. No node repairs them any more.
 
-    Nor after an older version of such a checkpoint, as long as a node has the one that took its place. Each node removes
-    its own copies by its own user's word alone.
+    Older versions of such a checkpoint are included while any node has the version that replaced them. A node removes its
+    own copies only on its own user's command.
     """
     nodes = tuple(nodes)
     said = frozenset[str]().union(*(node.node_report.removed for node in nodes if node.presence is Presence.UP))
@@ -29,7 +29,7 @@ def find_removed(nodes: Iterable[NodeView]) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class Removable:
-    """One save as a user's removal sees it. `is_whole`: every file was seen intact. `is_lost`: no node can hold some."""
+    """One save for a removal by hand. `is_lost`: some file of it cannot be on any node."""
 
     candidate: Candidate
     lineage: str
@@ -37,14 +37,14 @@ class Removable:
 
     @property
     def run(self) -> tuple[str, str]:
-        """The run that it is of: only checkpoints of the same one can take its place."""
+        """The save's run: only checkpoints of the same run can replace it."""
         return scope_of(self.candidate.checkpoint_id), self.lineage
 
 
 def find_last_good(saves: Sequence[Removable], chosen: Collection[str]) -> tuple[str, ...]:
-    """The checkpoints among the chosen saves without which their run has no whole one that was seen.
+    """The chosen checkpoints without which their run would have no whole checkpoint that was seen.
 
-    One with lost files cannot be loaded whole: it may go. One whose nodes are silent may be whole.
+    A checkpoint with lost files cannot be loaded, so it may be removed. One on silent nodes may be whole.
     """
     kept = {save.run for save in saves if save.candidate.is_whole and save.candidate.save_id not in chosen}
     going = (save for save in saves if save.candidate.save_id in chosen)
@@ -56,9 +56,9 @@ def plan_prune(
     retention: Retention,
     wanted_by: Callable[[tuple[str, str]], Retention | None] = lambda _: None,
 ) -> tuple[Verdict, ...]:
-    """What becomes of each save of each run, as a policy of retention would have it, newest first.
+    """The verdict on each save of each run under `retention`, newest first.
 
-    `wanted_by`: what the ranks of a run want kept of it; all of that but the newest ones stays, too.
+    `wanted_by`: the retention that the ranks of a run have set. Its rules besides `keep_last` apply, too.
     """
     by_run: dict[tuple[str, str], list[Candidate]] = {}
     for save in saves:

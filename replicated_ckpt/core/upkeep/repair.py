@@ -1,4 +1,4 @@
-"""Repair: from what the nodes hold, what must be copied where, so that every checkpoint has its number of copies again."""
+"""Repair: the copies that nodes must make, from their holdings, so that every checkpoint has all its copies again."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,22 +16,22 @@ from replicated_ckpt.core.upkeep.unclaimed_files import UnclaimedFiles, recogniz
 
 
 class Presence(Enum):
-    """What is known of a node. Unreachable is never taken for missing before a user decides that it is gone."""
+    """The state of a node. An unreachable node never counts as gone before its time, or a user's decision."""
 
     UP = "up"
-    """It answers: it can give and take copies."""
+    """It answers, and can give and take copies."""
     ASSUMED = "assumed"
-    """It does not answer now; what it held last keeps copies from being made, and makes nothing give way."""
+    """It does not answer now. Its last holdings prevent new copies, and never let another version be deleted (I2)."""
     GONE = "gone"
     """It counts for nothing."""
 
 
 @dataclass(frozen=True)
 class NodeView:
-    """One node as the planner sees it. `holdings` None: it is assumed to hold what it was meant to.
+    """One node for the planner. `holdings` None: unknown, it is assumed to have its intended shards.
 
-    `unclaimed` are its files without a valid manifest. `is_leaving`: it gives copies, takes none, and those
-    that it has count for nothing, as it is to be taken down. `writable_bytes` None: it did not tell its room.
+    `unclaimed` are its files without a valid manifest. `is_leaving`: it is to be taken down; it gives copies, takes none,
+    and its own do not count. `writable_bytes` None: its room is unknown.
     """
 
     node_id: str
@@ -50,20 +50,19 @@ def plan_repair(
     *,
     going: Collection[str] = (),
 ) -> RepairPlan:
-    """What brings every checkpoint back to its number of intact copies on the nodes that are there.
+    """The plan that gives every checkpoint its number of intact copies on the existing nodes.
 
-    Every node that is up gets manifest and metadata of every checkpoint. A missing copy goes to a node that was meant to
-    hold it, else to one in a domain without a copy, else to the one that gets least, but before all to one that has room
-    for it; a damaged one is replaced where it is. A node's domain is what the newest save there says. Of several saves of
-    a checkpoint and lineage the newest that was seen whole takes the place of older ones; while none was, each is mended
-    where it is. What has the name on a node stays there if it is of another lineage, and the node gets no copy. The same
-    views give the same plan, so each node can plan for itself.
+    Every node that is up gets manifest and metadata of every checkpoint. A damaged copy is replaced in place. A missing
+    copy goes to a node with room for it: to an intended holder, else to a domain without a copy, else to the node with the
+    fewest planned bytes. A node's domain is that of its newest save. Of several saves of a checkpoint and lineage, the
+    newest one that was seen whole replaces older ones; while none was, each is repaired in place. A published version of
+    another lineage stays, and its node gets no copy. The same views give the same plan, so each node plans on its own.
 
-    Saves that are `going`, retired or removed, are left alone. A directory that goes by another name than its save was
-    renamed or copied by a user, who wants it: it is kept up, whatever becomes of the save.
+    `going`: retired or removed saves, which are ignored. A directory with another name than its save's was renamed or
+    copied by a user. It is repaired in any case.
 
-    Files of a save that no node knows any more stay where they are; only `own_node`, which plans for itself, lets a save
-    that was seen whole take their place, and only if every node that it knows has answered.
+    Files of a save that no node knows stay. Only `own_node`, which plans for itself, lets a whole save replace them, and
+    only if every known node has answered.
     """
     plan = _Planning(nodes, own_node, find_domains(manifest_by_save.values()))
     for checkpoint in _checkpoints(manifest_by_save, nodes, going):
@@ -73,10 +72,10 @@ def plan_repair(
 
 @dataclass(frozen=True)
 class _Checkpoint:
-    """What the nodes have of one id: its saves, as `saves_found` orders them, and nodes whose files are of none of them.
+    """The state of one id: its saves, in the order of `saves_found`, and the nodes with files of no known save.
 
-    `foreign` are files of this package, `unmanaged` those that stock torch may have written. Of the foreign ones those on
-    nodes in `left` are of a save that a user has removed elsewhere: its manifest is not missed.
+    `foreign` nodes have such files of this package, `unmanaged` nodes have files that stock torch may have written. The
+    files of nodes in `left` are of a save that a user has removed elsewhere, so their manifest need not be found.
     """
 
     checkpoint_id: str
@@ -87,8 +86,8 @@ class _Checkpoint:
 
     @cached_property
     def lineages(self) -> Mapping[str, Sequence[SeenSave]]:
-        """The saves by lineage, newest first; the lineage that was saved last comes first. Without those that go from each
-        node that has them."""
+        """The saves by lineage, newest first; the lineage that was saved last comes first. Saves that all of their nodes
+        delete are left out."""
         by_lineage: dict[str, list[SeenSave]] = {}
         for save in self.saves:
             if self.find_going(save) < {holding.node_id for holding in save.found.holdings}:
@@ -96,12 +95,12 @@ class _Checkpoint:
         return by_lineage
 
     def find_going(self, save: SeenSave) -> set[str]:
-        """The nodes where a whole save of another lineage has replaced it: there it goes."""
+        """The nodes that delete the save, as a whole save of another lineage has replaced it there."""
         kept = {holding.node_id for holding in save.found.holdings if holding.is_replaced}
         return {node for node in kept if self._whole_named.get(node, save.version.lineage) != save.version.lineage}
 
     def find_blocked(self) -> dict[str, set[str]]:
-        """By save the nodes without it whose own version keeps it out."""
+        """By save, the nodes without it whose own version blocks it."""
         held = [holding for save in self.saves for holding in save.found.holdings]
         return {
             save.found.save_id: {one.node_id for one in held if save.is_blocked_by(one)} - save.holders
@@ -110,13 +109,13 @@ class _Checkpoint:
 
     @cached_property
     def _whole_named(self) -> Mapping[str, str]:
-        """The lineage of the whole save that has the name on a node."""
+        """By node, the lineage of its published save, if that is whole."""
         whole = [(save.version.lineage, save.found.holdings) for save in self.saves if save.is_whole]
         return {held.node_id: lineage for lineage, holdings in whole for held in holdings if not held.is_replaced}
 
     @property
     def newest_lineage(self) -> str | None:
-        """The one that nodes get that have nothing of the checkpoint."""
+        """The lineage that nodes without any version of the checkpoint get."""
         return next(iter(self.lineages), None)
 
 
@@ -139,7 +138,7 @@ def _checkpoints(
 
 
 class _Look:
-    """Merges holdings and unclaimed files into what is known of each save."""
+    """Merges holdings and unclaimed files into the state of each save."""
 
     def __init__(
         self, manifest_by_save: Mapping[str, Manifest], there: Sequence[NodeView], going: Sequence[Manifest]
@@ -167,14 +166,14 @@ class _Look:
         return _Checkpoint(checkpoint_id, seen, frozenset(foreign), frozenset(unmanaged), left)
 
     def _see(self, save: SaveFound, recognized: Sequence[Holding]) -> SeenSave:
-        """The save with the files that were recognized as its own on nodes without its manifest."""
+        """The save, with files on nodes without its manifest that were recognized as its own."""
         with_unclaimed_files = replace(save, holdings=(*save.holdings, *recognized))
         nodes = frozenset(holding.node_id for holding in recognized)
         return see_save(with_unclaimed_files, self._manifests[save.save_id], self._up, self._unsure, nodes)
 
 
 class _Planning:
-    """Collects the actions; keeps how many bytes each node is to take."""
+    """Collects the actions, and sums the bytes that each node is to take."""
 
     def __init__(self, nodes: Sequence[NodeView], own_node: str | None, domains: Mapping[str, tuple[str, ...]]) -> None:
         self._own_node = own_node
@@ -189,8 +188,8 @@ class _Planning:
         self._writable = {node.node_id: node.writable_bytes for node in nodes if node.writable_bytes is not None}
         self._published = _index_published(nodes)
         self._blocked: dict[str, set[str]] = {}
-        """Of a checkpoint with several saves, by save, the nodes whose own version must go first. Copies that are to be
-        seen before that lie elsewhere."""
+        """By save of a checkpoint with several saves, the nodes whose own version must be deleted first. Other nodes are
+        preferred: their copies let the save be seen whole, which that deletion requires."""
         self.restore: list[RestoreManifest] = []
         self.copy: list[CopyShard] = []
         self.set_aside: list[SetAside] = []
@@ -215,29 +214,30 @@ class _Planning:
                 taken = tuple(sorted(node for node, other in published.items() if other.lineage != lineage))
                 self.short[known:] = [_where_taken(one, save, taken) for one in self.short[known:]]
                 if save is whole:
-                    break  # the older ones of the lineage give way to it
+                    break  # older ones of the lineage give way to it: they get no copies
         self._add_foreign(checkpoint)
 
     def _find_published(self, checkpoint: _Checkpoint) -> dict[str, Version]:
-        """The save that has the checkpoint's name on each node that answers, as far as it is known."""
+        """The published save on each node that answers, as far as it is known."""
         published = dict(self._published.get(checkpoint.checkpoint_id, {}))
         for save in checkpoint.saves:
             published |= dict.fromkeys(save.holders - save.with_manifest, save.version)
         return published
 
     def _find_overruled(self, checkpoint: _Checkpoint) -> set[str]:
-        """The nodes whose files of an unknown save give way to a whole one, unless they may be another run's."""
+        """The nodes whose files of an unknown save a whole save replaces, unless they may be another run's."""
         return set() if self._silent or len(checkpoint.lineages) > 1 else {self._own_node or ""} & checkpoint.foreign
 
     def _add_foreign(self, checkpoint: _Checkpoint) -> None:
-        """Files of a save that no node knows: their manifest is lost, or on a node that does not answer."""
+        """Adds files of an unknown save as short: their manifest is lost, or on a node that does not answer."""
         waits_for = tuple(sorted(self._silent))
         for node_id in sorted(checkpoint.foreign - checkpoint.left):
             place = checkpoint.checkpoint_id, "", MANIFEST_NAME, f"node {node_id}"
             self.short.append(ShortShard(*place, wanted=1, have=int(bool(waits_for)), waits_for=waits_for))
 
     def _add_save(self, save: SeenSave, takers: set[str], blank: set[str], *, is_in_doubt: bool) -> None:
-        """`takers` have this save, or are to. A replaced version gets its name back on `blank` ones: retention freed it."""
+        """`takers` have this save or should have it. On `blank` ones a replaced version is published again, as the newer
+        one was removed."""
         found, takers = save.found, takers - self._leaving
         for node_id in sorted(takers):
             lacks_metadata = node_id not in save.with_metadata and bool(save.with_metadata)
@@ -270,11 +270,12 @@ class _Planning:
             place = (node_id, save.found.checkpoint_id, save.found.save_id, shard)
             self.copy.append(CopyShard(*place, entry.size_bytes, sources, node_id in damaged))
         if len(held.union(chosen)) < wanted or not (held or chosen) or not here.issubset(chosen):
-            have = len(held) or int(save.can_give(shard) or bool(self._unsure))  # such a node may have got a copy since
+            # An unsure node may have received a copy since.
+            have = len(held) or int(save.can_give(shard) or bool(self._unsure))
             self._add_short(save, shard, have, set(entry.holders) | (held or self._unsure), is_in_doubt=is_in_doubt)
 
     def _sources(self, save: SeenSave, shard: str) -> tuple[str, ...]:
-        """Nodes that give the shard: intact copies first, the owner's before others, then those without a footer."""
+        """Sources of the shard: intact copies, the owner's first, then copies without a footer, then damaged ones."""
         intact, footer_damaged, owner = (
             save.intact[shard],
             save.footer_damaged[shard],
@@ -313,14 +314,14 @@ class _Planning:
 
 
 def _where_taken(short: ShortShard, save: SeenSave, taken: tuple[str, ...]) -> ShortShard:
-    """What is short of a save where other runs' saves have its name on the nodes `taken`."""
+    """A short file, with the nodes `taken` on which other runs' saves are published."""
     is_over = not short.have and save.is_overwritten(short.shard, taken)
     lies_on = tuple(sorted(save.holders)) if taken else ()
     return replace(short, taken_on=taken, is_in_doubt=short.is_in_doubt or is_over, lies_on=lies_on)
 
 
 def _index_published(nodes: Sequence[NodeView]) -> Mapping[str, Mapping[str, Version]]:
-    """By checkpoint, the save that has its name on each node that answers and has a manifest of it."""
+    """By checkpoint, the published save on each node that answers and has its manifest."""
     published: dict[str, dict[str, Version]] = {}
     for node in nodes:
         for held in (node.holdings or ()) if node.presence is Presence.UP else ():

@@ -1,4 +1,4 @@
-"""The plan of a repair as values: what a node gets, mends or sets aside, and what cannot be made up for now."""
+"""The plan of a repair as values: the files that nodes get, replace or set aside, and those that must wait."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -11,9 +11,9 @@ from replicated_ckpt.wording import describe_way_out
 
 @dataclass(frozen=True)
 class RestoreManifest:
-    """A node gets manifest and metadata of a save: one that it does not hold, or of which it has lost either.
+    """A node gets manifest and metadata of a save: one that it does not have, or has lost parts of.
 
-    `sources` answer, and have an intact manifest or intact metadata; those with both come first.
+    `sources` answer and have an intact manifest or intact metadata; those with both come first.
     """
 
     node_id: str
@@ -29,10 +29,10 @@ class RestoreManifest:
 
 @dataclass(frozen=True)
 class CopyShard:
-    """A node gets a copy of a shard; a damaged one that it has is set aside when the good one is there.
+    """A node gets a copy of a shard. Its own damaged copy is set aside once the new one is complete.
 
-    `sources` are nodes that answer and hold it, those with an intact copy first. If no copy is intact, each block comes
-    from a node that has that block intact: its own damaged copy is a source, too.
+    `sources` answer and have a copy; those with an intact one come first. If no copy is intact, each block comes from any
+    node with an intact block, including the node itself.
     """
 
     node_id: str
@@ -73,12 +73,12 @@ _SAVE_AGAIN = "every node has answered: load what can be had, and save it again 
 
 @dataclass(frozen=True)
 class ShortShard:
-    """A file with fewer intact copies than wanted for which nothing can be done now.
+    """A file with too few intact copies that cannot be repaired now.
 
-    `have` 0: no copy is known anywhere. `waits_for`: nodes, with their hosts, that do not answer and may hold one.
-    `is_in_doubt`: another save of the same checkpoint is whole, or may be once nodes are back. `save_id` is empty where no
-    manifest tells which save the file is of. `taken_on`: nodes that can take no copy, as a save of another run has the
-    checkpoint's name there; then `lies_on` are those that have files of this one.
+    `have` 0: no known copy. `waits_for`: nodes, with their hosts, that do not answer and may have one. `is_in_doubt`:
+    another save of the same checkpoint is whole, or may be once nodes return. `save_id` is empty if no manifest names the
+    file's save. `taken_on`: nodes that can take no copy, as a save of another run is published there; `lies_on` are then
+    the nodes with files of this save.
     """
 
     checkpoint_id: str
@@ -111,7 +111,7 @@ class ShortShard:
 
 @dataclass(frozen=True)
 class RepairPlan:
-    """What is to be done, in this order, and what cannot be."""
+    """The actions, in this order, and the files that cannot be repaired now."""
 
     restore: tuple[RestoreManifest, ...] = ()
     copy: tuple[CopyShard, ...] = ()
@@ -120,9 +120,9 @@ class RepairPlan:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every file of every checkpoint is as it was saved, as often as wanted, as far as the nodes were seen.
+        """Whether every file of every checkpoint is intact and has all its copies, on the nodes that were seen.
 
-        The one place that says "done": for re-protection, its status, `verify` and `repair`.
+        The only definition of "done" (I5): re-protection, its status, `verify` and `repair` use it.
         """
         return not self.actions and not self.short
 
@@ -135,7 +135,7 @@ class RepairPlan:
         return tuple(shard for shard in self.short if shard.is_lost)
 
     def concerns(self, checkpoint_id: str, name: str) -> bool:
-        """Whether anything is to be done, or cannot be, about this file on any node."""
+        """Whether the plan has an action or a short entry for this file on any node."""
         entries: tuple[CopyShard | SetAside | ShortShard, ...] = (*self.copy, *self.set_aside, *self.short)
         return any((entry.checkpoint_id, entry.shard) == (checkpoint_id, name) for entry in entries)
 
@@ -151,10 +151,10 @@ class RepairPlan:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "RepairPlan":
-        """The actions of a plan, as `to_json` wrote them; what is short is left out.
+        """The actions of a plan from `to_json`, without the short files.
 
         Raises:
-            KeyError, TypeError, ValueError: it is no plan; the caller names the peer that sent it.
+            KeyError, TypeError, ValueError: the fields are no plan; the caller names the peer that sent them.
         """
         return cls(
             tuple(RestoreManifest(**_texts(entry), sources=_nodes(entry)) for entry in fields["restore"]),
@@ -180,16 +180,16 @@ def _nodes(entry: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def is_of_held_save(action: RestoreManifest, holdings: Collection[Holding]) -> bool:
-    """Whether the node holds that very save: it only gets back what its own manifest describes."""
+    """Whether the node already has files of that save: the action only restores parts of it."""
     return any((held.checkpoint_id, held.save_id) == (action.checkpoint_id, action.save_id) for held in holdings)
 
 
 def refuse_unplanned(
     asked: Sequence[RestoreManifest], own_plan: Sequence[RestoreManifest]
 ) -> frozenset[RestoreManifest]:
-    """Those that another node asks for and the node's own plan has not: they would put one save in another's place.
+    """The requested restores that are not in the node's own plan: they could replace one save by another.
 
-    Copies it may always ask for.
+    Another node may always request copies of shards.
     """
     planned = {(action.node_id, action.checkpoint_id, action.save_id) for action in own_plan}
     return frozenset(one for one in asked if (one.node_id, one.checkpoint_id, one.save_id) not in planned)

@@ -1,4 +1,4 @@
-"""Retention: which checkpoints a tier still keeps under a run's policy, and which it removes, with the reason."""
+"""Retention: the checkpoints that a tier keeps and removes under a run's policy, each with a reason."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,10 +15,10 @@ from replicated_ckpt.wording import plural
 
 @dataclass(frozen=True)
 class Candidate:
-    """One committed save of a tier as retention sees it.
+    """One committed save of a tier, for retention.
 
-    `is_whole`: every shard has an intact copy there. `is_protected`: as many as are wanted. `held_back`: why it must not
-    go now, whatever the policy says; "" if it may. `metrics`: what was saved with it.
+    `is_whole`: every shard has an intact copy there. `is_protected`: every shard has all its copies. `held_back`: the
+    reason why it must not be removed now, whatever the policy; "" if it may. `metrics`: the metrics saved with it.
     """
 
     checkpoint_id: str
@@ -32,7 +32,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What becomes of one save, and the rule that says so."""
+    """The decision on one save, and the rule behind it."""
 
     checkpoint_id: str
     save_id: str
@@ -45,12 +45,12 @@ class Verdict:
 
 
 def judge(candidates: Sequence[Candidate], retention: Retention) -> tuple[Verdict, ...]:
-    """What becomes of each save of one run in one tier, newest first.
+    """The verdict on each save of one run in one tier, newest first.
 
-    The newest `keep_last` whole checkpoints stay, and everything of a sequence that is not smaller than theirs; so do,
-    however old, multiples of `keep_every`, the best by `keep_best`, the newest with all its copies, and what is held back.
-    While there are fewer whole checkpoints than `keep_last`, everything stays. A whole one stays, too, as long as an older
-    version of it does, which would have the name again.
+    Kept are: the newest `keep_last` whole checkpoints and all saves with a sequence not below theirs; at any age, multiples
+    of `keep_every`, the best by `keep_best`, the newest with all its copies, and saves that are held back. With fewer whole
+    checkpoints than `keep_last`, everything is kept. A whole save is also kept while an older version of its checkpoint is,
+    since its removal would publish that version again.
     """
     newest_whole: dict[str, int] = {}
     for candidate in candidates:
@@ -77,7 +77,7 @@ def judge(candidates: Sequence[Candidate], retention: Retention) -> tuple[Verdic
 
 
 def find_best(candidates: Iterable[Candidate], retention: Retention) -> Candidate | None:
-    """The best whole one by the metric that the policy names, of equals the newest; None: it names none, or none has it."""
+    """The best whole save by the policy's metric, the newest of equal ones. None: no metric is set, or no save has it."""
     sign = 1.0 if retention.best_is == "max" else -1.0
     ranked = [
         (sign * value, candidate.sequence, candidate.save_id, candidate)
@@ -116,7 +116,7 @@ def _judge_one(
 
 @dataclass(frozen=True)
 class Removal:
-    """One node removes what it holds of a save."""
+    """One node removes its files of a save."""
 
     node_id: str
     checkpoint_id: str
@@ -129,27 +129,27 @@ class Removal:
 
 @dataclass(frozen=True)
 class RetentionPlan:
-    """What the nodes keep no longer. `removals` are of nodes that answer; those that come back plan for themselves."""
+    """The verdicts and removals of nodes that answer. Nodes that return later plan for themselves."""
 
     verdicts: tuple[Verdict, ...] = ()
     removals: tuple[Removal, ...] = ()
 
     @property
     def retired(self) -> frozenset[str]:
-        """The saves that no node is to keep or to get back."""
+        """The saves that no node should keep or get again."""
         return frozenset(verdict.save_id for verdict in self.verdicts if not verdict.is_kept)
 
     @property
     def held_back(self) -> tuple[Verdict, ...]:
-        """Those that stay only because something else has to happen first."""
+        """The saves that are kept only until an upload or a repair is done."""
         return tuple(verdict for verdict in self.verdicts if verdict.is_kept and verdict.rule in _HOLDING_BACK)
 
     def only(self, save_ids: Collection[str]) -> "RetentionPlan":
-        """The same with the removals of these saves alone."""
+        """The plan with only the removals of these saves."""
         return replace(self, removals=tuple(removal for removal in self.removals if removal.save_id in save_ids))
 
     def of_node(self, node_id: str) -> tuple[Removal, ...]:
-        """The part that one node has to do, oldest checkpoint first."""
+        """The removals of one node, oldest checkpoint first."""
         return tuple(removal for removal in reversed(self.removals) if removal.node_id == node_id)
 
 
@@ -167,14 +167,14 @@ def plan_retention(
     *,
     in_doubt: bool = False,
 ) -> RetentionPlan:
-    """What the nodes remove under the policies of the runs; the same views and policies give the same plan.
+    """The removals under the policies of the runs. The same views and policies give the same plan.
 
-    Only nodes that answer count. A save whose manifest is not believed is neither counted nor touched, nor is a
-    directory that goes by another name than its manifest: a user has renamed it, and wants it.
+    Only nodes that answer count. Saves with an invalid manifest are neither counted nor removed, nor are directories with
+    another name than their manifest's, which a user has renamed.
 
-    `in_doubt`: a node is silent that may come back with what it holds. Then a save counts as whole only with all its copies
-    on nodes that answer, and one of which they have not every shard stays: whatever the silent node has, nothing is missed.
-    Where fewer nodes answer than copies are wanted, one on each is all: what is older there would go with the same nodes.
+    `in_doubt`: a silent node may return with files. Then a save counts as whole only with all its copies on nodes that
+    answer, and a save with a shard missing there is kept, since the silent node may have it. If fewer nodes answer than
+    copies are wanted, one copy on each counts as all: older saves there would be lost with the same nodes.
     """
     up = [node for node in nodes if node.presence is Presence.UP]
     holdings = _holdings_by_save(manifest_by_save, up)
@@ -194,7 +194,7 @@ def plan_retention(
 
 
 def find_retired(manifest_by_save: Mapping[str, Manifest], nodes: Sequence[NodeView]) -> frozenset[str]:
-    """The saves that the policies of their runs keep no more, as these nodes tell them."""
+    """The saves that the policies of their runs, from these nodes' reports, no longer keep."""
     policies = agree(policy for node in nodes for policy in node.node_report.policies)
     return plan_retention(manifest_by_save, nodes, policies).retired
 
@@ -202,9 +202,9 @@ def find_retired(manifest_by_save: Mapping[str, Manifest], nodes: Sequence[NodeV
 def _left_aside(
     verdicts: Sequence[Verdict], manifests: Mapping[str, Manifest], holdings: Mapping[str, Sequence[Holding]]
 ) -> Iterator[Verdict]:
-    """Parts of other runs' versions that saves which go had replaced, and that would have the name again.
+    """Incomplete versions of other runs that a removed save had replaced, and that its removal would publish again.
 
-    They come last here, so a node removes them first. One that is whole, or has its name on some node, stays.
+    They are last here, so that a node removes them first. A whole version is kept, and one that some node publishes.
     """
     going = {verdict.checkpoint_id for verdict in verdicts if not verdict.is_kept}
     judged = {verdict.save_id for verdict in verdicts}
@@ -260,7 +260,7 @@ def _candidates(
 
 
 def _copies(manifest: Manifest, holdings: Sequence[Holding]) -> int:
-    """How many intact copies each shard has at least; 0 too where no node has intact metadata, or there is no shard."""
+    """The smallest number of intact copies of any shard; 0 without shards, or if no node has intact metadata."""
     if not any(holding.has_metadata for holding in holdings):
         return 0
     count_by_shard = dict.fromkeys(manifest.shards, 0)

@@ -1,4 +1,4 @@
-"""Files of a checkpoint whose manifest is damaged or gone. Their checksums show to which save they belong."""
+"""Files of a checkpoint with a damaged or missing manifest. Their checksums show their save."""
 
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -14,11 +14,11 @@ from replicated_ckpt.wording import one_line
 
 @dataclass(frozen=True)
 class UnclaimedFiles:
-    """What one node has in a checkpoint's directory without a manifest that can be believed.
+    """The files of one node in a checkpoint's directory without a valid manifest.
 
-    `sizes` maps each file but the manifest to its bytes. `crcs` has the CRC32C of those that tell it: a shard by its own
-    footer, `.metadata` by being read. A shard whose footer is damaged is in `sizes` alone. `is_ours`: the directory has a
-    manifest, if a damaged one, or a footer of ours; otherwise stock torch may have written it.
+    `sizes` maps each file except the manifest to its bytes. `crcs` has the CRC32C of a shard from its own footer, and that
+    of `.metadata` from its bytes. A shard with a damaged footer is only in `sizes`. `is_ours`: the directory has a damaged
+    manifest, or a footer of ours; otherwise stock torch may have written it.
     """
 
     node_id: str
@@ -28,15 +28,15 @@ class UnclaimedFiles:
     crcs: Mapping[str, int] = field(default_factory=dict)
 
     def matching(self, manifest: Manifest) -> frozenset[str]:
-        """The files that are, by their own checksums, those of this save."""
+        """The files that belong to this save by their own checksums."""
         wanted = {name: (entry.size_bytes, entry.crc32c) for name, entry in manifest.shards.items()}
         wanted[METADATA_NAME] = (manifest.metadata_bytes, manifest.metadata_crc32c)
         return frozenset(name for name, crc in self.crcs.items() if (self.sizes[name], crc) == wanted.get(name))
 
     def may_be_of(self, manifest: Manifest) -> bool:
-        """Whether shards are as long as those of this save without footers: stock torch's, or cut ones.
+        """Whether a shard has the size of this save's shard without its footer: stock torch's, or a truncated one.
 
-        Which bytes they are, the checksums of the save tell.
+        Its bytes are then verified by the checksums of the save.
         """
         is_others = METADATA_NAME in self.crcs and METADATA_NAME not in self.matching(manifest)
         return not (self.is_ours or is_others) and any(
@@ -46,13 +46,13 @@ class UnclaimedFiles:
         )
 
     def foreign(self, manifest: Manifest) -> frozenset[str]:
-        """The shards that are, by their own checksums, of another save; not one with the bytes of another shard."""
+        """The shards that belong to another save by their own checksums. Exchanged shards of this save are not included."""
         own = {(entry.size_bytes, entry.crc32c) for entry in manifest.shards.values()}
         shards = self.crcs.keys() - {METADATA_NAME}
         return frozenset(name for name in shards if (self.sizes[name], self.crcs[name]) not in own)
 
     def holding(self, manifest: Manifest) -> Holding:
-        """What they are as a holding of this save; a shard that may be a damaged one of it counts as one."""
+        """The files as a holding of this save. Shards that may be damaged ones of it are listed as damaged."""
         matching, foreign = self.matching(manifest), self.foreign(manifest)
         sizes = {name: size for name, size in self.sizes.items() if name in manifest.shards and name not in foreign}
         found = Holding.of_save(manifest, self.node_id, self.checkpoint_id, METADATA_NAME in matching, sizes)
@@ -73,14 +73,14 @@ class UnclaimedFiles:
 
 
 def with_unclaimed_files(save: SaveFound, manifest: Manifest, unclaimed: Iterable[UnclaimedFiles]) -> SaveFound:
-    """The save with the files that are of it by their checksums, or may be: what is read of them is checked anyway."""
+    """The save, with files that belong to it by their checksums, or may: every read verifies them."""
     of_id = (one for one in unclaimed if one.checkpoint_id == save.checkpoint_id)
     more = [holding for one in of_id if (holding := one.holding(manifest)).sizes or holding.has_metadata]
     return replace(save, holdings=(*save.holdings, *more)) if more else save
 
 
 def note_lost_manifests(unclaimed: Iterable[UnclaimedFiles], damaged: MutableMapping[str, str]) -> list[str]:
-    """Notes in `damaged`, by checkpoint, that its manifest is; returns in words where that was seen."""
+    """Adds the lost manifests to `damaged`, by checkpoint; returns a text for each node with one."""
     ours = [one for one in unclaimed if one.is_ours]
     for one in ours:
         damaged.setdefault(one.checkpoint_id, MANIFEST_NAME)
@@ -88,10 +88,10 @@ def note_lost_manifests(unclaimed: Iterable[UnclaimedFiles], damaged: MutableMap
 
 
 def recognize(unclaimed: UnclaimedFiles, manifests: Sequence[Manifest]) -> Manifest | None:
-    """The save to which the files belong; of several possible ones, the first in `manifests`. None: no known one.
+    """The save of the files; of several possible ones, the first in `manifests`. None: no known save.
 
-    The shards decide, as different saves of one checkpoint often have the same metadata. Where no shard tells anything,
-    the metadata does, and where that does not either, they may be of any save.
+    Shards decide, since different saves of one checkpoint often have equal metadata. Without a recognized shard the
+    metadata decides. If that matches no save either, the files may belong to any save.
     """
     by_shards = [(len(unclaimed.matching(manifest) - {METADATA_NAME}), manifest) for manifest in manifests]
     most = max((count for count, _ in by_shards), default=0)
