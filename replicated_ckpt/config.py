@@ -47,6 +47,7 @@ def check_root(root: object) -> str:
     text = os.fspath(root) if isinstance(root, os.PathLike) else root
     if not isinstance(text, str) or not text or "\0" in text or "://" in text:
         raise ConfigInvalid(f"root must be a directory on this node's disk, not {text!r}.", _NO_ROOT)
+    # No shell expands it here: a folder named ~ would be made in the working directory.
     if text.split("/")[0] == "~":
         raise ConfigInvalid(f"root {text!r} would be a folder named ~.", f"Pass os.path.expanduser({text!r}).")
     check_encodable("root", text)
@@ -69,6 +70,7 @@ def check_number(name: str, value: SupportsIndex, least: int = 1, most: int | No
         number = index(value)
     except (TypeError, RuntimeError):  # a tensor on the meta device has no number
         number = least - 1
+    # True would count as 1.
     if isinstance(value, bool) or number < least or (most is not None and number > most):
         bounds = f"from {least}" if most is None else f"from {least} to {most}"
         raise ConfigInvalid(f"{name} must be a whole number {bounds}, not {value!r}.")
@@ -191,6 +193,7 @@ class WriterConfig:
         levels = get_args(Ack)
         if wanted not in levels:
             raise ConfigInvalid(f"wait(ack=...) must be one of {levels}, not {wanted!r}.")
+        # Agents upload in the background: every save gets there, whatever its own ack.
         if wanted == "object" and self.object_store is not None:
             return
         if levels.index(wanted) > levels.index(self.ack):
@@ -302,9 +305,11 @@ class AgentConfig:
                 )
         if not 0 <= self.nice <= NICE_MAX:
             raise ConfigInvalid(f"{_with_variable('nice')} must be 0 to {NICE_MAX}, not {self.nice}.")
+        # Ranks wait for a stopping agent by this constant: a longer drain would fail their saves.
         if self.drain_s > DRAIN_S:
             problem = f"{_with_variable('drain_s')} may be {DRAIN_S:g} at most, not {self.drain_s:g}"
             raise ConfigInvalid(f"{problem}: a rank that begins a save meanwhile waits no longer for the agent's end.")
+        # With one of them the agent would quietly use a certificate of its own.
         if bool(self.tls_cert) != bool(self.tls_key):
             raise ConfigInvalid(
                 f"tls_cert and tls_key (or {TLS_CERT_ENV} and {TLS_KEY_ENV}) are both needed, or neither."

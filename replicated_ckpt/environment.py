@@ -23,6 +23,7 @@ def is_switched_on(variable: str) -> bool:
         ConfigInvalid: any other value, such as "false", whose meaning would be a guess.
     """
     text = os.environ.get(variable, "")
+    # "false" would count as on in some programs, and off in others.
     if text not in ("", "0", "1"):
         hint = f"Set {variable}=1, or unset it; nothing was written."
         raise ConfigInvalid(f"The environment variable {variable} must be 1, 0 or empty, not {text!r}.", hint)

@@ -129,6 +129,7 @@ def _count(action: Action, nth: int) -> Action:
 
     def counted(name: str) -> None:
         nonlocal left
+        # Several threads may reach the point at once: exactly one call is the N-th.
         with lock:
             left -= 1
             is_due = left == 0

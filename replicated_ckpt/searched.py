@@ -23,6 +23,7 @@ def next_step(searched: Sequence[str], *, is_latest: bool) -> str:
         return "Load again: it is looked for anew, and what has taken its place is found."
     absent = [place.partition(NOT_REACHED)[0] for place in searched if NOT_REACHED in place]
     step = "No store that was searched has it: bring back a node that is not named above, if one held a copy"
+    # First: out of descriptors every place fails, whatever lies there.
     if any(map(is_shortage, searched)):
         step = "Raise `ulimit -n`, or what else is short where a file could not be read, and load again"
     elif any("PermissionError" in place for place in searched):

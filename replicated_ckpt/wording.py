@@ -55,4 +55,5 @@ def describe_way_out(checkpoint_id: str, save_id: str, nodes: Collection[str], r
 
 def one_line(text: object, chars_max: int = 2000) -> str:
     """A foreign text for a log or an error: bounded, and without line breaks that could fake a log line."""
+    # Cut twice: escapes make the text longer, and a huge text must not be escaped as a whole.
     return escape_controls(str(text)[:chars_max])[:chars_max]

@@ -61,6 +61,7 @@ class Holding:
             index(fields["sequence"]),
             bool(fields["has_metadata"]),
             sizes,
+            # Only files that it lists: other names would not be bounded by the listing.
             tuple(str(name) for name in fields.get("damaged", ()) if name in sizes),
             moment(fields.get("created_unix_s", 0.0)),
             str(fields.get("lineage", "")),
@@ -68,6 +69,7 @@ class Holding:
             tuple(str(name) for name in fields.get("footer_damaged", ()) if name in sizes),
         )
         if (
+            # Ids and names of a peer become paths on this node.
             not is_checkpoint_id(holding.checkpoint_id)
             or not is_save_id(holding.save_id)
             or not is_lineage(holding.lineage)

@@ -117,6 +117,7 @@ def is_lineage(text: str) -> bool:
 
 def is_checkpoint_file(name: str) -> bool:
     """Whether a peer may read or write a file of this name in a checkpoint. Agents serve no other names."""
+    # An allow-list: agents serve and store files for peers, which must reach nothing else under the root.
     return name in (METADATA_NAME, MANIFEST_NAME) or ShardName.parse(name) is not None
 
 
@@ -126,12 +127,14 @@ def is_checkpoint_id(text: str) -> bool:
         text.isprintable()
         and 0 < len(text.encode()) <= _ID_BYTES_MAX
         and not _is_reserved(text)
+        # Deeper ids would be saved, and no listing would find them.
         and text.count("/") < PARTS_MAX
         and all(map(_is_plain_part, text.split("/")))
     )
 
 
 def _is_reserved(text: str) -> bool:
+    # `latest` asks for the newest one, and node.json is the store's identity.
     return text == NODE_NAME or text.rpartition("/")[2] == LATEST
 
 
@@ -149,6 +152,7 @@ def _is_plain_part(part: str) -> bool:
         and part[0] not in _NOT_FIRST  # hides it, looks like an option, or leads upwards ("..")
         and part[-1] != " "
         and _NOT_IN_NAMES.isdisjoint(part)
+        # A directory of that name would look like a shard of the checkpoint above it.
         and not part.endswith(SHARD_SUFFIX)
     )
 

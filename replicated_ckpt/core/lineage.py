@@ -21,6 +21,7 @@ class Version:
     @property
     def order(self) -> tuple[int, float, str]:
         """The larger one is newer. The clock decides only between groups of nodes that never met."""
+        # NaN compares with nothing: sorting would depend on the order of the input.
         return self.sequence, 0.0 if isnan(self.created_unix_s) else self.created_unix_s, self.save_id
 
     def is_newer_than(self, other: "Version") -> bool:
@@ -92,6 +93,7 @@ def histories_from_json(fields: Mapping[str, Any]) -> dict[str, History]:
     found = {}
     for lineage, told in fields.items():
         history = History(index(told["sequence"]), moment(told["created_unix_s"]))
+        # A hostile or damaged node must not push sequences to their limit, where no save could follow.
         if not is_lineage(lineage) or not 0 <= history.sequence <= SEQUENCE_FLOOR_MAX:
             raise ValueError(f"no valid history of lineage {lineage!r}: {history!r}"[:500])
         found[lineage] = history

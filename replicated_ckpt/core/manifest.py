@@ -173,6 +173,7 @@ def decode_manifest(raw: bytes, source: str) -> Manifest:
         head, body = raw.decode().rstrip("\n").split("\n", 1)
         document = json.loads(head + body)
         stored_crc, fields = document["crc32c"], document["manifest"]
+        # The checksum covers the bytes as written: parsing and encoding again could change floats and escapes.
         body = body.removeprefix('"manifest":').removesuffix("}")
         if crc32c(body.encode()) != stored_crc:
             raise ManifestInvalid(f"The manifest at {source} fails its checksum.")
@@ -253,6 +254,7 @@ def _text(value: object) -> str:
 
 
 def _count(value: object, maximum: int = 1 << 62) -> int:
+    # True and 1.0 compare like integers: a forged field must not pass as a count.
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= maximum:
         raise ValueError(f"expected a count up to {maximum}, found {value!r}")
     return value

@@ -29,6 +29,7 @@ def encode_notes(metrics: Mapping[str, Any] | None, metadata: Mapping[str, Any] 
         numbers = {str(name): float(value) for name, value in (metrics or {}).items()}
         notes: dict[str, Any] = {}
         if numbers:
+            # JSON has no NaN: other readers of the manifest would refuse it.
             notes["metrics"] = {name: value if isfinite(value) else None for name, value in numbers.items()}
         if metadata:
             notes["metadata"] = json.loads(json.dumps(dict(metadata), allow_nan=False))
@@ -47,6 +48,7 @@ def check_notes(notes: Any) -> Mapping[str, Any]:
     Raises:
         ValueError, TypeError: the notes are invalid.
     """
+    # Notes come from peers and buckets, too: their writer may be hostile.
     if not isinstance(notes, dict) or not notes.keys() <= _KEYS:
         raise ValueError(f"no notes: {str(notes)[:200]}")
     metrics, metadata = notes.get("metrics", {}), notes.get("metadata", {})
@@ -56,6 +58,7 @@ def check_notes(notes: Any) -> Mapping[str, Any]:
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value)):
             raise ValueError(f"metric {str(name)[:80]!r} is {str(value)[:80]}")
     size = len(json.dumps(notes))
+    # Each node keeps and sends the manifest of every checkpoint.
     if size > NOTES_BYTES_MAX:
         raise ValueError(f"they have {size} bytes, and at most {NOTES_BYTES_MAX} are kept")
     return notes

@@ -77,6 +77,7 @@ def decode_mark(tail: Bytes) -> CommitMark | None:
     # Its checksum is right: a newer format, which must not count as damaged and be replaced.
     if magic != MAGIC and magic.startswith(_FAMILY):
         raise ManifestVersionUnknown(f"A commit mark begins with {magic!r}.")
+    # The bytes of a foreign file may pass a CRC by chance or design: NaN would break every order.
     if magic != MAGIC or not is_moment(created) or sequence > SEQUENCE_MAX:
         return None
     named = "" if lineage.hex() == _NO_LINEAGE else lineage.hex()

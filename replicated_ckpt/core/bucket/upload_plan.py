@@ -58,6 +58,7 @@ def choose_uploader(
         if node == own_node:
             return node
         view = view_by_node.get(node)
+        # A lost node never comes: the next one in the order takes over.
         if view is None or view.presence is Presence.GONE or node not in holders:
             continue
         node_report = view.node_report

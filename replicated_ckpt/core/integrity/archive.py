@@ -78,6 +78,7 @@ def within(raw: memoryview) -> Fetch:
 def _entries(fetch: Fetch, size_bytes: int) -> Iterator[tuple[str, int, int, int]]:
     """Name, CRC32, size and place of the local header of each record."""
     count, start, end = _directory(fetch, size_bytes)
+    # A hostile directory may point anywhere, or claim gigabytes.
     if not 0 <= start <= end <= size_bytes or end - start > _DIRECTORY_BYTES_MAX:
         raise ArchiveDamaged("has a zip directory outside of it")
     raw = bytes(fetch(start, end - start)) if end > start else b""
@@ -87,6 +88,7 @@ def _entries(fetch: Fetch, size_bytes: int) -> Iterator[tuple[str, int, int, int
             _ENTRY.unpack_from(raw, position)
         )
         position += _ENTRY.size
+        # torch names the folder after the file, so it differs between saves.
         name = raw[position : position + name_bytes].decode("utf-8", "replace").partition("/")[2]
         extra = raw[position + name_bytes : position + name_bytes + extra_bytes]
         plain, stored, header = _wide(extra, plain, stored, header)
@@ -133,6 +135,7 @@ def _wide(extra: bytes, *values: int) -> tuple[int, ...]:
 
 def _start(fetch: Fetch, header: int) -> int:
     """Where a record's bytes begin, behind its local header."""
+    # Lengths in the local header may differ from the directory's: the data begins behind the local one.
     fields = _LOCAL.unpack(fetch(header, _LOCAL.size))
     if fields[0] != b"PK\x03\x04":
         raise ArchiveDamaged("has a record that does not lie where its zip directory says")

@@ -97,6 +97,7 @@ def tables_of_size(file_tail: Bytes, file_bytes: int) -> tuple[tuple[int, int], 
     """
     data_bytes = file_bytes - usual_footer_bytes(file_bytes)
     is_possible = data_bytes >= 0 and size_with_footer(data_bytes) == file_bytes
+    # The usual block size first, as the tail may be the damaged part.
     found = [(BLOCK_BYTES, data_bytes)] if is_possible else []
     if footer_bytes_of(file_tail, file_bytes) is not None:
         _, said_block_bytes, said_data_bytes, _ = _TAIL.unpack(file_tail)
@@ -114,6 +115,7 @@ def footer_bytes_of(file_tail: Bytes, file_bytes: int) -> int | None:
     if magic != MAGIC or not 0 < block_bytes <= BLOCK_BYTES_MAX:
         return None
     footer = 4 * -(-data_bytes // block_bytes) + FOOTER_TAIL_BYTES
+    # Its sizes must add up to the file's: a stale tail in a reused file may look like a footer.
     return footer if data_bytes + footer == file_bytes and footer <= FOOTER_BYTES_MAX else None
 
 
@@ -126,6 +128,7 @@ def decode_footer(footer: Bytes, file_bytes: int) -> BlockTable | None:
         return None
     _, block_bytes, data_bytes, footer_crc = _TAIL.unpack(tail)
     body = memoryview(footer)[:-4]
+    # Before its checksums are used: a damaged table would report intact blocks as bad.
     if crc32c(body) != footer_crc:
         return None
     return BlockTable(

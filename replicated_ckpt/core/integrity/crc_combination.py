@@ -28,6 +28,7 @@ def combine_equal(crcs: Sequence[int], part_bytes: int) -> int:
     `bytes.translate` looks up one byte of all pairs in one call. Padding pieces of CRC32C 0 in front change nothing.
     """
     count = 1 << max(0, len(crcs) - 1).bit_length()
+    # Padded to a power of two in front: leading zeros do not change a CRC of 0.
     raw = struct.pack(f"<{4 * (count - len(crcs))}x{len(crcs)}I", *crcs)
     planes = [raw[byte::4] for byte in range(4)]
     while count > 1:

@@ -27,6 +27,7 @@ class OwnFooter:
 
 def find_footer(fetch: Fetch, size_bytes: int, items_end: int | None = None) -> OwnFooter:
     """The footer of a file, recognized by its last bytes, or by its size if that is the items' size and a footer's."""
+    # Stock torch writes an empty file for a rank without items.
     if size_bytes < FOOTER_TAIL_BYTES:
         return OwnFooter()
     tail = fetch(size_bytes - FOOTER_TAIL_BYTES, FOOTER_TAIL_BYTES)

@@ -45,6 +45,7 @@ def check_bounds(tree: Any, size_bytes: int) -> int:
         begun.add(id(node))
         for child in _children(node):
             if type(child) not in LEAVES and id(child) not in extents:
+                # A circle: every walk through the value would never end.
                 if id(child) in begun:
                     raise PickleUnsafe("holds a part that contains itself")
                 to_do.append(child)
@@ -61,6 +62,7 @@ def _extent(node: Any, extents: dict[int, tuple[int, int]], weight_max: int) -> 
             below, deep = extents[id(child)]
             weight += below
             depth = max(depth, deep)
+    # As in a billion-laughs file: each level refers to the one below many times.
     if weight > weight_max:
         raise PickleUnsafe("repeats itself beyond measure")
     if depth >= DEPTH_MAX:
@@ -75,6 +77,7 @@ def _children(node: Any) -> Iterator[Any]:
         yield node.identity
     else:
         items = [part for pair in node.items() for part in pair] if type(node) is Fields else node
+        # With its own __reduce__ a safe class would run any callable when it is pickled again.
         if type(node) in (Fields, Pairs) and any(type(key) is str and key in _HOOKS for key in items[::2]):
             raise PickleUnsafe("sets an attribute that steers picklers")
         yield from items

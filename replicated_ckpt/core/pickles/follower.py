@@ -64,6 +64,7 @@ class _Follower:
                 ]
                 if type(item) not in LEAVES:
                     shared.add(id(item))
+                # A class fetched from the memo mostly begins an instance: try the shortcut.
                 elif type(item) is Named and (found := self._instances.follow(item, end, self._limit)) is not None:
                     item, end = found
                 items.append(item)
@@ -88,12 +89,14 @@ class _Follower:
     def _rare(self, opcode: int, position: int) -> int:
         """Follows one opcode; returns where the next one is."""
         entry = _OPCODES.get(opcode)
+        # INST, OBJ, EXT and the text opcodes: no current pickler writes them, and some import by themselves.
         if entry is None:
             raise PickleUnsafe(f"uses the pickle opcode {opcode:#04x}, which no pickler of a checkpoint writes")
         start = position + 1
         end = start + entry.width
         if entry.is_sized:
             start, end = end, end + int.from_bytes(self._raw[start:end], "little")
+        # Also bounds the length: a slice beyond the end would silently be short.
         if end > self._limit:
             raise PickleUnsafe(_BEYOND)
         if entry.value is not None:
@@ -114,6 +117,7 @@ class _Follower:
 
     def frame(self, start: int, end: int) -> int:
         frame_end = end + _unsigned(self._raw[start:end])
+        # CPython's two unpicklers treat nested and overlong frames differently.
         if self._is_framed or frame_end > self._limit:
             raise PickleUnsafe("has a frame in a frame, or one that goes beyond its end")
         self._is_framed, self._limit = True, frame_end

@@ -61,9 +61,11 @@ class Instances:
                 if fetch is None:
                     break
                 key = memo[int.from_bytes(fetch[1:], "little")]
+                # An attribute name from the memo that is no text: not as picklers write instances.
                 if type(key) is not str:
                     return None
                 state[key] = self._value(value, added)
+        # A fetch beyond the memo: the follower reports it with its own error.
         except (LookupError, UnicodeDecodeError):
             return None
         # Memo and shared change only from here on: before, the follower may still take over.

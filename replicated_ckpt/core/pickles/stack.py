@@ -111,6 +111,7 @@ class Stack:
 
     def _make(self, *, is_new: bool) -> None:
         arguments, called = self.items.pop(), self.items.pop()
+        # A call of a call's result could reach any function through an allowed one.
         if type(called) is not Named or type(arguments) is not tuple:
             raise PickleUnsafe("calls something that it has not named, or not with a tuple of arguments")
         self.items.append(Made(called, arguments, is_new=is_new))
@@ -118,6 +119,7 @@ class Stack:
     def build(self) -> None:
         state = self.items.pop()
         made = self._new()
+        # A second state would be merged by some classes and replace the first in others.
         if type(made) is not Made or made.state is not None or state is None:
             raise PickleUnsafe("gives a state to something that is no new instance")
         made.state = state

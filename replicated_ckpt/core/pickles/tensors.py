@@ -55,6 +55,7 @@ def storage_of(node: Any) -> StorageOutline:
 
 def tensor_of(node: Any) -> TensorOutline | None:
     """The tensor that a call rebuilds. None: it is another call, or a tensor with state of its own."""
+    # With a state or contents it is more than its elements: the slow path reads it as an object.
     if type(node) is not Made or node.is_new or node.state is not None or node.contents is not None:
         return None
     kind, arguments = (node.called.module, node.called.name), node.arguments
@@ -73,4 +74,5 @@ def tensor_of(node: Any) -> TensorOutline | None:
 
 
 def _are_sizes(numbers: tuple[Any, ...]) -> bool:
+    # `type`, not isinstance: True is an int, and a size of True is a forgery.
     return all(type(number) is int and 0 <= number <= _INT_MAX for number in numbers)

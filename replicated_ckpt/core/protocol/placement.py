@@ -60,8 +60,10 @@ def place_copies(nodes: Sequence[PlacedNode], copies: int) -> Placement:
     Raises:
         ConfigInvalid: copies below one, no node, or one node twice.
     """
+    # One node listed twice would be its own buddy: two copies on one disk.
     if copies < 1 or not nodes or len({node.node_id for node in nodes}) != len(nodes):
         raise ConfigInvalid(f"Cannot place {copies} copies on nodes {[node.node_id for node in nodes]}.")
+    # Fewer nodes than copies: each node gets one.
     copies = min(copies, len(nodes))
     levels = _list_levels(nodes)
 

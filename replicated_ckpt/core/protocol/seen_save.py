@@ -91,6 +91,7 @@ def see_save(
     }
     for holding in found.holdings:
         _sort_shards(holding, manifest, by_kind, is_up=holding.node_id in up)
+    # Assumed copies only: an unsure node must not make a save look whole.
     unsure = set(unsure)
     for shard, entry in manifest.shards.items():
         by_kind["assumed"][shard] |= unsure & set(entry.holders)
@@ -117,6 +118,7 @@ def _sort_shards(
         if entry is None:
             continue
         is_intact = size == entry.size_bytes and shard not in damaged
+        # A bad file on a silent node is neither a source nor a copy: the node reports it when it is back.
         if is_intact or is_up:
             kind = "intact" if is_intact and is_up else "assumed" if is_intact else "damaged"
             by_kind[kind][shard].add(holding.node_id)

@@ -62,11 +62,13 @@ def settle_staged(
     # First: once any node has published it, dropping a part here could lose the last copy (I1).
     if published:
         return Settlement(Fate.COMPLETE, sources=published)
+    # A rank still writes here: removing its files would fail a save that can succeed.
     if is_worked_on:
         return Settlement(Fate.WORKED_ON)
     # The coordinator's node decides first: without a decision here there is none anywhere.
     if coordinator == own or Answer.ABORTED in answers.values():
         return Settlement(Fate.DROP)
+    # The coordinator may still decide: its ranks are alive on another node.
     if Answer.WORKING in answers.values():
         return Settlement(Fate.WORKED_ON)
     # ABSENT of a single node decides nothing: its disk may have been restored to an older state.
@@ -84,6 +86,7 @@ def may_publish(staged: Version, published: Version | None, replaces: str) -> bo
     if published is None or published.save_id == staged.save_id:
         return True
     if published.lineage == staged.lineage:
+        # A save that was delayed, as by a stopped agent, must not replace a newer one.
         return staged.is_newer_than(published)
     return published.save_id == replaces
 
@@ -104,6 +107,7 @@ def is_without_a_name(
     """
     if published is None or not any(version.save_id == published.save_id for version in whole):
         return False
+    # It can still be published here: then its order decides, not the clock.
     if published.lineage == decided.lineage or may_publish(decided, published, replaces):
         return False
     return is_seen_nowhere and published.created_unix_s >= decided.created_unix_s
@@ -119,5 +123,6 @@ def may_be_dropped(old: Version, *, whole: Iterable[Version], published: Version
         version.is_newer_than(old)
         or (published is not None and version.save_id == published.save_id and version.lineage != old.lineage)
         for version in whole
+        # A version never replaces itself: one copy seen twice must not delete the other.
         if version.save_id != old.save_id
     )

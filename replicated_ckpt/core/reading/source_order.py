@@ -25,6 +25,7 @@ def source_orders(
         peers = sorted(
             (node for node in holders_by_shard.get(shard, ()) if node != own_node),
             key=lambda node: (
+                # The bucket last: it is slower than a peer, and its reads may cost money.
                 node == OBJECT_NODE,
                 planned_bytes.get(node, 0),
                 crc32c(f"{reader_key}/{shard}/{node}".encode()),

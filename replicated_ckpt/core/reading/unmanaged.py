@@ -126,6 +126,7 @@ class UnmanagedCheckpoint:
 
 
 def _only(checkpoint_id: str, name: str, file_by_node: Mapping[str, UnmanagedFile]) -> UnmanagedFile:
+    # Choosing one would mix two runs' shards without any sign of it.
     if len({file.identity for file in file_by_node.values()}) > 1:
         raise CheckpointAmbiguous(checkpoint_id, name, {node: str(file) for node, file in file_by_node.items()})
     return file_by_node[min(file_by_node)]
@@ -307,6 +308,7 @@ def _ranges(places: Any) -> Mapping[str, tuple[ByteRange, ...]]:
     found: dict[str, list[ByteRange]] = {}
     for info in _infos(places):
         shard, offset, length = (_attribute(info, name) for name in ("relative_path", "offset", "length"))
+        # The path becomes a file name on nodes: nothing but a shard may be named.
         if type(shard) is not str or ShardName.parse(shard) is None:
             raise PickleUnsafe(f"has an item in {str(shard)[:200]!r}, which is no shard")
         if type(offset) is not int or type(length) is not int or offset < 0 or length < 0:

@@ -59,6 +59,7 @@ def windows_of(
     """
     runs: list[list[int]] = []
     for part in sorted(ranges, key=lambda part: part.offset):
+        # An empty tensor has a place, and no bytes to read.
         if part.length == 0:
             continue
         if runs and part.offset // BLOCK_BYTES <= (runs[-1][1] - 1) // BLOCK_BYTES + 1:
@@ -109,6 +110,7 @@ def plan_shared_units(windows_by_rank: Mapping[int, Sequence[Window]], shards: S
         start = min(part.offset for part in parts)
         hull = Window(shard, start, max(part.end for part in parts) - start)
         blocks = [block for part in parts for block in part.blocks]
+        # Ranks that need different blocks of a cell share nothing: each reads its own.
         if len(windows_by_taker) > 1 and len(blocks) > len(set(blocks)):
             takers_by_window[hull] = tuple(windows_by_taker)
     units = []

@@ -69,6 +69,7 @@ def find_end_of_in_doubt(
     empty. `published` is the version here, and the save was opened over `replaces`.
     """
     versions = whole.get(checkpoint_id, ())
+    # Without its place in the order no version is known to be newer.
     if place is None:
         return ""
     # `published` is not passed: a version of another lineage may be the one that this save is to replace.
@@ -101,6 +102,7 @@ def find_whole_versions(
         if manifest is None or manifest.checkpoint_id != save.checkpoint_id:
             continue
         seen = see_save(save, manifest, up, unsure=(), unclaimed=())
+        # Only whole versions replace others: an incomplete one may be all that a new save left.
         if not seen.is_whole:
             continue
         is_newest = (manifest.checkpoint_id, manifest.lineage) not in met

@@ -70,6 +70,7 @@ def find_series_name(checkpoint_id: str) -> str | None:
     newest. None: the id is not of that form.
     """
     above, name = scope_of(checkpoint_id), checkpoint_id.rpartition("/")[2]
+    # Only `run/step_10/ema`: a name that ends with a number is counted by itself.
     if not above[-1:].isdecimal() or name[-1:].isdecimal():
         return None
     run, _, step = above.rpartition("/")
@@ -83,6 +84,7 @@ def merge_policies(own: Policy, heard: Policy) -> Policy:
     """
     if own.revision != heard.revision:
         return max(own, heard, key=lambda policy: policy.revision)
+    # Keeping everything is the only answer that removes nothing wanted by either.
     return own if own.retention == heard.retention else replace(own, retention=None)
 
 
@@ -96,6 +98,7 @@ def agree(policies: Iterable[Policy]) -> tuple[Policy, ...]:
 
 def confirm(agreed: Iterable[Policy], own: Iterable[Policy]) -> tuple[Policy, ...]:
     """The agreed policies that equal those of this node's own ranks. Only by these it may remove checkpoints."""
+    # A peer alone must not make this node remove files: its own ranks must want the same.
     wanted = {policy.key: policy.retention for policy in own}
     return tuple(policy for policy in agreed if policy.key in wanted and wanted[policy.key] == policy.retention)
 

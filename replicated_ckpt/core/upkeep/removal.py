@@ -21,6 +21,7 @@ def find_removed(nodes: Iterable[NodeView]) -> frozenset[str]:
     held = [holding for node in nodes for holding in node.holdings or ()]
     removed: dict[str, set[Version]] = {}
     for one in held:
+        # By version: after the removal an older one would get the name, and be repaired, again.
         if one.save_id in said:
             removed.setdefault(one.checkpoint_id, set()).add(one.version)
     here = ((one, removed.get(one.checkpoint_id, ())) for one in held)

@@ -197,6 +197,7 @@ class _Planning:
 
     def add(self, checkpoint: _Checkpoint) -> None:
         published = self._find_published(checkpoint)
+        # Nodes with files of an unknown save are not blank: they may be the last copies.
         blank = self._up - published.keys() - checkpoint.foreign
         self._blocked = checkpoint.find_blocked() if len(checkpoint.saves) > 1 else {}
         for lineage, saves in checkpoint.lineages.items():
@@ -256,6 +257,7 @@ class _Planning:
 
     def _add_copies(self, save: SeenSave, shard: str, takers: set[str], *, is_in_doubt: bool) -> None:
         entry, intact, damaged = save.manifest.shards[shard], save.intact[shard], save.damaged[shard]
+        # Assumed copies count here: a node that is back in a minute needs no third copy made.
         held = (intact | save.assumed[shard]) - self._leaving
         wanted = min(
             save.manifest.copies, len((self._there | self._unsure.intersection(entry.holders)) - self._leaving)
@@ -296,6 +298,7 @@ class _Planning:
         entry = save.manifest.shards[shard]
         domains, taken, chosen = self._domains, set(taken), list[str]()
 
+        # Room first: a full intended holder would refuse the copy in every round.
         def rank(node: str) -> tuple[bool, bool, bool, tuple[bool, ...], int, str]:
             shared = find_shared(domains.get(node, ()), (domains.get(other, ()) for other in taken))
             bytes_then = self._bytes_by_node[node] + entry.size_bytes

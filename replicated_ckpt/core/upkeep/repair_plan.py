@@ -191,5 +191,6 @@ def refuse_unplanned(
 
     Another node may always request copies of shards.
     """
+    # A stale or hostile plan of another node must not replace a newer save here.
     planned = {(action.node_id, action.checkpoint_id, action.save_id) for action in own_plan}
     return frozenset(one for one in asked if (one.node_id, one.checkpoint_id, one.save_id) not in planned)

@@ -59,11 +59,13 @@ def judge(candidates: Sequence[Candidate], retention: Retention) -> tuple[Verdic
             newest_whole[candidate.checkpoint_id] = max(known, candidate.sequence)
     last = sorted(newest_whole.values(), reverse=True)[: retention.keep_last]
     oldest = last[-1] if len(last) == retention.keep_last else None
+    # The newest with all copies stays: newer whole ones may have a single copy each.
     protected = max((candidate.sequence for candidate in candidates if candidate.is_protected), default=None)
     ordered = sorted(candidates, key=lambda candidate: (-candidate.sequence, candidate.save_id))
     best = find_best(candidates, retention)
     named: set[str] = set()
     verdicts = []
+    # Oldest first: whether an older version stays decides on the newer one of its name.
     for candidate in reversed(ordered):
         verdict = _judge_one(candidate, retention, oldest, protected, best)
         if candidate.is_whole and not verdict.is_kept and candidate.checkpoint_id in named:
@@ -180,6 +182,7 @@ def plan_retention(
     holdings = _holdings_by_save(manifest_by_save, up)
     verdicts: list[Verdict] = []
     for policy in sorted(policies, key=lambda policy: policy.key):
+        # The bucket's policies are applied by its uploader, against the bucket's own listing.
         if policy.tier == NODES and policy.retention is not None:
             mine = {save_id: found for save_id, found in manifest_by_save.items() if _is_under(found, policy)}
             verdicts += judge(list(_candidates(mine, up, holdings, in_doubt=in_doubt)), policy.retention)
@@ -244,6 +247,7 @@ def _candidates(
             held_back = NO_MANIFEST
         copies = _copies(manifest, holdings[save_id])
         wanted = max(1, min(manifest.copies, len(up)))
+        # The silent node may have the missing shard: what is removed now could not be completed.
         if in_doubt and not copies and not held_back:
             held_back = NODE_SILENT
         if copies and any(name == manifest.checkpoint_id and run != manifest.lineage for name, run in aside):

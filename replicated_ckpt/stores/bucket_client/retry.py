@@ -76,6 +76,7 @@ class RetryingClient:
         for key in keys:
             try:
                 self._try(partial(self._client.delete, [key]), self._within_s)
+            # Under a legal hold: the rest can still be deleted.
             except StoreDenied as exc:
                 denied.append(exc)
         if denied:

@@ -40,6 +40,7 @@ def ensure_identity(root: Path) -> str:
                 _name_if_free(fresh, path)
             finally:
                 fresh.unlink(missing_ok=True)
+            # Now, while there is room: later the disk may be full.
             keep_room_to_start(root)
         # Also if another process made the file: it may have been killed before its fsync.
         if not is_durable:

@@ -116,6 +116,7 @@ class Exchange:
         except OSError as exc:
             log.warning("this rank fetches nothing for the others of its node: %s", exc)
             self._gives = False
+        # OVER: without room this rank gives nothing, and the others must fetch for themselves at once.
         self._cache.board.pass_pieces(self._rank, 0 if self._gives else OVER)
         for other in self._others:
             self._cache.board.pass_pieces(other, 0)
@@ -155,6 +156,7 @@ class Exchange:
         """Waits until the slot of piece `number` is free; False if `is_stopped` returns True before."""
         wait, pause = Wait(self._timeout), Pause()
         while awaited := self.slot_awaits(number):
+            # The load failed meanwhile: without this the thread would wait for takers that never come.
             if is_stopped():
                 return False
             self._wait_for([taker for taker in awaited if taker != self._rank], wait)

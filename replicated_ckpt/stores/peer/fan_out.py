@@ -45,6 +45,7 @@ class FanOut(Generic[Key, Result]):
         outcome._work(waiting, call)
         for thread in threads:
             thread.join()
+        # After all threads have ended: a raised bug must not leave calls running.
         if outcome._bug is not None:
             raise outcome._bug
         return outcome

@@ -122,6 +122,7 @@ class PlainConnection(http.client.HTTPConnection):
         Raises:
             StoreDenied: encryption is required, and the address has no fingerprint. OSError
         """
+        # The request's header has the token: sent unencrypted, anyone on the network could use it.
         if not is_plain_allowed(self.host):
             detail = "its address has no fingerprint of a certificate, and nothing is sent there unencrypted"
             raise StoreDenied(self._label, "connect", "TLS", detail, PLAIN_HINT)

@@ -117,6 +117,7 @@ class Committed:
             return fd
         if own and self.is_replaced:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), own)
+        # O_NOFOLLOW: a link in the directory could make an agent serve any file of the host.
         fd = open_plain(name, os.O_NOFOLLOW, dir_fd=self._fd)
         # If its own name came since the first look, the published file may be the newer version's.
         again = self._try_open(own) if own else None
@@ -262,6 +263,7 @@ class Committed:
         try:
             is_there = not self._save_id or self.manifest().save_id == self._save_id
         except (ManifestInvalid, ObjectMissing):
+            # Without a manifest only manifest and metadata may come: a shard could be another version's.
             is_there = ShardName.parse(name) is None
         if not (is_there and self.is_in_place()):
             raise ObjectMissing(str(self._root), "place", f"{self.checkpoint_id}/{name}", "it was removed meanwhile")

@@ -141,6 +141,7 @@ class Journal:
                 is_new = os.fstat(fd).st_size == 0
                 write_all(fd, _encode(save_id, end, why))
                 if is_flushed or is_new:
+                    # Before any answer: a node that answers `aborted` must never decide the save after a power loss.
                     os.fsync(fd)
             # Else a power loss could take the whole file, with lines that were fsynced.
             if is_new:

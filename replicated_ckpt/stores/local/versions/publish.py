@@ -64,6 +64,7 @@ def make_names_free(catalog: Catalog, checkpoint_id: str, manifest: Manifest, st
         return
     for other in catalog.versions_in(looked):
         if not taken.isdisjoint(other.shards) and other.save_id != manifest.save_id:
+            # Only if no shard is missing here: else the removed version could be the last whole one.
             is_whole = holds_all_shards(staging, manifest)
             if not is_whole or not may_be_dropped(other.version, whole=[manifest.version], published=manifest.version):
                 raise _names_taken(manifest, taken, f"save {other.save_id}")

@@ -115,6 +115,7 @@ class RecycledFiles:
             make_directory(self._pool)
             for path in self._files():
                 if path.name.replace(_SUFFIX, SHARD_SUFFIX) not in names:
+                    # One generation only: the pool must not grow beyond the size of one checkpoint.
                     path.unlink(missing_ok=True)
             for name in names:
                 (directory / name).rename(self._pool_path(name))
@@ -235,6 +236,7 @@ def _is_usable(path: Path) -> bool:
         status = path.lstat()
     except FileNotFoundError:
         return False
+    # A file with a second name, as a user's hard link, would change there, too.
     return S_ISREG(status.st_mode) and is_sole_name(status)
 
 

@@ -140,6 +140,7 @@ def _remove_files(catalog: Catalog, checkpoint_id: str, save_id: str, *, recycle
     try:
         directory.rmdir()
     except OSError as exc:
+        # The user's own files, a mount point, or a parent without write permission keep the directory.
         if exc.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.EBUSY, errno.EACCES, errno.EPERM):
             raise
 
