@@ -10,18 +10,18 @@ from replicated_ckpt.cli.main import VERBS, parser
 
 BEGIN, END = "<!-- help: begin -->", "<!-- help: end -->"
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "cli.md"
-os.environ |= {"COLUMNS": "110", "NO_COLOR": "1"}  # argparse asks for both when it prints
+os.environ |= {"COLUMNS": "120", "NO_COLOR": "1"}  # argparse asks for both when it prints
 
 
 def help_by_verb() -> dict[str, str]:
-    """What `replicated-ckpt VERB --help` prints."""
+    """What `replicated-ckpt VERB --help` prints, without the line about `--help` itself."""
     return {verb: _help(verb) for verb in VERBS}
 
 
 def _help(verb: str) -> str:
     with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.suppress(SystemExit):
         parser().parse_args([verb, "--help"])
-    return printed.getvalue()
+    return re.sub(r"\n  -h, --help .*", "", printed.getvalue()).replace(" [-h]", "")
 
 
 def help_section() -> str:

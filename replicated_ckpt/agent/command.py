@@ -23,48 +23,49 @@ from replicated_ckpt.environment import (
 from replicated_ckpt.stores.files.ownership import GROUP_ENV
 from replicated_ckpt.stores.local.store import LocalStore
 
-HELP = "Serve one node's store to its peers until stopped (ranks start one by themselves if none runs)."
+HELP = "Serve this node's store to its peers until stopped. Ranks start an agent by themselves if none runs."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--root", required=True, help="the node's store, a directory on its own disk")
+    parser.add_argument("--root", required=True, help="this node's store, a directory on its own disk")
     parser.add_argument(
         "--host",
-        help="address to listen on (default: 127.0.0.1, or 0.0.0.0, all, IPv6 too, once it has met nodes of other hosts)",
+        help="address to listen on (default: 127.0.0.1; all addresses, 0.0.0.0 and IPv6, once it has peers on other "
+        "hosts)",
     )
     add = parser.add_argument
     add(
         "--port",
         default=os.environ.get(PORT_ENV, ""),
         metavar="PORTS",
-        help="port to listen on, or a range such as 29600-29631 to take a free one of "
-        f"(default: {PORT_ENV}, or the port that it had last, or any free one)",
+        help=f"port to listen on, or a range such as 29600-29631 (default: {PORT_ENV}, else its last port, else any "
+        "free one)",
     )
-    add("--idle-exit-s", type=float, help="leave after this long without client or work (default: stay)")
+    add("--idle-exit-s", type=float, metavar="N", help="exit after this time without client or work (default: stay)")
     number = partial(_add_number, parser)
-    number("--lost-after-s", "take a silent peer's copies for lost after this long (default: %(default)s)")
-    number("--away-after-s", "the same for a peer that said it leaves (default: %(default)s)")
+    number("--lost-after-s", "treat a silent peer's copies as lost after this time (default: %(default)s)")
+    number("--away-after-s", "the same for a peer that announced its exit (default: %(default)s)")
     number(
         "--copy-mib-per-s",
-        "pace at which missing copies are made up, and asynchronous saves written and sent, those at 8 or more "
-        "(default: no bound, but for missing copies 256 while the node saves or loads, and 16 while its ranks fetch)",
+        "rate of copies that re-protection makes, and of asynchronous saves, for which 8 is the minimum "
+        "(default: unlimited; re-protection: 256 while the node saves or loads, 16 while its ranks fetch)",
     )
-    number("--scrub-mib-per-s", "pace of the scrub, which re-reads the store (default: %(default)s)")
-    number("--upload-mib-per-s", "pace of uploads to the object store (default: %(default)s)")
-    number("--scrub-every-s", "pause between two passes of the scrub (default: %(default)s)")
-    number("--round-every-s", "pause between two looks for copies to make up (default: %(default)s)")
-    number("--drain-s", "once told to stop, stay this long for open saves (default and most: %(default)s)")
-    number("--nice", "niceness while training goes on, 0 to 19 (default: %(default)s)", int)
+    number("--scrub-mib-per-s", "rate of the scrub, which re-reads the store (default: %(default)s)")
+    number("--upload-mib-per-s", "rate of uploads to the object store (default: %(default)s)")
+    number("--scrub-every-s", "pause between two scrubs (default: %(default)s)")
+    number("--round-every-s", "pause between two rounds of re-protection (default: %(default)s)")
+    number("--drain-s", "after SIGTERM, complete open saves for at most this time (default and maximum: %(default)s)")
+    number("--nice", "niceness while training runs, 0 to 19 (default: %(default)s)", int)
     certificate = os.environ.get(TLS_CERT_ENV, "")
-    add("--tls-cert", default=certificate, metavar="FILE", help="certificate (PEM) to use (default: one of its own)")
+    add("--tls-cert", default=certificate, metavar="FILE", help="certificate (PEM) to use (default: its own)")
     add("--tls-key", default=os.environ.get(TLS_KEY_ENV, ""), metavar="FILE", help="its private key (PEM)")
-    add("--plain", action="store_true", help="talk to other nodes without TLS, where the network is trusted")
-    add("--group", help=f"a group that may read what is saved under the root (default: {GROUP_ENV}, or none)")
+    add("--plain", action="store_true", help="no TLS between nodes, on a trusted network")
+    add("--group", help=f"a group that may read new saves (default: {GROUP_ENV}, else none)")
     add(
         "--direct-io",
         choices=get_args(DirectIO),
         default=os.environ.get(DIRECT_IO_ENV) or "auto",
-        help="write copies past the page cache; auto: on file systems on a block device (default: %(default)s)",
+        help="write copies past the page cache; auto: if the file system is on a block device (default: %(default)s)",
     )
     parser.add_argument("--verbose", action="store_true", help="log every request")
 
@@ -81,7 +82,8 @@ def _add_number(parser: argparse.ArgumentParser, option: str, said: str, kind: t
             article = "a whole number" if kind is int else "a number"
             raise argparse.ArgumentTypeError(f"this, or {variable}, must be {article}, not {text!r}") from None
 
-    parser.add_argument(option, type=parse, default=os.environ.get(variable, getattr(AgentConfig, name)), help=said)
+    default = os.environ.get(variable, getattr(AgentConfig, name))
+    parser.add_argument(option, type=parse, metavar="N", default=default, help=said)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -31,17 +31,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--victim",
         type=int,
         metavar="NODE",
-        help="which node dies; coordinator, beyond and cluster choose their own (default: the last)",
+        help="node that dies; coordinator, beyond and cluster choose their own (default: the last)",
     )
     add("--copies", type=int, default=defaults.copies, help="copies of every shard (default: %(default)s)")
-    add("--steps", type=int, default=defaults.steps, help="training steps, two saves among them (default: %(default)s)")
+    add("--steps", type=int, default=defaults.steps, help="training steps, with two saves (default: %(default)s)")
     add("--model-size", choices=list(WIDTH_BY_MODEL_SIZE), default=defaults.model_size, help="default: %(default)s")
     add(
         "--object-store",
         metavar="URL",
-        help="where the scenario cluster saves to besides the nodes: a bucket such as s3://bucket/prefix, with credentials "
-        "from the environment as s3fs takes them, in which a prefix of the drill's own is made and removed; or 'moto', "
-        "an S3 server of the drill's own, in memory (default: moto if it is installed, else cluster is skipped)",
+        help="bucket for the scenario cluster, such as s3://bucket/prefix, with credentials from the environment. The "
+        "drill makes and removes its own prefix there. 'moto': an S3 server in memory (default: moto if it is "
+        "installed, else cluster is skipped)",
     )
     add("--data", type=Path, metavar="DIR", help="folder with FashionMNIST (default: Debian's package, else download)")
     add(
@@ -50,9 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--keep",
         action="store_true",
-        help="keep the work directory and what is in the bucket, to look at them afterwards",
+        help="keep the work directory and the bucket's content",
     )
-    add("--json", action="store_true", help="print the result as JSON instead of as a table")
+    add("--json", action="store_true", help="print JSON")
 
 
 @stop_on_sigterm()

@@ -31,9 +31,9 @@ VERBS = {
 }
 """The module of each, in the order of `--help`: what looks first, what removes later."""
 _BEGIN = (
-    "Begin with `replicated-ckpt ls --root ROOT`, on a node. `replicated-ckpt VERB --help` has the options of a verb."
+    "Begin with `replicated-ckpt ls --root ROOT`, on a node. `replicated-ckpt VERB --help` lists the options of a verb."
 )
-_RERUN = "Hint: Send it elsewhere, and run the command again: what it has done stands."
+_RERUN = "Hint: Redirect it elsewhere and run the command again. Completed steps are not undone."
 
 
 def parser(wanted: Iterable[str] = tuple(VERBS)) -> argparse.ArgumentParser:
@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             # One verb's module alone is imported: `ls` must not wait for what `drill` or `export` needs.
             known = parser(first if first and first[0] in VERBS else VERBS)
             if any("\0" in text for text in given):  # in this process: no shell passes one on
-                known.error("no argument may hold a NUL")
+                known.error("arguments must not contain NUL")
             arguments = known.parse_args(given)
             return int(arguments.run(arguments))
         finally:

@@ -251,8 +251,8 @@ def seen_as(state: str, bucket: str = "") -> CheckpointSeen:
 @pytest.mark.parametrize(
     ("rows", "step"),
     [
-        ([seen_as(LOST), seen_as(WHOLE)], "another version has this name, too"),
-        ([seen_as(LOST, bucket="there")], "load it with the object_store that it went to"),
+        ([seen_as(LOST), seen_as(WHOLE)], "another version also has this name"),
+        ([seen_as(LOST, bucket="there")], "load it with its object_store"),
     ],
 )
 def test_what_is_still_there_is_not_given_up(rows: list[CheckpointSeen], step: str) -> None:
@@ -283,7 +283,7 @@ def test_nothing_to_do_is_said_of_the_nodes_that_answered(tmp_path: Path) -> Non
         introduced(nodes[0], [other.endpoint.address()])
     done = command("repair", "--dry-run", "--root", nodes[0].root)
     assert done.returncode == ExitCode.UNREACHABLE
-    assert "nothing to do on the nodes that answered\n" in done.stdout, done.stdout
+    assert "nothing to repair on the nodes that answered\n" in done.stdout, done.stdout
     assert "if host1 never comes back: run the job with a new node in its place" in done.stdout
 
 

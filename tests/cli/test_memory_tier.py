@@ -63,7 +63,7 @@ def test_the_disk_tells_of_its_memory_tier(tmp_path: Path, tiers: list[LocalStor
         assert "the newest step-3" in told[0]
         assert as_json(verb, "--root", disk.root)[1]["memory_tier"] == told
     shutil.rmtree(tiers[0].root)
-    assert "nothing is there on this node" in command("ls", "--root", disk.root).stdout
+    assert "empty on this node" in command("ls", "--root", disk.root).stdout
     assert not tiers[0].root.exists()
 
 
@@ -75,4 +75,4 @@ def test_a_tier_that_another_could_have_named_is_not_looked_at(tmp_path: Path, t
     assert find_memory_tier(disk) == tiers[0].root
     os.chmod(disk.root_agent_directory() / "tiers.json", 0o666)  # noqa: PTH101
     done = command("ls", "--root", disk.root)
-    assert (done.returncode, "it cannot be looked at" in done.stdout) == (ExitCode.OK, True), done.stdout
+    assert (done.returncode, "it cannot be read" in done.stdout) == (ExitCode.OK, True), done.stdout

@@ -30,10 +30,10 @@ NO_STORE = {
     "mixed": ExitCode.USAGE,
 }
 SAID = {
-    "missing": "There is no directory",
+    "missing": "does not exist",
     "file": "is a file",
     "empty": "is empty",
-    "foreign": "no checkpoint lies in it (but notes.txt)",
+    "foreign": "no checkpoint (but notes.txt)",
     "store/run/step-1": "is one checkpoint",
     "store/run": "lies in another store",
     "above": "is no node's store, and holds 2 stores",

@@ -97,7 +97,7 @@ def test_lost_files_and_the_last_errors_are_said(tmp_path: Path) -> None:
         done = command("status", "--root", store.root)
     assert done.returncode == ExitCode.SHARD_LOST
     assert "files are lost: step-1: 1 file lost" in done.stdout
-    assert "short for want" not in done.stdout, "what is lost is counted once"
+    assert "too few nodes or intact copies" not in done.stdout, "what is lost is counted once"
     (logged,) = (line for line in done.stdout.splitlines() if line.startswith("in the agent's log: "))
     assert logged.startswith("in the agent's log: 2999-01-01 00:00:01,000 WARNING not well")
     assert len(logged) <= 200
@@ -136,7 +136,7 @@ def test_a_lost_node_that_was_replaced_is_a_note(tmp_path: Path) -> None:
             code, found = as_json("status", "--root", old.root)
             assert (code, found["state"], found["reasons"], len(found["notes"])) == (0, "good", [], 1)
             done = command(*forget.split()[1:])
-            assert (done.returncode, "no copy is missed without it" in done.stdout) == (ExitCode.OK, True), done.stdout
+            assert (done.returncode, "All copies exist without it" in done.stdout) == (ExitCode.OK, True), done.stdout
             done = command("status", "--root", old.root)
             assert (done.returncode, "note: " in done.stdout) == (ExitCode.OK, False), done.stdout
             for agent in (running[0], replacement):
@@ -240,7 +240,8 @@ def test_repair_agrees_with_status_on_what_a_failed_save_has_left(tmp_path: Path
         codes = [command(verb, "--root", nodes[0].root).returncode for verb in ("status", "verify", "repair")]
         assert codes == [ExitCode.OK] * 3
         assert (
-            "the next save, load or round of re-protection settles it" in command("ls", "--root", nodes[0].root).stdout
+            "the next save, load or round of re-protection completes or aborts it"
+            in command("ls", "--root", nodes[0].root).stdout
         )
         running[1].signal(signal.SIGKILL)
         running[1].process.wait()
@@ -262,7 +263,7 @@ def test_what_a_policy_removes_is_not_said_to_be_lost(tmp_path: Path) -> None:
         wait_for(lambda: not (nodes[1].root / "step-1").exists(), 30, "the end of the other part")
         done = command("status", "--root", nodes[0].root)
         assert done.returncode == ExitCode.OK, done.stdout
-        assert "kept no more, still on host0" in command("ls", "--root", nodes[0].root).stdout
+        assert "expired, still on host0" in command("ls", "--root", nodes[0].root).stdout
         assert command("verify", "--root", nodes[0].root).returncode == ExitCode.OK
         assert (nodes[0].root / "step-1").exists()
         lock.release()

@@ -72,7 +72,7 @@ def test_repair_says_of_a_save_in_doubt_what_ls_says(tmp_path: Path) -> None:
     staged = node.root / ".staging" / f"{2:032x}"
     staged.mkdir(parents=True)
     staged.with_suffix(".json").write_text("{}")
-    said = "all its nodes answer: the next save, load or round of re-protection settles it"
+    said = "all its nodes answer: the next save, load or round of re-protection completes or aborts it"
     assert said in command("ls", "--root", node.root).stdout
     repaired = command("repair", "--dry-run", "--root", node.root).stdout
     assert said in repaired

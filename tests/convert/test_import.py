@@ -147,7 +147,7 @@ def test_an_existing_checkpoint_is_replaced_only_on_demand(tmp_path: Path, capsy
     with pytest.raises(CheckpointExists):
         imported(tmp_path / "2.pth", tmp_path / "root", "torch")
     assert main(command) == 1
-    assert "or replace what is there with --overwrite." in capsys.readouterr().err
+    assert "or replace the existing checkpoint with --overwrite." in capsys.readouterr().err
     assert loaded(tmp_path / "root", {"a": torch.zeros(3, dtype=torch.int64)})["a"].tolist() == [1, 1, 1]
     assert main([*command, "--overwrite"]) == 0
     assert loaded(tmp_path / "root", {"a": torch.zeros(3, dtype=torch.int64)})["a"].tolist() == [2, 2, 2]

@@ -291,7 +291,7 @@ def test_a_checkpoint_is_uploaded_by_hand(
     monkeypatch.setenv("AWS_ENDPOINT_URL", moto.endpoint_url)
     save(ReplicatedWriter(root), "step-1", 1)
     code, said = command("upload", "step-1", "--root", str(root))
-    assert (code, "named no object store" in said) == (2, True), said
+    assert (code, "names no object store" in said) == (2, True), said
     code, said = command("upload", "step-1", "--root", str(root), "--to", url)
     assert (code, "committed in" in said) == (0, True), said
     assert moto.secret not in said
@@ -361,8 +361,8 @@ def test_the_bucket_is_no_node_that_ls_misses(root: Path, tmp_path: Path, capsys
     main(["ls", "--root", str(root), "--object-store", where])
     said = capsys.readouterr().out
     assert "1 file lost" in said
-    assert "load it with the object_store that it went to" in said
-    assert "not known to this node" not in said
+    assert "load it with its object_store" in said
+    assert "this node has no address of" not in said
     main(["ls", "--root", str(root), "--object-store", where, "--json"])
     (row,) = json.loads(capsys.readouterr().out)["checkpoints"]
     assert (row["state"], row["not_reached"], row["bucket"]) == ("lost", [], "there")

@@ -543,6 +543,6 @@ def test_an_upload_that_waits_names_what_it_waits_for(tmp_path: Path) -> None:
         order = ("upload", "step-1", "--to", url, "--root")
         assert command(*order, other.root, "--no-wait").returncode == ExitCode.OK
         done = command(*order, here.root, "--timeout-s", "6")
-    how_far = f"1 of 2 shards are in {url}; it waits for {shard(1)} of host1 (node {other.node_id()})"
+    how_far = f"1 of 2 shards are in {url}; waiting for {shard(1)} of host1 (node {other.node_id()})"
     assert (done.returncode, done.stderr.splitlines()[0]) == (ExitCode.FAILED, f"step-1: {how_far}")
-    assert f"the time-out is over: {how_far}." in done.stderr
+    assert f"the time-out expired: {how_far}." in done.stderr

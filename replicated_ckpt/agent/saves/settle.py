@@ -81,7 +81,7 @@ def _unsettled_error(service: NodeService, intent: Intent) -> ConfigInvalid:
     named, place = service.store.catalog.find_manifest(intent.checkpoint_id), service.store.final(intent.checkpoint_id)
     if named is not None and service.store.is_decided(intent.save_id):
         return ConfigInvalid(
-            f"Save {intent.save_id} is not aborted: it is decided, and save {named.save_id} has its name, "
+            f"Save {intent.save_id} is not aborted: it is decided, but save {named.save_id} has its name, "
             f"{intent.checkpoint_id!r}, on this node.",
             f"It goes once a newer save of its run is whole. If you rename {place}, that directory is a checkpoint of its "
             "new name, and this save is published.",

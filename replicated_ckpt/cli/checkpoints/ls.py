@@ -33,14 +33,16 @@ from replicated_ckpt.stores.bucket_client.opening import open_client
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.local.store import LocalStore
 
-HELP = "List the checkpoints that this node and the peers it has met hold."
+HELP = "List the checkpoints on this node and its peers."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--root", required=True, help="this node's store, the root that the job saves to")
-    parser.add_argument("--object-store", metavar="URL", help="list what lies there, too, such as s3://bucket/prefix")
+    parser.add_argument(
+        "--object-store", metavar="URL", help="also list what is in this bucket, such as s3://bucket/prefix"
+    )
     add_start_argument(parser)
-    parser.add_argument("--json", action="store_true", help="the same for machines")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -62,31 +62,31 @@ def _find(named: str, seen: NodesSeen, known: set[str]) -> str:
         return found[0]
     shown = ", ".join(sorted(seen.label(node) for node in nodes - {seen.own_node})) or "none"
     is_shared = any(seen.name(node).startswith(f"{named}/") for node in nodes)
-    what = "several nodes have that host" if is_shared else "no node of that id or host is known here"
-    raise ConfigInvalid(
-        f"--lost {named}: {what}. Other nodes that are: {shown}.", "Name one by its id; nothing was changed."
-    )
+    what = "several nodes have that host" if is_shared else "no known node has that id or host"
+    raise ConfigInvalid(f"--lost {named}: {what}. Known nodes: {shown}.", "Name a node by its id. Nothing was changed.")
 
 
 ROUNDS_MAX = 4
 """A manifest that is restored shows which files are damaged, so there is more to do then; a third round finds nothing."""
-_OF_STOCK = "stock torch wrote it, without checksums. Load it and save it under a new id: that save has copies"
-HELP = "Set bad files aside, restore them from good copies, and make up for missing copies, on all nodes."
+_OF_STOCK = (
+    "stock torch wrote it, without checksums. Load it and save it under a new id: the new save has checksums and copies"
+)
+HELP = "Move bad files aside, restore them from good copies, and make missing copies, on all nodes."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--root", required=True, help="this node's store, the root that the job saves to")
     parser.add_argument("id", nargs="?", metavar="ID", help="only this checkpoint, or latest (default: all)")
-    parser.add_argument("--dry-run", action="store_true", help="print the plan and change nothing")
+    parser.add_argument("--dry-run", action="store_true", help="print the plan; change nothing")
     parser.add_argument(
         "--lost",
         action="append",
         default=[],
         metavar="NODE",
-        help="this node, named by its id or its host, is gone for good: its copies are made anew, and saves that are in "
-        "doubt for it alone are aborted (may be given several times)",
+        help="this node (id or host) is gone for good: make its copies anew, and abort saves that are in doubt only "
+        "because of it; may be repeated",
     )
-    parser.add_argument("--json", action="store_true", help="the same for machines")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -163,7 +163,7 @@ def _carry_out_until_done(store: LocalStore, plan: RepairPlan, lost: Sequence[st
         changed = sorted({action.checkpoint_id for action in plan.actions})
         plan = _join_plans([Auditor(store, lost).audit(checkpoint_id).plan for checkpoint_id in changed])
         done.short = {short for short in done.short if short.checkpoint_id not in changed} | set(plan.short)
-    done.errors |= {str(action): "it is still to be done" for action in plan.actions}
+    done.errors |= {str(action): "not done yet" for action in plan.actions}
 
 
 def _join_plans(plans: Sequence[RepairPlan]) -> RepairPlan:
@@ -202,7 +202,7 @@ def list_failures(answer: Mapping[str, Any], label: str) -> dict[str, str]:
     Raises:
         PeerProtocolError: it answered something else.
     """
-    with parsing(f"{label} answered repair wrongly"):
+    with parsing(f"{label} sent an invalid answer to repair"):
         results = [(result["action"], result["error"]) for result in answer["results"] if result["error"]]
     return {one_line(action): one_line(error) for action, error in results}
 
@@ -249,7 +249,7 @@ def _abort_lost(store: LocalStore, lost: Sequence[str]) -> dict[str, str]:
             errors[f"abort save {save.save_id}"] = str(exc)
             continue
         if answer["waits_for"]:
-            errors[f"abort save {save.save_id}"] = f"it waits for node {', '.join(answer['waits_for'])}, too"
+            errors[f"abort save {save.save_id}"] = f"it also waits for node {', '.join(answer['waits_for'])}"
     return errors
 
 
@@ -261,8 +261,8 @@ def _print_plan(store: LocalStore, audit: Audit) -> None:
     for line in audit.unreachable:
         print(f"not reached: {line}")
     if not audit.plan.actions:
-        done = "nothing to do on the nodes that answered" if audit.unreachable else "nothing to do"
-        print(done if audit.plan.is_complete else "nothing can be done now")
+        done = "nothing to repair on the nodes that answered" if audit.unreachable else "nothing to do"
+        print(done if audit.plan.is_complete else "nothing can be repaired now")
         seen = see_audit(store, audit)
         for line in advise(list_checkpoints(seen), seen, store.root):
             print(line)

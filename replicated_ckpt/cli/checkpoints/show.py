@@ -23,7 +23,7 @@ from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.protocol.seen_save import SeenSave
 from replicated_ckpt.wording import describe_bytes
 
-HELP = "Show one checkpoint: its shards and who holds them, its sizes, run, step and bucket."
+HELP = "Show one checkpoint: its size, run, step and bucket, and which nodes hold each shard."
 _HEADER = ("FILE", "SIZE", "OF", "COPIES", "ON", "NOT REACHED")
 
 
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("id", metavar="ID", help="the checkpoint, or latest")
     parser.add_argument("--root", required=True, help="this node's store, the root that the job saves to")
     add_start_argument(parser)
-    parser.add_argument("--json", action="store_true", help="the same for machines")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -98,7 +98,7 @@ def _describe(row: CheckpointSeen, save: SeenSave, seen: NodesSeen) -> str:
         "step": "-" if row.step is None else str(row.step),
         "size": f"{describe_bytes(row.size_bytes or 0)} in one copy",
         "save": manifest.save_id,
-        "run": f"lineage {manifest.lineage or 'without a name'}, save number {manifest.sequence} of it",
+        "run": f"lineage {manifest.lineage or 'without a name'}, save number {manifest.sequence}",
         "ranks": f"{manifest.world_size} on {_describe_world(manifest, seen)}",
         "bucket": "-" if manifest.upload is None else f"{manifest.upload.url}: {row.bucket}",
     }

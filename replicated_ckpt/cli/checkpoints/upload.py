@@ -37,7 +37,7 @@ from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.fan_out import FanOut
 from replicated_ckpt.wording import list_some, one_line, plural
 
-HELP = "Upload one checkpoint to the object store by hand, or wait for one that is on its way there."
+HELP = "Upload one checkpoint to the object store, or wait for an upload under way."
 _POLL_S = 0.3
 _SAID_EVERY_S = 3.0
 _SHOWN_MAX = 4
@@ -46,14 +46,16 @@ _SHOWN_MAX = 4
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("id", metavar="ID", help="the checkpoint, or latest")
     parser.add_argument("--root", required=True, help="this node's store, the root that the job saves to")
-    parser.add_argument("--to", metavar="URL", help="where to, such as s3://bucket/prefix (default: as its save said)")
-    parser.add_argument("--no-wait", action="store_true", help="only give the order")
+    parser.add_argument(
+        "--to", metavar="URL", help="target bucket, such as s3://bucket/prefix (default: the one that the save names)"
+    )
+    parser.add_argument("--no-wait", action="store_true", help="order the upload and return")
     parser.add_argument(
         "--timeout-s",
         type=parse_seconds,
         default=600.0,
         metavar="SECONDS",
-        help="how long to wait for the commit there (default: %(default)s)",
+        help="how long to wait for the commit (default: %(default)s)",
     )
 
 
@@ -68,11 +70,11 @@ def run(arguments: argparse.Namespace) -> int:
     manifest = _manifest(store, arguments.id)
     url = manifest.upload.url if arguments.to is None and manifest.upload is not None else arguments.to
     if url is None:
-        raise ConfigInvalid(f"The save of {arguments.id!r} named no object store.", "Name one with --to.")
+        raise ConfigInvalid(f"The save of {arguments.id!r} names no object store.", "Name a bucket with --to.")
     target = name_bucket(url, store)
     # The upload would end with the agent's process, and the command would call it committed.
     if target.is_process_local:
-        raise ConfigInvalid(f"{url} is memory of one process.", "Name a bucket that others can see.")
+        raise ConfigInvalid(f"{url} is in the memory of one process.", "Name a bucket that other processes can reach.")
     if arguments.to is not None:
         _check_replaceable(manifest, target)
     ordered, refused = _order(store, manifest, target, is_new=arguments.to is not None)
@@ -80,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
     if stuck and not arguments.no_wait:
         raise UploadFailed(arguments.id, target.url, stuck)
     for address, error in () if stuck else refused.items():
-        print(f"not ordered at {address.label}, so what it has comes from nodes that have the order: {error.message}")
+        print(f"not ordered at {address.label}; other nodes upload its shards: {error.message}")
     if arguments.no_wait:
         print(f"{arguments.id}: the upload to {target.url} is ordered{'' if not stuck else f', but {stuck}'}")
         return ExitCode.OK
@@ -103,8 +105,8 @@ def _manifest(store: LocalStore, checkpoint_id: str) -> Manifest:
         )
         raise CheckpointNotFound(
             f"{checkpoint_id!r} in {store.root} {what}.",
-            f"Order the upload on a node that holds it: `replicated-ckpt show {quote(checkpoint_id)} --root "
-            f"{quote(str(store.root))}` names those.",
+            f"Run the command on a node that holds it. `replicated-ckpt show {quote(checkpoint_id)} --root "
+            f"{quote(str(store.root))}` lists them.",
         ) from exc
 
 
@@ -115,7 +117,8 @@ def _check_replaceable(manifest: Manifest, target: ObjectTarget) -> None:
     there = _save_in(manifest, target)
     if there is not None and there.save_id != manifest.save_id:
         raise CheckpointExists(
-            f"{target.url} holds another save of {manifest.checkpoint_id!r}.", "Upload it under another prefix: --to."
+            f"{target.url} holds another save of {manifest.checkpoint_id!r}.",
+            "Upload it under another prefix with --to.",
         )
 
 
@@ -169,9 +172,9 @@ def _find_stuck(
     nodes = sorted({node for name in stuck for node in holders[name]})
     why = [message_by_node.get(node, f"This node has no address of {seen.label(node)}.") for node in nodes]
     return (
-        f"no node that has the order holds {list_some(shards, _SHOWN_MAX, 'shard')}. {' '.join(why)}{HINT_MARK}The order "
-        "stands on this node. Give it on one node that holds each of these, too: `replicated-ckpt upload "
-        f"{quote(manifest.checkpoint_id)} --to {quote(target.url)} --root ROOT`."
+        f"no node that has the order holds {list_some(shards, _SHOWN_MAX, 'shard')}. {' '.join(why)}{HINT_MARK}The "
+        "order stays on this node. Give it on one node that holds each of these shards, too: `replicated-ckpt "
+        f"upload {quote(manifest.checkpoint_id)} --to {quote(target.url)} --root ROOT`."
     )
 
 
@@ -197,14 +200,14 @@ def _wait_for_upload(store: LocalStore, manifest: Manifest, target: ObjectTarget
         if state.url != target.url:  # the order is over, and the agent goes on with the bucket that the save named
             there = _save_in(manifest, target)
             if there is None or there.save_id != manifest.save_id:
-                raise UploadFailed(manifest.checkpoint_id, target.url, "its upload ended without it.")
+                raise UploadFailed(manifest.checkpoint_id, target.url, "the upload ended without a commit.")
             return UploadState(manifest.checkpoint_id, target.url, "committed")
         if state.state != "pending":
             return state
         how_far = _describe_progress(state, manifest)
         # A refusal, as of credentials, does not pass by waiting.
         if state.is_denied or time.monotonic() > deadline:
-            raise UploadFailed(manifest.checkpoint_id, target.url, state.error or f"the time-out is over: {how_far}.")
+            raise UploadFailed(manifest.checkpoint_id, target.url, state.error or f"the time-out expired: {how_far}.")
         if how_far != said and time.monotonic() > say_at:
             print(f"{manifest.checkpoint_id}: {how_far}", file=sys.stderr, flush=True)
             said, say_at = how_far, time.monotonic() + _SAID_EVERY_S
@@ -217,7 +220,7 @@ def _describe_progress(state: UploadState, manifest: Manifest) -> str:
     owners = [(name, manifest.shards[name].owner_node) for name in state.missing if name in manifest.shards]
     waits = [one_line(f"{name} of {labels.get(node, node)}") for name, node in owners]
     number, count = state.shards_there, len(manifest.shards)
-    missing = f"; it waits for {list_some(waits, _SHOWN_MAX)}" if waits else ""
+    missing = f"; waiting for {list_some(waits, _SHOWN_MAX)}" if waits else ""
     return f"{number} of {plural(count, 'shard')} are in {state.url}{missing}" + (
         f"; the last try failed: {one_line(state.error)}" if state.error else ""
     )

@@ -35,7 +35,7 @@ from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.wording import describe_bytes, plural
 
-HELP = "Read everything that this node and its peers hold, check every byte, and change nothing."
+HELP = "Read and check every byte on this node and its peers. Changes nothing."
 
 
 _WORST_FIRST = (ExitCode.SHARD_LOST, ExitCode.FAILED, ExitCode.UNREACHABLE)
@@ -44,12 +44,14 @@ _WORST_FIRST = (ExitCode.SHARD_LOST, ExitCode.FAILED, ExitCode.UNREACHABLE)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--root", required=True, help="this node's store, the root that the job saves to")
     parser.add_argument("id", nargs="?", metavar="ID", help="only this checkpoint, or latest (default: all)")
-    parser.add_argument("--object-store", metavar="URL", help="read what lies there, too, such as s3://bucket/prefix")
+    parser.add_argument(
+        "--object-store", metavar="URL", help="also read what is in this bucket, such as s3://bucket/prefix"
+    )
     add_start_argument(parser)
     parser.add_argument(
-        "--progress", action="store_true", help="say on standard error how far it is, also where that is no terminal"
+        "--progress", action="store_true", help="print progress to standard error even if it is no terminal"
     )
-    parser.add_argument("--json", action="store_true", help="the same for machines")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -153,16 +155,16 @@ def _print_bucket(there: _InBucket, on_nodes: Mapping[str, str]) -> None:
     for finding in there.findings:
         print(finding)
     for checkpoint_id in there.unchecked:
-        print(f"not checked: {checkpoint_id} in {there.url} was written by stock torch, without checksums")
+        print(f"not checked: {checkpoint_id} in {there.url}: stock torch wrote it, without checksums")
     for checkpoint_id in there.newer:
         print(f"not checked: {describe_newer(f'{checkpoint_id} in {there.url}')}")
     if there.url and there.problem is None:
         absent = [one for one in on_nodes if one not in {*there.checkpoint_ids, *there.unchecked, *there.newer}]
         if absent:
-            print(f"not in {there.url}, and on the nodes alone: {', '.join(absent)}")
+            print(f"on the nodes, but not in {there.url}: {', '.join(absent)}")
         others = [one for one in there.checkpoint_ids if on_nodes.get(one) and on_nodes[one] not in there.save_ids]
         if others:
-            print(f"in {there.url} as another save than the nodes' newest one: {', '.join(others)}")
+            print(f"{there.url} has another save than the nodes' newest one: {', '.join(others)}")
         found = "intact" if there.checkpoint_ids else "no checkpoint to verify"
         verdict = "NOT intact" if there.findings else found
         print(
@@ -224,10 +226,10 @@ def _verdict(audit: Audit, *, has_others: bool) -> str:
     if not audit.is_intact:
         return "NOT intact"
     if audit.silent:
-        return f"all that was read is as it was saved; {plural(len(audit.silent), 'node')} did not answer"
+        return f"all that was read is intact; {plural(len(audit.silent), 'node')} did not answer"
     if audit.checkpoint_ids:
         return "intact"
-    return "none with a manifest that is read here" if has_others else "no checkpoint to verify"
+    return "no checkpoint with a manifest that this version reads" if has_others else "no checkpoint to verify"
 
 
 def see_audit(store: LocalStore, audit: Audit) -> NodesSeen:

@@ -24,21 +24,21 @@ def add_key_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="GLOB",
-        help="only entries whose FQN matches (several times: any)",
+        help="only entries whose FQN matches; may be repeated",
     )
-    add("--exclude", action="append", default=[], metavar="GLOB", help="no entries whose FQN matches")
-    add("--strip-prefix", default="", metavar="TEXT", help="take this from the beginning of names: model., say")
+    add("--exclude", action="append", default=[], metavar="GLOB", help="no entries whose FQN matches; may be repeated")
+    add("--strip-prefix", default="", metavar="TEXT", help="remove this from the start of names, such as model.")
     add(
         "--rename",
         action="append",
         default=[],
         metavar="REGEX=NEW",
-        help=r"replace in names, as re.sub does, after the prefix was stripped: '^h\.(\d+)=layers.\1', say",
+        help="replace in names, as re.sub does, after --strip-prefix: '^h\\.(\\d+)=layers.\\1'",
     )
     add(
         "--trust-pickles",
         action="store_true",
-        help="unpickle objects that are refused otherwise: their writer can run code here",
+        help="also unpickle objects that are refused by default: their writer can run code here",
     )
 
 

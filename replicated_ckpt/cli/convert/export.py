@@ -15,35 +15,33 @@ _SKIPPED_SHOWN_MAX = 4
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("id", metavar="ID", help="the checkpoint, or latest")
-    parser.add_argument("path", metavar="PATH", help="where to: a path, or a URL that fsspec knows")
-    parser.add_argument("--root", help="a node's store; what it lacks comes from the peers that it has met")
+    parser.add_argument("path", metavar="PATH", help="target: a path, or a URL that fsspec supports")
+    parser.add_argument("--root", help="a node's store; what it lacks is read from its peers")
     parser.add_argument(
-        "--object-store", metavar="URL", help="read from there, too, or without --root from there alone"
+        "--object-store", metavar="URL", help="also read from this bucket; without --root, only from there"
     )
     parser.add_argument(
         "--to",
         required=True,
         choices=["torch", "safetensors", "dcp"],
         dest="format",
-        help="torch: one file for torch.load; safetensors: a Hugging Face directory, without what is no tensor; "
-        "dcp: a directory that stock FileSystemReader reads",
+        help="torch: one file for torch.load; safetensors: a Hugging Face directory, tensors only; dcp: a directory "
+        "for stock FileSystemReader",
     )
     parser.add_argument(
         "--shard-size-limit",
         default="5GB",
         metavar="SIZE",
-        help="of a file of safetensors or of a DCP directory (default: %(default)s)",
+        help="size of one safetensors or DCP file (default: %(default)s)",
     )
     add_key_arguments(parser)
-    parser.add_argument("--overwrite", action="store_true", help="replace what lies at PATH, once all is written")
+    parser.add_argument("--overwrite", action="store_true", help="replace PATH, once everything is written")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Exit code: OK if the output is at its place, read back; otherwise nothing is there. See ExitCode."""
     if arguments.root is None and arguments.object_store is None:
-        raise ConfigInvalid(
-            "Where is the checkpoint?", "Name a node's store with --root, a bucket with --object-store."
-        )
+        raise ConfigInvalid("No source was named.", "Name a node's store with --root, or a bucket with --object-store.")
     if arguments.object_store is None:
         # It is only read: a group that may read the checkpoints may export them.
         open_store(arguments.root, of_any_user=True)

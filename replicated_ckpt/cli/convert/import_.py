@@ -14,25 +14,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "path", metavar="PATH", help="a file of torch.save, safetensors (file or directory), or a DCP directory"
     )
-    parser.add_argument("id", metavar="ID", help="what the checkpoint is to be called")
-    parser.add_argument("--root", required=True, help="this node's store; created if it is not there")
+    parser.add_argument("id", metavar="ID", help="id of the new checkpoint")
+    parser.add_argument("--root", required=True, help="this node's store; created if missing")
     parser.add_argument(
         "--from", required=True, choices=["torch", "safetensors", "dcp"], dest="format", help="what PATH is"
     )
-    parser.add_argument(
-        "--object-store", metavar="URL", help="a bucket that it goes to, too, such as s3://bucket/prefix"
-    )
+    parser.add_argument("--object-store", metavar="URL", help="also upload to this bucket, such as s3://bucket/prefix")
     parser.add_argument(
         "--copies",
         type=int,
         default=2,
-        help="copies that the agents are to keep, this node's counted (default: %(default)s)",
+        help="copies of every shard, this node's included (default: %(default)s)",
     )
     add_key_arguments(parser)
-    parser.add_argument(
-        "--add-prefix", default="", metavar="TEXT", help="put this before the name of each entry: model., say"
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace a checkpoint of this id")
+    parser.add_argument("--add-prefix", default="", metavar="TEXT", help="put this before each name, such as model.")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing checkpoint of this id")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -55,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
                 progress=printer.show,
             )
     except CheckpointExists as exc:
-        hint = f"Import it under another ID than {arguments.id!r}, or replace what is there with --overwrite."
+        hint = f"Import it under another ID than {arguments.id!r}, or replace the existing checkpoint with --overwrite."
         raise CheckpointExists(exc.message, hint) from exc
     print(f"{done.checkpoint_id}: {describe(done)} saved in {done.place} and read back")
     return ExitCode.OK

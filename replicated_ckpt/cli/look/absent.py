@@ -13,23 +13,25 @@ from replicated_ckpt.stores.local.store import LocalStore
 
 def describe_newer(checkpoint_id: str) -> str:
     """A checkpoint of which this version sees nothing but the name."""
-    return f"{checkpoint_id}: only a newer replicated_ckpt reads it; upgrade to see it"
+    return f"{checkpoint_id}: only a newer version of replicated_ckpt reads it; upgrade"
 
 
 def describe_absent(store: LocalStore, seen: NodesSeen, checkpoint_id: str, otherwise: str = "") -> ReplicatedCkptError:
     """What to raise for it; `otherwise` is a further next step."""
     # "Not found" would make its user think that it is gone.
     if checkpoint_id in seen.newer:
-        return ManifestVersionUnknown(f"{checkpoint_id!r} is of a format that only a newer replicated_ckpt reads.")
+        return ManifestVersionUnknown(
+            f"{checkpoint_id!r} has a format that only a newer version of replicated_ckpt reads."
+        )
     look = UnmanagedLook(store, seen.own_node, seen.reached)
     if is_checkpoint_id(checkpoint_id) and look.checkpoints(checkpoint_id):
         return CheckpointNotFound(
             f"{checkpoint_id!r} is a checkpoint of stock torch, which has no manifest.",
-            "It is a plain directory on each node that has files of it. Load it and save it under a new id: that save has "
-            "copies and checksums.",
+            "It is a plain directory on each node that has files of it. Load it and save it under a new id: the new "
+            "save has copies and checksums.",
         )
     listing = f"`replicated-ckpt ls --root {quote(str(store.root))}`"
-    hint = f"{listing} lists what there is, and which nodes were not reached.{otherwise}"
+    hint = f"{listing} lists the checkpoints, and the nodes that were not reached.{otherwise}"
     unreached = seen.describe_unreached()
     where = f" Not reached: {'; '.join(unreached)}." if unreached else ""
     message = f"No node that was reached holds a checkpoint {checkpoint_id!r}.{where}"

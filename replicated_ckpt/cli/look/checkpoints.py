@@ -104,7 +104,7 @@ class CheckpointSeen:
         unknown = [node for node in self.not_reached if node not in seen.unreached]
         why = f": {seen.list_names(silent)} not reached" if silent else ""
         if unknown and not silent:
-            why = f": {seen.list_names(unknown)} not known to this node"
+            why = f": this node has no address of {seen.list_names(unknown)}"
         if self.state in (NOT_SEEN, LOST, OVERWRITTEN):
             removed = f"; removed on {seen.list_names(self.removed_on)}" if self.removed_on else ""
             what = f"{OVERWRITTEN} by another run" if self.state == OVERWRITTEN else self.state
@@ -118,7 +118,7 @@ class CheckpointSeen:
     def _describe_going(self, seen: NodesSeen) -> str:
         if self.state == REMOVED:
             return f"removed on {seen.list_names(self.removed_on)}, still on other nodes"
-        return f"kept no more, still on {seen.list_names(self.nodes)}"
+        return f"expired, still on {seen.list_names(self.nodes)}"
 
     def cells(self, seen: NodesSeen) -> tuple[str, ...]:
         """Its line of the table."""
@@ -157,7 +157,7 @@ def _see(save: SaveFound, seen: NodesSeen, in_bucket: set[tuple[str, str]] | Non
         save.sequence,
         version.lineage,
         version.order[1],
-        note="no node could give its manifest",
+        note="no node returned its manifest",
         bucket=_bucket_state(save, manifest, seen, in_bucket),
     )
     # The bucket is no node: what lies there is no copy that a node's loss leaves.
@@ -313,29 +313,29 @@ def _advise_on_damaged(row: CheckpointSeen, seen: NodesSeen, root: Path) -> str:
     """A peer may have chosen the name, and a shell reads it: so it is quoted."""
     return (
         f"next step for {row.checkpoint_id}: start the agent of another node that has it, then `replicated-ckpt "
-        f"repair --root {quote(str(root))}`; if none has it, its data may still load without the damaged manifest: see "
-        f"the runbook, ManifestInvalid; if its files are not needed: `rm -r {quote(row.checkpoint_id)}` in the root "
-        f"of {seen.list_names(row.nodes)}"
+        f"repair --root {quote(str(root))}`. If no node has it, its data may still load without the manifest: see "
+        f"the runbook, ManifestInvalid. If you do not need its files: `rm -r {quote(row.checkpoint_id)}` in the "
+        f"root of {seen.list_names(row.nodes)}"
     )
 
 
 def _advise_on_lost(row: CheckpointSeen, has_other_version: bool, root: Path) -> str:
     step = f"next step for {row.checkpoint_id}: "
     if row.is_mendable:
-        step += f"`replicated-ckpt repair --root {quote(str(root))}`, which makes intact copies of what is intact in "
-        step += "damaged ones, if each block is in one of them; else "
+        step += f"`replicated-ckpt repair --root {quote(str(root))}`, which combines the intact blocks of "
+        step += "damaged copies; else "
     if row.bucket in ("there", "unknown"):
-        step += "load it with the object_store that it went to; or "
+        step += "load it with its object_store; or "
     step += 'load an older checkpoint, as "latest" does; bring back a disk that has the lost files'
-    step += "; another version has this name, too" if has_other_version else ""
+    step += "; another version also has this name" if has_other_version else ""
     options = f" --save {row.save_id}" if has_other_version else ""
     options += " --keep-in-bucket" if row.bucket in ("there", "unknown") else ""
-    return f"{step}, or give it up: `replicated-ckpt rm {quote(row.checkpoint_id)} --root {quote(str(root))}{options}`"
+    return f"{step}; or remove it: `replicated-ckpt rm {quote(row.checkpoint_id)} --root {quote(str(root))}{options}`"
 
 
 _NOT_GOOD = {
     SHORT: "with fewer copies than wanted",
-    NOT_SEEN: "with files that no node showed",
+    NOT_SEEN: "with files that no node returned",
     LOST: "with lost files",
     OVERWRITTEN: "overwritten by another run",
     DAMAGED: "with a damaged manifest",

@@ -40,7 +40,7 @@ def _describe_versions(
         yield f"  save {save.save_id} of {made}: {row.describe_copies(seen)}; {_place(save, seen)}"
     named = [(save, row) for save, row in versions if not all(holding.is_replaced for holding in save.holdings)]
     if len({save.version.lineage for save, _ in named}) > 1:
-        yield f"next step for {name}: several runs have saved under this name, and neither gives way"
+        yield f"next step for {name}: several runs have saved under this name, and neither replaces the other"
         for save, _ in named:
             if save.version.lineage != first.version.lineage:
                 on = [holding.node_id for holding in save.holdings if not holding.is_replaced]
@@ -56,17 +56,20 @@ def _place(save: SaveFound, seen: NodesSeen) -> str:
     named = [holding.node_id for holding in save.holdings if not holding.is_replaced]
     kept = [holding.node_id for holding in save.holdings if holding.is_replaced]
     words = [f"has the name on {seen.list_names(named)}"] if named else []
-    return ", ".join([*words, *([f"kept, as replaced, on {seen.list_names(kept)}"] if kept else [])])
+    return ", ".join([*words, *([f"replaced, but still on {seen.list_names(kept)}"] if kept else [])])
 
 
 def _describe_wait(newest: SaveFound, row: CheckpointSeen) -> str:
     """What the older versions are still there for."""
-    stay = f"the older stay until every shard of save {newest.save_id} is seen"
+    stay = f"the older ones stay until every shard of save {newest.save_id} has been seen"
     if row.state in (WHOLE, SHORT):
-        return f"{row.checkpoint_id}: {stay}: so it is, and re-protection removes them, once no load reads them"
+        return (
+            f"{row.checkpoint_id}: {stay}. All have been seen: re-protection removes the older ones once no load "
+            "reads them"
+        )
     if row.state == LOST:
-        return f"{row.checkpoint_id}: {stay}; as its files are lost, they stay until a newer save is whole"
-    return f"{row.checkpoint_id}: {stay}; the nodes that were not reached can show it"
+        return f"{row.checkpoint_id}: {stay}. Its files are lost, so the older ones stay until a newer save is complete"
+    return f"{row.checkpoint_id}: {stay}. The missing shards may be on the nodes that were not reached"
 
 
 def _describe_runs(seen: NodesSeen) -> Iterator[str]:
@@ -76,11 +79,12 @@ def _describe_runs(seen: NodesSeen) -> Iterator[str]:
         if len(runs) < 2:
             continue
         where = f"directory {scope}" if scope else "the root"
-        yield f"{plural(len(runs), 'run')} in {where}, of which a load takes the one that was saved last, named first:"
+        yield f"{plural(len(runs), 'run')} in {where}; a load takes the first, which was saved last:"
         for run in runs:
             made = format_moment(run.created_unix_s)
             yield f"  lineage {run.lineage!r}: newest {run.newest_id}, saved at {made}, on {seen.list_names(run.nodes)}"
         yield (
-            f"next step for {where}: to load another run: `ReplicatedReader(lineage={runs[1].lineage!r})`; then give each "
-            f"run a directory of its own: on {seen.list_names(runs[1].nodes)} move the checkpoints of the other one"
+            f"next step for {where}: to load another run, pass `ReplicatedReader(lineage={runs[1].lineage!r})`. Then "
+            f"give each run its own directory: on {seen.list_names(runs[1].nodes)} move the checkpoints of the other "
+            "run"
         )

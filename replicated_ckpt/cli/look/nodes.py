@@ -200,7 +200,7 @@ def _look_at_own(store: LocalStore, own: str, *, asks: bool) -> NodeHoldings:
         try:
             return _ask(endpoint.local_address())
         except ReplicatedCkptError as exc:
-            log.info("this process looks at the store itself: %s", exc)
+            log.info("this process reads the store itself: %s", exc)
     holdings = DamageBook.mark_noted(store, store.catalog.holdings(own))
     unclaimed, newer = UnclaimedFilesReader(store, own).find_files(), tuple(store.catalog.of_newer_format())
     return NodeHoldings(holdings, unclaimed, read_node_report(store), measure_room(store.root), newer)
@@ -220,16 +220,16 @@ def advise_on_silence(seen: NodesSeen, nodes: Collection[str]) -> list[str]:
     hung = silent.keys() - down - others.keys() - mixed
     start = (
         f"next step: on {seen.list_names(down)} run `replicated-ckpt agent --root ROOT`, or a command with "
-        "--start-agents, whose agent stays for a minute; a job starts them, too. If one runs there, this node has an old "
-        "address of it: the next save or load with ranks on both tells the new one"
+        "--start-agents, whose agent stays for a minute. A job starts them, too. If an agent runs there, this "
+        "node has an old address of it: the next save or load with ranks on both nodes updates it"
     )
     look = (
-        f"next step: on {seen.list_names(hung)}, if the host is up, run `replicated-ckpt status --root ROOT`: it says "
-        "whether the agent is stopped; if it runs, a firewall may drop its port"
+        f"next step: on {seen.list_names(hung)}, if the host is up, run `replicated-ckpt status --root ROOT`, "
+        "which shows whether the agent is stopped. If it runs, a firewall may drop its port"
     )
     plain = (
-        f"next step: all nodes encrypt, or none does: see whether {PLAIN_ENV} (or `--plain`) is set on "
-        f"{seen.list_names(mixed)} and not here, or here and not there"
+        f"next step: either all nodes encrypt or none does: {PLAIN_ENV} (or `--plain`) is set either on "
+        f"{seen.list_names(mixed)} or here, but not on both"
     )
     refused = [f"next step for {seen.name(node)}: {error.hint}" for node, error in sorted(others.items())]
     return [*([start] if down else []), *([look] if hung else []), *([plain] if mixed else []), *refused]
@@ -241,7 +241,9 @@ def advise_on_lost(seen: NodesSeen, root: object, nodes: Collection[str], copies
     if nodes and len(seen.holdings_by_node) < copies_wanted:
         room = f"{plural(len(seen.holdings_by_node), 'node')} cannot hold {copies_wanted} copies"
         names = seen.list_names(nodes)
-        return [f"if {names} never comes back: run the job with a new node in its place, which gets the copies; {room}"]
+        return [
+            f"if {names} never comes back: run the job with a new node in its place, which receives the copies; {room}"
+        ]
     repair = f"replicated-ckpt repair --root {quote(str(root))} --lost"
     return [f"if {seen.name(node)} never comes back: `{repair} {node}` makes its copies anew" for node in sorted(nodes)]
 
@@ -250,8 +252,8 @@ def describe_spare(seen: NodesSeen, root: object, nodes: Iterable[str]) -> list[
     """A note for each of these nodes, which did not answer, and whose copies are all on other nodes."""
     forget = f"replicated-ckpt forget {{}} --root {quote(str(root))}"
     return [
-        f"{seen.label(node)}: not reached: {describe_silence(seen.unreached[node])}. No copy is missed without it. If it "
-        f"never comes back: `{forget.format(node)}`, and the same on each other node"
+        f"{seen.label(node)}: not reached: {describe_silence(seen.unreached[node])}. All copies exist without it. "
+        f"If it never comes back: `{forget.format(node)}`, and the same on each other node"
         for node in sorted(nodes)
     ]
 
@@ -262,4 +264,4 @@ def advise_on_unknown_nodes(nodes: Iterable[str], seen: NodesSeen) -> list[str]:
     if not unknown:
         return []
     names = seen.list_names(unknown)
-    return [f"next step: this node has no address of {names}: a save or load with ranks on it, too, brings one"]
+    return [f"next step: this node has no address of {names}: a save or load with ranks on both nodes adds it"]

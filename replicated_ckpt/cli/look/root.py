@@ -28,7 +28,7 @@ from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.wording import plural
 
 _OF_A_STORE = {NODE_NAME, AGENT_DIR, STAGING_DIR}
-_NAME_IT = "Name the directory that the ranks of this node save to, the `root` of ReplicatedWriter, with --root."
+_NAME_IT = "Pass --root with the directory that the ranks of this node save to, the `root` of ReplicatedWriter."
 _SHOWN_MAX = 3
 
 
@@ -49,14 +49,14 @@ def open_store(root: str, *, of_any_user: bool = False) -> LocalStore:
         if owner is None and not of_any_user:
             _check_is_open(store.root, names)
     except (FileNotFoundError, NotADirectoryError) as exc:  # or one of the directories above is none
-        raise CheckpointNotFound(f"There is no directory {store.root}.", _NAME_IT) from exc
+        raise CheckpointNotFound(f"Directory {store.root} does not exist.", _NAME_IT) from exc
     except PermissionError as exc:
         raise _refuse_unreadable(store.root, exc) from exc
     except OSError as exc:
         raise store_error_of(exc, str(store.root), "look at", str(store.root)) from exc
     if owner is not None:
         raise _refuse(
-            store.root, f"it is the store of {owner}", owner, f" {TRUST_ROOT_ENV}=1 believes all users of this host."
+            store.root, f"it is the store of {owner}", owner, f" {TRUST_ROOT_ENV}=1 trusts all users of this host."
         )
     if not _OF_A_STORE.intersection(names):
         with translate_errors(str(store.root), "look for", NODE_NAME):
@@ -82,7 +82,7 @@ def check_is_no_file(root: str | Path) -> None:
     """Raises CheckpointNotFound: what is named as the root is a file. StoreError"""
     with translate_errors(str(root), "look at", str(root)):
         if is_plain_file(root):
-            raise CheckpointNotFound(f"{root} is a file, and no node's store.", _NAME_IT)
+            raise CheckpointNotFound(f"{root} is a file, not a node's store.", _NAME_IT)
 
 
 def _account(owner: str) -> str:
@@ -103,10 +103,10 @@ def _refuse_unreadable(root: Path, error: PermissionError) -> StoreDenied:
 def _refuse(root: Path, why: str, owner: str | None, otherwise: str = "") -> StoreDenied:
     user = _account(owner) if owner else "USER"
     hint = (
-        f"Run the command as that user: `sudo -u {user} replicated-ckpt ...`; only the owner of a store reaches its "
-        f"agent.{otherwise}"
+        f"Run the command as that user: `sudo -u {user} replicated-ckpt ...`. Only the owner of a store reaches "
+        f"its agent.{otherwise}"
     )
-    return StoreDenied(str(root), "look at", str(root), f"{why}. Nothing of it was checked", hint)
+    return StoreDenied(str(root), "look at", str(root), f"{why}. Nothing was checked", hint)
 
 
 def _check_content(store: LocalStore, names: list[str]) -> None:
@@ -116,11 +116,11 @@ def _check_content(store: LocalStore, names: list[str]) -> None:
         real = Path(os.path.realpath(store.root))
         above = find_store_above(real) or real.parent
         checkpoint_id = real.relative_to(above)
-        hint = f"Name the store: --root {above}. In it this is the checkpoint {str(checkpoint_id)!r}."
-        raise ConfigInvalid(f"{store.root} is one checkpoint, and no node's store.", hint)
+        hint = f"Name the store: --root {above}. In it, this is the checkpoint {str(checkpoint_id)!r}."
+        raise ConfigInvalid(f"{store.root} is one checkpoint, not a node's store.", hint)
     if not names:
-        hint = f"{_NAME_IT} If this is it, the first save or load of a rank here makes the store."
-        raise CheckpointNotFound(f"{store.root} is empty: no store has been made there.", hint)
+        hint = f"{_NAME_IT} If this is the right directory, the first save or load of a rank here creates the store."
+        raise CheckpointNotFound(f"{store.root} is empty: it holds no store yet.", hint)
     outer = find_store_above(store.root)
     if outer is not None:
         raise ConfigInvalid(describe_store_above(store.root, outer), f"Name that store: --root {quote(str(outer))}.")
@@ -128,7 +128,7 @@ def _check_content(store: LocalStore, names: list[str]) -> None:
     if next(store.catalog.directories(), None) is None and next(store.catalog.without_manifest(), None) is None:
         shown = ", ".join(names[:_SHOWN_MAX]) + (", ..." if len(names) > _SHOWN_MAX else "")
         raise CheckpointNotFound(
-            f"{store.root} is no node's store: it has no {NODE_NAME}, and no checkpoint lies in it (but {shown}).",
+            f"{store.root} is not a node's store: it has no {NODE_NAME} and no checkpoint (but {shown}).",
             _NAME_IT,
         )
 
@@ -141,7 +141,9 @@ def _check_no_stores_within(store: LocalStore) -> None:
     hint = f"Name one store: {' or '.join(f'--root {quote(str(place))}' for place in within[:_SHOWN_MAX])}."
     others = sorted({*store.catalog.directories(), *store.catalog.without_manifest()})
     if others:
-        hint += f" To list {', '.join(others[:_SHOWN_MAX])}, which no store holds, move it to a directory of its own."
+        hint += (
+            f" To list {', '.join(others[:_SHOWN_MAX])}, which lie in no store, move them to a directory of their own."
+        )
     raise ConfigInvalid(describe_stores_within(store.root, within), hint)
 
 
@@ -154,9 +156,9 @@ def describe_memory_tier(store: LocalStore) -> list[str]:
         tier = LocalStore(root)
         held = tier.catalog.holdings(tier.read_node_id())
     except ReplicatedCkptError as exc:
-        return [f"memory tier: it cannot be looked at: {exc.message}"]
+        return [f"memory tier: it cannot be read: {exc.message}"]
     if not held:
-        return [f"memory tier at {root}: nothing is there on this node"]
+        return [f"memory tier at {root}: empty on this node"]
     newest = max(held, key=lambda each: (each.created_unix_s, each.sequence))
     count = plural(len(held), "checkpoint")
     found = f"{count} on this node, the newest {newest.checkpoint_id}"

@@ -17,8 +17,8 @@ def add_start_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--start-agents",
         action="store_true",
-        help="start this node's agent if none runs, as a load does: it tells its peers where it is, and leaves after a "
-        "minute without work; those of other nodes are started there",
+        help="start this node's agent if none runs; it announces its address to its peers and exits after a minute "
+        "without work",
     )
 
 

@@ -55,7 +55,7 @@ def print_audits(audits: Sequence[UnmanagedAudit]) -> None:
         else:
             print(
                 f"stock: {audit.checkpoint_id} of stock torch, unprotected: {audit.bytes_read} bytes read, "
-                f"{audit.unchecked} items without a CRC32: {'sound' if audit.is_sound else 'NOT sound'}"
+                f"{audit.unchecked} items without a CRC32: {('sound' if audit.is_sound else 'NOT sound')}"
             )
 
 

@@ -24,7 +24,7 @@ def say_if_slow(url: str) -> Iterator[None]:
 
 def _say(url: str) -> None:
     print(
-        f"waits for {url}, {SAID_AFTER_S:g} s by now; an endpoint that gives no answer is given up after a minute at most",
+        f"waiting for {url} since {SAID_AFTER_S:g} s; the command stops waiting for a silent endpoint after a minute",
         file=sys.stderr,
         flush=True,
     )

@@ -68,7 +68,7 @@ class WaitingSave:
     blocked_by: str = ""
 
     def describe(self, seen: NodesSeen) -> str:
-        why = f"could not be settled, which is tried again: {self.failure}" if self.failure else ""
+        why = f"could not be recovered, and is tried again: {self.failure}" if self.failure else ""
         return f"save {self.save_id} of {self.checkpoint_id}: {why or describe_wait(self, seen)}"
 
 
@@ -106,7 +106,7 @@ def waits_for_any(store: LocalStore) -> bool:
     try:
         agent = ask_own_status(store)
     except ReplicatedCkptError as exc:
-        log.info("this node's agent does not say what is in doubt: %s", exc)
+        log.info("this node's agent did not return the saves in doubt: %s", exc)
     return bool(list_waiting(store, None if agent is None else agent["in_doubt"]))
 
 
@@ -114,12 +114,12 @@ def describe_wait(save: StagedSave | WaitingSave, seen: NodesSeen) -> str:
     """What the end of a save in doubt waits for: which of its nodes, or the end of another save."""
     if save.blocked_by:
         return (
-            f"it is decided, and save {save.blocked_by} has its name on this node: it goes once a newer save of its run is "
-            f"whole, and is published if the directory {save.checkpoint_id} is renamed here"
+            f"it is decided, but save {save.blocked_by} has its name on this node. It is deleted once a newer save of "
+            f"its run is complete. To publish it, rename the directory {save.checkpoint_id} here"
         )
     missing = _find_missing(save.nodes, seen)
     if not missing:
-        return "all its nodes answer: the next save, load or round of re-protection settles it"
+        return "all its nodes answer: the next save, load or round of re-protection completes or aborts it"
     how = {node: "not reached" if node in seen.unreached else "never met" for node in missing}
     return "waits for " + ", ".join(f"{seen.label(node)}, {how[node]}" for node in missing)
 
@@ -129,9 +129,9 @@ def advise_on_in_doubt(save: StagedSave | WaitingSave, seen: NodesSeen, root: Pa
     missing = [] if save.blocked_by else _find_missing(save.nodes, seen)
     lost = " ".join(f"--lost {node}" for node in missing)
     step = (
-        f"next step for the save of {save.checkpoint_id} in doubt: bring back {seen.list_names(missing)}; if that cannot "
-        f"be, `replicated-ckpt repair --root {quote(str(root))} {lost} --dry-run` says what would be lost; without "
-        "--dry-run it is aborted"
+        f"next step for the save of {save.checkpoint_id} in doubt: bring back {seen.list_names(missing)}. If that "
+        f"is impossible, `replicated-ckpt repair --root {quote(str(root))} {lost} --dry-run` shows what would be "
+        "lost; without --dry-run it aborts the save"
     )
     return [step] if missing else []
 
@@ -156,6 +156,6 @@ def describe_loss(save: StagedSave, lost: Sequence[str], holdings: Sequence[Hold
     versions = [found for found in saves_found(holdings) if found.checkpoint_id == save.checkpoint_id]
     left = ", ".join(f"save {found.save_id} (sequence {found.sequence})" for found in versions) or "no other version"
     return (
-        f"abort save {save.save_id} of {save.checkpoint_id}, {describe_bytes(save.size_bytes)} on this node: if node "
-        f"{', '.join(lost)} published it, it cannot be completed any more. Left of {save.checkpoint_id}: {left}"
+        f"abort save {save.save_id} of {save.checkpoint_id}, {describe_bytes(save.size_bytes)} on this node: if "
+        f"node {', '.join(lost)} published it, it can never be completed. Left of {save.checkpoint_id}: {left}"
     )

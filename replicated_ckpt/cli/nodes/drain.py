@@ -25,10 +25,10 @@ from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentClient
 from replicated_ckpt.wording import describe_bytes, list_some, plural
 
-HELP = "Have the copies of this node made on other nodes, and say whether it may be taken down."
+HELP = "Copy what this node holds to other nodes, and print whether it may be taken down."
 _ALONE = (
-    "next step: run a job with ranks on another node, too, whose agent then takes the copies; or take what is needed along "
-    "with `replicated-ckpt export`"
+    "next step: run a job with ranks on another node, too, whose agent then receives the copies; or save "
+    "what you need with `replicated-ckpt export`"
 )
 _SHOWN_MAX = 5
 ROUNDS_MAX = 4
@@ -36,9 +36,9 @@ ROUNDS_MAX = 4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--root", required=True, help="the store of the node that is to be taken down, this one")
-    parser.add_argument("--dry-run", action="store_true", help="say what would be copied, and change nothing")
-    parser.add_argument("--json", action="store_true", help="the same for machines")
+    parser.add_argument("--root", required=True, help="this node's store; this is the node to take down")
+    parser.add_argument("--dry-run", action="store_true", help="print what would be copied; change nothing")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -129,18 +129,18 @@ class _Drained:
     def _name_shortage(self) -> str:
         if self.seen.unreached:
             return "too few nodes answered to hold the copies"
-        return "no room for enough copies elsewhere" if self._has_others else "no other node for a copy"
+        return "not enough room for the copies on other nodes" if self._has_others else "no other node can hold a copy"
 
     def _name_not_copied(self, store: LocalStore) -> list[str]:
         """What a look at copies does not show, and is gone with the node."""
         lines = []
         if self.not_copied:
             named = list_some(self.not_copied, _SHOWN_MAX, "file")
-            lines.append(f"never copied, as it is no part of a checkpoint: {named}; take along what is needed")
+            lines.append(f"not copied, as it is not part of a checkpoint: {named}. Copy what you need by hand")
         tier = find_memory_tier(store)
         if tier is not None and any(LocalStore(tier).catalog.committed()):
             drain_it = f"`replicated-ckpt drain --root {quote(str(tier))}`"
-            lines.append(f"the memory tier of this node is a store of its own: {drain_it}")
+            lines.append(f"this node's memory tier is a separate store: {drain_it}")
         return lines
 
     def describe(self, store: LocalStore) -> list[str]:
@@ -152,10 +152,10 @@ class _Drained:
         lines += [f"not drained: {what}" for what in self.stays]
         lines += self._name_not_copied(store)
         gone = self._drained_before
-        lines += [f"drained before, so not counted: {self.seen.list_names(gone)}"] if gone else []
+        lines += [f"not counted, as already drained: {self.seen.list_names(gone)}"] if gone else []
         if self.unread:
             names = self.seen.list_names(self.unread)
-            lines.append(f"not read, as it stopped to answer, so not counted: {names}; run the same command again")
+            lines.append(f"not counted, as it stopped answering: {names}; run the same command again")
         other_count = len(self.seen.holdings_by_node) - 1 - len(self.unread.union(gone))
         others = plural(other_count, "other node")
         label = self.seen.label(self.seen.own_node)
@@ -169,8 +169,8 @@ class _Drained:
         if other_count < wanted:
             lines.append(f"but {wanted} copies are wanted, and {others} can hold no more than one each")
         lines.append(
-            "next step: end the ranks here first, as they save here again; then stop the node. What lies here counts for "
-            "no other drain until its agent ends, or a rank saves here. If this node never comes back: "
+            "next step: end the ranks here first, as they would save here again, then stop the node. Other drains do "
+            "not count its copies until its agent ends or a rank saves here. If this node never comes back: "
             f"`replicated-ckpt forget {self.seen.own_node} --root ROOT` on the others"
         )
         return lines
@@ -189,7 +189,7 @@ def _list_what_stays(store: LocalStore, seen: NodesSeen) -> list[str]:
     stays += [f"{one.checkpoint_id} is being saved here" for one in store.list_staged() if store.is_locked(one.save_id)]
     managed = {holding.checkpoint_id for holding in seen.holdings}
     stays += [
-        f"{checkpoint_id} has no manifest: it has no copies; if stock torch wrote it, load it and save it under a new id"
+        (f"{checkpoint_id} has no manifest and no copies; if stock torch wrote it, load it and save it under a new id")
         for checkpoint_id in store.catalog.without_manifest()
         if checkpoint_id not in managed
     ]
@@ -198,10 +198,10 @@ def _list_what_stays(store: LocalStore, seen: NodesSeen) -> list[str]:
     own = ask_own_status(store)
     if own is not None:
         pending = own["object_store"]["pending"].values()
-        stays += [f"{upload['checkpoint_id']} is on its way to {upload['url']}" for upload in pending]
+        stays += [f"{upload['checkpoint_id']} is being uploaded to {upload['url']}" for upload in pending]
     # Without an agent nothing tells which uploads are over: the bucket may lack what only lies here.
     elif any(manifest.upload for _, manifest in store.catalog.committed()):
-        stays.append("no agent runs here to say which uploads are over; without --dry-run one is started")
+        stays.append("no agent runs here, so open uploads are unknown; without --dry-run the command starts one")
     return stays
 
 
@@ -220,6 +220,6 @@ def _list_removed_elsewhere(seen: NodesSeen) -> list[str]:
     for holding in own.holdings:
         nodes = [node for node in seen.removed_on(holding.checkpoint_id, holding.save_id) if node != seen.own_node]
         if nodes and holding.save_id not in own.node_report.removed:
-            what = f"{holding.checkpoint_id} was removed on {seen.list_names(nodes)}, so gets no copies"
-            found.append(f"{what}; `rm` it here, too, or copy it first")
+            what = f"{holding.checkpoint_id} was removed on {seen.list_names(nodes)}, so it gets no copies"
+            found.append(f"{what}; `rm` it here, too, or copy it by hand first")
     return found

@@ -18,14 +18,14 @@ from replicated_ckpt.errors import ConfigInvalid
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentClient
 
-HELP = "Take a node that never comes back out of this node's address book, and say what is lost with it."
+HELP = "Remove a node that never comes back from this node's address book, and print what is lost with it."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("node", metavar="NODE", help="its id, or its host where one node alone has that")
+    parser.add_argument("node", metavar="NODE", help="its id, or its host if only one node has that host")
     parser.add_argument("--root", required=True, help="this node's store, the root that the job saves to")
-    parser.add_argument("--force", action="store_true", help="also where it may hold the last copy of something")
-    parser.add_argument("--json", action="store_true", help="the same for machines")
+    parser.add_argument("--force", action="store_true", help="also forget a node that may hold the last copy of a file")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -40,7 +40,10 @@ def run(arguments: argparse.Namespace) -> int:
     node = forgotten or find_node(seen, arguments.node)
     # A node that answers would be forgotten with its copies, and its agent would go on counting on this one.
     if not forgotten and node not in seen.unreached:
-        hint = "Only a node that never comes back is forgotten: end its agent first, once its copies are elsewhere."
+        hint = (
+            "Only a node that never comes back can be forgotten: end its agent first, once its copies are on other "
+            "nodes."
+        )
         raise ConfigInvalid(f"{seen.label(node)} answers.", hint)
     rows = list_checkpoints(seen)
     # Repeated after a lost answer: the node is out of the book, and its losses were accepted then.
@@ -76,8 +79,8 @@ def find_node(seen: NodesSeen, named: str) -> str:
     if len(found) != 1:
         known = ", ".join(seen.label(node) for node in sorted(seen.addresses)) or "no other node"
         shared = any(name.startswith(f"{named}/") for name in seen.names.values())
-        what = "names several nodes" if found or shared else "is no node of this node's address book"
-        raise ConfigInvalid(f"{named!r} {what}.", f"Name one by its id. In the book: {known}.")
+        what = "names several nodes" if found or shared else "is not in this node's address book"
+        raise ConfigInvalid(f"{named!r} {what}.", f"Name one by its id. Known nodes: {known}.")
     return found[0]
 
 
@@ -108,14 +111,19 @@ def _print(
         print(f"{verb}: {checkpoint_id}: {', '.join(names)}: no node that answers has a copy, and {label} may")
     if not is_done:
         print(f"refused: {label} stays in the address book; nothing was changed")
-        print("next step: bring it back, if only for a minute with `replicated-ckpt agent --root ROOT`; or --force")
+        print("next step: bring it back, if only for a minute with `replicated-ckpt agent --root ROOT`; or use --force")
         return
-    copies = "copies that it held are made anew where nodes are left" if is_missed else "no copy is missed without it"
-    print(f"forgotten: {label} is not waited for any more; {copies}")
+    copies = (
+        "agents make new copies of what it held, if other nodes can take them"
+        if is_missed
+        else "all copies exist without it"
+    )
+    print(f"forgotten: this node no longer waits for {label}; {copies}")
     for save in in_doubt:
         print(f"in doubt: {save}")
     if in_doubt:
         print(
-            f"next step: `replicated-ckpt repair --root {quote(root)} --lost {node}` aborts what is in doubt for it alone"
+            f"next step: `replicated-ckpt repair --root {quote(root)} --lost {node}` aborts saves that are in doubt "
+            "only because of it"
         )
-    print("next step: run the same command on the other nodes; a job with ranks on it introduces it again")
+    print("next step: run the same command on the other nodes. A job with ranks on that node adds it again")

@@ -88,7 +88,7 @@ def judge_health(
     needed = find_needed(bad, seen) | {node for one in in_doubt for node in one.nodes if node in seen.unreached}
     found = [(ExitCode.SHARD_LOST, why) for why in _describe(bad, seen, is_lost=True)]
     if why_down:
-        found.append((ExitCode.UNREACHABLE, f"this node's agent gives no answer: {why_down}"))
+        found.append((ExitCode.UNREACHABLE, f"this node's agent does not answer: {why_down}"))
     degraded = [
         *_unwritable(seen),
         *_describe(bad, seen, is_lost=False),
@@ -121,10 +121,10 @@ def _describe(bad: Sequence[CheckpointSeen], seen: NodesSeen, *, is_lost: bool) 
 
 
 def _describe_idle(seen: NodesSeen, idle: Collection[str], root: Path) -> str:
-    others = f", nor on {seen.list_names(idle)}: copies there were not looked for" if idle else ""
+    others = f", nor on {seen.list_names(idle)}: copies there were not checked" if idle else ""
     start = f"`replicated-ckpt status --start-agents --root {quote(str(root))}`{' on each node' if idle else ''}"
     return (
-        f"no job uses this store, and no agent runs here{others}. The next save or load starts agents; so does {start}"
+        f"no job uses this store, and no agent runs here{others}. The next save or load starts agents, as does {start}"
     )
 
 
@@ -132,8 +132,8 @@ def _unwritable(seen: NodesSeen) -> Iterator[str]:
     for node, held in sorted(seen.holdings_by_node.items()):
         # Such a disk still reads and has free bytes: nothing else would show that saves fail.
         if held.room is not None and held.room.write_error:
-            what = f"{seen.label(node)}: nothing can be written to its root: {held.room.write_error}"
-            yield f"{what}. Saves of its ranks fail, and it takes no copies; look at `dmesg` and `df` there"
+            what = f"{seen.label(node)}: its root cannot be written: {held.room.write_error}"
+            yield f"{what}. Its ranks cannot save, and it takes no copies. Check `dmesg` and `df` there"
 
 
 def _crowded(seen: NodesSeen) -> Iterator[str]:
@@ -155,20 +155,20 @@ def _failing(agent: Mapping[str, Any]) -> Iterator[str]:
     for upload in agent["object_store"]["pending"].values():
         if upload["error"]:
             since = format_duration(upload["failing_s"])
-            yield f"upload of {upload['checkpoint_id']} to {upload['url']} fails since {since}: {upload['error']}"
+            yield f"upload of {upload['checkpoint_id']} to {upload['url']} has failed since {since}: {upload['error']}"
 
 
 def describe_work(agent: Mapping[str, Any], *, is_good: bool) -> list[str]:
     """What this node's agent has to do, and has done: a line for re-protection and one for uploads, if there is any."""
     protection = agent["protection"]
-    over = [f"node {node} claims more saves than this node reads at once" for node in protection.get("over_bound", ())]
+    over = [f"node {node} lists more saves than this node reads at once" for node in protection.get("over_bound", ())]
     return [*over, *_describe_protection(protection, is_good=is_good), *_describe_uploads(agent["object_store"])]
 
 
 def _describe_uploads(uploads: Mapping[str, Any]) -> Iterator[str]:
     if uploads["pending"] or uploads["done"]:
         failing = sum(1 for upload in uploads["pending"].values() if upload["error"])
-        said = f"uploads: {len(uploads['pending'])} on their way, {uploads['done']} done since the agent started"
+        said = f"uploads: {len(uploads['pending'])} under way, {uploads['done']} done since the agent started"
         yield said + (f", {failing} failing" if failing else "")
 
 
@@ -177,10 +177,12 @@ def _describe_protection(found: Mapping[str, Any], *, is_good: bool) -> Iterator
     if is_good:
         return
     if not found["rounds"]:
-        yield "re-protection: it has not looked yet"
+        yield "re-protection: its first round has not run yet"
         return
     if found["is_complete"] or found["in_doubt"]:
-        yield "re-protection: waits for the nodes that do not answer (agent: --lost-after-s, --away-after-s), then copies"
+        yield (
+            "re-protection: waits for the nodes that do not answer (agent: --lost-after-s, --away-after-s), then copies"
+        )
         return
     planned = plural(found["planned"], "action")
     work = f"{planned} planned on all nodes together, {found['done']} done here in the last round"
@@ -189,4 +191,4 @@ def _describe_protection(found: Mapping[str, Any], *, is_good: bool) -> Iterator
     yield "re-protection: " + "; ".join([work, *stuck])
 
 
-_STUCK = {"short": "short for want of nodes or of copies", "lost": "lost"}
+_STUCK = {"short": "short: too few nodes or intact copies", "lost": "lost"}

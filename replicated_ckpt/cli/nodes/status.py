@@ -26,7 +26,10 @@ from replicated_ckpt.cli.nodes.health import Health, describe_room, describe_wor
 from replicated_ckpt.errors import ReplicatedCkptError
 from replicated_ckpt.stores.local.store import LocalStore
 
-HELP = "Show how nodes, copies, uploads and disks are. Exit code: 0 good or idle, 1 degraded, 4 files are lost, 5 down."
+HELP = (
+    "Show the state of nodes, copies, uploads and disks. Exit code: 0 good or idle, 1 degraded, 4 files are "
+    "lost, 5 down."
+)
 _WATCH_EVERY_S = 2.0
 _LOG_BYTES = 64 << 10
 _ERRORS_MAX = 3
@@ -44,11 +47,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=parse_seconds,
         const=_WATCH_EVERY_S,
         metavar="SECONDS",
-        help=f"show it again and again, every {_WATCH_EVERY_S:.0f} s by default, and mark what has changed",
+        help=f"repeat every {_WATCH_EVERY_S:.0f} s by default, and mark changes",
     )
     add_start_argument(parser)
-    parser.add_argument("--own-agent", action="store_true", help="only whether this node's agent answers: 0, or 5")
-    parser.add_argument("--json", action="store_true", help="the same for machines; with --watch a line each time")
+    parser.add_argument(
+        "--own-agent", action="store_true", help="only check whether this node's agent answers: 0, else 5"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON; with --watch one line each time")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -217,7 +222,7 @@ def _describe_end(store: LocalStore) -> str:
         # An agent that leaves in good order removes its endpoint.
         was_killed = read_endpoint(directory) is not None
     except ReplicatedCkptError as exc:
-        return f"none is seen: {exc.message}"
+        return f"its state cannot be read: {exc.message}"
     return f"none runs, and the last one was killed; its log is {directory / LOG_NAME}" if was_killed else ""
 
 

@@ -12,20 +12,24 @@ from replicated_ckpt.core.upkeep.removal import plan_prune
 from replicated_ckpt.wording import plural
 
 HELP = (
-    "Remove all but the newest checkpoints of each run from this node, and from the bucket as `rm` does, unless the job "
-    "has a policy of its own for that."
+    "Remove all but the newest checkpoints of each run from this node, and from the bucket as `rm` does, "
+    "unless the job has a policy for that bucket."
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--keep-last", type=_number, required=True, metavar="N", help="how many whole ones stay, from 1"
+        "--keep-last",
+        type=_number,
+        required=True,
+        metavar="N",
+        help="how many complete checkpoints to keep, at least 1",
     )
     parser.add_argument(
         "--keep-every",
         type=_number,
         metavar="N",
-        help="and those whose number in the order of saves is a multiple of it",
+        help="also keep each N-th save of a run",
     )
     add_removal_arguments(parser)
 
@@ -51,9 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
         for line in (*map(str, verdicts), *remover.seen.describe_unreached()):
             print(line)
         if others:
-            print(
-                f"left alone, as only the bucket has them, of runs that no node here has: {plural(len(others), 'save')}"
-            )
+            print(f"left alone: {plural(len(others), 'save')} of runs that only the bucket has")
     outcome = Removed() if arguments.dry_run else remover.carry_out(chosen)
     if arguments.json:
         plan = [

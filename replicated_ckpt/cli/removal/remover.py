@@ -36,14 +36,15 @@ def add_removal_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--object-store",
         metavar="URL",
-        help="look into this bucket, too, with credentials from the environment; one that the save names is known anyway",
+        help="also remove from this bucket, with credentials from the environment; the bucket that the save names is "
+        "included anyway",
     )
     parser.add_argument("--keep-in-bucket", action="store_true", help="remove nothing from any bucket")
     parser.add_argument(
-        "--force", action="store_true", help="also the last good checkpoint of a run, and one that a load reads now"
+        "--force", action="store_true", help="also remove the last good checkpoint of a run, or one that a load reads"
     )
-    parser.add_argument("--dry-run", action="store_true", help="say what would be removed, and change nothing")
-    parser.add_argument("--json", action="store_true", help="the same for machines")
+    parser.add_argument("--dry-run", action="store_true", help="print what would be removed; change nothing")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 @dataclass
@@ -200,8 +201,8 @@ class Remover:
         if any(one.checkpoint_id == row.checkpoint_id for one in here.unclaimed):
             path = quote(str(self._store.root / row.checkpoint_id))
             outcome.kept[row.checkpoint_id] = (
-                "its manifest on this node is damaged or gone, so that nothing tells which save its files are of; none of "
-                f"it is brought here any more, and `rm -r {path}` removes them"
+                "its manifest on this node is damaged or missing, so its files belong to an unknown save; no node copies "
+                f"it here again, and `rm -r {path}` removes them"
             )
             return
         held = [h for h in here.holdings if (h.checkpoint_id, h.save_id) == (row.checkpoint_id, row.save_id)]
@@ -267,31 +268,29 @@ class Remover:
         freed = describe_bytes(outcome.freed_bytes)
         lines = [f"removed on this node: {', '.join(outcome.removed)} ({freed} freed)"] if outcome.removed else []
         lines += [f"removed from {url}: {_shorten(ids)}" for url, ids in sorted(outcome.removed_from.items())]
-        lines += [f"not on this node, and not brought here any more: {_shorten(outcome.not_here)}"] * any(
-            outcome.not_here
-        )
+        lines += [f"not on this node, and not copied here again: {_shorten(outcome.not_here)}"] * any(outcome.not_here)
         lines += [f"kept: {checkpoint_id}: {why}" for checkpoint_id, why in outcome.kept.items()]
         for node, ids in sorted(outcome.still_on.items()):
             lines.append(f"still on {self.seen.label(node)}: {_shorten(ids)}")
         for node, ids in sorted(outcome.not_reached.items()):
             gone = f"was not reached (if it never comes back: `replicated-ckpt forget {node}` first)"
-            why = gone if node in self.seen.unreached else "was not asked, as its address is not known here"
+            why = gone if node in self.seen.unreached else "was not asked, as this node has no address of it"
             lines.append(f"{self.seen.label(node)} {why}, and may hold {_shorten(ids)}")
         if outcome.still_on or outcome.not_reached:
             lines.append(
-                "next step: run the same command on each of these nodes, as each removes by its own user's word alone; "
-                "no node makes copies of what was removed any more"
+                "next step: run the same command on each of these nodes. Each node removes only its own copies; no node "
+                "copies a removed checkpoint again"
             )
         for url in sorted(set(outcome.still_in_bucket.values())):
             ids = [checkpoint_id for checkpoint_id, there in outcome.still_in_bucket.items() if there == url]
-            why = "" if self._keeps_bucket else "; the last node that removes it removes it there, too"
+            why = "" if self._keeps_bucket else "; the last node that removes it also removes it there"
             if not self._keeps_bucket and any(set(ids) & set(silent) for silent in outcome.not_reached.values()):
                 why += f", or once no node has it the same command with `--object-store {quote(url)}`"
             lines.append(f"not removed from {url}: {_shorten(ids)}{why}")
         for url in sorted(set(outcome.left_to_policy.values())):
             ids = [checkpoint_id for checkpoint_id, there in outcome.left_to_policy.items() if there == url]
-            named = f"`--object-store {quote(url)}` has the same command remove there, too"
-            lines.append(f"left in {url} to the job's own policy for it: {_shorten(ids)}; {named}")
+            named = f"the same command with `--object-store {quote(url)}` removes it there, too"
+            lines.append(f"left in {url} to the job's policy for it: {_shorten(ids)}; {named}")
         return lines
 
 

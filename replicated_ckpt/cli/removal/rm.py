@@ -20,7 +20,9 @@ HELP = "Remove one checkpoint from this node, and from the bucket once no other 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("id", metavar="ID", help="the checkpoint")
-    parser.add_argument("--save", metavar="SAVE", help="only this save of it, where several have its name: see `ls`")
+    parser.add_argument(
+        "--save", metavar="SAVE", help="only this save, if several have the checkpoint's name: see `ls`"
+    )
     add_removal_arguments(parser)
 
 
@@ -35,8 +37,8 @@ def run(arguments: argparse.Namespace) -> int:
     # Files without a manifest may be of another save than the one that is meant: their user removes them.
     if listed and not chosen:
         path = quote(str(store.root / arguments.id))
-        hint = f"`repair` restores the manifest where another node has it; if the files are not needed: `rm -r {path}`."
-        raise ManifestInvalid(f"{arguments.id!r} has no valid manifest, so nothing tells which save it is.", hint)
+        hint = f"`repair` restores the manifest if another node has it. If you do not need the files: `rm -r {path}`."
+        raise ManifestInvalid(f"{arguments.id!r} has no valid manifest here, so its save is unknown.", hint)
     if not chosen:
         where = "" if arguments.object_store else " Add --object-store URL if a bucket has it."
         raise describe_absent(store, remover.seen, arguments.id, where)
@@ -52,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps({"plan": plan, "dry_run": arguments.dry_run, **asdict(outcome)}, indent=2))
     elif why:
         print(f"refused: {arguments.id} {why}; nothing was changed")
-        print("next step: `ls` shows what else there is; --force removes it all the same")
+        print("next step: `ls` lists the other checkpoints; --force removes this one all the same")
     elif arguments.dry_run:
         for row in chosen:
             print(f"would remove {row.checkpoint_id} (save {row.save_id}), on: {remover.seen.list_names(row.nodes)}")
@@ -67,14 +69,14 @@ def _find_refusal(remover: Remover, chosen: Sequence[CheckpointSeen], *, keeps_b
     runs = {one.lineage for one in rows if one.state != IN_BUCKET and scope_of(one.checkpoint_id) == scope} - {""}
     # Clusters may share a prefix: the save may be another cluster's.
     if not keeps_bucket and runs and any(row.state == IN_BUCKET and row.lineage not in runs for row in chosen):
-        return "in the bucket is of a run that no node here has; --keep-in-bucket leaves that"
+        return "in the bucket is of a run that no node here has; --keep-in-bucket keeps it there"
     # Without it the run could not resume.
     if find_last_good(remover.removables(), {row.save_id for row in chosen}):
         return _describe_last_good(remover, chosen)
     if keeps_bucket and any(row.bucket == "on its way" and {*row.nodes} <= {remover.seen.own_node} for row in chosen):
-        return "is not in its bucket yet, as its upload has not ended, and on no other node"
+        return "is not in its bucket yet, as its upload has not ended, and is on no other node"
     if any(row.save_id not in remover.seen.manifests and row.state != IN_BUCKET for row in chosen):
-        return "lies on other nodes only, and none could give its manifest: it may be the last good one of its run"
+        return "lies on other nodes only, and none returned its manifest: it may be the last good one of its run"
     return ""
 
 
@@ -82,6 +84,6 @@ def _describe_last_good(remover: Remover, chosen: Sequence[CheckpointSeen]) -> s
     if any(row.copies_seen or row.state == IN_BUCKET or row.bucket == "there" for row in chosen):
         return "is the last good checkpoint of its run"
     if all(row.is_lost for row in chosen):
-        return "may be the last good checkpoint of its run: whether its bucket has it is not known"
-    silent = remover.seen.list_names(remover.seen.unreached) or "a node that is not known here"
-    return f"may be the last good checkpoint of its run: none was seen whole, as {silent} did not answer"
+        return "may be the last good checkpoint of its run: whether its bucket has it is unknown"
+    silent = remover.seen.list_names(remover.seen.unreached) or "a node without a known address"
+    return f"may be the last good checkpoint of its run: it was not seen complete, as {silent} did not answer"

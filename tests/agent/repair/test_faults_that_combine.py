@@ -147,7 +147,7 @@ def test_a_save_that_cannot_be_completed_goes_once_a_newer_one_is_whole(service:
     (doubt,) = service.in_doubt.read_all()
     (shown,) = list_waiting(service.store, [doubt.to_json()])
     said = shown.describe(look_at_nodes(service.store, asks_own=False))
-    assert f"save {NEW} of step-10: could not be settled, which is tried again: GET" in said
+    assert f"save {NEW} of step-10: could not be recovered, and is tried again: GET" in said
     assert METADATA_NAME in said
     drop_superseded(service, {NEWEST: newest}, look(service))
     assert not is_staged(service, NEW)
@@ -236,15 +236,15 @@ def test_a_decided_save_is_not_given_up_for_a_lost_node(
     stage(service, OLD, 3, ANOTHER, service.node_id)
     service.commit(OLD)
     decide(service.store, mine)
-    with pytest.raises(ConfigInvalid, match=f"it is decided, and save {OLD} has its name") as raised:
+    with pytest.raises(ConfigInvalid, match=f"it is decided, but save {OLD} has its name") as raised:
         settling.abort_lost(service, NEW, [OTHER])
     assert f"If you rename {service.store.root}/step-10" in raised.value.hint
     for command in (["ls"], ["repair", "--dry-run"], ["repair", "--dry-run", "--lost", OTHER]):
         main([*command, "--root", str(service.store.root)])
         said = capsys.readouterr().out
-        assert f"it is decided, and save {OLD} has its name on this node" in said
+        assert f"it is decided, but save {OLD} has its name on this node" in said
         assert "--lost" not in said
-        assert "to do: give up" not in said
+        assert "to do: abort" not in said
     (service.store.root / "step-10").rename(service.store.root / "theirs")
     assert settling.abort_lost(service, NEW, [OTHER]) == ()
     assert service.store.catalog.checkpoint_of(NEW) == "step-10"

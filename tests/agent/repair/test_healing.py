@@ -283,7 +283,7 @@ def test_a_lost_shard_names_the_node_to_bring_back(tmp_path: Path) -> None:
     assert done.returncode == ExitCode.FAILED
     assert f"bring back node {min(nodes[0].node_id(), nodes[1].node_id())}" in done.stdout
     assert "(host0)" in done.stdout
-    assert "nothing to do" not in done.stdout
+    assert "nothing to repair" not in done.stdout
 
 
 @pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(path.read_bytes()[:-9])])

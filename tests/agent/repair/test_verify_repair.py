@@ -115,7 +115,7 @@ def test_repair_does_what_its_dry_run_says(tmp_path: Path) -> None:
         assert (done.returncode, done.stderr) == (ExitCode.OK, "")
         assert "2 of 2 actions done" in done.stdout
         assert command("verify", nodes[0].root).returncode == ExitCode.OK
-        assert "nothing to do" in command("repair", nodes[0].root).stdout
+        assert "nothing to repair" in command("repair", nodes[0].root).stdout
     assert [findings(store) for store in nodes] == [[], []]
     assert [quarantined(store) for store in nodes] == [[shard(0)], [".metadata"]]
 
@@ -213,6 +213,6 @@ def test_damaged_copies_that_complete_each_other_are_to_be_repaired_first(tmp_pa
     with agents(nodes):
         done = command("verify", nodes[0].root)
         step = f"replicated-ckpt repair --root {nodes[0].root}"
-        assert f"next step for step-1: `{step}`, which makes intact copies" in done.stdout, done.stdout
+        assert f"next step for step-1: `{step}`, which combines the intact blocks" in done.stdout, done.stdout
         assert command("repair", nodes[0].root).returncode == ExitCode.OK
         assert command("verify", nodes[0].root).returncode == ExitCode.OK

@@ -41,7 +41,7 @@ def test_a_drained_node_can_vanish(tmp_path: Path) -> None:
         done = command("drain", "--root", nodes[2].root)
         assert (done.returncode, done.stderr) == (ExitCode.OK, ""), done.stdout
         assert f"host2 (node {nodes[2].node_id()}) may be taken down" in done.stdout
-        assert "What lies here counts for no other drain until its agent ends" in done.stdout
+        assert "Other drains do not count its copies until its agent ends" in done.stdout
         assert [held(store) for store in nodes[:2]] == [set(RING), set(RING)]
         assert held(nodes[0], "alone") | held(nodes[1], "alone") == {shard(0)}
     shutil.rmtree(nodes[2].root)
@@ -105,7 +105,7 @@ def test_an_agent_that_is_started_again_meanwhile_says_so_too(
 
         monkeypatch.setattr(drain, "read_all", start_again)
         assert drain.run(Namespace(root=nodes[0].root, dry_run=False, json=False)) == ExitCode.OK
-        assert "counts for no other drain until its agent ends" in " ".join(capsys.readouterr().out.split())
+        assert "drains do not count its copies until its agent ends" in " ".join(capsys.readouterr().out.split())
         done = command("drain", "--root", nodes[1].root)
         assert done.returncode == ExitCode.FAILED, done.stdout
         assert "drained before, so not counted: host0" in done.stdout

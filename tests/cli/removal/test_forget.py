@@ -48,7 +48,7 @@ def test_a_node_that_never_comes_back_is_not_waited_for(tmp_path: Path) -> None:
             assert (done.returncode, done.stderr) == (ExitCode.OK, ""), done.stdout
             assert f"forgotten: host2 (node {gone}) is not waited for any more" in done.stdout
         done = command("forget", "host7", "--root", nodes[0].root)
-        assert (done.returncode, "is no node of this node's address book" in done.stderr) == (ExitCode.USAGE, True)
+        assert (done.returncode, "is not in this node's address book" in done.stderr) == (ExitCode.USAGE, True)
 
 
 def test_a_node_that_got_a_copy_later_may_have_the_only_one(tmp_path: Path) -> None:

@@ -320,7 +320,7 @@ def test_the_operator_gives_up_a_node_that_never_comes_back(nodes: Nodes, capsys
     time.sleep(5)  # the other node of it says for that long that ranks may still come
     main(["repair", "--root", root, "--lost", lost])
     shown = capsys.readouterr().out
-    assert f"give up save {new.save_id}" in shown
+    assert f"abort save {new.save_id}" in shown
     assert old.save_id in shown
     assert nodes.store(1).list_staged() == ()
     assert nodes.versions()[old.save_id] == old.shards
