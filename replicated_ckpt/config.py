@@ -29,8 +29,8 @@ NEWEST_LINEAGE = "newest"
 REFUSE_LINEAGES = "refuse"
 DRAIN_S = 120.0
 LEAVE_WITHIN_S = 150.0
-"""An agent with the default `drain_s` has ended this long after SIGTERM."""
-_NO_ROOT = "Pass the path of a directory; a bucket goes to object_store=."
+"""An agent that is told to stop has ended by then, if `drain_s` is the usual."""
+_NO_ROOT = "Pass the path of a directory; a bucket belongs in object_store=."
 _COPIES_MAX, _PORT_MAX = 16, 65535
 NICE_MAX = 19
 _PAUSE_S_MAX = 1e9
@@ -49,7 +49,9 @@ def check_root(root: object) -> str:
         raise ConfigInvalid(f"root must be a directory on this node's disk, not {text!r}.", _NO_ROOT)
     # No shell expands it here: a folder named ~ would be made in the working directory.
     if text.split("/")[0] == "~":
-        raise ConfigInvalid(f"root {text!r} would be a folder named ~.", f"Pass os.path.expanduser({text!r}).")
+        raise ConfigInvalid(
+            f"root {text!r} would be a directory with the name ~.", f"Pass os.path.expanduser({text!r})."
+        )
     check_encodable("root", text)
     return make_absolute(text)
 
@@ -168,7 +170,7 @@ class WriterConfig:
                 raise ConfigInvalid(f"{name} must be one of {get_args(choices)}, not {choice!r}.")
         if domain is not None and (not isinstance(domain, str) or not domain):
             raise ConfigInvalid(f"domain must be a name such as a rack's, not {domain!r}.")
-        switch, retention = (bool, "True or False"), (Retention | None, "a Retention, Retention(keep_last=3) say")
+        switch, retention = (bool, "True or False"), (Retention | None, "a Retention, such as Retention(keep_last=3)")
         typed = {"overwrite": switch, "overlap": switch, "retention": retention, "object_retention": retention}
         for name, (kind, wanted) in typed.items():
             if not isinstance(value := getattr(self, name), kind):
@@ -177,7 +179,7 @@ class WriterConfig:
         of_bucket["object_retention"] = self.object_retention is not None
         for name, is_given in of_bucket.items():
             if is_given and self.object_store is None:
-                raise ConfigInvalid(f'{name} needs object_store="s3://bucket/prefix", say.')
+                raise ConfigInvalid(f'{name} needs object_store, such as "s3://bucket/prefix".')
 
     @property
     def must_have_all_copies(self) -> bool:
@@ -198,8 +200,8 @@ class WriterConfig:
             return
         if levels.index(wanted) > levels.index(self.ack):
             raise ConfigInvalid(
-                f"wait(ack={wanted!r}) would wait for ever: the saves of this writer come to {self.ack!r}.",
-                f"Pass ReplicatedWriter(ack={wanted!r}), or wait for less.",
+                f"wait(ack={wanted!r}) would wait for ever: the saves of this writer reach only {self.ack!r}.",
+                f"Pass ReplicatedWriter(ack={wanted!r}), or wait for a lower level.",
             )
 
 
@@ -221,8 +223,7 @@ class ReaderConfig:
         is_text = isinstance(self.lineage, str)
         if not is_text or not re.fullmatch(f"{NEWEST_LINEAGE}|{REFUSE_LINEAGES}|[0-9a-f]{{16}}", self.lineage):
             raise ConfigInvalid(
-                'lineage must be "newest", "refuse" or 16 hexadecimal digits as a warning names them, not '
-                f"{self.lineage!r}."
+                f'lineage must be "newest", "refuse" or the 16 hexadecimal digits from a warning, not {self.lineage!r}.'
             )
 
 
@@ -246,7 +247,7 @@ class ManagerConfig:
         names: object = self.preempt_on
         if not isinstance(names, tuple) or not set(names) <= set(signal.Signals.__members__) - {"SIGKILL", "SIGSTOP"}:
             raise ConfigInvalid(
-                f'preempt_on must be names of signals that can be caught, ("SIGTERM",) say, not {names!r}.'
+                f'preempt_on must be names of signals that can be caught, such as ("SIGTERM",), not {names!r}.'
             )
 
 
@@ -301,19 +302,17 @@ class AgentConfig:
         for name in ("scrub_every_s", "round_every_s"):
             if getattr(self, name) > _PAUSE_S_MAX:
                 raise ConfigInvalid(
-                    f"{_with_variable(name)} may be {_PAUSE_S_MAX:g} at most, not {getattr(self, name):g}."
+                    f"{_with_variable(name)} must be at most {_PAUSE_S_MAX:g}, not {getattr(self, name):g}."
                 )
         if not 0 <= self.nice <= NICE_MAX:
             raise ConfigInvalid(f"{_with_variable('nice')} must be 0 to {NICE_MAX}, not {self.nice}.")
         # Ranks wait for a stopping agent by this constant: a longer drain would fail their saves.
         if self.drain_s > DRAIN_S:
-            problem = f"{_with_variable('drain_s')} may be {DRAIN_S:g} at most, not {self.drain_s:g}"
-            raise ConfigInvalid(f"{problem}: a rank that begins a save meanwhile waits no longer for the agent's end.")
+            problem = f"{_with_variable('drain_s')} must be at most {DRAIN_S:g}, not {self.drain_s:g}"
+            raise ConfigInvalid(f"{problem}: a rank that begins a save waits no longer for the end of the agent.")
         # With one of them the agent would quietly use a certificate of its own.
         if bool(self.tls_cert) != bool(self.tls_key):
-            raise ConfigInvalid(
-                f"tls_cert and tls_key (or {TLS_CERT_ENV} and {TLS_KEY_ENV}) are both needed, or neither."
-            )
+            raise ConfigInvalid(f"tls_cert and tls_key (or {TLS_CERT_ENV} and {TLS_KEY_ENV}) must be set together.")
         object.__setattr__(self, "direct_io", check_direct_io(self.direct_io))
         object.__setattr__(self, "root", check_root(self.root))
 

@@ -46,9 +46,9 @@ def check_encodable(name: str, text: str) -> None:
         os.fsencode(text)
     except UnicodeEncodeError as exc:
         raise ConfigInvalid(
-            f"{name} {text!r} cannot be the name of a file in this process, which encodes names as "
+            f"{name} {text!r} cannot be a file name in this process, which encodes names as "
             f"{sys.getfilesystemencoding()}.",
-            "Start Python with PYTHONUTF8=1 or in a locale of UTF-8 (LC_ALL=C.UTF-8, say), on all nodes alike.",
+            "Start Python with PYTHONUTF8=1 or in a UTF-8 locale (such as LC_ALL=C.UTF-8), on all nodes alike.",
         ) from exc
 
 
@@ -62,6 +62,6 @@ def make_absolute(path: str | os.PathLike[str]) -> str:
         return os.path.abspath(path)  # noqa: PTH100 - Path.resolve follows links
     except FileNotFoundError as exc:
         raise ConfigInvalid(
-            f"{os.fspath(path)!r} is relative, and the working directory of this process is gone.",
-            "Name it from / on, or start in a directory that is there.",
+            f"{os.fspath(path)!r} is relative, and the working directory of this process no longer exists.",
+            "Pass an absolute path, or start in a directory that exists.",
         ) from exc

@@ -1,4 +1,4 @@
-"""One exception tree. Every error says what happened, to what, and in `hint` what the operator does next."""
+"""One exception tree. The message states what happened and to what; `hint` is the operator's next step."""
 
 import builtins
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ HINT_MARK = " Hint: "
 
 
 class ReplicatedCkptWarning(UserWarning):
-    """Something is weaker than asked for, and nothing is lost: fewer copies than wanted, a bad copy that was replaced.
+    """Something is weaker than asked for, such as fewer copies than wanted; nothing is lost.
 
     Or a save replaces a checkpoint of a run that this process neither loaded nor saved.
     """
@@ -21,11 +21,11 @@ class ReplicatedCkptWarning(UserWarning):
 class ReplicatedCkptError(Exception):
     """Root of all errors of this package.
 
-    `hint` is the operator's next step. Message and hint are one line each, whatever names from elsewhere they quote. The
-    errors cross process boundaries (DCP gathers them by pickle), so every subclass keeps what it was made from in `args`.
+    `hint` is the operator's next step. Message and hint are one line each: control characters in quoted names are escaped.
+    DCP gathers the errors of all ranks by pickle, so every subclass keeps its constructor's arguments in `args`.
     """
 
-    default_hint = "See docs/runbook.md."
+    default_hint = "See the runbook: docs/runbook.md."
 
     def __init__(self, message: str, hint: str | None = None) -> None:
         super().__init__(message, hint)
@@ -37,7 +37,7 @@ class ReplicatedCkptError(Exception):
 
 
 class ConfigInvalid(ReplicatedCkptError):
-    """An argument or a combination of arguments cannot work; nothing was written."""
+    """An argument, or a combination of arguments, is invalid; nothing was written."""
 
     default_hint = "Correct the named argument; nothing was written."
 
@@ -46,14 +46,14 @@ class CheckpointIdMismatch(ReplicatedCkptError):
     """Ranks passed different checkpoint ids to one save or load; nothing was written or read."""
 
     default_hint = (
-        "A timestamp that each rank takes differs. Derive the id from the step, or broadcast rank 0's: `ids = "
-        "[checkpoint_id]; dist.broadcast_object_list(ids, src=0)`. Saves take it by ReplicatedWriter(checkpoint_id_from="
-        '"coordinator").'
+        "Each rank made its own id, such as a timestamp. Derive the id from the step, or broadcast rank 0's: "
+        "`ids = [checkpoint_id]; dist.broadcast_object_list(ids, src=0)`. For saves, "
+        'ReplicatedWriter(checkpoint_id_from="coordinator") takes rank 0\'s.'
     )
 
     def __init__(self, id_by_rank: Mapping[int, str]) -> None:
         listed = ", ".join(f"rank {rank}: {checkpoint_id!r}" for rank, checkpoint_id in sorted(id_by_rank.items()))
-        super().__init__(f"The ranks disagree about the checkpoint id ({listed}).")
+        super().__init__(f"The ranks passed different checkpoint ids ({listed}).")
         self.args = (dict(id_by_rank),)
         self.id_by_rank = dict(id_by_rank)
 
@@ -61,19 +61,24 @@ class CheckpointIdMismatch(ReplicatedCkptError):
 class CheckpointExists(ReplicatedCkptError):
     """A committed checkpoint of this id exists and the save has `overwrite=False`; it was left untouched."""
 
-    default_hint = "Use another checkpoint id, or ReplicatedWriter(..., overwrite=True); the old one stays loadable."
+    default_hint = (
+        "Use another checkpoint id, or pass ReplicatedWriter(..., overwrite=True); the old one stays loadable "
+        "until the new one is committed."
+    )
 
 
 class ManagerClosed(ReplicatedCkptError):
     """A CheckpointManager was used after `close`; nothing was done."""
 
-    default_hint = "Use it inside its `with` block, or before close(); or make a new CheckpointManager."
+    default_hint = "Use it inside its `with` block or before close(), or make a new CheckpointManager."
 
 
 class ManifestInvalid(ReplicatedCkptError):
-    """A manifest does not parse, fails its checksum or contradicts itself; it is not believed."""
+    """A manifest does not parse, fails its checksum or contradicts itself; it is not used."""
 
-    default_hint = "Another node's copy is used if there is one; `replicated-ckpt repair --root ROOT` restores this."
+    default_hint = (
+        "Loads use another node's copy if there is one; `replicated-ckpt repair --root ROOT` restores this one."
+    )
 
 
 class ManifestVersionUnknown(ManifestInvalid):
@@ -85,20 +90,22 @@ class ManifestVersionUnknown(ManifestInvalid):
 class CheckpointNotFound(ReplicatedCkptError):
     """No reachable store holds a committed checkpoint of this id (or any at all, for "latest").
 
-    `unreached`: nodes of this very load, and the bucket, that did not answer and so may hold it.
+    `unreached`: nodes of this load, and the bucket, that did not answer and so may hold it.
     """
 
-    default_hint = "Check the id with `replicated-ckpt ls --root ROOT`, and that the nodes that hold it take part."
+    default_hint = (
+        "Check the id with `replicated-ckpt ls --root ROOT`. The nodes that hold it must take part in the load."
+    )
 
     def __init__(self, message: str, hint: str | None = None, unreached: Sequence[str] = ()) -> None:
-        absent = f"Bring back what may hold it, then load again: {'; '.join(unreached)}." if unreached else None
-        super().__init__(message, hint or absent)
+        silent = f"These may hold it: {'; '.join(unreached)}. Bring them back, then load again." if unreached else None
+        super().__init__(message, hint or silent)
         self.args = (message, hint, tuple(unreached))
         self.unreached = tuple(unreached)
 
 
 class CheckpointNotCommitted(CheckpointNotFound):
-    """Only an unfinished save of this id exists; by promise 2 it does not count as a checkpoint."""
+    """Only an unfinished save of this id exists, which is no checkpoint."""
 
     default_hint = 'Load the one before it, or "latest"; the next save or load completes or removes this one.'
 
@@ -107,7 +114,7 @@ class CheckpointAmbiguous(ReplicatedCkptError):
     """Nodes hold different files of one name for a checkpoint without a manifest: two runs used its id. None was read."""
 
     default_hint = (
-        "Find out which node's file belongs to the run that you want (time stamps help), and move the other run's "
+        "Find the node whose file belongs to the run that you want (compare time stamps). Then move the other run's "
         "directory away on the nodes named above."
     )
 
@@ -115,7 +122,7 @@ class CheckpointAmbiguous(ReplicatedCkptError):
         listed = "; ".join(f"node {node}: {file}" for node, file in sorted(file_by_node.items()))
         super().__init__(
             f"Checkpoint {checkpoint_id!r} has no manifest, and nodes hold different {name}: {listed}. "
-            "Without one, nothing tells which of these files belong together."
+            "Without a manifest, it is unknown which of these files belong together."
         )
         self.args = (checkpoint_id, name, dict(file_by_node))
         self.checkpoint_id, self.name, self.file_by_node = checkpoint_id, name, dict(file_by_node)
@@ -124,7 +131,7 @@ class CheckpointAmbiguous(ReplicatedCkptError):
 class AckNotReached(ReplicatedCkptError):
     """Fewer copies than asked for, and `on_degraded="raise"`; or no holder has published some shard of a decided save."""
 
-    default_hint = 'Bring the lost node back, or save with on_degraded="warn" to go on with fewer copies.'
+    default_hint = 'Bring the lost node back, or save with on_degraded="warn" to continue with fewer copies.'
 
     def __init__(self, wanted: int, have: Mapping[str, int], why: str = "", hint: str | None = None) -> None:
         listed = ", ".join(f"{shard}: {count}" for shard, count in sorted(have.items()))
@@ -135,7 +142,7 @@ class AckNotReached(ReplicatedCkptError):
 
 
 class ShardLost(ReplicatedCkptError):
-    """No intact copy of these shards was found anywhere; no tensor got a wrong byte. `is_latest`: that was asked for."""
+    """No intact copy of these shards was found; no tensor got a wrong byte. `is_latest`: "latest" was asked for."""
 
     def __init__(
         self, checkpoint_id: str, owner_by_shard: Mapping[str, str], searched: Sequence[str], is_latest: bool = False
@@ -153,23 +160,27 @@ class ShardLost(ReplicatedCkptError):
 
 
 class SaveAborted(ReplicatedCkptError):
-    """This save was aborted or overtaken by another attempt; the previous checkpoint of this id still loads."""
+    """This save was aborted, or another save of the id began; the previous checkpoint of this id still loads."""
 
-    default_hint = "Look at the first failing rank's error; if none failed, look for a second job on this root."
+    default_hint = (
+        "Read the error of the first rank that failed. If no rank failed, look for a second job on this root."
+    )
 
 
 class SaveSuperseded(SaveAborted):
-    """A newer save, or one of another run, has the checkpoint's name on this node; it stays, and so does what is staged."""
+    """A newer save, or one of another run, has the checkpoint's name on this node. Both saves are kept."""
 
-    default_hint = "Load the checkpoint to get the newer save; what this one staged goes once that is seen whole."
+    default_hint = (
+        "Load the checkpoint to get the newer save. This save's files are deleted once the newer one is complete."
+    )
 
 
 class LineagesMet(ReplicatedCkptError):
-    """Checkpoints of several runs lie in one directory of ids, and the load was not told which run it means."""
+    """Checkpoints of several runs lie in one directory of ids, and `lineage` does not select one of them."""
 
     default_hint = (
-        'Pass ReplicatedReader(lineage="<one of those named above>"), or leave it out to take the one saved last; then '
-        "give each run a directory of its own."
+        'Pass ReplicatedReader(lineage="<one of those named above>"), or omit it to load the run that was saved last. Then '
+        "give each run its own directory."
     )
 
     def __init__(self, checkpoint_id: str, lineages: Sequence[str], why: str) -> None:
@@ -188,29 +199,31 @@ class LatestAmbiguous(ConfigInvalid):
     def __init__(self, choices: Sequence[str]) -> None:
         named = list_some([*map(repr, choices)], _CHOICES_MAX)
         super().__init__(
-            f"'latest' is the newest checkpoint of one directory of ids, and checkpoints lie in {len(choices)} of them.",
-            f"Name the directory of the run that you mean: {named}.",
+            f"'latest' is the newest checkpoint of one directory of ids, but {len(choices)} directories have checkpoints.",
+            f"Pass one of these: {named}.",
         )
         self.args = (tuple(choices),)
         self.choices = tuple(choices)
 
 
 class RendezvousFailed(ReplicatedCkptError):
-    """Ranks of one save or load did not find each other over the c10d store in time."""
+    """Some ranks did not join a save or load over the c10d store in time."""
 
-    default_hint = "Read those ranks' logs: all must call it. To load on one rank alone pass no_dist=True."
+    default_hint = (
+        "Read those ranks' logs: all ranks must make this call. To load on one rank alone, pass no_dist=True."
+    )
 
 
 class RankFailed(ReplicatedCkptError):
-    """A rank has ended, or failed with an error that is none of ours: the other ranks of the save or load raise this."""
+    """A rank has ended, or failed with another package's error. The other ranks of the save or load raise this."""
 
-    default_hint = "Look at the log of that rank: it has the error with its traceback."
+    default_hint = "Read the log of that rank: it has the error with its traceback."
 
 
 class UploadFailed(ReplicatedCkptError):
-    """A checkpoint is not in the object store, and waiting longer does not help or was not asked for. Its copies stand."""
+    """A checkpoint is not in the object store. The copies on the nodes are safe."""
 
-    default_hint = "The copies on the nodes stand; `replicated-ckpt status --root ROOT` shows how the uploads there go."
+    default_hint = "The copies on the nodes are safe. `replicated-ckpt status --root ROOT` shows their uploads."
 
     def __init__(self, checkpoint_id: str, url: str, why: str) -> None:
         said, _, hint = why.partition(HINT_MARK)
@@ -221,29 +234,29 @@ class UploadFailed(ReplicatedCkptError):
 
 
 class MetadataUnsafe(ReplicatedCkptError):
-    """`.metadata` is not what DCP writes, or names something that DCP metadata does not consist of; it was not believed."""
+    """`.metadata` is not what DCP writes, or names a class that DCP metadata does not use. None of its code ran."""
 
-    default_hint = "Load another checkpoint, and find out who can write to that store: nothing of ours writes such."
+    default_hint = "Load another checkpoint, and find out who can write to that store: no save writes such a file."
 
 
 class ObjectUnsafe(ReplicatedCkptError):
-    """An object in a shard is not loaded by default; none of its code ran, and the planner was not given it.
+    """An object in a shard is not loaded by default. None of its code ran, and the planner did not get it.
 
-    `names` are the classes and functions that it names and nothing allows, as pairs of module and name.
+    `names` are its classes and functions that are not allowed, as pairs of module and name.
     """
 
     default_hint = (
-        "If you trust all that can write this checkpoint with running code here: ReplicatedReader(..., trust_pickles=True) "
-        "or --trust-pickles. To go without it, leave it out of the state dict, or of an export with --exclude."
+        "If all who can write this checkpoint may run code here, pass ReplicatedReader(..., trust_pickles=True) or "
+        "--trust-pickles. To load without the object, leave it out of the state dict, or of an export with --exclude."
     )
 
     def __init__(self, fqn: str, where: str, names: Sequence[tuple[str, str]], why: str = "") -> None:
         paths = [name if module == "builtins" else f"{module}.{name}" for module, name in names]
-        problem = why or f"it names {', '.join(paths)}, which nothing allows"
+        problem = why or f"it names {', '.join(paths)}, which is not allowed"
         allowing = "".join(f"import {module}; " for module in sorted({module for module, _ in names} - {"builtins"}))
         allowing += f"torch.serialization.add_safe_globals([{', '.join(map(_as_safe_global, paths))}])"
         is_code = all(part.isidentifier() for path in paths for part in path.split("."))  # and no more than names
-        how = f"If they are harmless, allow them before the load: `{allowing}`. {self.default_hint}"
+        how = f"If the names are harmless, allow them before the load: `{allowing}`. {self.default_hint}"
         hint = how if names and is_code else None
         super().__init__(f"The object {fqn!r} in {where} is not loaded: {problem}.", hint)
         self.fqn = fqn
@@ -260,19 +273,19 @@ def _as_safe_global(path: str) -> str:
 
 
 class PeerProtocolError(ReplicatedCkptError):
-    """A peer's agent answered something that the protocol does not allow."""
+    """A peer's agent sent an answer that the protocol does not allow."""
 
-    default_hint = "Run one version on all nodes (`replicated-ckpt --version`); that agent's log says more."
+    default_hint = "Run one version on all nodes (`replicated-ckpt --version`), and read that agent's log."
 
 
 class AgentUnavailable(ReplicatedCkptError):
     """This node's agent could not be started or does not answer."""
 
-    default_hint = "Read ROOT/.agent/log; `replicated-ckpt agent --root ROOT` starts one in the foreground."
+    default_hint = "Read ROOT/.agent/log, or start an agent in the foreground: `replicated-ckpt agent --root ROOT`."
 
 
 class StoreError(ReplicatedCkptError):
-    """An operation on one store failed; `store`, `op` and `key` say which."""
+    """An operation on one store failed; `store`, `op` and `key` name it."""
 
     default_hint = "Check the named store; loads use other copies."
 
@@ -292,24 +305,28 @@ class ObjectMissing(StoreError):
 
 
 class ObjectCorrupt(StoreError):
-    """The bytes differ from the checksum taken when they were saved; they reached no tensor."""
+    """The bytes differ from the checksum of the save; they reached no tensor."""
 
-    default_hint = "Another copy is used if there is one; check the disk and memory of that node, or that object store."
+    default_hint = (
+        "Loads use another copy if there is one. Check the disk and memory of that node, or that object store."
+    )
 
 
 class StoreDenied(StoreError):
     """The store refused the credentials or the permission."""
 
-    default_hint = "Check the token or the file permissions of the named store."
+    default_hint = "Check the token, or the file permissions, of the named store."
 
 
 class StoreFull(StoreError):
     """No space is left on the store; nothing was committed there, and the previous checkpoint is intact."""
 
-    default_hint = "Free space or inodes (`df -i`): `replicated-ckpt prune --root ROOT --keep-last N`. Then save again."
+    default_hint = (
+        "Free space or inodes (`df -i`), such as by `replicated-ckpt prune --root ROOT --keep-last N`. Then save again."
+    )
 
 
 class StoreUnavailable(StoreError):
-    """The store did not answer in time or the connection broke: neither missing nor intact. The only retried error."""
+    """The store did not answer in time, or the connection broke. Only this error is retried."""
 
-    default_hint = "Check that the node is up and its agent runs; `replicated-ckpt ls --root ROOT` asks it."
+    default_hint = "Check that the node is up and its agent runs. `replicated-ckpt ls --root ROOT` queries it."

@@ -20,17 +20,17 @@ def is_shortage(text: str) -> bool:
 def next_step(searched: Sequence[str], *, is_latest: bool) -> str:
     """The hint if no searched place has an intact copy. `is_latest`: the load asked for "latest"."""
     if any(MOVED in place for place in searched):
-        return "Load again: it is looked for anew, and what has taken its place is found."
+        return "Load again: the next load finds the replacement."
     absent = [place.partition(NOT_REACHED)[0] for place in searched if NOT_REACHED in place]
-    step = "No store that was searched has it: bring back a node that is not named above, if one held a copy"
+    step = "No searched store has it: bring back a node that is not named above, if one held a copy"
     # First: out of descriptors every place fails, whatever lies there.
     if any(map(is_shortage, searched)):
-        step = "Raise `ulimit -n`, or what else is short where a file could not be read, and load again"
+        step = "A file could not be read for lack of file descriptors or similar: raise `ulimit -n`, and load again"
     elif any("PermissionError" in place for place in searched):
-        step = "Let the user who loads read what is named above (`ls -l` shows whose it is), and load again"
+        step = "Give the loading user read permission for the files above (`ls -l` shows the owner), and load again"
     elif absent or not searched:
         step = f"{_bring_back(absent)}, and load again"
-    older = "" if is_latest else ', or load an older checkpoint ("latest" picks the newest one that is whole)'
+    older = "" if is_latest else ', or load an older checkpoint ("latest" takes the newest complete one)'
     return f"{step}{older}."
 
 
@@ -39,5 +39,5 @@ def _bring_back(absent: Sequence[str]) -> str:
     back = f"Bring back {' and '.join(nodes) or 'the nodes of the checkpoint'}, with the store"
     if len(nodes) == len(absent):
         return back
-    answers = f"that {OBJECT_STORE} answers, and takes the credentials"
+    answers = f"check that {OBJECT_STORE} answers and accepts the credentials"
     return f"{back}, see {answers}" if nodes else f"See {answers}"

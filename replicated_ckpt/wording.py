@@ -48,8 +48,8 @@ def describe_way_out(checkpoint_id: str, save_id: str, nodes: Collection[str], r
     a shell."""
     where = f"node {' and node '.join(nodes)}" if nodes else "each node that has it"
     return (
-        f"to keep both, rename its directory on {where}; to give it up, there `replicated-ckpt rm {quote(checkpoint_id)} "
-        f"--save {save_id} --root {root}`"
+        f"to keep both, rename its directory on {where}; to remove it, run there `replicated-ckpt rm "
+        f"{quote(checkpoint_id)} --save {save_id} --root {root}`"
     )
 
 

@@ -46,12 +46,10 @@ class KeyRules:
         key_by_name: dict[str, str] = {}
         for key, name in names.items():
             if key and not name:
-                raise ConfigInvalid(
-                    f"{key!r} would have no name left.", "Strip a shorter prefix, or rename it otherwise."
-                )
+                raise ConfigInvalid(f"{key!r} would have no name left.", "Strip a shorter prefix, or rename it.")
             if name in key_by_name:
                 raise ConfigInvalid(
-                    f"{key_by_name[name]!r} and {key!r} would both be called {name!r}.", "Rename one of them otherwise."
+                    f"Both {key_by_name[name]!r} and {key!r} would become {name!r}.", "Rename one of them."
                 )
             key_by_name[name] = key
         return names
@@ -63,7 +61,7 @@ class KeyRules:
         chosen = {key: key for key in included if not _fits_any(key, self.exclude)}
         if not chosen:
             raise ConfigInvalid(
-                f"Nothing is left to convert: all of {_format_keys(keys)} are excluded.", "Exclude less."
+                f"No key is left to convert: all of {_format_keys(keys)} are excluded.", "Exclude less."
             )
         return chosen
 
@@ -82,9 +80,9 @@ def _rename(names: Mapping[str, str], pattern: str, replacement: str) -> dict[st
         expression = re.compile(pattern)
         renamed = {key: expression.sub(replacement, name) for key, name in names.items()}
     except (re.error, IndexError) as exc:
-        raise ConfigInvalid(f"{pattern!r} = {replacement!r} is no renaming: {exc}.") from exc
+        raise ConfigInvalid(f"{pattern!r} = {replacement!r} is not a valid renaming: {exc}.") from exc
     if not any(map(expression.search, names.values())):
-        raise ConfigInvalid(f"No key has a part like {pattern!r}. Keys are {_format_keys(list(names.values()))}.")
+        raise ConfigInvalid(f"No key contains {pattern!r}. Keys are {_format_keys(list(names.values()))}.")
     return renamed
 
 
@@ -150,4 +148,4 @@ def _inside(container: Any, part: str | int, default: Any, path: Path) -> Any:
 
 def _conflict(path: Path) -> ConfigInvalid:
     where = ".".join(map(str, path))
-    return ConfigInvalid(f"{where!r} would lie inside or in the place of another entry.", "Rename one of them.")
+    return ConfigInvalid(f"{where!r} would lie inside or replace another entry.", "Rename one of them.")

@@ -141,7 +141,7 @@ def _is_reserved(text: str) -> bool:
 def check_checkpoint_id(text: str) -> str:
     """Returns `text`. Raises ConfigInvalid if it is no checkpoint id."""
     if not is_checkpoint_id(text):
-        raise ConfigInvalid(f"{text[:200]!r} is no checkpoint id.")
+        raise ConfigInvalid(f"{text[:200]!r} is not a valid checkpoint id.")
     return text
 
 
@@ -160,8 +160,8 @@ def _is_plain_part(part: str) -> bool:
 def _describe_refusal(text: str) -> str:
     """The reason why `text` is no checkpoint id, for an error text."""
     if not text.isprintable() or len(text.encode()) > _ID_BYTES_MAX or _is_reserved(text):
-        taken = "that name is reserved" if _is_reserved(text) else f"it has more than {_ID_BYTES_MAX} bytes"
-        return taken if text.isprintable() else "it has a control character"
+        taken = "the name is reserved" if _is_reserved(text) else f"it has more than {_ID_BYTES_MAX} bytes"
+        return taken if text.isprintable() else "it contains a control character"
     if text.count("/") >= PARTS_MAX:
         return f"it has more than {PARTS_MAX} parts"
     part = next(part for part in text.split("/") if not _is_plain_part(part))
@@ -171,8 +171,8 @@ def _describe_refusal(text: str) -> str:
     if part[0] in _NOT_FIRST or part[-1] == " ":
         return f"{part!r} starts with {part[0]!r}" if part[0] in _NOT_FIRST else f"{part!r} ends with a space"
     if bad:
-        return f"{part!r} has {' '.join(bad)} in it"
-    return f"{part!r} ends as a shard does" if part.endswith(SHARD_SUFFIX) else f"{part!r} is too long"
+        return f"{part!r} contains {' '.join(bad)}"
+    return f"{part!r} ends like a shard name" if part.endswith(SHARD_SUFFIX) else f"{part!r} is too long"
 
 
 def checkpoint_id_under(root: str, given: str) -> str:
@@ -189,15 +189,15 @@ def checkpoint_id_under(root: str, given: str) -> str:
         if PurePath(relative).parts[:1] in (("..",), ()):
             raise ConfigInvalid(
                 f"checkpoint_id {text!r} is not inside the root {root!r}.",
-                "Pass a name under the root, step-10 say; the root is the directory of all checkpoints.",
+                "Pass a name under the root, such as step-10; the root is the directory of all checkpoints.",
             )
         text = relative
     text = "/".join(part for part in text.split("/") if part not in ("", "."))
     if not is_checkpoint_id(text):
         raise ConfigInvalid(
             f"checkpoint_id {given!r} is not a valid name under {root!r}: {_describe_refusal(text)}.",
-            "No part may start with . - ~ or a space, end with a space, hold a control character or one of "
-            f"{' '.join(sorted(_NOT_IN_NAMES))}, or have more than {_PART_BYTES_MAX} bytes; there are {PARTS_MAX} parts at "
-            "most; 'latest' is reserved, in each directory.",
+            "A part must not start with . - ~ or a space, end with a space, contain a control character or one of "
+            f"{' '.join(sorted(_NOT_IN_NAMES))}, or have more than {_PART_BYTES_MAX} bytes. An id has at most "
+            f"{PARTS_MAX} parts. 'latest' is reserved, in each directory.",
         )
     return text

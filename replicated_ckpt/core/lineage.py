@@ -121,7 +121,7 @@ def moment(value: object) -> float:
     if not isinstance(value, int | float):
         raise TypeError(f"expected a number, found {type(value).__name__}")
     if not is_moment(value):
-        raise ValueError("expected a time stamp since 1970, found a number that is none")
+        raise ValueError("expected a time stamp since 1970, found an invalid number")
     return float(value)
 
 

@@ -37,8 +37,8 @@ def encode_notes(metrics: Mapping[str, Any] | None, metadata: Mapping[str, Any] 
     # RuntimeError: a tensor of several elements.
     except (AttributeError, TypeError, ValueError, ArithmeticError, RuntimeError) as exc:
         raise ConfigInvalid(
-            f"metrics and metadata cannot be kept with the checkpoint: {type(exc).__name__}: {exc}.",
-            f"metrics are numbers by name, metadata is what JSON can say; both together at most {NOTES_BYTES_MAX} bytes.",
+            f"metrics and metadata cannot be stored with the checkpoint: {type(exc).__name__}: {exc}.",
+            f"metrics are numbers by name; metadata is any JSON value. Together they may have {NOTES_BYTES_MAX} bytes.",
         ) from exc
 
 
@@ -53,14 +53,14 @@ def check_notes(notes: Any) -> Mapping[str, Any]:
         raise ValueError(f"no notes: {str(notes)[:200]}")
     metrics, metadata = notes.get("metrics", {}), notes.get("metadata", {})
     if not isinstance(metrics, dict) or not isinstance(metadata, dict):
-        raise TypeError("metrics and metadata are objects")
+        raise TypeError("metrics and metadata must be dicts")
     for name, value in metrics.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value)):
             raise ValueError(f"metric {str(name)[:80]!r} is {str(value)[:80]}")
     size = len(json.dumps(notes))
     # Each node keeps and sends the manifest of every checkpoint.
     if size > NOTES_BYTES_MAX:
-        raise ValueError(f"they have {size} bytes, and at most {NOTES_BYTES_MAX} are kept")
+        raise ValueError(f"they have {size} bytes; at most {NOTES_BYTES_MAX} are stored")
     return notes
 
 

@@ -83,8 +83,8 @@ class PreparedLoader(ReplayedLoader):
             return _Behind(self, batches)
         if self._loaded["yielded"] != batches:
             raise ConfigInvalid(
-                f"{batches} batches are to be skipped, and the checkpoint that was loaded has {self._loaded['yielded']}.",
-                "Register what counts batches for checkpointing, or skip none: the loader goes on by itself.",
+                f"skip_first_batches asked for {batches} batches, and the loaded checkpoint has {self._loaded['yielded']}.",
+                "Register the object that counts batches for checkpointing, or skip none: the loader continues by itself.",
             )
         return [] if self._loaded["is_over"] else self
 
@@ -105,8 +105,9 @@ class _Behind:
 def _check_as_many(what: str, now: Sequence[Any], saved: Sequence[Any]) -> None:
     if len(now) != len(saved):
         raise ConfigInvalid(
-            f"{what} {len(now)} in this program, and {len(saved)} in the one that saved the checkpoint.",
-            "Prepare and register the same, in the same order, before load_state; models and optimizers are loaded.",
+            f"{what} {len(now)} in this program, but {len(saved)} in the program that saved the checkpoint.",
+            "Prepare and register the same objects, in the same order, before load_state. Models and optimizers are "
+            "loaded.",
         )
 
 
@@ -139,8 +140,8 @@ class ReplicatedAccelerator(Accelerator):
         super().__init__(*args, **kwargs)
         if self.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
             raise ConfigInvalid(
-                f"{self.distributed_type} keeps model and optimizer to itself: DCP cannot save them.",
-                "Train with DDP or FSDP; or take accelerate's own Accelerator, which saves to a shared directory.",
+                f"{self.distributed_type} manages model and optimizer itself: DCP cannot save them.",
+                "Train with DDP or FSDP; or use accelerate's own Accelerator, which saves to a shared directory.",
             )
         limit = self.project_configuration.total_limit
         retention = None if limit is None else Retention(keep_last=limit)
@@ -271,14 +272,14 @@ class ReplicatedAccelerator(Accelerator):
         for model in self._models:
             if any(id(parameter) in stepped for parameter in model.parameters()):
                 return model
-        raise ConfigInvalid("An optimizer steps no parameter of a prepared model.", "Prepare the model, too.")
+        raise ConfigInvalid("An optimizer has no parameter of a prepared model.", "Prepare the model, too.")
 
     def _name_of(self, output_dir: Any) -> str:
         if self.project_configuration.automatic_checkpoint_naming:
             return f"checkpoint_{self.save_iteration}"
         if output_dir is None:
             raise ConfigInvalid(
-                "save_state was given no output_dir, which names the checkpoint.",
+                "save_state got no output_dir, which names the checkpoint.",
                 "Pass one, or ProjectConfiguration(automatic_checkpoint_naming=True).",
             )
         return Path(output_dir).name
@@ -286,8 +287,8 @@ class ReplicatedAccelerator(Accelerator):
     def _warn_of_other_world(self) -> None:
         if self.is_main_process:
             warn(
-                "The checkpoint was saved by another number of ranks: each rank gets what rank 0 had registered. "
-                "Its random generators and data loaders stay as they are."
+                "Another number of ranks saved the checkpoint. Each rank gets what rank 0 had registered; its random "
+                "generators and data loaders stay as they are."
             )
 
     @cached_property

@@ -37,8 +37,8 @@ def put_files(
     for path in files:
         if not path or PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts:
             raise ManifestInvalid(
-                f"The checkpoint has a file {path!r}, which would lie outside of the directory of its files.",
-                "No save makes such a checkpoint: find out who can write to it, and load another one.",
+                f"The checkpoint has a file {path!r}, which lies outside its directory.",
+                "No save writes such a file: find out who can write to the checkpoint, and load another one.",
             )
     checked = [] if trust_pickles else [path for path in files if torch_files.fullmatch(path)]
     again = {path: save_again(memoryview(files[path]), path, "the checkpoint").getvalue() for path in checked}

@@ -187,7 +187,7 @@ class ReplicatedStrategy:
             CheckpointException, ReplicatedCkptError: as of ReplicatedWriter. TypeError: storage_options were given.
         """
         if storage_options is not None:
-            raise TypeError("storage_options of save_checkpoint are of a CheckpointIO; pass them in writer_options.")
+            raise TypeError("storage_options of save_checkpoint belong to a CheckpointIO; pass them in writer_options.")
         rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
         state = {_MODEL: checkpoint["state_dict"], **entries_of({"rest": rest, "random": capture_random()})}
         for index, optimizer_state in enumerate(checkpoint.get("optimizer_states", [])):
@@ -197,7 +197,7 @@ class ReplicatedStrategy:
         self._checkpoints.save(name, state)
         if mark is not None and self.local_rank == 0 and not is_directory(mark):
             Path(mark).parent.mkdir(parents=True, exist_ok=True)
-            Path(mark).write_text(f"This checkpoint is kept by replicated_ckpt as {name}.\n", encoding="utf-8")
+            Path(mark).write_text(f"replicated_ckpt stores this checkpoint as {name}.\n", encoding="utf-8")
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Reads the model and all of Lightning's own state. `load_optimizer_state_dict` reads the optimizers later.
@@ -213,8 +213,8 @@ class ReplicatedStrategy:
             self._random = own["random"]
         elif is_fitting and self.global_rank == 0:
             warn(
-                "The checkpoint was saved by another number of ranks: each rank gets what Lightning saved on rank 0, and "
-                "its random generators stay as they are."
+                "Another number of ranks saved the checkpoint. Each rank gets what Lightning saved on rank 0; its random "
+                "generators stay as they are."
             )
         checkpoint = {**(own or first)["rest"], _MODEL: state[_MODEL]}
         if "lr_schedulers" in checkpoint:  # with save_weights_only there are neither; else Lightning needs this key
@@ -303,7 +303,7 @@ class ReplicatedStrategy:
         if found is None or is_newest(found.name):
             has_any = found is not None and self._checkpoints.find(found.name) is not None
             if found is not None and not has_any:
-                rank_zero_info(f"There is no checkpoint in {self._root} yet: training begins anew.")
+                rank_zero_info(f"There is no checkpoint in {self._root} yet: training starts from the beginning.")
             resume_start(found.name if found is not None and has_any else None, weights_only)
             return
         resume_start(self._root / found.name, weights_only)

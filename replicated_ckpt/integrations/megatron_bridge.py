@@ -147,8 +147,8 @@ class ReplicatedCheckpointManager(DefaultCheckpointManager):
             # Bridge would go by this file, and look for a checkpoint that no node has.
             if is_there(latest):
                 raise ConfigInvalid(
-                    f"{latest} names a checkpoint, and no store has one.",
-                    "Give this job an empty directory; checkpoints of Bridge's own manager are pretrained_checkpoint's.",
+                    f"{latest} names a checkpoint that no store has.",
+                    "Give this job an empty directory; pass checkpoints of Bridge's own manager as pretrained_checkpoint.",
                 )
             return
         wanted: dict[str, Any] = {_FILES: {_TRAIN_STATE: b"", _RUN_CONFIG: b""}}
@@ -168,25 +168,26 @@ def _refuse(config: CheckpointConfig) -> None:
     missing = [name for name in _REPLACED if not hasattr(checkpointing, name)]
     if missing:
         raise ConfigInvalid(
-            f"This Megatron-Bridge has no {', '.join(missing)}, where a checkpoint is handed to storage.",
+            f"This Megatron-Bridge has no {', '.join(missing)}, which replicated_ckpt needs to save its checkpoints.",
             "Use Megatron-Bridge 0.6.2.",
         )
     if config.ckpt_format != "fsdp_dtensor":
         raise ConfigInvalid(
-            f"checkpoint.ckpt_format is {config.ckpt_format!r}, which is not saved through DCP's own storage.",
+            f"checkpoint.ckpt_format is {config.ckpt_format!r}, which does not use DCP's own storage.",
             "Train with Megatron-FSDP and ckpt_format: fsdp_dtensor.",
         )
     if config.async_save or config.non_persistent_ckpt_type is not None:
         raise ConfigInvalid(
-            "async_save and non_persistent_ckpt_type are not supported: Bridge saves those through storage of its own.",
+            "async_save and non_persistent_ckpt_type are not supported: Bridge saves those through its own storage.",
             "Unset both.",
         )
     if config.save is None and config.load is None:
         raise ConfigInvalid("Neither checkpoint.save nor checkpoint.load is set.", "Set both to one directory.")
     if config.save is not None and config.load not in (None, config.save):
         raise ConfigInvalid(
-            f"checkpoint.load is {config.load!r}, and checkpoint.save is {config.save!r}.",
-            "Set both to one directory on each node's own disk; begin from another one with pretrained_checkpoint.",
+            f"checkpoint.load is {config.load!r}, but checkpoint.save is {config.save!r}.",
+            "Set both to one directory on each node's own disk; to start from another checkpoint, pass "
+            "pretrained_checkpoint.",
         )
 
 

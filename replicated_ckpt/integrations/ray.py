@@ -38,8 +38,8 @@ class RayCheckpointManager(CheckpointManager):
     def __init__(self, root: str | os.PathLike[str], **options: Any) -> None:
         if options.get("preempt_on"):
             raise ConfigInvalid(
-                "preempt_on is given, and Ray calls the loop in a thread, where no signal can be caught.",
-                "Leave it out: should_save asks Ray whether a node is to be taken away.",
+                "preempt_on is set, but Ray calls the loop in a thread, where no signal can be caught.",
+                "Leave it out: should_save asks Ray whether a node will be removed.",
             )
         super().__init__(root, **{**options, "preempt_on": ()})
         self._leaving: set[str] = set()
@@ -106,7 +106,7 @@ def reported_step(checkpoint: ray.train.Checkpoint) -> int:
             step = None
     if not isinstance(step, int):
         raise ConfigInvalid(
-            f"{checkpoint} was not reported by a RayCheckpointManager.", "Load it as the program that reported it does."
+            f"No RayCheckpointManager reported {checkpoint}.", "Load it as the program that reported it does."
         )
     return step
 

@@ -106,8 +106,8 @@ class ReplicatedTrainerMixin:
             super().__init__(*args, **kwargs)
         if self.is_deepspeed_enabled:  # type: ignore[attr-defined]  # Trainer's
             raise ConfigInvalid(
-                "DeepSpeed keeps model and optimizer to itself, so that DCP cannot save them.",
-                "Train with DDP or FSDP; or take transformers' own Trainer, which saves to a shared directory.",
+                "DeepSpeed manages model and optimizer itself, so DCP cannot save them.",
+                "Train with DDP or FSDP; or use transformers' own Trainer, which saves to a shared directory.",
             )
         self._root = Path(self.args.output_dir) / "replicated" if replicated_root is None else Path(replicated_root)
         self._writer_options = {"retention": self._choose_retention(), **(writer_options or {})}
@@ -237,8 +237,8 @@ class ReplicatedTrainerMixin:
             files = {file: content for file, content in files.items() if not file.startswith("rng_state")}
             if rank_and_world()[0] == 0:
                 warn(
-                    f"Checkpoint {name!r} was saved by another number of ranks: each rank gets the schedule, counters "
-                    "and callbacks of rank 0. Its random generators stay as they are, and its data is divided anew."
+                    f"Another number of ranks saved checkpoint {name!r}. Each rank gets the schedule, counters and "
+                    "callbacks of rank 0. Its random generators stay as they are, and the data is divided anew."
                 )
         put_files(directory, files, trust_pickles=self._trust_pickles)
         self._restored_from = (name, str(directory))

@@ -25,7 +25,7 @@ def check_versions(extra: str) -> None:
             continue
         if _numbers(installed) < _numbers(needed["version"]):
             raise ConfigInvalid(
-                f"replicated_ckpt.integrations.{extra} needs {needed['name']} {needed['version']} or newer, and "
+                f"replicated_ckpt.integrations.{extra} needs {needed['name']} {needed['version']} or newer, but "
                 f"{installed} is installed.",
                 f"pip install '{needed['name']}>={needed['version']}', on every node.",
             )

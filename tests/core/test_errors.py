@@ -140,12 +140,12 @@ def test_the_next_step_after_a_loss_is_of_what_did_not_answer() -> None:
     denied = ShardLost(
         "step-1", {"s": "node a"}, [asked, "node a: open 's' at /nvme: PermissionError: Permission denied"]
     )
-    assert denied.hint.startswith("Let the user who loads read what is named above")
+    assert denied.hint.startswith("Give the loading user read permission")
     short = ShardLost("step-1", {"s": "node a"}, [asked, "node a: open 's' at /nvme: OSError: Too many open files"])
-    assert short.hint.startswith("Raise `ulimit -n`, or what else is short")
+    assert short.hint.startswith("A file could not be read")
     absent = ShardLost("step-1", {"s": "node b"}, [asked, "node b at 10.0.0.2:1: not reached (no answer)"])
     assert absent.hint.startswith("Bring back node b at 10.0.0.2:1, with the store, and load again")
-    assert ShardLost("step-1", {"s": "node a"}, [asked]).hint.startswith("No store that was searched has it")
+    assert ShardLost("step-1", {"s": "node a"}, [asked]).hint.startswith("No searched store has it")
     assert ShardLost("step-1", {"s": "node a"}, []).hint.startswith("Bring back the nodes of the checkpoint")
 
 

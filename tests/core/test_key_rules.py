@@ -39,9 +39,9 @@ def test_rules_choose_and_rename(rules: KeyRules, wanted: dict[str, str]) -> Non
         (KeyRules(include=["modle.*"]), "glob 'modle"),
         (KeyRules(strip_prefix="module."), "prefix 'module."),
         (KeyRules(rename=[("^decoder", "x")]), "'\\^decoder'"),
-        (KeyRules(rename=[("(", "x")]), "is no renaming"),
-        (KeyRules(rename=[("h", r"\1")]), "is no renaming"),
-        (KeyRules(exclude=["*"]), "Nothing is left"),
+        (KeyRules(rename=[("(", "x")]), "is not a valid renaming"),
+        (KeyRules(rename=[("h", r"\1")]), "is not a valid renaming"),
+        (KeyRules(exclude=["*"]), "No key is left"),
         (KeyRules(rename=[(r"h\.\d", "h")]), "both be called 'model.h.w'"),
         (KeyRules(include=["step"], strip_prefix="step"), "no name left"),
     ],
@@ -76,5 +76,5 @@ def test_nesting_is_rebuilt() -> None:
     assert nest({("a", "b"): 1, ("c", 1): 2, ("c", 0, "d"): 3}) == {"a": {"b": 1}, "c": [{"d": 3}, 2]}
     conflicts: list[list[Path]] = [[("a",), ("a", "b")], [("a", "b"), ("a",)], [("a", 0), ("a", "b")]]
     for paths in conflicts:
-        with pytest.raises(ConfigInvalid, match="inside or in the place"):
+        with pytest.raises(ConfigInvalid, match="inside or replace another"):
             nest(dict.fromkeys(paths, 7))

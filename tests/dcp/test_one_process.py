@@ -562,7 +562,7 @@ def test_numbers_may_be_of_numpy(tmp_path: Path) -> None:
 @pytest.mark.parametrize("root", [None, 3, "", "~/ckpt", "s3://bucket/x"])
 def test_a_root_is_a_directory(root: Any) -> None:
     """Anything else is refused by the constructor; ~ would be a folder of that name."""
-    hint = "os.path.expanduser" if root == "~/ckpt" else "a bucket goes to object_store="
+    hint = "os.path.expanduser" if root == "~/ckpt" else "a bucket belongs in object_store="
     with pytest.raises(ConfigInvalid, match=f"root.*{hint}"):
         ReplicatedWriter(root)
 

@@ -64,7 +64,7 @@ def test_one_that_was_overwritten_meanwhile_is_to_be_loaded_again(
     once_before(monkeypatch, step, overwrite)
     error = error_of(ReplicatedReader(**where), checkpoint_id)
     assert "another job has replaced or removed it there since: save" in str(error)
-    assert error.hint == "Load again: it is looked for anew, and what has taken its place is found."
+    assert error.hint == "Load again: the next load finds the replacement."
     assert_loads(ReplicatedReader(**where), checkpoint_id, 3)
 
 

@@ -76,7 +76,7 @@ def decode_mark(tail: Bytes) -> CommitMark | None:
     magic, save_id, lineage, sequence, created, manifest_crc, metadata_crc, own = _BODY.unpack(memoryview(tail)[:-4])
     # Its checksum is right: a newer format, which must not count as damaged and be replaced.
     if magic != MAGIC and magic.startswith(_FAMILY):
-        raise ManifestVersionUnknown(f"A commit mark begins with {magic!r}.")
+        raise ManifestVersionUnknown(f"A commit mark must begin with {magic!r}.")
     # The bytes of a foreign file may pass a CRC by chance or design: NaN would break every order.
     if magic != MAGIC or not is_moment(created) or sequence > SEQUENCE_MAX:
         return None

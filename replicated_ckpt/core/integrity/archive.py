@@ -54,7 +54,7 @@ def find_records(fetch: Fetch, size_bytes: int) -> Mapping[str, Record]:
         raise ArchiveDamaged(f"has a damaged zip directory: {exc}") from exc
     # torch's zip reader looks names up without case: two readers could read different records.
     if len({name.lower() for name in found}) != len(entries):
-        raise ArchiveDamaged("has two records of one name")
+        raise ArchiveDamaged("has two records of the same name")
     end = 0
     for record in sorted(found.values(), key=lambda record: record.start):
         # Overlapping records let a small file expand to any size in memory.
@@ -80,7 +80,7 @@ def _entries(fetch: Fetch, size_bytes: int) -> Iterator[tuple[str, int, int, int
     count, start, end = _directory(fetch, size_bytes)
     # A hostile directory may point anywhere, or claim gigabytes.
     if not 0 <= start <= end <= size_bytes or end - start > _DIRECTORY_BYTES_MAX:
-        raise ArchiveDamaged("has a zip directory outside of it")
+        raise ArchiveDamaged("has its zip directory outside the object")
     raw = bytes(fetch(start, end - start)) if end > start else b""
     position = 0
     for _ in range(count):
@@ -94,7 +94,7 @@ def _entries(fetch: Fetch, size_bytes: int) -> Iterator[tuple[str, int, int, int
         plain, stored, header = _wide(extra, plain, stored, header)
         # torch.save never compresses; a compressed record may be a zip bomb.
         if magic != b"PK\x01\x02" or method != 0 or plain != stored or header + _LOCAL.size > size_bytes:
-            raise ArchiveDamaged(f"has a record {name[:_NAME_CHARACTERS]!r} that torch.save would store otherwise")
+            raise ArchiveDamaged(f"has a record {name[:_NAME_CHARACTERS]!r} that torch.save would store differently")
         position += name_bytes + extra_bytes + comment_bytes
         yield name, crc, plain, header
 
@@ -110,7 +110,7 @@ def _directory(fetch: Fetch, size_bytes: int) -> tuple[int, int, int]:
     if _U32_MAX in (start, length) or count == _U16_MAX:
         position = end - _LOCATOR_BYTES - _WIDE_END.size
         if position < 0:
-            raise ArchiveDamaged("has a zip directory that is cut off")
+            raise ArchiveDamaged("has a truncated zip directory")
         count, length, start = _WIDE_END.unpack(fetch(position, _WIDE_END.size))[7:10]
     return count, start, start + length
 
@@ -138,5 +138,5 @@ def _start(fetch: Fetch, header: int) -> int:
     # Lengths in the local header may differ from the directory's: the data begins behind the local one.
     fields = _LOCAL.unpack(fetch(header, _LOCAL.size))
     if fields[0] != b"PK\x03\x04":
-        raise ArchiveDamaged("has a record that does not lie where its zip directory says")
+        raise ArchiveDamaged("has a record that does not lie where its zip directory points")
     return int(header + _LOCAL.size + fields[9] + fields[10])

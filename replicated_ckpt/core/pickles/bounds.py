@@ -64,9 +64,9 @@ def _extent(node: Any, extents: dict[int, tuple[int, int]], weight_max: int) -> 
             depth = max(depth, deep)
     # As in a billion-laughs file: each level refers to the one below many times.
     if weight > weight_max:
-        raise PickleUnsafe("repeats itself beyond measure")
+        raise PickleUnsafe("repeats its parts beyond the limit")
     if depth >= DEPTH_MAX:
-        raise PickleUnsafe(f"is nested more than {DEPTH_MAX} deep")
+        raise PickleUnsafe(f"is nested more than {DEPTH_MAX} levels deep")
     return weight, depth + 1
 
 
@@ -79,7 +79,7 @@ def _children(node: Any) -> Iterator[Any]:
         items = [part for pair in node.items() for part in pair] if type(node) is Fields else node
         # With its own __reduce__ a safe class would run any callable when it is pickled again.
         if type(node) in (Fields, Pairs) and any(type(key) is str and key in _HOOKS for key in items[::2]):
-            raise PickleUnsafe("sets an attribute that steers picklers")
+            raise PickleUnsafe("sets an attribute that controls picklers")
         yield from items
 
 

@@ -17,7 +17,7 @@ from replicated_ckpt.core.pickles.tree import LEAVES, Elements, Named, Pairs, Pi
 
 _PROTOCOL_MAX = 5
 _MEMOIZE, _BINGET, _LONG_BINGET, _BININT1, _STOP = 0x94, ord("h"), ord("j"), ord("K"), ord(".")
-_BEYOND = "has an argument that goes beyond its end or that of its frame"
+_BEYOND = "has an argument that extends beyond its end or its frame"
 
 
 def follow(raw: bytes) -> Any:
@@ -31,7 +31,7 @@ def follow(raw: bytes) -> Any:
     except PickleUnsafe:
         raise
     except (IndexError, ValueError) as exc:
-        raise PickleUnsafe(f"is no whole pickle: {type(exc).__name__}: {exc}") from exc
+        raise PickleUnsafe(f"is no complete pickle: {type(exc).__name__}: {exc}") from exc
 
 
 class _Follower:
@@ -112,21 +112,21 @@ class _Follower:
     def protocol(self, start: int, end: int) -> int:
         # A later protocol may give known opcodes another meaning.
         if self._raw[start] > _PROTOCOL_MAX:
-            raise PickleUnsafe("is of an unknown protocol")
+            raise PickleUnsafe("has an unknown protocol")
         return end
 
     def frame(self, start: int, end: int) -> int:
         frame_end = end + _unsigned(self._raw[start:end])
         # CPython's two unpicklers treat nested and overlong frames differently.
         if self._is_framed or frame_end > self._limit:
-            raise PickleUnsafe("has a frame in a frame, or one that goes beyond its end")
+            raise PickleUnsafe("has a frame inside a frame, or one that extends beyond its end")
         self._is_framed, self._limit = True, frame_end
         return end
 
     def put_memo(self, start: int, end: int) -> int:
         # In order only: C's unpickler allocates its memo up to the largest index.
         if _unsigned(self._raw[start:end]) != len(self._memo):
-            raise PickleUnsafe("stores into its memo out of order")
+            raise PickleUnsafe("fills its memo out of order")
         self._memo.append(self._stack.items[-1])
         return end
 

@@ -64,19 +64,19 @@ class Stack:
         above = self._above_mark()
         target = self._new()
         if type(target) is not Elements:
-            raise PickleUnsafe("adds elements to what is no set")
+            raise PickleUnsafe("adds elements to something that is no set")
         target += above
 
     def _append(self, above: list[Any]) -> None:
         target = self._fill(list)
         if type(target) is not list:
-            raise PickleUnsafe("appends to what is no list")
+            raise PickleUnsafe("appends to something that is no list")
         target += above
 
     def _set(self, above: list[Any]) -> None:
         target = self._fill(Pairs)
         if type(target) is not Pairs or len(above) % 2:
-            raise PickleUnsafe("sets items of what is no dictionary, or a key without a value")
+            raise PickleUnsafe("sets items of something that is no dictionary, or sets a key without a value")
         target += above
 
     def _fill(self, kind: type[list[Any]]) -> Any:
@@ -92,7 +92,7 @@ class Stack:
         """The node on top. Raises PickleUnsafe: another node refers to it already."""
         # A change after the second use could build a circle, or values that two unpicklers read differently.
         if id(self.items[-1]) in self._shared:
-            raise PickleUnsafe("changes something after it was used")
+            raise PickleUnsafe("changes an object after its use")
         return self.items[-1]
 
     # Names and what is made of them ------------------------------------------------------------------------------
@@ -100,7 +100,7 @@ class Stack:
     def name(self) -> None:
         name, module = self.items.pop(), self.items.pop()
         if type(module) is not str or type(name) is not str or not module or not name:
-            raise PickleUnsafe("makes a name of something that is no text")
+            raise PickleUnsafe("uses something that is no text as a name")
         self.items.append(Named(module, name))
 
     def new_instance(self) -> None:
@@ -113,7 +113,7 @@ class Stack:
         arguments, called = self.items.pop(), self.items.pop()
         # A call of a call's result could reach any function through an allowed one.
         if type(called) is not Named or type(arguments) is not tuple:
-            raise PickleUnsafe("calls something that it has not named, or not with a tuple of arguments")
+            raise PickleUnsafe("calls something that it did not name, or passes no tuple of arguments")
         self.items.append(Made(called, arguments, is_new=is_new))
 
     def build(self) -> None:
@@ -121,7 +121,7 @@ class Stack:
         made = self._new()
         # A second state would be merged by some classes and replace the first in others.
         if type(made) is not Made or made.state is not None or state is None:
-            raise PickleUnsafe("gives a state to something that is no new instance")
+            raise PickleUnsafe("sets the state of something that is no new instance")
         made.state = state
 
     def store(self) -> None:

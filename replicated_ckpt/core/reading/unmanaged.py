@@ -116,7 +116,10 @@ class UnmanagedCheckpoint:
             held = {h.node_id: h.shards[shard] for h in self.holdings if shard in h.shards}
             holders[shard] = {node: file for node, file in held.items() if file.size_bytes >= needed}
             refused += [
-                f"node {node} has {shard} of {file.size_bytes} bytes, of which .metadata needs {needed}: another save's"
+                (
+                    f"node {node} has {shard} of {file.size_bytes} bytes, but .metadata needs {needed}: it is from another "
+                    "save"
+                )
                 for node, file in held.items()
                 if file.size_bytes < needed
             ]
@@ -277,7 +280,7 @@ def ranges_from_json(fields: Mapping[str, Any]) -> Mapping[str, tuple[ByteRange,
         raise ValueError("a file is named that is no shard")
     numbers = (number for items in found.values() for item in items for number in (item.offset, item.length))
     if any(not 0 <= number < 1 << 63 for number in numbers):
-        raise ValueError("an item lies at no place of a file")
+        raise ValueError("an item lies outside its file")
     return found
 
 
@@ -290,7 +293,7 @@ def _attribute(node: Any, wanted: str) -> Any:
         for key, value in zip(state[-2::-2], state[::-2], strict=True):
             if type(key) is str and key == wanted:
                 return value
-    raise PickleUnsafe(f"has something without {wanted!r} where DCP metadata has it")
+    raise PickleUnsafe(f"lacks {wanted!r} where DCP metadata has it")
 
 
 def _infos(places: Any) -> Iterator[Any]:
@@ -312,9 +315,9 @@ def _ranges(places: Any) -> Mapping[str, tuple[ByteRange, ...]]:
         if type(shard) is not str or ShardName.parse(shard) is None:
             raise PickleUnsafe(f"has an item in {str(shard)[:200]!r}, which is no shard")
         if type(offset) is not int or type(length) is not int or offset < 0 or length < 0:
-            raise PickleUnsafe(f"has an item at no place of {shard}")
+            raise PickleUnsafe(f"has an item at an invalid place of {shard}")
         # More than a file offset: `preadv` would raise OverflowError in the middle of a load.
         if max(offset, length) >= 1 << 63:
-            raise PickleUnsafe(f"has an item at no place of {shard}: it has a number of more than 64 bits")
+            raise PickleUnsafe(f"has an item at an invalid place of {shard}: a number has more than 64 bits")
         found.setdefault(shard, []).append(ByteRange(offset, length))
     return {shard: tuple(sorted(items, key=lambda item: item.offset)) for shard, items in sorted(found.items())}

@@ -28,7 +28,7 @@ def find_replaced(own: Sequence[Holding], whole: WholeVersions) -> tuple[Removal
     """The replaced versions that a node may delete, as the published version was seen whole."""
     published = {held.checkpoint_id: held.version for held in own if not held.is_replaced}
     return tuple(
-        Removal(held.node_id, held.checkpoint_id, held.save_id, "a newer save has replaced it, and is whole")
+        Removal(held.node_id, held.checkpoint_id, held.save_id, "a newer complete save has replaced it")
         for held in own
         if held.is_replaced
         and (named := published.get(held.checkpoint_id)) is not None
@@ -48,7 +48,7 @@ def find_in_the_way(
         versions = () if held.is_replaced else whole.get(held.checkpoint_id, ())
         newer = (manifest_by_save[version.save_id] for version in versions if version.is_newer_than(held.version))
         if any(not manifest.shards.keys().isdisjoint(held.sizes) for manifest in newer):
-            rule = "a newer save of it is whole, whose files have the same names"
+            rule = "a newer complete save of it has files of the same names"
             found.append(Removal(held.node_id, held.checkpoint_id, held.save_id, rule))
     return tuple(found)
 
@@ -74,14 +74,14 @@ def find_end_of_in_doubt(
         return ""
     # `published` is not passed: a version of another lineage may be the one that this save is to replace.
     if may_be_dropped(place, whole=versions, published=None):
-        return "a newer save of the same checkpoint is whole"
+        return "a newer save of the same checkpoint is complete"
     up = {node.node_id: node.holdings or () for node in nodes if node.presence is Presence.UP}
     is_published = any(holding.save_id == place.save_id for holdings in up.values() for holding in holdings)
     is_seen_nowhere = bool(members) and up.keys() >= set(members) and not is_published
     if is_without_a_name(
         place, published=published, replaces=replaces, whole=versions, is_seen_nowhere=is_seen_nowhere
     ):
-        return "no node has published it, and another save that is whole has its name"
+        return "no node has published it, and another complete save has its name"
     return ""
 
 

@@ -22,9 +22,7 @@ class RestoreManifest:
     sources: tuple[str, ...]
 
     def __str__(self) -> str:
-        return (
-            f"node {self.node_id}: take over {self.checkpoint_id} (manifest, metadata) from {', '.join(self.sources)}"
-        )
+        return f"node {self.node_id}: copy {self.checkpoint_id} (manifest, metadata) from {', '.join(self.sources)}"
 
 
 @dataclass(frozen=True)
@@ -62,13 +60,13 @@ class SetAside:
     shard: str
 
     def __str__(self) -> str:
-        return f"node {self.node_id}: set aside {self.checkpoint_id}/{self.shard}, which its manifest does not name"
+        return f"node {self.node_id}: move aside {self.checkpoint_id}/{self.shard}, which its manifest does not name"
 
 
 Action: TypeAlias = RestoreManifest | CopyShard | SetAside
 
 
-_SAVE_AGAIN = "every node has answered: load what can be had, and save it again over both with overwrite=True"
+_SAVE_AGAIN = "all nodes have answered: load what is left, and save it again with overwrite=True"
 
 
 @dataclass(frozen=True)
@@ -97,11 +95,9 @@ class ShortShard:
         return self.have == 0 and not self.is_in_doubt
 
     def __str__(self) -> str:
-        unsure = f", of save {self.save_id}, while another save of it can be had" if self.is_in_doubt else ""
+        unsure = f", of save {self.save_id}; another save of it can be loaded" if self.is_in_doubt else ""
         waits = f"; bring back node {' or node '.join(self.waits_for)}" if self.waits_for else ""
-        taken = (
-            f"; a save of another run has its name on node {' and node '.join(self.taken_on)}" if self.taken_on else ""
-        )
+        taken = f"; another run's save has its name on node {' and node '.join(self.taken_on)}" if self.taken_on else ""
         advice = f"; {describe_way_out(self.checkpoint_id, self.save_id, self.lies_on)}" if self.taken_on else ""
         if self.is_in_doubt and not self.waits_for and not self.taken_on:
             advice = f"; {_SAVE_AGAIN}"

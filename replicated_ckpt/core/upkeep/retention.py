@@ -69,9 +69,7 @@ def judge(candidates: Sequence[Candidate], retention: Retention) -> tuple[Verdic
     for candidate in reversed(ordered):
         verdict = _judge_one(candidate, retention, oldest, protected, best)
         if candidate.is_whole and not verdict.is_kept and candidate.checkpoint_id in named:
-            verdict = replace(
-                verdict, is_kept=True, rule="an older version of it stays, which would have its name again"
-            )
+            verdict = replace(verdict, is_kept=True, rule="an older version would get its name back")
         if verdict.is_kept:
             named.add(candidate.checkpoint_id)
         verdicts.append(verdict)
@@ -97,22 +95,22 @@ def _judge_one(
     sequence, every = candidate.sequence, retention.keep_every
     is_kept = True
     if oldest is None:
-        rule = f"there are fewer than {plural(retention.keep_last, 'whole checkpoint')}"
+        rule = f"there are fewer than {plural(retention.keep_last, 'complete checkpoint')}"
     elif sequence >= oldest:
-        rule = f"it is not older than the newest {plural(retention.keep_last, 'whole checkpoint')}"
+        rule = f"it is one of the newest {plural(retention.keep_last, 'complete checkpoint')}, or newer"
     elif every is not None and sequence % every == 0:
         rule = f"its sequence {sequence} is a multiple of {every}"
     elif best is not None and candidate.save_id == best.save_id:
         rule = f"it has the best {retention.keep_best!r} ({best.metrics[retention.keep_best or '']:g})"
     elif sequence == protected:
-        rule = "it is the newest with all its copies"
+        rule = "it is the newest that has all its copies"
     elif candidate.held_back:
         rule = candidate.held_back
     else:
         is_kept = False
         newest = plural(retention.keep_last, "whole checkpoint")
         rule = f"its sequence {sequence} is older than {oldest}, of the newest {newest}"
-        rule += "" if every is None else f", and no multiple of {every}"
+        rule += "" if every is None else f", and not a multiple of {every}"
     return Verdict(candidate.checkpoint_id, candidate.save_id, sequence, is_kept, rule)
 
 
@@ -156,9 +154,9 @@ class RetentionPlan:
 
 
 NOT_UPLOADED = "it is not in the object store yet"
-NO_MANIFEST = "a node has to restore its manifest first"
-NODE_SILENT = "a node that is silent may have the rest of it"
-OTHER_STAYS = "another run's version, which it has replaced, stays while it is read, and would have its name again"
+NO_MANIFEST = "a node must restore its manifest first"
+NODE_SILENT = "a silent node may have the rest of it"
+OTHER_STAYS = "a replaced version of another run would get its name back; a load still reads it"
 _HOLDING_BACK = (NOT_UPLOADED, NO_MANIFEST)
 
 
@@ -214,7 +212,7 @@ def _left_aside(
     for save_id in sorted(manifests.keys() - judged):
         old, held = manifests[save_id], holdings[save_id]
         if old.checkpoint_id in going and all(one.is_replaced for one in held) and not _copies(old, held):
-            rule = "what had replaced it goes, and this is a part of it"
+            rule = "its replacement is removed, and this is a part of it"
             yield Verdict(old.checkpoint_id, save_id, old.sequence, is_kept=False, rule=rule)
 
 

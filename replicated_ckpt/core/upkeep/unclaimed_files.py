@@ -84,7 +84,7 @@ def note_lost_manifests(unclaimed: Iterable[UnclaimedFiles], damaged: MutableMap
     ours = [one for one in unclaimed if one.is_ours]
     for one in ours:
         damaged.setdefault(one.checkpoint_id, MANIFEST_NAME)
-    return [f"node {one.node_id}: its manifest of {one.checkpoint_id!r} is damaged or gone" for one in ours]
+    return [f"node {one.node_id}: its manifest of {one.checkpoint_id!r} is damaged or missing" for one in ours]
 
 
 def recognize(unclaimed: UnclaimedFiles, manifests: Sequence[Manifest]) -> Manifest | None:

@@ -276,7 +276,7 @@ def test_what_the_disk_says_has_a_next_step_of_its_own(number: int, kind: type[S
         ("REPLICATED_CKPT_AGENT_NICE", "20", "must be 0 to 19, not 20"),
         ("REPLICATED_CKPT_AGENT_DRAIN_S", "x", "must be a number, not 'x'"),
         ("REPLICATED_CKPT_AGENT_COPY_MIB_PER_S", "-1", "must be positive, not -1"),
-        ("REPLICATED_CKPT_TLS_CERT", "x", "are both needed"),
+        ("REPLICATED_CKPT_TLS_CERT", "x", "must be set together"),
     ],
 )
 def test_a_variable_that_is_wrong_is_named(

@@ -60,7 +60,9 @@ def test_what_may_be_the_last_good_one_is_not_said_to_be(
     root = ["--root", str(here.root)]
     assert main(["rm", "step-1", *root]) == ExitCode.FAILED
     said = capsys.readouterr().out
-    assert "refused: step-1 may be the last good checkpoint of its run: none was seen whole, as host1 did not" in said
+    assert (
+        "refused: step-1 may be the last good checkpoint of its run: it was not seen complete, as host1 did not" in said
+    )
     assert main(["prune", "--keep-last", "1", *root]) == ExitCode.OK
     assert f"host1 (node {other}): not reached: it is away" in capsys.readouterr().out, "it tells why nothing goes"
 

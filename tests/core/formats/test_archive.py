@@ -52,7 +52,7 @@ def test_records_are_found() -> None:
     ("raw", "said"),
     [
         (rewritten(RAW, zipfile.ZIP_DEFLATED), "store otherwise"),
-        (rewritten(RAW, more=("archive/DATA.PKL",)), "two records of one name"),
+        (rewritten(RAW, more=("archive/DATA.PKL",)), "two records of the same name"),
         (overlapping(), "in another|two records"),
         (RAW[:-1], "does not end"),
         (RAW + b"\0", "does not end"),

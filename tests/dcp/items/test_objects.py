@@ -468,7 +468,7 @@ def twice(raw: memoryview) -> bytes:
 
 CONTAINERS: dict[str, Callable[[memoryview], bytes]] = {
     "compressed records": deflated,
-    "two records of one name": twice,
+    "two records of the same name": twice,
     "an early end": lambda raw: bytes(raw[:-1]),
     "bytes behind it": lambda raw: bytes(raw) + b"\0",
     "no container": lambda raw: b"some planner's own bytes",

@@ -68,7 +68,7 @@ def reader(
 
 def test_several_directories_of_ids_are_refused_with_their_names(reader: ReplicatedReader) -> None:
     """A run that starts again got the weights of another one, whatever `lineage` said. Each is had by its directory."""
-    with pytest.raises(LatestAmbiguous, match="checkpoints lie in 2 of them") as raised:
+    with pytest.raises(LatestAmbiguous, match="but 2 directories have checkpoints") as raised:
         reader.latest()
     assert raised.value.choices == ("run-a/latest", "run-b/latest")
     assert all(repr(choice) in raised.value.hint for choice in raised.value.choices)

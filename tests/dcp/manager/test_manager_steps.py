@@ -97,7 +97,7 @@ def test_notes_come_back_with_their_step(root: Path) -> None:
 def test_notes_that_cannot_be_kept_are_refused(root: Path, notes: dict[str, Any]) -> None:
     """No number, no JSON, or too much of it: the save says so before it begins, and nothing is saved."""
     with CheckpointManager(root) as manager:
-        with pytest.raises(ConfigInvalid, match="cannot be kept"):
+        with pytest.raises(ConfigInvalid, match="cannot be stored"):
             manager.save(1, state(1), **notes)
         assert manager.all_steps() == ()
 

@@ -677,5 +677,5 @@ def test_a_relative_root_in_a_working_directory_that_is_gone_is_refused(
     gone.mkdir()
     monkeypatch.chdir(gone)
     gone.rmdir()
-    with pytest.raises(ConfigInvalid, match="the working directory of this process is gone"):
+    with pytest.raises(ConfigInvalid, match="the working directory of this process no longer exists"):
         find_memory_root("ckpt", memory=True)

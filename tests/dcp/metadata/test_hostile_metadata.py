@@ -75,7 +75,7 @@ NOT_AS_PICKLED: dict[str, bytes] = {
         b"\x8c\x08__hash__\x8c\x08builtins\x8c\x07complex\x93s\x86b."
     ),
     "tuples of tuples behind a frame's end": smuggled(b"\x8f()" + b"2\x86" * 60 + b"\x90."),
-    "a frame in a frame": b"\x80\x04\x95" + struct.pack("<Q", 11) + b"\x95" + struct.pack("<Q", 1) + b"N.",
+    "a frame inside a frame": b"\x80\x04\x95" + struct.pack("<Q", 11) + b"\x95" + struct.pack("<Q", 1) + b"N.",
     "a text that is too long": pickled(b"\x8d" + struct.pack("<Q", 1 << 60)),
     "bytes that are too long": pickled(b"\x8e" + struct.pack("<Q", 1 << 62)),
     "a number that is too long": pickled(b"\x8b" + struct.pack("<I", 0x7FFFFFFF)),
