@@ -62,8 +62,8 @@ class SaveCallback:
         # A synchronous save has nothing in flight to wait for: there the call is harmless.
         if caller in self._called_in and caller != self._saved_from:
             raise ConfigInvalid(
-                f"CheckpointManager.{call} was called by on_save of an asynchronous save, for which it would wait.",
-                "Have on_save note what is to be done, and do it in the training loop, on every rank.",
+                f"on_save of an asynchronous save called CheckpointManager.{call}, which would wait for that save.",
+                "Let on_save only record what to do, and do it in the training loop, on every rank.",
             )
 
 
@@ -274,7 +274,7 @@ class CheckpointManager:
         used = self._checkpoints.writer.config
         if used.retention is None and used.object_retention is None:
             raise ConfigInvalid(
-                "keep_best is about retention, and this manager has none: every checkpoint is kept.",
+                "keep_best needs retention, and this manager has none: every checkpoint is kept.",
                 "Pass retention=Retention(keep_last=3), say.",
             )
         self._checkpoints.writer.keep_best(metric, best_is)
@@ -335,7 +335,9 @@ class CheckpointManager:
         step = check_step(step)
         found = self._list_steps().get(step)
         if found is None:
-            raise CheckpointNotFound(f"There is no step {step} to be restored.", "all_steps() lists those there are.")
+            raise CheckpointNotFound(
+                f"There is no step {step} to restore.", "all_steps() lists the steps that can be restored."
+            )
         return notes_of(step, found)
 
     def best_step(self, metric: str, *, best_is: BestIs = "min") -> int | None:
@@ -411,8 +413,8 @@ class CheckpointManager:
         self._save_callback.check_not_inside(call)
         if is_interrupting():
             raise ConfigInvalid(
-                f"CheckpointManager.{call} was called in the middle of another call, as by a signal handler.",
-                "Have the handler note the signal, and save in the training loop; preempt_on does that.",
+                f"CheckpointManager.{call} was called inside another call, as by a signal handler.",
+                "Let the handler only record the signal, and save in the training loop; preempt_on does that.",
             )
 
     def _settle(self) -> None:
@@ -429,8 +431,8 @@ class CheckpointManager:
             if not self._checkpoints.is_cut_off:
                 raise
             raise ConfigInvalid(
-                f"The asynchronous save of {checkpoint_id!r} is lost: the process groups in which its ranks meet were "
-                f"destroyed meanwhile ({describe_failure(exc)}). Checkpoints that were committed before it stand.",
+                f"The asynchronous save of {checkpoint_id!r} is lost: its process groups were destroyed before its end "
+                f"({describe_failure(exc)}). Earlier committed checkpoints are safe.",
                 "Call wait() or close() on every rank before destroy_process_group.",
             ) from exc
         finally:

@@ -43,7 +43,7 @@ def see_newest(look: Callable[[], object]) -> None:
     except (RendezvousFailed, RankFailed):
         raise
     except ReplicatedCkptError as exc:  # alike on all ranks
-        log.info("the newest checkpoint could not be looked up before an older one is loaded: %s", exc)
+        log.info("before loading an older checkpoint, the newest one is unknown: %s", exc)
 
 
 class NamedCheckpoints:

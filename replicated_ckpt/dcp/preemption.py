@@ -90,7 +90,7 @@ class Preemption:
         """
         if self._previous and threading.current_thread() is not threading.main_thread():
             raise ConfigInvalid(
-                f"Only the main thread can give {', '.join(signal.Signals(each).name for each in self._previous)} back.",
+                f"Only the main thread can restore {', '.join(signal.Signals(each).name for each in self._previous)}.",
                 "Call CheckpointManager.close in the main thread, or pass preempt_on=().",
             )
         self._watched = None

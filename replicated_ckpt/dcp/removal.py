@@ -49,8 +49,8 @@ def find_saves(
             str(store.root),
             "delete",
             checkpoint_id,
-            "it exists, and no place that answered now has a save of it",
-            "Call delete again once all nodes answer; what stock torch wrote there is yours to remove on each node.",
+            "it exists, but no node that answered now has a save of it",
+            "Call delete again once all nodes answer. Remove checkpoints of stock torch by hand, on each node.",
         )
     return Named(checkpoint_id, tuple(found), chosen, session)
 

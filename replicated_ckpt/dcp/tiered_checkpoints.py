@@ -44,8 +44,9 @@ from replicated_ckpt.wording import one_line
 log = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 _BEGINS_ANEW = (
-    "%s begins a new lineage: no node of this job has an earlier checkpoint; a silent place may have one: %s "
-    "To go on with that run, end this one, bring back what is missing, and restore before the first save."
+    "%s begins a new lineage: no node of this job has an earlier checkpoint, but a node that did not answer "
+    "may: %s To continue that run, end this job, bring back what is missing, and restore before the first "
+    "save."
 )
 
 
@@ -207,7 +208,7 @@ class TieredCheckpoints:
                 raise
             root = self.memory.writer.config.root
             log.warning(
-                "%s goes to the disk alone: the memory tier at %s: %s", checkpoint_id, root, describe_failure(exc)
+                "%s goes only to the disk: the memory tier at %s: %s", checkpoint_id, root, describe_failure(exc)
             )
         if version is None or must_write_disk or self._disk_saves.is_due(version):
             self._save_to_disk(checkpoint_id, state, notes, version)

@@ -33,7 +33,7 @@ def caught(recorded: "pytest.WarningsRecorder") -> list[tuple[str, int]]:
 def test_a_saves_warning_is_at_the_line_that_saves(tmp_path: Path) -> None:
     """Fewer copies than wanted, said where dcp.save is called."""
     writer = ReplicatedWriter(tmp_path)
-    with pytest.warns(ReplicatedCkptWarning, match="start ranks on more nodes") as recorded:
+    with pytest.warns(ReplicatedCkptWarning, match="Start ranks on more nodes") as recorded:
         dcp.save({"x": torch.zeros(2)}, checkpoint_id="a", storage_writer=writer, no_dist=True)  # <- save
     assert caught(recorded) == [(__file__, line_of("save"))]
 

@@ -58,7 +58,7 @@ def test_a_root_without_a_store_is_said_to_be_that(tmp_path: Path) -> None:
     """A mistyped root has no node to name; the hint fits it, and a first run."""
     with pytest.raises(CheckpointNotFound, match=r"Searched: no node's store yet at .*/typo \(own store\)") as raised:
         dcp.load({}, checkpoint_id="latest", storage_reader=ReplicatedReader(tmp_path / "typo"), no_dist=True)
-    assert raised.value.hint.startswith("In a first run nothing was saved yet: go on without a load")
+    assert raised.value.hint.startswith("On a first run nothing is saved yet: start without a load")
     assert f"the root {tmp_path}/typo is not the one that was saved to" in raised.value.hint
 
 

@@ -73,7 +73,7 @@ def test_two_loads_with_one_reader_are_not_mixed(tmp_path: Path) -> None:
         load(reader, "step-1", target, planner)
     error = raised.value.failures[0][0]
     assert isinstance(error, ConfigInvalid)
-    assert "a ReplicatedReader of its own" in str(error.hint)
+    assert "its own ReplicatedReader" in str(error.hint)
     assert (target.tolist(), planner.other.tolist()) == ([0.0] * 4, [2.0] * 4)
     load(reader, "step-1", target)
     assert target.tolist() == [1.0] * 4

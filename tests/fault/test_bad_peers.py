@@ -155,7 +155,7 @@ def test_a_node_that_vanishes_in_the_middle_of_a_save_costs_that_save_only(site:
         (found,) = attempt.values[rank]
         assert found["types"] == ["RankFailed"], found
         assert "no rank is known to have ended" in found["message"], found
-        assert "its host has no power or no network" in found["hint"], found
+        assert "its host has no power or network" in found["hint"], found
     results = site.cluster.launch([load("latest", 3), save("step-2"), LITTER], nodes=[0, 2], timeout_s=100)
     assert all(found["same"] and found["report"]["checkpoint_id"] == "step-1" for found in results.of(0))
     assert results.of(2) == [[], []]

@@ -27,8 +27,8 @@ from replicated_ckpt.wording import plural
 STAYS = ("nodes", "node_by_rank", "placement")
 """Fields of a decision that are nearly always those of the save before: all that grows with the number of nodes."""
 _NAME_IT = (
-    'Pass dcp.save(..., checkpoint_id="step-10"), say. Where other code calls it, as _Checkpointer does, call '
-    'writer.reset("step-10") before. The deprecated save_state_dict takes no id.'
+    'Pass an id: dcp.save(..., checkpoint_id="step-10"). If other code calls dcp.save, as _Checkpointer '
+    'does, call writer.reset("step-10") first. The deprecated save_state_dict takes no id.'
 )
 
 
@@ -181,7 +181,7 @@ def decide(posts: Sequence[SavePost], copies: int, save_id: str, plans: Sequence
     checkpoint_id = posts[0].checkpoint_id
     given = {rank: post.checkpoint_id for rank, post in enumerate(posts) if post.checkpoint_id is not None}
     if checkpoint_id is None:
-        raise ConfigInvalid("The coordinator named no checkpoint.", _NAME_IT)
+        raise ConfigInvalid("The coordinator sent no checkpoint id.", _NAME_IT)
     # Ranks that disagree would write the parts of two checkpoints into one save.
     if len(set(given.values())) > 1:
         raise CheckpointIdMismatch(given)
@@ -226,8 +226,8 @@ def _check_same_store(known: NodePost, other: NodePost) -> None:
         raise ConfigInvalid(
             f"Two different stores have the identity {known.node_id}: {known.root} on {known.host} and {other.root} on "
             f"{other.host}.",
-            "One was made as a copy of the other (a cloned disk). With the job and its agent ended make the copy a node of "
-            f"its own: {_forget_identity(other)}; or, if the other one is the copy, {_forget_identity(known)}.",
+            "One is a copy of the other (a cloned disk). End the job and its agent. Then make the copy a new node: "
+            f"{_forget_identity(other)}; or, if the other one is the copy, {_forget_identity(known)}.",
         )
     if known.domain != other.domain:
         raise ConfigInvalid(
@@ -249,17 +249,18 @@ def list_weaknesses(decision: SaveDecision, copies: int, posts: Sequence[SavePos
     if placement.copies < copies:
         nodes = plural(placement.copies, "node")
         found.append(
-            f"{copies} copies are wanted, and {nodes} can hold {placement.copies}: start ranks on more nodes, each with a "
-            f"root of its own, or ask for {placement.copies} (copies={placement.copies}, or --copies of a command)"
+            f"{copies} copies are wanted, but {nodes} can hold only {placement.copies}. Start ranks on more nodes, "
+            f"each with its own root, or ask for {placement.copies} (copies={placement.copies}, or --copies of a "
+            "command)"
         )
     if placement.shared_domain:
         count = len({node.domains[0] for node in decision.nodes})
         is_named = any(node.domain for node in decision.nodes)
         places = plural(count, "failure domain" if is_named else "host")
         found.append(
-            f"the {len(decision.nodes)} nodes of this save are {'in' if is_named else 'on'} {places}: for "
-            f"{len(placement.shared_domain)} of them two copies of a shard share one, and are lost with it. Start ranks on "
-            "more hosts; or, where nodes of one host fail apart, name a failure domain for each: "
+            f"the {len(decision.nodes)} nodes of this save are {('in' if is_named else 'on')} {places}. For "
+            f"{len(placement.shared_domain)} of them, two copies of a shard share one, and are lost with it. Start "
+            "ranks on more hosts. If nodes of one host fail independently, name a failure domain for each: "
             f"ReplicatedWriter(domain=...) or {DOMAIN_ENV}"
         )
     # A store whose ranks have different boot ids is mounted on several hosts: its copies are lost together.
@@ -267,8 +268,8 @@ def list_weaknesses(decision: SaveDecision, copies: int, posts: Sequence[SavePos
     for post in posts:
         boots.setdefault(post.node.node_id, set()).add(post.node.boot_id)
     found += [
-        f"the store of node {node} is seen by several hosts: copies on a shared file system protect nothing; pass a "
-        "root on each node's own disk"
+        f"several hosts see the store of node {node}. Copies on a shared file system protect nothing: pass a root "
+        "on each node's own disk"
         for node, seen in boots.items()
         if len(seen) > 1
     ]

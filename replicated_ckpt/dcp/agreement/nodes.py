@@ -201,7 +201,7 @@ class AgentCluster:
                 answer = client.put("POST", f"/v1/saves/{intent.save_id}", body)
             if node == self._own_node:
                 on_own_open()
-            with parsing(f"{self._by_node[node].label} opened a save wrongly"):
+            with parsing(f"{self._by_node[node].label} sent an invalid answer to the opening of a save"):
                 named = answer["named"]
                 # A peer's answer is untrusted, and a lineage outlives this save: later ones inherit it.
                 if named is not None and not is_lineage(named):
@@ -322,8 +322,8 @@ class LoneNode:
         held = self._service.commit(save_id)
         try:
             self._drop_superseded()
-        except (ReplicatedCkptError, OSError) as exc:  # the save is published: this must not fail it
-            log.warning("superseded versions stay on this node for now: %s", exc)
+        except (ReplicatedCkptError, OSError) as exc:  # the save is published: the next one tries again
+            log.warning("versions that earlier saves replaced stay on this node for now: %s", exc)
         return Committed({self._service.node_id: held}, {})
 
     def _drop_superseded(self) -> None:
@@ -341,7 +341,7 @@ class LoneNode:
             ReplicatedCkptError,
             OSError,
         ) as exc:  # another error is being raised; the next save removes what is left
-            log.warning("save %s is aborted (%s), and could not be removed: %s", save_id, why, exc)
+            log.warning("save %s was aborted (%s), but its files could not be removed: %s", save_id, why, exc)
 
 
 class LoneService(NodeService):

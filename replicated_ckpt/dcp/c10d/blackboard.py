@@ -38,16 +38,14 @@ _POLL_MAX_S = 0.1
 _POLL_PER_RANK_S = 0.001
 """All ranks together ask the store about a thousand times a second, however many they are."""
 PACKED_FROM_BYTES = 4096
-"""Larger messages are compressed. A decision that is still larger is read once per node."""
-_LATE_COORDINATOR = "Look at the log of rank 0, and whether its process is stopped; then save or load again."
-_LATE_RANK = (
-    "This rank was held up, and the others went on without it: look for what stops it, then save or load again."
-)
+"""From here on a message is compressed, and a decision that still is so large is read once a node."""
+_LATE_COORDINATOR = "Read the log of rank 0, and check whether its process is stopped; then save or load again."
+_LATE_RANK = "This rank was too slow, and the others continued without it. Find what stops it, then save or load again."
 _REPLACED = (
-    "Something else writes to this job's c10d store, and may have put back a post of an earlier run: give each job a "
-    "store of its own, that only its ranks reach."
+    "Another program writes to this job's c10d store, and may have restored a post of an earlier run. Give "
+    "each job its own store, which only its ranks reach."
 )
-_FOREIGN = "Something else writes to this job's c10d store, or its ranks run different versions of replicated_ckpt."
+_FOREIGN = "Another program writes to this job's c10d store, or its ranks run different versions of replicated_ckpt."
 
 
 class Blackboard:
@@ -187,7 +185,7 @@ class Blackboard:
         try:
             fields = _decode(key, raw)
             if not isinstance(fields.get("nonce"), str):
-                raise PeerProtocolError(f"{key!r} on the c10d store is no post.", _FOREIGN)
+                raise PeerProtocolError(f"{key!r} on the c10d store is not a post of this package.", _FOREIGN)
             check_rank(fields.get("release"), rank, self._rank)
         except ReplicatedCkptError as exc:
             return {"nonce": _claimed_nonce(raw), "error": pack_error(exc)}
@@ -355,7 +353,9 @@ class Blackboard:
             others = (rank for rank in range(self._size) if rank != self._rank)
             ranks = absent or [rank for rank in others if not self._store.check([f"{_WAITING}/{rank}"])]
         named = list_some([str(rank) for rank in ranks], _NAMED_MAX)
-        whom = f"for ranks {named}, which are busy or have not called it" if ranks else "and so has every other rank"
+        whom = (
+            f"for ranks {named}, which are busy or have not made this call" if ranks else "and so has every other rank"
+        )
         log.warning("rank %d has waited %.0f s in %s %s", self._rank, wait.waited_s, what, whom)
 
     def forget(self, name: str) -> None:
@@ -369,7 +369,9 @@ class Blackboard:
         with reaching_store():
             is_own = self._store.check([key]) and self._store.get(key) == self._posted.get(topic)
         if not is_own:
-            raise PeerProtocolError(f"What this rank posted as {key!r} on the c10d store was replaced.", _REPLACED)
+            raise PeerProtocolError(
+                f"The value that this rank posted as {key!r} on the c10d store was replaced.", _REPLACED
+            )
 
     def _find_answer(self, topic: str, kind: str, nonce: str) -> dict[str, Any] | None:
         """The decision that this rank's note of this kind is about, if the note is about the post with this nonce."""
@@ -384,7 +386,7 @@ class Blackboard:
             raw = read_once_per_node(node, sha256, lambda: bytes(self._store.get(f"{topic}/decision")))
         # The coordinator has replaced the decision since. Acting on the new one would put this rank out of step.
         if note != (nonce + _digest(raw)).encode():
-            raise RendezvousFailed(f"This rank was too late to read what was decided about this {topic}.", _LATE_RANK)
+            raise RendezvousFailed(f"This rank was too late to read the decision about this {topic}.", _LATE_RANK)
         return self._kept.complete(topic, raw, _decode(f"{topic}/decision", raw))
 
     def _write(self, key: str, raw: bytes) -> None:
@@ -407,7 +409,7 @@ def _check_absent(decision: Mapping[str, Any] | None, topic: str, rank: int) -> 
     note is of this run of the job: an old note can make its call fail, and no more.
     """
     if decision is not None and "error" not in decision:
-        raise PeerProtocolError(f"What '{topic}/absent/{rank}' on the c10d store is about is no error.")
+        raise PeerProtocolError(f"The value of '{topic}/absent/{rank}' on the c10d store is not an error.")
 
 
 def check_all_posted(

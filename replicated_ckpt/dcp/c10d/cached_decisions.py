@@ -9,7 +9,7 @@ from replicated_ckpt.errors import PeerProtocolError
 _KNOWS, _AS = "knows", "as"
 STAYS = "stays"
 """The entry of a whole decision that names the fields of it that ranks are to keep."""
-_LOST = "Save again: the ranks then report an empty cache, and get the whole decision."
+_LOST = "Save again: the coordinator then sends every rank the whole decision."
 
 
 class CachedDecisions:
@@ -50,15 +50,13 @@ class CachedDecisions:
         stays, digest = fields.pop(STAYS, None), fields.pop(_AS, None)
         if stays is not None:
             if not isinstance(stays, list) or not all(isinstance(name, str) and name in fields for name in stays):
-                raise PeerProtocolError(
-                    f"The decision about this {topic} names fields that it has not: {stays!r:.200}."
-                )
+                raise PeerProtocolError(f"The decision about this {topic} names unknown fields: {stays!r:.200}.")
             self.keep(topic, raw, fields, stays)
         if digest is not None:
             known, before = self._kept.get(topic, ("", {}))
             # Filled in from another decision, this rank would send its copies elsewhere than the other ranks expect.
             if digest != known:
-                what = f"The decision about this {topic} refers to an earlier one, {digest!r:.80}, which this rank has not."
-                raise PeerProtocolError(what, _LOST)
+                earlier = f"an earlier one, {digest!r:.80}, which this rank does not have"
+                raise PeerProtocolError(f"The decision about this {topic} refers to {earlier}.", _LOST)
             fields = {**before, **fields}
         return fields

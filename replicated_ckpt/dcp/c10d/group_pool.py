@@ -38,8 +38,8 @@ class PooledGroup:
         pool = self._pool()
         if pool is None:
             raise ConfigInvalid(
-                "The process groups that this was made with have been destroyed.",
-                "Close it before destroy_process_group; after the next init_process_group, make a new one.",
+                "The process groups of this object have been destroyed.",
+                "Close it before destroy_process_group. After the next init_process_group, make a new one.",
             )
         return pool.groups[self._number]
 

@@ -74,4 +74,4 @@ def _leave(path: Path, raw: bytes) -> None:
     try:
         write_file(path, raw, 0o600, is_flushed=False)  # after a crash no call is left that it could answer
     except OSError as exc:
-        log.info("the decision is not shared with the other ranks of this node, which read it themselves: %s", exc)
+        log.info("the decision is not shared with the other ranks of this node, which read it by themselves: %s", exc)

@@ -46,7 +46,7 @@ def unpack_error(fields: Any) -> ReplicatedCkptError:
 def _check(error: ReplicatedCkptError) -> None:
     """Raises TypeError: it cannot be shown, as it was made from arguments of other types."""
     if not isinstance(error.message, str) or not isinstance(error.hint, str):
-        raise TypeError("message and hint are no texts")
+        raise TypeError("message and hint are not text")
 
 
 def _pack(value: Any) -> Any:
@@ -57,7 +57,7 @@ def _pack(value: Any) -> Any:
         return {"map": [[_pack(key), _pack(item)] for key, item in value.items()]}
     if isinstance(value, list | tuple):
         return [_pack(item) for item in value]
-    raise TypeError(f"an error made from {type(value).__name__} cannot be posted")
+    raise TypeError(f"an error with an argument of type {type(value).__name__} cannot be posted")
 
 
 def _unpack(value: Any, depth: int) -> Any:
@@ -72,5 +72,5 @@ def _unpack(value: Any, depth: int) -> Any:
 
 def _key(key: Any) -> str | int:
     if not isinstance(key, str | int):
-        raise TypeError("a key is neither a text nor a number")
+        raise TypeError("a key is neither text nor a number")
     return key

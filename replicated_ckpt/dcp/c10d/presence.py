@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 _PREFIX = "replicated_ckpt/presence"
 _NAMED_MAX = 8
-_ITS_LOG = "Look at the log of {}; then start the job again, or the ranks that are left as a world of their own."
+_ITS_LOG = "Read the log of {}. Then start the job again, or the remaining ranks as a new world."
 _PROC = Path("/proc")
 _BOOT_ID = _PROC / "sys/kernel/random/boot_id"
 
@@ -80,7 +80,7 @@ class Presence:
             host = f"{_BOOT_ID.read_text().strip()}/{(_PROC / 'self/ns/pid').readlink()}"
             this = Process(self._rank, os.getpid(), state_and_start(os.getpid())[1])
         except OSError as exc:
-            log.warning("no other rank can see whether this one lives: %s", exc)
+            log.warning("other ranks cannot see whether this one lives: %s", exc)
             return
         self._host = host
         self._append(host, this)
@@ -115,7 +115,7 @@ class Presence:
                 process = Process(**json.loads(self._store.get(key)))
                 found[process.rank] = process
             except (ValueError, TypeError, RecursionError) as exc:
-                log.warning("entry %r on the c10d store describes no process, and is ignored: %s", key, exc)
+                log.warning("the value of %r on the c10d store is not a valid process description: %s", key, exc)
         return done
 
 
@@ -132,7 +132,7 @@ def describe_stopped(stopped: Mapping[int, int]) -> tuple[str, str]:
         return "", ""
     pids = " ".join(map(str, stopped.values()))
     what = " ".join(f"Rank {rank} is stopped, as process {pid}." for rank, pid in stopped.items())
-    return what, f"`kill -CONT {pids}` on host {socket.gethostname()} lets it go on."
+    return what, f"`kill -CONT {pids}` on host {socket.gethostname()} resumes it."
 
 
 class _Known:
@@ -177,6 +177,7 @@ def check_is_rank() -> None:
     """Called where there is a job of several processes. Raises ConfigInvalid: this process was forked from a rank of it."""
     if _KNOWN.is_inherited():
         raise ConfigInvalid(
-            "This process was forked from a rank: its process groups are that rank's, and no other rank meets it in them.",
+            "This process was forked from a rank. Its process groups belong to that rank, and no other rank meets "
+            "this process there.",
             "Let it load and save alone: pass no_dist=True to dcp.load, dcp.save and ReplicatedReader.",
         )

@@ -21,8 +21,8 @@ SAY_AFTER_S = 30.0
 LINGER_S = 5.0
 """How long the coordinator of a load waits for the other ranks once one has failed."""
 _STORE_HINT = (
-    "Rank 0 serves it or, under torchrun, the agent of torchrun on the rendezvous host: look there what has ended, or is "
-    "stopped; then start the job again."
+    "Rank 0 serves it or, under torchrun, torchrun's agent on the rendezvous host. Find what has ended or is "
+    "stopped there; then start the job again."
 )
 POLL_S = 0.005
 
@@ -79,7 +79,7 @@ class AnsweringStore:
             answer.exception(max(0.0, until - time.monotonic()))
         except TimeoutError:
             limit_s = self._job.timeout.total_seconds()
-            raise dist.DistStoreError(f"no answer within its time-out, {limit_s:.0f} s") from None
+            raise dist.DistStoreError(f"no answer within its time-out of {limit_s:.0f} s") from None
         finally:
             # Also after Ctrl-C: the call goes on in its thread, and the next one must not overtake it.
             if not answer.done():

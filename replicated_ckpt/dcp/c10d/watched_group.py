@@ -30,16 +30,16 @@ _LOOK_PER_RANK_S = 0.0005
 """All ranks that wait look about 2,000 times a second in all, however many they are."""
 _PAUSE_MAX_S = 0.25
 _NEW_GROUP = (
-    "The ranks are out of step in this process group, and no collective of it works any more: start the job again, or make "
-    "a process group of the ranks that are left."
+    "The ranks are out of step in this process group, and none of its collectives works any more. Start the "
+    "job again, or make a process group of the remaining ranks."
 )
-_ITS_LOG = f"Look at the log of that rank. {_NEW_GROUP}"
+_ITS_LOG = f"Read the log of that rank. {_NEW_GROUP}"
 _UNKNOWN = (
-    "A rank is stopped, or its host has no power or no network: see which rank's log ends first. Or two threads used this "
-    "group at once, as an asynchronous save and a load or a barrier next to it: give that save a group of its own, by "
-    f"`process_group=`, or wait for its future first. {_NEW_GROUP}"
+    "A rank is stopped, or its host has no power or network: find the rank whose log ends first. Or two "
+    "threads used this group at once, such as an asynchronous save and a load or barrier. Give that save its "
+    f"own group with `process_group=`, or wait for its future first. {_NEW_GROUP}"
 )
-_DESTROYED = "The process group was destroyed while a save or a load was under way in it."
+_DESTROYED = "The process group was destroyed during a save or load in it."
 _DESTROYED_HINT = "Wait for the future of an asynchronous save on every rank before destroy_process_group."
 
 _broken: "weakref.WeakKeyDictionary[Any, ReplicatedCkptError]" = weakref.WeakKeyDictionary()

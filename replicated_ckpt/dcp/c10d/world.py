@@ -97,8 +97,8 @@ def world_of_call(process_group: Any, no_dist: bool | None) -> World:
     # Its rank in the group would be -1, and the others would wait for a post that never comes.
     if not hasattr(group, "group_name"):  # GroupMember.NON_GROUP_MEMBER has none
         raise ConfigInvalid(
-            f"process_group is {str(group)[:80]!r} on this rank, and no group that it is in.",
-            "Call from the ranks of the group alone. The group of a DeviceMesh is its get_group().",
+            f"process_group is {str(group)[:80]!r} on this rank, which is not in that group.",
+            "Call it only on the ranks of the group. The group of a DeviceMesh is its get_group().",
         )
     name = str(group.group_name)
     board, watched = _set_up_rendezvous(group, name)

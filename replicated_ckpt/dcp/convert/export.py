@@ -102,7 +102,7 @@ def _place(
     text = os.fspath(to)
     # The system calls refuse it with a ValueError that names no path.
     if "\0" in text:
-        raise ConfigInvalid(f"{text!r} is no path: it holds a NUL.")
+        raise ConfigInvalid(f"{text!r} is not a valid path: it contains NUL.")
     if "://" in text:
         from replicated_ckpt.stores.output.url import UrlOutput
 
@@ -135,5 +135,5 @@ def size_of(limit: int | str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]i?)?B?\s*", str(limit), flags=re.IGNORECASE)
     size = 0 if match is None else int(float(match[1]) * _UNITS[(match[2] or "").upper()])
     if size < 1:
-        raise ConfigInvalid(f"{limit!r} is no size: 5GB or 500MiB, say.")
+        raise ConfigInvalid(f"{limit!r} is not a size such as 5GB or 500MiB.")
     return size

@@ -34,9 +34,9 @@ from replicated_ckpt.stores.files.plain import open_plain, read_plain
 from replicated_ckpt.stores.output.output import READ_BACK_HINT, Output
 
 _INDEX_BYTES_MAX = 64 << 20
-_CHOOSE = "Name one of the files, or leave an index (model.safetensors.index.json) with the file of each tensor."
-_CHOOSE_INDEX = "Move the indexes of those that are not meant elsewhere: a variant such as fp16 has other files."
-_OF_ANOTHER = "Index and files are of two versions: fetch all again, or remove the index to take what is in the files."
+_CHOOSE = "Name one of the files, or leave an index (model.safetensors.index.json) that assigns each tensor to a file."
+_CHOOSE_INDEX = "Move the other indexes away: a variant such as fp16 has other files."
+_OF_ANOTHER = "Index and files are of different versions: fetch all again, or remove the index to use the files alone."
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 LENGTH = struct.Struct("<Q")
@@ -50,11 +50,11 @@ _ALIGNMENT_BYTES = 8
 _PLACES, _RANKS_FILE = "DCP_SHARDING_INFO", re.compile(r"shard-\d+-")
 """HuggingFaceStorageWriter's list of the tensors' places in the whole, and its names of single ranks' files."""
 _CONSOLIDATE = (
-    "Import what torch makes of the files of all ranks: save with HuggingFaceStorageWriter(..., save_distributed=True, "
+    "Merge the files of all ranks first: save with HuggingFaceStorageWriter(..., save_distributed=True, "
     "enable_consolidation=True), or call consolidate_safetensors_files of "
     "torch.distributed.checkpoint._consolidate_hf_safetensors."
 )
-_FETCH = "Fetch the file again from where it came: it was cut off, or is something else."
+_FETCH = "Fetch the file again: it is truncated, or is no safetensors file."
 
 _NAMES = {
     "BOOL": "bool",
@@ -163,7 +163,7 @@ def _entries(raw: bytes, label: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
         if not raw.startswith(b"}", position):
             position = _token(raw, position, b",")
     if _skip(raw, position + 1) != len(raw):
-        raise ValueError("something stands behind the header")
+        raise ValueError("there are bytes after the header")
 
 
 def _skip_metadata(raw: bytes, position: int, label: str) -> int:
@@ -222,11 +222,11 @@ def name_once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 def _decode_tensor(name: str, entry: Mapping[str, Any]) -> Tensor:
     shape, (start, end) = entry["shape"], entry["data_offsets"]
     if not all(type(number) is int and 0 <= number <= _NUMBER_MAX for number in (*shape, start, end)):
-        raise ValueError(f"{name[:80]!r} is described by what are no sizes")
+        raise ValueError(f"{name[:80]!r} has invalid sizes")
     if len(shape) > _DIMENSIONS_MAX:
         raise ValueError(f"{name[:80]!r} has {len(shape)} dimensions")
     if entry["dtype"] not in DTYPE_BY_NAME:
-        raise ValueError(f"{name[:80]!r} is of the type {str(entry['dtype'])[:80]!r}, which this torch does not have")
+        raise ValueError(f"{name[:80]!r} has the type {str(entry['dtype'])[:80]!r}, which this torch does not support")
     tensor = Tensor(name, DTYPE_BY_NAME[entry["dtype"]], tuple(shape), start)
     if tensor.end != end:
         raise ValueError(f"{name[:80]!r} has offsets that do not fit its shape")
@@ -239,10 +239,10 @@ def _check_filled(tensors: Sequence[Tensor], data_bytes: int) -> None:
     end = 0
     for tensor in sorted(tensors, key=lambda tensor: (tensor.start, tensor.end)):
         if tensor.start != end:
-            raise ValueError(f"{tensor.name[:80]!r} has offsets that leave a gap, or lie in another tensor")
+            raise ValueError(f"{tensor.name[:80]!r} has offsets that leave a gap, or overlap another tensor")
         end = tensor.end
     if end != data_bytes:
-        raise ValueError(f"the offsets of all tensors end at {end}, and the file at {data_bytes}")
+        raise ValueError(f"the offsets of all tensors end at {end}, but the data ends at {data_bytes}")
 
 
 class SafetensorsFiles:
@@ -309,7 +309,7 @@ class SafetensorsFiles:
         return target.view(part.chunk.sizes)
 
     def read_objects(self, entries: Sequence[ObjectEntry]) -> Mapping[str, bytes]:
-        assert not entries, "safetensors have tensors only"
+        assert not entries, "safetensors files hold only tensors"
         return {}
 
     def close(self) -> None:
@@ -330,18 +330,18 @@ def safetensors_files(path: Path) -> SafetensorsFiles:
     # A model and its fp16 variant share a directory: reading all files would mix them.
     if len(indexes) > 1:
         listed = ", ".join(index.name for index in indexes[:5])
-        raise ConfigInvalid(f"{path} holds several indexes, each of a whole model: {listed}.", _CHOOSE_INDEX)
+        raise ConfigInvalid(f"{path} holds several indexes, each for a whole model: {listed}.", _CHOOSE_INDEX)
     names = _read_index(indexes[0]) if indexes else {}
     paths = sorted({path / name for name in names.values()} if indexes else path.glob("*.safetensors"))
     if not paths:
-        raise ConfigInvalid(f"{path} holds no .safetensors file.", "Name a file or directory that does.")
+        raise ConfigInvalid(f"{path} holds no .safetensors file.", "Name a file or directory that has one.")
     files = SafetensorsFiles(paths)
     # Index and files of two versions: silently a part of the model would be missing.
     missing = sorted(names.keys() - set(files.contents.order))
     if missing:
         files.close()
         raise ConfigInvalid(
-            f"{indexes[0]} names {missing[0]!r}, which no file of it has ({len(missing)} such).", _OF_ANOTHER
+            f"{indexes[0]} names {missing[0]!r}, which is in none of its files ({len(missing)} such).", _OF_ANOTHER
         )
     return files
 
@@ -353,7 +353,7 @@ def _read_index(index: Path) -> dict[str, str]:
     # One byte more than allowed was read: the file is larger.
     if len(raw) > _INDEX_BYTES_MAX:
         raise ConfigInvalid(
-            f"{index} has more than {_INDEX_BYTES_MAX} bytes: it is no index of safetensors files.", _FETCH
+            f"{index} has more than {_INDEX_BYTES_MAX} bytes, so it is no index of safetensors files.", _FETCH
         )
     try:
         file_by_name: dict[str, str] = json.loads(raw, object_pairs_hook=name_once)["weight_map"]
@@ -364,7 +364,7 @@ def _read_index(index: Path) -> dict[str, str]:
         # An index may come from the network: a name with a path could lead to any file.
         if Path(name).name != name or not is_plain_file(path):
             raise ConfigInvalid(
-                f"{index} names {name!r}, which is not there.", f"Copy {name!r} to {index.parent}, too."
+                f"{index} names {name!r}, which does not exist.", f"Copy {name!r} to {index.parent}, too."
             )
     return file_by_name
 
@@ -381,11 +381,13 @@ class SafetensorsSink:
     def __init__(self, contents: Contents, *, shard_bytes_max: int) -> None:
         for entry in contents.tensors:
             if entry.dtype not in NAME_BY_DTYPE:
-                raise ConfigInvalid(f"Safetensors have no {entry.dtype}, which {entry.key!r} is.", "Use --exclude.")
+                raise ConfigInvalid(
+                    f"Safetensors files cannot hold {entry.dtype}, the type of {entry.key!r}.", "Use --exclude."
+                )
         if not contents.tensors:
             raise ConfigInvalid(
-                "There is no tensor to write, and safetensors hold nothing else.",
-                "Export it as torch or dcp, or take other keys.",
+                "There is no tensor to write, and safetensors files hold nothing else.",
+                "Export it as torch or dcp, or select other keys.",
             )
         groups = _group_by_file(contents.tensors, shard_bytes_max)
         names = [f"model-{n:05}-of-{len(groups):05}.safetensors" for n in range(1, len(groups) + 1)]

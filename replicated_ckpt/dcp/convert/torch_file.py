@@ -38,9 +38,9 @@ from replicated_ckpt.stores.files.durable import read_exactly, translate_errors
 from replicated_ckpt.stores.files.plain import open_plain, open_plain_file
 from replicated_ckpt.stores.output.output import READ_BACK_HINT, Output, Stream
 
-_NAME_FILE = "Name a file of torch.save that this user can read (`ls -l` shows whose it is)."
-_BRING_CLASS = "Install the package, or name the directory of its module in PYTHONPATH. Use the version that saved."
-_SAVE_AGAIN = "Fetch it again if it was cut off. Convert a file of an old torch by torch.load and torch.save."
+_NAME_FILE = "Name a file of torch.save that this user can read (`ls -l` shows the owner)."
+_BRING_CLASS = "Install the package, or add the directory of the module to PYTHONPATH, in the version that saved."
+_SAVE_AGAIN = "Fetch it again if it is truncated. Convert a file of an old torch with torch.load and torch.save."
 
 
 class TorchFile:
@@ -56,13 +56,13 @@ class TorchFile:
         if not isinstance(state, dict):
             raise ConfigInvalid(
                 f"{path} holds a {type(state).__name__}, not a state dict.",
-                "Save a dict of tensors: model.state_dict(), say.",
+                "Save a dict of tensors, such as model.state_dict().",
             )
         try:
             values, paths = flatten(state)
         except ValueError as exc:
             raise ConfigInvalid(
-                f"{path} holds two entries of one name: {exc}.", "Rename one of them, and save it again."
+                f"{path} holds two entries with the same name: {exc}.", "Rename one of them, and save it again."
             ) from exc
         self._values = values
         tensors, objects = [], []
@@ -130,7 +130,9 @@ def load_trusted(file: Path | io.BytesIO, what: str, *, mmap: bool = False) -> A
     try:
         return torch.load(file, map_location="cpu", mmap=mmap, weights_only=False)
     except (ImportError, AttributeError) as exc:
-        raise ConfigInvalid(f"{what} names what this process does not have: {exc}.", _BRING_CLASS) from exc
+        raise ConfigInvalid(
+            f"{what} needs a class or module that this process does not have: {exc}.", _BRING_CLASS
+        ) from exc
 
 
 def load_file(path: Path, *, trust_pickles: bool) -> Any:
@@ -151,7 +153,7 @@ def load_file(path: Path, *, trust_pickles: bool) -> Any:
         raise ObjectUnsafe("state dict", str(path), exc.keys) from exc
     except (RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as exc:
         raise ConfigInvalid(
-            f"{path} is no file of torch.save that can be mapped: it {str(exc)[:300]}.", _SAVE_AGAIN
+            f"{path} is not a file of torch.save that can be mapped: it {str(exc)[:300]}.", _SAVE_AGAIN
         ) from exc
 
 
@@ -235,7 +237,7 @@ class StatePickler(pickle.Pickler):
         if isinstance(obj, _Storage):
             return ("storage", obj.kind, obj.key, "cpu", obj.size)
         if isinstance(obj, torch.UntypedStorage | torch.TypedStorage):
-            raise ConfigInvalid("An object holds a storage, which is not converted.", "Leave it out with --exclude.")
+            raise ConfigInvalid("An object holds a storage, which cannot be converted.", "Leave it out with --exclude.")
         return None
 
     def _next_key(self) -> str:
@@ -307,7 +309,9 @@ class TorchSink:
         try:
             pickler.dump(state)
         except (pickle.PicklingError, TypeError, AttributeError, KeyError, RuntimeError) as exc:
-            raise ConfigInvalid(f"The state dict cannot be pickled: {exc}.", "Leave the entry out: --exclude.") from exc
+            raise ConfigInvalid(
+                f"The state dict cannot be pickled: {exc}.", "Leave the entry out with --exclude."
+            ) from exc
 
     def check(self, path: Path, contents: Contents) -> None:
         """Loads the file without reading its tensors.
@@ -340,7 +344,7 @@ def object_in(raw: bytes, key: str, *, trust: bool) -> Any:
         return load_trusted(io.BytesIO(raw), repr(key))
     except (RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as exc:
         raise ConfigInvalid(
-            f"{key!r} is no object of torch.save: {str(exc)[:300]}.", f"Leave it out: --exclude {key!r}."
+            f"{key!r} is not an object of torch.save: {str(exc)[:300]}.", f"Leave it out with --exclude {key!r}."
         ) from exc
 
 

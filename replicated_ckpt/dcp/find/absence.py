@@ -34,17 +34,20 @@ def hint_where_none_is(store: LocalStore, checkpoint_id: str, *, are_all_asked: 
     root, is_bucket_alone = store.root, isinstance(store, EmptyStore)
     # A common mistake: the checkpoint's own directory as root.
     if is_checkpoint(root):
-        return f"{root} is a checkpoint itself: pass the directory above as root, and checkpoint_id={root.name!r}."
+        return f"{root} is itself a checkpoint: pass the directory above as root, and checkpoint_id={root.name!r}."
     # The error lists places that did not answer: to bring them back is the first step.
     if not are_all_asked:
         return None
     named = "the bucket" if is_bucket_alone else f"the root {root}"
     if not is_newest(checkpoint_id):
         listed = "" if is_bucket_alone else f" (`replicated-ckpt ls --root {quote(str(root))}` lists them)"
-        return f"Check the id{listed}, that {named} is the one that was saved to, and that its nodes take part in the load."
+        return (
+            f"Check the id{listed}. Check that {named} is the root of the save, and that its nodes take part in the "
+            "load."
+        )
     return (
-        f"In a first run nothing was saved yet: go on without a load (reader.latest() is None then, and a manager's "
-        f"restore returns None). Else {named} is not the one that was saved to."
+        "On a first run nothing is saved yet: start without a load (reader.latest() and a manager's restore "
+        f"return None). Otherwise, check that {named} is the root of the save."
     )
 
 
@@ -65,7 +68,7 @@ def with_bucket_not_asked(searched: Sequence[str], manifest: Manifest) -> list[s
     url = manifest.bucket_url
     if not url or any(place.startswith(url) for place in searched):
         return [*searched]
-    return [*searched, f"{url}: not asked, where the save was to go, too: this load was not given object_store={url!r}"]
+    return [*searched, f"{url!r}: not asked: the save names it, but this load was not given object_store={url!r}"]
 
 
 def describe_unreadable(damaged: Mapping[str, str], searched: Sequence[str], *, is_latest: bool) -> ShardLost:
@@ -89,7 +92,7 @@ def describe_absence(
     # Begun is not absent: a job that starts anew would take a lost save for a first run.
     if any(intent.checkpoint_id == checkpoint_id for intent in store.list_staged()):
         return CheckpointNotCommitted(
-            f"Checkpoint {checkpoint_id!r} was begun and never committed. Searched: {where}.",
+            f"Checkpoint {checkpoint_id!r} was begun, but never committed. Searched: {where}.",
             unreached=unreached,
         )
     newest = Newest.parse(checkpoint_id)
@@ -112,7 +115,7 @@ class NewerSaves:
     def record_newer(self, place: str, *checkpoint_ids: str) -> None:
         for one in checkpoint_ids:
             if one not in self._told_by_id:
-                told = f"Checkpoint {one!r} in {place} is of a format that only a newer replicated_ckpt reads"
+                told = f"Checkpoint {one!r} in {place} has a format that only a newer version of replicated_ckpt reads"
                 self._told_by_id[one] = told
                 log.warning("%s: it is not loaded", told)
 

@@ -39,13 +39,15 @@ def choose_lineage(
     chosen = next((each for each in found if wanted in (NEWEST_LINEAGE, REFUSE_LINEAGES, each.lineage)), None)
     if chosen is None:
         if found:
-            raise LineagesMet(checkpoint_id, tuple(map(describe_lineage, found)), f"none of them is {wanted!r}")
+            raise LineagesMet(checkpoint_id, tuple(map(describe_lineage, found)), f"none of these runs is {wanted!r}")
         return LineageChoice(tuple(fitting))
     scope = scope_of(chosen.newest_id)
     in_scope = lineages_found(save for save in fitting if scope_of(save.checkpoint_id) == scope)
     lineages = (chosen, *(each for each in in_scope if each.lineage != chosen.lineage))
     if wanted == REFUSE_LINEAGES and len(lineages) > 1:
-        raise LineagesMet(checkpoint_id, tuple(map(describe_lineage, lineages)), "the reader was told to refuse")
+        raise LineagesMet(
+            checkpoint_id, tuple(map(describe_lineage, lineages)), 'the reader refuses to choose (lineage="refuse")'
+        )
     ours = [save for save in fitting if save.version.lineage == chosen.lineage]
     others = (save for save in fitting if save.version.lineage != chosen.lineage)
     # No lineage and no sequence: stock torch wrote it, as into a bucket. It is the last resort of any run.
@@ -73,7 +75,9 @@ def note_newest_run(
     told = {each.lineage: each for each in runs if each.lineage in known or each is runs[0]}
     lineages = (*(known | told).values(),)
     if wanted == REFUSE_LINEAGES:
-        raise LineagesMet(checkpoint_id, tuple(map(describe_lineage, lineages)), "the reader was told to refuse")
+        raise LineagesMet(
+            checkpoint_id, tuple(map(describe_lineage, lineages)), 'the reader refuses to choose (lineage="refuse")'
+        )
     return replace(choice, lineages=lineages)
 
 
@@ -88,6 +92,7 @@ def describe_lineages(lineages: Sequence[LineageFound]) -> str:
     """For the warning of a load: which run was chosen, and which were not."""
     chosen, *others = map(describe_lineage, lineages)
     return (
-        f"Checkpoints of several runs lie in one directory of ids. Loaded is {chosen}. Left alone is {'; '.join(others)}. "
-        "Pass ReplicatedReader(lineage=...) to load another, and give each run a directory of its own."
+        f"Checkpoints of several runs lie in one directory of ids. Loaded: {chosen}. Not loaded: "
+        f"{'; '.join(others)}. To load another run, pass ReplicatedReader(lineage=...); give each run its own "
+        "directory."
     )

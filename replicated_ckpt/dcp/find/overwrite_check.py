@@ -33,9 +33,9 @@ def check_gives_way(store: LocalStore, own_node: str, nodes: Iterable[AgentAddre
         survey = surveyor.survey(checkpoint_id)
     except (CheckpointAmbiguous, CheckpointNotFound, ManifestInvalid, ShardLost) as exc:
         raise CheckpointExists(
-            f"Checkpoint already exists: {checkpoint_id!r} in {store.root}. Which nodes have parts of it cannot be known: "
-            f"{exc.message}",
-            "Save with ReplicatedWriter(..., overwrite=True) to replace it, or move its directory away on every node.",
+            f"Checkpoint already exists: {checkpoint_id!r} in {store.root}. The nodes that have parts of it are "
+            f"unknown: {exc.message}",
+            "Save with ReplicatedWriter(..., overwrite=True) to give it up, or move its directory away on every node.",
         ) from exc
     _check_may_go(survey, checkpoint_id, store)
     _check_is_alone(survey, surveyor)
@@ -47,9 +47,9 @@ def check_gives_way(store: LocalStore, own_node: str, nodes: Iterable[AgentAddre
         unreached.append("this node, which still publishes it")
     if unreached:
         raise CheckpointExists(
-            f"Checkpoint {checkpoint_id!r} exists and is not whole as far as can be seen: {missing} is missing, and may "
-            f"lie where nothing was seen: {'; '.join(unreached)}.",
-            "Bring that back, or save with ReplicatedWriter(..., overwrite=True) to replace the old one.",
+            f"Checkpoint {checkpoint_id!r} exists, but was not seen complete: {missing} is missing, and may be on a "
+            f"node or bucket that was not reached: {'; '.join(unreached)}.",
+            "Bring that back, or save with ReplicatedWriter(..., overwrite=True) to give the old one up.",
         )
 
 
@@ -61,8 +61,8 @@ def _check_may_go(survey: Survey, checkpoint_id: str, store: LocalStore) -> None
     upload = survey.manifest.upload
     if upload is not None:
         raise CheckpointExists(
-            f"Checkpoint {checkpoint_id!r} exists; the nodes hold a part of it, and {upload.url} may hold all of it.",
-            "Load it from there, or save with ReplicatedWriter(..., overwrite=True) to replace the old one.",
+            f"Checkpoint {checkpoint_id!r} exists: the nodes hold a part of it, and {upload.url} may hold all of it.",
+            "Load it from there, or save with ReplicatedWriter(..., overwrite=True) to give the old one up.",
         )
 
 
@@ -73,13 +73,14 @@ def _check_is_alone(survey: Survey, surveyor: Surveyor) -> None:
     unknown = [each for each in surveyor.unclaimed if not each.sizes or each.sizes.keys() - each.matching(manifest)]
     found = [
         *(f"save {save.save_id} of another run on node {', '.join(_nodes_of(save))}" for save in others),
-        *(f"files on node {each.node_id} that no readable manifest describes" for each in unknown),
+        *(f"files on node {each.node_id} without a readable manifest" for each in unknown),
         *surveyor.newer.tell(),
     ]
     if found:
         raise CheckpointExists(
-            f"Checkpoint {manifest.checkpoint_id!r} exists and is not whole, and more has this name: {'; '.join(found)}.",
-            "Save under another id, or move that away, or replace all of it by ReplicatedWriter(..., overwrite=True).",
+            f"Checkpoint {manifest.checkpoint_id!r} exists, but is not complete, and other files have this name: "
+            f"{'; '.join(found)}.",
+            "Save under another id, or move that away, or with ReplicatedWriter(..., overwrite=True) give all of it up.",
         )
 
 

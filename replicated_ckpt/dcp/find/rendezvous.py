@@ -53,8 +53,8 @@ _posted: dict[str, str] = {}
 """Nonce of this process's last post in a load, by process group."""
 
 _NAME_IT = (
-    'Pass dcp.load(..., checkpoint_id="step-10") or "latest", say. Where other code calls it, as load_state_dict or '
-    '_Checkpointer does, call reader.reset("step-10") before.'
+    'Pass an id: dcp.load(..., checkpoint_id="step-10"), or "latest". If other code calls dcp.load, as '
+    'load_state_dict or _Checkpointer does, call reader.reset("step-10") first.'
 )
 
 
@@ -183,7 +183,7 @@ def _register(
 def _failure_post(world: World, failure: BaseException) -> dict[str, Any]:
     """The post of a rank that ends with an error from outside this package."""
     what = "".join(traceback.format_exception_only(failure)).strip()
-    return {"error": pack_error(RankFailed(f"Rank {world.rank} failed before the load was agreed upon: {what}"))}
+    return {"error": pack_error(RankFailed(f"Rank {world.rank} failed before the ranks agreed on the load: {what}"))}
 
 
 def _remember(store: LocalStore, survey: Survey) -> Survey:

@@ -44,19 +44,19 @@ def describe_skipped(
     if not (newer or unread):
         return ""
     absent = [place.partition(NOT_REACHED)[0] for place in places if NOT_REACHED in place]
-    sentences = [f"{_name(chosen)} is taken, the newest that is whole."]
+    sentences = [f"{_name(chosen)} is loaded, the newest complete checkpoint."]
     if newer:
         missing = list_some(newer[0].missing, _SHOWN_MAX)
-        others = f", nor of {plural(len(newer) - 1, 'other newer checkpoint')} all that is needed" if newer[1:] else ""
+        others = f", nor of {plural(len(newer) - 1, 'other newer checkpoint')}" if newer[1:] else ""
         sentences.append(f"Of {_name(newer[0].save)} no intact copy was found of {missing}{others}.")
     if unread:
         named = list_some([*map(repr, unread)], _SHOWN_MAX)
-        sentences.append(f"What may be newer, and has no manifest that is believed: {named}.")
+        sentences.append(f"Possibly newer, but without a valid manifest: {named}.")
     if absent:
         sentences.append(f"Not reached: {list_some(absent, _SHOWN_MAX)}.")
     sentences.append(
-        "If that is wanted, bring back the nodes with the rest, and load again before the next save; `replicated-ckpt ls "
-        "--root ROOT` lists what is missing."
+        "To load the newer one, bring back the nodes with the rest, and load again before the next save. "
+        "`replicated-ckpt ls --root ROOT` lists what is missing."
     )
     return " ".join(sentences)
 
@@ -71,8 +71,8 @@ def describe_silent(chosen: SaveFound, manifest: Manifest, own_node: str, search
     bucket = searched.get(OBJECT_NODE, "")
     if NOT_REACHED in bucket:
         return (
-            f"{_name(chosen)} is the newest that was found on the nodes. Not reached: {bucket.partition(NOT_REACHED)[0]}, "
-            "so what it has newer is not seen. If there may be such, load again before the next save."
+            f"{_name(chosen)} is the newest checkpoint on the nodes. Not reached: {bucket.partition(NOT_REACHED)[0]}, "
+            "which may have newer ones. If so, load again before the next save."
         )
     others = {node: place for node, place in searched.items() if node not in (own_node, OBJECT_NODE)}
     asked = [others[node.node_id] for node in manifest.nodes if node.node_id in others]
@@ -81,9 +81,9 @@ def describe_silent(chosen: SaveFound, manifest: Manifest, own_node: str, search
         return ""
     silent = list_some([place.partition(NOT_REACHED)[0] for place in asked], _SHOWN_MAX)
     return (
-        f"{_name(chosen)} is the newest that was found. Of its other nodes none was reached: {silent}. "
-        "What they have saved since then without this node is not seen. If there may be such, bring one of them back, and "
-        "load again before the next save."
+        f"{_name(chosen)} is the newest checkpoint that was found, but none of its other nodes was reached: "
+        f"{silent}. They may have saved newer ones without this node. If so, bring one of them back, and load "
+        "again before the next save."
     )
 
 

@@ -47,7 +47,10 @@ from replicated_ckpt.stores.peer.fan_out import FanOut
 
 log = logging.getLogger(__name__)
 
-_HINT = "Bring back nodes that are not reached: only rank 0's has .metadata. If all are there, the save never ended."
+_HINT = (
+    "Bring back the nodes that were not reached: only rank 0's node has .metadata. If all answered, the save "
+    "never ended."
+)
 
 
 def unmanaged_save(
@@ -96,8 +99,8 @@ def _without_metadata(checkpoint: UnmanagedCheckpoint, searched: Sequence[str]) 
 
 
 def unmanaged_warning(save: UnmanagedSave, because: ReplicatedCkptError | None) -> str:
-    """The warning of a load of such a checkpoint. `because`: why none of ours is loaded, if "latest" was asked for."""
-    newer = f" It is taken although newer ones are there: {because.message}" if isinstance(because, ShardLost) else ""
+    """What a load of such a checkpoint warns about. `because`: why none of ours is loaded, where "latest" was asked for."""
+    newer = f" It is loaded although newer ones exist: {because.message}" if isinstance(because, ShardLost) else ""
     later = ", ".join(save.written_later)
     return (
         f"{save.checkpoint_id} has no manifest: stock torch wrote it, or it is lost on every node that was reached. "
@@ -105,7 +108,7 @@ def unmanaged_warning(save: UnmanagedSave, because: ReplicatedCkptError | None) 
         "inside is checked, where it is there. "
         f"{'There are no copies' if save.copies < 2 else f'Each shard was found {save.copies} times'}. "
         + (f"Written later than .metadata, so perhaps by another save: {later}. " if later else "")
-        + f"To have checksums and copies, save what was loaded under a new id.{newer}"
+        + f"To get checksums and copies, save the loaded state under a new id.{newer}"
     )
 
 
@@ -329,7 +332,9 @@ class Surveyor:
         outcome.errors.update({node: self._silent[node] for node in self._by_node if node in self._silent})
         holdings += [holding for store in self._seen.values() for holding in store.holdings]
         self.unclaimed += [unclaimed for store in self._seen.values() for unclaimed in store.unclaimed]
-        self._searched |= {node: f"node {node} by its own ranks ({store.why})" for node, store in self._seen.items()}
+        self._searched |= {
+            node: f"node {node} only by its own ranks ({store.why})" for node, store in self._seen.items()
+        }
         for node, found in outcome.results.items():
             holdings += found.holdings
             self._beside += found.beside

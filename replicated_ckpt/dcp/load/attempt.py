@@ -50,8 +50,8 @@ log = logging.getLogger(__name__)
 
 _PREFIXES_MAX = 8
 _ADVICE = (
-    "They are not restored. A new optimizer's state_dict() names no state: take get_state_dict of "
-    "torch.distributed.checkpoint.state_dict, which does. If only a part is wanted, pass "
+    "These entries are not restored. A new optimizer's state_dict() names no state: use get_state_dict of "
+    "torch.distributed.checkpoint.state_dict. If you want only a part, pass "
     "ReplicatedReader(expect_partial=True)."
 )
 
@@ -71,7 +71,7 @@ def describe_not_loaded(
     listed = sorted(count_by_prefix.items(), key=lambda one: (-one[1], one[0]))
     told = [f"{prefix!r} ({count})" for prefix, count in listed[:_PREFIXES_MAX]]
     if len(listed) > _PREFIXES_MAX:
-        told.append(f"and under {len(listed) - _PREFIXES_MAX} other names")
+        told.append(f"and {len(listed) - _PREFIXES_MAX} other prefixes")
     total = sum(map(_has_content, saved.values()))
     return (
         f"The load of checkpoint {checkpoint_id!r} does not load {len(not_loaded)} of {total} saved entries, under "
@@ -107,7 +107,7 @@ REMIND_S = 100.0
 _BAD_METADATA = "Load another checkpoint, and report this one: an intact save has no such metadata."
 _Placed = tuple[ReadItem, StorageInfo, str]
 """An item, where it lies, and the name of its shard."""
-_TRANSFORMED = "Load it with a reader for these transforms, and save it with ReplicatedWriter, without them."
+_TRANSFORMED = "Load it with the reader that applies the transforms, and save it with ReplicatedWriter, without them."
 
 
 class LoadAttempt:
@@ -267,7 +267,7 @@ class LoadAttempt:
         for item, info, shard in placed:
             if info.offset + info.length > manifest.shards[shard].size_bytes:
                 raise ManifestInvalid(
-                    f"The .metadata has {item.storage_index.fqn!r} beyond {shard}'s end.", _BAD_METADATA
+                    f"The .metadata places {item.storage_index.fqn!r} beyond the end of {shard}.", _BAD_METADATA
                 )
         lost = found.list_missing({shard: manifest.shards[shard].size_bytes for shard in asked})
         if lost:
@@ -297,7 +297,7 @@ class LoadAttempt:
             return RankCache.create(self._store.root_agent_directory(), self._world.size, CELL_BYTES)
         # A full disk or a missing /dev/shm costs the sharing, not the load.
         except OSError as exc:
-            log.warning("this rank fetches for itself alone: %s", exc)
+            log.warning("this rank reads only for itself: %s", exc)
             return None
 
     def read_items(self, plan: LoadPlan, planner: LoadPlanner) -> None:
@@ -435,14 +435,17 @@ class LoadAttempt:
             raise ManifestInvalid(f"The .metadata has no place for {item.storage_index.fqn!r}.", _BAD_METADATA)
         if getattr(info, "transform_descriptors", None):
             raise ManifestInvalid(
-                f"{item.storage_index.fqn!r} was saved through stream transforms, which are not read.", _TRANSFORMED
+                f"{item.storage_index.fqn!r} was saved through stream transforms, which this package does not read.",
+                _TRANSFORMED,
             )
         return info
 
     @property
     def _survey(self) -> Survey:
         if self._found is None:
-            raise CheckpointNotFound("No checkpoint has been looked for.", "Call dcp.load, or read_metadata first.")
+            raise CheckpointNotFound(
+                "The reader has not looked for a checkpoint yet.", "Call dcp.load, or read_metadata first."
+            )
         return self._found
 
     @cached_property

@@ -52,10 +52,10 @@ class ItemReader:
             raise ObjectUnsafe(name, f"shard {source}", exc.keys) from exc
         # Intact by its checksum: it was saved wrongly, or .metadata describes another item.
         except (ValueError, RuntimeError) as exc:
-            raise ObjectCorrupt(source, "load", name, f"its bytes are intact but no tensor: {exc}") from exc
+            raise ObjectCorrupt(source, "load", name, f"its bytes are intact, but are no tensor: {exc}") from exc
         # copy_ would broadcast a smaller tensor without a word.
         if tuple(tensor.size()) != tuple(item.lengths):
-            shapes = f"it has the shape {tuple(tensor.size())}, the metadata says {tuple(item.lengths)}"
+            shapes = f"it has the shape {tuple(tensor.size())}, but the metadata has {tuple(item.lengths)}"
             raise ObjectCorrupt(source, "load", name, shapes)
         target = target_of(item, planner)
         copy_into(target, tensor)  # not into a detached view: a sparse or quantized target would not see it
@@ -80,17 +80,15 @@ def target_of(item: ReadItem, planner: LoadPlanner) -> torch.Tensor:
     name, asked, given = item.storage_index.fqn, tuple(item.lengths), tuple(target.size())
     if given != asked:
         raise ConfigInvalid(
-            f"The planner {type(planner).__qualname__} asked for {asked} of {name!r}, and its resolve_tensor returned a "
-            f"tensor of the shape {given}.",
+            f"The planner {type(planner).__qualname__} asked for {asked} of {name!r}, but its resolve_tensor returned "
+            f"a tensor of the shape {given}.",
             "Correct the planner: its resolve_tensor must return the shape read_item.lengths. The checkpoint is intact.",
         )
     is_strided = target.layout is torch.strided
     # copy_ into an expanded tensor writes the same memory several times: the result depends on the order.
     if is_strided and any(step == 0 and size > 1 for size, step in zip(given, target.stride(), strict=True)):
-        what = f"The tensor given for {name!r} has elements that share memory, as expand() makes them"
-        raise ConfigInvalid(
-            f"{what}: nothing can be loaded into it.", "Give the load its clone(), or one made by empty()."
-        )
+        what = f"The target tensor for {name!r} has elements that share memory, as expand() makes them"
+        raise ConfigInvalid(f"{what}: nothing can be loaded into it.", "Pass its clone(), or a tensor made by empty().")
     return target
 
 

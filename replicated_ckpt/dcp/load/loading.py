@@ -58,7 +58,7 @@ def windows_for(
 
 
 _HINT_LARGE = (
-    "Load or convert it on a host with more memory, or leave it out: of the state dict, of an export by --exclude."
+    "Load or convert it on a host with more memory, or leave it out of the state dict (of an export with --exclude)."
 )
 
 
@@ -98,7 +98,7 @@ class ShardItems:
         except MemoryError as exc:
             listed = [one for one, _ in self._open] + self._wanted[max(0, self._next - 1) : self._next]
             largest = max(listed, key=lambda one: one.info.length)
-            detail = f"an item of {largest.info.length} bytes is more than there is memory for"
+            detail = f"an item of {largest.info.length} bytes does not fit into memory"
             raise StoreError(self._shard, "load", largest.item.storage_index.fqn, detail, _HINT_LARGE) from exc
 
     def _take(self, window: Window, raw: memoryview) -> None:

@@ -127,7 +127,7 @@ class ReplicatedReader(StorageReader):
         # Two loads would share one rendezvous, and each would get the other's checkpoint.
         if attempt is not self._attempt:
             raise ConfigInvalid(
-                f"Two threads load with {self!r} at once.", "Give each thread a ReplicatedReader of its own."
+                f"Two threads load with {self!r} at once.", "Give each thread its own ReplicatedReader."
             )
         return attempt
 

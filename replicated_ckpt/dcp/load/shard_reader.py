@@ -39,7 +39,7 @@ from replicated_ckpt.stores.verified import Expected, TooSlow, VerifiedShard
 log = logging.getLogger(__name__)
 
 _NO_AGENT = (
-    "No agent runs for that store, as is so on a read-only root: load on that node, or run one there, "
+    "No agent runs for that store, as on a read-only root. Load on that node, or run an agent there: "
     "`replicated-ckpt agent --root ROOT`."
 )
 OPEN_SHARDS_MAX = 2 * SHARDS_AT_ONCE

@@ -68,7 +68,7 @@ def join_exchange(
     """This rank's part in `sharing`; None if its plan was changed after the units were made from it."""
     # A planner may change a plan in finish_plan: other ranks would then wait for windows that this one never fetches.
     if not _is_met(sharing.units, rank, windows):
-        log.warning("rank %d fetches for itself alone: its plan was changed after the ranks had agreed on it", rank)
+        log.warning("rank %d reads only for itself: its plan changed after the ranks had agreed on it", rank)
         return None
     others = {}
     for other, name in sharing.cache_by_rank.items():

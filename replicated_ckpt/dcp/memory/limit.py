@@ -27,9 +27,9 @@ class MemoryTierShort(ReplicatedCkptError):
     """The memory tier of a node would need more memory than the node has for it; nothing was written."""
 
     default_hint = (
-        "Give the tier more room (`--shm-size` of a container, `mount -o remount,size=...`, a higher memory limit), save "
-        "less per node, remove what other runs left in it, or leave memory= out. Docker's /dev/shm has 64 MB by "
-        "default."
+        "Give the tier more memory (`--shm-size` of a container, `mount -o remount,size=...`, a higher memory "
+        "limit). Or save less per node, remove other runs' checkpoints from the tier, or omit memory=. Docker's "
+        "/dev/shm has 64 MB by default."
     )
 
 

@@ -42,20 +42,22 @@ def find_memory_root(root: str | os.PathLike[str], memory: object) -> Path:
     else:
         raise ConfigInvalid(f"memory must be True, or the absolute path of a directory in memory, not {memory!r}.")
     if found == Path(make_absolute(root)):
-        raise ConfigInvalid(f"memory and root are one directory: {found}.", "Give the memory tier one of its own.")
+        raise ConfigInvalid(
+            f"memory and root are the same directory: {found}.", "Give the memory tier its own directory."
+        )
     try:
         kind = _find_file_system(found)
         _check_is_free(LocalStore(found), LocalStore(root))
     except OSError as exc:
         raise ConfigInvalid(
-            f"memory={str(found)!r} cannot be looked at: {exc.strerror} ({exc.filename}).",
-            "Name a directory of this user in a tmpfs; `ls -ld` shows whose what is there is.",
+            f"memory={str(found)!r} cannot be read: {exc.strerror} ({exc.filename}).",
+            "Name a directory of this user in a tmpfs; `ls -ld` shows the owner.",
         ) from exc
     # On a disk the tier would write each checkpoint twice, and be no faster.
     if kind not in _OF_MEMORY:
         raise ConfigInvalid(
             f"memory={str(found)!r} lies on a file system of type {kind or 'unknown'}, which is not memory.",
-            f"Name a directory in a tmpfs, {SHARED_MEMORY} say, which memory=True takes.",
+            f"Name a directory in a tmpfs, such as {SHARED_MEMORY}, which memory=True uses.",
         )
     return found
 
@@ -71,17 +73,17 @@ def claim_memory_root(tier: LocalStore, disk: LocalStore) -> None:
     try:
         note_memory_tier(disk, tier.root)
     except ReplicatedCkptError as exc:
-        log.warning("`ls` of the disk will not list the memory tier: %s", one_line(exc))
+        log.warning("`ls` of the disk's root will not show the memory tier: %s", one_line(exc))
 
 
 def _check_is_free(tier: LocalStore, disk: LocalStore) -> None:
     other = find_other_disk(tier, disk)
     if other is not None:
         raise ConfigInvalid(
-            f"memory={str(tier.root)!r} is the memory tier of another store, at {other}: each would load and remove what "
-            "the other one has saved.",
-            "Give each root a directory of its own; or, if that run is over, remove this one first: "
-            f"`rm -r {quote(str(tier.root))}`.",
+            f"memory={str(tier.root)!r} is the memory tier of another store, at {other}. Each would load and remove "
+            "the other's checkpoints.",
+            "Give each root its own directory. If that run is over, remove its tier first: `rm -r "
+            f"{quote(str(tier.root))}`.",
         )
 
 

@@ -103,8 +103,8 @@ class DiskSaveCount:
 
 
 _LEFT = (
-    "%s: the memory tier at %s, which is not used now, has newer checkpoints of this run than this job goes on with. "
-    "To load those, end this job and pass memory= as before. What this job saves is newer than they are."
+    "%s: the unused memory tier at %s has newer checkpoints of this run than the one that this job continues "
+    "from. To load those, end this job and pass memory= as before. Saves of this job are newer than them."
 )
 
 

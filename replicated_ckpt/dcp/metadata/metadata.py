@@ -63,14 +63,14 @@ def decode_metadata(raw: bytes, source: str) -> Metadata:
             return build_metadata(follow(raw), len(raw), dict(_registered))
     except UnknownName as exc:
         hint = _NEWER_TORCH if all(module == "torch" for module, _ in exc.keys) else _REGISTER
-        raise MetadataUnsafe(f"The .metadata from {source} {exc}, which is no part of DCP metadata.", hint) from exc
+        raise MetadataUnsafe(f"The .metadata from {source} {exc}, which DCP metadata does not use.", hint) from exc
     except PickleUnsafe as exc:
         raise MetadataUnsafe(f"The .metadata from {source} {exc}.") from exc
 
 
 _NEWER_TORCH = (
-    f"If that is a dtype, it is of another torch than this {torch.__version__}: load with the version that saved, or "
-    "export there what is needed here (`replicated-ckpt export ... --exclude`)."
+    f"If that is a dtype, this torch ({torch.__version__}) does not have it: load with the version that "
+    "saved, or export there without it (`replicated-ckpt export ... --exclude`)."
 )
 _REGISTER = (
     "If you trust the checkpoint and the class is your own planner's, register it: "

@@ -144,8 +144,9 @@ def _read_metadata(store: LocalStore, checkpoint_id: str, save_id: str) -> Metad
             raw = directory.raw_metadata(manifest)
     except ObjectMissing as exc:
         raise CheckpointNotFound(
-            f"The result of dcp.save for {checkpoint_id} cannot be read: this node has removed or replaced the checkpoint.",
-            "Read it before retention or a later save removes the checkpoint.",
+            f"The metadata that dcp.save returned for {checkpoint_id} can no longer be read: this node has removed or "
+            "replaced the checkpoint.",
+            "Read it before a later save removes the checkpoint.",
         ) from exc
     metadata = decode_metadata_file(manifest.local_metadata(raw), f"{checkpoint_id}/{METADATA_NAME} in {store.root}")
     metadata.storage_meta = StorageMeta(checkpoint_id=checkpoint_id, save_id=save_id)

@@ -29,8 +29,9 @@ log = logging.getLogger(__name__)
 _DOCUMENTATION_ADDRESSES = ("192.0.2.1", "2001:db8::1")
 """No network has them, so their route is the default route. Source: RFC 5737, RFC 3849."""
 _PLAIN_WARNING = (
-    "Nodes talk to each other without encryption, as this Python has no package `cryptography` to make a certificate with. "
-    f"`pip install cryptography` on all nodes; or, where the network is trusted, set {PLAIN_ENV}=1."
+    "Nodes talk to each other without encryption: this Python lacks the package `cryptography`, which makes "
+    f"certificates. Run `pip install cryptography` on all nodes. On a trusted network, set {PLAIN_ENV}=1 "
+    "instead."
 )
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -110,7 +111,7 @@ def register_node(store: LocalStore, domain: str | None, *, is_opening: bool = F
         known = read_endpoint(store.agent_directory())
         if known is None:
             raise
-        log.warning("this node's agent does not answer; the other nodes go on without it: %s", exc)
+        log.warning("this node's agent does not answer, and the others continue without it: %s", exc)
         endpoint, silence = known, str(exc)
     if not (endpoint.tls_sha256 or can_encrypt() or is_loopback(host) or is_network_trusted()):
         warn(_PLAIN_WARNING)
@@ -155,7 +156,10 @@ def register_for_load(store: LocalStore) -> NodePost | None:
                 warn(post.silence)
             return post
         # Another user's agent is never started or asked: the load needs only to read.
-        endpoint, silence = None, f"{store.root} is another user's: it is read, and its agent is not asked."
+        endpoint, silence = (
+            None,
+            f"{store.root} belongs to another user: this process reads it without asking its agent.",
+        )
         if not is_only_read(store):
             endpoint, silence = running_agent(store), f"{store.root} cannot be written, and no agent runs there."
         if endpoint is not None:
@@ -223,8 +227,10 @@ def find_host() -> tuple[str, str]:
         return address, f"the route of {name} to MASTER_ADDR={master}"
     routes = [found for found in map(_source_address, _DOCUMENTATION_ADDRESSES) if found and not _is_link_local(found)]
     if is_bound and not routes:
-        hint = f"Set {HOST_ENV} on each node to an address under which the others reach it, or MASTER_ADDR to another."
-        raise ConfigInvalid(f"{name} reaches MASTER_ADDR={master} from {address} alone, which is link-local.", hint)
+        hint = f"On each node, set {HOST_ENV} to an address under which the others reach it, or change MASTER_ADDR."
+        raise ConfigInvalid(
+            f"{name} reaches MASTER_ADDR={master} only from {address}, which is a link-local address.", hint
+        )
     why = "is link-local" if is_bound else "is itself"
     return next(iter(routes), "127.0.0.1"), f"the default route of {name}, as MASTER_ADDR={master} {why}"
 
@@ -233,7 +239,7 @@ def _host_in(text: str) -> str:
     """The host name or address that a user has written, an IPv6 address with brackets or without."""
     host = text[1:-1] if text.startswith("[") and text.endswith("]") else text
     if not HOST_PATTERN.fullmatch(host):
-        raise ConfigInvalid(f"{HOST_ENV} is no host name and no address: {text!r}.", "Give one, without a port.")
+        raise ConfigInvalid(f"{HOST_ENV} is neither a host name nor an address: {text!r}.", "Give one, without a port.")
     return host
 
 

@@ -70,7 +70,7 @@ def refuse_unloadable_paths(plan: SavePlan) -> None:
         if isinstance(path, tuple) and len(path) > DEPTH_MAX:
             raise ConfigInvalid(
                 f"The entry {fqn[-200:]!r} is nested {len(path)} deep in the state dict, more than {DEPTH_MAX} levels.",
-                "Save it under a shorter path: each dict, list or tuple around it is a level.",
+                "Save it under a shorter path: each dict, list or tuple around it is one level.",
             )
 
 

@@ -81,10 +81,10 @@ def pickle_in(fetch: Fetch, records: Mapping[str, Record]) -> bytes:
     """
     record, order = records.get("data.pkl"), records.get("byteorder")
     if record is None:
-        raise ArchiveDamaged("is a zip container without a pickle")
+        raise ArchiveDamaged("is a zip file without a pickle")
     # Elements of another byte order would come out as wrong numbers.
     if order is not None and bytes(fetch(order.start, order.size)) != b"little":
-        raise ArchiveDamaged("was written by a machine with another order of bytes")
+        raise ArchiveDamaged("was written by a machine with another byte order")
     return bytes(fetch(record.start, record.size))
 
 

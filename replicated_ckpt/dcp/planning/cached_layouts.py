@@ -174,7 +174,7 @@ class CachedLayouts:
         if any(isinstance(one, _LostResults) for one in results):
             self._kept = None
             raise SaveAborted(
-                "A rank refers to the layout of an earlier save, and the coordinator has none of it.",
+                "A rank refers to the layout of an earlier save, which the coordinator does not have.",
                 "Save again: all ranks send their layouts then.",
             )
         kept = self._kept

@@ -15,8 +15,8 @@ class PlansUnknown(ReplicatedCkptError):
     """A rank sent its save plan as unchanged, and the coordinator's planner has no such plan; nothing was saved."""
 
     default_hint = (
-        "Save again: it is planned anew. Give every rank one CachedSavePlanner for all its saves, and make them together; "
-        "or pass no planner."
+        "Save again: DCP then plans anew. Give every rank one CachedSavePlanner for all its saves, used "
+        "together; or pass no planner."
     )
 
 
@@ -25,7 +25,7 @@ class CachedWriteItems(list[WriteItem]):
 
     def __iter__(self) -> Iterator[WriteItem]:
         raise PlansUnknown(
-            "A rank kept its plan back, as it is that of the save before; the coordinator has none of it."
+            "A rank sent no plan, as it is the same as for its last save; but the coordinator does not have that plan."
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -59,7 +59,7 @@ class CachedReadItems(list[ReadItem]):
 
     def __iter__(self) -> Iterator[ReadItem]:
         raise ConfigInvalid(
-            "A rank keeps its plan, as its planner is one that leaves plans as they are; this rank's planner is another.",
+            "A rank sends only names, as its planner changes no plans; but this rank's planner is of another class.",
             "Pass planners of one class to `dcp.load` on all ranks.",
         )
 

@@ -96,8 +96,8 @@ class OptimizerMatch:
         saved = len({name.partition(".")[0] for name in self._names.under(prefix)})
         if saved > now:
             raise ConfigInvalid(
-                f"An optimizer has {plural(now, 'parameter group')}, and the one in the checkpoint has {saved}.",
-                "Add the groups before the load, in the same order: those that training adds later, too.",
+                f"An optimizer has {plural(now, 'parameter group')}, but the one in the checkpoint has {saved}.",
+                "Add the groups before the load, in the same order, including those that training adds later.",
             )
 
     def _make_others(self, asked: dict[Any, Any], prefix: str, names: list[str]) -> dict[str, torch.Tensor | None]:

@@ -118,7 +118,7 @@ def restore_random(states: dict[str, Any]) -> None:
                 torch.cuda.set_rng_state(state, device)
     # A forged state fails in the generators' own code in any of these ways.
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RuntimeError) as exc:
-        detail = f"they are no states of generators: {type(exc).__name__}: {exc}"
+        detail = f"they are not states of generators: {type(exc).__name__}: {exc}"
         raise ObjectCorrupt("this checkpoint", "load", "the random states of this rank", one_line(detail, 300)) from exc
 
 
@@ -173,20 +173,20 @@ def unpack(raw: bytes, name: str, *, trust_pickles: bool = False) -> Any:
 
 OnOtherWorld = Literal["raise", "keep"]
 _RANDOM = "random"
-_NOT_OURS = "Load a checkpoint whose state had a RankState at this place, or leave it out of the state that is loaded."
+_NOT_OURS = "Load a checkpoint whose state has a RankState at this place, or leave it out of the loaded state."
 
 
 class WorldSizeChanged(ReplicatedCkptError):
     """A RankState was saved by another number of ranks. Tensors are loaded by then, and entries with earlier keys."""
 
     default_hint = (
-        'Start as many ranks as saved, or pass RankState(on_other_world="keep"): generators and data then stay as the '
-        "program set them."
+        'Start as many ranks as saved. Or pass RankState(on_other_world="keep"): generators and data loaders '
+        "then stay as the program set them."
     )
 
     def __init__(self, saved: Sequence[int], now: int) -> None:
         by = " or ".join(str(world) for world in saved)
-        had = f"The checkpoint has what each of {by} ranks had for itself" if by else "The checkpoint has no RankState"
+        had = f"The checkpoint has the own state of each of {by} ranks" if by else "The checkpoint has no RankState"
         super().__init__(f"{had}, and {now} {'rank loads' if now == 1 else 'ranks load'} it.")
         self.args = (tuple(saved), now)
         self.saved = tuple(saved)
@@ -220,9 +220,9 @@ class RankState(Stateful):
         lacking = [name for name, part in parts.items() if not isinstance(part, Stateful)]
         if lacking or _RANDOM in parts:
             raise ConfigInvalid(
-                f"Parts of a RankState have state_dict and load_state_dict, and are not called {_RANDOM!r}: "
+                f"Parts of a RankState need state_dict and load_state_dict, and must not be called {_RANDOM!r}: "
                 f"{', '.join(lacking or [_RANDOM])}.",
-                "A plain DataLoader has neither: wrap it in ReplayedLoader, or take torchdata's StatefulDataLoader.",
+                "A plain DataLoader has neither: wrap it in ReplayedLoader, or use torchdata's StatefulDataLoader.",
             )
         self._on_other_world = on_other_world
         self._trust_pickles = trust_pickles
@@ -254,9 +254,9 @@ class RankState(Stateful):
             )
         if saved.keys() - {_RANDOM} != self._parts.keys():
             raise ConfigInvalid(
-                f"The checkpoint has {_list_names(saved.keys() - {_RANDOM})} of this rank, and this RankState has "
+                f"The checkpoint has {_list_names(saved.keys() - {_RANDOM})} of this rank, but this RankState has "
                 f"{_list_names(self._parts)}.",
-                "Make the RankState with the parts that it was saved with.",
+                "Make the RankState with the same parts as in the save.",
             )
         # Parts before generators: a data loader draws numbers while it is set.
         for part, value in self._parts.items():

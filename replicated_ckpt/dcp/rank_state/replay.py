@@ -168,8 +168,8 @@ class ReplayedLoader(Stateful):
         saved, now = self._start.get("epochs"), self._epochs()
         if saved is not None and saved != now:
             warn(
-                f"A data loader goes on with its sampler at epoch {now!r}, and was saved at epoch {saved!r}: the order of "
-                "its samples may differ. Call set_epoch with the saved epoch before the first batch."
+                f"A data loader continues with its sampler at epoch {now!r}, but was saved at epoch {saved!r}: the order "
+                "of its samples may differ. Call set_epoch with the saved epoch before the first batch."
             )
 
     def _loader_and_samplers(self) -> list[Any]:

@@ -67,4 +67,4 @@ def call_back(function: Callable[[Any], object] | None, report: object) -> None:
     try:
         function(report)
     except (Exception, CheckpointException):  # DCP's own is no Exception
-        log.exception("%r raised; its save or load is not affected", function)
+        log.exception("%r raised an exception; the save or load that it reports is not affected", function)

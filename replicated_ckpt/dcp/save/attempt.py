@@ -317,7 +317,7 @@ class SaveAttempt:
         """Called when the ranks cannot meet any more: the coordinator aborts an undecided save, and this rank closes it."""
         try:
             if self._is_undecided:
-                self._abort("the ranks cannot meet any more: one of them has ended, or left a collective")
+                self._abort("the ranks no longer meet: one of them has ended, or left a collective")
         finally:
             self.close()
 
@@ -377,8 +377,8 @@ class SaveAttempt:
         own_node = decision.node_of(self._world.rank).node_id
         addresses = [] if self._world.blackboard is None else [node.address for node in decision.nodes]
         check_gives_way(self._store, own_node, addresses, decision.checkpoint_id)
-        log.warning("%s exists, and parts of it are lost: it is saved anew", decision.checkpoint_id)
-        self._cluster.abort(decision.save_id, "it is opened again, over a checkpoint that is lost")
+        log.warning("%s exists, but parts of it are lost: it is saved anew", decision.checkpoint_id)
+        self._cluster.abort(decision.save_id, "it is opened again, to replace a lost checkpoint")
         # A new id: nodes remember the aborted one, and never open it again.
         self._decision = replace(decision, save_id=uuid.uuid4().hex, overwrite=True)
         return self._begin(self._decision)

@@ -34,8 +34,8 @@ PROBE_S = 15.0
 GIVE_UP_S = 120.0
 """`wait_for_upload` ends for a bucket of which every try has failed for that long."""
 _POLL_FIRST_S, _POLL_MAX_S, _POLL_SHARE = 0.02, 1.0, 0.05
-"""The pause is this share of the time waited so far, so that a wait takes at most so much longer than the upload."""
-_GONE = "this node has nothing of it any more: it was aborted, replaced or removed."
+"""The agent is asked again after this share of the time that was waited so far: so much longer a wait takes at most."""
+_GONE = "this node no longer has it: it was aborted, replaced or removed."
 
 
 def check_timeout(timeout_s: object) -> float:
@@ -87,13 +87,13 @@ class ObjectTier:
         if self._target.is_process_local:
             if world_size > 1:
                 raise ConfigInvalid(
-                    f"{self._target.url} is memory of one process, and there are {world_size} ranks.", _SHARED
+                    f"{self._target.url} is in the memory of one process, but there are {world_size} ranks.", _SHARED
                 )
             return []
         try:
             ask_agent(self._store, "POST", "/v1/object/target", self._target.to_json())
         except ReplicatedCkptError as exc:
-            return [f"this node's agent did not take the object store: {exc}"]
+            return [f"this node's agent has no access to the object store: {exc}"]
         return []
 
     def probe(self, checkpoint_id: str, *, is_on_nodes: bool, overwrite: bool) -> Probed:
@@ -199,7 +199,7 @@ class ObjectTier:
                         self._awaited.pop(save_id, None)
                 raise UploadFailed(checkpoint_id, state.url, state.error)
             if time.monotonic() > deadline:
-                why = state.error or "the time-out is over, and its upload goes on."
+                why = state.error or "the time-out expired; its upload continues."
                 raise UploadFailed(checkpoint_id, state.url, why)
             waited_s = time.monotonic() - began
             time.sleep(min(_POLL_MAX_S, max(_POLL_FIRST_S, _POLL_SHARE * waited_s)))

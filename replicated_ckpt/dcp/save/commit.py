@@ -117,7 +117,7 @@ def _list_late(committed: Committed, decision: SaveDecision) -> list[str]:
     """The nodes that have not published it, with the reason, unless that was reported when the save began."""
     return [
         f"node {node} has not published the checkpoint yet"
-        + ("; it does when it is reached" if node in decision.unreached else f": {error}")
+        + ("; it does so once it is reached" if node in decision.unreached else f": {error}")
         for node, error in committed.error_by_node.items()
     ]
 
@@ -125,7 +125,7 @@ def _list_late(committed: Committed, decision: SaveDecision) -> list[str]:
 def _list_dropped(committed: Committed, receipts: Sequence[Receipt]) -> list[str]:
     """The copies that a node had acknowledged, and did not publish with the save."""
     return [
-        f"node {node} has quarantined its copy of {shard.name}: its bytes differ from the saved ones"
+        f"node {node} has moved its copy of {shard.name} aside: its bytes differ from the saved ones"
         for receipt in receipts
         for shard in receipt.shards
         for node in shard.holders
@@ -296,7 +296,7 @@ def _check_reached(manifest: Manifest, committed: Committed, *, must_have_all: b
 def _hint_for(silent: Collection[str]) -> str | None:
     """The next step where nodes did not publish a save that is decided."""
     nodes = " and ".join(f"node {node}" for node in sorted(silent))
-    comes = "the checkpoint is there with the next save or load; the one before it loads now"
+    comes = "the next save or load publishes the checkpoint; until then the previous one loads"
     return f"Bring back {nodes}: {comes}." if nodes else None
 
 

@@ -76,10 +76,10 @@ def open_unheard(store: LocalStore, decision: SaveDecision, host: str) -> None:
             f"the agent of node {store.read_node_id()} ({host})",
             "open",
             decision.checkpoint_id,
-            f"it did not answer when the save began. This node alone knows save {max(heard, here)} of the run, "
-            f"and this would be save {decision.sequence}: loads would take the older state.",
-            "Save again, which asks the agent anew. While that does not answer, load the newest checkpoint first: "
-            "this process counts on from there.",
+            f"it did not answer when the save began. Only this node has save {max(heard, here)} of the run, and this "
+            f"would be save {decision.sequence}: loads would take the older state.",
+            "Save again, which asks the agent again. If it still does not answer, load the newest checkpoint first: "
+            "this process then counts from there.",
         )
     store.begin(decision.intent)
 
@@ -107,8 +107,9 @@ def _describe_replaced(decision: SaveDecision, named: AbstractSet[str], seen: Se
     _replaced_runs.update(others)
     listed = " and ".join(f"run {name!r}" if name else "no run, without a readable manifest" for name in sorted(others))
     problem = (
-        f"this save replaces the checkpoint {decision.checkpoint_id!r} of {listed}, which this process has neither loaded "
-        "nor saved. To refuse such a save pass overwrite=False; to continue that run load its checkpoint first"
+        f"this save replaces the checkpoint {decision.checkpoint_id!r} of {listed}, which this process has "
+        "neither loaded nor saved. To refuse such a save, pass overwrite=False. To continue that run, load its "
+        "checkpoint first"
     )
     return [problem]
 
@@ -123,7 +124,7 @@ def _find_conflicting_runs(checkpoint_id: str, lineage: str, histories: Historie
     _told.add((scope, frozenset(others)))
     listed = ", ".join(repr(name) for name in sorted(others))
     problem = (
-        f"checkpoints of other runs (lineage {listed}) lie in the same directory of ids as this save's "
-        f"(lineage {lineage!r}); they are neither counted nor removed. Give each run a directory of its own"
+        f"checkpoints of other runs (lineage {listed}) lie in this save's directory of ids (lineage {lineage!r}). "
+        "This run neither counts nor removes them. Give each run its own directory"
     )
     return [problem]

@@ -32,8 +32,8 @@ class Retaining:
             return []
         self._is_warned = True
         told = (
-            f"retention counts the checkpoints of one directory of ids. {checkpoint_id!r} is named as if each step had a "
-            f"directory of its own: then it removes none. Give each series a directory: {better!r}."
+            f"retention counts the checkpoints of one directory of ids. With {checkpoint_id!r} each step has its own "
+            f"directory, so retention removes nothing. Give each series a directory: {better!r}."
         )
         return [told]
 

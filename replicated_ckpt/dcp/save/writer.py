@@ -47,7 +47,7 @@ from replicated_ckpt.errors import ConfigInvalid, StoreUnavailable
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.local.store import LocalStore
 
-_GOES_ON = "It goes on: wait again, or longer."
+_GOES_ON = "The upload continues: wait again, or longer."
 
 
 @make_picklable
@@ -273,16 +273,16 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
         await_turn(world.group_name)
         if self._stager.is_of_group() and world.blackboard is None:  # else each rank would save its part as the whole
             raise ConfigInvalid(
-                f"The asynchronous save of {self.checkpoint_id!r} is lost: the process groups in which its ranks meet were "
-                "destroyed before it had begun.",
+                f"The asynchronous save of {self.checkpoint_id!r} is lost: its process groups were destroyed before it "
+                "had begun.",
                 "Wait for its future on every rank before destroy_process_group.",
             )
         # DCP's deprecated calls may name another coordinator: the ranks would wait for rank 0's decision in vain.
         if is_coordinator != world.is_coordinator:
             raise ConfigInvalid(
-                f"DCP coordinates from another rank than rank 0 of the group of {world.size} ranks.",
-                "Pass ReplicatedWriter(process_group=...) the group that is passed to dcp.save, and leave the "
-                "coordinator_rank of the deprecated save_state_dict at 0.",
+                f"DCP coordinates from a rank that is not rank 0 of the group of {world.size} ranks.",
+                "Pass ReplicatedWriter(process_group=...) the same group as dcp.save, and leave coordinator_rank of the "
+                "deprecated save_state_dict at 0.",
             )
         self._attempt = SaveAttempt(self._parts, world, self._given_id, notes, self._keep_report)
         world.watch_call(self._attempt.break_off)
@@ -342,7 +342,7 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
         try:
             self._stager.wait_for_staging(timeout_s)
         except TimeoutError as exc:
-            why = f"the save is under way after {timeout_s:g} s"
+            why = f"the save is not finished after {timeout_s:g} s"
             raise StoreUnavailable(f"store {self.config.root}", "wait", self.checkpoint_id, why, _GOES_ON) from exc
         if ack not in (None, "object"):
             return ()
@@ -360,7 +360,7 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
         assert attempt is not None, "DCP calls set_up_storage_writer first"
         # Attempt and staging are one save's: two threads would mix their shards.
         if attempt.thread != threading.get_ident():
-            raise ConfigInvalid(f"Two threads save with {self!r} at once.", "Give each thread a writer of its own.")
+            raise ConfigInvalid(f"Two threads save with {self!r} at once.", "Give each thread its own writer.")
         return attempt
 
     @property

@@ -109,7 +109,7 @@ class Segment:
             try:
                 self._pinned = PinnedPages(memoryview(self._memory))
             except MemoryError as exc:
-                log.warning("%s. A GPU copies more slowly to what is not pinned.", exc)
+                log.warning("%s. A GPU copies more slowly to unpinned memory.", exc)
 
     def _ask_for_huge_pages(self) -> None:
         with contextlib.suppress(OSError):  # not every kernel has them for shared memory
@@ -138,7 +138,7 @@ def lease_segment(size_bytes: int, available_bytes: Callable[[], int]) -> memory
         try:
             if missing > 0 and missing > (available := available_bytes()):
                 raise StagingRefused(
-                    f"A copy of the state takes {missing:,} more bytes of memory, and this rank may take {available:,}."
+                    f"A copy of the state needs {missing:,} more bytes of memory, but this rank may take {available:,}."
                 )
             if found is not None:
                 idle.remove(found)
@@ -147,7 +147,7 @@ def lease_segment(size_bytes: int, available_bytes: Callable[[], int]) -> memory
             return _prepare(found, size_bytes).lease()
         except (OSError, MemoryError) as exc:  # any other error of one rank leaves the others waiting
             raise StagingRefused(
-                f"A copy of the state takes {missing:,} more bytes of memory, and the system gives none: {exc}."
+                f"A copy of the state needs {missing:,} more bytes of memory, but the system gives none: {exc}."
             ) from exc
 
 

@@ -57,14 +57,14 @@ class _SaveBehind:
         error = None if future.cancelled() else future.exception()
         if error is not None:
             self._failure = describe_failure(error)
-            log.warning("an asynchronous save of this rank has failed, as its future reports: %s", self._failure)
+            log.warning("an asynchronous save of this rank failed, as its future also reports: %s", self._failure)
 
     def wait_for_end(self, timeout_s: float) -> None:
         future = self._find()
         if future is not None:
             future.result(timeout_s)
         elif self._failure:
-            raise RankFailed(f"The last asynchronous save has failed: {self._failure}")
+            raise RankFailed(f"The last asynchronous save failed: {self._failure}")
 
     def is_over(self) -> bool:
         future = self._find()

@@ -197,7 +197,7 @@ class StateCopy:
         """
         if self._memory is None:
             return value
-        raise StagingRefused(f"The state is not copied, as {why.rstrip('.')}.")
+        raise StagingRefused(f"The state is not copied: {why.rstrip('.')}.")
 
 
 def _like(tensor: torch.Tensor, copied: torch.Tensor) -> torch.Tensor:

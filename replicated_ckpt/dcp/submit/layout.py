@@ -18,7 +18,7 @@ BETWEEN_BYTES_MAX = 256 << 20
 class TooMuchElsewhere(ReplicatedCkptError):
     """Most of a shard does not lie in the staged copy: it cannot be submitted."""
 
-    default_hint = "The rank writes the shard itself; nothing is to be done."
+    default_hint = "The rank writes the shard itself. No action is needed."
 
 
 class ShardLayout:

@@ -25,15 +25,15 @@ log = logging.getLogger(__name__)
 
 _TRIES = 3
 _PAUSE_S = 0.3
-LOG_HINT = "Look at ROOT/.agent/log for the end of the agent; then save again."
+LOG_HINT = "Read ROOT/.agent/log for what happened to the agent; then save again."
 
 
 class AgentSilent(StoreUnavailable):
     """This node's agent was asked to end the save and answers no more: the save may be committed by it, or not."""
 
     default_hint = (
-        "The next save or load settles it. On rank 0's node `replicated-ckpt status --root ROOT` shows if the agent is "
-        "stopped, and ROOT/.agent/log why it ended."
+        "The next save or load completes or aborts it. On rank 0's node, `replicated-ckpt status --root ROOT` "
+        "shows whether the agent is stopped; ROOT/.agent/log has the cause."
     )
 
 
@@ -52,7 +52,7 @@ def finish_by_agent(store: LocalStore, outline: Outline, start_agent: Callable[[
         except (StoreUnavailable, ObjectMissing) as exc:  # it was started again, and has no record of the save
             if tries_left == 0:
                 raise AgentSilent("this node's agent", "finish", outline.manifest.save_id, exc.message) from exc
-            log.warning("this node's agent is asked again to finish the save: %s", exc)
+            log.warning("asks this node's agent again to finish the save: %s", exc)
         time.sleep(_PAUSE_S)
         try:
             start_agent()

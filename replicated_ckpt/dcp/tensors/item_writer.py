@@ -82,11 +82,11 @@ def _alone_in_its_storage(tensor: torch.Tensor) -> torch.Tensor:
 
 ALIGNMENT_BYTES = 64
 _PADDING = memoryview(bytes(ALIGNMENT_BYTES))
-_PLANNER_HINT = "Correct resolve_data of the planner that is passed to dcp.save."
-_META_HINT = "Give its module memory (`to_empty`) and values before it is saved, or leave it out of the state."
+_PLANNER_HINT = "Correct resolve_data of the planner that you pass to dcp.save."
+_META_HINT = "Give its module memory (`to_empty`) and values before the save, or leave it out of the state."
 _FREED_HINT = (
-    "Save it while it has its values: FSDP, say, frees whole parameters as long as they are not computed with. Of zeros "
-    "that autograd has made, which never have memory, save a clone."
+    "Save it while it has its values: FSDP, for example, frees whole parameters between computations. Save a "
+    "clone of zeros that autograd has made, which never have memory."
 )
 
 
@@ -107,7 +107,7 @@ class ItemWriter:
         except ReplicatedCkptError:
             raise
         except Exception as exc:
-            exc.add_note(f"It was raised for the entry {item.index.fqn!r} of the state dict.")
+            exc.add_note(f"The entry {item.index.fqn!r} of the state dict raised it.")
             raise
 
     def _write(self, stream: Stream, item: WriteItem, planner: SavePlanner) -> tuple[int, int]:

@@ -71,7 +71,7 @@ def test_an_entry_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
     said = {
         "is on the meta device": torch.empty(3, device="meta"),
-        "raised for the entry": torch.ones(3).as_subclass(Local),
+        "The entry": torch.ones(3).as_subclass(Local),
     }
     for text, odd in said.items():
         state = {"model": {"odd": odd, "even": torch.ones(3)}, "none": torch.empty(0, device="meta")}

@@ -169,7 +169,7 @@ def test_a_load_of_what_stock_torch_wrote_says_that_newer_ones_are_lost(tmp_path
     lost = tmp_path / "step-2" / SHARD
     kept = lost.read_bytes()
     lost.unlink()
-    with pytest.warns(ReplicatedCkptWarning, match=f"step-1 has no manifest.* newer ones are there: .*step-2.*{SHARD}"):
+    with pytest.warns(ReplicatedCkptWarning, match=f"step-1 has no manifest.* newer ones exist: .*step-2.*{SHARD}"):
         assert load(tmp_path) == 1.0
     lost.write_bytes(kept)
     assert load(tmp_path) == 2.0

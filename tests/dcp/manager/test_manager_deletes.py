@@ -108,5 +108,5 @@ def test_a_step_that_cannot_be_named_is_not_said_to_be_deleted(root: Path) -> No
         dcp.save(state(7), storage_writer=dcp.FileSystemWriter(root / "step-7"), no_dist=True)
         with pytest.raises(StoreUnavailable, match="step-7") as raised:
             manager.delete(7)
-        assert "remove on each node" in raised.value.hint
+        assert "by hand, on each node" in raised.value.hint
         assert (root / "step-7" / ".metadata").exists()

@@ -142,7 +142,9 @@ def test_on_save_in_the_background_calls_no_method(root: Path) -> None:
             "close": manager.close,
         }
         for name, call in calls.items() if report.checkpoint_id == "step-2" else ():
-            with pytest.raises(ConfigInvalid, match=rf"{name} was called by on_save") as raised:
+            with pytest.raises(
+                ConfigInvalid, match=rf"on_save of an asynchronous save called CheckpointManager.{name}"
+            ) as raised:
                 call()
             refused[name] = raised.value.hint
 

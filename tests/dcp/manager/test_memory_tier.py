@@ -622,7 +622,7 @@ def test_the_usual_place_is_believed_whatever_the_umask(
 
 def test_a_place_that_cannot_be_looked_at_is_named(tmp_path: Path) -> None:
     """Another user's directory, say: the error is ours, and says which."""
-    with pytest.raises(ConfigInvalid, match="cannot be looked at"):
+    with pytest.raises(ConfigInvalid, match="cannot be read"):
         find_memory_root(tmp_path, SHARED_MEMORY / ("x" * 300))
 
 

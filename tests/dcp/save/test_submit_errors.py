@@ -57,7 +57,7 @@ def test_an_agent_that_stays_away_is_silent(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_shard_that_lies_elsewhere_is_not_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rank writes it itself then, and the hint says that nothing is to be done."""
+    """The rank writes it itself then, and the hint states that no action is needed."""
     monkeypatch.setattr(layout, "BETWEEN_BYTES_MAX", 8)
     shard = ShardLayout(memoryview(bytearray(16)))
     try:
@@ -66,7 +66,7 @@ def test_a_shard_that_lies_elsewhere_is_not_handed_over(monkeypatch: pytest.Monk
             shard.write(memoryview(b"9"))
     finally:
         shard.close()
-    assert "nothing is to be done" in raised.value.hint
+    assert "No action is needed" in raised.value.hint
 
 
 def test_a_shard_for_which_there_is_no_memory_is_not_handed_over() -> None:

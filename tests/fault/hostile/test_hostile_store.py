@@ -124,7 +124,7 @@ def sparse_shard(directory: Path, kind: str) -> VerifiedShard:
 def test_an_item_of_a_terabyte_is_a_bad_copy(tmp_path: Path, kind: str) -> None:
     """One for which there is no memory is an error of that copy, after which a load asks the next one."""
     reader = sparse_shard(tmp_path, kind).open()
-    with memory_at_most(1 << 30), pytest.raises(ObjectCorrupt, match=f"item of {TERABYTE} bytes is more than there"):
+    with memory_at_most(1 << 30), pytest.raises(ObjectCorrupt, match=f"item of {TERABYTE} bytes does not fit"):
         reader.read(0, TERABYTE)
     reader.close()
 

@@ -110,4 +110,4 @@ def test_a_rank_that_does_not_come_is_named(cluster_of: ClusterOf) -> None:
     for number, (verb, late) in enumerate(LATE):
         said = [line for lines in results.of(number) for line in lines]
         assert len(said) == 1, (verb, late, said)
-        assert said[0].endswith(f" for ranks {late}, which are busy or have not called it"), (verb, late, said)
+        assert said[0].endswith(f" for ranks {late}, which are busy or have not made this call"), (verb, late, said)

@@ -31,7 +31,7 @@ class DirectoryFetcher:
                         want.take(self._read(fd, want))
                     # The length comes from .metadata, which anyone may have written.
                     except MemoryError as exc:
-                        detail = f"an item of {want.length} bytes is more than there is memory for"
+                        detail = f"an item of {want.length} bytes does not fit into memory"
                         raise StoreError(str(self._directory), "read", shard, detail, _HINT_LARGE) from exc
 
     def _open(self, shard: str) -> int:
@@ -67,16 +67,16 @@ class DirectoryFetcher:
         """Does nothing: every file was closed after its use."""
 
 
-_NAME_DIRECTORY = "Name the directory with the .metadata in it: the checkpoint's own, not the one above."
+_NAME_DIRECTORY = "Name the directory that contains .metadata: the checkpoint's own, not the one above."
 _HINT = "All files of the checkpoint must lie in this directory: gather them from the nodes that wrote them."
 _HINT_SHORT = "It was cut off: copy it again from the node that wrote it."
 _HINT_LARGE = "Convert it on a host with more memory, or leave the item out with --exclude."
 _HINT_READ = (
-    "Let this user read it (`ls -l` shows whose it is); if it is too large, convert it on a host with more memory."
+    "Let this user read it (`ls -l` shows the owner). If it is too large, convert it on a host with more memory."
 )
 
 
-_HINT_LINK = "Links are not followed: copy the file here in its place, or name the directory that it leads to."
+_HINT_LINK = "Links are not followed: copy the file here in its place, or name the directory that the link points to."
 
 
 def _make_read_error(directory: Path, name: str, exc: OSError | MemoryError) -> StoreError:
@@ -95,7 +95,7 @@ def dcp_directory(path: Path) -> ItemsSource:
     try:
         raw = read_plain(path / METADATA_NAME, FILE_BYTES_MAX, os.O_NOFOLLOW)
     except (FileNotFoundError, NotADirectoryError) as exc:
-        raise ConfigInvalid(f"{path} holds no .metadata: it is no DCP checkpoint.", _NAME_DIRECTORY) from exc
+        raise ConfigInvalid(f"{path} holds no .metadata, so it is not a DCP checkpoint.", _NAME_DIRECTORY) from exc
     except (OSError, MemoryError) as exc:
         raise _make_read_error(path, METADATA_NAME, exc) from exc
     return ItemsSource(decode_metadata(raw, str(path)), DirectoryFetcher(path), str(path))

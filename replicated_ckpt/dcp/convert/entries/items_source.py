@@ -25,7 +25,7 @@ _END_BYTES = 4096
 """Bytes that are read at each end of a large tensor's container; around the elements there is about 1 KiB."""
 _HINT_DAMAGED = "It is damaged, or its save never ended: convert another checkpoint."
 _HINT_ITEM = "Convert another checkpoint, or leave this entry out with --exclude."
-_HINT_TRANSFORMED = "Load it with a reader for these transforms, save it without them, and convert that."
+_HINT_TRANSFORMED = "Load it with the reader that applies the transforms, save it without them, and convert that."
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,8 @@ class ItemsSource:
         for info, least in zip(infos, least_bytes, strict=True):
             if getattr(info, "transform_descriptors", None):
                 raise ConfigInvalid(
-                    f"{self._label} was saved through stream transforms, which are not read.", _HINT_TRANSFORMED
+                    f"{self._label} was saved through stream transforms, which this package does not read.",
+                    _HINT_TRANSFORMED,
                 )
             # A hostile .metadata may describe a huge tensor in a small file: its memory is taken before it is read.
             if info.length < least:
@@ -150,7 +151,7 @@ class ItemsSource:
         # Intact bytes of another tensor: copied, they would be wrong numbers without a word.
         if tuple(tensor.shape) != chunk.sizes or tensor.dtype != entry.dtype:
             raise ObjectCorrupt(
-                self._label, "convert", entry.key, "it is another tensor than .metadata describes", _HINT_ITEM
+                self._label, "convert", entry.key, "it is a different tensor than .metadata describes", _HINT_ITEM
             )
         check_plain(entry.key, tensor)
         return tensor
