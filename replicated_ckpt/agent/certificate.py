@@ -57,7 +57,10 @@ class ShownCertificate:
         try:
             context, sha256 = server_context(certificate, key), fingerprint(certificate)
         except ConfigInvalid as exc:
-            log.warning("the certificate files have changed and cannot be used, so the one before is kept: %s", exc)
+            log.warning(
+                "the files of the certificate changed, but are not usable; the agent keeps the previous certificate: %s",
+                exc,
+            )
             return
         # Key and certificate are two files: a renewal in between would pair an old key with a new certificate.
         if self._look() != seen:
@@ -107,9 +110,7 @@ def certificate_of(config: AgentConfig, directory: Path) -> tuple[str, str] | No
     if is_loopback(config.host):
         return None
     if not can_encrypt():
-        log.warning(
-            "traffic to other nodes is not encrypted: the package `cryptography` is not installed. %s", PLAIN_HINT
-        )
+        log.warning("traffic to other nodes is not encrypted, as the package `cryptography` is missing. %s", PLAIN_HINT)
         return None
     with translate_errors(str(directory), "write", CERTIFICATE_NAME):
         write_file(path, _make(), mode=0o600)  # it holds the private key
@@ -121,7 +122,7 @@ def _read_kept(path: Path) -> tuple[str, str]:
     try:
         fingerprint(str(path))
     except ConfigInvalid as exc:
-        hint = f"Remove {path}: a new one is made, and the other nodes learn of it with the next save or load."
+        hint = f"Remove {path}: the agent makes a new one, and the next save or load announces it to the other nodes."
         raise ConfigInvalid(exc.message, hint) from exc
     return str(path), str(path)
 
@@ -134,7 +135,7 @@ def _make() -> bytes:
         from cryptography.hazmat.primitives import hashes, serialization
         from cryptography.hazmat.primitives.asymmetric import ec
     except ImportError as exc:
-        raise ConfigInvalid(f"No certificate can be made: {exc}.", PLAIN_HINT) from exc
+        raise ConfigInvalid(f"The certificate cannot be made: {exc}.", PLAIN_HINT) from exc
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, _NAME)])
     begin = dt.datetime.now(dt.UTC) - dt.timedelta(days=1)  # clocks differ

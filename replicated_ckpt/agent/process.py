@@ -185,8 +185,8 @@ class Agent:
         if pid is not None:
             state = f"; it is stopped: `kill -CONT {pid}`" if is_stopped(pid) else ""
             log.warning(
-                "waits for the agent that ranks have started for %s (process %d) to finish its open saves and to leave, "
-                "for %.0f s at most%s",
+                "waits for the agent that ranks started for %s (process %d) to complete its open saves and exit, for at "
+                "most %.0f s%s",
                 self.config.root,
                 pid,
                 LEAVE_WITHIN_S,
@@ -254,7 +254,7 @@ class Agent:
                     break
             Draining(self._service, self._hurry).run(self.config.drain_s, told_at)
         except (ReplicatedCkptError, OSError) as exc:  # of the node's own disk: what is left the next start settles
-            log.error("leaves although it cannot read which saves are open: %s", exc)  # noqa: TRY400 - it explains itself
+            log.error("exits without knowing what is unfinished: %s", exc)  # noqa: TRY400 - it explains itself
 
     def _open_server(self, identity: Identity) -> AgentServer:
         objects = ObjectRoutes(self._service, self._uploader)
@@ -299,8 +299,8 @@ class Agent:
                 said = ""
             except (ReplicatedCkptError, OSError, MemoryError) as exc:
                 why = str(exc) or repr(exc)
-                if why != said:  # once, not twice a second
-                    log.warning("cannot see whether its root and its clients are there: %s", why)
+                if why != said:
+                    log.warning("cannot check its root and its clients: %s", why)
                 said = why
                 # A root that can never be read again must not keep an idle agent for ever.
                 idle_exit_s = self.config.idle_exit_s
@@ -315,14 +315,14 @@ class Agent:
         """
         # Serving on would write where no process looks, or into the root of another agent.
         if not lock.is_in_place():
-            log.warning("the root %s was removed, or another one lies there now", self.config.root)
+            log.warning("the root %s was removed or replaced by another one", self.config.root)
             return True
         self._keep_endpoint_shown(directory)
         if self.config.idle_exit_s is None:
             return False
         # An operator's agent waits for this lock: it has the options that the ranks' agent lacks.
         if has_one_to_stay(directory):
-            log.info("another agent, which is to stay, serves %s from now on", self.config.root)
+            log.info("a permanent agent serves %s from now on", self.config.root)
             self._stopping.set()
             return True
         if self._is_working() or has_clients(directory) or awaits_settling(self._service):
@@ -331,7 +331,7 @@ class Agent:
         # New clients are locked out first: a rank must not take an agent for its own that has decided to leave.
         is_idle = self._activity.idle_s() > self.config.idle_exit_s and shut_out_clients(directory)
         if is_idle:
-            log.info("no client and no work for %.0f s", self.config.idle_exit_s)
+            log.info("no client and no work for %.0f s: exits", self.config.idle_exit_s)
         return is_idle
 
     def _is_working(self) -> bool:
@@ -352,10 +352,10 @@ class Agent:
         try:
             write_endpoint(directory, shown)
         except OSError as exc:
-            log.warning("the endpoint file of this agent cannot be written: %s", exc)
+            log.warning("the file with this agent's address cannot be written again: %s", exc)
             return
         if shown == self._endpoint:
-            log.warning("the endpoint file of this agent was removed or changed; it is written again")
+            log.warning("the file with this agent's address was removed or changed; it is written again")
             return
         self._endpoint = shown
         # Peers pin the certificate, and only the last few earlier ones are still shown to them.

@@ -56,7 +56,7 @@ def test_the_opening_of_an_earlier_save_ends_no_later_one(agents: list[RunningAg
     stores[1].begin(Intent(LATER, "step-b", "s", False, coordinator=first.endpoint.node_id))
     with stores[0].lock_save(LATER), stores[1].lock_save(LATER):
         second.signal(signal.SIGCONT)
-        is_seen = lambda: "waits for no answer" in log_of(second) or stores[1].is_staged(EARLIER)  # noqa: E731
+        is_seen = lambda: "no longer waits for an answer" in log_of(second) or stores[1].is_staged(EARLIER)  # noqa: E731
         wait_for(is_seen, ANSWER_S, "the agent goes on")
         with second.client() as client:
             assert client.call("GET", f"/v1/saves/{EARLIER}")["state"] == "unknown"
@@ -80,7 +80,8 @@ def test_a_shard_that_its_rank_writes_by_now_is_not_taken(
         with FileSink.create(store.path_of_staged(LATER, SHARD)) as sink:
             sink.write(memoryview(b"the rank's"))
             second.signal(signal.SIGCONT)
-            is_seen = lambda: "waits for no answer" in log_of(second) or store.path_of_staged(LATER, SHARD).exists()  # noqa: E731
+            said, staged = "no longer waits for an answer", store.path_of_staged(LATER, SHARD)
+            is_seen = lambda: said in log_of(second) or staged.exists()  # noqa: E731
             wait_for(is_seen, ANSWER_S, "the agent goes on")
             sink.finish_durably()
         assert store.path_of_staged(LATER, SHARD).read_bytes() == b"the rank's"

@@ -83,5 +83,5 @@ def test_the_other_checkpoints_are_looked_after(lose: Callable[[str], LocalStore
     if kind == "shard":
         assert service.holdings("step-2")[0].damaged == (shard(0),)
         return
-    with pytest.raises(ManifestInvalid, match="cannot tell what became of"):  # "unknown" would have others drop it
+    with pytest.raises(ManifestInvalid, match="cannot determine the state of"):  # "unknown" would have others drop it
         service.state_of(f"{2:032x}")

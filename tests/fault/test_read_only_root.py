@@ -107,5 +107,5 @@ def test_status_says_that_nothing_can_be_written(cluster: Cluster) -> None:
     for node in cluster.nodes:
         code, found = as_json("status", "--root", node.disk)
         assert (code, found["state"]) == (ExitCode.FAILED, "degraded")
-        assert any("nothing can be written to its root: Read-only file system" in why for why in found["reasons"])
+        assert any("its root cannot be written: Read-only file system" in why for why in found["reasons"])
         assert sorted(one["room"]["is_writable"] for one in found["nodes"]) == [False, True]

@@ -88,4 +88,4 @@ def test_an_agent_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog:
     waiting.start()
     waiting.join(20)
     assert (waiting.is_alive(), looks) == (False, [])
-    assert "cannot see whether its root and its clients are there: MemoryError()" in caplog.text
+    assert "cannot check its root and its clients: MemoryError()" in caplog.text

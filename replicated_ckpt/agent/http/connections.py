@@ -70,7 +70,7 @@ class Connections:
         # A flood of connections must not become a flood of log lines.
         if now - self._warned_at >= _WARNING_INTERVAL_S:
             self._warned_at = now
-            log.warning("%d connections are open: those that wait longest are closed", self._maximum)
+            log.warning("%d connections are open: closing those that have waited longest", self._maximum)
 
     def secure(self, peer: Any, stream: socket.socket) -> None:
         """The connection goes on over TLS."""

@@ -16,7 +16,7 @@ from replicated_ckpt.stores.bucket.removal import remove_save
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.peer.answer import parsing
 
-_ASK_HOLDER = "`replicated-ckpt show ID --root ROOT` names the nodes that hold it: upload it from one of them."
+_ASK_HOLDER = "`replicated-ckpt show ID --root ROOT` lists the nodes that hold it: upload it from one of them."
 
 
 class ObjectRoutes:
@@ -51,7 +51,7 @@ class ObjectRoutes:
 
     def _do(self, verb: str, request: Request) -> Answer:
         fields = request.document()
-        with parsing(f"object/{verb} cannot be done"):
+        with parsing(f"object/{verb} is not possible"):
             match verb:
                 case "target":
                     target = ObjectTarget.from_json(fields)
@@ -108,6 +108,6 @@ class ObjectRoutes:
         if url not in self.uploader.book.read_urls():
             raise ConfigInvalid(f"No rank of {node} has named the object store {str(url)[:200]!r}.", UNKNOWN_HINT)
         if self._service.store.catalog.checkpoint_of(save_id) is None:
-            raise ObjectMissing(node, "upload", save_id, "no such save is committed here", _ASK_HOLDER)
+            raise ObjectMissing(node, "upload", save_id, "this save is not committed here", _ASK_HOLDER)
         self.uploader.order(save_id, url)
         return json_answer()

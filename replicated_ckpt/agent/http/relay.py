@@ -70,7 +70,7 @@ def _open_here(service: NodeService, checkpoint_id: str, save_id: str) -> Iterat
 def _read_file(root: str, fd: int, start: int, piece: memoryview) -> None:
     # A short file would otherwise leave the buffer's old bytes in the copy.
     if read_exactly(fd, piece, start) != len(piece):
-        raise ObjectCorrupt(root, "read", METADATA_NAME, "it is shorter than what is wanted")
+        raise ObjectCorrupt(root, "read", METADATA_NAME, "it is shorter than requested")
 
 
 def _copy(label: str, read: Read, wanted: Received, sink: FileSink) -> None:

@@ -66,7 +66,7 @@ class RepairRoutes:
             PeerProtocolError, ConfigInvalid: the request is not understood; nothing was changed. StoreError
         """
         fields = request.document()
-        with parsing(f"{verb} cannot be done"):
+        with parsing(f"{verb} is not possible"):
             return self.by_verb[verb](fields, request)
 
     def _hello(self, fields: Mapping[str, Any], request: Request) -> Answer:
@@ -127,7 +127,7 @@ class RepairRoutes:
             if fields.get("is_patient"):
                 with request.heartbeat, self._hold_upload(save_id):
                     service.store.journal.append_end(save_id, End.REMOVING)
-            return json_answer(is_removed=False, why=f"a load reads it, or did in the last {PIN_S:.0f} s")
+            return json_answer(is_removed=False, why=f"a load reads it, or has read it in the last {PIN_S:.0f} s")
         service.pins.drop(save_id)
         root = service.store.root
         if fields.get("is_asked"):
@@ -146,9 +146,9 @@ class RepairRoutes:
             keep_room_to_start(root)
         why = ""
         if not is_removed and self._is_here(checkpoint_id, save_id):
-            why = "a process of this node reads it; it goes when that has ended"
+            why = "a process of this node reads it; it is removed when that process has ended"
         elif is_staged and not is_removed:
-            why = "its save has not ended on this node; it goes when that has"
+            why = "its save has not ended on this node; it is removed when the save has ended"
         else:
             with suppress(StoreError):  # the next look ends it
                 service.store.journal.append_end(save_id, End.REMOVED)

@@ -116,7 +116,7 @@ def _outline_in(raw: bytes, save_id: str) -> Outline:
     with parsing("A save is not finished"):
         outline = Outline.from_json(json.loads(raw))
     if outline.manifest.save_id != save_id:
-        raise PeerProtocolError(f"Save {save_id} is not finished by the outline of another one.")
+        raise PeerProtocolError(f"Save {save_id} cannot be finished with the outline of another save.")
     return outline
 
 
@@ -369,5 +369,5 @@ def split_target(target: str) -> tuple[tuple[str, ...], Mapping[str, str]]:
         url = urllib.parse.urlsplit(target)
         query = dict(urllib.parse.parse_qsl(url.query, max_num_fields=_QUERY_FIELDS_MAX))
     except ValueError as exc:
-        raise PeerProtocolError(f"{target[:200]!r} is no target of a request: {exc}.") from exc
+        raise PeerProtocolError(f"{target[:200]!r} is not a valid target of a request: {exc}.") from exc
     return tuple(urllib.parse.unquote(part) for part in url.path.split("/")[1:]), query

@@ -175,7 +175,7 @@ class AgentServer(DualStackServer):
         try:
             start_worker(self.process_request_thread, request, client_address, name="rckpt-request")
         except StoreUnavailable as exc:
-            log.warning("a connection from %s is sent away: %s", client_address[0], exc)
+            log.warning("a connection from %s is refused: %s", client_address[0], exc)
             self.connections.end(client_address)
             self.shutdown_request(request)
 

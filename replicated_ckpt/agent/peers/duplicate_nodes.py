@@ -57,12 +57,12 @@ def ask_who(address: AgentAddress) -> Who:
     # A deadline as well as a time-out: a byte now and then would keep the call going.
     with AgentClient(address, CALL_BACK_STEP_S) as client, client.within(CALL_BACK_STEP_S):
         answer = client.call("GET", "/v1/status?brief=1")
-    with parsing(f"{address.label} does not say who it is"):
+    with parsing(f"{address.label} does not report its node"):
         return Who.from_json(answer)
 
 
 _HINT = (
-    "One was made as a copy of the other (a cloned disk): stop the agent of the copy, and `rm -r ROOT/node.json "
+    "One is a copy of the other (a cloned disk): stop the agent of the copy, and `rm -r ROOT/node.json "
     "ROOT/.agent` there, with its root for ROOT."
 )
 

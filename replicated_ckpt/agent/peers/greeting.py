@@ -30,8 +30,8 @@ PARALLEL_MAX = 64
 """Calls back in progress, for one sender's address and in total."""
 WAIT_MAX_S = 2.0  # less than the greeter waits for its answer
 PAIRS_MAX = 16_384
-"""Pairs of node and sender's address that are counted: twice the size of an address book."""
-_HINT = "Nothing is to be done: that agent greets again in its next round."
+"""Names of nodes with addresses of senders that are remembered: twice what an address book holds."""
+_HINT = "The greeting agent tries again in its next round. No action is needed."
 
 
 class CallBacks:
@@ -53,7 +53,7 @@ class CallBacks:
         with self._changed:
             self._charge(node_id, sender)
             if not self._changed.wait_for(lambda: self._has_room(sender), WAIT_MAX_S):
-                raise _refusal(node_id, f"{self._under_way.total()} greetings are followed up already")
+                raise _refusal(node_id, f"{self._under_way.total()} greetings are already being checked")
             self._under_way[sender] += 1
         try:
             yield
@@ -71,10 +71,12 @@ class CallBacks:
                 del self._paid_until[old]
         due = max(self._paid_until.get(pair, now), now) + INTERVAL_S
         if due > now + IN_A_ROW_MAX * INTERVAL_S:
-            raise _refusal(node_id, f"{sender} greets in its name more than once in {INTERVAL_S:.0f} s")
+            raise _refusal(
         # Made-up senders must not push out the debts of real ones.
+                node_id, f"{sender} sends greetings in this node's name more than once in {INTERVAL_S:.0f} s"
+            )
         if pair not in self._paid_until and len(self._paid_until) >= PAIRS_MAX:
-            raise _refusal(node_id, f"more than {PAIRS_MAX} nodes and senders greet")
+            raise _refusal(node_id, f"more than {PAIRS_MAX} pairs of node and sender greet")
         self._paid_until[pair] = due
 
     def _has_room(self, sender: str) -> bool:
@@ -120,7 +122,7 @@ class Greeter:
         try:
             thread.start()
         except (RuntimeError, MemoryError) as exc:  # ends no agent: each peer is greeted once it answers
-            log.warning("greets its peers later, as it gets no thread: %s", exc)
+            log.warning("greets its peers later, as it cannot start a thread: %s", exc)
         return thread
 
     def greet_all(self) -> None:
@@ -175,7 +177,7 @@ class Greeter:
         try:
             FanOut.run(self._peers.read_all(), lambda address: self._tell(address, is_leaving=True))
         except StoreError as exc:  # of the address book
-            log.warning("leaves without saying goodbye: %s", exc)
+            log.warning("exits without a goodbye: %s", exc)
 
     def _tell(self, address: AgentAddress, *, is_leaving: bool = False) -> None:
         with AgentClient(address, GREETING_TIMEOUT_S) as client, client.within(GREETING_DEADLINE_S):
@@ -211,11 +213,11 @@ def heed_hello(book: PeerBook, said: AgentAddress, from_host: str, call_backs: C
         raise book.duplicate_nodes.record_duplicate(known, announced)
     # It still answers at the known address: a greeting from elsewhere is a thief's, or of an earlier start.
     if there is not None and there != expected and there.node_id == known.node_id and before != announced:
-        raise _denial(said, "it answers at the address that is known, and says otherwise")
+        raise _denial(said, "it still answers at its known address, and denies the change")
     found = [address for address in (before, announced) if asked.results.get(address) == expected]
     if not found:
         log.info("called back at %s:%d: %s", announced.host, announced.port, asked.errors.get(announced) or there)
-        raise _denial(said, f"called back at {announced.host}:{announced.port}, it does not say so itself")
+        raise _denial(said, f"called back at {announced.host}:{announced.port}, it does not confirm this")
     book.learn(found[:1])
 
 
@@ -228,9 +230,9 @@ def _renew(known: AgentAddress, said: AgentAddress) -> AgentAddress:
     try:
         found = ask_who(known)
     except ReplicatedCkptError as exc:
-        raise _denial(said, f"its certificate is another one, and nothing has the known one: {exc.message}") from exc
+        raise _denial(said, f"its certificate changed, and no agent answers with the known one: {exc.message}") from exc
     if found != Who(known.node_id, said.incarnation, is_leaving=False, tls_sha256=said.tls_sha256):
-        raise _denial(said, "its certificate is another one, and the agent that has the known one does not say so")
+        raise _denial(said, "its certificate changed, and the agent with the known one does not confirm this")
     return replace(known, incarnation=said.incarnation, tls_sha256=said.tls_sha256)
 
 
@@ -246,10 +248,10 @@ def heed_goodbye(book: PeerBook, said: AgentAddress, from_host: str, call_backs:
         try:
             found = ask_who(known)
         except ReplicatedCkptError as exc:
-            raise _denial(said, f"called back, it does not say itself that it leaves: {exc.message}") from exc
+            raise _denial(said, f"called back, it does not confirm its exit: {exc.message}") from exc
     is_leaving = (found.node_id, found.incarnation, found.is_leaving) == (known.node_id, known.incarnation, True)
     if not is_leaving:
-        raise _denial(said, "called back, it does not say itself that it leaves")
+        raise _denial(said, "called back, it does not confirm its exit")
     book.leave(known.node_id)
 
 
@@ -258,7 +260,7 @@ def _identify_named(book: PeerBook, said: AgentAddress) -> AgentAddress:
     known = next((peer for peer in book.read_all() if peer.node_id == said.node_id), None)
     # In constant time: a peer must not find the token byte by byte.
     if known is None or not hmac.compare_digest(known.token.encode(), said.token.encode()):
-        raise _denial(said, "no such node was introduced here" if known is None else "the token is not that node's")
+        raise _denial(said, "no job introduced this node here" if known is None else "the token is not that node's")
     return known
 
 

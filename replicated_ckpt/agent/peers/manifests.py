@@ -114,7 +114,7 @@ class ManifestBook:
             if node_id not in self._warned:
                 self._warned.add(node_id)
                 log.warning(
-                    "node %s claims more saves than are read: more than %d MiB of manifests, of saves that this node lacks",
+                    "node %s lists more saves than are read: over %d MiB of manifests of saves that this node lacks",
                     node_id,
                     UNPROVEN_BYTES_MAX >> 20,
                 )

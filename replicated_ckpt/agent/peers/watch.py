@@ -149,7 +149,7 @@ def parse_node_holdings(answer: Mapping[str, Any], address: AgentAddress) -> Nod
     Raises:
         PeerProtocolError: it makes no sense.
     """
-    with parsing(f"{address.label} listed its holdings wrongly", ConfigInvalid):
+    with parsing(f"{address.label} sent an invalid list of its checkpoints", ConfigInvalid):
         # Before they are parsed: a hostile list would cost memory on every node that asks.
         if len(answer["holdings"]) > HOLDINGS_MAX:
             raise ValueError(f"more than {HOLDINGS_MAX} checkpoints")

@@ -52,7 +52,7 @@ class NodeReading:
     def from_json(cls, fields: Mapping[str, Any], address: AgentAddress) -> "NodeReading":
         """Raises PeerProtocolError: it is no such answer."""
         held = parse_node_holdings(fields, address)
-        with parsing(f"{address.label} answered verify wrongly", ConfigInvalid):
+        with parsing(f"{address.label} sent an invalid answer to verify", ConfigInvalid):
             findings = tuple(Finding.from_json(finding) for finding in fields["findings"])
             silent = tuple(Holding.from_json(holding) for holding in fields["silent"])
             return cls(address.node_id, findings, held, index(fields["bytes_read"]), silent)
@@ -223,5 +223,5 @@ def _ask_agent(address: AgentAddress, checkpoint_id: str | None) -> NodeReading:
 def _ask_how_far(address: AgentAddress) -> tuple[int, int]:
     with AgentClient(address, HOLDINGS_TIMEOUT_S) as client:
         answer = client.call("GET", "/v1/status?brief=1")
-    with parsing(f"{address.label} gave a wrong answer about its progress"):
+    with parsing(f"{address.label} sent an invalid report of its progress"):
         return index(answer["verify"]["bytes_read"]), index(answer["verify"]["size_bytes"])

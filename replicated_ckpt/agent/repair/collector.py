@@ -112,7 +112,7 @@ class Collector:
     def _try_unpinned(self, removal: Removal, remove: Callable[[str, str], bool]) -> bool:
         """As `_try`, unless a load reads the save."""
         if self._service.pins.is_pinned(removal.save_id):
-            log.info("kept while it is loaded: %s", removal)
+            log.info("kept while a load reads it: %s", removal)
             return False
         return self._try(removal, remove)
 
@@ -155,7 +155,7 @@ class Collector:
             self._note(save_id, End.REMOVED, after=End.REMOVING)
         for save_id in sorted(removed & here.keys()):
             if self._note(save_id, End.RESTORED, after=End.REMOVED):
-                log.info("%s (save %s) was restored by hand; it is protected again", here[save_id], save_id)
+                log.info("%s (save %s) was restored by hand; it is managed again", here[save_id], save_id)
 
     def _note(self, save_id: str, end: End, *, after: End) -> bool:
         try:
@@ -226,7 +226,7 @@ class Collector:
                 self._store.note_end(intent.save_id, End.ABORTED, why)
             service.abort(intent.save_id, why)
         except StoreError as exc:
-            log.warning("save %s, which is over, stays for now: %s", intent.save_id, exc)
+            log.warning("save %s has ended, but its files stay for now: %s", intent.save_id, exc)
             return
         log.info("removed save %s of %s, which was in doubt: %s", intent.save_id, intent.checkpoint_id, why)
 
@@ -259,4 +259,4 @@ def _tidy(store: LocalStore) -> None:
         store.tidy(is_alone=False)
         store.compact_journal()
     except StoreError as exc:
-        log.error("files that a crash left are not removed yet: %s", exc)  # noqa: TRY400 - it explains itself
+        log.error("files left by a crash stay for now: %s", exc)  # noqa: TRY400 - it explains itself

@@ -128,7 +128,7 @@ class Mender:
         if manifest.checkpoint_id == checkpoint_id and manifest.save_id in self._store.journal.read_removed():
             raise SaveAborted(
                 f"{checkpoint_id!r} (save {manifest.save_id}) was removed by this node's user.",
-                "To have it again, put its directory back under the root.",
+                "To restore it, move its directory back under the root.",
             )
 
     def _restore_in_place(self, action: RestoreManifest) -> bool:
@@ -223,7 +223,7 @@ class Mender:
                 if not any(ShardName.parse(path.name) for path in self._store.staging(action.save_id).iterdir()):
                     self._store.abort(action.save_id)
                 raise
-        log.info("took over %s (save %s)", action.checkpoint_id, action.save_id)
+        log.info("copied %s (save %s): manifest and metadata", action.checkpoint_id, action.save_id)
 
     def _refuse_while_saved(self, action: RestoreManifest) -> None:
         """Raises StoreUnavailable while ranks of this node save under the same name.
@@ -240,14 +240,14 @@ class Mender:
                     "take over",
                     action.checkpoint_id,
                     f"ranks of this node are writing save {intent.save_id} of that name",
-                    f"Save {action.save_id} is brought here once that one is over, unless it was replaced by then.",
+                    f"Save {action.save_id} is copied here once that save has ended, unless it was replaced by then.",
                 )
 
     def _set_aside(self, action: SetAside) -> None:
         with open_committed_save(self._store.root, action.checkpoint_id, action.save_id) as (directory, manifest):
             # Asked of the manifest again: a plan that is out of date must not move a shard that counts.
             if action.shard not in manifest.shards:
-                directory.set_aside(action.shard, f"the manifest of save {action.save_id} names no such shard")
+                directory.set_aside(action.shard, f"the manifest of save {action.save_id} has no such shard")
 
     def _copy(self, action: CopyShard) -> None:
         with open_committed_save(self._store.root, action.checkpoint_id, action.save_id) as (directory, manifest):
@@ -278,7 +278,7 @@ class Mender:
         root = self._store.root
         writable_bytes = measure_room(root).writable_bytes
         if writable_bytes is not None and writable_bytes < entry.size_bytes:
-            detail = f"it has {entry.size_bytes} bytes, and {writable_bytes} are free"
+            detail = f"it has {entry.size_bytes} bytes, but only {writable_bytes} are free"
             raise StoreFull(str(root), "copy", f"{action.checkpoint_id}/{action.shard}", detail)
 
     def _sources(self, action: CopyShard, entry: ShardEntry) -> list[Source]:
@@ -320,8 +320,8 @@ class Mender:
                 f"the address book of node {self._service.node_id}",
                 "find",
                 f"node {' or node '.join(nodes)}",
-                "no job has introduced it here, so that nothing can be fetched from it; what lies here is as it was",
-                "A save or load with ranks on both nodes introduces them; then repair again.",
+                "no job has introduced it here, so nothing can be fetched from it; local files are unchanged",
+                "Run a save or load with ranks on both nodes, which introduces them; then repair again.",
             )
         return known
 
@@ -335,7 +335,7 @@ def _bring_back(manifest: Manifest, entry: ShardEntry, sources: Sequence[str]) -
     hosts = {node.node_id: node.host for node in manifest.nodes}
     others = [f"{node} ({hosts.get(node, 'host unknown')})" for node in entry.holders if node not in sources]
     if not others:
-        return "All nodes that were to hold a copy have answered: load an older checkpoint."
+        return "All nodes that should hold a copy have answered: load an older checkpoint."
     return f"Bring back node {' or node '.join(others)}, then repair again; or load an older checkpoint."
 
 
@@ -360,7 +360,7 @@ def pull_shard(sources: AnySource, shard: str, sink: FileSink, paced: Paced, hin
     with sink:
         opened = sources.any_opened()
         if opened is None:
-            raise StoreUnavailable("the peers", "copy", shard, "none of them could give its checksums", hint)
+            raise StoreUnavailable("the peers", "copy", shard, "none of them returned its checksums", hint)
         table = opened.table
         for offset in range(0, table.data_bytes, PIECE_BYTES):
             length = min(PIECE_BYTES, table.data_bytes - offset)
@@ -383,7 +383,10 @@ def find_damaged(service: NodeService) -> tuple[Removal, ...]:
     catalog = service.store.catalog
     return tuple(
         Removal(
-            service.node_id, looked.checkpoint_id, marked[1], "its manifest is damaged, and all else has its copies"
+            service.node_id,
+            looked.checkpoint_id,
+            marked[1],
+            "its manifest is damaged, but all other files have their copies",
         )
         for looked in catalog.look_at_all()
         for name in catalog.list_unbelieved(looked)

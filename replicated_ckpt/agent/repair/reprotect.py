@@ -96,8 +96,8 @@ STALE_ROUNDS_MAX = 10  # rounds with the same plan: what could be done is done
 STALE_SAVE_GRACE_S = 60.0
 SUSPECTS_MAX = 4096  # any peer may name files: the queue stays bounded
 LOAD_FIRST_S = 0.3
-"""A round takes processor time from a load that begins: up to a fifth of its duration (four ranks on two cores)."""
-_NOT_PLANNED = "this node would not do it by its own look at the nodes; ask on its own host"
+"""Looking, and beginning to copy, takes processors that a load needs: up to a fifth of its time with two for four ranks."""
+_NOT_PLANNED = "this node's own view of the nodes does not allow it; ask on its own host"
 
 Outcome: TypeAlias = tuple[Action, str]
 
@@ -169,7 +169,7 @@ class Reprotector:
         # A load on a thousand ranks reports the same file a thousand times.
         if self._service.damage.is_known(checkpoint_id, save_id, name):
             return
-        log.info("to be read again: %s/%s of save %s: %s", checkpoint_id, name, save_id, why)
+        log.info("will be read again: %s/%s of save %s: %s", checkpoint_id, name, save_id, why)
         self._suspects.append((checkpoint_id, save_id, name))
         self.wake()
 
@@ -229,10 +229,10 @@ class Reprotector:
             except Stopped:
                 return
             except (ReplicatedCkptError, OSError) as exc:
-                log.error("re-protection goes on soon: %s", exc)  # noqa: TRY400 - it explains itself
+                log.error("re-protection continues soon: %s", exc)  # noqa: TRY400 - it explains itself
                 self.last = Protection(is_complete=False, failed=(str(exc),))
             except Exception as exc:
-                log.exception("a defect: re-protection goes on soon")
+                log.exception("a defect in replicated_ckpt: re-protection continues soon")
                 self.last = Protection(is_complete=False, failed=(repr(exc),))
             is_active = self._is_active(self.last)
             if not self.last.done:
@@ -314,7 +314,7 @@ class Reprotector:
             going, _ = self._collector.retire(manifests, views, policies, in_doubt=self.watch.is_in_doubt(views))
             self._collector.drop_superseded(without_retired(manifests, going), views)
         except (ReplicatedCkptError, OSError) as exc:
-            log.warning("superseded and retired saves are not removed yet: %s", exc)
+            log.warning("superseded files stay for now: %s", exc)
 
     def _read_suspects(self) -> None:
         """Reads all suspect files, and those of a wrong size. A damaged file no longer counts as a copy.
@@ -412,7 +412,7 @@ class Reprotector:
         is_real = bool(found.done or found.failed or self._stale[1])  # else nodes may be publishing just now
         if found.planned and is_real and self._began_at is None:
             self._began_at = self._clock()
-            log.info("re-protection: %d copies or checkpoints to make up for, on all nodes together", found.planned)
+            log.info("re-protection: %d copies or checkpoints are missing, on all nodes together", found.planned)
         # Once for each plan: the same shortage would be logged in every round.
         if self._stale[1] == 1:
             for short in plan.short:

@@ -79,9 +79,9 @@ class Scrubber:
             except Stopped:
                 return
             except (ReplicatedCkptError, OSError) as exc:
-                log.error("the scrub broke off: %s", exc)  # noqa: TRY400 - it explains itself
+                log.error("the scrub stopped early: %s", exc)  # noqa: TRY400 - it explains itself
             except Exception:
-                log.exception("a defect: the scrub broke off, and goes on in %.0f s", pause_s)
+                log.exception("a defect in replicated_ckpt: the scrub stopped, and continues in %.0f s", pause_s)
 
     def scrub(self) -> Scrubbed:
         """One pass over all checkpoints, from where the last one stopped; returns the totals so far."""

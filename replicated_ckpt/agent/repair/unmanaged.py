@@ -67,7 +67,7 @@ class UnmanagedLook:
         def ask(node: str) -> list[UnmanagedHolding]:
             with AgentClient(self._by_node[node], LOOK_TIMEOUT_S) as client:
                 answer = client.call("GET", path)
-            with parsing(f"{self._by_node[node].label} listed its files wrongly"):
+            with parsing(f"{self._by_node[node].label} sent an invalid list of its files"):
                 found = [UnmanagedHolding.from_json(fields) for fields in answer["unmanaged"]]
             # A node speaks only for itself.
             return [holding for holding in found if holding.node_id == node]
@@ -192,7 +192,7 @@ class UnmanagedAuditor:
         nodes = tuple(holding.node_id for holding in checkpoint.holdings)
         # Without `.metadata` nothing tells which items a shard should have: there is nothing to check.
         if not checkpoint.nodes_with_metadata:
-            problem = "no node that was reached has its .metadata: stock torch writes it on rank 0's node, at the end"
+            problem = "no node that was reached has its .metadata, which stock torch writes at the end on rank 0's node"
             return UnmanagedAudit(checkpoint.checkpoint_id, nodes, problem)
         try:
             found = look.examine(checkpoint)
@@ -224,7 +224,7 @@ class UnmanagedAuditor:
         return _parse_reading(answer, self._addresses[node].label)
 
 
-def _parse_reading(answer: Mapping[str, Any], label: str) -> _Reading:
-    with parsing(f"{label} answered verify wrongly"):
+def _reading(answer: Mapping[str, Any], label: str) -> _Reading:
+    with parsing(f"{label} sent an invalid answer to verify"):
         findings = tuple(Finding.from_json(finding) for finding in answer["findings"])
         return _Reading(findings, index(answer["bytes_read"]), index(answer["unchecked"]))

@@ -90,7 +90,7 @@ class Body:
             # One receive at a time: the deadline below would else be looked at only when all has come.
             count = self._stream.readinto1(target[filled : filled + self._left])
             if time.monotonic() > self._deadline:
-                raise TimeoutError("the request's body came too slowly")
+                raise TimeoutError("the request's body arrived too slowly")
             if not count:
                 raise ConnectionResetError("the request's body ended in the middle")
             filled += count
@@ -112,12 +112,12 @@ class Body:
 
     def _next_chunk(self) -> None:
         if not self._first_chunk and self._line() != b"":
-            raise PeerProtocolError("A chunk does not end where it should.")
+            raise PeerProtocolError("A chunk does not end in the right place.")
         self._first_chunk = False
         line = self._line()
         size = _CHUNK_SIZE.fullmatch(line)
         if size is None:
-            raise PeerProtocolError(f"{line[:20]!r} is no chunk size.")
+            raise PeerProtocolError(f"{line[:20]!r} is not a chunk size.")
         self._left = int(size[1], 16)
         if self._left > _CHUNK_BYTES_MAX:
             raise PeerProtocolError(f"A chunk of {self._left} bytes is not allowed.")

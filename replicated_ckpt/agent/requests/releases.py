@@ -7,8 +7,8 @@ from replicated_ckpt.version import PROTOCOL, RELEASE_HEADER, __version__
 from replicated_ckpt.wording import one_line
 
 RELEASES_HINT = (
-    "All ranks and agents of a job run releases of one protocol. Install the newer release where the older one is, restart "
-    "the agents there that systemd or Kubernetes starts, and start the job again."
+    "All ranks and agents of a job need releases of one protocol. Install the newer release on all nodes, "
+    "restart the agents of systemd or Kubernetes, and start the job again."
 )
 _VERSION_CHARS = 40
 _STABLE = ("/v1/status", "/v1/hello", "/v1/shutdown", "/metrics")
@@ -35,8 +35,8 @@ def check_release(headers: Message, path: str, peer_host: str) -> None:
     other = describe_release(said)
     if other:
         raise ConfigInvalid(
-            f"This agent runs replicated_ckpt {__version__} (protocol {PROTOCOL}), and the process at {peer_host} that "
-            f"asks it runs {other}.",
+            f"This agent runs replicated_ckpt {__version__} (protocol {PROTOCOL}), but the calling process at "
+            f"{peer_host} runs {other}.",
             RELEASES_HINT,
         )
 
@@ -50,6 +50,6 @@ def check_rank(said: object, rank: int, own_rank: int) -> None:
     other = describe_release(said)
     if other:
         raise ConfigInvalid(
-            f"Rank {rank} runs replicated_ckpt {other}, and rank {own_rank} runs {__version__} (protocol {PROTOCOL}).",
+            f"Rank {rank} runs replicated_ckpt {other}, but rank {own_rank} runs {__version__} (protocol {PROTOCOL}).",
             RELEASES_HINT,
         )

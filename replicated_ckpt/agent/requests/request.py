@@ -64,8 +64,8 @@ DOCUMENT_BYTES_MAX = 4 << 20
 """Parsed JSON takes many times its size. The addresses of 10,000 nodes fit."""
 
 _HINT_BY_RIGHT = {
-    Right.JOB: "Nodes are introduced, and saves opened and ended, by a job that has a rank on each of them.",
-    Right.OWNER: "Ask on the agent's own host, as its own user: ranks and `replicated-ckpt` read ROOT/.agent there.",
+    Right.JOB: "Only a job with a rank on each node can introduce nodes, and open and end saves.",
+    Right.OWNER: "Ask on the agent's own host as its user: ranks and `replicated-ckpt` read ROOT/.agent there.",
 }
 
 
@@ -90,7 +90,7 @@ class Request:
         """
         if self.right < right:
             asked = urllib.parse.urlsplit(self.target[:200]).path
-            detail = f"it needs the right of {right.name}, and the token shows {self.right.name}"
+            detail = f"it needs the right {right.name}, but the token has {self.right.name}"
             raise StoreDenied("this agent", self.method, asked, detail, _HINT_BY_RIGHT[right])
 
     def document(self) -> Mapping[str, Any]:
@@ -125,7 +125,7 @@ def require_asker(connection: socket.socket) -> None:
     poll.register(connection, select.POLLRDHUP)
     # A process that was stopped finds requests whose senders have long gone on without it.
     if poll.poll(0):
-        raise ConnectionAbortedError("the client that asked this waits for no answer any more")
+        raise ConnectionAbortedError("the client no longer waits for an answer")
 
 
 CHECKS_MAX = 16
@@ -192,7 +192,7 @@ def _range(header: str | None, size_bytes: int) -> tuple[int, int]:
         return 0, size_bytes
     match = _RANGE.fullmatch(header.strip())
     if match is None:
-        raise PeerProtocolError(f"Range {header[:60]!r} is not understood.")
+        raise PeerProtocolError(f"Range {header[:60]!r} is not supported.")
     first = int(match[1])
     end = min(int(match[2]) + 1 if match[2] else size_bytes, size_bytes)
     # The file is shorter than its manifest: an empty answer would pass for the bytes that are missing.

@@ -57,4 +57,4 @@ def _tell_autogroup(niceness: int) -> None:
             time.sleep(_TRY_AGAIN_S)
         else:
             return
-    log.warning("this agent's session keeps its share of the processors, whatever --nice says: %s", refusal)
+    log.warning("this agent's session keeps its full CPU share despite --nice: %s", refusal)

@@ -37,12 +37,16 @@ class Draining:
         deadline = told_at + within_s
         owed = self._find_owed()
         if owed:
-            log.info("stays, for %.0f s at most: %s", within_s, _tell(owed))
+            log.info("completes its open saves, for at most %.0f s: %s", within_s, _tell(owed))
         while owed and time.monotonic() < deadline and not self._hurry.wait(_PAUSE_S):
             owed = self._find_owed()
         if owed:
-            why = "is told to stop again" if self._hurry.is_set() else f"was told to stop {within_s:.0f} s ago"
-            log.error("%s, and leaves undone: %s", why, _tell(owed))
+            why = (
+                "received another signal to stop"
+                if self._hurry.is_set()
+                else f"received the signal to stop {within_s:.0f} s ago"
+            )
+            log.error("%s; exits with this unfinished: %s", why, _tell(owed))
 
     def _find_owed(self) -> dict[Debt, str]:
         """By debt, what is missing, in words."""

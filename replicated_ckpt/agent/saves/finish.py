@@ -58,10 +58,10 @@ class Outline:
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Self:
         """Raises ManifestInvalid, ValueError, KeyError, TypeError: the fields are not an outline."""
-        manifest = decode_manifest(str(fields["manifest"]).encode(), "what a rank brought")
+        manifest = decode_manifest(str(fields["manifest"]).encode(), "the outline that a rank sent")
         buddies = {str(name): tuple(map(str, nodes)) for name, nodes in fields["buddies_by_shard"].items()}
         if not manifest.shards.keys() >= buddies.keys():
-            raise ValueError("it names shards that are none of the manifest's")
+            raise ValueError("it names shards that the manifest does not have")
         return cls(manifest, buddies, int(fields["copies"]), bool(fields["must_have_all"]))
 
     def complete(self, written: Mapping[str, WrittenCopies]) -> Manifest:
@@ -168,7 +168,7 @@ class Finisher:
             end.set_result(self._finish(save_id, outline))
         except BaseException as exc:  # noqa: BLE001 - top of a thread; the rank that waits gets the error
             error = translate_any(forget_locals(exc), "this node's agent", "finish", save_id)
-            log.warning("save %s is not finished: %s", save_id, one_line(error))
+            log.warning("save %s cannot be finished: %s", save_id, one_line(error))
             end.set_exception(error)
         finally:
             held.release()
@@ -178,11 +178,11 @@ class Finisher:
             written = self._collect(save_id, outline)
             # Before the decision: afterwards the save could not be aborted any more.
             if outline.must_have_all and any(copies.missed for copies in written.values()):
-                self._abort(save_id, "copies are missing, and on_degraded is 'raise'")
+                self._abort(save_id, "a shard has too few copies, and on_degraded is 'raise'")
                 return Finished("", tuple(written.values()))
             raw = outline.complete(written).encode()
             # Read back before it decides: a decision that no reader takes would lose the save.
-            decode_manifest(raw, "what agents have written")
+            decode_manifest(raw, "the shards that agents have written")
             # The last look before the decision: another run may have taken the name since the save opened.
             check_decidable(self._store.root, self._store.intent_of(save_id))
             # The decision: durable here before any other node gets it.
@@ -196,8 +196,8 @@ class Finisher:
         failpoints.reach("agent.decided")
         try:
             self._commit(save_id)
-        except ReplicatedCkptError as exc:  # it is decided, so this node publishes it later
-            log.warning("save %s is decided, and not published here yet: %s", save_id, exc)
+        except ReplicatedCkptError as exc:  # it is decided: it is published later, as one whose node was away
+            log.warning("save %s is decided, but not published here yet: %s", save_id, exc)
         failpoints.reach("agent.finished")
         return Finished(raw.decode(), tuple(written.values()))
 
@@ -240,9 +240,9 @@ class Finisher:
         ticket = self._store.intent_of(save_id).ticket
         with AgentClient(self._peers.address_of(node)) as client:
             answer = client.call("POST", f"/v1/saves/{save_id}/written", {"shards": list(names), "ticket": ticket})
-        with parsing(f"Node {node} gave a wrong answer about the shards that it has written"):
+        with parsing(f"Node {node} sent an invalid report of its shards"):
             found = tuple(map(WrittenCopies.from_json, answer["written"]))
         # Else the manifest would be completed with another shard's checksum.
         if sorted(copies.name for copies in found) != sorted(names):
-            raise PeerProtocolError(f"Node {node} answered for other shards than {sorted(names)}.")
+            raise PeerProtocolError(f"Node {node} reports other shards than {sorted(names)}.")
         return found

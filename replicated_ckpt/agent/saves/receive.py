@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 Take = Callable[[int], None]
 """Called with the number of bytes before they are written; raises if they are too many."""
 _KEPT = 64
-_HINT = "Nothing of this file was kept. Objects that are too large for a shard can be saved as tensors."
+_HINT = "Nothing of this file was kept. Save objects that are too large for a shard as tensors."
 
 
 class _Taken:
@@ -104,7 +104,7 @@ def taking_metadata(intent: Intent, size_bytes: int | None) -> Iterator[Take]:
         nonlocal count
         count += more
         if count > FILE_BYTES_MAX:
-            raise _too_much(intent, f"{METADATA_NAME} has more than {FILE_BYTES_MAX} bytes, which none may have")
+            raise _too_much(intent, f"{METADATA_NAME} has more than {FILE_BYTES_MAX} bytes, the limit")
 
     take(size_bytes or 0)
     count = 0
@@ -114,9 +114,9 @@ def taking_metadata(intent: Intent, size_bytes: int | None) -> Iterator[Take]:
 def _check(intent: Intent, name: str, count: int, total: int) -> None:
     shard, save = intent.announced.shard_bytes_max, intent.announced.save_bytes_max
     if shard and count > shard:
-        raise _too_much(intent, f"{name} has more than {shard} bytes, the most that its opening announced for a shard")
+        raise _too_much(intent, f"{name} has more than {shard} bytes, the largest shard that its save announced")
     if save and total > save:
-        raise _too_much(intent, f"{name} makes it more than {save} bytes, the most that its opening announced for all")
+        raise _too_much(intent, f"with {name} it has more than {save} bytes, the total that it announced")
 
 
 def _too_much(intent: Intent, what: str) -> PeerProtocolError:
@@ -160,7 +160,7 @@ def receive_file(
         if staged is not None:
             sink.discard()
             if staged != Received(size, crc):
-                log.warning("%s is staged and stays: a peer has brought other bytes", path)
+                log.warning("%s is staged and unchanged: a peer has sent different bytes", path)
             return staged
         if durable:
             sink.sync()

@@ -198,10 +198,10 @@ class NodeService:
                 why = f"save {by.save_id} of {by.checkpoint_id!r} overtook it"
                 yield StaleSave(intent, why, is_over=True, is_left=is_left)
             elif is_left:
-                yield StaleSave(intent, "its process group has gone on without it", is_over=True, is_left=True)
+                yield StaleSave(intent, "its process group has started another save", is_over=True, is_left=True)
             else:
                 may_live = self.was_opened_within(grace_s, intent) or self.is_locked(intent.save_id)
-                yield StaleSave(intent, "the processes that made it are gone", may_live)
+                yield StaleSave(intent, "its processes have ended", may_live)
 
     def find_settleable(self, grace_s: float) -> tuple[StaleSave, ...]:
         """Staged saves whose processes are gone, and that were opened, or found at the start, at least `grace_s` ago."""
@@ -248,7 +248,7 @@ class NodeService:
             # The opening has checked one name: the decision must not publish under another.
             if manifest.checkpoint_id != intent.checkpoint_id:
                 raise ManifestInvalid(
-                    f"Save {save_id} was opened for {intent.checkpoint_id!r}; its manifest names another one."
+                    f"Save {save_id} was opened for {intent.checkpoint_id!r}, but its manifest names another checkpoint."
                 )
             self.store.put_small(save_id, name, raw)
             failpoints.reach("agent.decision-staged")
@@ -258,7 +258,7 @@ class NodeService:
                 return receive_plain_file(path, body, take, RecycledFiles(self.store.root))
         # The name comes from a peer, and becomes a file's.
         if ShardName.parse(name) is None:
-            raise ConfigInvalid(f"{name!r} is no file of a checkpoint that could be brought here.")
+            raise ConfigInvalid(f"{name!r} is not a file of a checkpoint that can be sent here.")
         with self._intake.taking(intent, name, body.size_bytes) as take:
             pool = (RecycledFiles if durable else RoomOfRecycled)(self.store.root)
             return receive_file(path, body, take, durable=durable, direct_io=self._direct_io, recycled=pool)
@@ -307,7 +307,8 @@ class NodeService:
         answer = self.answer_of(save_id)
         if answer is Answer.ABSENT and (unknown := next(self.store.catalog.with_invalid_manifest(), None)) is not None:
             raise ManifestInvalid(
-                f"Node {self.node_id} cannot tell what became of save {save_id}: its manifest of {unknown!r} is damaged.",
+                f"Node {self.node_id} cannot determine the state of save {save_id}: its manifest of {unknown!r} is "
+                "damaged.",
                 "`replicated-ckpt repair --root ROOT` restores the manifest from another node that has it.",
             )
         if answer is Answer.PUBLISHED:
@@ -347,7 +348,7 @@ class NodeService:
                 return {"state": Answer.WORKING.value}
         # A damaged decision was one all the same: other nodes may have published it.
         if intent.coordinator == self.node_id and not self.store.is_decision_damaged(save_id):
-            why = "its coordinator is gone, and another node asks what became of it"
+            why = "its coordinator has ended, and another node asks for its state"
             self.abort(save_id, why, unless_decided=True)
         return self._end_of(save_id)
 
@@ -373,6 +374,6 @@ def _leaving_error(intent: Intent) -> StoreUnavailable:
         "this node's agent",
         "open",
         intent.checkpoint_id,
-        "it was told to stop, and finishes only the open saves",
-        "What told it to stop starts the next one; if nothing does, the next save starts one. Save again then.",
+        "it is stopping, and completes only the saves that are open",
+        "Whatever stopped it should start the next agent; otherwise the next save does. Then save again.",
     )

@@ -28,8 +28,8 @@ from replicated_ckpt.stores.peer.fan_out import FanOut
 log = logging.getLogger(__name__)
 
 SETTLE_TIMEOUT_S = 3.0
-_END_JOB = "End the job that saves, then repair again."
-_ENDED = "It has ended on this node: `replicated-ckpt status --root ROOT` shows what is in doubt now."
+_END_JOB = "End the job that saves; then repair again."
+_ENDED = "It has ended on this node: `replicated-ckpt status --root ROOT` shows the saves in doubt."
 
 
 def settle(service: NodeService, stale_saves: Sequence[StaleSave], peers: Sequence[AgentAddress]) -> None:
@@ -48,7 +48,7 @@ def settle(service: NodeService, stale_saves: Sequence[StaleSave], peers: Sequen
         except ReplicatedCkptError as exc:
             is_news = service.in_doubt.record_in_doubt(stale_save.intent, failure=str(exc))
             if not _is_gone(service, stale_save.intent.save_id) and is_news:
-                log.error("could not settle save %s: %s", stale_save.intent.save_id, exc)  # noqa: TRY400 - it explains itself
+                log.error("could not recover save %s: %s", stale_save.intent.save_id, exc)  # noqa: TRY400 - it explains itself
 
 
 def abort_lost(service: NodeService, save_id: str, lost: Collection[str]) -> Sequence[str]:
@@ -66,7 +66,7 @@ def abort_lost(service: NodeService, save_id: str, lost: Collection[str]) -> Seq
     # Ranks that live may still decide it, whatever the operator believes.
     if service.is_locked(save_id):
         raise ConfigInvalid(f"Save {save_id} is not aborted: ranks of this node still work on it.", _END_JOB)
-    stale_save = StaleSave(intent, f"the operator has given up node {', '.join(sorted(lost))}")
+    stale_save = StaleSave(intent, f"node {', '.join(sorted(lost))} is lost for good, according to the operator")
     with service.completing:
         _settle_one(service, stale_save, service.peers.read_all(), set(), frozenset(lost))
     waits_for = next((save.waits_for for save in service.in_doubt.read_all() if save.intent.save_id == save_id), ())
@@ -83,8 +83,8 @@ def _unsettled_error(service: NodeService, intent: Intent) -> ConfigInvalid:
         return ConfigInvalid(
             f"Save {intent.save_id} is not aborted: it is decided, but save {named.save_id} has its name, "
             f"{intent.checkpoint_id!r}, on this node.",
-            f"It goes once a newer save of its run is whole. If you rename {place}, that directory is a checkpoint of its "
-            "new name, and this save is published.",
+            f"It is deleted once a newer save of its run is complete. If you rename {place}, that directory is a "
+            "checkpoint of its new name, and this save is published.",
         )
     return ConfigInvalid(
         f"Save {intent.save_id} is not aborted: another node answers that ranks work on it there, or did a moment ago.",
@@ -114,7 +114,7 @@ def _settle_one(
     if answer is Answer.DECIDED:
         if _is_aborted(service, intent, silent):
             service.abort(intent.save_id, stale_save.why)
-            log.warning("removed save %s of %r: its coordinator's node has", intent.save_id, intent.checkpoint_id)
+            log.warning("removed save %s of %r, as its coordinator's node has", intent.save_id, intent.checkpoint_id)
         else:
             service.in_doubt.record_in_doubt(intent)
         return
@@ -199,7 +199,7 @@ def _carry_out(
     if settlement.fate is Fate.COMPLETE:
         _stage_decision(service, stale_save.intent, [addresses[node] for node in settlement.sources])
         service.commit(save_id)
-        log.warning("completed save %s of %r, which a peer had committed", save_id, checkpoint_id)
+        log.warning("completed save %s of %r, which a peer has committed", save_id, checkpoint_id)
     elif settlement.fate is Fate.DROP:
         service.abort(save_id, stale_save.why, unless_decided=True)
         log.warning("removed what was staged of save %s of %r: %s", save_id, checkpoint_id, stale_save.why)
@@ -287,7 +287,7 @@ def follow_stale_save(service: NodeService, save_id: str) -> None:
                     # A slow node still writes: the save is not stale while its coordinator works on it.
                     until = time.monotonic() + FOLLOW_S
             except (ReplicatedCkptError, OSError) as exc:  # it was published or aborted, or the disk refuses
-                log.info("save %s is looked at again soon: %s", save_id, exc)
+                log.info("recovery of save %s is tried again soon: %s", save_id, exc)
             time.sleep(pause_s)
             # Longer each time: a node with many shards follows one save in as many threads.
             pause_s = min(_PAUSE_MAX_S, 1.3 * pause_s)
@@ -296,5 +296,5 @@ def follow_stale_save(service: NodeService, save_id: str) -> None:
 def _is_in_doubt(service: NodeService, save_id: str) -> bool:
     """Tries to settle the save; returns whether it is in doubt afterwards."""
     intent = service.store.intent_of(save_id)
-    settle(service, [StaleSave(intent, "its ranks are gone")], service.peers.read_all())
+    settle(service, [StaleSave(intent, "its ranks have ended")], service.peers.read_all())
     return service.in_doubt.has(save_id)

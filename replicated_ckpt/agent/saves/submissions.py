@@ -55,7 +55,7 @@ class SubmittedShard:
         pieces = [(int(source), int(offset), int(size)) for source, offset, size in fields["pieces"]]
         # Wrong numbers from a rank would read other bytes than it submitted: -1 is the last descriptor.
         if any(not 0 <= source < sources or offset < 0 or size < 0 for source, offset, size in pieces):
-            raise ValueError("a piece lies outside of what was submitted")
+            raise ValueError("a piece lies outside the submitted data")
         return cls(WantedCopies.from_json(fields["copies"]), pieces)
 
 

@@ -56,7 +56,7 @@ def check_running(directory: Path, endpoint: Endpoint) -> None:
     if endpoint.protocol > PROTOCOL or (endpoint.protocol < PROTOCOL and has_one_to_stay(directory)):
         raise ConfigInvalid(
             f"The agent of node {endpoint.node_id} on {socket.gethostname()} runs replicated_ckpt {endpoint.version} "
-            f"(protocol {endpoint.protocol}), and this rank there runs {__version__} (protocol {PROTOCOL}).",
+            f"(protocol {endpoint.protocol}), but this rank runs {__version__} (protocol {PROTOCOL}).",
             RELEASES_HINT,
         )
 
@@ -197,7 +197,7 @@ def _stay_client(root: Path, directory: Path) -> None:
     lock = client_lock(directory, START_TIMEOUT_S)
     if lock is None:
         raise AgentUnavailable(
-            f"The client lock in {directory} is held by a process that does not let go.",
+            f"A process does not release the client lock in {directory}.",
             lock_hint(directory, "clients"),
         )
     _client_lock_by_root[root] = lock
@@ -208,7 +208,7 @@ def _take_start(directory: Path) -> FileLock:
     lock = FileLock.take_within(directory / "start", 2 * START_TIMEOUT_S)
     if lock is None:
         raise AgentUnavailable(
-            f"Another process has been starting the agent of {directory.parent} for too long.",
+            f"Another process has not finished starting the agent of {directory.parent}.",
             lock_hint(directory, "start"),
         )
     return lock
@@ -252,8 +252,8 @@ def _answers(directory: Path, endpoint: Endpoint, *, is_opening: bool = False) -
 def _silence_error(directory: Path, endpoint: Endpoint) -> AgentUnavailable:
     return AgentUnavailable(
         f"The agent of node {endpoint.node_id} (pid {endpoint.pid}) does not answer; it may be stopped.",
-        f"`kill -CONT {endpoint.pid}` if it is stopped; if it hangs, `kill -9 {endpoint.pid}`, and the next save or load "
-        f"starts another. Its log is {directory / LOG_NAME}.",
+        f"`kill -CONT {endpoint.pid}` if it is stopped. If it hangs, `kill -9 {endpoint.pid}`: the next save or "
+        f"load starts another. Its log is {directory / LOG_NAME}.",
     )
 
 
@@ -326,7 +326,7 @@ def _start(store: LocalStore, directory: Path, bind_host: str | None, *, is_open
         time.sleep(_POLL_S)
     if process.poll() is not None:
         raise AgentUnavailable(
-            f"Another agent of {store.root} has given no answer for {waited_s:.0f} s; it may be stopped. "
+            f"Another agent of {store.root} has not answered for {waited_s:.0f} s; it may be stopped. "
             f"{_quote_log(directory, log_begins)}.",
             lock_hint(directory, LOCK_NAME),
         )
@@ -342,7 +342,9 @@ def _spawn(directory: Path, arguments: Sequence[str]) -> "tuple[subprocess.Popen
         try:
             return spawn_agent(arguments, log), log_begins
         except BlockingIOError as exc:
-            raise AgentUnavailable(f"The agent of {directory.parent} gets no process: {exc.strerror}.", FEWER) from exc
+            raise AgentUnavailable(
+                f"The agent of {directory.parent} cannot be started: {exc.strerror}.", FEWER
+            ) from exc
         except OSError as exc:
             raise _unavailable(directory, f"{type(exc).__name__}: {exc.strerror}", log_begins) from exc
 
@@ -357,11 +359,11 @@ def _unavailable(directory: Path, why: str, log_begins: int) -> AgentUnavailable
     return AgentUnavailable(
         f"The agent of {directory.parent} could not be started with this process's Python, {sys.executable!r}: {why}. "
         f"{_quote_log(directory, log_begins)}.",
-        f"Mend that, or start one: ranks use what `replicated-ckpt agent --root {directory.parent}` runs.",
+        f"Fix the cause, or start an agent by hand: ranks use `replicated-ckpt agent --root {directory.parent}`.",
     )
 
 
 def _quote_log(directory: Path, log_begins: int) -> str:
     lines = (directory / LOG_NAME).read_bytes()[log_begins:].decode(errors="replace").splitlines()
     tail = "\n".join(lines[-_TAIL_LINES:])[-_TAIL_CHARS:]
-    return f"End of its log: {tail!r}" if tail else "It has logged nothing"
+    return f"End of its log: {tail!r}" if tail else "Its log is empty"

@@ -33,7 +33,7 @@ def await_departure(directory: Path) -> bool:
     agent = _leaving.pop(directory, None)
     if agent is None:
         return False
-    log.info("a save waits for the end of the agent of %s, which was told to stop", directory.parent)
+    log.info("a save waits for the agent of %s to exit, which is stopping", directory.parent)
     wait_until_gone(directory, agent)
     return True
 
@@ -48,7 +48,7 @@ def wait_until_gone(directory: Path, agent: Endpoint) -> None:
         # It may be stopped (SIGSTOP), or hang on a dead disk: a rank must not wait for ever.
         if time.monotonic() > deadline:
             raise AgentUnavailable(
-                f"The agent of {directory.parent} was told to stop and has not.", lock_hint(directory, LOCK_NAME)
+                f"The agent of {directory.parent} was asked to stop, but still runs.", lock_hint(directory, LOCK_NAME)
             )
         time.sleep(_POLL_S)
 
@@ -64,11 +64,11 @@ def lock_hint(directory: Path, lock_name: str) -> str:
     pid = holder_of(directory / lock_name)
     if pid is None:
         return (
-            f"`fuser -v {directory / lock_name}` names its process: continue it (`kill -CONT`) if it is stopped, or "
-            "kill it, and save or load again."
+            f"`fuser -v {directory / lock_name}` names its process. If it is stopped, resume it (`kill -CONT`), else "
+            "kill it; then save or load again."
         )
     if is_stopped(pid):
         return (
-            f"Process {pid} holds {directory / lock_name} and is stopped: `kill -CONT {pid}`, and save or load again."
+            f"Process {pid} holds {directory / lock_name} and is stopped: `kill -CONT {pid}`, then save or load again."
         )
-    return f"Process {pid} holds {directory / lock_name}: see what it does, or kill it, and save or load again."
+    return f"Process {pid} holds {directory / lock_name}: check what it does, or kill it; then save or load again."

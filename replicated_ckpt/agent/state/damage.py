@@ -141,7 +141,9 @@ class DamageBook:
         try:
             self._file.write_state({"bad": bad, "scrubbed_to": self.scrubbed_to})
         except StoreError as exc:
-            log.warning("the list of damaged files is not on disk, and is kept only until this agent ends: %s", exc)
+            log.warning(
+                "the list of damaged files and the progress of the scrub are lost when this agent ends: %s", exc
+            )
 
     def _is_changed(self, key: _Key, then: _Bad) -> bool:
         """A file that the system refuses to look at now, for example for lack of descriptors, counts as unchanged."""

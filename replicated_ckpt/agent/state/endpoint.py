@@ -212,4 +212,4 @@ def served_already(root: str, directory: Path) -> AlreadyServed:
     endpoint = read_endpoint(directory)
     pid = "its pid" if endpoint is None else endpoint.pid
     shown = "" if endpoint is None else f" (pid {endpoint.pid})"
-    return AlreadyServed(f"Another agent serves {root} already{shown}.", f"Use that one, or end it: `kill {pid}`.")
+    return AlreadyServed(f"Another agent already serves {root}{shown}.", f"Use that one, or end it: `kill {pid}`.")

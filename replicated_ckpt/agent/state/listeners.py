@@ -91,7 +91,7 @@ def describe_listeners(port: int) -> str:
     if seen:
         return ", ".join(seen)
     users = sorted({_user(listener.uid) for listener in listeners})
-    return f"a process of {' and '.join(users)}, which this user may not see" if users else ""
+    return f"a process of {' and '.join(users)}, which this user may not inspect" if users else ""
 
 
 def _holders(inodes: Collection[int]) -> Iterator[int]:
@@ -131,14 +131,14 @@ def cannot_listen(host: str, port: int, problem: OSError) -> AgentUnavailable:
     """The error if the agent cannot listen, with the owner of the port or the fault of the host, and a next step."""
     why = f"Cannot listen on {host}:{port}: {problem.strerror or problem}"
     if problem.errno == errno.EADDRINUSE:
-        holder = describe_listeners(port) or "a process that cannot be seen from here (another container?)"
+        holder = describe_listeners(port) or "a process that is not visible from here (another container?)"
         hint = (
-            f"End that process, or pass another --port, or a range of them, there or in {PORT_ENV}; "
-            f"without both the agent takes a free one. {_WHO.format(port)}"
+            f"End that process, or pass another --port, or a range, there or in {PORT_ENV}. Without both, the agent "
+            f"takes a free port. {_WHO.format(port)}"
         )
         return AgentUnavailable(f"{why}. The port is taken by {holder}.", hint)
     if problem.errno in (errno.EACCES, errno.EPERM):
-        return AgentUnavailable(f"{why}.", "Pass a --port from 1024 on: lower ones are for root.")
+        return AgentUnavailable(f"{why}.", "Pass a --port from 1024 on: lower ports need root.")
     return AgentUnavailable(
         f"{why}.", "Pass an address of this host with --host (`ip address` lists them), or 0.0.0.0."
     )

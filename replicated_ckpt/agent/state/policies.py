@@ -66,7 +66,7 @@ class PolicyBook:
 def _parse(document: Any) -> list[Policy]:
     told = document["policies"]
     if _checksum(told) != document["crc32c"]:
-        raise ValueError("it is not as it was written")
+        raise ValueError("it is damaged")
     return [Policy.from_json(fields) for fields in told]
 
 

@@ -60,18 +60,14 @@ class SequenceFloor:
         """With the lock held."""
         if not self._is_full_logged:
             self._is_full_logged = True
-            log.warning(
-                "%s reports more than %d runs without a save here; further ones are ignored", sender, LINEAGES_MAX
-            )
+            log.warning("%s has more than %d runs without local checkpoints: not kept", sender, LINEAGES_MAX)
 
     def _write(self) -> None:
         """With the lock held."""
         try:
             self._file.write_state({"sequences": self._by_lineage, "senders": self._sender_by_lineage})
         except StoreError as exc:
-            log.warning(
-                "the largest sequence of each run is not on disk, and is kept only until this agent ends: %s", exc
-            )
+            log.warning("the newest save of each run is forgotten when this agent ends: %s", exc)
 
 
 def _parse(document: Any) -> tuple[dict[str, int], dict[str, str]]:

@@ -53,7 +53,7 @@ class UploadBook:
                 self._bucket_by_url.pop(target.url, None)
             self._write()
         if is_new:
-            log.info("object store %s is known", target.url)
+            log.info("object store %s is configured", target.url)
         return is_new
 
     def read_urls(self) -> tuple[str, ...]:
@@ -151,8 +151,8 @@ def _parse_target(fields: Any) -> ObjectTarget | None:
     try:
         return ObjectTarget.from_json(fields)
     except (ConfigInvalid, KeyError, TypeError, ValueError) as exc:
-        log.warning("an object store is not known any more: %s", exc)
+        log.warning("an object store is no longer configured: %s", exc)
         return None
 
 
-UNKNOWN_HINT = "It is named again when a rank here saves, or with `replicated-ckpt upload --to URL`."
+UNKNOWN_HINT = "Save from a rank here, or run `replicated-ckpt upload --to URL`, to name it again."

@@ -79,7 +79,7 @@ def check_wanted(service: NodeService, bucket: Bucket, manifest: Manifest) -> No
         if verdict.save_id == manifest.save_id and not verdict.is_kept:
             remove_save(bucket, manifest.checkpoint_id, manifest.save_id, manifest)
             raise SaveAborted(
-                f"{bucket.client.target.url} would not keep {manifest.checkpoint_id!r}: {verdict.rule}.",
+                f"The policy of {bucket.client.target.url} would remove {manifest.checkpoint_id!r}: {verdict.rule}.",
                 "To have it in a bucket, upload it under another prefix: `replicated-ckpt upload ID --to URL`.",
             )
 
@@ -111,8 +111,8 @@ def _keeps(view: NodeView, save_id: str) -> bool:
 def _check_not_removed(service: NodeService, manifest: Manifest) -> None:
     if manifest.save_id in service.store.journal.read_removed():
         raise SaveAborted(
-            f"{manifest.checkpoint_id!r} was removed on this node by its user.",
-            "To have it there, put it back on this node, and upload it.",
+            f"The user of this node removed {manifest.checkpoint_id!r}.",
+            "To upload it, restore it on this node first.",
         )
 
 
@@ -135,7 +135,7 @@ def retire_in_bucket(service: NodeService, bucket: Bucket, manifest: Manifest) -
         if refusals:
             raise refusals[0]
     except ReplicatedCkptError as exc:
-        log.warning("%s keeps more than it should: %s", bucket.client.target.url, exc)
+        log.warning("%s keeps more than its policy allows: %s", bucket.client.target.url, exc)
     return gone
 
 
@@ -157,7 +157,7 @@ def _judge(policies: PolicyBook, bucket: Bucket, manifest: Manifest, *besides: C
         return ()
     there = _list_candidates(bucket, manifest, policy.retention)
     if any(one.sequence > policy.revision for one in there):
-        log.info("nothing goes from %s: its newest saves may be under another policy", bucket.client.target.url)
+        log.info("nothing is removed from %s: its newest saves may have another policy", bucket.client.target.url)
         return ()
     return judge([*besides, *there], policy.retention)
 

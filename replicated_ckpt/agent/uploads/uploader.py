@@ -207,10 +207,10 @@ class Uploader:
             except Stopped:
                 return
             except (ReplicatedCkptError, OSError) as exc:
-                log.error("uploads go on in %.0f s: %s", IDLE_PAUSE_S, exc)  # noqa: TRY400 - it explains itself
+                log.error("uploads continue in %.0f s: %s", IDLE_PAUSE_S, exc)  # noqa: TRY400 - it explains itself
                 pause_s = IDLE_PAUSE_S
             except Exception:
-                log.exception("a defect: uploads go on in %.0f s", RETRY_MAX_S)
+                log.exception("a defect in replicated_ckpt: uploads continue in %.0f s", RETRY_MAX_S)
                 pause_s = RETRY_MAX_S
             self._woken.wait(pause_s)
 
@@ -298,7 +298,7 @@ class Uploader:
             upload.end("superseded", str(exc) if is_denied else exc.message)
             upload.state.is_denied = is_denied
             level = logging.WARNING if is_denied else logging.INFO
-            log.log(level, "%s is not uploaded any more: %s", manifest.checkpoint_id, exc.message)
+            log.log(level, "%s is no longer uploaded: %s", manifest.checkpoint_id, exc.message)
         except ReplicatedCkptError as exc:
             upload.fail(exc, self._clock())
             log.warning("%s to %s: %s", manifest.checkpoint_id, upload.state.url, exc)

@@ -92,7 +92,7 @@ def test_a_rank_gets_the_agents_own_hint(tmp_path: Path) -> None:
         (tmp_path / "a" / "step-1").write_text("a user's file")
         with pytest.raises(ConfigInvalid, match="is no directory") as taken:
             client.call("POST", f"/v1/saves/{1:032x}", {**document, "peers": peers_of(agent)})
-        assert "move that away on every node" in taken.value.hint
+        assert "move that directory away on every node" in taken.value.hint
         with pytest.raises(ConfigInvalid, match="environment") as invalid:
             client.call("POST", "/v1/object/target", {"url": "s3://b/x", "options": {}, "environment": {"A": "b"}})
         assert invalid.value.hint == "Pass what the client needs as storage_options."
@@ -114,7 +114,7 @@ def unreached(address: AgentAddress) -> StoreUnavailable:
 
 @pytest.mark.parametrize(
     ("host", "why"),
-    [("127.0.0.1", "nothing listens on its port"), ("no-such-host.invalid", "knows no address of the name")],
+    [("127.0.0.1", "no process listens on its port"), ("no-such-host.invalid", "cannot resolve the name")],
 )
 def test_a_wrong_address_is_named_with_its_origin(host: str, why: str) -> None:
     """Which address, who gave it, which variable corrects it on which node, and which port must be open."""
@@ -259,7 +259,7 @@ def test_each_kind_of_bucket_has_its_own_package() -> None:
         (errno.EDQUOT, StoreFull, "quota -s"),
         (errno.EPERM, StoreDenied, "no modes, as FAT"),
         (errno.ENOLCK, StoreError, "with locks"),
-        (errno.EINVAL, StoreError, "file system there cannot do that"),
+        (errno.EINVAL, StoreError, "file system does not support this"),
     ],
 )
 def test_what_the_disk_says_has_a_next_step_of_its_own(number: int, kind: type[StoreError], step: str) -> None:

@@ -111,7 +111,7 @@ def test_files_that_are_no_pair_change_nothing(tmp_path: Path) -> None:
     with running_agent(tmp_path / "a", "--tls-cert", cert, "--tls-key", key) as agent:
         Path(new_cert).replace(cert)
         log = tmp_path / "a" / "agent.out"
-        wait_for(lambda: "the one before is kept" in log.read_text(), WITHIN_S, "the agent's look")
+        wait_for(lambda: "keeps the previous certificate" in log.read_text(), WITHIN_S, "the agent's look")
         assert shown(agent.root) == agent.endpoint.tls_sha256
         assert answers(agent.endpoint.address())
         Path(new_key).replace(key)
@@ -124,7 +124,7 @@ def test_a_certificate_is_announced_by_its_agent_alone(tmp_path: Path, pair: tup
     first, second = pair
     other = fingerprint(certificate(tmp_path, "thief")[0])
     said = replace(first.endpoint.address(), tls_sha256=other, host="")
-    with second.peer() as client, pytest.raises(StoreDenied, match="does not say so"):
+    with second.peer() as client, pytest.raises(StoreDenied, match="does not confirm this"):
         client.call("POST", "/v1/hello", {"peer": said.to_json()})
     assert known_of(first, second).tls_sha256 == first.endpoint.tls_sha256
 

@@ -29,5 +29,5 @@ def test_it_names_the_process_that_it_waits_for(tmp_path: Path) -> None:
         finally:
             waiting.kill()
             waiting.communicate(timeout=10)
-    assert f"waits for the agent that ranks have started for {tmp_path} (process {other.process.pid})" in line
+    assert f"waits for the agent that ranks started for {tmp_path} (process {other.process.pid})" in line
     assert f"it is stopped: `kill -CONT {other.process.pid}`" in line

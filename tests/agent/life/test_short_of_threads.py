@@ -82,7 +82,7 @@ def shard_of(store: LocalStore) -> tuple[SubmittedShard, int]:
 def test_a_shard_that_gets_no_thread_is_refused(service: NodeService) -> None:
     """Whoever brings it hears so, nothing stays open, nothing counts as under way, and it may be brought again."""
     shard, fd = shard_of(service.store)
-    with without_threads(), pytest.raises(StoreUnavailable, match="gets no thread"):
+    with without_threads(), pytest.raises(StoreUnavailable, match="cannot start a thread"):
         service.submissions.take_shard(shard, [fd])
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)
@@ -114,7 +114,7 @@ def test_a_rank_that_gets_no_thread_of_the_agent_is_sent_away(service: NodeServi
 def test_a_shard_that_gets_no_thread_to_be_written_leaves_no_file(service: NodeService) -> None:
     """What was made for it is gone when the error comes."""
     wanted = WantedCopies(SAVE, SHARD, service.node_id)
-    with without_threads(), pytest.raises(StoreUnavailable, match="gets no thread"):
+    with without_threads(), pytest.raises(StoreUnavailable, match="cannot start a thread"):
         write_copies(service.store, wanted, Buffers(2, 4096), lambda tee: tee.write(b"data"))
     assert not list(service.store.staging(SAVE).glob(f"{SHARD}*"))
 
@@ -125,7 +125,7 @@ def test_a_bucket_is_probed_once_there_are_threads_again(tmp_path: Path) -> None
     targets.learn(ObjectTarget.check_supported(url, {}))
     prober = Prober(targets)
     with without_threads():
-        assert "gets no thread" in prober.probe(url, "step-1")["error"]
+        assert "cannot start a thread" in prober.probe(url, "step-1")["error"]
     assert prober.probe(url, "step-1")["is_empty"]
 
 
@@ -157,7 +157,7 @@ def test_a_save_that_gets_no_thread_is_not_begun(service: NodeService) -> None:
         lineage="a" * 16,
     )
     outline = Outline(manifest, {}, 1, must_have_all=False)
-    with without_threads(), pytest.raises(StoreUnavailable, match="gets no thread"):
+    with without_threads(), pytest.raises(StoreUnavailable, match="cannot start a thread"):
         service.finish_save(outline)
     assert not store.is_locked(SAVE)
     assert not service.is_saving
@@ -192,7 +192,7 @@ def test_an_agent_that_gets_no_thread_to_greet_goes_on(tmp_path: Path) -> None:
 )
 def test_a_wait_that_gets_no_thread_is_an_error_that_is_handled(waits: AbstractContextManager[object]) -> None:
     """A copy goes to another node then, and a peer is told why. It was a RuntimeError, which ended a save."""
-    with without_threads(), pytest.raises(StoreUnavailable, match="gets no thread"), waits:
+    with without_threads(), pytest.raises(StoreUnavailable, match="cannot start a thread"), waits:
         pass
 
 
@@ -213,7 +213,7 @@ def test_a_connection_that_gets_no_thread_is_closed(caplog: pytest.LogCaptureFix
         with without_threads(), socket.create_connection(where) as client:
             server.handle_request()
             assert client.recv(1) == b""
-        assert "gets no thread" in caplog.text
+        assert "cannot start a thread" in caplog.text
         assert "no valid token" not in caplog.text
         with socket.create_connection(where) as client:
             client.sendall(b"GET /v1/status HTTP/1.0\r\n\r\n")
@@ -225,7 +225,7 @@ def test_an_agent_that_gets_no_process_names_the_limit(tmp_path: Path, monkeypat
     """At the limit of processes it is no fault of the Python that would run it."""
     refused = BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))  # as fork fails at pids.max
     monkeypatch.setattr(launch, "spawn_agent", mock.Mock(side_effect=refused))
-    with pytest.raises(AgentUnavailable, match="gets no process") as raised:
+    with pytest.raises(AgentUnavailable, match="cannot be started") as raised:
         ensure_agent(LocalStore(tmp_path / "root"))
     assert "pids.max" in raised.value.hint
 

@@ -84,7 +84,7 @@ def test_an_agent_that_leaves_opens_no_save(job: Job) -> None:
     stop(job, 0)
     wait_for(lambda: "stays, for" in log_of(job, 0), WITHIN_S, "the agent says what it stays for")
     document = {"checkpoint_id": "step-2", "session": "t", "overwrite": False, "coordinator": job.nodes[0]}
-    with job.agents[0].client() as client, pytest.raises(StoreUnavailable, match="told to stop") as refused:
+    with job.agents[0].client() as client, pytest.raises(StoreUnavailable, match="it is stopping") as refused:
         client.call("POST", f"/v1/saves/{NEXT}", {**document, "ticket": "", "peers": peers_of(*job.agents)})
     assert "Save again" in refused.value.hint
     job.finish()
@@ -148,7 +148,7 @@ def test_an_agent_that_is_to_stay_takes_the_place_of_one_of_ranks(job: Job, monk
             assert not post.silence
             assert post.address.incarnation == kept.endpoint.incarnation
             assert ensure_agent(store, "127.0.0.1").pid == kept.endpoint.pid
-            with pytest.raises(AssertionError, match="Another agent serves"), running_agent(kept.root):
+            with pytest.raises(AssertionError, match="Another agent already serves"), running_agent(kept.root):
                 pass
             assert kept.process.poll() is None
     wait_for(lambda: job.files() == [FILES, FILES], WITHIN_S, "both nodes have the save")
@@ -184,7 +184,10 @@ def test_told_to_stop_again_it_leaves_at_once(job: Job) -> None:
     wait_for(lambda: "stays, for" in log_of(job, 0), WITHIN_S, "the agent says what it stays for")
     stop(job, 0)
     assert job.agents[0].process.wait(DRAIN_S / 2) == 0
-    assert f"told to stop again, and leaves undone: save {SAVE}: __0_0.distcp is not written" in log_of(job, 0)
+    assert (
+        f"received another signal to stop; exits with this unfinished: save {SAVE}: __0_0.distcp is not written"
+        in log_of(job, 0)
+    )
 
 
 @pytest.fixture
@@ -199,7 +202,10 @@ def test_it_stays_no_longer_than_its_bound(job: Job) -> None:
     job.submit(0)
     stop(job, 0)
     assert job.agents[0].process.wait(DRAIN_S / 2) == 0
-    assert f"was told to stop 1 s ago, and leaves undone: save {SAVE}: __0_0.distcp is not written" in log_of(job, 0)
+    assert (
+        f"received the signal to stop 1 s ago; exits with this unfinished: save {SAVE}: __0_0.distcp is not written"
+        in log_of(job, 0)
+    )
 
 
 @pytest.mark.long

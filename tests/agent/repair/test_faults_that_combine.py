@@ -396,7 +396,7 @@ def test_why_a_save_is_not_settled_is_logged_once(service: NodeService, caplog: 
     for why in ("a bad bit", "a bad bit", "no answer"):
         with mock.patch.object(settling, "_answers", side_effect=PeerProtocolError(why)):
             settle(service, [stale_save], [])
-    said = [record.getMessage() for record in caplog.records if "could not settle" in record.getMessage()]
+    said = [record.getMessage() for record in caplog.records if "could not recover" in record.getMessage()]
     assert [why in line for why, line in zip(("a bad bit", "no answer"), said, strict=True)] == [True, True]
 
 

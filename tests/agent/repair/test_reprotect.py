@@ -160,7 +160,7 @@ def test_a_save_that_others_publish_just_now_is_not_said_to_lack_copies(
     for _ in range(2):
         reprotector.round()
     assert len(caplog.messages) == 1
-    assert "copies or checkpoints to make up for" in caplog.messages[0]
+    assert "copies or checkpoints are missing" in caplog.messages[0]
 
 
 def test_a_name_that_retention_frees_is_another_runs_in_the_same_round(tmp_path: Path) -> None:

@@ -101,4 +101,4 @@ def test_a_defect_ends_no_scrub(tmp_path: Path, caplog: pytest.LogCaptureFixture
     finally:
         reading.stopping.set()
         reading.scrubber.join()
-    assert "a defect: the scrub broke off" in caplog.text
+    assert "a defect in replicated_ckpt: the scrub stopped" in caplog.text

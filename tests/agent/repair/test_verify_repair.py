@@ -88,7 +88,7 @@ def test_a_lost_node_that_is_none_is_said(tmp_path: Path) -> None:
     before = tree(node.root)
     done = command("repair", node.root, "--lost", "xyz", "--lost", gone.node_id())
     assert (done.returncode, done.stdout) == (ExitCode.USAGE, "")
-    assert "--lost xyz: no node of that id or host is known here" in done.stderr
+    assert "--lost xyz: no known node has that id or host" in done.stderr
     assert tree(node.root) == before
     for named in (gone.node_id(), "host1"):
         done = command("repair", node.root, "--dry-run", "--lost", named)

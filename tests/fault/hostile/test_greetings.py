@@ -142,9 +142,9 @@ def test_a_node_is_believed_where_it_answers(pair: Pair) -> None:
     pair.introduce(old)
     pair.hear(pair.known)
     assert book(pair.first) == {pair.known.node_id: replace(pair.known, host="127.0.0.1")}
-    with pytest.raises(StoreDenied, match="does not say so itself"):
+    with pytest.raises(StoreDenied, match="does not confirm this"):
         pair.hear(replace(pair.known, incarnation=0))
-    with pytest.raises(StoreDenied, match="certificate is another one"):
+    with pytest.raises(StoreDenied, match="its certificate changed"):
         pair.hear(replace(pair.known, tls_sha256="b" * 64))
     with pytest.raises(StoreDenied):
         pair.hear(replace(pair.known, tls_sha256=""))

@@ -173,7 +173,7 @@ def test_a_listing_without_end_takes_neither_memory_nor_time(listing: str, monke
     with client_of("s3", ENDLESS[listing]) as (client, asked), memory_at_most(1 << 30):
         with pytest.raises(StoreError, match=r"answers with more than|has more than") as raised:
             client.list_keys("step-1/")
-        assert "has more than" not in raised.value.detail or "a prefix of their own" in raised.value.hint
+        assert "has more than" not in raised.value.detail or "their own prefix" in raised.value.hint
         with pytest.raises(StoreError):
             client.end_unfinished("", 0)
     assert len(asked) < 120

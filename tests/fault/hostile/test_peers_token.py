@@ -113,7 +113,7 @@ def test_a_place_that_only_a_peer_names_is_not_written(tmp_path: Path, where: st
         assert not (tmp_path / where).exists()
         with agent.client() as owner, agent.peer() as peer:
             if where == "root/inside":
-                with pytest.raises(ConfigInvalid, match="lie in one another"):
+                with pytest.raises(ConfigInvalid, match="lie one inside the other"):
                     owner.call("POST", "/v1/object/target", {"url": url, "options": {}})
                 return
             owner.call("POST", "/v1/object/target", {"url": url, "options": {}})
@@ -473,5 +473,5 @@ def test_a_node_that_lists_too_many_checkpoints_is_not_believed(agent: RunningAg
     address = agent.endpoint.address()
     one = Holding(address.node_id, "step-1", SAVE, 1, has_metadata=True).to_json()
     assert len(parse_node_holdings({"holdings": [one] * 10}, address).holdings) == 10
-    with pytest.raises(PeerProtocolError, match="listed its holdings wrongly"):
+    with pytest.raises(PeerProtocolError, match="sent an invalid list of its checkpoints"):
         parse_node_holdings({"holdings": [one] * (HOLDINGS_MAX + 1)}, address)

@@ -153,7 +153,7 @@ def test_a_shard_that_is_written_anew_is_not_named_by_the_first_writer(store: Lo
     hung, rank = FileSink.create(path), FileSink.create(path)
     hung.write(memoryview(b"old"))
     rank.write(memoryview(b"new"))
-    with pytest.raises(SaveAborted, match="anew by another process"):
+    with pytest.raises(SaveAborted, match="another process writes it anew"):
         hung.finish_durably()
     rank.finish_durably()
     assert path.read_bytes() == b"new"

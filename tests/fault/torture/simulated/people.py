@@ -67,7 +67,7 @@ def _tell_oracle(course: Course, said: Mapping[str, Any], node: int) -> None:
     for checkpoint_id in {row["checkpoint_id"] for row in said["plan"]}:
         rows = [row for row in said["plan"] if row["checkpoint_id"] == checkpoint_id and not row.get("is_kept")]
         why = said["kept"].get(checkpoint_id, "")
-        if checkpoint_id in went or "it goes when" in why:
+        if checkpoint_id in went or "it is removed when" in why:
             course.oracle.removed([row["save_id"] for row in rows], node, is_done=not why)
 
 
