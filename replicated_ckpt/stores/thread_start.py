@@ -10,12 +10,14 @@ from replicated_ckpt.wording import one_line
 
 log = logging.getLogger(__name__)
 
-FEWER = "Raise the limit of processes and threads (`ulimit -u`, pids.max of the container), or end what has too many."
+FEWER = (
+    "Raise the limit of processes and threads (`ulimit -u`, pids.max of the container), or end programs that use many."
+)
 _ENDING = "interpreter shutdown"
 """In the error of an interpreter that exits. Up to Python 3.12.2 it starts no thread while it waits for others; 3.12.3
 does. Source: github.com/python/cpython/issues/113964."""
 _SOONER = (
-    "Python was about to exit: wait for the save before (`future.result()`, `writer.wait()`), or use Python 3.12.3."
+    "Python was about to exit: wait for the save first (`future.result()`, `writer.wait()`), or use Python 3.12.3."
 )
 
 
@@ -41,7 +43,7 @@ def start_thread(thread: threading.Thread) -> None:
     except (RuntimeError, MemoryError) as exc:  # at the limit of threads, or of memory
         is_ending = _ENDING in str(exc)
         hint = _SOONER if is_ending else FEWER
-        error = StoreUnavailable("this process", "start", thread.name, f"it gets no thread: {exc}", hint)
+        error = StoreUnavailable("this process", "start", thread.name, f"it cannot start a thread: {exc}", hint)
         if is_ending:
-            log.warning("a save or load that the end of Python interrupts has failed: %s", one_line(error))
+            log.warning("a save or load failed, interrupted by the end of Python: %s", one_line(error))
         raise error from exc

@@ -102,7 +102,7 @@ class VerifiedShard(ABC):
             table = hasher.table()
             if table.file_crc() == expected.crc32c:
                 return table
-        raise self._corrupt("its footer of block checksums is damaged, and its data is not all intact")
+        raise self._corrupt("its footer of block checksums is damaged, and not all of its data is intact")
 
     @abstractmethod
     def _fill(self, target: memoryview, offset: int) -> None:
@@ -133,8 +133,8 @@ class VerifiedShard(ABC):
     def _allocate(self, size_bytes: int) -> memoryview:
         try:
             return memoryview(bytearray(size_bytes))
-        except MemoryError as exc:  # a damaged size in a file must not end the process
-            raise self._corrupt(f"an item of {size_bytes} bytes is more than there is memory for") from exc
+        except MemoryError as exc:
+            raise self._corrupt(f"an item of {size_bytes} bytes does not fit into memory") from exc
 
     def take_bytes_read(self) -> int:
         """Bytes read since the last call, including those that were bad."""

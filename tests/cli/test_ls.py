@@ -78,7 +78,7 @@ def test_what_only_a_newer_version_reads_is_named(tmp_path: Path) -> None:
     make_newer(store.root / "step-1" / MANIFEST_NAME)
     done = command("ls", "--root", store.root)
     assert (done.returncode, done.stderr) == (ExitCode.OK, "")
-    assert "step-1: only a newer replicated_ckpt reads it" in done.stdout
+    assert "step-1: only a newer version of replicated_ckpt reads it" in done.stdout
 
 
 def test_what_retention_removes_meanwhile_is_not_called_damaged(
@@ -112,7 +112,9 @@ def test_a_node_that_is_not_reached_is_named(tmp_path: Path) -> None:
     assert "1 of 2 copies seen: host1 not reached" in line_of(done.stdout, "step-1")
     assert f"host1 (node {gone}): not reached: no agent runs there (asked at 127.0.0.1:" in done.stdout
     assert "--start-agents" in done.stdout
-    assert "if host1 never comes back: run the job with a new node in its place, which gets the copies" in done.stdout
+    assert (
+        "if host1 never comes back: run the job with a new node in its place, which receives the copies" in done.stdout
+    )
     assert "--lost" not in done.stdout, "no other node could take the copies"
     code, found = as_json("ls", "--root", nodes[0].root)
     (row,) = found["checkpoints"]
@@ -122,13 +124,13 @@ def test_a_node_that_is_not_reached_is_named(tmp_path: Path) -> None:
     assert done.returncode == ExitCode.UNREACHABLE
     assert "step-1: 1 of 2 copies seen: host1 not reached" in done.stdout
     last = done.stdout.splitlines()[-1]
-    assert last.endswith("all that was read is as it was saved; 1 node did not answer"), last
+    assert last.endswith("all that was read is intact; 1 node did not answer"), last
     assert code == ExitCode.OK
 
 
 def test_a_node_of_another_release_is_no_hung_one() -> None:
     """What it refused with says the next step: nothing there is stopped, and no firewall is in between."""
-    refused = ConfigInvalid("This agent runs 0.2.0 (protocol 2).", "Install the newer release where the older one is.")
+    refused = ConfigInvalid("This agent runs 0.2.0 (protocol 2).", "Install the newer release on all nodes.")
     (only,) = advise_on_silence(NodesSeen("n", {}, {}, {"gone": refused}, {}), ["gone"])
     assert only == f"next step for gone: {refused.hint}"
 
@@ -139,8 +141,8 @@ def test_nodes_of_which_there_is_no_address_are_named(tmp_path: Path) -> None:
     checkpointed(nodes, 1, RING)
     checkpointed(nodes[:2], 2, PAIR, checkpoint_id="step-2")
     done = command("ls", "--root", nodes[0].root)
-    assert "1 file not seen: host1, host2 not known to this node" in line_of(done.stdout, "step-1")
-    assert "1 of 2, as there is 1 node: host1 not known to this node" in line_of(done.stdout, "step-2")
+    assert "1 file not seen: this node has no address of host1, host2" in line_of(done.stdout, "step-1")
+    assert "1 of 2, as there is 1 node: this node has no address of host1" in line_of(done.stdout, "step-2")
     assert "next step: this node has no address of host1, host2: a save or load with ranks" in done.stdout
 
 
@@ -162,8 +164,8 @@ def test_a_node_that_is_not_believed_has_a_next_step(tmp_path: Path, is_plain: b
         done = command("ls", "--root", nodes[0].root)
     assert "host1 (node" in done.stdout
     assert "firewall" not in done.stdout
-    step = "see whether REPLICATED_CKPT_PLAIN (or `--plain`) is set on host1 and not here"
-    assert (step if is_plain else "next step for host1: Another agent than that of node") in done.stdout, done.stdout
+    step = "REPLICATED_CKPT_PLAIN (or `--plain`) is set either on host1 or here, but not on both"
+    assert (step if is_plain else "next step for host1: An agent of another node than") in done.stdout, done.stdout
 
 
 def test_shards_on_silent_nodes_are_not_called_lost(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def test_what_a_repair_answers_is_one_line_each() -> None:
     assert list_failures({"results": [{"action": FORGED, "error": FORGED}]}, "node b") == {
         r"\x1b[2Jwell\nmay be taken down": r"\x1b[2Jwell\nmay be taken down"
     }
-    with pytest.raises(PeerProtocolError, match="node b answered repair wrongly"):
+    with pytest.raises(PeerProtocolError, match="node b sent an invalid answer to repair"):
         list_failures({"results": [{"error": "x"}]}, "node b")
 
 

@@ -36,9 +36,9 @@ SAID = {
     "foreign": "no checkpoint (but notes.txt)",
     "store/run/step-1": "is one checkpoint",
     "store/run": "lies in another store",
-    "above": "is no node's store, and holds 2 stores",
-    "far": "is no node's store, and holds 2 stores",
-    "mixed": "is no node's store, and holds 1 store",
+    "above": "is not a node's store, and holds 2 stores",
+    "far": "is not a node's store, and holds 2 stores",
+    "mixed": "is not a node's store, and holds 1 store",
 }
 
 
@@ -138,13 +138,13 @@ def test_a_checkpoint_of_no_store_above_stores_has_a_next_step(places: Path) -> 
     """It would vanish from sight if the command only named the stores."""
     hint = command("ls", "--root", places / "mixed").stderr.partition("Hint:")[2]
     assert f"--root {places / 'mixed/node-0'}." in hint
-    assert "To list old, which no store holds, move it to a directory of its own." in hint
+    assert "To list old, which lie in no store, move them to a directory of their own." in hint
 
 
 def test_a_checkpoint_names_the_store_that_it_lies_in(places: Path) -> None:
     """The hint can be pasted: the store is found however deep the checkpoint's id is."""
     done = command("verify", "--root", places / "store/run/step-1")
-    assert f"--root {places / 'store'}. In it this is the checkpoint 'run/step-1'" in done.stderr
+    assert f"--root {places / 'store'}. In it, this is the checkpoint 'run/step-1'" in done.stderr
     assert command("verify", "--root", places / "store", "run/step-1").returncode == ExitCode.OK
 
 

@@ -50,7 +50,7 @@ def test_what_is_not_there_is_said(tmp_path: Path) -> None:
     checkpointed(nodes, 1, {shard(0): (0,)}, copies=1)
     done = command("show", "step-9", "--root", nodes[0].root)
     assert (done.returncode, done.stdout) == (ExitCode.NOT_FOUND, "")
-    assert f"`replicated-ckpt ls --root {nodes[0].root}` lists what there is" in done.stderr
+    assert f"`replicated-ckpt ls --root {nodes[0].root}` lists the checkpoints" in done.stderr
 
 
 @pytest.mark.parametrize("verb", mark_long(["show", "verify", "repair", "upload"], keep=["show"]))

@@ -110,4 +110,4 @@ def test_a_relative_root_needs_a_working_directory(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(HOME)}
     done = subprocess.run(words, cwd=gone, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == ExitCode.USAGE
-    assert "'x' is relative, and the working directory of this process is gone" in done.stderr
+    assert "'x' is relative, and the working directory of this process no longer exists" in done.stderr

@@ -80,7 +80,7 @@ def test_good_then_degraded_then_down(tmp_path: Path) -> None:
     assert (code, own["state"], own["reasons"]) == (5, "down", ["this node's agent does not run"])
     done = command("status", "--root", nodes[0].root)
     assert done.returncode == ExitCode.UNREACHABLE
-    assert done.stdout.startswith("down: this node's agent gives no answer: none runs, and the last one was killed")
+    assert done.stdout.startswith("down: this node's agent does not answer: none runs, and the last one was killed")
     assert "--start-agents" in done.stdout
 
 
@@ -130,7 +130,9 @@ def test_a_lost_node_that_was_replaced_is_a_note(tmp_path: Path) -> None:
             assert (done.returncode, done.stdout.splitlines()[0]) == (ExitCode.OK, "good"), done.stdout
             forget = f"replicated-ckpt forget {gone} --root {old.root}"
             (note,) = (line for line in done.stdout.splitlines() if line.startswith("note: "))
-            assert note.startswith(f"note: host1 (node {gone}): not reached: no agent runs there. No copy is missed")
+            assert note.startswith(
+                f"note: host1 (node {gone}): not reached: no agent runs there. All copies exist without it"
+            )
             assert f"`{forget}`" in note
             assert "next step" not in done.stdout
             code, found = as_json("status", "--root", old.root)

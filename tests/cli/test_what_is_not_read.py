@@ -22,7 +22,7 @@ from tests.damage import make_newer
 
 pytestmark = pytest.mark.timeout(60)
 URL = "s3://bucket/run"
-NEWER = "step-1: only a newer replicated_ckpt reads it"
+NEWER = "step-1: only a newer version of replicated_ckpt reads it"
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_what_lies_on_the_nodes_is_told_all_the_same(
     checkpointed([store], 1, {shard(0): (0,)}, copies=1)
     assert main([verb, "--root", str(store.root), "--object-store", URL]) == ExitCode.UNREACHABLE
     said = capsys.readouterr()
-    assert said.err.startswith(f"waits for {URL}, 0.2 s by now")
+    assert said.err.startswith(f"waiting for {URL} since 0.2 s")
     assert f"replicated-ckpt {verb}: list '' at {URL}: " in said.err
     assert "1 checkpoint, " in said.out
     assert main([verb, "--json", "--root", str(store.root), "--object-store", URL]) == ExitCode.UNREACHABLE
@@ -144,7 +144,7 @@ def test_a_verdict_on_stock_torch_s_alone_does_not_contradict_itself(
     scattered([LocalStore(tmp_path / "node")], tmp_path)
     assert main(["verify", "--root", str(tmp_path / "node")]) == ExitCode.OK
     first, second = capsys.readouterr().out.splitlines()
-    assert first.endswith(": none with a manifest that is read here")
+    assert first.endswith(": no checkpoint with a manifest that this version reads")
     assert second.endswith(": sound")
 
 
@@ -165,6 +165,6 @@ def test_the_upload_of_latest_names_it(store: LocalStore, capsys: pytest.Capture
     """It was said to have no manifest; and a bucket that is empty text is none that was left out."""
     root = ["--root", str(store.root)]
     assert main(["upload", "latest", *root]) == ExitCode.USAGE
-    assert "The save of 'step-1' named no object store." in capsys.readouterr().err
+    assert "The save of 'step-1' names no object store." in capsys.readouterr().err
     assert main(["upload", "step-1", *root, "--to", ""]) == ExitCode.USAGE
     assert "not ''" in capsys.readouterr().err

@@ -199,7 +199,7 @@ def test_what_exists_is_replaced_only_on_demand(saved: Saved, tmp_path: Path, fo
     (out / "config.json").write_text("{}")
     with pytest.raises(ConfigInvalid, match=r"config\.json"):
         exported(saved, out, format_, keys=rules, overwrite=True)
-    with pytest.raises(ConfigInvalid, match=r"is no file\. Hint: Name another place; nothing was written\."):
+    with pytest.raises(ConfigInvalid, match=r"is not a file\. Hint: Name another path; nothing was written\."):
         exported(saved, out, "torch", keys=rules, overwrite=True)
 
 
@@ -229,7 +229,7 @@ def test_what_another_user_has_prepared_is_not_written_to(saved: Saved, tmp_path
     part = tmp_path / ".out.part"
     part.mkdir()
     os.chown(part, 65534, 65534)
-    with pytest.raises(ConfigInvalid, match=r"\.out\.part is another user's"):
+    with pytest.raises(ConfigInvalid, match=r"\.out\.part belongs to another user"):
         exported(saved, tmp_path / "out", format_, keys=KeyRules(include=["model.*"]))
     assert entries(tmp_path) == [".out.part"]
     assert entries(part) == []

@@ -215,7 +215,7 @@ def pickled(value: Any) -> bytes:
         ("safetensors", header({"a": bytes_at(0, 4), "b": bytes_at(2, 6)}, b"123456"), "gap, or overlap another"),
         ("safetensors", header({"a": bytes_at(0, 4), "b": bytes_at(0, 4)}, b"1234"), "gap, or overlap another"),
         ("safetensors", header({"a": bytes_at(0, 4), "b": bytes_at(5, 6)}, b"123456"), "gap, or overlap another"),
-        ("safetensors", header({"a": bytes_at(0, 4)}, b"123456"), "end at 4, and the file at 6"),
+        ("safetensors", header({"a": bytes_at(0, 4)}, b"123456"), "end at 4, but the data ends at 6"),
         ("safetensors", header({"a": {"dtype": "U8", "shape": [0, 10**30], "data_offsets": [0, 0]}}), "no sizes"),
         ("safetensors", header({"a": {"dtype": "U8", "shape": [1] * 65, "data_offsets": [0, 1]}}, b"1"), "65 dim"),
         ("safetensors", header({"a": {"dtype": "U8", "shape": [math.inf], "data_offsets": [0, 1]}}, b"1"), "Infinity"),
@@ -304,11 +304,11 @@ def test_an_index_says_what_has_to_be_there(tmp_path: Path) -> None:
     library.save_file({"a": torch.ones(2)}, tmp_path / "x.safetensors")
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "x.safetensors", "b": "x.safetensors"}}))
-    with pytest.raises(ConfigInvalid, match="names 'b', which no file of it has"):
+    with pytest.raises(ConfigInvalid, match="names 'b', which is in none of its files"):
         imported(tmp_path, tmp_path / "root", "safetensors")
     index.write_text(json.dumps({"weight_map": {"a": "x.safetensors"}}))
     shutil.copy(index, tmp_path / "model.fp16.safetensors.index.json")
-    with pytest.raises(ConfigInvalid, match=r"several indexes, each of a whole model: model\.fp16"):
+    with pytest.raises(ConfigInvalid, match=r"several indexes, each for a whole model: model\.fp16"):
         imported(tmp_path, tmp_path / "root", "safetensors")
 
 

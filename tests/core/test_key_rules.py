@@ -42,7 +42,7 @@ def test_rules_choose_and_rename(rules: KeyRules, wanted: dict[str, str]) -> Non
         (KeyRules(rename=[("(", "x")]), "is not a valid renaming"),
         (KeyRules(rename=[("h", r"\1")]), "is not a valid renaming"),
         (KeyRules(exclude=["*"]), "No key is left"),
-        (KeyRules(rename=[(r"h\.\d", "h")]), "both be called 'model.h.w'"),
+        (KeyRules(rename=[(r"h\.\d", "h")]), "would become 'model.h.w'"),
         (KeyRules(include=["step"], strip_prefix="step"), "no name left"),
     ],
 )

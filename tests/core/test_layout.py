@@ -76,7 +76,7 @@ def test_names_that_hide_or_climb_are_refused(text: str) -> None:
         ("x" * 201, f"'{'x' * 201}' is too long"),
         ("/".join(["x" * 190] * 3), "it has more than 512 bytes"),
         ("/".join("abcdefghi"), "it has more than 8 parts"),
-        ("a.distcp", "'a.distcp' ends as a shard does"),
+        ("a.distcp", "'a.distcp' ends like a shard name"),
     ],
 )
 def test_a_refused_name_is_told_why(text: str, why: str) -> None:

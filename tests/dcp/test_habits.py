@@ -59,7 +59,7 @@ def test_a_root_without_a_store_is_said_to_be_that(tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFound, match=r"Searched: no node's store yet at .*/typo \(own store\)") as raised:
         dcp.load({}, checkpoint_id="latest", storage_reader=ReplicatedReader(tmp_path / "typo"), no_dist=True)
     assert raised.value.hint.startswith("On a first run nothing is saved yet: start without a load")
-    assert f"the root {tmp_path}/typo is not the one that was saved to" in raised.value.hint
+    assert f"check that the root {tmp_path}/typo is the root of the save" in raised.value.hint
 
 
 def test_an_id_that_is_not_there_is_looked_up_in_the_root_of_the_load(tmp_path: Path) -> None:

@@ -593,7 +593,7 @@ def test_the_directory_above_stores_is_no_store(tmp_path: Path) -> None:
     for root in roots:
         dcp.save(saved, checkpoint_id="step-1", storage_writer=ReplicatedWriter(root))
     reader, writer = ReplicatedReader(tmp_path), ReplicatedWriter(tmp_path)
-    with pytest.raises(ConfigInvalid, match="is no node's store, and holds 2 stores"):
+    with pytest.raises(ConfigInvalid, match="is not a node's store, and holds 2 stores"):
         reader.latest()
     with pytest.raises(CheckpointException, match="holds 2 stores"):
         dcp.load({"a": torch.zeros(2)}, checkpoint_id="latest", storage_reader=reader)

@@ -37,7 +37,7 @@ def test_a_framework_that_is_too_old_is_named(
     name = f"replicated_ckpt.integrations.{module}"
     monkeypatch.delitem(sys.modules, name, raising=False)
     with pytest.raises(
-        ConfigInvalid, match=rf"{name} needs {package} [0-9.]+ or newer, and {version} is installed"
+        ConfigInvalid, match=rf"{name} needs {package} [0-9.]+ or newer, but {version} is installed"
     ) as caught:
         importlib.import_module(name)
     assert f"pip install '{package}>=" in caught.value.hint

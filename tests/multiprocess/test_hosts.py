@@ -45,7 +45,7 @@ def test_a_firewall_that_drops_the_port_is_named(hosts: Hosts) -> None:
     said = absence(hosts.cluster.launch([SAVE], nodes=[0, 1]))
     assert f"a firewall drops port {PORT}" in said
     assert f"{ranks_address(1)}:{PORT} comes from the route of host-1 to MASTER_ADDR={ranks_address(0)}." in said
-    assert f"set {HOST_ENV} to that there" in said
+    assert f"set {HOST_ENV} to that address there" in said
 
 
 @pytest.mark.parametrize("address", mark_long([NO_HOST, NO_ROUTE], keep=[NO_ROUTE]))
@@ -53,9 +53,9 @@ def test_an_address_that_leads_nowhere_is_named(hosts: Hosts, address: str) -> N
     """The save goes on; its warning says which address it is, that no way leads there, and which host to set it on."""
     hosts.cluster.nodes[1].environment[HOST_ENV] = address
     said = absence(hosts.cluster.launch([SAVE], nodes=[0, 1]))
-    assert f"No route leads from this host to {address}." in said
+    assert f"This host has no route to {address}." in said
     assert f"{address}:{PORT} comes from {HOST_ENV} on host-1." in said
-    assert f"set {HOST_ENV} to that there" in said
+    assert f"set {HOST_ENV} to that address there" in said
 
 
 def test_a_loopback_address_is_named(hosts: Hosts) -> None:
@@ -77,7 +77,7 @@ def test_an_address_of_another_node_is_named(hosts: Hosts, first: str | None, se
     hosts.cluster.nodes[1].environment[HOST_ENV] = second
     attempt = hosts.cluster.attempt([SAVE], nodes=[0, 1], grace_s=30.0)
     for said in attempt.failures:
-        assert "Another agent than that of node " in said
+        assert "An agent of another node than " in said
         assert f"{second}:{PORT} comes from {HOST_ENV} on host-1." in said
         assert f"set {HOST_ENV} on the node to the one under which others reach it" in said
         assert ("each host reaches itself" in said) == (second == "localhost")

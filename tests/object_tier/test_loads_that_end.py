@@ -106,6 +106,6 @@ def test_credentials_that_expire_meanwhile_are_not_a_shard_that_is_lost(
         error = error_of(ReplicatedReader(**where))
         assert "the object store: not reached (read 'step-1/__0_0.distcp'" in str(error)
         assert "ExpiredToken" in str(error)
-        assert error.hint.startswith("See that the object store answers, and takes the credentials, and load again")
+        assert error.hint.startswith("Check that the object store answers and accepts the credentials, and load again")
         faulty.clear()
         assert_loads(ReplicatedReader(**where), "step-1", 1)

@@ -345,7 +345,7 @@ def test_an_upload_by_hand_looks_into_the_bucket(
     capsys.readouterr()
     assert main(["verify", "--root", str(root), "--object-store", url]) == 0
     said = capsys.readouterr().out
-    assert f"not in {url}, and on the nodes alone: step-1\n" in said
+    assert f"on the nodes, but not in {url}: step-1\n" in said
     assert f"0 checkpoints in {url}, 0 bytes read: no checkpoint to verify\n" in said
     assert main(["upload", "step-1", "--root", str(root), *(["--to", url] if with_url else [])]) == 0
     assert_loads(ReplicatedReader(**where), "step-1", 1)

@@ -125,8 +125,8 @@ def test_verify_names_what_an_older_bucket_has_as_another_save(
     (tmp_path / "older").rename(bucket)
     assert main(verify) == ExitCode.OK
     said = capsys.readouterr().out
-    assert f"not in {url}, and on the nodes alone: step-3" in said
-    assert f"in {url} as another save than the nodes' newest one: step-2" in said
+    assert f"on the nodes, but not in {url}: step-3" in said
+    assert f"{url} has another save than the nodes' newest one: step-2" in said
     for checkpoint_id in ("step-2", "step-3"):
         assert main(["upload", checkpoint_id, "--root", str(root)]) == ExitCode.OK
     assert_loads(ReplicatedReader(object_store=url), "step-2", 3)
@@ -155,7 +155,7 @@ def test_what_the_bucket_gave_up_is_not_brought_again(root: Path, where: Mapping
     wait_for(is_settled, 20, "all uploads settled")
     assert in_bucket(where) == {"step-4"}
     assert bucket_of(where).client.list_keys("").directories == ("step-4",)
-    assert "would not keep 'step-1'" in (root / ".agent" / "log").read_text()
+    assert "would remove 'step-1'" in (root / ".agent" / "log").read_text()
     assert on_node(root) == {f"step-{number}" for number in (1, 2, 3, 4)}
     writer = ReplicatedWriter(root, retention=ONE, object_retention=ONE, **where)
     save(writer, "step-5", 5)

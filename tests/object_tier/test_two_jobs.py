@@ -78,7 +78,7 @@ def test_what_an_older_run_has_there_is_not_replaced_by_a_save_that_may_not_over
 def test_a_bucket_lies_beside_the_root(tmp_path: Path, below: str) -> None:
     """In one directory the commit there would write over the node's own `.metadata`."""
     root = tmp_path / "node"
-    with pytest.raises(ConfigInvalid, match="lie in one another"):
+    with pytest.raises(ConfigInvalid, match="lie one inside the other"):
         ReplicatedWriter(root, object_store=f"file://{root}{below}")
     ReplicatedWriter(root, object_store=f"file://{root}-bucket")
 
@@ -87,9 +87,9 @@ def test_a_store_is_no_bucket(tmp_path: Path) -> None:
     """A load that took a node's root for one said that its commit marks are damaged."""
     dcp.save(contents(1), checkpoint_id="step-1", storage_writer=ReplicatedWriter(tmp_path / "node", copies=1))
     reader = ReplicatedReader(object_store=f"file://{tmp_path}/node")
-    with pytest.raises(CheckpointNotFound, match="is the store of a node, and no bucket"):
+    with pytest.raises(CheckpointNotFound, match="is a node's store, not a bucket"):
         dcp.load(contents(2), checkpoint_id="step-1", storage_reader=reader)
-    with pytest.raises(ConfigInvalid, match="is the store of a node"):
+    with pytest.raises(ConfigInvalid, match="is a node's store"):
         ReplicatedWriter(tmp_path / "other", object_store=f"file://{tmp_path}/node")
     assert_loads(ReplicatedReader(tmp_path / "node"), "step-1", 1)
 

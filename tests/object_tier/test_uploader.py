@@ -109,7 +109,7 @@ def test_a_removal_here_takes_nothing_back_that_another_node_has(tmp_path: Path)
             uploader.round()
         state = uploader.state_of(manifest.save_id)
         assert state is not None
-        assert "was removed on this node" in state.error
+        assert "of this node removed" in state.error
         found = targets.bucket(url).save_of("step-1")
         assert found is not None
         assert found.save_id == manifest.save_id
@@ -130,7 +130,7 @@ def test_what_stock_torch_wrote_is_not_written_over_unseen(tmp_path: Path, has_o
     uploader.round()
     state = uploader.state_of(manifest.save_id)
     assert state is not None
-    assert "was written by stock torch, unknown at this save" in state.error
+    assert "was written by stock torch, unknown to this save" in state.error
     assert {name: (there / name).read_bytes() for name in stock} == stock
     found = targets.bucket(url).save_of("step-1")
     assert found is not None

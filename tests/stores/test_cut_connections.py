@@ -99,7 +99,7 @@ def test_a_range_in_which_it_is_cut_twice_is_damaged_and_others_are_not(tmp_path
     store = LocalStore(tmp_path / "node0")
     with opened(store, is_reset=is_reset) as (line, there):
         line.cuts_left = 2
-        with pytest.raises(ObjectCorrupt, match="ends the connection twice in the middle of bytes 0 to"):
+        with pytest.raises(ObjectCorrupt, match="closed the connection twice in the middle of bytes 0 to"):
             there.read(0, DATA_BYTES)
         wanted = (store.root / "step-1" / SHARD).read_bytes()[:DATA_BYTES]
         assert bytes(there.read(0, DATA_BYTES)) == wanted

@@ -25,7 +25,7 @@ threading.Thread(target=late).start()
     ("said", "advice", "is_logged"),
     [
         ("can't start new thread", "ulimit -u", False),
-        ("can't create new thread at interpreter shutdown", "wait for the save before", True),
+        ("can't create new thread at interpreter shutdown", "wait for the save first", True),
     ],
 )
 def test_the_hint_is_for_the_case(
@@ -37,7 +37,7 @@ def test_the_hint_is_for_the_case(
         raise RuntimeError(said)
 
     monkeypatch.setattr(threading.Thread, "start", start)
-    with caplog.at_level(logging.WARNING), pytest.raises(StoreUnavailable, match="gets no thread") as raised:
+    with caplog.at_level(logging.WARNING), pytest.raises(StoreUnavailable, match="cannot start a thread") as raised:
         start_thread(threading.Thread(name="rckpt-sink"))
     assert advice in raised.value.hint
     assert bool(caplog.records) == is_logged
@@ -48,6 +48,6 @@ def test_at_the_end_of_python_a_thread_runs_or_the_log_says_why_not() -> None:
     ended = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True, timeout=60, check=True)
     if (3, 12, 0) <= sys.version_info < (3, 12, 3):
         assert "has failed" in ended.stderr
-        assert "wait for the save before" in ended.stderr
+        assert "wait for the save first" in ended.stderr
     else:
         assert ended.stdout == "it runs\n", ended.stderr

@@ -46,11 +46,9 @@ log = logging.getLogger(__name__)
 
 _TAIL_BYTES = 64 << 10
 _OTHER_RUN = (
-    "Give each run a prefix of its own; this one's goes there by `replicated-ckpt upload ID --root ROOT --to URL`."
+    "Give each run its own prefix; to upload this one there, run `replicated-ckpt upload ID --root ROOT --to URL`."
 )
-_TAKEN = (
-    "The nodes have the newer one. Save it again with overwrite=True: then it gets a place of its own in the bucket."
-)
+_TAKEN = "The nodes have the newer one. Save it again with overwrite=True: it then gets its own place in the bucket."
 _COMMIT_TRIES = 4
 _ORPHAN_S = 86400.0
 """Age from which an unfinished upload counts as stale: no save takes that long."""
@@ -113,7 +111,7 @@ class Bucket:
             # One archived checkpoint must not end the look at all others.
             if not exc.detail.startswith(ARCHIVED):
                 raise
-            is_ours, mark, problem = True, None, f"it is archived, and is to be restored there ({exc.detail})"
+            is_ours, mark, problem = True, None, f"it is archived, and must be restored there ({exc.detail})"
         if mark is not None and mark.has_own_prefix:
             sizes = self.client.list_keys(f"{checkpoint_id}/{mark.prefix}").sizes
         shards = {name: size for name, size in sizes.items() if ShardName.parse(name) is not None}
@@ -148,9 +146,9 @@ class Bucket:
             return False
 
     def small(self, key: str, size_bytes: int, crc: int | None = None) -> bytes:
-        """The first bytes of an object, read again once if they differ from `crc`. Raises ObjectCorrupt: too large."""
-        if not 0 <= size_bytes <= FILE_BYTES_MAX:  # a size from the bucket must not allocate all memory
-            raise ObjectCorrupt(self.client.target.url, "read", key, f"it is said to have {size_bytes} bytes")
+        """The first bytes of an object, read again if they differ from `crc`. Raises ObjectCorrupt: none has so many."""
+        if not 0 <= size_bytes <= FILE_BYTES_MAX:
+            raise ObjectCorrupt(self.client.target.url, "read", key, f"its listed size is {size_bytes} bytes")
         raw = bytearray(size_bytes)
         for _ in range(2):
             self.client.read(key, 0, memoryview(raw))
@@ -242,7 +240,7 @@ class Bucket:
             replaced = there
             self.client.put_over(key, raw_metadata + mark.encode(), version)
             failpoints.reach("upload.marked")
-        raise ObjectCorrupt(self.client.target.url, "commit", key, "what is read back is not what was written")
+        raise ObjectCorrupt(self.client.target.url, "commit", key, "the data read back differs from the data written")
 
     def check_place(self, manifest: Manifest, there: BucketSave | None) -> None:
         """Raises unless this save may replace the committed one. Two jobs may both have found the id free.
@@ -256,18 +254,24 @@ class Bucket:
         if there.mark is None:
             if there.problem in ("", OF_NEWER_FORMAT) and there.save_id != manifest.replaces_in_bucket:
                 what = "was written by stock torch" if not there.problem else f"is of a newer format: {there.problem}"
-                raise SaveSuperseded(f"{place} {what}, unknown at this save.", _TAKEN)
+                raise SaveSuperseded(f"{place} {what}, unknown to this save.", _TAKEN)
             return
         if is_superseded(manifest, there):
             if there.mark.lineage != manifest.lineage:
-                raise SaveSuperseded(f"{place} is of save {there.save_id}, a newer one of another run.", _OTHER_RUN)
-            raise SaveAborted(f"{place} is of a newer save.", "Nothing is to be done: the newer one loads from there.")
+                raise SaveSuperseded(
+                    f"{place} belongs to save {there.save_id}, a newer one of another run.", _OTHER_RUN
+                )
+            raise SaveAborted(
+                f"{place} belongs to a newer save.", "No action is needed: the newer one loads from there."
+            )
         if there.mark.prefix == prefix_of(manifest):
             raise CheckpointExists(
-                f"{place} is of save {there.save_id}, which another job made at the same time.", _TAKEN
+                f"{place} belongs to save {there.save_id}, which another job made at the same time.", _TAKEN
             )
         if there.mark.lineage != manifest.lineage and there.save_id != manifest.replaces_in_bucket:
-            raise SaveSuperseded(f"{place} is of save {there.save_id} of another run, unknown at this save.", _TAKEN)
+            raise SaveSuperseded(
+                f"{place} belongs to save {there.save_id} of another run, unknown to this save.", _TAKEN
+            )
 
     def _tidy(self, manifest: Manifest, before: BucketSave | None) -> None:
         """Removes the replaced save and the parts of interrupted uploads. Failures are logged only."""

@@ -11,7 +11,7 @@ from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.errors import ObjectCorrupt
 from replicated_ckpt.stores.bucket_client.client import ObjectClient
 
-OF_NEWER_FORMAT = "only a newer replicated_ckpt reads it"
+OF_NEWER_FORMAT = "only a newer version of replicated_ckpt reads it"
 
 
 @dataclass(frozen=True)

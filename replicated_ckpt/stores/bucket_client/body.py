@@ -13,7 +13,7 @@ PAGES_MAX = 10_000
 """Limit of one listing. A page has a thousand names."""
 _REDIRECTS = (301, 302, 303, 307, 308)
 _REDIRECT_HINT = (
-    "Give the endpoint_url of the object store itself, with https:// if it wants that: no redirect is followed."
+    "Pass the endpoint_url of the object store itself, with https:// if it needs that: redirects are not followed."
 )
 
 
@@ -126,5 +126,5 @@ def read_pages(
         before, following = following, {name: page[field] for name, field in names.items() if page.get(field)}
         # A server that ignores the marker would send its first page for ever.
         if not following or following == before:
-            raise StoreError(store, "list", "", "a page says that more follow, and not which")
+            raise StoreError(store, "list", "", "a page announces more pages, but not where")
     raise StoreError(store, "list", "", f"it answers with more than {PAGES_MAX} pages")

@@ -10,9 +10,7 @@ from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 PART_BYTES = 16 << 20
 """Least size of the parts of an upload, in bytes."""
 PARTS_PARALLEL = 4
-AWAY_HINT = (
-    "Local and peer copies are not affected. An agent tries its uploads again; else check the URL and the network."
-)
+AWAY_HINT = "Local and peer copies are safe. An agent tries its uploads again; otherwise check the URL and the network."
 ARCHIVED = "InvalidObjectState"
 """Start of a StoreDenied's detail for an archived object, which must be restored before it can be read."""
 

@@ -21,8 +21,8 @@ _PIECE_BYTES = 4 << 20
 _CREATE_TRIES = 100
 _NO_OBJECT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 _LINK_HINT = (
-    "A link or a file lies where the bucket needs a directory, and links in a bucket are not followed. Find out who put it "
-    "there, and remove it."
+    "A link or file lies where the bucket needs a directory, and links in a bucket are not followed. Find "
+    "out who put it there, and remove it."
 )
 
 
@@ -179,7 +179,7 @@ class DirectoryClient:
                 directory, name = opened.enter_context(self._open_parent(key, is_made=True))
                 part = f"{name}.{uuid.uuid4().hex}.part"
                 return directory, name, part, os.open(part, flags, 0o666, dir_fd=directory)
-        raise FileNotFoundError(errno.ENOENT, "Its directory is removed again and again")
+        raise FileNotFoundError(errno.ENOENT, "Another process removes its directory again and again")
 
     @contextmanager
     def _translate_errors(self, op: str, key: str) -> Iterator[None]:

@@ -146,13 +146,13 @@ class S3Client:
             with contextlib.closing(answer["Body"]) as body:
                 # Some servers ignore Range and answer 200 with the whole object: right only if that was asked for.
                 if status != 206 and not (status == 200 and offset == 0 and answer["ContentLength"] == len(target)):
-                    raise self._corrupt(key, f"asked for {span}, answered with status {status}")
+                    raise self._corrupt(key, f"asked for {span}, but the answer has status {status}")
                 done = 0
                 while done < len(target):
                     count = body.readinto(target[done : done + _SLICE_BYTES])
                     # A consistent short answer raises nothing in botocore.
                     if not count:
-                        raise self._corrupt(key, f"asked for {span}, it ended after {done} bytes")
+                        raise self._corrupt(key, f"asked for {span}, but the answer ended after {done} bytes")
                     done += count
 
     def size_bytes(self, key: str) -> int:
@@ -262,8 +262,8 @@ class S3Client:
         stored, _, parts = str(found.get("ChecksumCRC32C", "")).partition("-")
         is_whole = not parts and (not of_parts or found.get("ChecksumType") == "FULL_OBJECT")
         expected = encode_crc(source.crc32c) if is_whole else of_parts
-        if stored and (is_whole or parts) and stored != expected:  # moto and others return another kind
-            raise self._corrupt(key, f"expected CRC32C {expected}, the store says {stored}")
+        if stored and (is_whole or parts) and stored != expected:  # some stores say something else: moto does
+            raise self._corrupt(key, f"expected CRC32C {expected}, but the store reports {stored}")
 
     def checksum_of(self, crc: int) -> dict[str, str]:
         if not self.has_checksums:
@@ -314,17 +314,17 @@ class S3Client:
 
 
 _DENIED_HINT = (
-    "Check the bucket's name and region, the credentials and their permissions, and this node's clock; local and peer "
-    "copies are not affected."
+    "Check the bucket's name and region, the credentials and their permissions, and this node's clock. Local "
+    "and peer copies are safe."
 )
 _ARCHIVED_HINT = (
     "A life-cycle rule of the bucket has archived it: restore it there, or load a checkpoint that is not archived."
 )
 _NOT_BELIEVED_HINT = (
-    "Correct the endpoint_url; for a private authority name its file, which each node has, by AWS_CA_BUNDLE or by "
-    'client_kwargs={"verify": PATH} in storage_options; local and peer copies are not affected.'
+    "Correct the endpoint_url. For a private CA, pass its file, which each node needs, by AWS_CA_BUNDLE or "
+    'by client_kwargs={"verify": PATH} in storage_options. Local and peer copies are safe.'
 )
-_OWN_PREFIX_HINT = "Give the checkpoints a prefix of their own: s3://bucket/prefix."
+_OWN_PREFIX_HINT = "Give the checkpoints their own prefix: s3://bucket/prefix."
 
 
 _CREDENTIALS = {"key": "aws_access_key_id", "secret": "aws_secret_access_key", "token": "aws_session_token"}

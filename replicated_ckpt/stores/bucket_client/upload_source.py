@@ -58,7 +58,7 @@ class UploadSource:
     def check_stored(self, url: str, key: str, size_bytes: int) -> None:
         """Compares the object's size in the bucket. Raises ObjectCorrupt: it differs."""
         if size_bytes != self.size_bytes:
-            raise ObjectCorrupt(url, "check", key, f"expected {self.size_bytes} bytes, the store holds {size_bytes}")
+            raise ObjectCorrupt(url, "check", key, f"expected {self.size_bytes} bytes, but the store has {size_bytes}")
 
     def read(self, offset: int, target: memoryview) -> int:
         """Fills `target` from `offset` on, a multiple of the block size; returns the CRC32C of the piece.

@@ -107,7 +107,7 @@ class ObjectTarget:
         if url is not None:
             return cls.check_supported(url, options)
         if options:
-            raise ConfigInvalid('storage_options needs object_store="s3://bucket/prefix", say.')
+            raise ConfigInvalid('storage_options needs object_store, such as "s3://bucket/prefix".')
         return None
 
     @classmethod
@@ -118,14 +118,16 @@ class ObjectTarget:
         if scheme not in SCHEMES:
             raise ConfigInvalid(f"object_store cannot be {scheme[:80]!r}: it is one of {', '.join(SCHEMES)}.")
         if scheme in _DIRECTORIES and not place.startswith("/"):
-            hint = f"Name it by its whole path, {scheme}:///share/checkpoints, say, the same on all nodes."
-            raise ConfigInvalid(f"object_store {url!r} is a relative path, and agents run in another directory.", hint)
+            hint = f"Pass its absolute path, such as {scheme}:///share/checkpoints, the same on all nodes."
+            raise ConfigInvalid(f"object_store {url!r} is a relative path, but agents run in another directory.", hint)
         if "@" in place.partition("/")[0] and scheme in ("s3", "s3a", "gs", "memory"):
             raise ConfigInvalid("object_store must not carry credentials.", "Pass them as storage_options.")
         if "?" in url or "#" in url:
             raise ConfigInvalid("object_store must be a plain URL, without ? or #.", "Pass options as storage_options.")
         if not url.isprintable() or url != url.strip():
-            raise ConfigInvalid(f"object_store has a space at an end, or a line break or the like in it: {url!r}.")
+            raise ConfigInvalid(
+                f"object_store begins or ends with a space, or contains a line break or control character: {url!r}."
+            )
         return cls(url.rstrip("/"), dict(options or {}))
 
     @property
@@ -148,15 +150,15 @@ class ObjectTarget:
         there = Path(os.path.realpath(self.url.partition("://")[2]))
         with contextlib.suppress(OSError):  # an unreadable path is reported by the first read or write
             if is_there(there / NODE_NAME):
-                hint = "Name another directory; to read what lies there, pass it as root (--root of a command)."
-                raise ConfigInvalid(f"object_store={self.url!r} is the store of a node, and no bucket.", hint)
+                hint = "Pass another directory. To read that store, pass it as root (--root of a command)."
+                raise ConfigInvalid(f"object_store={self.url!r} is a node's store, not a bucket.", hint)
         if root is None:
             return
         here = Path(os.path.realpath(root))
         if there.is_relative_to(here) or here.is_relative_to(there):
             raise ConfigInvalid(
-                f"object_store={self.url!r} and the root {os.fspath(root)!r} lie in one another.",
-                "Name two directories side by side: the bucket on a share that all nodes reach, the root on a local disk.",
+                f"object_store={self.url!r} and the root {os.fspath(root)!r} lie one inside the other.",
+                "Pass two separate directories: the bucket on a share that all nodes reach, the root on a local disk.",
             )
 
     @property

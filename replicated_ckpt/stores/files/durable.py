@@ -19,25 +19,25 @@ SHARED_MODE = 0o2750
 _HINT_BY_ERRNO = {
     **dict.fromkeys(
         (errno.EIO, errno.EUCLEAN, errno.EBADMSG),
-        "The disk has failed there: see `dmesg`. What it cannot read is loaded from other nodes; to save, or if it reads "
-        "nothing at all, pass a root on another disk.",
+        "The disk has failed: see `dmesg`. Loads read from other nodes. To save, or if nothing can be read, pass "
+        "a root on another disk.",
     ),
     **dict.fromkeys(
         (errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP),
-        "The file system there cannot do that: pass a root on one with locks and file modes, as ext4 or XFS.",
+        "That file system does not support this: pass a root on one with locks and file modes, such as ext4 or XFS.",
     ),
-    errno.ESTALE: "The shared file system has lost it: mount it again. A root belongs on the node's own disk.",
+    errno.ESTALE: "The shared file system has lost it: mount it again. Use a root on the node's own disk.",
     errno.EMFILE: "This process has too many open files: raise `ulimit -n`.",
     errno.ENFILE: "This host has too many open files: see `sysctl fs.file-max`.",
-    errno.EFBIG: "A file may not be so large there: raise `ulimit -f`, or pass a root on a file system that takes it.",
-    errno.EXDEV: "Files of one store lie on two file systems, as where one is mounted inside the root: unmount it, or pass "
-    "a root on a volume of its own.",
+    errno.EFBIG: "The file is too large for the limits there: raise `ulimit -f`, or pass a root on another file system.",
+    errno.EXDEV: "Files of one store lie on two file systems, as one is mounted inside the root. Unmount it, or pass a "
+    "root on its own volume.",
     errno.ENAMETOOLONG: "Use a shorter checkpoint id, or a shorter root.",
-    errno.ENOTDIR: "A file lies where a directory must be: pass another root, or move the file away.",
+    errno.ENOTDIR: "A file lies where a directory is needed: pass another root, or move the file away.",
 }
 _QUOTA_HINT = (
-    "A quota is used up, which `df` need not show (`quota -s`, `btrfs qgroup show`): raise it, or `replicated-ckpt prune "
-    "--root ROOT --keep-last N`. Then save again."
+    "A quota is used up, which `df` need not show (`quota -s`, `btrfs qgroup show`). Raise it, or run "
+    "`replicated-ckpt prune --root ROOT --keep-last N`. Then save again."
 )
 SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 """The process or host is out of descriptors or memory: such an error proves nothing about the file."""
@@ -80,15 +80,16 @@ def is_refusal(error: StoreError) -> bool:
 def _denied_hint(store: str, key: str, exc: OSError) -> str:
     if exc.errno == errno.EROFS:
         return (
-            f"The file system of {store} is read-only: `dmesg` says whether its disk has failed; or pass another root."
+            f"The file system of {store} is read-only: `dmesg` shows whether its disk has failed. Or pass another root."
         )
     place = exc.filename or store
     if not str(place).startswith("/"):  # opened relative to a directory descriptor: only the name is known
         place = f"{store}/{key}"
-    allow = f"Let user {os.geteuid()} read and write {place} (`ls -ld` shows whose it is)"
+    allow = f"Let user {os.geteuid()} read and write {place} (`ls -ld` shows the owner)"
     if exc.errno == errno.EPERM:
         return (
-            f"{allow}. If so, it is immutable (`lsattr`), or its file system has no modes, as FAT: pass another root."
+            f"{allow}. If that is so already, it is immutable (`lsattr`), or its file system has no modes, as FAT: "
+            "pass another root."
         )
     return f"{allow}, or pass another root."
 

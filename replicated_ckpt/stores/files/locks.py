@@ -221,7 +221,7 @@ def is_stopped(pid: int) -> bool:
 
 def _held_for_too_long(path: Path, waited_s: float) -> StoreUnavailable:
     pid = holder_of(path)
-    name, intact = "another process" if pid is None else f"process {pid}", "What is published stays as it is."
+    name, intact = "another process" if pid is None else f"process {pid}", "Published checkpoints are unchanged."
     if pid is not None and is_stopped(pid):
         why, hint = f"{name} holds it and is stopped", f"`kill -CONT {pid}`, or kill it; then try again. {intact}"
     else:

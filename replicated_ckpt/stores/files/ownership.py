@@ -99,7 +99,7 @@ def make_private(root: Path, directory: Path, checked: os.stat_result | None = N
     # After mkdir: another user may have put a directory or a link there first.
     status = found = directory.lstat()
     if not stat.S_ISDIR(status.st_mode):
-        raise _denial(root, directory, status, "it is no directory", f"Remove {directory}; it is made again.")
+        raise _denial(root, directory, status, "it is no directory", f"Remove {directory}; it is created again.")
     _check_owner(root, directory, status, {os.geteuid()})
     _check_mode(root, directory, status)
     with os.scandir(directory) as entries:
@@ -123,7 +123,7 @@ def is_of_another(directory: Path) -> bool:
     except FileNotFoundError:
         return False
     except NotADirectoryError as exc:
-        raise ConfigInvalid(f"{directory.parent} is a file, and no node's store.", "Pass a directory as root.") from exc
+        raise ConfigInvalid(f"{directory.parent} is a file, not a node's store.", "Pass a directory as root.") from exc
     return (status.st_uid != os.geteuid() and not _is_trusted()) or not os.access(directory, os.R_OK | os.X_OK)
 
 
@@ -139,7 +139,11 @@ def _close(root: Path) -> None:
     # Another user may have put a file there between the first look and chmod.
     if _has_content(root):
         raise _denial(
-            root, root, status, "other users could write it, and have", "Look at what lies in it, and remove it."
+            root,
+            root,
+            status,
+            "other users could write to it, and its content is not trusted",
+            "Check its content, and remove it.",
         )
 
 
@@ -221,7 +225,7 @@ def _steps(path: Path) -> Iterator[tuple[Path, os.stat_result]]:
 
 def _check_file(root: Path, path: Path, status: os.stat_result) -> None:
     if not stat.S_ISREG(status.st_mode) and not stat.S_ISSOCK(status.st_mode):
-        raise _denial(root, path, status, "it is no plain file", f"Remove {path}; it is made again.")
+        raise _denial(root, path, status, "it is not a plain file", f"Remove {path}; it is created again.")
     _check_owner(root, path, status, {os.geteuid()})
     if stat.S_ISREG(status.st_mode):
         _check_mode(root, path, status)
@@ -231,8 +235,8 @@ def _check_owner(root: Path, path: Path, status: os.stat_result, owners: set[int
     if status.st_uid not in owners and not _is_trusted():
         why = f"expected it to be of {' or '.join(_user(uid) for uid in sorted(owners))}"
         hint = (
-            f"Another user chooses what lies there. Use a root of your own; if {path} is yours, look at what lies in it, "
-            f"then `chown` it. {TRUST_ROOT_ENV}=1 believes all users of this host."
+            f"Another user controls its content. Use your own root. If {path} is yours, check its content, then "
+            f"`chown` it. {TRUST_ROOT_ENV}=1 trusts all users of this host."
         )
         raise _denial(root, path, status, why, hint)
 
@@ -249,15 +253,18 @@ def _advise_on_mode(path: Path, status: os.stat_result, open_to: int) -> str:
     """The hint, by what this user can change. The user may not be the owner: kubelet's volumes are root's."""
     if os.geteuid() in (0, status.st_uid):
         inside = "in it" if status.st_mode & stat.S_ISVTX else "elsewhere"
-        step = f"Look at what lies in it, then `chmod go-w {path}`; or use a root {inside}. {TRUST_ROOT_ENV}=1 believes all"
+        step = f"Check its content, then `chmod go-w {path}`; or use a root {inside}. {TRUST_ROOT_ENV}=1 trusts all"
         return f"{step} users of this host."
     if not open_to & stat.S_IWOTH:
         gid = status.st_gid
-        return f"If all members of group {gid} may write in {path}, set {GROUP_ENV}={gid}; else use a root elsewhere."
+        return (
+            f"If all members of group {gid} may write to {path}, set {GROUP_ENV}={gid}; otherwise use a root elsewhere."
+        )
     if status.st_mode & stat.S_ISVTX:
-        return f"Use a directory in {path} as the root; it is made."
+        return f"Use a directory in {path} as the root; it is created."
     return (
-        f"If no other user can reach {path}, as this pod's emptyDir, set {TRUST_ROOT_ENV}=1; else use a root elsewhere."
+        f"If no other user can reach {path}, as with a pod's emptyDir, set {TRUST_ROOT_ENV}=1; otherwise use a "
+        "root elsewhere."
     )
 
 
@@ -272,7 +279,7 @@ def _is_group_trusted(status: os.stat_result) -> bool:
 
 
 def _denial(root: Path, path: Path, status: os.stat_result, why: str, hint: str) -> StoreDenied:
-    found = f"{why}; it is of {_user(status.st_uid)} and has mode {stat.S_IMODE(status.st_mode):04o}"
+    found = f"{why}; its owner is {_user(status.st_uid)} and its mode {stat.S_IMODE(status.st_mode):04o}"
     return StoreDenied(str(root), "believe", str(path), found, hint)
 
 
@@ -299,7 +306,7 @@ def _gid(name: str) -> int:
         return int(name) if name.isdecimal() else grp.getgrnam(name).gr_gid
     except KeyError as exc:
         raise ConfigInvalid(
-            f"{GROUP_ENV} (or --group) names {name!r}, and this host has no such group.",
+            f"{GROUP_ENV} (or --group) names {name!r}, but this host has no such group.",
             "Name a group of this host (`getent group` lists them) or its number.",
         ) from exc
 

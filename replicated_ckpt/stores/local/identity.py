@@ -71,8 +71,8 @@ def check_place(root: Path) -> None:
     if is_there(root / NODE_NAME):
         return
     if is_there(root / MANIFEST_NAME):
-        hint = f"Pass the directory above as root: {root.parent}, and checkpoint_id={root.name!r}, say."
-        raise ConfigInvalid(f"The root {root} is a checkpoint itself.", hint)
+        hint = f"Pass the directory above as root: {root.parent}, and an id such as checkpoint_id={root.name!r}."
+        raise ConfigInvalid(f"The root {root} is itself a checkpoint.", hint)
     check_is_apart(root)
 
 
@@ -81,8 +81,8 @@ def _make_directory(root: Path) -> None:
         make_root(root)
     except (FileExistsError, NotADirectoryError, FileNotFoundError) as exc:
         raise ConfigInvalid(
-            f"The root {root} cannot be made: {exc.strerror} ({exc.filename}).",
-            "Pass a directory on a disk of this node as root; it is made if it is not there.",
+            f"The root {root} cannot be created: {exc.strerror} ({exc.filename}).",
+            "Pass a directory on a disk of this node as root; it is created if missing.",
         ) from exc
 
 

@@ -148,7 +148,7 @@ class FileSink:
             failpoints.reach("store.shard-fsynced")
             # A shard of a process that was replaced must not get the name: its bytes may be old.
             if not is_own:
-                raise SaveAborted(f"{self._path} was aborted, or is written anew by another process.")
+                raise SaveAborted(f"{self._path} was aborted, or another process writes it anew.")
             if self._is_recycled and self._recycled is not None:
                 # Before the rename: after a power loss the same file must not have a name in the pool, too.
                 self._recycled.sync()

@@ -301,7 +301,7 @@ class LocalStore:
         (self.staging(save_id) / shard).rename(folder / f"{shard}.{uuid.uuid4().hex[:8]}")
         fsync_directory(folder)
         log.warning(
-            "%s of save %s was staged with other bytes than the save has: set aside in %s", shard, save_id, folder
+            "%s of save %s was staged with different bytes than the save has: moved aside to %s", shard, save_id, folder
         )
 
     def is_published(self, save_id: str) -> bool:
@@ -334,7 +334,7 @@ class LocalStore:
         Raises:
             StoreError
         """
-        with translate_errors(str(self.root), "remove", "what a crash has left"):
+        with translate_errors(str(self.root), "remove", "files left by a crash"):
             for looked in self.catalog.look_at_all():
                 unfinished = looked.unfinished if is_alone else ()
                 if looked.gone or unfinished:
@@ -391,7 +391,9 @@ class LocalStore:
             self.agent_directory()
             self.journal.append_end(save_id, end, why, is_flushed=end is not End.DROPPED)
         except StoreError as exc:
-            log.warning("a part of save %s elsewhere goes once all others answer, or by hand, as %s", save_id, exc)
+            log.warning(
+                "a part of save %s on other nodes is deleted once all others answer, or by hand, as %s", save_id, exc
+            )
 
     def _discard(self, save_id: str, why: str = "") -> None:
         staging, intent, was_staged = self.staging(save_id), self.intent_of(save_id), self.is_staged(save_id)

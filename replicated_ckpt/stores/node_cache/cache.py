@@ -276,7 +276,7 @@ def _create_locked_file(directory: Path) -> tuple[Path, DescriptorLock]:
                 path.unlink(missing_ok=True)
         if is_ours:
             return path, lock
-    raise OSError(errno.EAGAIN, "every new cache was swept away", str(directory))
+    raise OSError(errno.EAGAIN, "another process deleted every new cache", str(directory))
 
 
 def _remove(path: Path, lock: DescriptorLock) -> None:

@@ -114,7 +114,7 @@ class Exchange:
         try:
             self._cache.reserve(len(self._takers))
         except OSError as exc:
-            log.warning("this rank fetches nothing for the others of its node: %s", exc)
+            log.warning("this rank reads nothing for the others of its node: %s", exc)
             self._gives = False
         # OVER: without room this rank gives nothing, and the others must fetch for themselves at once.
         self._cache.board.pass_pieces(self._rank, 0 if self._gives else OVER)
@@ -225,7 +225,7 @@ class Exchange:
             self._lost.add(rank)
             self._cache.board.pass_pieces(rank, OVER)
         if is_new:
-            log.warning("rank %d of this node is not waited for any more: it gives no sign of life", rank)
+            log.warning("this rank no longer waits for rank %d of its node, which shows no sign of life", rank)
 
     def tell_silent(self, node: str) -> None:
         self._cache.board.tell_silent(node)

@@ -73,14 +73,14 @@ class LocalOutput(Output):
 
     def _check(self) -> None:
         if not is_directory(self._path.parent):
-            raise ConfigInvalid(f"{self._path.parent} is no directory.", "Make it first.")
+            raise ConfigInvalid(f"{self._path.parent} is not a directory.", "Make it first.")
         if not is_name_taken(self._path):
             return
         if self._may_replace is None:
-            raise ConfigInvalid(f"{self._path} exists; nothing was written.", "Name another place, or --overwrite.")
+            raise ConfigInvalid(f"{self._path} exists; nothing was written.", "Name another path, or pass --overwrite.")
         kind = "directory" if self._is_directory else "file"
         if is_link(self._path) or is_directory(self._path) != self._is_directory:
-            raise ConfigInvalid(f"{self._path} is no {kind}.", "Name another place; nothing was written.")
+            raise ConfigInvalid(f"{self._path} is not a {kind}.", "Name another path; nothing was written.")
         others = [p.name for p in self._path.iterdir() if not self._may_replace(p.name)] if self._is_directory else []
         if others:
             raise ConfigInvalid(f"{self._path} holds other files, too: {', '.join(sorted(others)[:5])}.", "Move them.")
@@ -104,21 +104,21 @@ class LocalOutput(Output):
                 os.open(self._part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
             )
             status = os.fstat(self._lock.fd)
-            if status.st_uid != os.geteuid():  # its owner could replace the bytes after they were verified
-                raise ConfigInvalid(f"{self._part} is another user's.", "Remove it, or name another place.")
+            if status.st_uid != os.geteuid():  # its owner could put other bytes there, once they were verified
+                raise ConfigInvalid(f"{self._part} belongs to another user.", "Remove it, or name another path.")
             # Another process may have renamed or removed the directory between open and lock.
             is_ours = self._lock.try_take() and os.path.samestat(self._part.stat(), status)
         except FileNotFoundError:
             is_ours = False
         if not is_ours:
-            raise ConfigInvalid(f"Another process is writing {self._path}.", "Wait for its end.")
+            raise ConfigInvalid(f"Another process is writing {self._path}.", "Wait until it has ended.")
 
     def _check_room(self, size_bytes: int) -> None:
         free = find_free_bytes(self._part)
         if size_bytes > free:
-            detail = f"it takes about {size_bytes} bytes, {free} are free"
+            detail = f"it needs about {size_bytes} bytes, but only {free} are free"
             raise StoreFull(
-                str(self._path.parent), "write", self._path.name, detail, "Free space, or name another place."
+                str(self._path.parent), "write", self._path.name, detail, "Free space, or name another path."
             )
 
     def part(self, name: str) -> Path:

@@ -9,7 +9,7 @@ from typing import Self
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.errors import ObjectCorrupt
 
-READ_BACK_HINT = "Nothing was published. Convert it again; if this happens again, to another disk."
+READ_BACK_HINT = "Nothing was published. Convert it again. If this happens again, write to another disk."
 
 READ_BYTES = 4 << 20
 

@@ -79,7 +79,7 @@ class UrlOutput(Output):
         super().__init__()
         parent, _, name = url.rstrip("/").rpartition("/")
         if not parent.partition("://")[2]:
-            raise ConfigInvalid(f"{url} names no file or directory in a bucket.", "Name one: s3://bucket/name, say.")
+            raise ConfigInvalid(f"{url} names no file or directory in a bucket.", "Name one, such as s3://bucket/name.")
         self.label = url
         self._files = _Files(ObjectTarget.check_supported(parent, storage_options))
         self._name = name
@@ -90,14 +90,14 @@ class UrlOutput(Output):
 
     def _check(self) -> None:
         if self._may_replace is None and self._files.has(self._name):
-            raise ConfigInvalid(f"{self.label} exists; nothing was written.", "Name another place, or --overwrite.")
+            raise ConfigInvalid(f"{self.label} exists; nothing was written.", "Name another path, or pass --overwrite.")
         if self._may_replace is not None:
             found = self._files.list_keys(f"{self._name}/")
             inside = (*found.sizes, *found.directories)
-            if inside and not self._is_directory:  # back ends would move the file into the directory
-                raise ConfigInvalid(f"{self.label} is no file.", "Name another place; nothing was written.")
+            if inside and not self._is_directory:  # back ends would move the file into it
+                raise ConfigInvalid(f"{self.label} is not a file.", "Name another path; nothing was written.")
             if self._is_directory and self._files.has_file(self._name):  # the directory would take its place
-                raise ConfigInvalid(f"{self.label} is no directory.", "Name another place; nothing was written.")
+                raise ConfigInvalid(f"{self.label} is not a directory.", "Name another path; nothing was written.")
             others = [name for name in inside if not self._may_replace(name)]
             if others:
                 listed = ", ".join(sorted(others)[:5])
@@ -122,7 +122,7 @@ class UrlOutput(Output):
             self._files.move(f"{self._part}/{name}", final)
             # The copy happens in the store: an error in it may leave a short object, and no exception.
             if self._files.size_bytes(final) != written.size_bytes:
-                detail = f"it has not {written.size_bytes} bytes there"
+                detail = f"it does not have {written.size_bytes} bytes there"
                 raise ObjectCorrupt(self.label, "publish", name, detail, "Convert it again, with --overwrite.")
         self._remove_parts()
 

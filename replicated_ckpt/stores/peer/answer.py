@@ -69,8 +69,8 @@ def document_in(raw: bytes, what: str) -> dict[str, Any]:
     """
     try:
         answer = json.loads(raw)
-    except (ValueError, RecursionError) as exc:  # RecursionError: deeply nested JSON of a hostile peer
-        raise PeerProtocolError(f"{what} with no JSON: {raw[:80]!r}.") from exc
+    except (ValueError, RecursionError) as exc:
+        raise PeerProtocolError(f"{what}, but sent no JSON: {raw[:80]!r}.") from exc
     if not isinstance(answer, dict):
         raise PeerProtocolError(f"{what} with {type(answer).__name__}.")
     return answer
@@ -142,6 +142,6 @@ def fill(target: memoryview, response: http.client.HTTPResponse, until_s: float,
         except ConnectionResetError as exc:
             raise CutOff(*exc.args) from exc
         if count == 0:
-            raise CutOff(errno.ECONNRESET, "the peer closed the connection in the middle")
+            raise CutOff(errno.ECONNRESET, "the peer closed the connection too early")
         done += count
     response.close()  # ends the answer only: the connection is used again

@@ -86,7 +86,7 @@ class AgentAddress:
         patterns = (_NODE_ID, HOST_PATTERN, _TOKEN, _SHA256)
         is_spelt = all(pattern.fullmatch(text) for pattern, text in zip(patterns, texts, strict=True))
         if not (is_spelt and 0 <= address.port <= 65535 and 0 <= address.incarnation <= 1 << 62):
-            raise ValueError(f"no address of an agent: {address.label!r}"[:400])
+            raise ValueError(f"not an address of an agent: {address.label!r}"[:400])
         return address
 
 
@@ -156,7 +156,7 @@ class AgentClient:
         raw = response.read(size_max)
         # http.client returns fewer bytes without an error if the connection ends.
         if len(raw) < size_max and response.length:
-            raise ConnectionResetError(errno.ECONNRESET, "the peer closed the connection in the middle")
+            raise ConnectionResetError(errno.ECONNRESET, "the peer closed the connection too early")
         if response.read(1):
             self._connection.close()
             raise PeerProtocolError(f"{self.address.label} answered {request} with too many bytes.")
@@ -169,7 +169,7 @@ class AgentClient:
             ManifestInvalid: `size_bytes` exceeds FILE_BYTES_MAX. ObjectCorrupt: the file is shorter. Else as `read_range`.
         """
         if size_bytes > FILE_BYTES_MAX:
-            raise ManifestInvalid(f"{path} at {self.address.label} is said to have {size_bytes} bytes.")
+            raise ManifestInvalid(f"the size of {path} at {self.address.label} is invalid: {size_bytes} bytes.")
         whole = bytearray()
         while len(whole) < size_bytes:
             piece = bytearray(min(_PIECE_BYTES, size_bytes - len(whole)))

@@ -13,11 +13,10 @@ from replicated_ckpt.stores.verified import Expected, VerifiedShard
 
 log = logging.getLogger(__name__)
 
-_SENT_WRONG = (
-    "The save sends it again, or to another node. Check the memory of both nodes, and the network between them."
-)
+_SENT_WRONG = "The save sends it again, or to another node. Check the memory of both nodes, and their network."
 _CUT_OFF = (
-    "Another copy is used if there is one. That node's disk may not read those bytes: see its agent's log, and `dmesg`."
+    "Loads use another copy if there is one. That node's disk may fail to read those bytes: see its agent's "
+    "log, and `dmesg`."
 )
 BEHIND_HEADER = "X-Rckpt-Behind"
 """Header of a shard of an asynchronous save, for which no training waits."""
@@ -123,7 +122,7 @@ class PeerShard(VerifiedShard):
                 if is_last:
                     where = f"in the middle of bytes {offset} to {offset + len(target)}"
                     raise ObjectCorrupt(
-                        self._store, "read", self._name, f"the peer ends the connection twice {where}", _CUT_OFF
+                        self._store, "read", self._name, f"the peer closed the connection twice {where}", _CUT_OFF
                     ) from exc.__cause__
             else:
                 return
@@ -139,6 +138,6 @@ def tell_suspect(address: AgentAddress, checkpoint_id: str, save_id: str, name: 
         with AgentClient(address) as client:
             client.call("POST", "/v1/suspects", document)
     except ReplicatedCkptError as exc:
-        log.warning("could not tell %s that its %s/%s seems bad: %s", address.label, checkpoint_id, name, exc)
+        log.warning("could not report to %s that its %s/%s seems bad: %s", address.label, checkpoint_id, name, exc)
         return False
     return True

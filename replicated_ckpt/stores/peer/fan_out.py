@@ -60,7 +60,7 @@ class FanOut(Generic[Key, Result]):
             try:
                 thread.start()
             except (RuntimeError, MemoryError) as exc:
-                log.warning("%d of %d threads could be started: %s", len(threads), count, exc)
+                log.warning("only %d of %d threads could be started: %s", len(threads), count, exc)
                 break
             threads.append(thread)
         return threads

@@ -8,8 +8,8 @@ from replicated_ckpt.environment import HOST_ENV
 from replicated_ckpt.stores.peer.tls import is_loopback
 from replicated_ckpt.stores.verified import TooSlow
 
-SLOW = "It answers, and its disk, its host or the link to it is slow."
-_LOOPBACK = "Under {} each host reaches itself, which is right only if all nodes are on one host."
+SLOW = "It answers, but its disk, its host or the link to it is slow."
+_LOOPBACK = "With {} each host reaches itself, which is right only if all nodes are on one host."
 _NO_ROUTE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EADDRNOTAVAIL)
 
 
@@ -34,10 +34,11 @@ def reach_hint(at: Address, error: BaseException) -> str:
     scheme = "https" if at.tls_sha256 else "http"
     itself = f"{_LOOPBACK.format(at.host)} " if is_loopback(at.host) and HOST_ENV in at.origin else ""
     return (
-        f"{itself}{_explain(at, error)} {_tell_origin(at)}Look on node {at.node_id} whether its agent runs "
-        f"(`replicated-ckpt agent --root ROOT` starts one) and whether port {at.port} is open: "
-        f"`curl -k {scheme}://{shown}:{at.port}/v1/status` answers 401 then. If other nodes reach it under another "
-        f"address, set {HOST_ENV} to that there, and start the job again."
+        f"{itself}{_explain(at, error)} {_tell_origin(at)}On node {at.node_id}, check that its agent runs "
+        f"(`replicated-ckpt agent --root ROOT` starts one) and that port {at.port} is open: "
+        f"`curl -k {scheme}://{shown}:{at.port}/v1/status` must return 401. "
+        f"If other nodes reach it under another address, set {HOST_ENV} to that address there, "
+        "and start the job again."
     )
 
 
@@ -45,9 +46,10 @@ def wrong_token_hint(at: Address) -> str:
     """The hint if another agent than the expected one answers at the address."""
     why = f" {_LOOPBACK.format(at.host)}" if is_loopback(at.host) else ""
     return (
-        f"Another agent than that of node {at.node_id} answers there.{why} {_tell_origin(at)}If the address is wrong, set "
-        f"{HOST_ENV} on the node to the one under which others reach it, and start the job again. If it is right, the node "
-        "has another certificate or disk since: the next save or load with ranks there makes that known."
+        f"An agent of another node than {at.node_id} answers there.{why} {_tell_origin(at)}If the address is "
+        f"wrong, set {HOST_ENV} on the node to the one under which others reach it, and start the job again. If "
+        "it is right, the node has a new certificate or disk: the next save or load with ranks there announces "
+        "it."
     )
 
 
@@ -57,14 +59,14 @@ def _tell_origin(at: Address) -> str:
 
 def _explain(at: Address, error: BaseException) -> str:
     if isinstance(error, socket.gaierror | UnicodeError):
-        return f"This host knows no address of the name {at.host!r}."
+        return f"This host cannot resolve the name {at.host!r}."
     if isinstance(error, ConnectionRefusedError):
         why = "its agent has ended, or this is another host"
-        return f"{at.host} answers, and nothing listens on its port {at.port}: {why}."
+        return f"{at.host} answers, but no process listens on its port {at.port}: {why}."
     if isinstance(error, TooSlow):
         return SLOW
     if isinstance(error, TimeoutError):
         return f"The host is down, the agent is stopped, a firewall drops port {at.port}, or the address is wrong."
     if isinstance(error, OSError) and error.errno in _NO_ROUTE:
-        return f"No route leads from this host to {at.host}."
-    return "The connection broke off: the agent or its host has gone, or its log says that it gets no thread."
+        return f"This host has no route to {at.host}."
+    return "The connection broke: the agent or its host has ended, or cannot start threads (see its log)."

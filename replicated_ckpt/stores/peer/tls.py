@@ -19,12 +19,11 @@ from replicated_ckpt.errors import ConfigInvalid, StoreDenied
 
 log = logging.getLogger(__name__)
 
-_PAIR_HINT = (
-    "Name a certificate and its key, both PEM, in REPLICATED_CKPT_TLS_CERT and ..._TLS_KEY; or neither of them."
-)
+_PAIR_HINT = "Set REPLICATED_CKPT_TLS_CERT and ..._TLS_KEY to a certificate and its key, both PEM; or set neither."
 PLAIN_HINT = (
-    f"All nodes encrypt what they send to each other, or none. Where none shall, set {PLAIN_ENV}=1 on all of them "
-    "(`--plain` for an agent); else unset it, and `pip install cryptography` where it is missing."
+    f"Either all nodes encrypt their traffic or none does. Without encryption, set {PLAIN_ENV}=1 on all of "
+    "them (`--plain` for an agent). With it, unset the variable, and `pip install cryptography` where it is "
+    "missing."
 )
 
 
@@ -67,7 +66,7 @@ def server_context(certificate: str, key: str) -> ssl.SSLContext:
     try:
         context.load_cert_chain(certificate, key)
     except (OSError, ssl.SSLError) as exc:
-        raise ConfigInvalid(f"{certificate} and {key} are no certificate and its key: {exc}.", _PAIR_HINT) from exc
+        raise ConfigInvalid(f"{certificate} and {key} are not a certificate and its key: {exc}.", _PAIR_HINT) from exc
     return context
 
 
@@ -103,10 +102,8 @@ def _client_context() -> ssl.SSLContext:
 
 @functools.cache
 def _warn_of_plain_talk(label: str) -> None:
-    """Warns once for each peer in a process."""
-    log.warning(
-        "what goes to %s is not encrypted, as the package `cryptography` is missing here. %s", label, PLAIN_HINT
-    )
+    """Once for each peer in a process."""
+    log.warning("traffic to %s is not encrypted, as the package `cryptography` is missing here. %s", label, PLAIN_HINT)
 
 
 class PlainConnection(http.client.HTTPConnection):
@@ -152,5 +149,5 @@ class PinnedConnection(http.client.HTTPSConnection):
         found = hashlib.sha256(self.sock.getpeercert(True) or b"").hexdigest()
         if not hmac.compare_digest(found.encode(), self._sha256.encode()):
             self.close()
-            detail = f"expected the certificate of fingerprint {self._sha256[:16]}..., found {found[:16]}..."
+            detail = f"expected the certificate with fingerprint {self._sha256[:16]}..., found {found[:16]}..."
             raise StoreDenied(self._label, "connect", "TLS", detail, self._hint)

@@ -61,7 +61,7 @@ def test_of_two_nodes_that_are_drained_neither_counts_on_the_other(tmp_path: Pat
         assert (held(taker), held(last)) == ({shard(0)}, set())
         done = command("drain", "--root", taker.root)
         assert (done.returncode, done.stderr) == (ExitCode.OK, ""), done.stdout
-        assert "drained before, so not counted: host0" in done.stdout
+        assert "not counted, as already drained: host0" in done.stdout
         assert "its copies on the 1 other node that answered" in done.stdout
         assert held(last) == {shard(0)}
         assert command("verify", "--root", last.root).returncode == ExitCode.OK
@@ -74,7 +74,7 @@ def test_a_drained_node_counts_again_once_it_is_used_again(tmp_path: Path) -> No
 
     def drained(index: int) -> ExitCode:
         done = command("drain", "--root", nodes[index].root)
-        assert ("no other node for a copy: step-1" in done.stdout) == (done.returncode != ExitCode.OK), done.stdout
+        assert ("no other node can hold a copy: step-1" in done.stdout) == (done.returncode != ExitCode.OK), done.stdout
         return ExitCode(done.returncode)
 
     with agents(nodes, *PATIENT):
@@ -108,7 +108,7 @@ def test_an_agent_that_is_started_again_meanwhile_says_so_too(
         assert "drains do not count its copies until its agent ends" in " ".join(capsys.readouterr().out.split())
         done = command("drain", "--root", nodes[1].root)
         assert done.returncode == ExitCode.FAILED, done.stdout
-        assert "drained before, so not counted: host0" in done.stdout
+        assert "not counted, as already drained: host0" in done.stdout
         assert command("verify", "--root", nodes[0].root).returncode == ExitCode.OK
 
 
@@ -131,7 +131,7 @@ def test_a_node_that_was_not_read_does_not_count(
         monkeypatch.setattr(drain, "read_all", break_off)
         assert drain.run(Namespace(root=nodes[0].root, dry_run=False, json=False)) == ExitCode.FAILED
         said = " ".join(capsys.readouterr().out.split())
-        assert "not read, as it stopped to answer, so not counted: host1" in said
+        assert "not counted, as it stopped answering: host1" in said
         assert "must stay up" in said
         monkeypatch.undo()
         assert command("drain", "--root", nodes[0].root).returncode == ExitCode.OK, "the same command again"
@@ -152,7 +152,7 @@ def test_what_is_never_copied_is_named(tmp_path: Path) -> None:
         said = "\n".join(drained.describe(nodes[0]))
         code, found = as_json("drain", "--root", nodes[0].root)
     assert (code, found["may_be_taken_down"], found["not_copied"]) == (ExitCode.OK, True, ["step-1/tokenizer.json"])
-    assert "never copied, as it is no part of a checkpoint: step-1/tokenizer.json; take along what is needed" in said
+    assert "not copied, as it is not part of a checkpoint: step-1/tokenizer.json. Copy what you need by hand" in said
     assert f"`replicated-ckpt drain --root {tier.root}`" in said
 
 
@@ -190,7 +190,7 @@ def test_a_node_that_is_alone_is_told_so(tmp_path: Path) -> None:
         done = command("drain", "--root", nodes[0].root)
     assert done.returncode == ExitCode.FAILED
     assert "no room" not in done.stdout
-    assert "no other node for a copy: step-1" in done.stdout
+    assert "no other node can hold a copy: step-1" in done.stdout
     assert "next step: run a job with ranks on another node" in done.stdout
 
 
@@ -203,7 +203,7 @@ def test_the_only_copy_of_what_another_node_removed_keeps_it_up(tmp_path: Path) 
         assert "still on host1" in command("rm", "step-1", "--root", nodes[0].root).stdout
         done = command("drain", "--root", nodes[1].root)
         assert done.returncode == ExitCode.FAILED, done.stdout
-        said = "step-1 was removed on host0, so gets no copies; `rm` it here, too, or copy it first"
+        said = "step-1 was removed on host0, so it gets no copies; `rm` it here, too, or copy it by hand first"
         assert f"not drained: {said}" in done.stdout
         assert "must stay up" in done.stdout
         assert as_json("drain", "--root", nodes[1].root)[1]["stays"] == [said]

@@ -39,14 +39,14 @@ def test_a_node_that_never_comes_back_is_not_waited_for(tmp_path: Path) -> None:
         for store in nodes[:2]:
             done = command("forget", "host2", "--root", store.root)
             assert (done.returncode, done.stderr) == (ExitCode.OK, ""), done.stdout
-            assert f"forgotten: host2 (node {gone}) is not waited for any more" in done.stdout
+            assert f"forgotten: this node no longer waits for host2 (node {gone})" in done.stdout
             assert gone not in {peer.node_id for peer in PeerBook(store.root / ".agent").read_all()}
         wait_for(lambda: all(held(store) == set(RING) for store in nodes[:2]), 30, "the copies")
         assert command("verify", "--root", nodes[0].root).returncode == ExitCode.OK
         for name in (gone, "host2"):  # once more: the first one's answer may have been lost
             done = command("forget", name, "--root", nodes[0].root)
             assert (done.returncode, done.stderr) == (ExitCode.OK, ""), done.stdout
-            assert f"forgotten: host2 (node {gone}) is not waited for any more" in done.stdout
+            assert f"forgotten: this node no longer waits for host2 (node {gone})" in done.stdout
         done = command("forget", "host7", "--root", nodes[0].root)
         assert (done.returncode, "is not in this node's address book" in done.stderr) == (ExitCode.USAGE, True)
 
@@ -82,7 +82,7 @@ def test_a_host_that_several_nodes_share_names_none(tmp_path: Path) -> None:
     seen = NodesSeen(ids[0], {}, {ids[1]: AgentAddress(ids[1], "127.0.0.1", 1, "token")}, {}, {same.save_id: same})
     with pytest.raises(ConfigInvalid, match="'vm' names several nodes") as raised:
         find_node(seen, "vm")
-    assert raised.value.hint == f"Name one by its id. In the book: vm/{ids[1]}."
+    assert raised.value.hint == f"Name one by its id. Known nodes: vm/{ids[1]}."
     assert find_node(seen, f"vm/{ids[1]}") == ids[1]
 
 

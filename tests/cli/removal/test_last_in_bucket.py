@@ -108,7 +108,7 @@ def test_a_node_whose_address_is_lost_keeps_it_in_the_bucket(
         assert remove(nodes[0]) == ExitCode.UNREACHABLE
     said = capsys.readouterr().out
     label = f"host1 (node {nodes[1].node_id()})"
-    assert f"{label} was not asked, as its address is not known here, and may hold step-1" in said
+    assert f"{label} was not asked, as this node has no address of it, and may hold step-1" in said
     assert f"once no node has it the same command with `--object-store {URL}`" in said
     assert (gone_from_bucket, (nodes[1].root / "step-1").exists()) == ([], True)
     assert [findings(store) for store in nodes] == [[], []]
@@ -194,7 +194,10 @@ def test_prune_leaves_a_bucket_to_the_policy_for_it(tmp_path: Path, capsys: pyte
         wait_for(lambda: marks(bucket) == ["step-1", "step-2", "step-3"], 30, "the uploads")
         assert main(prune) == ExitCode.OK
         said = capsys.readouterr().out
-        assert f"left in {url} to the job's own policy for it: step-1, step-2; `--object-store {url}`" in said
+        assert (
+            f"left in {url} to the job's policy for it: step-1, step-2; the same command with `--object-store {url}`"
+            in said
+        )
         assert "removed from" not in said
         assert marks(bucket) == ["step-1", "step-2", "step-3"]
         assert main([*prune, "--object-store", url]) == ExitCode.OK
@@ -235,9 +238,7 @@ def test_prune_leaves_another_clusters_runs_in_the_bucket(tmp_path: Path, capsys
         wait_for(lambda: len(marks(bucket)) == 4, 30, "ours")
         prune = ["prune", "--keep-last", "1", "--root", str(nodes[0].root), "--object-store", url]
         assert main(prune) == ExitCode.OK
-        assert (
-            "left alone, as only the bucket has them, of runs that no node here has: 2 saves" in capsys.readouterr().out
-        )
+        assert "left alone: 2 saves of runs that only the bucket has" in capsys.readouterr().out
         assert marks(bucket) == ["other-11", "other-12", "step-2"]
         assert main([*prune, "--force"]) == ExitCode.OK
     assert marks(bucket) == ["other-12", "step-2"]

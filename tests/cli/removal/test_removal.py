@@ -284,7 +284,10 @@ def test_what_a_process_of_this_node_reads_is_refused_before_anything_goes(tmp_p
             assert store.journal.read_removed() == frozenset()
             done = command("rm", "step-1", "--root", store.root, "--force")
             assert (done.returncode, there(store)) == (ExitCode.FAILED, [1, 2])
-            assert "kept: step-1: a process of this node reads it; it goes when that has ended" in done.stdout
+            assert (
+                "kept: step-1: a process of this node reads it; it is removed when that process has ended"
+                in done.stdout
+            )
             assert "removed on this node" not in done.stdout
         finally:
             lock.release()
@@ -323,7 +326,7 @@ def test_a_save_that_has_not_ended_here_goes_once_it_has(tmp_path: Path) -> None
         staged = open_save(store, 1, checkpoint_id="step-1")
         lock = store.lock_save(staged.save_id)  # a rank works on it
         answer = client.call("POST", "/v1/remove", {"checkpoint_id": "step-1", "save_id": staged.save_id})
-        assert answer["why"] == "its save has not ended on this node; it goes when that has"
+        assert answer["why"] == "its save has not ended on this node; it is removed when the save has ended"
     service = NodeService(store)
     Collector(service, threading.Event())._finish_removals()
     store.commit(staged.save_id)
@@ -344,7 +347,7 @@ def test_what_is_not_here_is_not_said_to_be_removed(tmp_path: Path) -> None:
         done = command("rm", "step-1", "--root", nodes[0].root)
         assert done.returncode == ExitCode.FAILED
         assert "removed on this node" not in done.stdout
-        assert "not on this node, and not brought here any more: step-1" in done.stdout
+        assert "not on this node, and not copied here again: step-1" in done.stdout
         assert f"still on host1 (node {nodes[1].node_id()}): step-1" in done.stdout
 
 
@@ -384,7 +387,7 @@ def test_a_dry_run_starts_no_agent_and_changes_nothing(tmp_path: Path, verb: tup
     done = command(*verb, "--dry-run", "--root", store.root)
     assert sorted(store.root.rglob("*")) == before
     said = {
-        "drain": "not drained: no agent runs here to say which uploads are over",
+        "drain": "not drained: no agent runs here, so open uploads are unknown",
         "rm": "would remove step-1 (save ",
         "prune": " goes: ",
     }

@@ -40,7 +40,7 @@ def test_a_save_without_a_manifest_is_refused(
     see(monkeypatch, NodesSeen(own, held, {"b": NOWHERE}, {}, {}))
     assert main(["rm", "step-1", "--root", str(store.root)]) == ExitCode.FAILED
     said = capsys.readouterr().out
-    assert said.startswith("refused: step-1 lies on other nodes only, and none could give its manifest")
+    assert said.startswith("refused: step-1 lies on other nodes only, and none returned its manifest")
     assert "nothing was changed" in said
     assert main(["rm", "step-1", "--root", str(store.root), "--force"]) == ExitCode.FAILED
     assert "kept: step-1: POST '/v1/remove' at node b" in capsys.readouterr().out

@@ -44,7 +44,7 @@ def test_rm_of_a_copy_leaves_the_original_and_says_how_the_copy_goes(tmp_path: P
     with agents(nodes, *QUICK):
         done = command("rm", "mine", "--root", nodes[0].root, "--force")
         assert done.returncode == ExitCode.USAGE
-        assert "renamed, or copied by hand, from 'step-1'" in done.stderr
+        assert "renamed or copied by hand from 'step-1'" in done.stderr
         assert f"rm -r {nodes[0].root / 'mine'}" in done.stderr
         time.sleep(2)
         assert hold(nodes, ["mine", "step-1", "step-2", "step-3"])
@@ -65,7 +65,7 @@ def test_a_copy_is_kept_up_when_the_original_is_removed(tmp_path: Path) -> None:
             f"removed on this node: step-1 ({freed} freed)" in command("rm", "step-1", "--root", nodes[0].root).stdout
         )
         again = command("rm", "step-1", "--root", nodes[0].root).stdout
-        assert again.startswith("not on this node, and not brought here any more: step-1\n"), "the copy is another one"
+        assert again.startswith("not on this node, and not copied here again: step-1\n"), "the copy is another one"
         assert "removed on this node: step-1" in command("rm", "step-1", "--root", nodes[1].root).stdout
         assert hold(nodes, ["mine", "step-2", "step-3"])
         listed = command("ls", "--root", nodes[0].root).stdout

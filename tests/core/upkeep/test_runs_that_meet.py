@@ -41,7 +41,7 @@ def test_a_node_that_was_away_keeps_what_was_saved_over_elsewhere() -> None:
     assert plan.lost == (), "its user has overwritten it on node b"
     (short,) = plan.short
     assert (short.save_id, short.taken_on, short.lies_on) == (FOREIGN.save_id, ("b", "c"), ("a",))
-    assert "a save of another run has its name on node b and node c" in str(short)
+    assert "another run's save has its name on node b and node c" in str(short)
     assert "rename its directory on node a" in str(short)
     assert f"`replicated-ckpt rm step-2 --save {FOREIGN.save_id} --root ROOT`" in str(short)
     removed = plan_repair(BOTH, [view("a"), *views[1:]])
@@ -75,7 +75,7 @@ def test_two_runs_that_never_met_keep_one_name_and_the_words_say_what_to_do() ->
     assert by_save[FOREIGN.save_id].taken_on == ("b",)
     assert by_save[OURS.save_id].taken_on == ("a",)
     words = str(by_save[FOREIGN.save_id])
-    assert "another run has its name on node b" in words
+    assert "another run's save has its name on node b" in words
     assert "rename its directory on node a" in words
 
 

@@ -135,7 +135,7 @@ def test_only_files_of_ours_are_a_lost_manifest() -> None:
     damaged: dict[str, str] = {}
     said = note_lost_manifests([of_stock(STOCK_BYTES), replace(unclaimed(11), checkpoint_id="step-2")], damaged)
     assert damaged == {"step-2": MANIFEST_NAME}
-    assert said == ["node b: its manifest of 'step-2' is damaged or gone"]
+    assert said == ["node b: its manifest of 'step-2' is damaged or missing"]
 
 
 def test_remains_travel_as_json() -> None:

@@ -308,7 +308,7 @@ def test_an_entry_that_cannot_be_pickled_is_named(tmp_path: Path) -> None:
     """The error is its own, as with stock; which of thousands of entries it is of stands under it."""
     writer = ReplicatedWriter(tmp_path, copies=1)
     dcp.save({"a": torch.ones(2)}, checkpoint_id="step-1", storage_writer=writer, no_dist=True)
-    with pytest.raises(CheckpointException, match=r"raised for the entry 'sampler.key' of the state dict"):
+    with pytest.raises(CheckpointException, match=r"The entry 'sampler.key' of the state dict raised it"):
         dcp.save({"sampler": {"key": lambda: 0}}, checkpoint_id="step-2", storage_writer=writer, no_dist=True)
     found = {"a": torch.zeros(2)}
     dcp.load(found, checkpoint_id="latest", storage_reader=ReplicatedReader(tmp_path), no_dist=True)

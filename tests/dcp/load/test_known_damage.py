@@ -77,7 +77,7 @@ def load(root: Path, checkpoint_id: str = "latest") -> float:
     ("lost", "told"),
     [
         (SHARD, rf"Of 'step-2' \(save \w+, sequence 2\) no intact copy was found of {SHARD}\."),
-        (".manifest.json", r"What may be newer, and has no manifest that is believed: 'step-2'\."),
+        (".manifest.json", r"Possibly newer, but without a valid manifest: 'step-2'\."),
     ],
 )
 def test_a_load_of_the_latest_says_what_it_passes_over(
@@ -136,7 +136,9 @@ def test_a_node_that_is_alone_says_what_it_cannot_see(tmp_path: Path, caplog: py
         assert caplog.text == "", "it was named"
         assert ReplicatedReader(nodes[0].root).latest() == "step-1"
         assert ReplicatedReader(nodes[0].root).latest() == "step-1"
-    said = rf"'step-1' .* Of its other nodes none was reached: node {nodes[1].node_id()} at .* is not seen\."
+    said = (
+        rf"'step-1' .* none of its other nodes was reached: node {nodes[1].node_id()} at .* may have saved newer ones"
+    )
     assert len(re.findall(said, caplog.text)) == 1
     assert [findings(store) for store in nodes] == [[], []]
 
@@ -148,7 +150,7 @@ def test_a_bucket_that_does_not_answer_may_have_a_newer_one(tmp_path: Path) -> N
     found = saves_found(store.catalog.holdings(store.node_id()))[0]
     places = {store.node_id(): "own", OBJECT_NODE: "s3://b/run: not reached (no answer within 5 s)"}
     said = describe_silent(found, manifest, store.node_id(), places)
-    assert "Not reached: s3://b/run, so what it has newer is not seen" in said
+    assert "Not reached: s3://b/run, which may have newer ones" in said
     assert describe_silent(found, manifest, store.node_id(), {**places, OBJECT_NODE: "s3://b/run"}) == ""
 
 
@@ -159,7 +161,7 @@ def test_a_bucket_that_answers_is_no_other_node(tmp_path: Path) -> None:
     here, there = (store.node_id() for store in nodes)
     found = saves_found(nodes[0].catalog.holdings(here))[0]
     places = {here: "own", there: "node b: not reached (no agent)", OBJECT_NODE: "s3://b/run"}
-    assert "none was reached: node b. What they have saved" in describe_silent(found, manifest, here, places)
+    assert "was reached: node b. They may have saved" in describe_silent(found, manifest, here, places)
 
 
 def test_a_load_of_what_stock_torch_wrote_says_that_newer_ones_are_lost(tmp_path: Path) -> None:
@@ -198,5 +200,5 @@ def test_it_names_what_did_not_answer() -> None:
     places = ["node a at /root (own store)", "node b at host-b:1: not reached (no answer in time)"]
     said = describe_skipped(older, [SkippedSave(newest), SkippedSave(newer)], places)
     assert "Of 'step-1' (save 33333333, sequence 3) no intact copy was found of .manifest.json" in said
-    assert "nor of 1 other newer checkpoint all that is needed. Not reached: node b at host-b:1. If" in said
+    assert "nor of 1 other newer checkpoint. Not reached: node b at host-b:1. To load" in said
     assert describe_skipped(newest, [], places) == ""

@@ -170,7 +170,7 @@ def test_what_was_saved_without_the_tier_is_newer_than_what_the_tier_has(
             assert manager.restore(state(-1)) == 3
             manager.save(4, state(40))
         stop_agent(other)
-    (said,) = [text for text in caplog.messages if "not used now" in text]
+    (said,) = [text for text in caplog.messages if "the unused memory tier" in text]
     assert str(memory) in said
     assert str(root) in said
     found = state(-1)
@@ -448,7 +448,7 @@ def test_after_a_signal_the_disk_gets_what_memory_refuses(
             manager.save(3, state(3))
         assert manager.latest_step() == 3
     assert (steps_in(root), steps_in(memory)) == ({3}, {1})
-    (said,) = (text for text in caplog.messages if text.startswith("step-3 goes to the disk alone"))
+    (said,) = (text for text in caplog.messages if text.startswith("step-3 goes only to the disk"))
     assert "rank 0: MemoryTierShort: " in said, "the cause, and no traceback"
 
 

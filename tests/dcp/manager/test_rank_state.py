@@ -300,7 +300,7 @@ def test_another_epoch_than_the_saved_one_is_warned_of() -> None:
         each.sampler.set_epoch(3)
     next(iter(one))
     again.load_state_dict(one.state_dict())
-    with pytest.warns(ReplicatedCkptWarning, match=r"at epoch \[0\], and was saved at epoch \[3\]"):
+    with pytest.warns(ReplicatedCkptWarning, match=r"at epoch \[0\], but was saved at epoch \[3\]"):
         next(iter(again))
     right.load_state_dict(one.state_dict())
     assert len(list(right)) == 11

@@ -175,7 +175,7 @@ def test_a_group_that_only_the_checkpoint_has_is_an_error(root: Path) -> None:
     two.add_param_group({"params": model[1].parameters(), "lr": 0.3})
     with opened(root) as manager:
         manager.save(1, {"optimizer": get_saved_state(model, two)})
-        with pytest.raises(CheckpointException, match="has 1 parameter group, and the one in the checkpoint has 2"):
+        with pytest.raises(CheckpointException, match="has 1 parameter group, but the one in the checkpoint has 2"):
             manager.restore({"optimizer": get_wanted_state(model, one)})
         one.add_param_group({"params": model[1].parameters()})
         state = {"optimizer": get_wanted_state(model, one)}

@@ -265,7 +265,7 @@ def test_a_reference_that_means_nothing_is_refused(which: str) -> None:
     if which == "another coordinator":
         job.layouts[0] = CachedLayouts()
     lost = pickle.loads(sent)
-    with pytest.raises(SaveAborted, match="none of it"):
+    with pytest.raises(SaveAborted, match="does not have"):
         job.layouts[0].find_layout(metadata, lost)
     job.layouts[1:] = [CachedLayouts()]
     check_as_fresh(job, states)

@@ -216,7 +216,7 @@ def test_a_store_whose_process_is_stopped_is_given_up(stopwatch: Stopwatch) -> N
         store.set_timeout(timedelta(seconds=1))
         stop_process(pid)
         began = stopwatch.now()
-        with pytest.raises(RendezvousFailed, match="does not answer: no answer within its time-out, 1 s"):
+        with pytest.raises(RendezvousFailed, match="does not answer: no answer within its time-out of 1 s"):
             board.post("load", {"second": 2})
         for _ in range(10):
             with pytest.raises(RendezvousFailed), reaching_store():

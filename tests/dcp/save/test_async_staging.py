@@ -332,7 +332,7 @@ def test_what_does_not_fit_is_saved_without_a_copy(
         thread.join(TIMEOUT_S)
     state["t"].zero_()
     futures[0].result(TIMEOUT_S)
-    assert "20,480 more bytes of memory, and this rank may take 1,000" in caplog.text
+    assert "20,480 more bytes of memory, but this rank may take 1,000" in caplog.text
     assert torch.equal(loaded(tmp_path, "a", wanted), wanted)
     assert made == []
     verified(tmp_path, "a")

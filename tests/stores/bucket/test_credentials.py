@@ -80,7 +80,7 @@ def test_no_name_of_a_bucket_is_denied(moto: Server, url: str) -> None:
 
 
 @needs_openssl
-@pytest.mark.parametrize("trouble", ["a private authority", "another host", "no such file"])
+@pytest.mark.parametrize("trouble", ["a private CA", "another host", "no such file"])
 def test_a_certificate_that_is_not_believed_is_a_refusal(tmp_path: Path, trouble: str) -> None:
     """A load asked for a minute, `wait` two, and the hint was to check the network; it names the file to pass."""
     pair = certificate(tmp_path, "another-host")

@@ -182,7 +182,7 @@ def test_who_trusts_the_hosts_users_says_so(base: Path, scene: Scene, monkeypatc
     monkeypatch.setenv(TRUST_ROOT_ENV, "1")
     LocalStore(base / "root").agent_directory()
     (base / "root" / AGENT_DIR / "log").symlink_to(base / "precious")
-    with pytest.raises(StoreDenied, match="no plain file"):
+    with pytest.raises(StoreDenied, match="not a plain file"):
         LocalStore(base / "root").agent_directory()
 
 
@@ -243,7 +243,7 @@ def test_what_is_read_without_an_agent_is_not_believed_either(base: Path) -> Non
         read_endpoint(endpoint.parent)
     endpoint.unlink()
     os.mkfifo(endpoint, 0o600)  # whoever opened it would wait for a writer
-    with pytest.raises(StoreDenied, match="no plain file"):
+    with pytest.raises(StoreDenied, match="not a plain file"):
         read_endpoint(endpoint.parent)
 
 

@@ -61,7 +61,7 @@ def test_a_crash_before_the_note_leaves_the_intent_which_the_next_start_goes_by(
         store.abort(SAVE)
     assert not store.is_staged(SAVE)
     (intent,) = store.list_staged()
-    NodeService(store).abort(intent.save_id, "its ranks are gone")
+    NodeService(store).abort(intent.save_id, "its ranks have ended")
     assert said_of(store, SAVE) == Answer.ABORTED.value
     assert store.list_staged() == ()
 

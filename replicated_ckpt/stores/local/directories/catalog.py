@@ -63,12 +63,12 @@ class Catalog:
         with translate_errors(str(self.root), "read", key), manifest_readable(path):
             # Before any read: an agent reads for other users, who may have put a link there.
             if leads_out(self.root, checkpoint_id):
-                raise ObjectMissing(str(self.root), "read", key, "a symbolic link leads out of the root")
+                raise ObjectMissing(str(self.root), "read", key, "a symbolic link points outside the root")
             try:
                 stat = os.stat(path)  # noqa: PTH116 - see the class
                 # A damaged or hostile size must not be read into memory.
                 if stat.st_size > MANIFEST_BYTES_MAX:
-                    raise ManifestInvalid(f"{path} has {stat.st_size} bytes, more than a manifest has.")
+                    raise ManifestInvalid(f"{path} has {stat.st_size} bytes, too many for a manifest.")
                 # The inode, too: a rename over the file may keep time and size.
                 signature = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
                 known = self._parsed.get(path)

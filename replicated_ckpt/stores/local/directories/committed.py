@@ -199,7 +199,7 @@ class Committed:
             make_directories(folder, self._root)
             target = folder / f"{name}.{uuid.uuid4().hex[:8]}"
             (self._link if stays else self._move)(name, target)
-        log.warning("%s of %s is set aside as %s: %s", name, self.checkpoint_id, target, why)
+        log.warning("%s of %s is moved aside as %s: %s", name, self.checkpoint_id, target, why)
         return target
 
     def _move(self, name: str, target: Path) -> None:
@@ -266,7 +266,9 @@ class Committed:
             # Without a manifest only manifest and metadata may come: a shard could be another version's.
             is_there = ShardName.parse(name) is None
         if not (is_there and self.is_in_place()):
-            raise ObjectMissing(str(self._root), "place", f"{self.checkpoint_id}/{name}", "it was removed meanwhile")
+            raise ObjectMissing(
+                str(self._root), "place", f"{self.checkpoint_id}/{name}", "it was removed in the meantime"
+            )
 
     def put_small(self, name: str, data: bytes) -> None:
         """Durably writes a small file into the checkpoint. An old file is set aside."""
@@ -291,7 +293,7 @@ def open_directory(root: Path, checkpoint_id: str) -> Iterator[Committed]:
     check_checkpoint_id(checkpoint_id)
     with translate_errors(str(root), "open", checkpoint_id):
         if leads_out(root, checkpoint_id):
-            raise ObjectMissing(str(root), "open", checkpoint_id, "a symbolic link leads out of the root")
+            raise ObjectMissing(str(root), "open", checkpoint_id, "a symbolic link points outside the root")
         try:
             fd = os.open(root / checkpoint_id, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except (FileNotFoundError, NotADirectoryError) as exc:
@@ -327,7 +329,7 @@ def descriptions(directory: Committed, manifest: Manifest) -> tuple[bytes, bytes
     raw_manifest = directory.raw_manifest()
     if directory.manifest().save_id != manifest.save_id or manifest.upload is None:
         raise ManifestInvalid(
-            f"{manifest.checkpoint_id} was replaced meanwhile.", "Nothing is to be done: the newer one loads."
+            f"{manifest.checkpoint_id} was replaced in the meantime.", "No action is needed: the newer one loads."
         )
     raw_metadata = directory.raw_metadata(manifest)
     return raw_manifest, manifest.bucket_metadata(raw_metadata)

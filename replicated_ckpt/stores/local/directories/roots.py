@@ -29,7 +29,7 @@ def read_identity(root: Path) -> str:
     except (ValueError, KeyError, TypeError) as exc:
         raise ConfigInvalid(
             f"{path} holds no node identity: {raw[:80]!r}.",
-            'Remove the file if the store is a fresh one; else write the id back, {"node_id": "..."}, which '
+            'If the store is new, remove the file. Otherwise write the id back, {"node_id": "..."}, which '
             "`replicated-ckpt status` shows on the other nodes.",
         ) from exc
 
@@ -42,11 +42,11 @@ def check_is_apart(root: Path) -> None:
         beside = outer.with_name(f"{outer.name}-{real.name}")
         raise ConfigInvalid(
             describe_store_above(root, outer),
-            f"Give each store a directory of its own, beside the other: {beside}, say. For checkpoints of the store at "
-            f"{outer} pass that as root, and checkpoint_id='{real.relative_to(outer)}/step-1', say.",
+            f"Give each store its own directory, such as {beside}. For checkpoints of the store at {outer}, pass that "
+            f"as root, and an id such as checkpoint_id='{real.relative_to(outer)}/step-1'.",
         )
     if within:
-        hint = f"Name one store, or a directory of its own: {' or '.join(map(str, within[:_SHOWN_MAX]))}."
+        hint = f"Name one store, or another directory: {' or '.join(map(str, within[:_SHOWN_MAX]))}."
         raise ConfigInvalid(describe_stores_within(root, within), hint)
 
 
@@ -55,7 +55,7 @@ def describe_store_above(root: Path, outer: Path) -> str:
 
 
 def describe_stores_within(root: Path, within: Sequence[Path]) -> str:
-    return f"{root} is no node's store, and holds {plural(len(within), 'store')}."
+    return f"{root} is not a node's store, and holds {plural(len(within), 'store')}."
 
 
 def find_store_above(root: Path) -> Path | None:

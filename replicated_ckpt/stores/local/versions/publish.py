@@ -76,7 +76,7 @@ def make_names_free(catalog: Catalog, checkpoint_id: str, manifest: Manifest, st
         return
     # The files may belong to the version of the damaged manifest: they must not be set aside.
     if catalog.list_unbelieved(looked):
-        raise _names_taken(manifest, left, "a version whose manifest is damaged")
+        raise _names_taken(manifest, left, "a version with a damaged manifest")
     with open_directory(catalog.root, checkpoint_id) as directory:
         for name in left:
             directory.set_aside(name, f"save {manifest.save_id} has a file of this name")

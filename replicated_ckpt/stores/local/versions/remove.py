@@ -155,7 +155,8 @@ def _read_gone(path: Path) -> Manifest | None:
 def renamed_refusal(checkpoint_id: str, saved_as: str, root: Path) -> ConfigInvalid:
     """The error for the removal of a directory that a user has renamed, or copied under another name."""
     return ConfigInvalid(
-        f"{checkpoint_id!r} is a directory that was renamed, or copied by hand, from {saved_as!r}: no command removes it.",
-        f"`rm -r {quote(str(root / checkpoint_id))}`, on each node that has it; what one of them still has after its "
-        "agent's --lost-after-s (30 s) is brought back to the others.",
+        f"{checkpoint_id!r} is a directory that was renamed or copied by hand from {saved_as!r}: no command "
+        "removes it.",
+        f"`rm -r {quote(str(root / checkpoint_id))}`, on each node that has it. A node that still has it after "
+        "its agent's --lost-after-s (30 s) copies it to the others again.",
     )

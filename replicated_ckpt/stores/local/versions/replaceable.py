@@ -12,7 +12,7 @@ from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.directories.looked import Looked
 
 _USE_ANOTHER = "Use another id; overwrite=True does not help."
-_MOVE_AWAY = "Use another id, or move that away on every node."
+_MOVE_AWAY = "Use another id, or move that directory away on every node."
 
 
 def check_decidable(root: Path, intent: Intent) -> None:
@@ -39,13 +39,13 @@ def check_replaceable(root: Path, checkpoint_id: str, intent: Intent, *, gives_w
     """
     final = root / checkpoint_id
     if leads_out(root, checkpoint_id):
-        raise ConfigInvalid(f"{checkpoint_id!r} leads out of {root} by a symbolic link.", _USE_ANOTHER)
+        raise ConfigInvalid(f"{checkpoint_id!r} leads outside {root} by a symbolic link.", _USE_ANOTHER)
     if is_link(final):
         raise ConfigInvalid(f"{final} is a symbolic link; it is not replaced.", _MOVE_AWAY)
     if not is_there(final):
         return
     if not is_directory(final):
-        raise ConfigInvalid(f"{final} is no directory; it is not replaced.", _MOVE_AWAY)
+        raise ConfigInvalid(f"{final} is not a directory; it is not replaced.", _MOVE_AWAY)
     if holds_checkpoint(final) and not (intent.overwrite or gives_way):
         raise CheckpointExists(f"Checkpoint already exists: {checkpoint_id!r} in {root}.")
 
