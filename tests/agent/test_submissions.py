@@ -314,7 +314,7 @@ def test_a_shard_that_cannot_be_written_ends_the_save(job: Job) -> None:
     job.submit(0)
     job.submit(1, says_bytes=1 << 20)
     job.finish()
-    with pytest.raises(ObjectCorrupt, match="shorter than the rank said"):
+    with pytest.raises(ObjectCorrupt, match="shorter than the rank announced"):
         job.ask("finish")
     job.die()
     wait_for(job.is_gone, WITHIN_S, "the save is gone")

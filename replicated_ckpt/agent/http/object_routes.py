@@ -46,7 +46,7 @@ class ObjectRoutes:
             self.uploader.try_now(save_id)
         found = self.uploader.state_of(save_id) if is_save_id(save_id) else None
         if found is None:
-            raise ObjectMissing("this agent", "GET", save_id[:80], "no save that is to be uploaded")
+            raise ObjectMissing("this agent", "GET", save_id[:80], "not a save that is uploaded")
         return json_answer(**asdict(found))
 
     def _do(self, verb: str, request: Request) -> Answer:

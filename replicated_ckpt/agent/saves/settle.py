@@ -87,7 +87,7 @@ def _unsettled_error(service: NodeService, intent: Intent) -> ConfigInvalid:
             "checkpoint of its new name, and this save is published.",
         )
     return ConfigInvalid(
-        f"Save {intent.save_id} is not aborted: another node answers that ranks work on it there, or did a moment ago.",
+        f"Save {intent.save_id} is not aborted: on another of its nodes, ranks work on it, or did a moment ago.",
         _END_JOB,
     )
 
@@ -189,7 +189,9 @@ def _ask(address: AgentAddress, query: str) -> Answer:
         return Answer(state)
     except ValueError as exc:
         save_id = query.partition("?")[0]
-        raise PeerProtocolError(f"{address.label} says that save {save_id} is {str(state)[:80]!r}.") from exc
+        raise PeerProtocolError(
+            f"{address.label} reports an unknown state of save {save_id}: {str(state)[:80]!r}."
+        ) from exc
 
 
 def _carry_out(

@@ -12,8 +12,8 @@ from replicated_ckpt.core.upkeep.removal import plan_prune
 from replicated_ckpt.wording import plural
 
 HELP = (
-    "Remove all but the newest checkpoints of each run from this node, and from the bucket as `rm` does, "
-    "unless the job has a policy for that bucket."
+    "Remove all but the newest checkpoints of each run from this node, and from the bucket as `rm` does. A "
+    "bucket with a policy of the job is left to that policy."
 )
 
 

@@ -97,7 +97,7 @@ def _check_room(root: Path, size_bytes: int) -> None:
     with translate_errors(str(root), "import", str(root)):
         free = find_free_bytes(place)
     if size_bytes > free:
-        raise StoreFull(str(root), "import", str(root), f"it takes {size_bytes} bytes, {free} are free")
+        raise StoreFull(str(root), "import", str(root), f"it needs {size_bytes} bytes, but only {free} are free")
 
 
 def _save(writer: ReplicatedWriter, checkpoint_id: str, planner: SourcePlanner) -> None:

@@ -102,7 +102,7 @@ class Submission:
             answer = _receive(self._connection)
             if answer["state"] == "working":
                 continue
-            with parsing(f"{_AGENT} answered about a shard {answer!r}"):
+            with parsing(f"{_AGENT} returned an invalid state of a shard: {answer!r}"):
                 return WrittenCopies.from_json(answer["copies"])
 
     def detach(self, memory: memoryview) -> None:
@@ -177,7 +177,7 @@ def _receive(connection: socket.socket) -> dict[str, Any]:
     except (OSError, EOFError) as exc:
         raise _unavailable(exc) from exc
     if descriptors or "state" not in answer:
-        raise PeerProtocolError(f"{_AGENT} answered about a shard {answer!r}.")
+        raise PeerProtocolError(f"{_AGENT} returned an invalid state of a shard: {answer!r}.")
     if answer["state"] == "refused":
         status = int(answer.get("status", 500))
         raise refusal(status, json.dumps(answer).encode(), _AGENT, "hand over", "the shard")

@@ -225,7 +225,7 @@ def _held_for_too_long(path: Path, waited_s: float) -> StoreUnavailable:
     if pid is not None and is_stopped(pid):
         why, hint = f"{name} holds it and is stopped", f"`kill -CONT {pid}`, or kill it; then try again. {intact}"
     else:
-        look = f"`fuser -v {path}` names it" if pid is None else f"`cat /proc/{pid}/wchan` says what it waits for"
+        look = f"`fuser -v {path}` names it" if pid is None else f"`cat /proc/{pid}/wchan` shows what it waits for"
         why, hint = f"{name} has held it for {waited_s:.0f} s", f"{look}; end it, and try again. {intact}"
     return StoreUnavailable(str(path.parent), "lock", path.name, why, hint)
 

@@ -129,7 +129,7 @@ class Inspector:
             return
         self.unclaimed.append(unclaimed)
         if isinstance(why, ManifestInvalid):
-            found = Problem.CORRUPT, "a manifest that is believed", why.message
+            found = Problem.CORRUPT, "a valid manifest", why.message
         else:
             found = Problem.MISSING, "a manifest", "none"
         if unclaimed.is_ours:

@@ -104,7 +104,7 @@ def test_memory_that_is_cut_short_fails_the_shard_alone(store: LocalStore) -> No
     """A rank that truncates its segment gets an error; the agent lives and takes the shard again."""
     submissions, staged = Submissions(store), memory(b"0" * 1000)
     os.ftruncate(staged, 10)
-    with pytest.raises(ObjectCorrupt, match="shorter than the rank said"):
+    with pytest.raises(ObjectCorrupt, match="shorter than the rank announced"):
         submissions.take_shard(submitted(store, (0, 0, 1000)), [staged]).result(30)
     assert list(store.staging(SAVE).iterdir()) == []
     assert submissions.take_shard(submitted(store, (0, 0, 10)), [memory(b"0" * 10)]).result(30).size_bytes > 10
