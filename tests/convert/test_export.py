@@ -298,7 +298,7 @@ def test_a_disk_without_room_is_left_as_it_was(
     full = os.statvfs_result((*room[:3], 0, 0, *room[5:]))
     with monkeypatch.context() as patched:
         patched.setattr(os, "statvfs", lambda _path: full)
-        with pytest.raises(StoreFull, match=r"24\d{6} bytes, 0 are free"):
+        with pytest.raises(StoreFull, match=r"24\d{6} bytes, but only 0 are free"):
             exported(saved, tmp_path / "out", format_)
     real, left = durable.write_all, [1_000_000]
 

@@ -48,7 +48,7 @@ def test_a_loads_warning_is_at_the_line_that_loads(tmp_path: Path) -> None:
             no_dist=True,
         )
     reader = ReplicatedReader(tmp_path)
-    with pytest.warns(ReplicatedCkptWarning, match="leaves 1 of 2") as recorded:
+    with pytest.warns(ReplicatedCkptWarning, match="does not load 1 of 2") as recorded:
         dcp.load({"x": torch.zeros(2)}, checkpoint_id="a", storage_reader=reader, no_dist=True)  # <- load
     assert caught(recorded) == [(__file__, line_of("load"))]
 

@@ -208,7 +208,7 @@ def test_wait_tells_of_no_checkpoint_that_never_came_to_the_bucket(root: Path, w
             dcp.save(contents(number), checkpoint_id=f"step-{number}", storage_writer=writer)
         assert main(["rm", f"step-{number}", "--root", str(root), "--keep-in-bucket", "--force"]) == 0
         if number == 1:
-            with pytest.raises(UploadFailed, match=r"'step-1' is not in s3://.*given up, replaced or removed"):
+            with pytest.raises(UploadFailed, match=r"'step-1' is not in s3://.*aborted, replaced or removed"):
                 writer.wait(ack="object")
         assert writer.wait() == ()
     again = ReplicatedWriter(root, **where)

@@ -295,7 +295,7 @@ def test_without_the_package_no_known_certificate_is_given_up(tmp_path: Path, mo
     pinned = AgentAddress("b" * 12, "10.0.0.1", 7, "token", 3, "a" * 64)
     book = PeerBook(tmp_path)
     book.learn([pinned])
-    with pytest.raises(StoreDenied, match="not believed"):
+    with pytest.raises(StoreDenied, match="is not used"):
         book.learn([replace(pinned, tls_sha256="", incarnation=9)])
     assert book.read_all() == (pinned,)
     with listener() as (port, got), AgentClient(replace(pinned, host="0.0.0.0", port=port), 3) as client:
@@ -318,7 +318,7 @@ def test_a_known_certificate_is_not_given_up(tmp_path: Path, monkeypatch: pytest
     far = AgentAddress("c" * 12, "10.0.0.1", 7, "token")
     book.learn([pinned])
     for peer in (plain, far):
-        with pytest.raises(StoreDenied, match="not believed"):
+        with pytest.raises(StoreDenied, match="is not used"):
             book.learn([peer])
         assert book.read_all() == (pinned,)
     other = replace(pinned, tls_sha256="b" * 64, incarnation=4)

@@ -95,7 +95,7 @@ def test_ranks_of_another_protocol_are_refused(release: str | None, monkeypatch:
     nonces.append(here[1].post("load", {}))
     posts, problem = here[0].collect("load", TIMEOUT_S)
     what = "an unknown release" if release is None else release.split()[1]
-    with pytest.raises(ConfigInvalid, match=rf"Rank 1 runs replicated_ckpt {what} \(.*, and rank 0 runs ") as caught:
+    with pytest.raises(ConfigInvalid, match=rf"Rank 1 runs replicated_ckpt {what} \(.*, but rank 0 runs ") as caught:
         check_all_posted(posts, problem)
     assert "Start the job again" in caught.value.hint
     here[0].decide("load", posts, {"error": pack_error(caught.value)})

@@ -34,7 +34,7 @@ def test_a_node_that_was_not_heard_opens_no_save_that_is_older_than_one_it_knows
         SequenceFloor(store.agent_directory()).raise_to({RUN: 4}, {}, "peer")
     for sequence in (3, 4):
         with pytest.raises(
-            StoreUnavailable, match=f"knows save 4 of the run, and this would be save {sequence}"
+            StoreUnavailable, match=f"has save 4 of the run, and this would be save {sequence}"
         ) as raised:
             open_unheard(store, decided(store, sequence), "host3")
         assert "load the newest checkpoint first" in raised.value.hint
