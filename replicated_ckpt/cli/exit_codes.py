@@ -26,13 +26,13 @@ class ExitCode(IntEnum):
 
 
 MEANING = {
-    ExitCode.OK: "what was asked for holds",
-    ExitCode.FAILED: "it does not hold: the output says what",
-    ExitCode.USAGE: "the command's arguments are wrong",
-    ExitCode.NOT_FOUND: "no such checkpoint",
-    ExitCode.SHARD_LOST: "no intact copy of a shard is left",
-    ExitCode.UNREACHABLE: "an agent or a store could not be reached, or refused access",
-    ExitCode.INTERNAL: "a defect of replicated-ckpt: please report it",
+    ExitCode.OK: "success",
+    ExitCode.FAILED: "a check failed, or the command could not do all: see the output",
+    ExitCode.USAGE: "invalid arguments",
+    ExitCode.NOT_FOUND: "checkpoint not found",
+    ExitCode.SHARD_LOST: "a shard has no intact copy",
+    ExitCode.UNREACHABLE: "an agent or a store did not answer, or refused access",
+    ExitCode.INTERNAL: "a defect in replicated_ckpt: please report it",
     ExitCode.INTERRUPTED: "interrupted from the keyboard",
 }
 
