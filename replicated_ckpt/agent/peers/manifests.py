@@ -170,7 +170,7 @@ def fetch_metadata(checkpoint_id: str, manifest: Manifest, sources: Sequence[Age
         metadata = client.fetch_file(path, manifest.metadata_bytes)
         # Stock torch unpickles this file unchecked: a damaged copy must not spread.
         if crc32c(metadata) != manifest.metadata_crc32c:
-            raise ObjectCorrupt(client.address.label, "take over", METADATA_NAME, "it does not match the manifest")
+            raise ObjectCorrupt(client.address.label, "copy", METADATA_NAME, "it does not match the manifest")
         return metadata
 
     return fetch_first(sources, fetch, f"{checkpoint_id}/{METADATA_NAME}")
@@ -182,7 +182,7 @@ def fetch_first(sources: Sequence[AgentAddress], fetch: Callable[[AgentClient], 
     Raises:
         ObjectMissing: there is no source, or all gave None. ReplicatedCkptError: what the last one that failed answered.
     """
-    last: ReplicatedCkptError = ObjectMissing("the peers", "take over", what, "no source is known")
+    last: ReplicatedCkptError = ObjectMissing("the peers", "copy", what, "no source is known")
     for address in sources:
         try:
             with AgentClient(address) as client:

@@ -237,7 +237,7 @@ class Mender:
             ):
                 raise StoreUnavailable(
                     f"node {self._service.node_id}",
-                    "take over",
+                    "copy",
                     action.checkpoint_id,
                     f"ranks of this node are writing save {intent.save_id} of that name",
                     f"Save {action.save_id} is copied here once that save has ended, unless it was replaced by then.",

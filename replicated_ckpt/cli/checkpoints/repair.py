@@ -261,7 +261,7 @@ def _print_plan(store: LocalStore, audit: Audit) -> None:
     for line in audit.unreachable:
         print(f"not reached: {line}")
     if not audit.plan.actions:
-        done = "nothing to repair on the nodes that answered" if audit.unreachable else "nothing to do"
+        done = "nothing to repair on the nodes that answered" if audit.unreachable else "nothing to repair"
         print(done if audit.plan.is_complete else "nothing can be repaired now")
         seen = see_audit(store, audit)
         for line in advise(list_checkpoints(seen), seen, store.root):

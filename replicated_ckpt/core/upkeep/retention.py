@@ -108,7 +108,7 @@ def _judge_one(
         rule = candidate.held_back
     else:
         is_kept = False
-        newest = plural(retention.keep_last, "whole checkpoint")
+        newest = plural(retention.keep_last, "complete checkpoint")
         rule = f"its sequence {sequence} is older than {oldest}, of the newest {newest}"
         rule += "" if every is None else f", and not a multiple of {every}"
     return Verdict(candidate.checkpoint_id, candidate.save_id, sequence, is_kept, rule)

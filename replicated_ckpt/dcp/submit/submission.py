@@ -180,9 +180,9 @@ def _receive(connection: socket.socket) -> dict[str, Any]:
         raise PeerProtocolError(f"{_AGENT} returned an invalid state of a shard: {answer!r}.")
     if answer["state"] == "refused":
         status = int(answer.get("status", 500))
-        raise refusal(status, json.dumps(answer).encode(), _AGENT, "hand over", "the shard")
+        raise refusal(status, json.dumps(answer).encode(), _AGENT, "submit", "the shard")
     return answer
 
 
 def _unavailable(exc: Exception) -> StoreUnavailable:
-    return StoreUnavailable(_AGENT, "hand over", "the shard", f"{type(exc).__name__}: {exc}", LOG_HINT)
+    return StoreUnavailable(_AGENT, "submit", "the shard", f"{type(exc).__name__}: {exc}", LOG_HINT)

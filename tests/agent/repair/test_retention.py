@@ -93,7 +93,7 @@ def test_each_agent_retires_its_part_and_says_why(tmp_path: Path) -> None:
             wait_for(lambda: counted()["protection"]["retention"] == {"removed": 4, "held_back": 0}, 20, "all four")
     log = (stores[0].root / "agent.out").read_text()
     assert "removed step-5 (save" in log
-    assert "its sequence 5 is older than 6, of the newest 2 whole checkpoints, and not a multiple of 4" in log
+    assert "its sequence 5 is older than 6, of the newest 2 complete checkpoints, and not a multiple of 4" in log
     for store in stores:
         assert findings(store) == []
         assert held(store, "step-7")

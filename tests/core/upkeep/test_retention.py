@@ -202,7 +202,7 @@ def test_each_node_removes_its_part_oldest_first() -> None:
     """Both nodes plan alike; the reason names the rule; the plan prints."""
     plan = plan_retention(by_save(FOUR), [view("a", FOUR), view("b", FOUR)], [policy(LAST_TWO)])
     assert [removal.checkpoint_id for removal in plan.of_node("a")] == ["step-1", "step-2"]
-    assert plan.of_node("a")[0].rule == "its sequence 1 is older than 3, of the newest 2 whole checkpoints"
+    assert plan.of_node("a")[0].rule == "its sequence 1 is older than 3, of the newest 2 complete checkpoints"
     assert removed(plan) == [("a", "step-2"), ("b", "step-2"), ("a", "step-1"), ("b", "step-1")]
     assert "node a: remove step-1" in str(plan.of_node("a")[0])
     assert "step-4" in str(plan.verdicts[0])

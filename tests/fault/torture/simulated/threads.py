@@ -138,7 +138,7 @@ class Threads:
         del memory
         node = next(node for node in self._cluster.nodes if node.root == store.root)
         if node.agent is None or not node.is_up:
-            raise StoreUnavailable("this node's agent", "hand over", "the shard", "it does not run")
+            raise StoreUnavailable("this node's agent", "submit", "the shard", "it does not run")
         copy = SubmittedShard.from_json(json.loads(json.dumps(shard.to_json())), len(descriptors))
         rank = self._cluster.network.actor
         with self._cluster.network.acting(node.agent):
@@ -204,7 +204,7 @@ class SubmittedInTurn:
     def wait(self) -> WrittenCopies:
         self._threads.wait_until(lambda: self._end.done() or self._is_agent_dead, "a shard")
         if self._is_agent_dead:
-            raise StoreUnavailable("this node's agent", "hand over", "the shard", "it was killed")
+            raise StoreUnavailable("this node's agent", "submit", "the shard", "it was killed")
         found: WrittenCopies = self._end.result()
         return WrittenCopies.from_json(json.loads(json.dumps(found.to_json())))
 
