@@ -72,8 +72,9 @@ class CallBacks:
         due = max(self._paid_until.get(pair, now), now) + INTERVAL_S
         if due > now + IN_A_ROW_MAX * INTERVAL_S:
             raise _refusal(
-        # Made-up senders must not push out the debts of real ones.
-                node_id, f"{sender} sends greetings in this node's name more than once in {INTERVAL_S:.0f} s"
+                # Made-up senders must not push out the debts of real ones.
+                node_id,
+                f"{sender} sends greetings in this node's name more than once in {INTERVAL_S:.0f} s",
             )
         if pair not in self._paid_until and len(self._paid_until) >= PAIRS_MAX:
             raise _refusal(node_id, f"more than {PAIRS_MAX} pairs of node and sender greet")

@@ -224,7 +224,7 @@ class UnmanagedAuditor:
         return _parse_reading(answer, self._addresses[node].label)
 
 
-def _reading(answer: Mapping[str, Any], label: str) -> _Reading:
+def _parse_reading(answer: Mapping[str, Any], label: str) -> _Reading:
     with parsing(f"{label} sent an invalid answer to verify"):
         findings = tuple(Finding.from_json(finding) for finding in answer["findings"])
         return _Reading(findings, index(answer["bytes_read"]), index(answer["unchecked"]))

@@ -237,5 +237,5 @@ def _size_of(descriptor: int) -> int:
     return status.st_size if stat.S_ISREG(status.st_mode) else 0
 
 
-def _cut_short(name: str) -> ObjectCorrupt:
+def _truncated_error(name: str) -> ObjectCorrupt:
     return ObjectCorrupt("the rank's memory", "read", name, "it is shorter than the rank announced")
