@@ -26,7 +26,7 @@ class ItemDamaged(ValueError):
     """An item begins as a zip container and is damaged, or a record differs from its CRC32."""
 
 
-def check_item(fetch: Fetch, size_bytes: int, *, must_tell: bool = False) -> Verdict:
+def check_range(fetch: Fetch, size_bytes: int, *, must_tell: bool = False) -> Verdict:
     """Reads one item of `size_bytes` and checks it by its own CRC32s.
 
     `must_tell`: the item's shard had a footer, which is damaged.

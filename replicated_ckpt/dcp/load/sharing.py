@@ -76,7 +76,7 @@ def join_exchange(
             with contextlib.suppress(OSError, ValueError):  # that rank failed or died: this one reads for itself
                 others[other] = OtherRankCache.open(directory / name, world_size, CELL_BYTES)
     exchange = Exchange(rank, cache, others, sharing.units)
-    exchange.begin_piece()
+    exchange.begin_load()
     return exchange
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from replicated_ckpt.core.integrity.checksum import BlockTable, crc32c
 from replicated_ckpt.core.integrity.footer_without_manifest import OwnFooter, check_blocks, find_footer
-from replicated_ckpt.core.integrity.zip_crc import ItemDamaged, Verdict, check_item
+from replicated_ckpt.core.integrity.zip_crc import ItemDamaged, Verdict, check_range
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
 from replicated_ckpt.core.reading.source_order import ByteRange, end_of
 from replicated_ckpt.core.reading.unmanaged import UnmanagedFile, UnmanagedHolding
@@ -120,7 +120,7 @@ class UncheckedItems:
         self._items = sorted(items, key=lambda item: item.offset)
         self._lock = threading.Lock()
 
-    def check_item(self, there: ByteRange, check: Callable[[ByteRange], None]) -> None:
+    def check_range(self, there: ByteRange, check: Callable[[ByteRange], None]) -> None:
         """Calls `check` for each unchecked item with bytes in this range. It counts as checked unless `check` raises."""
         with self._lock:
             for item in [item for item in self._items if item.offset < there.end and item.end > there.offset]:
@@ -157,7 +157,7 @@ class UnmanagedShard(VerifiedShard):
         if span:
             self._fill(span, offset)
         there = ByteRange(offset, length)
-        self._unchecked.check_item(there, partial(self._check, span, there))
+        self._unchecked.check_range(there, partial(self._check, span, there))
         return span
 
     def _check(self, span: memoryview, there: ByteRange, item: ByteRange) -> None:
@@ -173,13 +173,13 @@ class UnmanagedShard(VerifiedShard):
 
         fetch, must_tell = in_span if is_inside else at_source, self._footer.is_damaged
         try:
-            check_item(fetch, item.length, must_tell=must_tell)
+            check_range(fetch, item.length, must_tell=must_tell)
         except ItemDamaged:
             # A flip in memory or on the wire is gone at the second read.
             if is_inside:
                 self._fill(span, there.offset)
             try:
-                check_item(fetch, item.length, must_tell=must_tell)
+                check_range(fetch, item.length, must_tell=must_tell)
             except ItemDamaged as exc:
                 raise self._corrupt(f"item at bytes {item.offset} to {item.end}: {exc}") from exc
 
@@ -298,7 +298,7 @@ class UnmanagedInspector:
         def fetch(offset: int, length: int) -> memoryview:
             return self._read(fd, item.offset + offset, length)
 
-        self.unchecked += check_item(fetch, item.length, must_tell=must_tell) is Verdict.UNCHECKED
+        self.unchecked += check_range(fetch, item.length, must_tell=must_tell) is Verdict.UNCHECKED
 
     def _read(self, fd: int, offset: int, length: int) -> memoryview:
         target = memoryview(bytearray(length))

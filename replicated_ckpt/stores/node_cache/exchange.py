@@ -109,7 +109,7 @@ class Exchange:
         self._takers = takers_by_fetcher[rank]
         self._gives = True
 
-    def begin_piece(self) -> None:
+    def begin_load(self) -> None:
         """Allocates room for this rank's pieces, and marks the other caches as opened."""
         try:
             self._cache.reserve(len(self._takers))

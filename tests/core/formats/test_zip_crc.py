@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicated_ckpt.core.integrity.zip_crc import ItemDamaged, Verdict, check_item
+from replicated_ckpt.core.integrity.zip_crc import ItemDamaged, Verdict, check_range
 
 
 def saved(value: object, *, with_crc: bool = True) -> bytes:
@@ -30,7 +30,7 @@ def verdict(raw: bytes | bytearray) -> Verdict:
         assert 0 <= offset <= offset + length <= len(view), "it looks only inside the item"
         return view[offset : offset + length]
 
-    return check_item(fetch, len(raw))
+    return check_range(fetch, len(raw))
 
 
 TENSOR = saved(torch.arange(1000, dtype=torch.int32))

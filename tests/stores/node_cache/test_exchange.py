@@ -156,7 +156,7 @@ def pair(tmp_path: Path) -> Iterator[Pair]:
     """Both ranks fetch five pieces, alternately, and have begun."""
     made = Pair(tmp_path, [0, 1] * (SLOTS + 1))
     for exchange in made.exchanges:
-        exchange.begin_piece()
+        exchange.begin_load()
     yield made
     made.close()
 
@@ -210,8 +210,8 @@ def test_a_rank_without_room_gives_nothing(full_disk: Path, stopwatch: Stopwatch
     made = Pair(full_disk, [0, 1])
     started = stopwatch.now()
     first, second = made.exchanges
-    second.begin_piece()
-    first.begin_piece()
+    second.begin_load()
+    first.begin_load()
     assert first.unit_of(made.units[0].window.cell) is None
     assert second.take_piece(made.units[0]) is None
     second.put_piece(0, piece(0))
@@ -225,8 +225,8 @@ def test_a_rank_whose_cache_cannot_be_opened_is_not_waited_for(tmp_path: Path, s
     """It is not seen, and it is told that nothing is taken from it: so it does not wait either."""
     made = Pair(tmp_path, [0, 1] * (SLOTS + 1))
     blind = Exchange(0, made.caches[0], {}, made.units)
-    blind.begin_piece()
-    made.exchanges[1].begin_piece()
+    blind.begin_load()
+    made.exchanges[1].begin_load()
     started = stopwatch.now()
     assert blind.take_piece(made.units[1]) is None
     assert blind.wait_for_slot(SLOTS, lambda: blind.slot_awaits(SLOTS) == [0]) is False
@@ -257,7 +257,7 @@ class Remote:
         self.units = units(fetchers)
         self.cache = RankCache.create(directory, 2, SLOT)
         self.exchange = Exchange(0, self.cache, {1: OtherRankCache.open(directory / name, 2, SLOT)}, self.units)
-        self.exchange.begin_piece()
+        self.exchange.begin_load()
 
     def close(self) -> None:
         self.process.kill()
@@ -331,7 +331,7 @@ def test_ranks_that_wait_for_each_other_let_go(tmp_path: Path, stopwatch: Stopwa
     """If there were a circle after all it would cost one time-out: a rank is as fresh as what it waits for, no fresher."""
     made = Pair(tmp_path, [0, 1])
     for exchange in made.exchanges:
-        exchange.begin_piece()
+        exchange.begin_load()
     began, started = time.monotonic(), stopwatch.now()
     threads = [
         threading.Thread(target=made.exchanges[rank].take_piece, args=(made.units[1 - rank],)) for rank in range(2)

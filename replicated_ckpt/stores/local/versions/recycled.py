@@ -105,7 +105,7 @@ class RecycledFiles:
     def __init__(self, root: Path) -> None:
         self._pool = root / RECYCLED_DIR
 
-    def put_file(self, directory: Path, shards: Sequence[str]) -> None:
+    def put_files(self, directory: Path, shards: Sequence[str]) -> None:
         """Moves shards of a removed checkpoint into the pool, and removes the pool's old files.
 
         The checkpoint's removal must be durable. Files that cannot be moved stay where they are.

@@ -131,7 +131,7 @@ def _remove_files(catalog: Catalog, checkpoint_id: str, save_id: str, *, recycle
         # with other shards, `.metadata` is of stock torch's save here since
         (directory / METADATA_NAME).unlink(missing_ok=True)
     if recycles:
-        RecycledFiles(catalog.root).put_file(directory, names)
+        RecycledFiles(catalog.root).put_files(directory, names)
     failpoints.reach("retire.recycled")
     for name in names:
         (directory / name).unlink(missing_ok=True)
