@@ -96,7 +96,7 @@ docs:
 	@test -x .venv-docs/bin/mkdocs || { $(PYTHON) -m venv .venv-docs && .venv-docs/bin/pip install --quiet \
 	  $$($(PYTHON) -c 'import tomllib; \
 	  print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])'); }
-	@.venv-docs/bin/mkdocs build --strict --quiet $(ARGS)
+	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict $(ARGS)
 
 dist:
 	@rm -rf dist .venv-dist .venv-wheel && $(PYTHON) -m venv .venv-dist && .venv-dist/bin/pip install --quiet build twine

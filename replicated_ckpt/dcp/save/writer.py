@@ -332,7 +332,7 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
 
         Raises:
             UploadFailed: one is not there, and trying longer does not help, or the time is over; with "object" also if the
-            last was aborted, replaced or removed first, which else is only logged. Copies on nodes stand.
+                last was aborted, replaced or removed first, which else is only logged. Copies on nodes stand.
             StoreUnavailable: the time is over, and the save goes on. ConfigInvalid: no save of this writer gets so far, or
             `timeout_s` (it may be infinite) is no number. CheckpointException, ReplicatedCkptError: the last failed.
         """
