@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import AsyncStager
 
 import replicated_ckpt
-from replicated_ckpt import ReplicatedReader, ReplicatedWriter, Retention
+from replicated_ckpt import ReplicatedReader, ReplicatedWriter
 from tests.agent.agents import stop_agent
 from tests.docs.test_docs import DOCUMENTS, ROOT, text_of
 from tools.readme_job import alone_on
@@ -26,7 +26,6 @@ from tools.readme_job import alone_on
 RUN_HERE = {
     "README.md",
     "docs/async.md",
-    "docs/conversions.md",
     "docs/getting-started.md",
     "docs/migrating.md",
     "docs/object-store.md",
@@ -34,7 +33,6 @@ RUN_HERE = {
     "docs/rank-state.md",
     "docs/reference.md",
     "docs/runbook.md",
-    "docs/shared-file-system.md",
 }
 HELD_ELSEWHERE = {  # document -> the test that runs its commands
     "examples/README.md": "tests/multiprocess/test_examples.py",
@@ -179,13 +177,14 @@ def test_the_references_loop_and_kept_plans_run(tmp_path: Path, caplog: pytest.L
     logging.getLogger("replicated_ckpt").setLevel(logging.NOTSET)
 
 
-def test_a_stock_checkpoint_loads_as_the_page_on_migrating_says(tmp_path: Path) -> None:
-    """With one changed line, from the directory above the checkpoint's."""
+def test_a_stock_checkpoint_loads_and_is_converted_as_the_page_on_migrating_says(tmp_path: Path) -> None:
+    """With one changed line, from the directory above the checkpoint's; then the example exports, imports and loads."""
     dcp.save({"a": torch.ones(3)}, checkpoint_id=tmp_path / "ckpt" / "step-10")
     state = {"a": torch.zeros(3)}
     with pytest.warns(replicated_ckpt.ReplicatedCkptWarning, match="step-10 has no manifest: stock torch wrote it"):
         run("docs/migrating.md", tmp_path, dcp=dcp, ReplicatedReader=ReplicatedReader, state=state)
     assert state["a"].tolist() == [1, 1, 1]
+    assert {"model.pth", "weights.pth"} <= {path.name for path in tmp_path.iterdir()}
 
 
 def test_the_state_of_a_rank_is_saved_as_its_page_says(tmp_path: Path) -> None:
@@ -196,18 +195,6 @@ def test_the_state_of_a_rank_is_saved_as_its_page_says(tmp_path: Path) -> None:
     assert len(names["batch"][0]) == 32  # type: ignore[index]
 
 
-def test_the_share_behind_the_nodes_is_given_as_its_page_says(tmp_path: Path) -> None:
-    """Each argument is taken, and what the writer saves then reaches the share."""
-    (tmp_path / "lustre").mkdir()
-    names = run("docs/shared-file-system.md", tmp_path, ReplicatedWriter=ReplicatedWriter, Retention=Retention)
-    writer = names["writer"]
-    assert isinstance(writer, ReplicatedWriter)
-    for number in range(1, 11):
-        dcp.save({"a": torch.ones(3)}, checkpoint_id=f"step-{number}", storage_writer=writer)
-    writer.wait()
-    assert [path.parent.name for path in tmp_path.glob("lustre/project/run-42/*/.metadata")] == ["step-10"]
-
-
 def assert_loaded(names: dict[str, object], checkpoint_id: str) -> None:
     reader = names["reader"]
     assert isinstance(reader, ReplicatedReader)
@@ -215,21 +202,20 @@ def assert_loaded(names: dict[str, object], checkpoint_id: str) -> None:
     assert reader.last_load.checkpoint_id == checkpoint_id
 
 
-def test_the_object_stores_example_runs(tmp_path: Path) -> None:
-    """What was saved is in the bucket once `wait` has returned, and loads from there alone."""
-    state = {"model": torch.arange(4)}
-    (code,) = runnable_code("docs/object-store.md")
-    assert 'writer.wait(ack="object")' in code
+def test_the_object_stores_examples_run(tmp_path: Path) -> None:
+    """After `wait` the bucket has the checkpoint, which loads from there; a shared file system gets each tenth one."""
+    (tmp_path / "lustre").mkdir()
+    assert 'writer.wait(ack="object")' in runnable_code("docs/object-store.md")[0]
     names = run("docs/object-store.md", tmp_path)
-    assert isinstance(names["writer"], ReplicatedWriter)
+    state = {"model": torch.arange(4)}
     dcp.load(state, storage_reader=dcp.FileSystemReader(tmp_path / "bucket" / "run-42" / "step-1000"))
     assert state["model"].tolist() == [4, 3, 2, 1]
-
-
-def test_the_conversions_from_python_run(tmp_path: Path) -> None:
-    """The example exports, imports and loads on one process."""
-    run("docs/conversions.md", tmp_path)
-    assert {"model.pth", "weights.pth"} <= {path.name for path in tmp_path.iterdir()}
+    writer = names["writer"]
+    assert isinstance(writer, ReplicatedWriter)
+    for number in range(1, 11):
+        dcp.save({"a": torch.ones(3)}, checkpoint_id=f"step-{number}", storage_writer=writer)
+    writer.wait()
+    assert [path.parent.name for path in tmp_path.glob("lustre/project/run-42/*/.metadata")] == ["step-10"]
 
 
 @pytest.mark.timeout(400)

@@ -31,7 +31,7 @@ DOCUMENTS = sorted(
     path.relative_to(ROOT).as_posix()
     for pattern in (
         "*.md",
-        "docs/*.md",
+        "docs/**/*.md",
         "examples/README.md",
         "examples/stock/README.md",
         "benchmarks/README.md",
@@ -39,7 +39,14 @@ DOCUMENTS = sorted(
     )
     for path in ROOT.glob(pattern)
 )
-GENERATED_PAGES = {"index.md", "examples.md", "benchmarks.md", "threat-model.md", "contributing.md", "changelog.md"}
+GENERATED_PAGES = {  # pages of the site that are documents elsewhere
+    "index.md": "README.md",
+    "examples.md": "examples/README.md",
+    "benchmarks.md": "benchmarks/README.md",
+    "threat-model.md": "SECURITY.md",
+    "contributing.md": "CONTRIBUTING.md",
+    "changelog.md": "CHANGELOG.md",
+}
 AGENT_ROUTES = {  # module of the agent and method -> path that its patterns go on from
     ("routes", "answer"): "/",
     ("routes", "_save"): "/v1/saves/{save_id}/",
@@ -145,11 +152,27 @@ def test_a_broken_link_is_found(link: str) -> None:
     assert len(list(broken_links("README.md", link))) == 1
 
 
-def test_every_page_is_in_the_navigation() -> None:
-    """The site's menu has each document of docs/, and no other."""
-    pages = {path.name for path in (ROOT / "docs").glob("*.md")}
-    listed = set(re.findall(r"^ +- .*?([\w-]+\.md)$", text_of("mkdocs.yml"), flags=re.MULTILINE))
-    assert listed - GENERATED_PAGES == pages
+def linked_pages(document: str) -> set[str]:
+    """The documents of this repository that a document links to."""
+    targets = (target.partition("#")[0] for target in re.findall(r"\]\(([^)\s]+)\)", without_code(text_of(document))))
+    found = {((ROOT / document).parent / target).resolve() for target in targets if target.endswith(".md")}
+    return {path.relative_to(ROOT).as_posix() for path in found}
+
+
+def test_every_page_is_reached_from_the_menu() -> None:
+    """The site's menu has pages of docs/, and each other page is linked from one of them, or from one that is reached."""
+    listed, _, elsewhere = text_of("mkdocs.yml").partition("\nnav:")[2].partition("\nnot_in_nav:")
+    menu = re.findall(r"^ +- [^\n]*?([\w/-]+\.md)$", listed, flags=re.MULTILINE)
+    others = set(re.findall(r"[\w/-]+\.md", elsewhere))
+    pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    assert set(menu).isdisjoint(others)
+    assert {*menu, *others} == pages | GENERATED_PAGES.keys()
+    documents = {page: GENERATED_PAGES.get(page, f"docs/{page}") for page in {*menu, *others}}
+    reached = new = {documents[page] for page in menu}
+    while new:
+        new = {target for document in new for target in linked_pages(document)} & set(documents.values()) - reached
+        reached = reached | new
+    assert set(documents.values()) - reached == set()
 
 
 @pytest.mark.parametrize("kind", [ReplicatedWriter, ReplicatedReader, CheckpointManager])
