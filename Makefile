@@ -42,7 +42,8 @@ PYTEST   = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reo
 .PHONY: test test-all drill torture fuzz bench-bucket bench-planning check fast lint types hints install clean bench bench-peers frameworks megatron referee compat audit docs dist
 .DEFAULT_GOAL := test
 
-test: $(STAMP)
+# A test reads the site in a browser: `docs` builds it.
+test: $(STAMP) docs
 	@$(PYTEST) -m "not long" $(ARGS)
 
 test-all: $(STAMP)
