@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.options import parsed
+from benchmarks.rank import rounds
 from benchmarks.suites.emulated import limit_link
 from benchmarks.suites.saving import our_case
 from benchmarks.suites.setup import scratch_folder
@@ -65,12 +66,12 @@ def _taken(arguments: argparse.Namespace) -> tuple[Samples, int]:
 
 def _one(cluster: Cluster, ranks: int, size_bytes: int) -> Mapping[str, Any]:
     step = call(
-        "benchmarks.rank.rounds.save_and_load",
+        rounds.save_and_load,
         kind="fsdp2", size_bytes=size_bytes, cases=[_CASE], rounds=2, is_disk=False, is_probed=False,
         deadline_s=_TIMEOUT_S,
     )  # fmt: skip
-    results = cluster.launch([step], nodes=range(NODES), ranks=ranks, timeout_s=_TIMEOUT_S)
-    found: Mapping[str, Any] = results.values[0][0]
+    found = cluster.run(step, nodes=range(NODES), ranks=ranks, timeout_s=_TIMEOUT_S)[0]
+    assert found is not None
     return found
 
 

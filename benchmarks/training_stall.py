@@ -10,6 +10,7 @@ import statistics
 from typing import Any
 
 from benchmarks.options import Options
+from benchmarks.rank import stalling
 from benchmarks.suites.results import Row
 from benchmarks.suites.saving import Case
 from benchmarks.suites.setup import Setup, cluster_on
@@ -53,7 +54,7 @@ def _rows(options: Options, setup: Setup, size_bytes: int, seconds: float) -> li
     on_gpu = options.device == "cuda"
     cases = [*CASES, *ON_GPU] if on_gpu else list(CASES)
     step = call(
-        "benchmarks.rank.stalling.train",
+        stalling.train,
         kind="fsdp2 on cuda" if on_gpu else "fsdp2",
         size_bytes=size_bytes,
         cases=cases,
@@ -63,10 +64,9 @@ def _rows(options: Options, setup: Setup, size_bytes: int, seconds: float) -> li
         deadline_s=seconds,
     )
     with cluster_on(options, setup, 2 * (saves + 1) * size_bytes) as cluster:
-        results = cluster.launch(
-            [step], nodes=range(setup.nodes), ranks=setup.ranks, timeout_s=options.seconds + _GRACE_S
-        )
-    taken = results.values[0][0]
+        results = cluster.run(step, nodes=range(setup.nodes), ranks=setup.ranks, timeout_s=options.seconds + _GRACE_S)
+    taken = results[0]
+    assert taken is not None
     copy_s = statistics.median(sample["seconds"] for sample in taken["copy"]["copy"])
     names = [case["name"] for case in cases]
     return [

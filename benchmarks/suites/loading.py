@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.options import Options
+from benchmarks.rank import rounds
 from benchmarks.suites.limits import limits_of
 from benchmarks.suites.results import Row, Sample
 from benchmarks.suites.saving import STOCK, Case
 from benchmarks.suites.setup import Setup, cluster_on, setups
-from tests.harness.cluster import Cluster, Results, call
+from tests.harness.cluster import ByRank, Call, Cluster, call
+from tests.harness.launch import T
 
 SHARE = 0.22  # of the time for all suites
 ALL_LOCAL = "ours, all local"
@@ -52,8 +54,8 @@ class _Loads:
 
     def save(self) -> None:
         cases = [_case(_SAVED_BY_STOCK, "stock"), _case(_SAVED_BY_OURS, "ours")]
-        step = call("benchmarks.rank.rounds.save_once", kind="fsdp2", size_bytes=self.size_bytes, cases=cases)
-        self.state_bytes = self._launched(step, range(self.setup.nodes)).agreed(0)
+        step = call(rounds.save_once, kind="fsdp2", size_bytes=self.size_bytes, cases=cases)
+        self.state_bytes = self._run(step, range(self.setup.nodes)).agreed()
 
     def one_round(self, number: int) -> None:
         """Each of the four worlds once, and stock's load in the one that has lost nothing and finds its agents running."""
@@ -77,7 +79,7 @@ class _Loads:
     def _load(self, cases: Sequence[Case], number: int, nodes: range) -> None:
         is_whole = len(nodes) == self.setup.nodes and len(cases) > 1
         step = call(
-            "benchmarks.rank.rounds.load_saved",
+            rounds.load_saved,
             kind="fsdp2",
             size_bytes=self.size_bytes,
             cases=cases,
@@ -85,15 +87,15 @@ class _Loads:
             is_disk=self.setup.is_disk,
             is_probed=is_whole,
         )
-        by_rank = self._launched(step, nodes).of(0)
+        by_rank = self._run(step, nodes)
         for name, taken in by_rank[0]["load"].items():
             self.samples.setdefault(name, []).extend(taken)
             self.remote_bytes[name] = sum(rank["remote_bytes"][name] for rank in by_rank)
         for name, taken in by_rank[0]["probe"].items():
             self.probes.setdefault(name, []).extend(taken)
 
-    def _launched(self, step: Any, nodes: range) -> Results:
-        return self.cluster.launch([step], nodes=nodes, ranks=self.setup.ranks, timeout_s=_LAUNCH_TIMEOUT_S)
+    def _run(self, step: Call[T], nodes: range) -> ByRank[T]:
+        return self.cluster.run(step, nodes=nodes, ranks=self.setup.ranks, timeout_s=_LAUNCH_TIMEOUT_S)
 
     @contextlib.contextmanager
     def _lost(self, index: int) -> Iterator[None]:

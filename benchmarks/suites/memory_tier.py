@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.options import parsed
+from benchmarks.rank import memory_tier
 from benchmarks.suites.setup import Setup, cluster_on, scratch_folder
 from tests.harness.cluster import call
 from tests.harness.node import Node
@@ -32,15 +33,15 @@ def main() -> int:
     ):
         cluster.nodes += [Node(folder / f"memory{index}", folder / f"memory{index}") for index in range(2)]
         step = call(
-            "benchmarks.rank.memory_tier.save_every_step",
+            memory_tier.save_every_step,
             size_bytes=size_bytes,
             steps=arguments.steps,
             step_s=arguments.step_s,
             disk_every=arguments.disk_every,
             loads=arguments.loads,
         )
-        results = cluster.launch([step], nodes=[0, 1], timeout_s=_TIMEOUT_S)
-    _print_table(arguments, results.of(0))
+        results = cluster.run(step, nodes=[0, 1], timeout_s=_TIMEOUT_S)
+    _print_table(arguments, results)
     return 0
 
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from benchmarks.options import Options
 from benchmarks.peers.peer import PEERS, Peer
+from benchmarks.rank import comparison
 from benchmarks.suites.limits import limits_of
 from benchmarks.suites.results import Row
 from benchmarks.suites.saving import STOCK, Case, our_case, stock_case
@@ -43,14 +44,16 @@ def _compare(options: Options, peer: Peer, seconds: float) -> list[Row]:
     cases = [{**stock_case(), "loses": False}, *({**case, "loses": peer.recovers} for case in (*losing, theirs))]
     with cluster_on(options, setup, size_bytes * 6) as cluster:
         step = call(
-            "benchmarks.rank.comparison.compare",
+            comparison.compare,
             size_bytes=size_bytes,
             cases=cases,
             rounds=options.rounds,
             deadline_s=seconds,
         )
-        results = cluster.launch([step], nodes=range(2), ranks=2, timeout_s=seconds + _GRACE_S)
-    return _rows(peer, cases, results.values[0][0])
+        results = cluster.run(step, nodes=range(2), ranks=2, timeout_s=seconds + _GRACE_S)
+    taken = results[0]
+    assert taken is not None
+    return _rows(peer, cases, taken)
 
 
 def _rows(peer: Peer, cases: Sequence[Case], taken: dict[str, dict[str, list[dict[str, float]]]]) -> list[Row]:

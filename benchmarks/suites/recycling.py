@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.options import Options, parsed
+from benchmarks.rank import recycling
 from benchmarks.rank.recycling import NEW, RECYCLED
 from benchmarks.suites.setup import Setup, cluster_on
 from tests.harness.cluster import call
@@ -29,14 +30,14 @@ def main() -> int:
     both = replace(setup, nodes=2 * setup.nodes)
     with cluster_on(options, both, 2 * _GENERATIONS * arguments.copies * size_bytes) as cluster:
         step = call(
-            "benchmarks.rank.recycling.save_in_turn",
+            recycling.save_in_turn,
             size_bytes=size_bytes,
             rounds=arguments.rounds,
             copies=arguments.copies,
             other_roots=[str(node.disk) for node in cluster.nodes[setup.nodes :]],
         )
-        results = cluster.launch([step], nodes=range(setup.nodes), ranks=setup.ranks, timeout_s=_TIMEOUT_S)
-    found = results.values[0][0]
+        results = cluster.run(step, nodes=range(setup.nodes), ranks=setup.ranks, timeout_s=_TIMEOUT_S)
+    found = results[0]
     print(f"{setup.name}, {found['state_bytes'] / 1e6:.0f} MB, copies={arguments.copies}, {arguments.rounds} rounds")
     _print_table(found["taken"])
     return 0

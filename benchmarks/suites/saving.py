@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.options import Options
+from benchmarks.rank import rounds as rounds_steps
 from benchmarks.suites.limits import limits_of
 from benchmarks.suites.results import Row, Work
 from benchmarks.suites.setup import Setup, cluster_on, setups
@@ -138,7 +139,7 @@ def rows_in(
     rounds_before: int = 0,
 ) -> list[Row]:
     step = call(
-        "benchmarks.rank.rounds.save_and_load",
+        rounds_steps.save_and_load,
         kind=kind,
         size_bytes=size_bytes,
         cases=list(cases),
@@ -149,8 +150,9 @@ def rows_in(
         rounds_before=rounds_before,
     )
     nodes = range(setup.nodes)
-    results = cluster.launch([step], nodes=nodes, ranks=setup.ranks, timeout_s=seconds + _GRACE_S)
-    taken = results.values[0][0]
+    results = cluster.run(step, nodes=nodes, ranks=setup.ranks, timeout_s=seconds + _GRACE_S)
+    taken = results[0]
+    assert taken is not None
     limits, base = limits_of(taken["probe"]), next((case["name"] for case in cases if case["way"] == "stock"), STOCK)
     rows: list[Row] = []
     works: tuple[Work, Work] = ("save", "load")

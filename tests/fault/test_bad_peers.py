@@ -12,6 +12,9 @@ from replicated_ckpt.stores.peer.client import PROGRESS_TIMEOUT_S
 from tests.harness.cluster import Call, Cluster, call
 from tests.harness.launch import COLLECTIVE_TIMEOUT_ENV
 from tests.harness.network import AGENTS, RANKS, Network, network_of, why_no_network
+from tests.steps import async_saves, fault, peers
+from tests.steps import network as network_steps
+from tests.steps.errors import timed
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(240)]
 
@@ -21,7 +24,7 @@ LOAD_S = 10.0
 MADE_UP_WITHIN_S = 60.0
 LITTER_WITHIN_S = 30.0
 COPIED_MIB = 8
-LITTER = call("fault.litter", within_s=LITTER_WITHIN_S)
+LITTER = call(fault.litter, within_s=LITTER_WITHIN_S)
 
 
 @dataclass(frozen=True)
@@ -29,13 +32,20 @@ class Site:
     cluster: Cluster
     network: Network
 
-    def change(self, how: str, *nodes: int) -> Call:
-        return call("network.change", network=self.network.name, how=how, nodes=nodes)
+    def change(self, how: str, *nodes: int) -> Call[Any]:
+        return call(network_steps.change, network=self.network.name, how=how, nodes=list(nodes))
 
-    def save_while(self, how: str, *nodes: int, point: str) -> Call:
+    def save_while(self, how: str, *nodes: int, point: str) -> Call[Any]:
         """A save of step-2 during which the network changes at a failpoint of rank 0."""
-        where = {"network": self.network.name, "how": how, "nodes": nodes, "point": point}
-        return call("network.save_while_cut_off", checkpoint_id="step-2", count=COUNT, **where)
+        return call(
+            network_steps.save_while_cut_off,
+            checkpoint_id="step-2",
+            count=COUNT,
+            network=self.network.name,
+            how=how,
+            nodes=list(nodes),
+            point=point,
+        )
 
 
 @pytest.fixture
@@ -49,17 +59,17 @@ def site(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Site]:
         yield Site(cluster, network)
 
 
-def save(checkpoint_id: str, **writer: Any) -> Call:
-    return call("peers.save_pieces", checkpoint_id=checkpoint_id, count=COUNT, **writer)
+def save(checkpoint_id: str, **writer: Any) -> Call[Any]:
+    return call(peers.save_pieces, checkpoint_id=checkpoint_id, count=COUNT, **writer)
 
 
-def load(checkpoint_id: str, ranks: int) -> Call:
-    return call("peers.load_pieces", checkpoint_id=checkpoint_id, count=COUNT, ranks=ranks)
+def load(checkpoint_id: str, ranks: int) -> Call[Any]:
+    return call(peers.load_pieces, checkpoint_id=checkpoint_id, count=COUNT, ranks=ranks)
 
 
-def copies_made(checkpoint_id: str, ranks: int) -> Call:
+def copies_made(checkpoint_id: str, ranks: int) -> Call[Any]:
     names = [f"__{rank}_0.distcp" for rank in range(ranks)]
-    return call("peers.copies_made", checkpoint_id=checkpoint_id, names=names, copies=2, within_s=MADE_UP_WITHIN_S)
+    return call(peers.copies_made, checkpoint_id=checkpoint_id, names=names, copies=2, within_s=MADE_UP_WITHIN_S)
 
 
 @pytest.mark.long
@@ -68,7 +78,7 @@ def test_copies_go_over_the_interface_of_the_agents_addresses(site: Site) -> Non
     """Ranks have one network and agents another: all of an asynchronous save's copies go over the agents'."""
     sent = partial(site.network.sent_bytes, 0)
     before = sent(RANKS), sent(AGENTS)
-    save = call("async_saves.footprint_of_saves", saves=1, mebibytes=COPIED_MIB)
+    save = call(async_saves.footprint_of_saves, saves=1, mebibytes=COPIED_MIB)
     site.cluster.launch([save], nodes=[0, 1])
     assert sent(AGENTS) - before[1] > COPIED_MIB << 20
     assert sent(RANKS) - before[0] < COPIED_MIB << 19
@@ -77,24 +87,25 @@ def test_copies_go_over_the_interface_of_the_agents_addresses(site: Site) -> Non
 def assert_whole_everywhere(site: Site, checkpoint_id: str) -> None:
     """It loads in the whole world, without litter, and in a world that has lost the coordinator's node."""
     nodes = len(site.cluster.nodes)
-    calls = [copies_made(checkpoint_id, nodes), load("latest", nodes), LITTER]
-    results = site.cluster.launch(calls, nodes=range(nodes), timeout_s=150)
-    assert min(results.of(0)) >= 2
-    assert all(found["same"] and found["report"]["checkpoint_id"] == checkpoint_id for found in results.of(1))
-    assert results.of(2) == [[]] * nodes
+    made, latest = copies_made(checkpoint_id, nodes), load("latest", nodes)
+    results = site.cluster.launch([made, latest, LITTER], nodes=range(nodes), timeout_s=150)
+    assert min(results.of(made)) >= 2
+    assert all(found["same"] and found["report"]["checkpoint_id"] == checkpoint_id for found in results.of(latest))
+    assert results.of(LITTER) == [[]] * nodes
     assert all(checkpoint_id in node.checkpoints() for node in site.cluster.nodes)
     site.cluster.nodes[0].lose()
-    survivors = site.cluster.launch([load(checkpoint_id, nodes)], nodes=range(1, nodes))
-    assert all(found["same"] for found in survivors.of(0))
+    survivors = site.cluster.run(load(checkpoint_id, nodes), nodes=range(1, nodes))
+    assert all(found["same"] for found in survivors)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("point", ["coordinator.placed", MIDDLE])
 def test_another_node_takes_the_copy_of_an_unreachable_buddy(site: Site, point: str) -> None:
     """The coordinator's buddy can be reached by others only: its copy goes to the third node, and the save succeeds."""
-    calls = [save("step-1"), site.save_while("cut_between", 0, 1, point=point), site.change("heal_between", 0, 1)]
+    cut_off = site.save_while("cut_between", 0, 1, point=point)
+    calls = [save("step-1"), cut_off, site.change("heal_between", 0, 1)]
     results = site.cluster.launch(calls, nodes=[0, 1, 2], timeout_s=100)
-    assert [outcome["report"]["copies_made"] for outcome in results.of(1)] == [2, 2, 2]
+    assert [outcome["report"]["copies_made"] for outcome in results.of(cut_off)] == [2, 2, 2]
     assert any("step-2" in text and "not published" in text for text in results.all_warnings)
     assert_whole_everywhere(site, "step-2")
 
@@ -102,9 +113,9 @@ def test_another_node_takes_the_copy_of_an_unreachable_buddy(site: Site, point: 
 @pytest.mark.long
 def test_a_store_that_is_cut_off_after_the_transfer_publishes_later(site: Site) -> None:
     """Every copy is made when the link goes down: the save succeeds, says who has not published, and that one makes up."""
-    calls = [save("step-1"), site.save_while("cut_store", 1, point="coordinator.accounted"), site.change("heal", 1)]
-    results = site.cluster.launch(calls, nodes=[0, 1, 2], timeout_s=100)
-    for outcome in results.of(1):
+    cut_off = site.save_while("cut_store", 1, point="coordinator.accounted")
+    results = site.cluster.launch([save("step-1"), cut_off, site.change("heal", 1)], nodes=[0, 1, 2], timeout_s=100)
+    for outcome in results.of(cut_off):
         assert "report" in outcome, outcome
     assert any("step-2" in text and "not published" in text for text in results.all_warnings)
     assert_whole_everywhere(site, "step-2")
@@ -114,9 +125,9 @@ def test_a_store_that_is_cut_off_after_the_transfer_publishes_later(site: Site) 
 @pytest.mark.parametrize("site", [2], indirect=True, ids=["2nodes"])
 def test_a_shard_that_only_the_store_cut_off_has_is_not_acknowledged(site: Site) -> None:
     """Its node cannot publish and nobody else has it: every rank is told, and the save is whole once the link is back."""
-    calls = [save("step-1"), site.save_while("cut_store", 1, point=MIDDLE), site.change("heal", 1)]
-    results = site.cluster.launch(calls, nodes=[0, 1], timeout_s=100)
-    for outcome in results.of(1):
+    cut_off = site.save_while("cut_store", 1, point=MIDDLE)
+    results = site.cluster.launch([save("step-1"), cut_off, site.change("heal", 1)], nodes=[0, 1], timeout_s=100)
+    for outcome in results.of(cut_off):
         assert outcome["types"] == ["AckNotReached"]
         assert "__1_0.distcp" in outcome["message"]
         assert "publishes it once it reaches a node that has" in outcome["message"]
@@ -126,20 +137,16 @@ def test_a_shard_that_only_the_store_cut_off_has_is_not_acknowledged(site: Site)
 @pytest.mark.long
 def test_a_store_that_is_cut_off_before_the_save_takes_part_later(site: Site) -> None:
     """Its shard cannot be published anywhere: every rank is told that; once the link is back the save is completed."""
-    calls = [
-        save("step-1"),
-        site.save_while("cut_store", 1, point="rank.registered"),
-        site.change("heal", 1),
-        load("latest", 3),
-    ]
+    cut_off, latest = site.save_while("cut_store", 1, point="rank.registered"), load("latest", 3)
+    calls = [save("step-1"), cut_off, site.change("heal", 1), latest]
     results = site.cluster.launch(calls, nodes=[0, 1, 2], timeout_s=150)
-    for outcome in results.of(1):
+    for outcome in results.of(cut_off):
         assert outcome["types"] == ["AckNotReached"]
         assert "__1_0.distcp" in outcome["message"]
         assert "__0_0.distcp" not in outcome["message"]
         assert outcome["seconds"] < 60
     assert any("did not answer when the save began" in text for text in results.all_warnings)
-    assert all(found["same"] and found["report"]["checkpoint_id"] == "step-2" for found in results.of(3))
+    assert all(found["same"] and found["report"]["checkpoint_id"] == "step-2" for found in results.of(latest))
     assert_whole_everywhere(site, "step-2")
 
 
@@ -147,41 +154,42 @@ def test_a_node_that_vanishes_in_the_middle_of_a_save_costs_that_save_only(site:
     """Ranks and store of one node are unreachable at once: the others go on from the old checkpoint without it."""
     site.cluster.launch([save("step-1")], nodes=[0, 1, 2])
     site.cluster.environment[COLLECTIVE_TIMEOUT_ENV] = "6"
-    cut = [site.save_while("cut", 1, point=MIDDLE)]
-    attempt = site.cluster.attempt(cut, nodes=[0, 1, 2], timeout_s=100, grace_s=30.0, awaited=[0, 2])
+    cut_off = site.save_while("cut", 1, point=MIDDLE)
+    attempt = site.cluster.attempt([cut_off], nodes=[0, 1, 2], timeout_s=100, grace_s=30.0, awaited=[0, 2])
     del site.cluster.environment[COLLECTIVE_TIMEOUT_ENV]
     assert 0 not in attempt.codes, attempt
     for rank in (0, 2):
-        (found,) = attempt.values[rank]
+        found = attempt.of(cut_off)[rank]
         assert found["types"] == ["RankFailed"], found
         assert "no rank is known to have ended" in found["message"], found
         assert "its host has no power or network" in found["hint"], found
-    results = site.cluster.launch([load("latest", 3), save("step-2"), LITTER], nodes=[0, 2], timeout_s=100)
-    assert all(found["same"] and found["report"]["checkpoint_id"] == "step-1" for found in results.of(0))
-    assert results.of(2) == [[], []]
+    latest = load("latest", 3)
+    results = site.cluster.launch([latest, save("step-2"), LITTER], nodes=[0, 2], timeout_s=100)
+    assert all(found["same"] and found["report"]["checkpoint_id"] == "step-1" for found in results.of(latest))
+    assert results.of(LITTER) == [[], []]
     site.network.heal(1)
-    results = site.cluster.launch([load("latest", 2), LITTER], nodes=[0, 1, 2], timeout_s=100)
-    assert all(found["same"] and found["report"]["checkpoint_id"] == "step-2" for found in results.of(0))
-    assert results.of(1) == [[], [], []]
+    latest = load("latest", 2)
+    results = site.cluster.launch([latest, LITTER], nodes=[0, 1, 2], timeout_s=100)
+    assert all(found["same"] and found["report"]["checkpoint_id"] == "step-2" for found in results.of(latest))
+    assert results.of(LITTER) == [[], [], []]
 
 
 def test_a_load_does_without_a_node_that_is_cut_off(site: Site) -> None:
     """A world of the other nodes: whoever does not answer is not waited for longer than seconds, and nothing is missing."""
     site.cluster.launch([save("step-1")], nodes=[0, 1, 2])
     site.network.cut(1)
-    results = site.cluster.launch([load("latest", 3)], nodes=[0, 2], timeout_s=60)
-    assert all(found["same"] for found in results.of(0))
+    results = site.cluster.run(load("latest", 3), nodes=[0, 2], timeout_s=60)
+    assert all(found["same"] for found in results)
 
 
 def test_a_store_that_is_cut_off_costs_a_load_one_time_out(site: Site) -> None:
     """Its ranks live, and read their own disk; the others ask its agent once, and the load is over within 10 s."""
-    arguments = {"checkpoint_id": "step-1", "count": COUNT, "ranks": 3}
-    timed = call("errors.timed", timed_step="peers.load_pieces", arguments=arguments)
-    calls = [save("step-1", copies=3), site.change("cut_store", 1), timed, site.change("heal", 1)]
+    loaded = timed(load("step-1", 3))
+    calls = [save("step-1", copies=3), site.change("cut_store", 1), loaded, site.change("heal", 1)]
     results = site.cluster.launch(calls, nodes=[0, 1, 2], timeout_s=60)
-    assert all(found["value"]["same"] for found in results.of(2))
-    assert max(found["seconds"] for found in results.of(2)) < LOAD_S
-    assert [found["value"]["report"]["bytes_peer"] for found in results.of(2)] == [0, 0, 0]
+    assert all(found["value"]["same"] for found in results.of(loaded))
+    assert max(found["seconds"] for found in results.of(loaded)) < LOAD_S
+    assert [found["value"]["report"]["bytes_peer"] for found in results.of(loaded)] == [0, 0, 0]
 
 
 def test_a_source_that_is_cut_off_in_the_middle_of_a_load_is_replaced(site: Site) -> None:
@@ -191,12 +199,19 @@ def test_a_source_that_is_cut_off_in_the_middle_of_a_load_is_replaced(site: Site
     """
     site.cluster.launch([save("step-1", copies=3)], nodes=[0, 1, 2])
     site.cluster.nodes[2].lose()
-    where = {"network": site.network.name, "node": 1, "by_rank": 2}
-    calls = [call("network.load_while_cut_off", checkpoint_id="step-1", count=COUNT, ranks=3, **where)]
-    results = site.cluster.launch(calls, nodes=[0, 1, 2], timeout_s=100)
-    assert all(found["same"] for found in results.of(0))
-    assert results.of(0)[2]["report"]["bytes_peer"] > 0
-    given_up = results.of(0)[2]["given_up"]
+    load = call(
+        network_steps.load_while_cut_off,
+        checkpoint_id="step-1",
+        count=COUNT,
+        ranks=3,
+        network=site.network.name,
+        node=1,
+        by_rank=2,
+    )
+    results = site.cluster.run(load, nodes=[0, 1, 2], timeout_s=100)
+    assert all(found["same"] for found in results)
+    assert results[2]["report"]["bytes_peer"] > 0
+    given_up = results[2]["given_up"]
     names = [line.split()[0] for line, _ in given_up]
     assert names
     assert len(set(names)) == len(names)

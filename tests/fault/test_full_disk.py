@@ -30,6 +30,7 @@ from tests.agent.checkpoints import checkpointed, findings, held, shard
 from tests.agent.repair.test_reprotect import PAIR, agents, protected
 from tests.cli.commands import command
 from tests.harness.cluster import Cluster, call
+from tests.steps import fault
 
 pytestmark = [
     pytest.mark.fault,
@@ -60,12 +61,13 @@ def test_a_buddy_without_space_passes_its_copy_on(cluster: Cluster) -> None:
     """Its own small shard fits, its buddy's large one does not: a third node takes that, and both copies are made."""
     counts = [24, 2, 2]
     calls = [
-        call("fault.save_uneven", checkpoint_id="step-1", counts=counts),
-        call("fault.load_uneven", checkpoint_id="latest", counts=counts),
+        call(fault.save_uneven, checkpoint_id="step-1", counts=counts),
+        call(fault.load_uneven, checkpoint_id="latest", counts=counts),
     ]
     results = cluster.launch(calls, nodes=[0, 1, 2])
-    assert [outcome.get("copies_made") for outcome in results.of(0)] == [2, 2, 2], results.of(0)
-    assert results.of(1) == [True, True, True]
+    outcomes = results.of(fault.save_uneven)
+    assert [outcome.get("copies_made") for outcome in outcomes] == [2, 2, 2], outcomes
+    assert results.of(fault.load_uneven) == [True, True, True]
     assert {"__0_0.distcp"} <= cluster.nodes[2].files("step-1")
     assert [f for node in cluster.nodes for f in findings(LocalStore(node.disk)) if f.problem.value == "corrupt"] == []
 
@@ -73,21 +75,19 @@ def test_a_buddy_without_space_passes_its_copy_on(cluster: Cluster) -> None:
 def test_a_full_disk_of_ones_own_fails_the_save_for_all(cluster: Cluster) -> None:
     """Every rank is told StoreFull and where; the checkpoint before it loads, and so does the next one that fits."""
     small, large = [2, 2, 2], [2, 30, 2]
-    calls = [
-        call("fault.save_uneven", checkpoint_id="step-1", counts=small),
-        call("fault.save_uneven", checkpoint_id="step-2", counts=large),
-        call("fault.load_uneven", checkpoint_id="latest", counts=small),
-        call("fault.save_uneven", checkpoint_id="step-3", counts=small),
-        call("fault.load_uneven", checkpoint_id="step-3", counts=small),
-        call("fault.litter", within_s=10.0),
-    ]
-    results = cluster.launch(calls, nodes=[0, 1, 2])
-    for outcome in results.of(1):
+    before = call(fault.save_uneven, checkpoint_id="step-1", counts=small)
+    too_large = call(fault.save_uneven, checkpoint_id="step-2", counts=large)
+    load_before = call(fault.load_uneven, checkpoint_id="latest", counts=small)
+    after = call(fault.save_uneven, checkpoint_id="step-3", counts=small)
+    load_after = call(fault.load_uneven, checkpoint_id="step-3", counts=small)
+    litter = call(fault.litter, within_s=10.0)
+    results = cluster.launch([before, too_large, load_before, after, load_after, litter], nodes=[0, 1, 2])
+    for outcome in results.of(too_large):
         assert outcome["types"] == ["StoreFull"]
         assert str(cluster.nodes[1].disk) in outcome["message"]
         assert outcome["notes"] == [f"Met on host {socket.gethostname()}."]
-    assert results.of(2) == results.of(4) == [True, True, True]
-    assert results.of(5) == [[], [], []]
+    assert results.of(load_before) == results.of(load_after) == [True, True, True]
+    assert results.of(litter) == [[], [], []]
 
 
 def test_a_lost_copy_is_made_where_there_is_room(cluster: Cluster) -> None:

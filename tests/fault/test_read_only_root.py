@@ -4,6 +4,7 @@ import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,8 @@ from replicated_ckpt.cli.exit_codes import ExitCode
 from tests.cli.commands import as_json
 from tests.harness.cluster import Call, Cluster, call
 from tests.marks import mark_long
+from tests.steps import lookup, state
+from tests.steps.errors import timed
 
 pytestmark = [
     pytest.mark.fault,
@@ -45,45 +48,45 @@ def make_read_only(cluster: Cluster) -> None:
     subprocess.run(["mount", "-o", "remount,ro,bind", disk], check=True)
 
 
-def load(checkpoint_id: str) -> Call:
-    return call("errors.timed", timed_step="state.load", arguments={"kinds": KINDS, "checkpoint_id": checkpoint_id})
+def load(checkpoint_id: str) -> Call[Any]:
+    return timed(call(state.load, kinds=KINDS, checkpoint_id=checkpoint_id))
 
 
 @pytest.mark.parametrize("nodes", mark_long([[0, 1], [1, 0], [1]], keep=[[0, 1]]), ids=str)
 def test_loads_work_from_a_read_only_root(cluster: Cluster, nodes: list[int]) -> None:
     """No agent runs there and none can be started: its ranks read their own disk; whoever coordinates."""
     counts = [1 if node == 0 else 2 for node in nodes]
-    saved = cluster.launch([call("state.save", kinds=KINDS, checkpoint_id="step-1")], nodes=nodes, ranks=counts)
+    saved = cluster.run(call(state.save, kinds=KINDS, checkpoint_id="step-1"), nodes=nodes, ranks=counts)
     cluster.stop_agents()
     make_read_only(cluster)
-    ask = call("lookup.ask", names=["step-1", "step-2"])
-    results = cluster.launch([load("step-1"), load("latest"), ask], nodes=nodes, ranks=counts)
-    for step in (0, 1):
-        assert [found["value"]["digests"] for found in results.of(step)] == saved.of(0)
-        assert max(found["seconds"] for found in results.of(step)) < SOON_S
-    for rank, found in enumerate(results.of(0)):
+    ask = call(lookup.ask, names=["step-1", "step-2"])
+    by_name, latest = load("step-1"), load("latest")
+    results = cluster.launch([by_name, latest, ask], nodes=nodes, ranks=counts)
+    for each in (by_name, latest):
+        assert [found["value"]["digests"] for found in results.of(each)] == saved
+        assert max(found["seconds"] for found in results.of(each)) < SOON_S
+    for rank, found in enumerate(results.of(by_name)):
         if nodes[0 if rank < counts[0] else 1] == 1:
             assert found["value"]["report"]["bytes_peer"] == 0, "all of it lies on the own disk"
-    assert results.of(2)[0]["latest"] == "step-1"
-    assert results.of(2)[0]["exists"] == [True, False]
+    assert results.of(ask)[0]["latest"] == "step-1"
+    assert results.of(ask)[0]["exists"] == [True, False]
 
 
 def test_an_agent_that_still_runs_there_serves_the_others(cluster: Cluster) -> None:
     """The disk became read-only under it: the other node, which lost everything, loads from there."""
-    saved = cluster.launch([call("state.save", kinds=KINDS, checkpoint_id="step-1")], nodes=[0, 1])
+    saved = cluster.run(call(state.save, kinds=KINDS, checkpoint_id="step-1"), nodes=[0, 1])
     cluster.nodes[0].lose()
     make_read_only(cluster)
-    results = cluster.launch([load("step-1")], nodes=[0, 1])
-    assert [found["value"]["digests"] for found in results.of(0)] == saved.of(0)
+    results = cluster.run(load("step-1"), nodes=[0, 1])
+    assert [found["value"]["digests"] for found in results] == saved
 
 
 def test_what_only_a_node_without_agent_holds_is_named(cluster: Cluster) -> None:
     """Nobody else can read it: every rank is told soon, by name, that this node cannot be asked, and why."""
-    cluster.launch([call("state.save", kinds=KINDS, checkpoint_id="step-1", copies=1)], nodes=[0, 1])
+    cluster.launch([call(state.save, kinds=KINDS, checkpoint_id="step-1", copies=1)], nodes=[0, 1])
     cluster.stop_agents()
     make_read_only(cluster)
-    calls = [call("state.load_fails", kinds=KINDS, checkpoint_id="step-1")]
-    for failure in cluster.launch(calls, nodes=[0, 1]).of(0):
+    for failure in cluster.run(call(state.load_fails, kinds=KINDS, checkpoint_id="step-1"), nodes=[0, 1]):
         assert failure["types"] == ["ShardLost"]
         assert failure["seconds"] < SOON_S
         assert "cannot be written, and no agent runs there" in failure["message"]
@@ -91,18 +94,17 @@ def test_what_only_a_node_without_agent_holds_is_named(cluster: Cluster) -> None
 
 def test_a_save_says_that_the_root_is_read_only(cluster: Cluster) -> None:
     """StoreDenied on every rank, within seconds, from the one that met it."""
-    cluster.launch([call("state.save", kinds=KINDS, checkpoint_id="step-1")], nodes=[0, 1])
+    cluster.launch([call(state.save, kinds=KINDS, checkpoint_id="step-1")], nodes=[0, 1])
     cluster.stop_agents()
     make_read_only(cluster)
-    calls = [call("state.save_fails", kinds=KINDS, checkpoint_id="step-2")]
-    for failure in cluster.launch(calls, nodes=[0, 1]).of(0):
+    for failure in cluster.run(call(state.save_fails, kinds=KINDS, checkpoint_id="step-2"), nodes=[0, 1]):
         assert (failure["types"], failure["ranks"]) == (["StoreDenied"], [1])
         assert failure["seconds"] < SOON_S
 
 
 def test_status_says_that_nothing_can_be_written(cluster: Cluster) -> None:
     """Its agent runs, all copies are there, and its next save would fail: degraded, on that node and on the other."""
-    cluster.launch([call("state.save", kinds=KINDS, checkpoint_id="step-1")], nodes=[0, 1])
+    cluster.launch([call(state.save, kinds=KINDS, checkpoint_id="step-1")], nodes=[0, 1])
     make_read_only(cluster)
     for node in cluster.nodes:
         code, found = as_json("status", "--root", node.disk)

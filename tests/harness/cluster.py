@@ -10,16 +10,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from tests.harness.forked import Forked
 from tests.harness.launch import (
     Attempt,
+    ByRank,
     Call,
     Digests,
     Launch,
     Launcher,
     Results,
+    T,
     base_environment,
     call,
     tail,
@@ -28,7 +30,7 @@ from tests.harness.node import Node
 from tests.harness.processes import end, is_running, processes_of, signal_if_running, wait_until_gone
 from tests.harness.zygote import the_light_zygote
 
-__all__ = ["Attempt", "Call", "Cluster", "Digests", "Launcher", "Node", "Results", "call"]
+__all__ = ["Attempt", "ByRank", "Call", "Cluster", "Digests", "Launcher", "Node", "Results", "call"]
 
 AGENT_START_S = 60.0
 AGENT_STOP_S = 30.0
@@ -66,7 +68,7 @@ class Cluster:
 
     def launch(
         self,
-        calls: Sequence[Call],
+        calls: Sequence[Call[Any]],
         *,
         nodes: Sequence[int],
         ranks: int | Sequence[int] = 1,
@@ -80,11 +82,23 @@ class Cluster:
         """
         with self._launched(calls, nodes, ranks, launcher) as (launch, world_size):
             launch.wait(timeout_s)
-            return launch.results(world_size)
+            return launch.results(calls, world_size)
+
+    def run(
+        self,
+        step: Call[T],
+        *,
+        nodes: Sequence[int],
+        ranks: int | Sequence[int] = 1,
+        launcher: Launcher = "direct",
+        timeout_s: float = 90.0,
+    ) -> ByRank[T]:
+        """As `launch` with one call; returns what that returned, by rank."""
+        return self.launch([step], nodes=nodes, ranks=ranks, launcher=launcher, timeout_s=timeout_s).of(step)
 
     def attempt(
         self,
-        calls: Sequence[Call],
+        calls: Sequence[Call[Any]],
         *,
         nodes: Sequence[int],
         ranks: int | Sequence[int] = 1,
@@ -98,17 +112,17 @@ class Cluster:
         named. A hang without a failure fails the test.
         """
         with self._launched(calls, nodes, ranks, "direct") as (launch, _):
-            return launch.attempt(timeout_s, grace_s, awaited)
+            return launch.attempt(calls, timeout_s, grace_s, awaited)
 
     @contextmanager
     def _launched(
-        self, calls: Sequence[Call], nodes: Sequence[int], ranks: int | Sequence[int], launcher: Launcher
+        self, calls: Sequence[Call[Any]], nodes: Sequence[int], ranks: int | Sequence[int], launcher: Launcher
     ) -> Iterator[tuple[Launch, int]]:
         counts = [ranks] * len(nodes) if isinstance(ranks, int) else list(ranks)
         self._launches += 1
         folder = self.base / f"launch{self._launches}"
         folder.mkdir()
-        spec = {"calls": [[c.step, c.arguments] for c in calls], "roots": [str(node.root) for node in self.nodes]}
+        spec = {"calls": [each.as_json() for each in calls], "roots": [str(node.root) for node in self.nodes]}
         (folder / "spec.json").write_text(json.dumps({**spec, "quick_exit": self.quick_exit}))
         launch = Launch(self.nodes, folder, f"{self.marker}-{folder.name}", self._environment())
         try:

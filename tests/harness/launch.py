@@ -7,16 +7,24 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, NoReturn, ParamSpec, TypeVar
 
 from replicated_ckpt.drill.cluster import find_free_port
 from replicated_ckpt.environment import DOMAIN_ENV
 from tests.harness.node import Node
 from tests.harness.processes import end, is_ending, processes_of, signal_if_running
 from tests.harness.zygote import REPOSITORY, Rank, the_zygote
+
+if TYPE_CHECKING:
+    from tests.steps.context import Context
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+P = ParamSpec("P")
 
 FIRST_FAILURE_GRACE_S = 30.0  # how long the other ranks may take to end after the first one failed
 COLLECTIVE_TIMEOUT_ENV = "REPLICATED_CKPT_TEST_COLLECTIVE_S"  # seconds, of the process group of a launch
@@ -26,42 +34,76 @@ Launcher = Literal["direct", "torchrun", "single"]  # ranks from the zygote; tor
 Digests = dict[str, str]  # of a state, by the name of the value
 
 
-@dataclass(frozen=True)
-class Call:
-    """One step of every rank: "saving.save" is `save` of tests/steps/saving.py; "benchmarks..." is a full name."""
+@dataclass(frozen=True, eq=False)
+class Call(Generic[T_co]):
+    """A step of every rank: a function of tests/steps or benchmarks, called with the rank's context and these arguments.
 
-    step: str
+    Arguments and results travel as JSON: a tuple arrives as a list. Two calls are equal only if they are one object.
+    """
+
+    step: Callable[..., T_co]
     arguments: dict[str, Any]
 
+    def as_json(self) -> dict[str, Any]:
+        return {"module": self.step.__module__, "function": self.step.__name__, "arguments": self.arguments}
 
-def call(step: str, **arguments: Any) -> Call:
+
+def call(step: "Callable[Concatenate[Context, P], T]", *nothing: P.args, **arguments: P.kwargs) -> Call[T]:
+    """`call(state.save, kinds=["plain"], checkpoint_id="step-1")`; arguments have names."""
+    assert not nothing, f"{step.__name__} takes its arguments by name"
+    assert "." not in step.__qualname__, f"{step.__qualname__} is no function of a module: ranks cannot import it"
     return Call(step, arguments)
+
+
+def step_of(as_json: Mapping[str, Any]) -> Callable[..., Any]:
+    """The function of a call that travelled as JSON."""
+    step: Callable[..., Any] = getattr(import_module(as_json["module"]), as_json["function"])
+    return step
+
+
+Step = Call[T] | Callable[..., T]
+
+
+def place_of(step: Step[Any], calls: Sequence[Call[Any]]) -> int:
+    """Where a call is among these: itself, or the only one that has this function."""
+    places = [place for place, each in enumerate(calls) if step in (each, each.step)]
+    assert len(places) == 1, f"{len(places)} of the calls {calls} are {step}"
+    return places[0]
+
+
+class ByRank(list[T]):
+    """What a call returned on each rank."""
+
+    def agreed(self) -> T:
+        """What it returned on every rank alike."""
+        assert all(other == self[0] for other in self), f"ranks disagree: {self}"
+        return self[0]
+
+    def digests(self: "ByRank[dict[str, Any]]") -> "ByRank[Digests]":
+        """Of what a step loaded."""
+        return ByRank(value["digests"] for value in self)
 
 
 @dataclass(frozen=True)
 class Results:
-    """What the ranks of one launch returned: `values[rank][step]`, and this package's warnings alike."""
+    """What the ranks of one launch returned, and this package's warnings: `results.of(state.load)[rank]`."""
 
-    values: list[list[Any]]
-    warnings: list[list[list[str]]]
+    calls: Sequence[Call[Any]]
+    reports: Sequence[Mapping[str, Any]]  # by rank
 
-    def of(self, step: int) -> list[Any]:
-        """The value of one step, by rank."""
-        return [values[step] for values in self.values]
+    def of(self, step: Step[T]) -> ByRank[T]:
+        """What a call returned. Its function names it, too, if no other call of this launch has that function."""
+        place = place_of(step, self.calls)
+        return ByRank(report["values"][place] for report in self.reports)
 
-    def agreed(self, step: int) -> Any:
-        """The value of one step, which must be the same on every rank."""
-        first, *others = self.of(step)
-        assert all(other == first for other in others), f"ranks disagree about step {step}: {self.of(step)}"
-        return first
-
-    def digests(self, step: int) -> list[Digests]:
-        """Of what a step loaded, by rank."""
-        return [value["digests"] for value in self.of(step)]
+    def warnings_of(self, step: Step[Any]) -> ByRank[list[str]]:
+        """This package's warnings during one call."""
+        place = place_of(step, self.calls)
+        return ByRank(report["warnings"][place] for report in self.reports)
 
     @property
     def all_warnings(self) -> list[str]:
-        return [text for by_step in self.warnings for texts in by_step for text in texts]
+        return [text for report in self.reports for texts in report["warnings"] for text in texts]
 
 
 @dataclass(frozen=True)
@@ -69,13 +111,19 @@ class Attempt:
     """What became of a launch in which ranks may fail or die.
 
     `codes`: exit codes by rank, -9 after SIGKILL; None where the harness ended the rank, as a launcher does after the
-    first failure. `values` and `failures` are of the steps that a rank ended, and the traceback of the one that it did not:
-    of a rank that failed before its first step, the end of what it printed.
+    first failure. `failures` has the traceback of the step that a rank did not end: of a rank that failed before its
+    first step, the end of what it printed.
     """
 
+    calls: Sequence[Call[Any]]
     codes: list[int | None]
-    values: list[list[Any]]
     failures: list[str]
+    values: list[list[Any]]  # by rank, of the steps that it ended
+
+    def of(self, step: Step[T]) -> dict[int, T]:
+        """What a call returned, by rank; only ranks that ended it are there."""
+        place = place_of(step, self.calls)
+        return {rank: values[place] for rank, values in enumerate(self.values) if len(values) > place}
 
 
 @dataclass
@@ -149,7 +197,9 @@ class Launch:
         if any(self._codes()):
             raise AssertionError(f"exit codes {self._codes()}\n{self._report()}")
 
-    def attempt(self, timeout_s: float, grace_s: float, awaited: Sequence[int] | None) -> Attempt:
+    def attempt(
+        self, calls: Sequence[Call[Any]], timeout_s: float, grace_s: float, awaited: Sequence[int] | None
+    ) -> Attempt:
         """Waits for the ranks; once one failed, the others (or only those awaited) have `grace_s` to end by themselves."""
         if not self._has_ended(timeout_s, grace_s, awaited) and not any(self._codes()):
             self._raise_hung()
@@ -161,7 +211,7 @@ class Launch:
             report["failure"] or self._printed(rank, code)
             for rank, (report, code) in enumerate(zip(reports, codes, strict=True))
         ]
-        return Attempt(codes, [report["values"] for report in reports], failures)
+        return Attempt(tuple(calls), codes, failures, [report["values"] for report in reports])
 
     def _printed(self, rank: int, code: int | None) -> str:
         """Of a rank that failed by itself, not of one that was ended."""
@@ -203,9 +253,8 @@ class Launch:
         report: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"values": [], "failure": ""}
         return report
 
-    def results(self, world_size: int) -> Results:
-        by_rank = [self._report_of(rank) for rank in range(world_size)]
-        return Results([entry["values"] for entry in by_rank], [entry["warnings"] for entry in by_rank])
+    def results(self, calls: Sequence[Call[Any]], world_size: int) -> Results:
+        return Results(tuple(calls), [self._report_of(rank) for rank in range(world_size)])
 
     def end_ranks(self) -> None:
         """Kills what is left of this world's ranks, and of torchrun; the agents live on."""

@@ -1,7 +1,6 @@
 """One rank of a launched world: runs the calls of a spec file and writes down what each returned."""
 
 import faulthandler
-import importlib
 import json
 import os
 import signal
@@ -18,19 +17,17 @@ from torch.distributed.rendezvous import rendezvous
 
 from replicated_ckpt.errors import ReplicatedCkptWarning
 from tests.gloo import GLOO_SETTLE_S, end_group
-from tests.harness.launch import COLLECTIVE_TIMEOUT_ENV
+from tests.harness.launch import COLLECTIVE_TIMEOUT_ENV, step_of
 from tests.steps.context import Context
 
 COLLECTIVE_TIMEOUT_S = 60.0
 
 
-def run(call: str, arguments: dict[str, Any], context: Context) -> tuple[Any, list[str]]:
-    module, _, function = call.rpartition(".")
-    home = module if module.startswith("benchmarks.") else f"tests.steps.{module}"
-    step = getattr(importlib.import_module(home), function)
+def run(call: dict[str, Any], context: Context) -> tuple[Any, list[str]]:
+    step = step_of(call)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
-        value = step(context, **arguments)
+        value = step(context, **call["arguments"])
     ours = [str(entry.message) for entry in caught if issubclass(entry.category, ReplicatedCkptWarning)]
     return value, ours
 
@@ -64,12 +61,12 @@ def main(spec_path: Path) -> int:
     context = Context(rank, int(os.environ.get("WORLD_SIZE", "1")), node, [Path(root) for root in spec["roots"]])
     report: dict[str, Any] = {"values": [], "warnings": [], "failure": None}
     try:
-        for call, arguments in spec["calls"]:
-            value, ours = run(call, arguments, context)
+        for call in spec["calls"]:
+            value, ours = run(call, context)
             report["values"].append(value)
             report["warnings"].append(ours)
     except BaseException:  # CheckpointException is none of Exception's children
-        report["failure"] = f"step {len(report['values'])} ({call}):\n{traceback.format_exc()}"
+        report["failure"] = f"step {len(report['values'])} ({call['function']}):\n{traceback.format_exc()}"
         raise
     finally:
         written = folder / f"rank{rank}.json.part"  # a rank that is killed meanwhile has said nothing

@@ -27,10 +27,11 @@ from tests.agent.agents import wait_for
 from tests.agent.checkpoints import findings
 from tests.harness.cluster import call
 from tests.harness.hosts import Hosts, hosts_of, why_no_hosts
-from tests.harness.launch import Results, base_environment, inside
+from tests.harness.launch import ByRank, base_environment, inside
 from tests.harness.node import Node
 from tests.harness.processes import end
 from tests.launchers.test_launchers import LAUNCHERS, containers, pods
+from tests.steps import cycles
 
 pytestmark = [pytest.mark.long, pytest.mark.fault, pytest.mark.multiprocess, pytest.mark.timeout(600)]
 
@@ -159,9 +160,9 @@ def test_an_agent_that_ends_is_taken_up_by_the_next_start(by: str) -> None:
     with kept_agents(KEEPERS[by]()) as (hosts, (first, second)):
         cluster, told = hosts.cluster, hosts.cluster.base / "told"
         ports = [port_of(node) for node in cluster.nodes]
-        saves = [call("cycles.save_until", told=str(told))]
+        saves = call(cycles.save_until, told=str(told))
         with ThreadPoolExecutor(1) as thread:
-            ranks = thread.submit(cluster.launch, saves, nodes=[0, 1], timeout_s=4 * WITHIN_S)
+            ranks = thread.submit(cluster.run, saves, nodes=[0, 1], timeout_s=4 * WITHIN_S)
             try:
                 await_saves(cluster.nodes, ranks)
                 second.kill()
@@ -175,7 +176,7 @@ def test_an_agent_that_ends_is_taken_up_by_the_next_start(by: str) -> None:
                 await_saves(cluster.nodes, ranks)
             finally:
                 told.touch()
-                done, other = ranks.result().of(0)
+                done, other = ranks.result()
                 print(*done["failed"], *other["failed"], sep="\n")  # noqa: T201
         assert done["saved"] == other["saved"]
         assert len(done["failed"]) <= 2, "more than the saves in which an agent ended"
@@ -199,22 +200,22 @@ def port_of(node: Node) -> int:
     return endpoint.port
 
 
-def await_saves(nodes: Sequence[Node], ranks: "Future[Results]", more: int = 3) -> None:
+def await_saves(nodes: Sequence[Node], ranks: "Future[ByRank[Any]]", more: int = 3) -> None:
     """Until so many further checkpoints are on every host. Ranks that end before fail the test with what ended them."""
     before = [len(list(node.disk.glob("step-*/.metadata"))) for node in nodes]
     deadline = time.monotonic() + WITHIN_S
     while any(len(list(n.disk.glob("step-*/.metadata"))) < b + more for n, b in zip(nodes, before, strict=True)):
         if ranks.done():
-            pytest.fail(f"the ranks ended by themselves, with {ranks.result().of(0)}")
+            pytest.fail(f"the ranks ended by themselves, with {ranks.result()}")
         assert time.monotonic() < deadline, f"no {more} saves within {WITHIN_S} s"
         time.sleep(0.1)
 
 
 def test_ranks_that_have_ended_are_waited_for_no_longer(tmp_path: Path) -> None:
     """Their own failure is raised at once, with their output; and ranks that ended well too early say what they did."""
-    failed, ended = Future[Results](), Future[Results]()
+    failed, ended = Future[ByRank[Any]](), Future[ByRank[Any]]()
     failed.set_exception(AssertionError("rank 1 exited with -9"))
-    ended.set_result(Results([[{"saved": [1]}]], [[[]]]))
+    ended.set_result(ByRank([{"saved": [1]}]))
     node: Any = SimpleNamespace(disk=tmp_path)
     with pytest.raises(AssertionError, match="rank 1 exited with -9"):
         await_saves([node], failed)

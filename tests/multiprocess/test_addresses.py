@@ -3,6 +3,7 @@
 from replicated_ckpt.environment import HOST_ENV
 from tests.harness.cluster import call
 from tests.multiprocess.conftest import ClusterOf
+from tests.steps import state
 
 WRONG = "no-such-host.invalid"
 
@@ -11,7 +12,7 @@ def test_a_wrong_address_is_named_where_it_hurts(cluster_of: ClusterOf) -> None:
     """The save goes on; its warning says which address, where that comes from, and what corrects it on which node."""
     cluster = cluster_of(2)
     cluster.nodes[1].environment[HOST_ENV] = WRONG
-    results = cluster.launch([call("state.save", kinds=["plain"], checkpoint_id="step-1")], nodes=[0, 1])
+    results = cluster.launch([call(state.save, kinds=["plain"], checkpoint_id="step-1")], nodes=[0, 1])
     (said,) = [text for text in results.all_warnings if "did not answer when the save began" in text]
     assert f"This host cannot resolve the name '{WRONG}'" in said
     assert f"comes from {HOST_ENV} on " in said

@@ -3,6 +3,7 @@
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,11 +13,12 @@ from replicated_ckpt.stores.local.store import LocalStore
 from tests.cli.commands import command
 from tests.harness.cluster import Call, call
 from tests.multiprocess.conftest import ClusterOf
+from tests.steps import examples
 from tests.steps.states import digests
 
 
-def example(script: str, *arguments: str, leave_at: str | None = None) -> Call:
-    return call("examples.run", script=f"{script}.py", arguments=arguments, leave_at=leave_at)
+def example(script: str, *arguments: str, leave_at: str | None = None) -> Call[Any]:
+    return call(examples.run, script=f"{script}.py", arguments=arguments, leave_at=leave_at)
 
 
 def losses(lines: list[str]) -> list[float]:
@@ -28,12 +30,12 @@ def test_a_job_that_is_told_to_leave_goes_on_bit_for_bit(cluster_of: ClusterOf, 
     """SIGTERM at one rank of four: all save that step and leave; a node is lost; then each loss is an undisturbed run's."""
     cluster, undisturbed = cluster_of(2), cluster_of(2, base=tmp_path / "undisturbed")
     arguments = ("--steps", "9", "--save-every", "100")
-    everything = undisturbed.launch([example("checkpoint_manager", *arguments)], nodes=[0, 1], ranks=2).of(0)[0]
-    first = cluster.launch([example("checkpoint_manager", *arguments, leave_at="step 4")], nodes=[0, 1], ranks=2).of(0)
+    everything = undisturbed.run(example("checkpoint_manager", *arguments), nodes=[0, 1], ranks=2)[0]
+    first = cluster.run(example("checkpoint_manager", *arguments, leave_at="step 4"), nodes=[0, 1], ranks=2)
     assert first[0] == [*everything[:5], "leaving after step 4"]
     assert first[1:] == [[], [], []]
     cluster.nodes[0].lose()
-    second = cluster.launch([example("checkpoint_manager", *arguments)], nodes=[0, 1], ranks=2).of(0)[0]
+    second = cluster.run(example("checkpoint_manager", *arguments), nodes=[0, 1], ranks=2)[0]
     assert second[0].startswith("starting at step 4")
     assert second[1:] == everything[5:]
 
@@ -44,10 +46,10 @@ def test_fsdp1_goes_on_after_a_node_was_lost(cluster_of: ClusterOf, *, sharded: 
     """Full or sharded state dict: each loss after a loss of node 0 is that of the run before; one whole model per node."""
     cluster = cluster_of(2)
     kind = ["--sharded"] if sharded else []
-    first = cluster.launch([example("fsdp1_fashion_mnist", "--epochs", "7", *kind)], nodes=[0, 1], ranks=2).of(0)[0]
+    first = cluster.run(example("fsdp1_fashion_mnist", "--epochs", "7", *kind), nodes=[0, 1], ranks=2)[0]
     cluster.nodes[0].lose()
     again = example("fsdp1_fashion_mnist", "--epochs", "7", "--model-file", *kind)
-    second = cluster.launch([again], nodes=[0, 1], ranks=2).of(0)[0]
+    second = cluster.run(again, nodes=[0, 1], ranks=2)[0]
     assert second[0] == "resuming from epoch-5 at epoch 5"
     assert second[1:] == [*first[5:], "model.pth: 8 tensors, the same when loaded back"]
     files = [torch.load(f"{node.root}-model.pth", weights_only=True) for node in cluster.nodes]
@@ -58,35 +60,31 @@ def test_fsdp1_goes_on_after_a_node_was_lost(cluster_of: ClusterOf, *, sharded: 
 def test_the_tutorials_checkpoint_loads_anywhere(cluster_of: ClusterOf) -> None:
     """Saved on four ranks; without node 0 it loads on four, on three, in one process alone, and converts both ways."""
     cluster = cluster_of(2)
-    ((saved,), *_) = cluster.launch([example("getting_started", "save")], nodes=[0, 1], ranks=2).of(0)
+    (saved,) = cluster.run(example("getting_started", "save"), nodes=[0, 1], ranks=2)[0]
     weights = saved.removeprefix("saved: ")
     cluster.nodes[0].lose()
     load = example("getting_started", "load")
-    assert cluster.launch([load], nodes=[0, 1], ranks=2).of(0)[0] == [f"loaded: {weights}"]
-    assert cluster.launch([load], nodes=[1, 0], ranks=[2, 1]).of(0)[0] == [f"loaded: {weights}"]
-    alone = [example("getting_started", "load-plain"), example("getting_started", "convert")]
-    assert cluster.launch(alone, nodes=[1], launcher="single").values[0] == [
-        [f"loaded: {weights}"],
-        [f"converted: {weights}", f"converted back: {weights}"],
-    ]
+    assert cluster.run(load, nodes=[0, 1], ranks=2)[0] == [f"loaded: {weights}"]
+    assert cluster.run(load, nodes=[1, 0], ranks=[2, 1])[0] == [f"loaded: {weights}"]
+    load_plain, convert = example("getting_started", "load-plain"), example("getting_started", "convert")
+    alone = cluster.launch([load_plain, convert], nodes=[1], launcher="single")
+    assert alone.of(load_plain)[0] == [f"loaded: {weights}"]
+    assert alone.of(convert)[0] == [f"converted: {weights}", f"converted back: {weights}"]
 
 
 @pytest.mark.long
 def test_stock_programs_run_where_they_can(cluster_of: ClusterOf) -> None:
     """With one directory for all ranks they save and load; with one for each node, as on local disks, they do not load."""
     cluster = cluster_of(2, quick_exit=True)
-    calls = [
-        example("stock/getting_started", "save"),
-        example("stock/getting_started", "load"),
-        example("stock/ddp", "--steps", "2", "--save-every", "1"),
-        example("stock/ddp", "--steps", "3", "--save-every", "1"),
-    ]
-    done = [cluster.launch([each], nodes=[0], ranks=2).of(0) for each in calls]
-    assert done[1][0] == [done[0][0][0].replace("saved", "loaded")]
-    assert done[3][0][0].startswith("rank 0 loaded ")
+    (saved,) = cluster.run(example("stock/getting_started", "save"), nodes=[0], ranks=2)[0]
+    loaded = cluster.run(example("stock/getting_started", "load"), nodes=[0], ranks=2)[0]
+    assert loaded == [saved.replace("saved", "loaded")]
+    cluster.launch([example("stock/ddp", "--steps", "2", "--save-every", "1")], nodes=[0], ranks=2)
+    resumed = cluster.run(example("stock/ddp", "--steps", "3", "--save-every", "1"), nodes=[0], ranks=2)[0]
+    assert resumed[0].startswith("rank 0 loaded ")
     cluster.launch([example("stock/getting_started", "save")], nodes=[0, 1])
-    load = call("examples.fails_in_stock", script="stock/getting_started.py", arguments=["load"])
-    missing = cluster.launch([load], nodes=[1, 0]).of(0)
+    load = call(examples.fails_in_stock, script="stock/getting_started.py", arguments=["load"])
+    missing = cluster.run(load, nodes=[1, 0])
     assert all("No such file or directory" in text and ".metadata" in text for text in missing)
 
 
@@ -95,28 +93,26 @@ def test_a_timestamp_on_each_rank_is_found_or_overruled(cluster_of: ClusterOf) -
     """Nothing is written under four ids; rank 0's holds them all, is read back by rank 0 alone, and outlives a node."""
     cluster = cluster_of(2)
     arguments = ("--steps", "6", "--save-steps", "4")
-    strict = call(
-        "examples.fails", script="timestamped_output.py", arguments=[*arguments, "--checkpoint-id-from", "all"]
-    )
-    for failure in cluster.launch([strict], nodes=[0, 1], ranks=2).of(0):
+    strict = call(examples.fails, script="timestamped_output.py", arguments=[*arguments, "--checkpoint-id-from", "all"])
+    for failure in cluster.run(strict, nodes=[0, 1], ranks=2):
         assert failure["types"] == ["CheckpointIdMismatch"]
         assert len(set(failure["id_by_rank"].values())) == 4
     assert not any(list(node.disk.glob("out-*")) for node in cluster.nodes)
     run = example("timestamped_output", *arguments)
-    first = cluster.launch([run], nodes=[0, 1], ranks=2).of(0)[0]
+    first = cluster.run(run, nodes=[0, 1], ranks=2)[0]
     assert "consolidated 5 tensors, as trained" in first
     assert [len(list(node.disk.glob("out-*"))) for node in cluster.nodes] == [1, 1]
     cluster.nodes[0].lose()
-    second = cluster.launch([run], nodes=[0, 1], ranks=2).of(0)[0]
+    second = cluster.run(run, nodes=[0, 1], ranks=2)[0]
     assert second == ["starting at step 4", *first[-2:]]
-    assert cluster.launch([run], nodes=[0, 1], ranks=2).of(0)[0] == second, "of two time stamps"
+    assert cluster.run(run, nodes=[0, 1], ranks=2)[0] == second, "of two time stamps"
 
 
 def test_ddp_saves_once_and_loads_everywhere(cluster_of: ClusterOf) -> None:
     """Four ranks share the work of one copy; a late rank, a lost node and another number of ranks change nothing."""
     cluster = cluster_of(2)
     late = ("--late-rank", "1", "--late-s", "1")
-    first = cluster.launch([example("ddp", "--steps", "6", "--save-every", "4", *late)], nodes=[0, 1], ranks=2).of(0)
+    first = cluster.run(example("ddp", "--steps", "6", "--save-every", "4", *late), nodes=[0, 1], ranks=2)
     saved = [next(line for line in lines if "saved" in line).split() for lines in first]
     sizes = [int(line[3]) for line in saved]
     (weights,) = {line[5] for line in saved}
@@ -124,11 +120,11 @@ def test_ddp_saves_once_and_loads_everywhere(cluster_of: ClusterOf) -> None:
     assert state < sum(sizes) < 1.2 * state
     assert max(sizes) < 0.6 * state
     cluster.nodes[0].lose()
-    again = cluster.launch([example("ddp", "--steps", "6", "--save-every", "4", *late)], nodes=[0, 1], ranks=2).of(0)
+    again = cluster.run(example("ddp", "--steps", "6", "--save-every", "4", *late), nodes=[0, 1], ranks=2)
     assert [lines[0] for lines in again] == [f"rank {r} loaded step-4 onto cpu: {weights}" for r in range(4)]
     # DDP lays out its buckets anew after its first step, and a sum in another order may differ in its last digit.
     assert losses(again[0]) == pytest.approx(losses(first[0])[-2:], rel=1e-6)
-    three = cluster.launch([example("ddp", "--steps", "5")], nodes=[1, 0], ranks=[2, 1]).of(0)
+    three = cluster.run(example("ddp", "--steps", "5"), nodes=[1, 0], ranks=[2, 1])
     assert [lines[0] for lines in three] == [f"rank {r} loaded step-4 onto cpu: {weights}" for r in range(3)]
 
 
@@ -136,7 +132,7 @@ def test_saves_every_few_steps_are_all_whole(cluster_of: ClusterOf) -> None:
     """Step times with and without asynchronous saves are printed; the last save is whole on both nodes when it ends."""
     cluster = cluster_of(2)
     run = example("async_every_few_steps", "--steps", "9", "--save-every", "3", "--width", "64")
-    without, with_saves, newest = cluster.launch([run], nodes=[0, 1]).of(0)[0]
+    without, with_saves, newest = cluster.run(run, nodes=[0, 1])[0]
     figure = r"[0-9]+\.[0-9]+"
     every = rf"{figure} ms a step \(median\), {figure} ms \(99 of 100\)"
     assert re.fullmatch(rf"without saves: {every}; {figure} s in all", without), without
@@ -151,11 +147,11 @@ def test_the_shortest_job_goes_on_after_a_loss(cluster_of: ClusterOf) -> None:
     """FSDP2 on FashionMNIST: from the newest checkpoint that survived, with the loss that the run before had."""
     cluster = cluster_of(2)
     run = example("fashion_mnist", "--steps", "4", "--save-every", "2")
-    first = cluster.launch([run], nodes=[0, 1]).of(0)[0]
+    first = cluster.run(run, nodes=[0, 1])[0]
     assert first[0].startswith("starting at step 0")
     cluster.nodes[0].lose()
     shutil.rmtree(cluster.nodes[1].disk / "step-4")
-    second = cluster.launch([run], nodes=[0, 1]).of(0)[0]
+    second = cluster.run(run, nodes=[0, 1])[0]
     assert second[0].startswith("starting at step 2")
     assert second[1:] == first[2:]
 
@@ -163,11 +159,11 @@ def test_the_shortest_job_goes_on_after_a_loss(cluster_of: ClusterOf) -> None:
 def test_getting_started_ends_with_a_good_status(cluster_of: ClusterOf) -> None:
     """Two nodes train, one loses its disk, a blank one takes its place: what `status` advises ends with exit code 0."""
     cluster = cluster_of(2)
-    run = [example("fashion_mnist", "--steps", steps, "--save-every", "2") for steps in ("4", "6")]
-    cluster.launch(run[:1], nodes=[0, 1])
+    cluster.launch([example("fashion_mnist", "--steps", "4", "--save-every", "2")], nodes=[0, 1])
     root, gone = cluster.nodes[0].disk, LocalStore(cluster.nodes[1].disk).node_id()
     shutil.rmtree(cluster.nodes[1].disk)
-    assert cluster.launch(run[1:], nodes=[0, 1]).of(0)[0][0].startswith("starting at step 4")
+    resumed = cluster.run(example("fashion_mnist", "--steps", "6", "--save-every", "2"), nodes=[0, 1])[0]
+    assert resumed[0].startswith("starting at step 4")
     advised = f"replicated-ckpt repair --root {root} --lost {gone}"
     if f"`{advised}`" in command("status", "--root", root).stdout:  # else it has had its 30 s
         assert command(*advised.split()[1:]).returncode == ExitCode.OK

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.agent.agents import wait_for
-from tests.harness.cluster import Launcher, call
+from tests.harness.cluster import ByRank, Launcher, Results, call
 from tests.harness.forked import Forked
 from tests.harness.launch import base_environment
 from tests.harness.node import Node
@@ -17,13 +17,16 @@ from tests.harness.processes import is_ending, is_running, open_files, processes
 from tests.harness.zygote import the_light_zygote
 from tests.marks import mark_long
 from tests.multiprocess.conftest import ClusterOf
+from tests.steps import harness as harness_steps
+from tests.steps import loss
 
 AGENT = [sys.executable, "-m", "replicated_ckpt.agent"]
 HARNESS_THAT_IS_KILLED = """
 import json, pathlib, sys, time
 from tests.harness.zygote import Zygote, the_light_zygote
 folder = pathlib.Path(sys.argv[1])
-spec = {"calls": [["harness.sleep", {}]], "roots": [str(folder)], "quick_exit": False}
+sleep = {"module": "tests.steps.harness", "function": "sleep", "arguments": {}}
+spec = {"calls": [sleep], "roots": [str(folder)], "quick_exit": False}
 (folder / "spec.json").write_text(json.dumps(spec))
 zygote = Zygote()
 rank = zygote.fork({"REPLICATED_CKPT_TEST_NODE": "0"}, folder, folder / "log")
@@ -37,7 +40,7 @@ def test_a_world_has_the_shape_that_was_asked_for(cluster_of: ClusterOf, launche
     """Ranks are numbered along the nodes as listed, torchrun or not, and end with their launch."""
     cluster = cluster_of(2, quick_exit=False)
     ranks = [1, 2] if launcher == "direct" else [1, 1]  # torchrun gives all nodes as many
-    found = cluster.launch([call("harness.where")], nodes=[1, 0], ranks=ranks, launcher=launcher).of(0)
+    found = cluster.run(call(harness_steps.where), nodes=[1, 0], ranks=ranks, launcher=launcher)
     assert [(value["rank"], value["node"]) for value in found] == [(0, 1), (1, 0), (2, 0)][: sum(ranks)]
     assert not any(is_running(value["pid"]) for value in found)
 
@@ -46,9 +49,22 @@ def test_a_hanging_rank_fails_with_its_stack(cluster_of: ClusterOf) -> None:
     """A hang ends at the time-out, the message shows where each rank was, and no process is left."""
     cluster = cluster_of(2, quick_exit=False)
     with pytest.raises(AssertionError, match="hung") as failure:
-        cluster.launch([call("harness.hang")], nodes=[0, 1], timeout_s=5)
+        cluster.launch([call(harness_steps.hang)], nodes=[0, 1], timeout_s=5)
     assert "a_place_to_hang" in str(failure.value)
     assert processes_of(cluster.marker) == []
+
+
+def test_results_are_read_by_their_call() -> None:
+    """Also by its function where one call has that; a name that fits several calls, or none, is refused."""
+    first, again, where = call(harness_steps.sleep), call(harness_steps.sleep), call(harness_steps.where)
+    results = Results((first, again, where), [{"values": [None, None, {"rank": 0}], "warnings": [[], ["slow"], []]}])
+    assert results.of(where) == results.of(harness_steps.where) == [{"rank": 0}]
+    assert (results.warnings_of(first), results.warnings_of(again)) == ([[]], [["slow"]])
+    for unclear in (harness_steps.sleep, harness_steps.hang, call(harness_steps.sleep)):
+        with pytest.raises(AssertionError, match="of the calls"):
+            results.of(unclear)
+    with pytest.raises(AssertionError, match="ranks disagree"):
+        ByRank([1, 2]).agreed()
 
 
 def test_a_process_that_is_killed_is_ending_until_its_status_is_collected() -> None:
@@ -64,7 +80,7 @@ def test_a_process_that_is_killed_is_ending_until_its_status_is_collected() -> N
 def test_a_failing_rank_fails_with_its_traceback(cluster_of: ClusterOf) -> None:
     """One rank's error is the test's error, though the other ranks wait for it."""
     cluster = cluster_of(2, quick_exit=False)
-    calls = [call("harness.raise_on", rank=1), call("loss.lose", nodes=[])]
+    calls = [call(harness_steps.raise_on, rank=1), call(loss.lose, nodes=[])]
     with pytest.raises(AssertionError, match="rank 1 raises on purpose"):
         cluster.launch(calls, nodes=[0, 1])
     assert processes_of(cluster.marker) == []
@@ -74,8 +90,8 @@ def test_a_rank_has_nothing_of_the_process_that_forked_it(cluster_of: ClusterOf)
     """Ranks share an import and no more: environment, session, working directory and connections are their own."""
     cluster = cluster_of(2, environment={"ONLY_HERE": "yes"})
     cluster.nodes[1].environment["ONLY_THERE"] = "too"
-    (single,) = cluster.launch([call("harness.process")], nodes=[0], launcher="single").of(0)
-    both = cluster.launch([call("harness.process")], nodes=[0, 1]).of(0)
+    (single,) = cluster.run(call(harness_steps.process), nodes=[0], launcher="single")
+    both = cluster.run(call(harness_steps.process), nodes=[0, 1])
     assert not single["has_group"]
     assert single["sockets"] == []
     assert single["cwd"] == str(cluster.base / "launch1")

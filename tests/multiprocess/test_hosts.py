@@ -9,10 +9,11 @@ from tests.harness.cluster import Results, call
 from tests.harness.hosts import Hosts, hosts_of, why_no_hosts
 from tests.harness.network import ranks_address
 from tests.marks import mark_long
+from tests.steps import state
 
 PORT = 29600
-SAVE = call("state.save", kinds=["plain"], checkpoint_id="step-1")
-LOAD = call("state.load", kinds=["plain"], checkpoint_id="latest")
+SAVE = call(state.save, kinds=["plain"], checkpoint_id="step-1")
+LOAD = call(state.load, kinds=["plain"], checkpoint_id="latest")
 NO_HOST, NO_ROUTE = "10.77.0.99", "192.0.2.7"
 
 
@@ -36,7 +37,7 @@ def test_a_lost_host_gives_way_to_a_blank_one(hosts: Hosts) -> None:
     saved = cluster.launch([SAVE], nodes=[0, 1])
     assert saved.all_warnings == []
     cluster.nodes[0].lose()
-    assert cluster.launch([LOAD], nodes=[0, 1]).digests(0) == saved.of(0)
+    assert cluster.run(LOAD, nodes=[0, 1]).digests() == saved.of(SAVE)
 
 
 def test_a_firewall_that_drops_the_port_is_named(hosts: Hosts) -> None:

@@ -3,14 +3,16 @@
 from replicated_ckpt.dcp.save.report import PHASES
 from tests.harness.cluster import call
 from tests.multiprocess.conftest import ClusterOf
+from tests.steps import peers
+from tests.steps import reports as reports_steps
 
 SHARD_BYTES = 8 << 18
 
 
 def test_every_rank_is_told_after_the_commit_and_rank_0_of_all(cluster_of: ClusterOf) -> None:
     """One call each on every rank, none for a save that fails, and one line each in the log of rank 0."""
-    results = cluster_of(2).launch([call("reports.save_and_load_telling", checkpoint_id="step-1")], nodes=[0, 1])
-    first, second = results.of(0)
+    results = cluster_of(2).run(call(reports_steps.save_and_load_telling, checkpoint_id="step-1"), nodes=[0, 1])
+    first, second = results
     for rank, told in enumerate((first, second)):
         assert told["same"]
         assert told["is_refused"]
@@ -42,10 +44,10 @@ def test_every_rank_is_told_after_the_commit_and_rank_0_of_all(cluster_of: Clust
 def test_rank_0_counts_the_copies_of_an_asynchronous_save_that_are_made(cluster_of: ClusterOf) -> None:
     """Not those that are to be made: with "local" each shard has one then, on every rank's report and in the log."""
     names = ["__0_0.distcp", "__1_0.distcp"]
-    made = call("peers.copies_made", checkpoint_id="step-1", names=names, copies=2, within_s=20.0)
-    results = cluster_of(2).launch([call("reports.save_async_telling", ack="local"), made], nodes=[0, 1])
-    reports = [told["report"] for told in results.of(0)]
+    made = call(peers.copies_made, checkpoint_id="step-1", names=names, copies=2, within_s=20.0)
+    results = cluster_of(2).launch([call(reports_steps.save_async_telling, ack="local"), made], nodes=[0, 1])
+    reports = [told["report"] for told in results.of(reports_steps.save_async_telling)]
     assert [report["copies_made"] for report in reports] == [1, 1]
     assert [(one["copies_made"], one["bytes_replicated"]) for one in reports[0]["ranks"]] == [(1, 0)] * 2
-    (line,) = results.of(0)[0]["lines"]
+    (line,) = results.of(reports_steps.save_async_telling)[0]["lines"]
     assert "1 copy on 2 nodes" in line

@@ -15,6 +15,7 @@ from tests.agent.agents import wait_for
 from tests.buckets.faulty_bucket import FaultyBucket
 from tests.buckets.servers import Server
 from tests.harness.cluster import Call, Cluster, call
+from tests.steps import objects
 
 PREFIX = "runs/one"
 
@@ -43,17 +44,17 @@ class Site:
 
     # Steps -------------------------------------------------------------------------------------------------------
 
-    def save(self, checkpoint_id: str, count: int, **more: Any) -> Call:
-        return call("objects.save", checkpoint_id=checkpoint_id, count=count, where=self.where, **more)
+    def save(self, checkpoint_id: str, count: int, **more: Any) -> Call[Any]:
+        return call(objects.save, checkpoint_id=checkpoint_id, count=count, where=self.where, **more)
 
-    def wait(self, **more: Any) -> Call:
-        return call("objects.wait", where=self.where, **more)
+    def wait(self, **more: Any) -> Call[Any]:
+        return call(objects.wait, where=self.where, **more)
 
-    def failing_wait(self, timeout_s: float, **more: Any) -> Call:
-        return call("objects.wait_fails", where=self.where, timeout_s=timeout_s, **more)
+    def failing_wait(self, timeout_s: float, **more: Any) -> Call[Any]:
+        return call(objects.wait_fails, where=self.where, timeout_s=timeout_s, **more)
 
-    def load(self, checkpoint_id: str, count: int, ranks: int, **more: Any) -> Call:
-        return call("objects.load", checkpoint_id=checkpoint_id, count=count, ranks=ranks, where=self.where, **more)
+    def load(self, checkpoint_id: str, count: int, ranks: int, **more: Any) -> Call[Any]:
+        return call(objects.load, checkpoint_id=checkpoint_id, count=count, ranks=ranks, where=self.where, **more)
 
     # What the test does and sees ---------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ import pytest
 from tests.buckets.servers import Server
 from tests.harness.cluster import call
 from tests.object_tier.conftest import SiteOf
+from tests.steps import objects, state
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(240)]
 
@@ -25,25 +26,25 @@ def test_all_nodes_are_lost(moto: Server, site_of: SiteOf) -> None:
     """Two nodes of two ranks each save and wait; worlds of one and of three ranks load it all on blank nodes."""
     site = site_of(moto, 2)
     saving = [
-        call("state.save", kinds=KINDS, checkpoint_id="step-1", **site.where),
+        call(state.save, kinds=KINDS, checkpoint_id="step-1", **site.where),
         site.save("step-2", COUNT),
         site.wait(),
     ]
     saved = site.cluster.launch(saving, nodes=[0, 1], ranks=2)
-    assert saved.agreed(2) == ["step-1", "step-2"]
+    assert saved.of(objects.wait).agreed() == ["step-1", "step-2"]
     loading = [
-        call("objects.load_kinds", kinds=KINDS, checkpoint_id="step-1", where=site.where),
+        call(objects.load_kinds, kinds=KINDS, checkpoint_id="step-1", where=site.where),
         site.load("latest", COUNT, 4),
     ]
     for nodes, ranks in (([0], 1), ([1, 0], [2, 1])):
         site.lose_all()
         found = site.cluster.launch(loading, nodes=nodes, ranks=ranks)
-        assert found.digests(0) == [saved.agreed(0)] * len(found.values)
-        for value in found.of(1):
+        assert found.of(objects.load_kinds).digests() == [saved.of(state.save).agreed()] * len(found.reports)
+        for value in found.of(objects.load):
             assert value["same"]
             assert value["report"]["checkpoint_id"] == "step-2"
             assert sources(value)[:2] == (0, 0)
-        reports = [value["report"] for value in found.of(1)]
+        reports = [value["report"] for value in found.of(objects.load)]
         assert all(report["bytes_object"] + report["bytes_shared"] >= (4 * COUNT) << 20 for report in reports)
         fetched = sum(report["bytes_object"] for report in reports) >> 20
         assert fetched == 4 * COUNT * len(nodes), "each byte leaves the bucket once for each node"
@@ -55,7 +56,7 @@ def test_one_node_survives(moto: Server, site_of: SiteOf) -> None:
     site = site_of(moto, 2)
     site.cluster.launch([site.save("step-1", COUNT, copies=1), site.wait(copies=1)], nodes=[0, 1], ranks=2)
     site.cluster.nodes[0].lose()
-    found = site.cluster.launch([site.load("step-1", COUNT, 4)], nodes=[0, 1]).of(0)
+    found = site.cluster.run(site.load("step-1", COUNT, 4), nodes=[0, 1])
     assert all(value["same"] for value in found)
     half = 2 * COUNT
     assert [sources(value) for value in found] == [(0, half, half), (half, 0, half)]
@@ -67,13 +68,12 @@ def test_readers_without_a_store(moto: Server, site_of: SiteOf) -> None:
     site = site_of(moto, 2)
     site.cluster.launch([site.save("step-1", COUNT), site.wait()], nodes=[0, 1], ranks=2)
     site.lose_all()
-    kinds = ["latest", "step-1"]
-    loads = [site.load(checkpoint_id, COUNT, 4, rootless=True) for checkpoint_id in kinds]
+    by_name, latest = (site.load(checkpoint_id, COUNT, 4, rootless=True) for checkpoint_id in ("step-1", "latest"))
     for results in (
-        site.cluster.launch(loads, nodes=[0], ranks=2),
-        site.cluster.launch(loads, nodes=[0], launcher="single"),
+        site.cluster.launch([latest, by_name], nodes=[0], ranks=2),
+        site.cluster.launch([latest, by_name], nodes=[0], launcher="single"),
     ):
-        for value in (*results.of(0), *results.of(1)):
+        for value in (*results.of(latest), *results.of(by_name)):
             assert value["same"]
             assert sources(value) == (0, 0, 4 * COUNT)
     assert [node.agent_pid() for node in site.cluster.nodes] == [None, None]

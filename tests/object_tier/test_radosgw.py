@@ -9,6 +9,7 @@ from tests.buckets.servers import Server
 from tests.harness.cluster import call
 from tests.object_tier.conftest import SiteOf
 from tests.object_tier.sites import Site
+from tests.steps import objects, state
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.fault]
 
@@ -18,8 +19,8 @@ SHARD = "__1_0.distcp"
 
 def assert_loads_on_blank_nodes(site: Site) -> None:
     site.lose_all()
-    results = site.cluster.launch([site.load("latest", COUNT, 2)], nodes=[0, 1])
-    for value in results.of(0):
+    results = site.cluster.run(site.load("latest", COUNT, 2), nodes=[0, 1])
+    for value in results:
         assert value["same"]
         assert value["report"]["bytes_object"] > 2 * COUNT << 20
         assert value["report"]["bad_copies"] == []
@@ -30,13 +31,13 @@ def test_save_wait_lose_load(radosgw: Server, site_of: SiteOf) -> None:
     site = site_of(radosgw, 2)
     kinds = ["plain", "meshes"]
     writer = {"overwrite": True, **site.where}
-    saves = [call("state.save", kinds=kinds, checkpoint_id="step-1", seed=seed, **writer) for seed in (1, 2)]
-    saved = site.cluster.launch([*saves, site.wait(overwrite=True)], nodes=[0, 1], ranks=2)
-    loading = [call("objects.load_kinds", kinds=kinds, checkpoint_id="latest", where=site.where)]
+    first, second = (call(state.save, kinds=kinds, checkpoint_id="step-1", seed=seed, **writer) for seed in (1, 2))
+    saved = site.cluster.launch([first, second, site.wait(overwrite=True)], nodes=[0, 1], ranks=2).of(second).agreed()
+    load = call(objects.load_kinds, kinds=kinds, checkpoint_id="latest", where=site.where)
     for nodes, ranks in (([0, 1], [2, 1]), ([1], 1)):
         site.lose_all()
-        found = site.cluster.launch(loading, nodes=nodes, ranks=ranks)
-        assert found.digests(0) == [saved.agreed(1)] * len(found.values)
+        found = site.cluster.run(load, nodes=nodes, ranks=ranks)
+        assert found.digests() == [saved] * len(found)
     left = site.server.client().list_multipart_uploads(Bucket=site.name)
     assert not left.get("Uploads")
 
@@ -46,7 +47,7 @@ def test_a_flipped_bit_is_refused_and_sent_again(radosgw: Server, site_of: SiteO
     site = site_of(radosgw, 2)
     flip = site.faulty.add(Fault("flip_request", method="PUT", key=SHARD, query="partNumber=2", times=1))
     found = site.cluster.launch([site.save("step-1", COUNT), site.wait()], nodes=[0, 1])
-    assert found.agreed(1) == ["step-1"]
+    assert found.of(objects.wait).agreed() == ["step-1"]
     assert flip.fired == 1
     (refused,) = [request.status for request in site.faulty.requests("PUT", key=SHARD) if request.fault]
     assert refused == 400
@@ -60,11 +61,11 @@ def test_a_flipped_bit_of_a_small_object_is_refused(radosgw: Server, site_of: Si
     names = ("__0_0.distcp", ".manifest.json", ".metadata")
     flips = [site.faulty.add(Fault("flip_request", method="PUT", key=name, times=1)) for name in names]
     found = site.cluster.launch([site.save("step-1", 3), site.wait()], nodes=[0, 1])
-    assert found.agreed(1) == ["step-1"]
+    assert found.of(objects.wait).agreed() == ["step-1"]
     assert [flip.fired for flip in flips] == [1, 1, 1]
     assert {request.status for request in site.faulty.requests("PUT") if request.fault} == {400}
     site.lose_all()
-    assert all(value["same"] for value in site.cluster.launch([site.load("latest", 3, 2)], nodes=[0, 1]).of(0))
+    assert all(value["same"] for value in site.cluster.run(site.load("latest", 3, 2), nodes=[0, 1]))
 
 
 def test_parts_that_are_there_are_not_sent_again(radosgw: Server, site_of: SiteOf) -> None:

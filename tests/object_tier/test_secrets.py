@@ -13,6 +13,7 @@ from tests.buckets.servers import Server
 from tests.harness.cluster import call
 from tests.marks import mark_long
 from tests.object_tier.conftest import SiteOf
+from tests.steps import objects
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(240)]
 
@@ -49,7 +50,7 @@ def test_the_secret_key_stays_where_it_is_needed(moto: Server, site_of: SiteOf, 
     if trouble == "away":
         site.faulty.away()
     if trouble != "none":
-        fails = call("objects.load_fails", checkpoint_id="step-9", count=COUNT, ranks=2, where=site.where)
+        fails = call(objects.load_fails, checkpoint_id="step-9", count=COUNT, ranks=2, where=site.where)
         calls = [site.save("step-1", COUNT), site.failing_wait(timeout_s=3), fails]
     results = site.cluster.launch(calls, nodes=[0, 1])
     shown = str(results).encode()
@@ -70,8 +71,8 @@ def test_the_secret_key_stays_where_it_is_needed(moto: Server, site_of: SiteOf, 
     if trouble == "none":
         site.lose_all()
         assert files_that_show(site.cluster.base, SECRET) == set()
-        results = site.cluster.launch([site.load("latest", COUNT, 2)], nodes=[0, 1])
-        assert all(value["same"] for value in results.of(0))
+        loaded = site.cluster.run(site.load("latest", COUNT, 2), nodes=[0, 1])
+        assert all(value["same"] for value in loaded)
 
 
 @pytest.mark.long
@@ -87,14 +88,14 @@ def test_a_bucket_that_is_opened_again_is_found_by_the_next_wait(moto: Server, s
 
     opening = threading.Thread(target=open_again)
     opening.start()
-    pause = call("objects.pause", folder=str(tmp_path))
+    pause = call(objects.pause, folder=str(tmp_path))
     calls = [site.save("step-1", COUNT), site.failing_wait(timeout_s=60), pause, site.wait(timeout_s=60)]
     results = site.cluster.launch(calls, nodes=[0], timeout_s=200)
     opening.join()
-    assert "AccessDenied" in results.of(1)[0]["message"]
-    assert results.of(3) == [["step-1"]]
+    assert "AccessDenied" in results.of(objects.wait_fails)[0]["message"]
+    assert results.of(objects.wait) == [["step-1"]]
     site.lose_all()
-    assert site.cluster.launch([site.load("step-1", COUNT, 1)], nodes=[0]).of(0)[0]["same"]
+    assert site.cluster.run(site.load("step-1", COUNT, 1), nodes=[0])[0]["same"]
 
 
 def test_a_wrong_key_is_denied_at_once_and_a_right_one_goes_on(moto: Server, site_of: SiteOf) -> None:
@@ -102,14 +103,14 @@ def test_a_wrong_key_is_denied_at_once_and_a_right_one_goes_on(moto: Server, sit
     site = site_of(moto, 1)
     site.faulty.add(Fault("status", status=403, code="InvalidAccessKeyId"))
     results = site.cluster.launch([site.save("step-1", COUNT), site.failing_wait(timeout_s=60)], nodes=[0])
-    (failure,) = results.of(1)
+    (failure,) = results.of(objects.wait_fails)
     assert failure["seconds"] < 20
     assert "InvalidAccessKeyId" in failure["message"]
     site.faulty.clear()
     options = {**site.where["storage_options"], "key": "another"}
     where = {**site.where, "storage_options": options}
-    site.cluster.launch([call("objects.save", checkpoint_id="step-2", count=COUNT, where=where)], nodes=[0])
+    site.cluster.launch([call(objects.save, checkpoint_id="step-2", count=COUNT, where=where)], nodes=[0])
     for checkpoint_id in ("step-1", "step-2"):
         site.wait_until_committed(checkpoint_id, 20)
     site.lose_all()
-    assert site.cluster.launch([site.load("step-1", COUNT, 1)], nodes=[0]).of(0)[0]["same"]
+    assert site.cluster.run(site.load("step-1", COUNT, 1), nodes=[0])[0]["same"]

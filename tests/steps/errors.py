@@ -1,7 +1,6 @@
 """Steps: one rank meets an error, or is killed, in some hook of a save or a load; what each rank learns, and when."""
 
 import errno
-import importlib
 import os
 import signal
 from collections.abc import Callable, Iterator, Mapping
@@ -29,6 +28,7 @@ from replicated_ckpt.dcp.find.survey import Survey, Surveyor
 from replicated_ckpt.dcp.load.attempt import LoadAttempt
 from replicated_ckpt.dcp.save.shard_writer import ShardWriter
 from replicated_ckpt.stores.local.store import LocalStore
+from tests.harness.launch import Call, call, step_of
 from tests.harness.node import Node
 from tests.steps.context import Context
 from tests.steps.state import save_fails
@@ -168,12 +168,16 @@ def breaks_in_turn(context: Context, cases: list[tuple[str, str, int]]) -> list[
     return found
 
 
-def timed(context: Context, timed_step: str, arguments: dict[str, Any]) -> dict[str, Any]:
+def timed(timed_call: Call[Any]) -> Call[dict[str, Any]]:
+    """The same call; it returns a `value`, and how many `seconds` it took."""
+    return call(run_timed, timed_call=timed_call.as_json())
+
+
+def run_timed(context: Context, timed_call: dict[str, Any]) -> dict[str, Any]:
     """Another step, and how long it took."""
-    module, _, function = timed_step.rpartition(".")
-    run = getattr(importlib.import_module(f"tests.steps.{module}"), function)
+    step = step_of(timed_call)
     stopwatch = Stopwatch()
-    value = run(context, **arguments)
+    value = step(context, **timed_call["arguments"])
     return {"value": value, "seconds": stopwatch.stop()}
 
 

@@ -53,7 +53,7 @@ class FailingPlanner(DefaultSavePlanner):
 
 
 def save_breaks(
-    context: Context, kinds: list[str], checkpoint_id: str, phase: str, ranks: list[int], **writer: Any
+    context: Context, /, kinds: list[str], checkpoint_id: str, phase: str, ranks: list[int], **writer: Any
 ) -> dict[str, Any]:
     """A save of other values in which `ranks` raise; returns what this rank learned, and how soon."""
     states = build_all(context, kinds, 777)

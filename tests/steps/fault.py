@@ -31,7 +31,7 @@ def seed_of(context: Context, kinds: list[str], checkpoint_id: str, seeds: list[
     return next((seed for seed in seeds if digests_of(build_all(context, kinds, seed)) == found), "no seed")
 
 
-def save_next(context: Context, kinds: list[str], attempted: str, otherwise: str, **writer: Any) -> str:
+def save_next(context: Context, /, kinds: list[str], attempted: str, otherwise: str, **writer: Any) -> str:
     """As a trainer goes on: saves under the id of the killed save if that could not be loaded, else under `otherwise`."""
     checkpoint_id = attempted if context.kept[attempted] is None else otherwise
     states = build_all(context, kinds, NEXT_SEED)

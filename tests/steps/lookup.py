@@ -12,7 +12,7 @@ from tests.steps.context import Context
 from tests.steps.state import failure
 
 
-def ask(context: Context, names: list[str], **reader: Any) -> dict[str, Any]:
+def ask(context: Context, /, names: list[str], **reader: Any) -> dict[str, Any]:
     """What `latest` and `exists` answer, and what a look at the own disk would."""
     on_own_disk = [(context.root / name).exists() for name in names]
     asked = ReplicatedReader(context.root, **reader)
@@ -28,7 +28,7 @@ def ask_alone(context: Context, rank: int) -> str | None:
     return context.reader(no_dist=True).latest() if context.rank == rank else None
 
 
-def ask_in_vain(context: Context, **reader: Any) -> dict[str, str]:
+def ask_in_vain(context: Context, /, **reader: Any) -> dict[str, str]:
     """What `latest` raises."""
     try:
         found = ReplicatedReader(context.root, **reader).latest()
@@ -60,7 +60,7 @@ def save_names(context: Context, names: list[str]) -> None:
     dcp.save({name: torch.ones(4) for name in names}, checkpoint_id="step-1", storage_writer=context.writer())
 
 
-def load_own_names(context: Context, names: list[list[str]], **reader: Any) -> None:
+def load_own_names(context: Context, /, names: list[list[str]], **reader: Any) -> None:
     """Rank r asks for the r-th names."""
     wanted = {name: torch.zeros(4) for name in names[context.rank]}
     dcp.load(wanted, checkpoint_id="step-1", storage_reader=context.reader(**reader))

@@ -3,6 +3,7 @@
 import contextlib
 import shutil
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch.distributed as dist
@@ -16,7 +17,7 @@ def kill_agent_of(root: Path) -> None:
         end([agent_of(root)])
 
 
-def lose(context: Context, nodes: list[int]) -> None:
+def lose(context: Context, nodes: Sequence[int]) -> None:
     """These nodes' agents die and their stores are empty; what was in them is put aside."""
     if context.node in nodes:
         kill_agent_of(context.root)
@@ -25,7 +26,7 @@ def lose(context: Context, nodes: list[int]) -> None:
     dist.barrier()
 
 
-def bring_back(context: Context, nodes: list[int]) -> None:
+def bring_back(context: Context, nodes: Sequence[int]) -> None:
     """These nodes' stores hold again what they held before they were lost."""
     if context.node in nodes:
         kill_agent_of(context.root)

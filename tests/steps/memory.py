@@ -30,7 +30,7 @@ def _root(context: Context) -> Path:
     return context.roots[len(context.roots) // 2 + context.node]
 
 
-def _manager(context: Context, disk_every: int, **options: Any) -> CheckpointManager:
+def _manager(context: Context, /, disk_every: int, **options: Any) -> CheckpointManager:
     return CheckpointManager(context.root, memory=_root(context), disk_every=disk_every, **options)
 
 
@@ -41,6 +41,7 @@ def _state(context: Context, step: float, numbers: int = 1000) -> dict[str, Any]
 
 def train(
     context: Context,
+    /,
     steps: list[int],
     disk_every: int,
     die_after: int | None = None,

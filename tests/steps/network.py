@@ -28,6 +28,7 @@ def change(context: Context, network: str, how: str, nodes: list[int]) -> None:
 
 def save_while_cut_off(
     context: Context,
+    /,
     checkpoint_id: str,
     count: int,
     network: str,

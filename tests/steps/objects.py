@@ -26,7 +26,7 @@ from tests.stopwatch import Stopwatch
 Where = Mapping[str, Any]  # object_store and storage_options
 
 
-def save(context: Context, checkpoint_id: str, count: int, where: Where, seed: int = 1, **writer: Any) -> float:
+def save(context: Context, /, checkpoint_id: str, count: int, where: Where, seed: int = 1, **writer: Any) -> float:
     """Saves pieces of one MiB, so many of each rank; returns after how many seconds `dcp.save` did."""
     state = pieces(context.rank, count, seed)
     storage_writer = context.writer(**where, **writer)
@@ -35,12 +35,12 @@ def save(context: Context, checkpoint_id: str, count: int, where: Where, seed: i
     return stopwatch.stop()
 
 
-def wait(context: Context, where: Where, timeout_s: float = 60.0, **writer: Any) -> list[str]:
+def wait(context: Context, /, where: Where, timeout_s: float = 60.0, **writer: Any) -> list[str]:
     """`wait` of the writer that saved: the ids that are in the bucket now."""
     return list(context.writer(**where, **writer).wait(timeout_s))
 
 
-def wait_fails(context: Context, where: Where, timeout_s: float, **writer: Any) -> dict[str, Any]:
+def wait_fails(context: Context, /, where: Where, timeout_s: float, **writer: Any) -> dict[str, Any]:
     """`wait` must fail: how, and after how many seconds."""
     stopwatch = Stopwatch()
     try:
@@ -58,7 +58,9 @@ def pause(context: Context, folder: str) -> None:
         time.sleep(0.05)
 
 
-def load(context: Context, checkpoint_id: str, count: int, ranks: int, seed: int = 1, **options: Any) -> dict[str, Any]:
+def load(
+    context: Context, /, checkpoint_id: str, count: int, ranks: int, seed: int = 1, **options: Any
+) -> dict[str, Any]:
     """Loads the pieces of all ranks that saved, into other values, and compares every bit; `rootless` as options say."""
     reader = reader_of(context, **options)
     wanted = {name: tensor for rank in range(ranks) for name, tensor in pieces(rank, count, seed).items()}
@@ -68,7 +70,7 @@ def load(context: Context, checkpoint_id: str, count: int, ranks: int, seed: int
     return {"same": same, "report": report_of(reader.last_load)}
 
 
-def load_fails(context: Context, checkpoint_id: str, count: int, ranks: int, **options: Any) -> dict[str, Any]:
+def load_fails(context: Context, /, checkpoint_id: str, count: int, ranks: int, **options: Any) -> dict[str, Any]:
     """Loads, must fail, and returns how; no tensor may hold anything but what was saved or what it held before."""
     reader = reader_of(context, **options)
     wanted = {name: tensor for rank in range(ranks) for name, tensor in pieces(rank, count, 1).items()}
@@ -82,7 +84,7 @@ def load_fails(context: Context, checkpoint_id: str, count: int, ranks: int, **o
 
 
 def load_fails_midway(
-    context: Context, checkpoint_id: str, count: int, ranks: int, folder: str, wait_s: float, **options: Any
+    context: Context, /, checkpoint_id: str, count: int, ranks: int, folder: str, wait_s: float, **options: Any
 ) -> dict[str, Any]:
     """As `load_fails`; rank 0 pauses with its first item, and no read waits longer than that for the bucket."""
     planner = ActingPlanner(int(context.rank == 0), partial(pause, context, folder))
@@ -96,7 +98,7 @@ def load_fails_midway(
     raise AssertionError("the load should have failed")
 
 
-def load_kinds(context: Context, kinds: list[str], checkpoint_id: str, **options: Any) -> dict[str, Any]:
+def load_kinds(context: Context, /, kinds: list[str], checkpoint_id: str, **options: Any) -> dict[str, Any]:
     """Loads states of these kinds into other values; returns the digests of what they hold then, and the report."""
     states = build_all(context, kinds, OTHER_SEED)
     reader = reader_of(context, **options)

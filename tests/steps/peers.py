@@ -47,7 +47,7 @@ class SignallingPlanner(DefaultSavePlanner):
 
 
 def save_while_an_agent_fails(
-    context: Context, checkpoint_id: str, victim: int, how: str, count: int, **writer: Any
+    context: Context, /, checkpoint_id: str, victim: int, how: str, count: int, **writer: Any
 ) -> dict[str, Any]:
     """Saves pieces; the agent of node `victim` gets SIGKILL or SIGSTOP in the middle. Says how it went on this rank.
 
@@ -73,7 +73,7 @@ def let_go_on(context: Context, victim: int) -> None:
         os.kill(agent_of(context.roots[victim]), signal.SIGCONT)
 
 
-def save_pieces(context: Context, checkpoint_id: str, count: int, **writer: Any) -> None:
+def save_pieces(context: Context, /, checkpoint_id: str, count: int, **writer: Any) -> None:
     dcp.save(pieces(context.rank, count, 1), checkpoint_id=checkpoint_id, storage_writer=context.writer(**writer))
 
 

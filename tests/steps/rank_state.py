@@ -25,7 +25,7 @@ def save_own(context: Context, batches: int) -> dict[str, Any]:
     return {"drawn": torch.rand(1).item(), "read": next(reading)[0].tolist()}
 
 
-def restore_own(context: Context, **rule: Any) -> dict[str, Any]:
+def restore_own(context: Context, /, **rule: Any) -> dict[str, Any]:
     """The same after a restore; or the numbers of ranks in the error."""
     torch.manual_seed(99)
     loader, x = _loader(), torch.zeros(4)

@@ -31,18 +31,18 @@ def report_of(report: object) -> dict[str, Any]:
     return dataclasses.asdict(report)  # type: ignore[call-overload, no-any-return]
 
 
-def save(context: Context, kinds: list[str], checkpoint_id: str, seed: int = 0, **writer: Any) -> Digests:
+def save(context: Context, /, kinds: list[str], checkpoint_id: str, seed: int = 0, **writer: Any) -> Digests:
     """Builds the states and saves them in one checkpoint; returns their digests."""
     states = build_all(context, kinds, seed)
     dcp.save(dict(states), checkpoint_id=checkpoint_id, storage_writer=context.writer(**writer))
     return digests_of(states)
 
 
-def save_report(context: Context, **writer: Any) -> dict[str, Any]:
+def save_report(context: Context, /, **writer: Any) -> dict[str, Any]:
     return report_of(context.writer(**writer).last_save)
 
 
-def load(context: Context, kinds: list[str], checkpoint_id: str, **reader: Any) -> dict[str, Any]:
+def load(context: Context, /, kinds: list[str], checkpoint_id: str, **reader: Any) -> dict[str, Any]:
     """Loads into other values of the same kinds; returns the digests of what they hold then, and the report."""
     states = build_all(context, kinds, OTHER_SEED)
     before = digests_of(states)
@@ -93,7 +93,9 @@ def load_fails(context: Context, kinds: list[str], checkpoint_id: str) -> dict[s
     raise AssertionError("the load should have failed")
 
 
-def save_fails(context: Context, kinds: list[str], checkpoint_id: str, seed: int = 0, **writer: Any) -> dict[str, Any]:
+def save_fails(
+    context: Context, /, kinds: list[str], checkpoint_id: str, seed: int = 0, **writer: Any
+) -> dict[str, Any]:
     """Saves, must fail, and returns how."""
     stopwatch = Stopwatch()
     try:

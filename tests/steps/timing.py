@@ -77,7 +77,7 @@ def save_with_wrong_clocks(context: Context, kinds: list[str], checkpoint_id: st
         return save(context, kinds, checkpoint_id, seed)
 
 
-def save_many(context: Context, kinds: list[str], checkpoint_ids: list[str], seed: int, **writer: Any) -> list[Any]:
+def save_many(context: Context, /, kinds: list[str], checkpoint_ids: list[str], seed: int, **writer: Any) -> list[Any]:
     """Saves under each id; the errors by name where a save was refused or overtaken."""
     outcomes: list[Any] = []
     for checkpoint_id in checkpoint_ids:

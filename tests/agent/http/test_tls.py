@@ -28,6 +28,7 @@ from replicated_ckpt.stores.peer.tls import fingerprint, is_loopback, server_con
 from tests.agent.agents import HOME, running_agent, stop_agent
 from tests.agent.test_agent import begin, committed, sent
 from tests.harness.cluster import Cluster, call
+from tests.steps import state
 
 DATA = os.urandom(3 << 20)
 EVERYWHERE = ("--host", "0.0.0.0")
@@ -103,12 +104,12 @@ def test_ranks_save_and_load_over_it(tmp_path: Path) -> None:
     cert, key = certificate(tmp_path, "node")
     environment = {"REPLICATED_CKPT_TLS_CERT": cert, "REPLICATED_CKPT_TLS_KEY": key}
     with Cluster(tmp_path / "cluster", 2, environment=environment, quick_exit=True) as cluster:
-        saved = cluster.launch([call("state.save", kinds=["plain"], checkpoint_id="step-1")], nodes=[0, 1])
+        saved = cluster.run(call(state.save, kinds=["plain"], checkpoint_id="step-1"), nodes=[0, 1])
         endpoint = (cluster.nodes[0].disk / ".agent" / "endpoint.json").read_text()
         assert fingerprint(cert) in endpoint
         cluster.nodes[0].lose()
-        loaded = cluster.launch([call("state.load", kinds=["plain"], checkpoint_id="latest")], nodes=[0, 1])
-        assert loaded.digests(0) == saved.of(0)
+        loaded = cluster.run(call(state.load, kinds=["plain"], checkpoint_id="latest"), nodes=[0, 1])
+        assert loaded.digests() == saved
 
 
 # Without a word of the user -------------------------------------------------------------------------------------------

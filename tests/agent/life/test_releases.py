@@ -22,6 +22,7 @@ from replicated_ckpt.version import PROTOCOL, __version__
 from tests.agent.agents import HOME, wait_for
 from tests.harness.cluster import Cluster, call
 from tests.harness.processes import end
+from tests.steps import state
 
 NEWER, OLDER = (PROTOCOL + 1, "9.0.0"), (PROTOCOL - 1, "0.0.1")
 WHAT_TO_DO = "Install the newer release on all nodes"
@@ -102,7 +103,7 @@ def test_a_save_says_which_node_runs_what(tmp_path: Path) -> None:
     """The agent of one node is newer: every rank raises the same error, and nothing of the save is left."""
     with Cluster(tmp_path / "cluster", 2, quick_exit=True) as cluster:
         with agent_of(cluster.nodes[1].root, NEWER) as newer:
-            save = call("state.save", kinds=["plain"], checkpoint_id="step-1")
+            save = call(state.save, kinds=["plain"], checkpoint_id="step-1")
             attempt = cluster.attempt([save], nodes=[0, 1], grace_s=30.0)
         assert attempt.codes == [1, 1]
         for said in attempt.failures:

@@ -17,6 +17,7 @@ from replicated_ckpt.stores.peer.tls import fingerprint
 from tests.agent.agents import RunningAgent, peers_of, running_agent, wait_for
 from tests.agent.http.test_tls import certificate, needs_openssl
 from tests.harness.cluster import Cluster, call
+from tests.steps import renewal, state
 
 pytestmark = needs_openssl
 
@@ -155,17 +156,14 @@ def test_a_job_notices_nothing(tmp_path: Path, secret: Secret) -> None:
     """Between two saves of a running job all nodes get a new certificate: no warning, and a lost node's shards load."""
     _, cert, _, key = secret.arguments
     environment = {"REPLICATED_CKPT_TLS_CERT": cert, "REPLICATED_CKPT_TLS_KEY": key}
-    before, save = fingerprint(cert), "state.save"
+    before = fingerprint(cert)
     secret.prepare()
     with Cluster(tmp_path / "cluster", 2, environment=environment, quick_exit=True) as cluster:
-        calls = [
-            call(save, kinds=["plain"], checkpoint_id="step-1"),
-            call("renewal.renew", secret=str(secret.folder), before=before, within_s=WITHIN_S),
-            call(save, kinds=["plain"], checkpoint_id="step-2"),
-        ]
-        saved = cluster.launch(calls, nodes=[0, 1])
-        assert saved.agreed(1) == fingerprint(cert) != before
+        older, newer = (call(state.save, kinds=["plain"], checkpoint_id=name) for name in ("step-1", "step-2"))
+        renew = call(renewal.renew, secret=str(secret.folder), before=before, within_s=WITHIN_S)
+        saved = cluster.launch([older, renew, newer], nodes=[0, 1])
+        assert saved.of(renew).agreed() == fingerprint(cert) != before
         assert saved.all_warnings == []
         cluster.nodes[0].lose()
-        loaded = cluster.launch([call("state.load", kinds=["plain"], checkpoint_id="latest")], nodes=[0, 1])
-        assert loaded.digests(0) == saved.of(2)
+        loaded = cluster.run(call(state.load, kinds=["plain"], checkpoint_id="latest"), nodes=[0, 1])
+        assert loaded.digests() == saved.of(newer)

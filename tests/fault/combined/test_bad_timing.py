@@ -2,6 +2,8 @@
 
 import json
 import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,10 @@ from replicated_ckpt.agent.state.endpoint import read_endpoint
 from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.agents import running_agent
 from tests.agent.checkpoints import findings
-from tests.harness.cluster import Cluster, Results, call
+from tests.harness.cluster import ByRank, Cluster, call
+from tests.harness.launch import T
 from tests.harness.processes import end
+from tests.steps import peers, state, timing
 
 pytestmark = [pytest.mark.fault, pytest.mark.multiprocess, pytest.mark.timeout(240)]
 KINDS = ["plain"]
@@ -26,9 +30,9 @@ def cluster(tmp_path: Path) -> Any:
         yield cluster
 
 
-def at_once(*launches: Any) -> list[Results]:
-    """Worlds that run at the same time."""
-    found: list[Results | BaseException] = [AssertionError("it did not run")] * len(launches)
+def at_once(*launches: Callable[[], ByRank[T]]) -> list[ByRank[T]]:
+    """What worlds return that run at the same time."""
+    found: list[ByRank[T] | BaseException] = [AssertionError("it did not run")] * len(launches)
 
     def run(index: int) -> None:
         try:
@@ -45,7 +49,7 @@ def at_once(*launches: Any) -> list[Results]:
     for outcome in found:
         if isinstance(outcome, BaseException):
             raise outcome
-    return [outcome for outcome in found if isinstance(outcome, Results)]
+    return [outcome for outcome in found if isinstance(outcome, ByRank)]
 
 
 def assert_whole(cluster: Cluster) -> None:
@@ -56,13 +60,13 @@ def assert_whole(cluster: Cluster) -> None:
 def test_a_load_leaves_the_save_in_the_background_alone(cluster: Cluster) -> None:
     """A trainer that loads while its own save is under way gets what it asked for, and the save is committed."""
     calls = [
-        call("state.save", kinds=KINDS, checkpoint_id="step-1"),
-        call("timing.load_while_saving", kinds=KINDS, old="step-1", new="step-2"),
-        call("state.load", kinds=KINDS, checkpoint_id="step-2"),
+        call(state.save, kinds=KINDS, checkpoint_id="step-1"),
+        call(timing.load_while_saving, kinds=KINDS, old="step-1", new="step-2"),
+        call(state.load, kinds=KINDS, checkpoint_id="step-2"),
     ]
     results = cluster.launch(calls, nodes=[0, 1])
-    first = results.agreed(0)
-    for during, after in zip(results.of(1), results.digests(2), strict=True):
+    first = results.of(state.save).agreed()
+    for during, after in zip(results.of(timing.load_while_saving), results.of(state.load).digests(), strict=True):
         assert during["was_in_flight"]
         assert during["loaded"] == first
         assert after == during["saving"]
@@ -72,22 +76,20 @@ def test_a_load_leaves_the_save_in_the_background_alone(cluster: Cluster) -> Non
 def test_a_checkpoint_that_is_removed_during_a_load_is_still_loaded(cluster: Cluster) -> None:
     """One node's copy vanishes after the first item: the rest comes from what is open, or from the peer."""
     calls = [
-        call("peers.save_pieces", checkpoint_id="step-1", count=COUNT),
-        call("timing.load_while_removed", checkpoint_id="step-1", count=COUNT, ranks=2),
+        call(peers.save_pieces, checkpoint_id="step-1", count=COUNT),
+        call(timing.load_while_removed, checkpoint_id="step-1", count=COUNT, ranks=2),
     ]
-    assert cluster.launch(calls, nodes=[0, 1]).of(1) == [True, True]
+    assert cluster.launch(calls, nodes=[0, 1]).of(timing.load_while_removed) == [True, True]
     assert not (cluster.nodes[0].disk / "step-1").exists()
 
 
 def test_clocks_decide_nothing(cluster: Cluster) -> None:
     """Nodes five hours apart, and a coordinator whose clock goes back a day between two saves: the later one is latest."""
-    calls = [
-        call("timing.save_with_wrong_clocks", kinds=KINDS, checkpoint_id="b", seed=1, shift_h=20.0),
-        call("timing.save_with_wrong_clocks", kinds=KINDS, checkpoint_id="a", seed=2, shift_h=-4.0),
-        call("state.load", kinds=KINDS, checkpoint_id="latest"),
-    ]
-    results = cluster.launch(calls, nodes=[0, 1])
-    assert results.digests(2) == results.of(1)
+    earlier = call(timing.save_with_wrong_clocks, kinds=KINDS, checkpoint_id="b", seed=1, shift_h=20.0)
+    later = call(timing.save_with_wrong_clocks, kinds=KINDS, checkpoint_id="a", seed=2, shift_h=-4.0)
+    load = call(state.load, kinds=KINDS, checkpoint_id="latest")
+    results = cluster.launch([earlier, later, load], nodes=[0, 1])
+    assert results.of(load).digests() == results.of(later)
     assert_whole(cluster)
 
 
@@ -95,42 +97,30 @@ def test_clocks_decide_nothing(cluster: Cluster) -> None:
 def test_two_jobs_on_the_same_stores(cluster: Cluster) -> None:
     """Two worlds that save different checkpoints to the same nodes at the same time do not disturb each other."""
     ids = [["a-1", "a-2", "a-3"], ["b-1", "b-2", "b-3"]]
-    saved = at_once(
-        *(
-            lambda own=own, seed=seed: cluster.launch(
-                [call("timing.save_many", kinds=KINDS, checkpoint_ids=own, seed=seed)], nodes=[0, 1]
-            )
-            for seed, own in enumerate(ids)
-        )
-    )
-    calls = [call("state.load", kinds=KINDS, checkpoint_id=name) for own in ids for name in own]
-    results = cluster.launch(calls, nodes=[0, 1])
-    for index in range(6):
-        outcome = saved[index // 3].of(0)[0][index % 3]
+    saves = [call(timing.save_many, kinds=KINDS, checkpoint_ids=own, seed=seed) for seed, own in enumerate(ids)]
+    saved = at_once(*(partial(cluster.run, save, nodes=[0, 1]) for save in saves))
+    loads = [call(state.load, kinds=KINDS, checkpoint_id=name) for own in ids for name in own]
+    results = cluster.launch(loads, nodes=[0, 1])
+    outcomes = [outcome for by_rank in saved for outcome in by_rank[0]]
+    for load, outcome in zip(loads, outcomes, strict=True):
         assert isinstance(outcome, dict), outcome
-        assert results.digests(index) == [outcome, outcome]
+        assert results.of(load).digests() == [outcome, outcome]
     assert_whole(cluster)
 
 
 def test_two_saves_of_the_same_checkpoint_at_once(cluster: Cluster) -> None:
     """Whoever wins, wins wholly: what loads is exactly one of the two, and a loser is told."""
-    cluster.launch([call("state.save", kinds=KINDS, checkpoint_id="x", seed=9)], nodes=[0, 1])
-    saved = at_once(
-        *(
-            lambda seed=seed: cluster.launch(
-                [call("timing.save_many", kinds=KINDS, checkpoint_ids=["x"] * 4, seed=seed, overwrite=True)],
-                nodes=[0, 1],
-            )
-            for seed in (1, 2)
-        )
-    )
-    outcomes = [outcome for results in saved for outcome in results.of(0)[0]]
+    cluster.launch([call(state.save, kinds=KINDS, checkpoint_id="x", seed=9)], nodes=[0, 1])
+    ids = ["x"] * 4
+    saves = [call(timing.save_many, kinds=KINDS, checkpoint_ids=ids, seed=seed, overwrite=True) for seed in (1, 2)]
+    saved = at_once(*(partial(cluster.run, save, nodes=[0, 1]) for save in saves))
+    outcomes = [outcome for by_rank in saved for outcome in by_rank[0]]
     won = [outcome for outcome in outcomes if isinstance(outcome, dict)]
     lost = [outcome for outcome in outcomes if not isinstance(outcome, dict)]
     assert won
     assert all(set(types) <= {"SaveAborted", "AckNotReached", "StoreError"} for types in lost), lost
-    results = cluster.launch([call("state.load", kinds=KINDS, checkpoint_id="x")], nodes=[0, 1])
-    first, second = results.digests(0)
+    results = cluster.run(call(state.load, kinds=KINDS, checkpoint_id="x"), nodes=[0, 1])
+    first, second = results.digests()
     assert first == second
     assert first in won
     assert_whole(cluster)

@@ -12,6 +12,7 @@ import pytest
 from tests.harness.cluster import Cluster, call
 from tests.harness.namespaces import enter_network
 from tests.harness.network import AGENTS, network_of, why_no_network
+from tests.steps import state
 
 pytestmark = [pytest.mark.fault, pytest.mark.multiprocess, pytest.mark.timeout(240)]
 _ALL_FRAMES = 3  # ETH_P_ALL
@@ -52,12 +53,12 @@ def heard(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[bool
     bare = Cluster(tmp_path / "cluster", 2, environment={"REPLICATED_CKPT_PLAIN": request.param}, quick_exit=True)
     with network_of(bare) as network, bare as cluster:
         sniffer = Sniffer(network.name, f"{AGENTS}-0")
-        saved = cluster.launch([call("state.save", kinds=["plain"], checkpoint_id="step-1")], nodes=[0, 1])
+        saved = cluster.run(call(state.save, kinds=["plain"], checkpoint_id="step-1"), nodes=[0, 1])
         endpoints = [json.loads((node.disk / ".agent" / "endpoint.json").read_text()) for node in cluster.nodes]
         assert [bool(endpoint["tls_sha256"]) for endpoint in endpoints] == [not request.param] * 2
         cluster.nodes[0].lose()
-        loaded = cluster.launch([call("state.load", kinds=["plain"], checkpoint_id="latest")], nodes=[0, 1])
-        assert loaded.digests(0) == saved.of(0)
+        loaded = cluster.run(call(state.load, kinds=["plain"], checkpoint_id="latest"), nodes=[0, 1])
+        assert loaded.digests() == saved
         tokens = [endpoint["token"] for endpoint in endpoints]
         assert not any(endpoint["owner_token"].encode() in sniffer.heard() for endpoint in endpoints)
         yield not request.param, sniffer.heard(), tokens

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from replicated_ckpt import failpoints
+from replicated_ckpt.config import Ack
 from tests.fault.killed.test_submitted_saves import AGENTS_STAY_S, FILES, KINDS, seed
 from tests.harness.cluster import Cluster, call
 from tests.marks import mark_long
+from tests.steps import async_saves, fault, state
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(300)]
 
@@ -21,10 +23,10 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
         yield cluster
 
 
-def save_and_die(cluster: Cluster, ack: str) -> None:
+def save_and_die(cluster: Cluster, ack: Ack) -> None:
     """All ranks are killed at the acknowledgement."""
     cluster.start_agents({0: {}, 1: {}}, idle_exit_s=AGENTS_STAY_S)
-    step = call("async_saves.save_and_die", kinds=KINDS, ack=ack)
+    step = call(async_saves.save_and_die, kinds=KINDS, ack=ack)
     attempt = cluster.attempt([step], nodes=[0, 1], grace_s=0.0)
     assert -signal.SIGKILL in attempt.codes, attempt
 
@@ -38,8 +40,8 @@ def lone_seed(cluster: Cluster, node: int) -> int:
     """What the checkpoint loads as on one node alone, the other one being lost with its disk."""
     cluster.nodes[1 - node].kill_agent()
     cluster.nodes[1 - node].lose()
-    found = cluster.launch([call("fault.seed_of", kinds=KINDS, checkpoint_id="step-1", seeds=[0])], nodes=[node])
-    return int(found.agreed(0))
+    found = cluster.run(call(fault.seed_of, kinds=KINDS, checkpoint_id="step-1", seeds=[0]), nodes=[node])
+    return int(found.agreed())
 
 
 def test_peer(cluster: Cluster) -> None:
@@ -51,7 +53,7 @@ def test_peer(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("ack", mark_long(["local", "peer-memory"], keep=["local"]))
-def test_local_and_peer_memory(cluster: Cluster, ack: str) -> None:
+def test_local_and_peer_memory(cluster: Cluster, ack: Ack) -> None:
     """It is committed on both nodes by then, each with its own shard at least, and needs no more than their disks."""
     save_and_die(cluster, ack)
     assert seen(cluster) == {"True"}
@@ -67,12 +69,13 @@ def test_a_save_that_falls_behind_is_queued(cluster: Cluster) -> None:
     slow = {failpoints.ENV: "agent.writing=sleep:6"}
     cluster.start_agents({0: slow, 1: slow}, idle_exit_s=AGENTS_STAY_S)
     ids = ["step-1", "step-2", "step-3"]
-    loads = [call("state.load", kinds=KINDS, checkpoint_id=name) for name in ids]
-    results = cluster.launch([call("async_saves.save_ahead", kinds=KINDS, checkpoint_ids=ids), *loads], nodes=[0, 1])
-    for told in results.of(0):
+    loads = [call(state.load, kinds=KINDS, checkpoint_id=name) for name in ids]
+    save = call(async_saves.save_ahead, kinds=KINDS, checkpoint_ids=ids)
+    results = cluster.launch([save, *loads], nodes=[0, 1])
+    for told in results.of(save):
         assert told["seen"] == [True, True, True]
         assert told["there"] == [True, True, True]
         assert told["reported"] == ids
         assert told["copies"] == 2
-    for index in range(len(ids)):
-        assert results.digests(index + 1) == [told["digests"][index] for told in results.of(0)]
+    for index, load in enumerate(loads):
+        assert results.of(load).digests() == [told["digests"][index] for told in results.of(save)]

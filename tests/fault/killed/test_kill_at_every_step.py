@@ -17,6 +17,7 @@ from replicated_ckpt.stores.local.store import LocalStore
 from tests.harness.cluster import Attempt, Call, Cluster, call
 from tests.harness.node import Node
 from tests.marks import mark_long
+from tests.steps import fault, state
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(120)]
 
@@ -25,6 +26,7 @@ OLD, NEW, NEXT = SEEDS = [1, 2, 3]
 GONE = ["CheckpointNotFound"]
 COPIES_WITHIN_S = 20.0
 LITTER_WITHIN_S = 10.0
+LITTER = call(fault.litter, within_s=LITTER_WITHIN_S)
 ORDER = list(failpoints.POINTS)
 
 
@@ -136,12 +138,12 @@ def cluster(old: Cluster, tmp_path: Path) -> Iterator[Cluster]:
         yield cluster
 
 
-def save(checkpoint_id: str, seed: int, **writer: Any) -> Call:
-    return call("state.save", kinds=KINDS, checkpoint_id=checkpoint_id, seed=seed, **writer)
+def save(checkpoint_id: str, seed: int, **writer: Any) -> Call[Any]:
+    return call(state.save, kinds=KINDS, checkpoint_id=checkpoint_id, seed=seed, **writer)
 
 
-def seed_of(checkpoint_id: str) -> Call:
-    return call("fault.seed_of", kinds=KINDS, checkpoint_id=checkpoint_id, seeds=SEEDS)
+def seed_of(checkpoint_id: str) -> Call[Any]:
+    return call(fault.seed_of, kinds=KINDS, checkpoint_id=checkpoint_id, seeds=SEEDS)
 
 
 def killed(cluster: Cluster, case: Case) -> Attempt:
@@ -189,23 +191,16 @@ def assert_nodes_are_alike(cluster: Cluster, checkpoint_ids: set[str]) -> None:
 def test_a_kill_during_a_save(cluster: Cluster, case: Case) -> None:
     """The old checkpoint loads bit for bit, the killed one is whole or gone, alike everywhere, and the next save works."""
     expected = expected_seed(case, killed(cluster, case))
-    calls = [
-        seed_of("latest"),
-        seed_of("step-1"),
-        seed_of("step-2"),
-        call("fault.save_next", kinds=KINDS, attempted="step-2", otherwise="step-3"),
-        call("fault.seed_of_next", kinds=KINDS, seeds=SEEDS),
-        seed_of("step-1"),
-        call("fault.litter", within_s=LITTER_WITHIN_S),
-    ]
-    results = cluster.launch(calls, nodes=[0, 1])
-    assert results.agreed(0) == expected
-    assert results.agreed(1) == OLD
-    assert results.agreed(2) in ([NEW] if expected == NEW else [GONE, ["CheckpointNotCommitted"]])
-    assert results.agreed(3) == ("step-3" if expected == NEW else "step-2")
-    assert results.agreed(4) == NEXT
-    assert results.agreed(5) == OLD
-    assert results.of(6) == [[], []]
+    latest, old, new, old_at_last = (seed_of(name) for name in ("latest", "step-1", "step-2", "step-1"))
+    save_next = call(fault.save_next, kinds=KINDS, attempted="step-2", otherwise="step-3")
+    of_next = call(fault.seed_of_next, kinds=KINDS, seeds=SEEDS)
+    results = cluster.launch([latest, old, new, save_next, of_next, old_at_last, LITTER], nodes=[0, 1])
+    assert results.of(latest).agreed() == expected
+    assert results.of(old).agreed() == results.of(old_at_last).agreed() == OLD
+    assert results.of(new).agreed() in ([NEW] if expected == NEW else [GONE, ["CheckpointNotCommitted"]])
+    assert results.of(save_next).agreed() == ("step-3" if expected == NEW else "step-2")
+    assert results.of(of_next).agreed() == NEXT
+    assert results.of(LITTER) == [[], []]
     assert_nodes_are_alike(cluster, {"step-1", "step-2"} | ({"step-3"} if expected == NEW else set()))
 
 
@@ -213,16 +208,12 @@ def test_a_kill_during_a_save(cluster: Cluster, case: Case) -> None:
 def test_a_kill_while_a_checkpoint_is_replaced(cluster: Cluster, case: Case) -> None:
     """Once a replacement is decided its id means the new values, whole, on every node; and it can be replaced again."""
     killed(cluster, case)
-    calls = [
-        seed_of("latest"),
-        seed_of("step-1"),
-        save("step-1", NEXT, overwrite=True),
-        seed_of("step-1"),
-        call("fault.litter", within_s=LITTER_WITHIN_S),
-    ]
-    results = cluster.launch(calls, nodes=[0, 1])
-    assert (results.agreed(0), results.agreed(1), results.agreed(3)) == (NEW, NEW, NEXT)
-    assert results.of(4) == [[], []]
+    latest, replaced, replaced_again = (seed_of(name) for name in ("latest", "step-1", "step-1"))
+    again = save("step-1", NEXT, overwrite=True)
+    results = cluster.launch([latest, replaced, again, replaced_again, LITTER], nodes=[0, 1])
+    assert results.of(latest).agreed() == results.of(replaced).agreed() == NEW
+    assert results.of(replaced_again).agreed() == NEXT
+    assert results.of(LITTER) == [[], []]
     assert_nodes_are_alike(cluster, {"step-1"})
 
 
@@ -232,11 +223,11 @@ def test_a_load_alone_settles_a_killed_job(cluster: Cluster, case: Case) -> None
     expected = expected_seed(case, killed(cluster, case))
     for node in cluster.nodes:
         node.kill_agent()
-    calls = [seed_of("latest"), seed_of("step-1"), call("fault.litter", within_s=LITTER_WITHIN_S)]
-    results = cluster.launch(calls, nodes=[0, 1])
-    assert results.agreed(0) == expected
-    assert results.agreed(1) == OLD
-    assert results.of(2) == [[], []]
+    latest, old = seed_of("latest"), seed_of("step-1")
+    results = cluster.launch([latest, old, LITTER], nodes=[0, 1])
+    assert results.of(latest).agreed() == expected
+    assert results.of(old).agreed() == OLD
+    assert results.of(LITTER) == [[], []]
     assert_nodes_are_alike(cluster, {"step-1"} | ({"step-2"} if expected == NEW else set()))
 
 
@@ -255,14 +246,16 @@ def test_a_kill_and_then_the_loss_of_a_node(cluster: Cluster, case: Case, lost: 
     only_decision_is_lost = case.victim == f"rank{lost}" and case.point == "coordinator.decided"
     expected = OLD if only_decision_is_lost else expected_seed(case, attempt)
     old_id = NEW if case.overwrite else OLD
-    calls = [seed_of("latest"), seed_of("step-1"), save("step-3", NEXT), seed_of("step-3")]
-    results = cluster.launch([*calls, call("fault.litter", within_s=LITTER_WITHIN_S)], nodes=[0, 1])
-    assert (results.agreed(0), results.agreed(1), results.agreed(3)) == (expected, old_id, NEXT)
+    latest, old, new = (seed_of(name) for name in ("latest", "step-1", "step-3"))
+    results = cluster.launch([latest, old, save("step-3", NEXT), new, LITTER], nodes=[0, 1])
+    assert results.of(latest).agreed() == expected
+    assert results.of(old).agreed() == old_id
+    assert results.of(new).agreed() == NEXT
     is_in_doubt = only_decision_is_lost or (case.victim, case.point) == (f"rank{lost}", "coordinator.metadata-staged")
     if is_in_doubt:
         give_up(cluster.nodes[1 - lost])
-    assert results.of(4)[lost] == []
-    assert (results.of(4)[1 - lost] == []) != is_in_doubt
+    assert results.of(LITTER)[lost] == []
+    assert (results.of(LITTER)[1 - lost] == []) != is_in_doubt
 
 
 def give_up(node: Node) -> None:

@@ -19,6 +19,7 @@ from tests.damage import flip
 from tests.harness.cluster import Cluster, call
 from tests.harness.node import Node
 from tests.marks import mark_long
+from tests.steps import memory
 from tests.steps.memory import UNSAVED
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(300)]
@@ -56,15 +57,14 @@ def disks_of(cluster: Cluster) -> list[Node]:
 def train_and_die(cluster: Cluster, last: int, first: int = 1, disk_every: int = DISK_EVERY, **options: Any) -> None:
     """Each step is in the buddy's memory before the next; after the last one every trainer is killed."""
     steps = list(range(first, last + 1))
-    train = call("memory.train", steps=steps, disk_every=disk_every, die_after=last, **options)
+    train = call(memory.train, steps=steps, disk_every=disk_every, die_after=last, **options)
     attempt = cluster.attempt([train], nodes=[0, 1], grace_s=30.0)
     assert attempt.codes == [-signal.SIGKILL] * 2, attempt
 
 
 def restore(cluster: Cluster, nodes: tuple[int, ...] = (0, 1), **arguments: Any) -> list[dict[str, Any]]:
     """What each rank of a new job finds."""
-    found = cluster.launch([call("memory.restore", disk_every=DISK_EVERY, **arguments)], nodes=nodes)
-    return found.of(0)
+    return cluster.run(call(memory.restore, disk_every=DISK_EVERY, **arguments), nodes=nodes)
 
 
 def lose_node(cluster: Cluster, index: int) -> None:
@@ -98,7 +98,7 @@ def test_memory_of_the_only_node_left_does_not_fill(cluster: Cluster) -> None:
     """Its checkpoints have one copy where two are wanted: older ones go while the lost node is still waited for."""
     train_and_die(cluster, 2)
     lose_node(cluster, 1)
-    cluster.launch([call("memory.train", steps=list(range(3, 9)), disk_every=100)], nodes=[0])
+    cluster.launch([call(memory.train, steps=list(range(3, 9)), disk_every=100)], nodes=[0])
     await_checkpoints(tiers_of(cluster)[:1], {"step-7", "step-8"}, LOST_AFTER_S / 2)
 
 
@@ -126,7 +126,7 @@ def test_a_spill_in_which_all_trainers_are_killed_is_made_by_the_next_job(cluste
     train_and_die(cluster, 2)
     for disk in disks_of(cluster):
         disk.environment[failpoints.ENV] = "rank.registered=kill@2"  # memory first, then the disk
-    train = call("memory.train", steps=[3], disk_every=DISK_EVERY)
+    train = call(memory.train, steps=[3], disk_every=DISK_EVERY)
     attempt = cluster.attempt([train], nodes=[0, 1], grace_s=30.0)
     assert -signal.SIGKILL in attempt.codes, attempt  # the other rank may have met that first
     for disk in disks_of(cluster):
@@ -142,7 +142,7 @@ def test_a_first_save_goes_on_with_the_run_that_another_node_holds(cluster: Clus
     lose_node(cluster, 0)
     tiers_of(cluster)[1].lose()
     before = LocalStore(disks_of(cluster)[1].root).catalog.manifest("step-2").version
-    cluster.launch([call("memory.train_whatever", steps=[3], disk_every=1)], nodes=[0, 1])
+    cluster.launch([call(memory.train_whatever, steps=[3], disk_every=1)], nodes=[0, 1])
     for node in cluster.nodes:
         found = LocalStore(node.root).catalog.manifest("step-3").version
         assert (found.lineage, found.sequence) == (before.lineage, before.sequence + 1)
@@ -192,8 +192,8 @@ def test_deleting_a_step_removes_it_from_both_tiers(cluster: Cluster) -> None:
     """It is in neither afterwards, and a second call finds none."""
     train_and_die(cluster, 4)
     await_checkpoints(tiers_of(cluster), {"step-3", "step-4"})
-    deleted = cluster.launch([call("memory.delete", disk_every=DISK_EVERY, wanted=3)], nodes=[0, 1])
-    assert deleted.agreed(0) == [True, False, 4]
+    deleted = cluster.run(call(memory.delete, disk_every=DISK_EVERY, wanted=3), nodes=[0, 1])
+    assert deleted.agreed() == [True, False, 4]
     for node in cluster.nodes:
         assert "step-3" not in node.checkpoints()
 
@@ -202,9 +202,9 @@ def test_what_does_not_fit_is_refused_before_it_is_taken(cluster: Cluster) -> No
     """Every rank hears how much is missing on which node; nothing is written, and the steps before stand."""
     train_and_die(cluster, 2)
     numbers = measure_memory(tiers_of(cluster)[0].root) // 4 // 3  # one save fits, three do not by far
-    refuse = call("memory.refuse", disk_every=DISK_EVERY, number=3, numbers=numbers)
-    results = cluster.launch([refuse], nodes=[0, 1])
-    for said, *left in results.of(0):
+    refuse = call(memory.refuse, disk_every=DISK_EVERY, number=3, numbers=numbers)
+    results = cluster.run(refuse, nodes=[0, 1])
+    for said, *left in results:
         assert "MemoryTierShort" in said
         assert "3 generations" in said
         assert left == ["step-1", "step-2"]
@@ -217,7 +217,7 @@ def test_a_node_lost_at_any_moment_costs_one_step_at_most(cluster: Cluster, seed
     """A node's trainer and agents are killed while saves go on: what the survivor saw acknowledged is there, or newer."""
     lost = seed % 2
     delay_s = Random(seed).uniform(0.0, 3.0)
-    train = call("memory.train_on", disk_every=DISK_EVERY, node=lost, delay_s=delay_s)
+    train = call(memory.train_on, disk_every=DISK_EVERY, node=lost, delay_s=delay_s)
     attempt = cluster.attempt([train], nodes=[0, 1], grace_s=30.0)
     assert -signal.SIGKILL in attempt.codes, attempt
     lose_node(cluster, lost)
@@ -233,7 +233,7 @@ def test_no_acknowledged_step_is_lost_however_often_all_trainers_are_killed(clus
     """At random moments of saves that agents complete: each new job restores what was acknowledged, or a newer step."""
     draw = Random(kills)
     for _ in range(kills):
-        train = call("memory.train_until_killed", disk_every=DISK_EVERY, delay_s=draw.uniform(0.1, 2.0))
+        train = call(memory.train_until_killed, disk_every=DISK_EVERY, delay_s=draw.uniform(0.1, 2.0))
         attempt = cluster.attempt([train], nodes=[0, 1], grace_s=30.0)
         assert -signal.SIGKILL in attempt.codes, attempt  # the other rank may have met that first
         assert not any("AssertionError" in failure for failure in attempt.failures), attempt

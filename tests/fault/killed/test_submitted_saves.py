@@ -27,6 +27,7 @@ from tests.agent.agents import wait_for
 from tests.harness.cluster import Attempt, Cluster, call
 from tests.harness.node import Node
 from tests.marks import long, mark_long
+from tests.steps import async_saves, fault, state
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(300)]
 KINDS = ["plain", "own"]
@@ -162,8 +163,8 @@ def test_a_shard_that_is_written_anew_is_not_named_by_the_first_writer(store: Lo
 def test_an_asynchronous_save_is_a_synchronous_one_bit_for_bit(cluster: Cluster) -> None:
     """The same shards, byte for byte, though an agent has written the one and a rank the other."""
     saves = [
-        call("state.save", kinds=KINDS, checkpoint_id="step-0", seed=0),
-        call("async_saves.save", kinds=KINDS, checkpoint_ids=["step-1"]),
+        call(state.save, kinds=KINDS, checkpoint_id="step-0", seed=0),
+        call(async_saves.save, kinds=KINDS, checkpoint_ids=["step-1"]),
     ]
     cluster.start_agents({0: {}, 1: {}}, idle_exit_s=AGENTS_STAY_S)
     cluster.launch(saves, nodes=[0, 1])
@@ -174,8 +175,8 @@ def test_an_asynchronous_save_is_a_synchronous_one_bit_for_bit(cluster: Cluster)
 
 def test_the_trainer_writes_none_of_the_bytes(cluster: Cluster) -> None:
     """Once the state is staged the agent writes it; a trainer whose agent cannot be reached writes it itself."""
-    call_of_saves = call("async_saves.bytes_of_saves", mebibytes=64)
-    for written in cluster.launch([call_of_saves], nodes=[0, 1], timeout_s=280.0).of(0):
+    call_of_saves = call(async_saves.bytes_of_saves, mebibytes=64)
+    for written in cluster.run(call_of_saves, nodes=[0, 1], timeout_s=280.0):
         assert written["agent"] < 1 << 20
         assert written["rank"] >= 64 << 20
 
@@ -199,7 +200,7 @@ def save(cluster: Cluster, **armed: str) -> Attempt:
     for rank, node in enumerate(cluster.nodes):
         node.environment = {failpoints.ENV: armed.get(f"rank{rank}", "")}
     attempt = cluster.attempt(
-        [call("async_saves.save", kinds=KINDS, checkpoint_ids=["step-1"])], nodes=[0, 1], grace_s=0.0
+        [call(async_saves.save, kinds=KINDS, checkpoint_ids=["step-1"])], nodes=[0, 1], grace_s=0.0
     )
     for node in cluster.nodes:
         node.environment = {}
@@ -208,11 +209,11 @@ def save(cluster: Cluster, **armed: str) -> Attempt:
 
 def seed(cluster: Cluster) -> Any:
     """What the checkpoint loads as, in a new job: 0 if as it was saved."""
-    found = call("fault.seed_of", kinds=KINDS, checkpoint_id="step-1", seeds=[0])
-    litter = call("fault.litter", within_s=SETTLED_WITHIN_S)
+    found = call(fault.seed_of, kinds=KINDS, checkpoint_id="step-1", seeds=[0])
+    litter = call(fault.litter, within_s=SETTLED_WITHIN_S)
     results = cluster.launch([found, litter], nodes=[0, 1])
-    assert results.of(1) == [[], []]
-    return results.agreed(0)
+    assert results.of(litter) == [[], []]
+    return results.of(found).agreed()
 
 
 @pytest.mark.parametrize("slow", mark_long(["rank0", "agent0", "agent1"], keep=["agent1"]))

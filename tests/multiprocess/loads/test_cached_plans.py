@@ -6,6 +6,7 @@ import pytest
 
 from tests.harness.cluster import Cluster, call
 from tests.multiprocess.conftest import ClusterOf
+from tests.steps import planning
 
 ITEMS = 1000
 ALL = [[0, ITEMS], [0, ITEMS]]
@@ -14,13 +15,13 @@ ALL = [[0, ITEMS], [0, ITEMS]]
 @pytest.fixture
 def cluster(cluster_of: ClusterOf) -> Cluster:
     cluster = cluster_of(2)
-    cluster.launch([call("planning.save_numbered", checkpoint_id="step-1", items=ITEMS)], nodes=[0, 1])
+    cluster.launch([call(planning.save_numbered, checkpoint_id="step-1", items=ITEMS)], nodes=[0, 1])
     return cluster
 
 
 def load(cluster: Cluster, parts: list[list[int]], planners: list[str]) -> list[dict[str, Any]]:
-    step = call("planning.count_loaded", checkpoint_id="step-1", parts=parts, planners=planners)
-    return cluster.launch([step], nodes=[0, 1]).of(0)
+    step = call(planning.count_loaded, checkpoint_id="step-1", parts=parts, planners=planners)
+    return cluster.run(step, nodes=[0, 1])
 
 
 @pytest.mark.parametrize("planner", ["stock", "ours"])

@@ -3,7 +3,6 @@
 import os
 import shutil
 import signal
-from typing import Any
 
 import pytest
 
@@ -12,6 +11,8 @@ from tests.harness.cluster import call
 from tests.harness.processes import stop_process
 from tests.marks import mark_long
 from tests.multiprocess.conftest import ClusterOf
+from tests.steps import errors, state
+from tests.steps.errors import timed
 
 pytestmark = pytest.mark.fault
 
@@ -19,66 +20,63 @@ LOAD_S, SAVE_S = 10.0, 15.0
 KINDS = ["plain", "own"]
 
 
-def timed(name: str, **arguments: Any) -> Any:
-    return call("errors.timed", timed_step=name, arguments={"kinds": KINDS, **arguments})
-
-
 @pytest.mark.parametrize("ranks", mark_long([1, 4, 8], keep=[4]))
 def test_a_stopped_agent_costs_its_node_one_timeout(cluster_of: ClusterOf, ranks: int) -> None:
     """All ranks of the node ask at once, and none of them again: a load within 10 s, a save within 15 s."""
     cluster, counts = cluster_of(2), [1, ranks]
-    saved = cluster.launch([call("state.save", kinds=KINDS, checkpoint_id="step-1")], nodes=[0, 1], ranks=counts)
+    saved = cluster.run(call(state.save, kinds=KINDS, checkpoint_id="step-1"), nodes=[0, 1], ranks=counts)
     pid = cluster.nodes[1].agent_pid()
     assert pid is not None
     stop_process(pid)
     try:
-        calls = [timed("state.load", checkpoint_id="step-1"), timed("state.save", checkpoint_id="step-2", seed=7)]
-        results = cluster.launch(calls, nodes=[0, 1], ranks=counts)
+        load = timed(call(state.load, kinds=KINDS, checkpoint_id="step-1"))
+        save = timed(call(state.save, kinds=KINDS, checkpoint_id="step-2", seed=7))
+        results = cluster.launch([load, save], nodes=[0, 1], ranks=counts)
     finally:
         os.kill(pid, signal.SIGCONT)
-    assert [found["value"]["digests"] for found in results.of(0)] == saved.of(0)
-    assert max(found["seconds"] for found in results.of(0)) < LOAD_S
-    assert max(found["seconds"] for found in results.of(1)) < SAVE_S
+    assert [found["value"]["digests"] for found in results.of(load)] == saved
+    assert max(found["seconds"] for found in results.of(load)) < LOAD_S
+    assert max(found["seconds"] for found in results.of(save)) < SAVE_S
     for rank in range(1, 1 + ranks):
-        for texts in results.warnings[rank]:
+        for texts in (results.warnings_of(load)[rank], results.warnings_of(save)[rank]):
             assert any(f"(pid {pid}) does not answer; it may be stopped" in text for text in texts), texts
             assert any(f"kill -CONT {pid}" in text for text in texts), texts
     assert not any("could not be started" in text for text in results.all_warnings)
-    loaded = cluster.launch([call("state.load", kinds=KINDS, checkpoint_id="step-2")], nodes=[0, 1], ranks=counts)
-    assert loaded.digests(0) == [found["value"] for found in results.of(1)]
+    loaded = cluster.run(call(state.load, kinds=KINDS, checkpoint_id="step-2"), nodes=[0, 1], ranks=counts)
+    assert loaded.digests() == [found["value"] for found in results.of(save)]
 
 
 def test_a_save_that_ranks_elsewhere_cannot_read_is_not_chosen(cluster_of: ClusterOf) -> None:
     """A node has published one, and its agent hangs before the others have it: all load the checkpoint before."""
     cluster = cluster_of(2)
-    calls = [call("state.save", kinds=KINDS, checkpoint_id=f"step-{seed}", seed=seed) for seed in (1, 2)]
-    saved = cluster.launch(calls, nodes=[0, 1])
+    older = cluster.run(call(state.save, kinds=KINDS, checkpoint_id="step-1", seed=1), nodes=[0, 1])
+    cluster.launch([call(state.save, kinds=KINDS, checkpoint_id="step-2", seed=2)], nodes=[0, 1])
     pid = cluster.nodes[0].agent_pid()
     assert pid is not None
     stop_process(pid)
     try:
         shutil.rmtree(cluster.nodes[1].disk / "step-2")
-        results = cluster.launch([timed("state.load", checkpoint_id="latest")], nodes=[0, 1])
+        results = cluster.run(timed(call(state.load, kinds=KINDS, checkpoint_id="latest")), nodes=[0, 1])
     finally:
         os.kill(pid, signal.SIGCONT)
-    assert [found["value"]["digests"] for found in results.of(0)] == saved.of(0)
-    assert max(found["seconds"] for found in results.of(0)) < LOAD_S
+    assert [found["value"]["digests"] for found in results] == older
+    assert max(found["seconds"] for found in results) < LOAD_S
 
 
 @pytest.mark.long
 def test_files_without_a_manifest_count_where_no_agent_answers(cluster_of: ClusterOf) -> None:
     """The manifest there is damaged, too: its own ranks say what lies there, and read it, as if an agent had told."""
     cluster = cluster_of(2)
-    saved = cluster.launch([call("state.save", kinds=KINDS, checkpoint_id="step-1", copies=1)], nodes=[0, 1])
+    saved = cluster.run(call(state.save, kinds=KINDS, checkpoint_id="step-1", copies=1), nodes=[0, 1])
     pid = cluster.nodes[1].agent_pid()
     assert pid is not None
     stop_process(pid)
     try:
         (cluster.nodes[1].disk / "step-1" / MANIFEST_NAME).write_text("damaged")
-        results = cluster.launch([call("state.load", kinds=["own"], checkpoint_id="step-1")], nodes=[0, 1])
+        results = cluster.run(call(state.load, kinds=["own"], checkpoint_id="step-1"), nodes=[0, 1])
     finally:
         os.kill(pid, signal.SIGCONT)
-    for loaded, before in zip(results.digests(0), saved.of(0), strict=True):
+    for loaded, before in zip(results.digests(), saved, strict=True):
         assert loaded == {name: digest for name, digest in before.items() if name.startswith("own/")}
 
 
@@ -86,28 +84,25 @@ def test_files_without_a_manifest_count_where_no_agent_answers(cluster_of: Clust
 def test_an_agent_that_goes_on_is_asked_again(cluster_of: ClusterOf) -> None:
     """It was silent for one save, and takes part in the next of the same ranks, without a word of warning."""
     cluster = cluster_of(2)
-    cluster.launch([call("state.save", kinds=KINDS, checkpoint_id="step-1")], nodes=[0, 1])
+    cluster.launch([call(state.save, kinds=KINDS, checkpoint_id="step-1")], nodes=[0, 1])
     pid = cluster.nodes[1].agent_pid()
     assert pid is not None
     stop_process(pid)
-    calls = [
-        call("state.save", kinds=KINDS, checkpoint_id="step-2"),
-        call("errors.signal_agent", node=1, number=int(signal.SIGCONT)),
-        call("state.save", kinds=KINDS, checkpoint_id="step-3"),
-    ]
-    results = cluster.launch(calls, nodes=[0, 1])
-    assert results.warnings[1][0]
-    assert [texts[2] for texts in results.warnings] == [[], []]
+    without, with_agent = (call(state.save, kinds=KINDS, checkpoint_id=name) for name in ("step-2", "step-3"))
+    goes_on = call(errors.signal_agent, node=1, number=int(signal.SIGCONT))
+    results = cluster.launch([without, goes_on, with_agent], nodes=[0, 1])
+    assert results.warnings_of(without)[1]
+    assert results.warnings_of(with_agent) == [[], []]
 
 
 @pytest.mark.long
 def test_a_starter_that_hangs_costs_one_timeout(cluster_of: ClusterOf) -> None:
     """The agent is stopped before it serves: those that wait to start it share what the first of them found."""
     cluster = cluster_of(1, environment={"REPLICATED_CKPT_AGENT_IDLE_S": "60"})
-    cluster.launch([call("state.save", kinds=KINDS, checkpoint_id="step-1")], nodes=[0], ranks=2)
+    cluster.launch([call(state.save, kinds=KINDS, checkpoint_id="step-1")], nodes=[0], ranks=2)
     cluster.stop_agents()
-    results = cluster.launch([call("errors.save_with_lock_held", ranks=[0, 1, 2, 3])], nodes=[0], ranks=4)
-    for found in results.of(0):
+    results = cluster.run(call(errors.save_with_lock_held, ranks=[0, 1, 2, 3]), nodes=[0], ranks=4)
+    for found in results:
         assert found["types"] == ["AgentUnavailable"]
         assert "may be stopped" in found["message"]
         assert found["seconds"] < SAVE_S

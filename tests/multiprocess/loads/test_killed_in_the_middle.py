@@ -6,6 +6,7 @@ from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.agents import wait_for
 from tests.harness.cluster import call
 from tests.multiprocess.conftest import ClusterOf
+from tests.steps import load_faults, peers
 
 pytestmark = pytest.mark.fault
 
@@ -22,15 +23,22 @@ def test_a_rank_that_is_killed_is_missed_by_all_of_many_ranks(cluster_of: Cluste
     """
     cluster = cluster_of(2, environment={"REPLICATED_CKPT_AGENT_ROUND_EVERY_S": "1"})
     ranks, killed = 8, 3
-    cluster.launch([call("peers.save_pieces", checkpoint_id="step-1", count=COUNT)], nodes=[0, 1], ranks=4)
+    cluster.launch([call(peers.save_pieces, checkpoint_id="step-1", count=COUNT)], nodes=[0, 1], ranks=4)
     cluster.nodes[0].lose()
-    arguments = {"checkpoint_id": "step-1", "count": COUNT, "ranks": ranks, "victim": "rank", "by_rank": killed}
-    load = call("load_faults.load_while_killed", left=ranks - 1, **arguments)
+    load = call(
+        load_faults.load_while_killed,
+        checkpoint_id="step-1",
+        count=COUNT,
+        ranks=ranks,
+        victim="rank",
+        by_rank=killed,
+        left=ranks - 1,
+    )
     attempt = cluster.attempt([load], nodes=[0, 1], ranks=4, grace_s=6 * SOON_S)
     assert attempt.codes[killed] == -9
     for rank in set(range(ranks)) - {killed}:
-        assert attempt.values[rank], attempt.failures[rank]
-        (outcome,) = attempt.values[rank]
+        assert rank in attempt.of(load), attempt.failures[rank]
+        outcome = attempt.of(load)[rank]
         assert outcome["seconds"] < SOON_S, outcome
         assert (outcome["types"], outcome["ranks"]) == (["RankFailed"], [killed]), outcome
         assert outcome["is_right"]
@@ -40,12 +48,12 @@ def test_a_rank_that_is_killed_is_missed_by_all_of_many_ranks(cluster_of: Cluste
 def test_an_agent_that_is_killed_is_named_as_not_reached(cluster_of: ClusterOf) -> None:
     """The last copy lies there, and is not lost: every rank is told to bring it back, and the next load has it."""
     cluster = cluster_of(2, environment=SLOW_COPIES)
-    cluster.launch([call("peers.save_pieces", checkpoint_id="step-1", count=LARGE)], nodes=[0, 1], ranks=2)
+    cluster.launch([call(peers.save_pieces, checkpoint_id="step-1", count=LARGE)], nodes=[0, 1], ranks=2)
     cluster.nodes[0].lose()
     arguments = {"checkpoint_id": "step-1", "count": LARGE, "ranks": 4, "victim": "agent 1", "by_rank": 0, "left": 4}
-    results = cluster.launch([call("load_faults.load_twice", arguments=arguments)], nodes=[0, 1], ranks=2)
+    results = cluster.run(call(load_faults.load_twice, arguments=arguments), nodes=[0, 1], ranks=2)
     there = LocalStore(cluster.nodes[1].disk).read_node_id()
-    for broken, whole in results.of(0):
+    for broken, whole in results:
         assert broken["seconds"] < SOON_S, broken
         assert broken["types"] == ["ShardLost"], broken
         assert broken["is_right"]

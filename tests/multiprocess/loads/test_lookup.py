@@ -4,34 +4,36 @@ import pytest
 
 from tests.harness.cluster import call
 from tests.multiprocess.conftest import ClusterOf
+from tests.steps import lookup, state
 
 
 def test_all_ranks_are_told_the_same_whatever_their_own_disk_holds(cluster_of: ClusterOf) -> None:
     """Nothing at first, then the newest; a blank node is told what the other one is, and one rank may ask alone."""
     cluster = cluster_of(2)
-    ask = call("lookup.ask", names=["step-1", "step-2"])
-    kinds = ["meshes"]
-    calls = [ask, call("state.save", kinds=kinds, checkpoint_id="step-1"), ask, call("lookup.ask_by_own_name")]
-    before = cluster.launch(calls, nodes=[0, 1], ranks=2)
-    assert before.agreed(0) == {"latest": None, "exists": [False, False], "on own disk": [False, False]}
-    assert before.agreed(2) == {"latest": "step-1", "exists": [True, False], "on own disk": [True, False]}
-    assert before.agreed(3) == "CheckpointIdMismatch"
+    ask_first, ask = (call(lookup.ask, names=["step-1", "step-2"]) for _ in range(2))
+    save = call(state.save, kinds=["meshes"], checkpoint_id="step-1")
+    before = cluster.launch([ask_first, save, ask, call(lookup.ask_by_own_name)], nodes=[0, 1], ranks=2)
+    nothing = {"latest": None, "exists": [False, False], "on own disk": [False, False]}
+    assert before.of(ask_first).agreed() == nothing
+    assert before.of(ask).agreed() == {"latest": "step-1", "exists": [True, False], "on own disk": [True, False]}
+    assert before.of(lookup.ask_by_own_name).agreed() == "CheckpointIdMismatch"
     cluster.nodes[1].lose()
-    after = cluster.launch([ask, call("lookup.ask_alone", rank=2)], nodes=[0, 1], ranks=2)
-    assert [value["on own disk"][0] for value in after.of(0)] == [True, True, False, False]
-    assert [value["latest"] for value in after.of(0)] == ["step-1"] * 4
-    assert [value["exists"] for value in after.of(0)] == [[True, False]] * 4
-    assert after.of(1) == [None, None, "step-1", None]
+    after = cluster.launch([ask, call(lookup.ask_alone, rank=2)], nodes=[0, 1], ranks=2)
+    assert [value["on own disk"][0] for value in after.of(ask)] == [True, True, False, False]
+    assert [value["latest"] for value in after.of(ask)] == ["step-1"] * 4
+    assert [value["exists"] for value in after.of(ask)] == [[True, False]] * 4
+    assert after.of(lookup.ask_alone) == [None, None, "step-1", None]
 
 
 def test_the_coordinators_id_is_taken_on_request(cluster_of: ClusterOf) -> None:
     """Ranks with timestamps of their own, paths outside the root and no id at all save one checkpoint, rank 0's."""
     cluster = cluster_of(2)
-    ids = ["out/11-59-59/checkpoint-5", "out/12-00-00/checkpoint-5", "/elsewhere/checkpoint-5", None]
-    calls = [call("lookup.save_under_the_coordinators_id", ids=ids), call("lookup.ask", names=ids[:2])]
+    stamped = ["out/11-59-59/checkpoint-5", "out/12-00-00/checkpoint-5"]
+    ids = [*stamped, "/elsewhere/checkpoint-5", None]
+    calls = [call(lookup.save_under_the_coordinators_id, ids=ids), call(lookup.ask, names=stamped)]
     results = cluster.launch(calls, nodes=[0, 1], ranks=2)
-    assert results.agreed(0) == ids[0]
-    assert [value["exists"] for value in results.of(1)] == [[True, False]] * 4
+    assert results.of(lookup.save_under_the_coordinators_id).agreed() == ids[0]
+    assert [value["exists"] for value in results.of(lookup.ask)] == [[True, False]] * 4
     assert all(sorted(path.name for path in (node.disk / "out").iterdir()) == ["11-59-59"] for node in cluster.nodes)
 
 
@@ -39,32 +41,32 @@ def test_only_rank_0_tells_of_saved_entries_for_which_no_rank_asks(cluster_of: C
     """What any rank asks for is asked for; what none does is named once, on rank 0; if a part is meant, nothing is."""
     cluster = cluster_of(2)
     names = [["a.b"], ["a.c"]]
-    calls = [
-        call("lookup.save_names", names=["a.b", "a.c", "a.d", "e.f"]),
-        call("lookup.load_own_names", names=names),
-        call("lookup.load_own_names", names=names, expect_partial=True),
-    ]
-    results = cluster.launch(calls, nodes=[0, 1])
-    [told], others, silent = results.warnings[0][1], results.warnings[1][1], [by[2] for by in results.warnings]
+    save = call(lookup.save_names, names=["a.b", "a.c", "a.d", "e.f"])
+    load, load_part = (
+        call(lookup.load_own_names, names=names),
+        call(lookup.load_own_names, names=names, expect_partial=True),
+    )
+    results = cluster.launch([save, load, load_part], nodes=[0, 1])
+    [told], others = results.warnings_of(load)
     assert "leaves 2 of 4 saved entries, under 'a.d' (1), 'e' (1)." in told
     assert others == []
-    assert silent == [[], []]
+    assert results.warnings_of(load_part) == [[], []]
 
 
 def test_programs_written_for_stock_storage_are_told_as_there(cluster_of: ClusterOf) -> None:
     """They catch a missing checkpoint, read metadata on one rank, and learn what a `coordinator_rank` other than 0 does."""
     cluster = cluster_of(2)
     calls = [
-        call("lookup.save_names", names=["a"]),
-        call("lookup.catch_missing"),
-        call("lookup.load_coordinated_by", rank=1),
-        call("lookup.save_coordinated_by", rank=1),
+        call(lookup.save_names, names=["a"]),
+        call(lookup.catch_missing),
+        call(lookup.load_coordinated_by, rank=1),
+        call(lookup.save_coordinated_by, rank=1),
     ]
     results = cluster.launch(calls, nodes=[0, 1])
     missing = ["CheckpointNotFound"]
-    assert results.of(1) == [{"types": missing, "names": []}, {"types": missing, "names": ["a"]}]
-    assert results.agreed(2) == 4.0
-    for outcome in results.of(3):
+    assert results.of(lookup.catch_missing) == [{"types": missing, "names": []}, {"types": missing, "names": ["a"]}]
+    assert results.of(lookup.load_coordinated_by).agreed() == 4.0
+    for outcome in results.of(lookup.save_coordinated_by):
         assert outcome["types"] == ["ConfigInvalid"], outcome
         assert "coordinator_rank" in outcome["hint"], outcome
 
@@ -73,15 +75,12 @@ def test_programs_written_for_stock_storage_are_told_as_there(cluster_of: Cluste
 def test_a_rank_without_an_id_ends_the_load_on_all(cluster_of: ClusterOf, ids: list[str | None]) -> None:
     """DCP takes such a rank into its first step by itself: the others end there with it, and learn which rank it was."""
     cluster = cluster_of(2)
-    calls = [
-        call("lookup.save_names", names=["a"]),
-        call("lookup.load_under_ids", ids=ids),
-        call("lookup.load_under_ids", ids=["step-9" if each else None for each in ids], set_before="step-9"),
-        call("lookup.load_under_ids", ids=ids, set_before="step-1"),
-    ]
-    results = cluster.launch(calls, nodes=[0, 1])
-    for outcome in results.of(1):
+    refused = call(lookup.load_under_ids, ids=ids)
+    missing = call(lookup.load_under_ids, ids=["step-9" if each else None for each in ids], set_before="step-9")
+    loaded = call(lookup.load_under_ids, ids=ids, set_before="step-1")
+    results = cluster.launch([call(lookup.save_names, names=["a"]), refused, missing, loaded], nodes=[0, 1])
+    for outcome in results.of(refused):
         assert set(outcome["types"]) == {"ConfigInvalid"}, outcome
         assert f"no checkpoint_id on rank {ids.index(None)}" in outcome["message"], outcome
-    assert [set(outcome["types"]) for outcome in results.of(2)] == [{"CheckpointNotFound"}] * 2
-    assert results.agreed(3) == {"types": [], "sum": 4.0}
+    assert [set(outcome["types"]) for outcome in results.of(missing)] == [{"CheckpointNotFound"}] * 2
+    assert results.of(loaded).agreed() == {"types": [], "sum": 4.0}

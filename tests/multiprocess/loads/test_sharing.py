@@ -8,6 +8,7 @@ import pytest
 from tests.harness.cluster import Cluster, call
 from tests.marks import long
 from tests.multiprocess.conftest import ClusterOf
+from tests.steps import peers, sharing
 
 COUNT = 12  # MiB for each rank that saved
 SAVED = 2 * COUNT << 20
@@ -29,7 +30,7 @@ def slow_to_heal(cluster_of: ClusterOf) -> Cluster:
 
 
 def loses_a_disk(cluster: Cluster) -> Cluster:
-    cluster.launch([call("peers.save_pieces", checkpoint_id="step-1", count=COUNT)], nodes=[0, 1])
+    cluster.launch([call(peers.save_pieces, checkpoint_id="step-1", count=COUNT)], nodes=[0, 1])
     cluster.nodes[0].lose()
     return cluster
 
@@ -37,10 +38,10 @@ def loses_a_disk(cluster: Cluster) -> Cluster:
 def load(cluster: Cluster, trouble: str, at: int = 1, ranks: int = 3, **arguments: Any) -> list[dict[str, Any]]:
     wait_s = STALL_TIMEOUT_S if trouble else UNTROUBLED_STALL_S
     step = call(
-        "sharing.load_with_trouble",
+        sharing.load_with_trouble,
         checkpoint_id="step-1", count=COUNT, ranks=2, trouble=trouble, at=at, wait_s=wait_s, **arguments,
     )  # fmt: skip
-    return cluster.launch([step], nodes=[0, 1], ranks=[ranks, 1]).of(0)
+    return cluster.run(step, nodes=[0, 1], ranks=[ranks, 1])
 
 
 def caches_of(cluster: Cluster) -> list[Path]:

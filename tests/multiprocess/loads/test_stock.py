@@ -1,7 +1,7 @@
 """A checkpoint that stock torch scattered: shards on the nodes of their ranks, `.metadata` on one of them, no manifest."""
 
 import shutil
-from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -9,6 +9,7 @@ from tests.damage import flip
 from tests.harness.cluster import Call, Cluster, call
 from tests.harness.launch import Digests
 from tests.multiprocess.conftest import ClusterOf
+from tests.steps import state, stock
 
 SAVED = ["plain", "meshes"]
 
@@ -16,8 +17,8 @@ SAVED = ["plain", "meshes"]
 def scattered(cluster: Cluster, checkpoint_id: str, seed: int = 0) -> Digests:
     """Saved by four ranks into one directory, then moved: ranks 0, 1 and 2 to a node each, 3 to the second one's."""
     folder = cluster.base / "shared" / checkpoint_id
-    steps = [call("stock.save", kinds=SAVED, folder=str(folder), seed=seed)]
-    saved: Digests = cluster.launch(steps, nodes=[0], ranks=4).agreed(0)
+    steps = [call(stock.save, kinds=SAVED, folder=str(folder), seed=seed)]
+    saved: Digests = cluster.launch(steps, nodes=[0], ranks=4).of(stock.save).agreed()
     for path in folder.iterdir():
         rank = 0 if path.name == ".metadata" else int(path.name.split("_")[2])
         target = cluster.nodes[rank % 3 if rank < 3 else 1].disk / checkpoint_id
@@ -27,8 +28,8 @@ def scattered(cluster: Cluster, checkpoint_id: str, seed: int = 0) -> Digests:
     return saved
 
 
-def load(checkpoint_id: str, kinds: Sequence[str] = SAVED) -> Call:
-    return call("state.load", kinds=kinds, checkpoint_id=checkpoint_id)
+def load(checkpoint_id: str, kinds: list[str] = SAVED) -> Call[Any]:
+    return call(state.load, kinds=kinds, checkpoint_id=checkpoint_id)
 
 
 def test_what_stock_torch_scattered_loads_as_it_lies_and_is_saved_anew(cluster_of: ClusterOf) -> None:
@@ -39,19 +40,20 @@ def test_what_stock_torch_scattered_loads_as_it_lies_and_is_saved_anew(cluster_o
     before = [{path.name for path in (node.disk / "run/step-10").iterdir()} for node in cluster.nodes]
     assert [".metadata" in names for names in before] == [True, False, False]
     for nodes, ranks in (([2, 0, 1], [1, 1, 1]), ([1, 2, 0], [2, 1, 1]), ([1, 2], [1, 1])):
-        results = cluster.launch([load("run/step-10"), load("latest")], nodes=nodes, ranks=ranks)
-        assert [results.digests(0), results.digests(1)] == [[saved] * sum(ranks)] * 2
-        told = [by_step[0] for by_step in results.warnings]
+        by_name, latest = load("run/step-10"), load("latest")
+        results = cluster.launch([by_name, latest], nodes=nodes, ranks=ranks)
+        assert results.of(by_name).digests() == results.of(latest).digests() == [saved] * sum(ranks)
+        told = results.warnings_of(by_name)
         assert [len(warnings) for warnings in told] == [1] + [0] * (sum(ranks) - 1)
         assert "stock torch wrote it" in told[0][0]
-    assert cluster.launch([load("latest", ["plain"])], nodes=[2], launcher="single").digests(0) == [alone]
+    assert cluster.run(load("latest", ["plain"]), nodes=[2], launcher="single").digests() == [alone]
     assert [{path.name for path in (node.disk / "run/step-10").iterdir()} for node in cluster.nodes] == before
-    anew = call("state.load_and_save", kinds=SAVED, checkpoint_id="run/step-10", as_id="run/step-11")
-    assert cluster.launch([anew], nodes=[0, 1, 2]).of(0) == [saved] * 3
+    anew = call(state.load_and_save, kinds=SAVED, checkpoint_id="run/step-10", as_id="run/step-11")
+    assert cluster.run(anew, nodes=[0, 1, 2]) == [saved] * 3
     cluster.nodes[0].lose()
     for nodes in ([1, 2], [0, 2, 1]):
         results = cluster.launch([load("run/step-11")], nodes=nodes)
-        assert results.digests(0) == [saved] * len(nodes)
+        assert results.of(state.load).digests() == [saved] * len(nodes)
         assert results.all_warnings == []
 
 
@@ -60,15 +62,15 @@ def test_what_is_missing_or_contradicts_itself_is_said_on_every_rank(cluster_of:
     """A lost node and two runs under one id each have their error, on every rank, and no byte is mixed."""
     cluster = cluster_of(3)
     scattered(cluster, "step-10")
-    fails = call("state.load_fails", kinds=["plain"], checkpoint_id="step-10")
+    fails = call(state.load_fails, kinds=["plain"], checkpoint_id="step-10")
     lost_shards = sorted(path.name for path in (cluster.nodes[2].disk / "step-10").iterdir())
     (cluster.nodes[2].disk / "step-10").rename(cluster.nodes[2].disk / "aside")
-    for failure in cluster.launch([fails], nodes=[0, 1, 2]).of(0):
+    for failure in cluster.run(fails, nodes=[0, 1, 2]):
         assert (failure["types"], failure["shards"]) == (["ShardLost"], lost_shards)
         assert len(failure["searched"]) == 3
     (cluster.nodes[2].disk / "aside").rename(cluster.nodes[2].disk / "step-10")
     shutil.copytree(cluster.nodes[0].disk / "step-10", cluster.nodes[2].disk / "step-10", dirs_exist_ok=True)
     flip(cluster.nodes[2].disk / "step-10" / ".metadata")
-    for failure in cluster.launch([fails], nodes=[2, 0, 1]).of(0):
+    for failure in cluster.run(fails, nodes=[2, 0, 1]):
         assert failure["types"] == ["CheckpointAmbiguous"]
         assert ".metadata" in failure["message"]

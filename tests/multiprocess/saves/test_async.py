@@ -10,6 +10,7 @@ from tests.harness.cluster import call
 from tests.harness.launch import COLLECTIVE_TIMEOUT_ENV
 from tests.marks import mark_long
 from tests.multiprocess.conftest import ClusterOf
+from tests.steps import async_saves, loss, saving, state
 
 KINDS = ["plain", "fsdp2"]
 MORE_KINDS = [*KINDS, "ddp", "meshes", "two_dimensional"]
@@ -20,36 +21,34 @@ ALLOCATOR_BYTES = 8 << 20
 def test_saves_in_the_background(cluster_of: ClusterOf) -> None:
     """When the future is done the checkpoint is what the values were at the call; and the next save follows."""
     ids = ["step-1", "step-2", "step-3"]
-    loads = [call("state.load", kinds=MORE_KINDS, checkpoint_id=name) for name in ids]
-    results = cluster_of(2).launch(
-        [call("async_saves.save", kinds=MORE_KINDS, checkpoint_ids=ids), *loads], nodes=[0, 1]
-    )
-    for index, saved in enumerate(results.agreed(0)):
-        assert results.digests(index + 1) == [saved, saved]
+    loads = [call(state.load, kinds=MORE_KINDS, checkpoint_id=name) for name in ids]
+    save = call(async_saves.save, kinds=MORE_KINDS, checkpoint_ids=ids)
+    results = cluster_of(2).launch([save, *loads], nodes=[0, 1])
+    for load, saved in zip(loads, results.of(save).agreed(), strict=True):
+        assert results.of(load).digests() == [saved, saved]
 
 
 def test_saves_of_many_writers_take_turns(cluster_of: ClusterOf) -> None:
     """The ranks of all of them meet in one group: collectives of two at once would meet on other ranks."""
     ids = ["step-1", "step-2", "step-3"]
-    loads = [call("state.load", kinds=["plain"], checkpoint_id=name) for name in ids]
+    loads = [call(state.load, kinds=["plain"], checkpoint_id=name) for name in ids]
     cluster = cluster_of(2, environment={COLLECTIVE_TIMEOUT_ENV: "20"})
-    save = call("saving.save_by_many_writers", kinds=["plain"], checkpoint_ids=ids)
+    save = call(saving.save_by_many_writers, kinds=["plain"], checkpoint_ids=ids)
     results = cluster.launch([save, *loads], nodes=[0, 1])
-    for index, saved in enumerate(results.agreed(0)):
-        assert results.digests(index + 1) == [saved, saved]
+    for load, saved in zip(loads, results.of(save).agreed(), strict=True):
+        assert results.of(load).digests() == [saved, saved]
 
 
 @pytest.mark.long
 def test_saves_in_a_process_of_their_own(cluster_of: ClusterOf) -> None:
     """With `AsyncCheckpointerType.PROCESS` the writer goes to another process, and its saves are like any other."""
     ids = ["step-1", "step-2"]
-    loads = [call("state.load", kinds=KINDS, checkpoint_id=name) for name in ids]
+    loads = [call(state.load, kinds=KINDS, checkpoint_id=name) for name in ids]
     cluster = cluster_of(2, quick_exit=False)
-    results = cluster.launch(
-        [call("async_saves.save_in_process", kinds=KINDS, checkpoint_ids=ids), *loads], nodes=[0, 1]
-    )
-    for index, saved in enumerate(results.agreed(0)):
-        assert results.digests(index + 1) == [saved, saved]
+    save = call(async_saves.save_in_process, kinds=KINDS, checkpoint_ids=ids)
+    results = cluster.launch([save, *loads], nodes=[0, 1])
+    for load, saved in zip(loads, results.of(save).agreed(), strict=True):
+        assert results.of(load).digests() == [saved, saved]
     assert all({"__0_0.distcp", "__1_0.distcp", ".metadata"} <= node.files("step-2") for node in cluster.nodes)
 
 
@@ -58,15 +57,16 @@ def test_saves_in_a_process_of_their_own(cluster_of: ClusterOf) -> None:
 def test_a_process_of_its_own_serves_on_after_a_failure(cluster_of: ClusterOf) -> None:
     """A save that one rank fails in its process fails every rank's future, leaves nothing, and the next save is good."""
     calls = [
-        call("async_saves.save_breaks_in_process", kinds=KINDS, checkpoint_id="step-1", ranks=[1]),
-        call("loss.staging_left"),
-        call("async_saves.save_in_process", kinds=KINDS, checkpoint_ids=["step-2"]),
-        call("state.load", kinds=KINDS, checkpoint_id="latest"),
+        call(async_saves.save_breaks_in_process, kinds=KINDS, checkpoint_id="step-1", ranks=[1]),
+        call(loss.staging_left),
+        call(async_saves.save_in_process, kinds=KINDS, checkpoint_ids=["step-2"]),
+        call(state.load, kinds=KINDS, checkpoint_id="latest"),
     ]
     results = cluster_of(2, quick_exit=False).launch(calls, nodes=[0, 1])
-    assert all("this rank breaks in write" in said for said in results.of(0)), results.of(0)
-    assert results.of(1) == [[], []]
-    assert results.digests(3) == [results.agreed(2)[0]] * 2
+    for said in results.of(async_saves.save_breaks_in_process):
+        assert "this rank breaks in write" in said
+    assert results.of(loss.staging_left) == [[], []]
+    assert results.of(state.load).digests() == [results.of(async_saves.save_in_process).agreed()[0]] * 2
 
 
 @pytest.mark.fault
@@ -74,23 +74,23 @@ def test_a_process_of_its_own_serves_on_after_a_failure(cluster_of: ClusterOf) -
 def test_an_error_reaches_the_future(cluster_of: ClusterOf, phase: str) -> None:
     """A rank that raises in the background fails every rank's future, and the previous checkpoint loads."""
     calls = [
-        call("state.save", kinds=KINDS, checkpoint_id="step-1"),
-        call("async_saves.save_breaks", kinds=KINDS, checkpoint_id="step-2", phase=phase, ranks=[1]),
-        call("loss.staging_left"),
-        call("state.load", kinds=KINDS, checkpoint_id="latest"),
+        call(state.save, kinds=KINDS, checkpoint_id="step-1"),
+        call(async_saves.save_breaks, kinds=KINDS, checkpoint_id="step-2", phase=phase, ranks=[1]),
+        call(loss.staging_left),
+        call(state.load, kinds=KINDS, checkpoint_id="latest"),
     ]
     results = cluster_of(2).launch(calls, nodes=[0, 1])
-    assert [failure["ranks"] for failure in results.of(1)] == [[1], [1]]
-    assert results.of(2) == [[], []]
-    assert results.digests(3) == results.of(0)
+    assert [failure["ranks"] for failure in results.of(async_saves.save_breaks)] == [[1], [1]]
+    assert results.of(loss.staging_left) == [[], []]
+    assert results.of(state.load).digests() == results.of(state.save)
 
 
 @pytest.mark.fault
 def test_a_rank_that_is_interrupted_while_it_copies_is_missed(cluster_of: ClusterOf) -> None:
     """The others have begun the save: they learn within seconds that it does not come, not by their group's time-out."""
-    save = call("async_saves.save_interrupted", rank=1)
-    results = cluster_of(2, quick_exit=False).launch([save], nodes=[0, 1], ranks=[1, 2])
-    told = results.of(0)
+    save = call(async_saves.save_interrupted, rank=1)
+    results = cluster_of(2, quick_exit=False).run(save, nodes=[0, 1], ranks=[1, 2])
+    told = results
     assert [each["type"] for each in told] == ["RankFailed", "KeyboardInterrupt", "RankFailed"], told
     assert all("Rank 1 left an asynchronous save before it began" in told[rank]["text"] for rank in (0, 2)), told
     assert all(each["seconds"] < 10 for each in told), told
@@ -103,10 +103,10 @@ def test_a_rank_that_is_interrupted_while_it_copies_is_missed(cluster_of: Cluste
 def test_a_save_in_flight_at_exit_is_waited_for(cluster_of: ClusterOf) -> None:
     """The interpreter ends while a save is under way: the save is completed, not lost."""
     cluster = cluster_of(2, quick_exit=False)
-    leaving = cluster.launch([call("async_saves.leave_in_flight", kinds=KINDS, checkpoint_id="step-1")], nodes=[0, 1])
-    assert [left["in_flight"] for left in leaving.of(0)] == [True, True]
-    loaded = cluster.launch([call("state.load", kinds=KINDS, checkpoint_id="step-1")], nodes=[0, 1])
-    assert loaded.digests(0) == leaving.digests(0)
+    leaving = cluster.run(call(async_saves.leave_in_flight, kinds=KINDS, checkpoint_id="step-1"), nodes=[0, 1])
+    assert [left["in_flight"] for left in leaving] == [True, True]
+    loaded = cluster.run(call(state.load, kinds=KINDS, checkpoint_id="step-1"), nodes=[0, 1])
+    assert loaded.digests() == leaving.digests()
 
 
 @pytest.mark.long
@@ -115,16 +115,16 @@ def test_a_writer_for_each_save_leaves_nothing_open(cluster_of: ClusterOf) -> No
 
     Connections that it keeps for the next save come one by one with the first saves, as its threads happen to run.
     """
-    saves = call("async_saves.descriptors_of_saves", saves=24)
-    for counts in cluster_of(2).launch([saves], nodes=[0, 1], timeout_s=280.0).of(0):
+    saves = call(async_saves.descriptors_of_saves, saves=24)
+    for counts in cluster_of(2).run(saves, nodes=[0, 1], timeout_s=280.0):
         assert min(counts[-6:]) <= max(counts[6:12]) + 2, counts
 
 
 def test_a_writer_that_is_kept_holds_nothing_of_a_save_that_is_over(cluster_of: ClusterOf) -> None:
     """On no rank: an agent has a thread for each connection, and takes no shards once it has many."""
     cluster = cluster_of(2)
-    results = cluster.launch([call("async_saves.connections_of_kept_writers", saves=5)], nodes=[0, 1])
-    for counts in results.of(0):
+    results = cluster.run(call(async_saves.connections_of_kept_writers, saves=5), nodes=[0, 1])
+    for counts in results:
         assert counts[-1] <= counts[0] + 1, counts
     assert main(["verify", "--root", str(cluster.nodes[0].disk), "step-4"]) in (ExitCode.OK, ExitCode.UNREACHABLE)
 
@@ -132,9 +132,9 @@ def test_a_writer_that_is_kept_holds_nothing_of_a_save_that_is_over(cluster_of: 
 @pytest.mark.long
 def test_workers_forked_in_a_save_hold_nothing_up(cluster_of: ClusterOf) -> None:
     """They have its locks and its connection, too, and live on: agents are done with each save, and the next one begins."""
-    forks = call("async_saves.saves_with_forks", kinds=KINDS, saves=3)
-    results = cluster_of(2).launch([forks, call("state.load", kinds=KINDS, checkpoint_id="latest")], nodes=[0, 1])
-    for saved, loaded in zip(results.of(0), results.digests(1), strict=True):
+    forks = call(async_saves.saves_with_forks, kinds=KINDS, saves=3)
+    results = cluster_of(2).launch([forks, call(state.load, kinds=KINDS, checkpoint_id="latest")], nodes=[0, 1])
+    for saved, loaded in zip(results.of(forks), results.of(state.load).digests(), strict=True):
         assert saved["workers"] > 0
         assert saved["is_start_free"]
         assert saved["open"][-1] <= saved["open"][0] + 1, saved
@@ -148,9 +148,9 @@ def test_many_saves_take_no_more_than_a_few(cluster_of: ClusterOf, saves: int, m
 
     But for one segment: where something holds on to a copy when the next save begins, that one gets another, which stays.
     """
-    footprint = call("async_saves.footprint_of_saves", saves=saves, mebibytes=mebibytes)
+    footprint = call(async_saves.footprint_of_saves, saves=saves, mebibytes=mebibytes)
     quarter = saves // 4
-    for found in cluster_of(2).launch([footprint], nodes=[0, 1], timeout_s=60.0 + 6.0 * saves).of(0):
+    for found in cluster_of(2).run(footprint, nodes=[0, 1], timeout_s=60.0 + 6.0 * saves):
         early = {name: max(each[name] for each in found[quarter : 2 * quarter]) for name in found[0]}
         late = {name: min(each[name] for each in found[-quarter:]) for name in found[0]}
         for name, count in late.items():

@@ -11,6 +11,8 @@ from tests.harness.node import Node
 from tests.harness.processes import processes_of, wait_until_gone
 from tests.marks import long
 from tests.multiprocess.conftest import ClusterOf
+from tests.steps import cycles, saving, state
+from tests.steps import memory as memory_steps
 from tests.stopwatch import Stopwatch
 
 SAVES = 50
@@ -25,12 +27,12 @@ def test_fifty_saves_leave_no_trace_but_their_files(cluster_of: ClusterOf) -> No
     cluster = cluster_of(2, quick_exit=False)
     ids = [f"step-{index}" for index in range(0, SAVES, 7)]
     calls = [
-        call("saving.save_many", count=SAVES, measure_after=[10, SAVES]),
-        call("saving.load_values", checkpoint_ids=ids),
+        call(saving.save_many, count=SAVES, measure_after=[10, SAVES]),
+        call(saving.load_values, checkpoint_ids=ids),
     ]
     results = cluster.launch(calls, nodes=[0, 1], timeout_s=200)
-    assert results.agreed(1) == [float(index) for index in range(0, SAVES, 7)]
-    for early, late in results.of(0):
+    assert results.of(saving.load_values).agreed() == [float(index) for index in range(0, SAVES, 7)]
+    for early, late in results.of(saving.save_many):
         for who in ("rank", "agent"):
             growth = {name: late[who][name] - early[who][name] for name in late[who]}
             assert growth.pop("rss_kib") < RSS_GROWTH_KIB_MAX, (who, early, late)
@@ -65,10 +67,10 @@ def test_new_writers_readers_and_managers_leave_nothing_behind(
 ) -> None:
     """Made anew for each save and load, some of which fail: no descriptor, thread, key of c10d or memory is kept."""
     cluster, first_look = cluster_of(2, quick_exit=False), count // 3
-    cycle = call("cycles.cycle", count=count, measure_after=[first_look, count])
+    cycle = call(cycles.cycle, count=count, measure_after=[first_look, count])
     world = {"nodes": [0], "launcher": "single"} if is_alone else {"nodes": [0, 1], "ranks": 2}
-    results = cluster.launch([cycle], timeout_s=20 + 6 * count, **world)
-    for footprints in results.of(0):
+    results = cluster.run(cycle, timeout_s=20 + 6 * count, **world)
+    for footprints in results:
         check_flat(footprints)
 
 
@@ -85,10 +87,12 @@ def test_many_asynchronous_saves_leave_nothing_behind(cluster_of: ClusterOf, is_
     with tempfile.TemporaryDirectory(prefix="rckpt-test-", dir="/dev/shm") as memory:
         cluster.nodes += [Node(Path(memory) / f"memory{index}", Path(memory) / f"memory{index}") for index in range(2)]
         looks = sorted({FIRST_LOOK, *(max(FIRST_LOOK, count * tenth // 10) for tenth in range(1, 11))})
-        arguments = {"count": count, "size_bytes": ASYNC_BYTES, "measure_after": looks, "is_tiered": is_tiered}
-        results = cluster.launch([call("memory.save_many", **arguments)], nodes=[0, 1], timeout_s=60 + 5 * count)
+        save = call(
+            memory_steps.save_many, count=count, size_bytes=ASYNC_BYTES, measure_after=looks, is_tiered=is_tiered
+        )
+        results = cluster.run(save, nodes=[0, 1], timeout_s=60 + 5 * count)
         cluster.stop_agents()
-    for rank, footprints in enumerate(results.of(0)):
+    for rank, footprints in enumerate(results):
         for step, found in zip(looks, footprints, strict=True):
             told = "; ".join(f"{who} {footprint}" for who, footprint in found.items())
             print(f"rank {rank}, save {step}: {told}")  # noqa: T201 - with -s
@@ -99,40 +103,40 @@ def test_many_asynchronous_saves_leave_nothing_behind(cluster_of: ClusterOf, is_
 def test_an_agent_serves_one_world_after_another(cluster_of: ClusterOf) -> None:
     """The ranks end, their node's agent stays, and the next world uses it; each node has its own."""
     cluster = cluster_of(2, quick_exit=False)
-    first = cluster.launch([call("state.save", kinds=["plain"], checkpoint_id="step-1")], nodes=[0, 1], ranks=2)
+    first = cluster.run(call(state.save, kinds=["plain"], checkpoint_id="step-1"), nodes=[0, 1], ranks=2)
     agents = [node.agent_pid() for node in cluster.nodes]
     assert None not in agents
     assert agents[0] != agents[1]
-    second = cluster.launch([call("state.load", kinds=["plain"], checkpoint_id="step-1")], nodes=[1, 0])
+    second = cluster.run(call(state.load, kinds=["plain"], checkpoint_id="step-1"), nodes=[1, 0])
     assert [node.agent_pid() for node in cluster.nodes] == agents
-    assert second.digests(0) == first.of(0)[:2]
+    assert second.digests() == first[:2]
 
 
 def test_an_idle_agent_leaves_by_itself(cluster_of: ClusterOf, stopwatch: Stopwatch) -> None:
     """Without a client and without work an agent ends; the next save starts another, and what was saved is there."""
     cluster = cluster_of(2, environment={"REPLICATED_CKPT_AGENT_IDLE_S": "2"})
-    saved = cluster.launch([call("state.save", kinds=["plain"], checkpoint_id="step-1")], nodes=[0, 1])
+    saved = cluster.run(call(state.save, kinds=["plain"], checkpoint_id="step-1"), nodes=[0, 1])
     agents = [pid for node in cluster.nodes if (pid := node.agent_pid())]
     started = stopwatch.now()
     assert wait_until_gone(agents, timeout_s=20) == [], "idle for 20 s and still there"
     assert stopwatch.now() - started < 20
     calls = [
-        call("state.save", kinds=["plain"], checkpoint_id="step-2", seed=2),
-        call("state.load", kinds=["plain"], checkpoint_id="step-1"),
+        call(state.save, kinds=["plain"], checkpoint_id="step-2", seed=2),
+        call(state.load, kinds=["plain"], checkpoint_id="step-1"),
     ]
-    assert cluster.launch(calls, nodes=[0, 1]).digests(1) == saved.of(0)
+    assert cluster.launch(calls, nodes=[0, 1]).of(state.load).digests() == saved
 
 
 @pytest.mark.fault
 def test_an_agent_that_was_killed_is_replaced(cluster_of: ClusterOf) -> None:
     """A save after the agents of all nodes were killed starts new ones; the old endpoint files mislead nobody."""
     cluster = cluster_of(2, quick_exit=False)
-    cluster.launch([call("state.save", kinds=["plain"], checkpoint_id="step-1")], nodes=[0, 1])
+    cluster.launch([call(state.save, kinds=["plain"], checkpoint_id="step-1")], nodes=[0, 1])
     for node in cluster.nodes:
         node.kill_agent()
     calls = [
-        call("state.save", kinds=["plain"], checkpoint_id="step-2", seed=2),
-        call("state.load", kinds=["plain"], checkpoint_id="latest"),
+        call(state.save, kinds=["plain"], checkpoint_id="step-2", seed=2),
+        call(state.load, kinds=["plain"], checkpoint_id="latest"),
     ]
     results = cluster.launch(calls, nodes=[1, 0])
-    assert results.digests(1) == results.of(0)
+    assert results.of(state.load).digests() == results.of(state.save)

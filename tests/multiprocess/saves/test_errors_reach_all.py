@@ -7,6 +7,7 @@ import pytest
 from tests.harness.cluster import call
 from tests.marks import long
 from tests.multiprocess.conftest import ClusterOf
+from tests.steps import errors
 from tests.steps.errors import ERRORS, PLACES, PLANNERS
 
 pytestmark = pytest.mark.fault
@@ -59,11 +60,11 @@ def test_any_error_at_one_rank_reaches_all(cluster_of: ClusterOf, cases: list[tu
     Nothing of a save that failed is left staged on any node.
     """
     cluster = cluster_of(2, quick_exit=False)
-    calls = [call("errors.save_kept"), call("errors.breaks_in_turn", cases=cases)]
+    calls = [call(errors.save_kept), call(errors.breaks_in_turn, cases=cases)]
     results = cluster.launch(calls, nodes=[0, 1], ranks=[1, 2], timeout_s=420)
     for number, case in enumerate(cases):
         place, _, rank = case
-        for at, outcome in enumerate(outcomes[number] for outcomes in results.of(1)):
+        for at, outcome in enumerate(outcomes[number] for outcomes in results.of(errors.breaks_in_turn)):
             is_told_by_dcp = place not in BEFORE_DCP
             assert outcome["seconds"] < SOON_S, (case, at, outcome)
             assert (outcome["caught"] == "CheckpointException") == is_told_by_dcp, (case, at, outcome)
@@ -86,20 +87,20 @@ def test_any_error_at_one_rank_reaches_all(cluster_of: ClusterOf, cases: list[tu
 def test_a_killed_rank_is_missed_by_all(cluster_of: ClusterOf, place: str, rank: int) -> None:
     """SIGKILL at one rank, in any step: the others raise within seconds, not after the time-out of a collective."""
     cluster = cluster_of(2, quick_exit=False)
-    calls = [call("errors.save_kept"), call("errors.breaks", place=place, error="SIGKILL", rank=rank)]
-    attempt = cluster.attempt(calls, nodes=[0, 1], ranks=[1, 2], grace_s=2 * SOON_S)
+    killed = call(errors.breaks, place=place, error="SIGKILL", rank=rank)
+    attempt = cluster.attempt([call(errors.save_kept), killed], nodes=[0, 1], ranks=[1, 2], grace_s=2 * SOON_S)
     assert attempt.codes[rank] == -9
     for other in {0, 1, 2} - {rank}:
-        assert attempt.values[other][1:], attempt
-        assert attempt.values[other][1]["seconds"] < SOON_S, attempt
+        assert attempt.of(killed)[other]["seconds"] < SOON_S, attempt
 
 
 def test_a_killed_coordinator_is_missed_where_the_store_lives_on(cluster_of: ClusterOf) -> None:
     """The c10d store is served by a rank that takes no part: the process of the coordinator is found to be gone."""
     cluster = cluster_of(2, quick_exit=False)
-    killed = call("errors.breaks_in_group", place="load: look", error="SIGKILL", members=[1, 2], rank=1)
-    attempt = cluster.attempt([call("errors.save_kept"), killed], nodes=[0, 1], ranks=[1, 2], grace_s=2 * SOON_S)
-    found = attempt.values[2][1]
+    killed = call(errors.breaks_in_group, place="load: look", error="SIGKILL", members=[1, 2], rank=1)
+    attempt = cluster.attempt([call(errors.save_kept), killed], nodes=[0, 1], ranks=[1, 2], grace_s=2 * SOON_S)
+    found = attempt.of(killed)[2]
+    assert found is not None
     assert found["caught"] == "RankFailed", found
     assert "rank 0 has ended" in found["text"]
     assert found["seconds"] < SOON_S, found

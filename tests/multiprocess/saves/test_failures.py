@@ -7,6 +7,7 @@ import pytest
 from tests.harness.cluster import call
 from tests.marks import mark_long
 from tests.multiprocess.conftest import ClusterOf
+from tests.steps import failing, loss, state
 
 KINDS = ["plain", "own"]
 PHASES = [
@@ -27,38 +28,33 @@ def test_a_failing_rank_fails_the_save_for_all(cluster_of: ClusterOf, phase: str
     # Torch calls no writer between a planner that raises in `finish_plan` and the next save, so the next save cleans up.
     is_noticed = phase != "finish_plan"
     cluster = cluster_of(3)
-    load = call("state.load", kinds=["plain"], checkpoint_id="step-1")
-    own = call(
-        "state.load_integers", sizes={f"rank{rank}": 1000 for rank in range(3)}, checkpoint_id="step-1", kind="own"
+    save, again = (
+        call(state.save, kinds=KINDS, checkpoint_id="step-1"),
+        call(state.save, kinds=KINDS, checkpoint_id="step-2", seed=5),
     )
-    breaks = call("failing.save_breaks", kinds=KINDS, checkpoint_id="step-1", phase=phase, ranks=ranks, overwrite=True)
-    breaks_new = call("failing.save_breaks", kinds=KINDS, checkpoint_id="step-2", phase=phase, ranks=ranks)
-    again = call("state.save", kinds=KINDS, checkpoint_id="step-2", seed=5)
-    calls = [
-        call("state.save", kinds=KINDS, checkpoint_id="step-1"),
-        breaks,
-        breaks_new,
-        call("loss.staging_left", within_s=15.0 if is_noticed else 0.0),
-        load,
-        own,
-        call("state.load", kinds=["plain"], checkpoint_id="latest"),
-        again,
-        call("state.load", kinds=["plain"], checkpoint_id="step-2"),
-        call("loss.staging_left"),
-    ]
+    load, load_latest, load_again = (
+        call(state.load, kinds=["plain"], checkpoint_id=name) for name in ("step-1", "latest", "step-2")
+    )
+    own = call(
+        state.load_integers, sizes={f"rank{rank}": 1000 for rank in range(3)}, checkpoint_id="step-1", kind="own"
+    )
+    breaks = call(failing.save_breaks, kinds=KINDS, checkpoint_id="step-1", phase=phase, ranks=ranks, overwrite=True)
+    breaks_new = call(failing.save_breaks, kinds=KINDS, checkpoint_id="step-2", phase=phase, ranks=ranks)
+    left, left_at_last = call(loss.staging_left, within_s=15.0 if is_noticed else 0.0), call(loss.staging_left)
+    calls = [save, breaks, breaks_new, left, load, own, load_latest, again, load_again, left_at_last]
     results = cluster.launch(calls, nodes=[0, 1, 2])
-    for failure in [*results.of(1), *results.of(2)]:
+    for failure in [*results.of(breaks), *results.of(breaks_new)]:
         assert failure["ranks"] == ranks
         assert f"breaks in {phase}" in failure["message"]
         assert failure["seconds"] < 20
-    assert results.of(9) == [[], [], []]
+    assert results.of(left_at_last) == [[], [], []]
     if is_noticed:
-        assert results.of(3) == [[], [], []]
-    saved = {name: value for name, value in results.of(0)[0].items() if name.startswith("plain/")}
-    assert results.digests(4) == results.digests(6) == [saved] * 3
-    assert results.agreed(5) == {f"rank{rank}": rank + 1 for rank in range(3)}
-    resaved = {name: value for name, value in results.of(7)[0].items() if name.startswith("plain/")}
-    assert results.digests(8) == [resaved] * 3 != [saved] * 3
+        assert results.of(left) == [[], [], []]
+    saved = {name: value for name, value in results.of(save)[0].items() if name.startswith("plain/")}
+    assert results.of(load).digests() == results.of(load_latest).digests() == [saved] * 3
+    assert results.of(own).agreed() == {f"rank{rank}": rank + 1 for rank in range(3)}
+    resaved = {name: value for name, value in results.of(again)[0].items() if name.startswith("plain/")}
+    assert results.of(load_again).digests() == [resaved] * 3 != [saved] * 3
 
 
 @pytest.mark.fault
@@ -66,12 +62,12 @@ def test_a_failed_save_of_an_ended_trainer_is_removed_by_the_next_load(cluster_o
     """What ranks staged and left behind when they ended is no checkpoint, and the next world to look removes it."""
     cluster = cluster_of(2)
     calls = [
-        call("state.save", kinds=["plain"], checkpoint_id="step-1"),
-        call("failing.save_breaks", kinds=["plain"], checkpoint_id="step-2", phase="finish_plan", ranks=[1]),
+        call(state.save, kinds=["plain"], checkpoint_id="step-1"),
+        call(failing.save_breaks, kinds=["plain"], checkpoint_id="step-2", phase="finish_plan", ranks=[1]),
     ]
     saved = cluster.launch(calls, nodes=[0, 1])
     time.sleep(STAGING_GRACE_S)
-    calls = [call("state.load", kinds=["plain"], checkpoint_id="latest"), call("loss.staging_left")]
-    loaded = cluster.launch(calls, nodes=[0, 1])
-    assert loaded.digests(0) == saved.of(0)
-    assert loaded.of(1) == [[], []]
+    load, left = call(state.load, kinds=["plain"], checkpoint_id="latest"), call(loss.staging_left)
+    loaded = cluster.launch([load, left], nodes=[0, 1])
+    assert loaded.of(load).digests() == saved.of(state.save)
+    assert loaded.of(left) == [[], []]

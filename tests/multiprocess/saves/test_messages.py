@@ -4,6 +4,7 @@ from collections import Counter
 
 from tests.harness.cluster import call
 from tests.multiprocess.conftest import ClusterOf
+from tests.steps import planning, saving, sharing, state
 
 
 def test_an_undisturbed_save_says_no_more_than_it_has_to(cluster_of: ClusterOf) -> None:
@@ -13,11 +14,11 @@ def test_an_undisturbed_save_says_no_more_than_it_has_to(cluster_of: ClusterOf) 
     """
     cluster = cluster_of(3)
     calls = [
-        call("saving.count_messages", kinds=["plain"], checkpoint_id="step-{}", times=3),
-        call("state.load", kinds=["plain"], checkpoint_id="step-2"),
+        call(saving.count_messages, kinds=["plain"], checkpoint_id="step-{}", times=3),
+        call(state.load, kinds=["plain"], checkpoint_id="step-2"),
     ]
     results = cluster.launch(calls, nodes=[0, 1, 2])
-    counted = sum((Counter(found) for found in results.of(0)), Counter[str]())
+    counted = sum((Counter(found) for found in results.of(saving.count_messages)), Counter[str]())
     assert counted == {
         "GET /v1/status?brief=1": 3,
         "GET /v1/status?brief=1&opening=1": 3,
@@ -29,7 +30,8 @@ def test_an_undisturbed_save_says_no_more_than_it_has_to(cluster_of: ClusterOf) 
         "PUT /v1/saves/SAVE/.manifest.json": 2,
         "POST /v1/saves/SAVE/commit": 3,
     }
-    assert results.digests(1)[0] == results.digests(1)[1] == results.digests(1)[2]
+    first, second, third = results.of(state.load).digests()
+    assert first == second == third
 
 
 def test_a_repeated_save_gathers_and_sends_next_to_nothing(cluster_of: ClusterOf) -> None:
@@ -38,7 +40,7 @@ def test_a_repeated_save_gathers_and_sends_next_to_nothing(cluster_of: ClusterOf
     What `dcp.save` returns is the whole metadata on every rank all the same, and what a stranger's reader finds is right.
     """
     cluster = cluster_of(2)
-    counted = cluster.launch([call("planning.count_exchanged", times=4, items=1000)], nodes=[0, 1]).of(0)
+    counted = cluster.run(call(planning.count_exchanged, times=4, items=1000), nodes=[0, 1])
     for rank in counted:
         assert len({tuple(save["calls"]) for save in rank["saves"]}) == 1
         assert rank["saves"][0]["sent"] > 10_000
@@ -52,7 +54,7 @@ def test_a_repeated_save_gathers_and_sends_next_to_nothing(cluster_of: ClusterOf
 def test_a_node_with_damaged_metadata_is_sent_it(cluster_of: ClusterOf) -> None:
     """A node whose copy of the last `.metadata` is damaged gets the bytes; the save holds on every node."""
     cluster = cluster_of(2)
-    counted = cluster.launch([call("planning.save_with_metadata_damaged", kinds=["plain"])], nodes=[0, 1]).of(0)[0]
+    counted = cluster.run(call(planning.save_with_metadata_damaged, kinds=["plain"]), nodes=[0, 1])[0]
     assert counted == {"damaged": [1, 1], "intact": [1, 0]}
     for name in ("step-damaged", "step-intact"):
         assert len({(node.root / name / ".metadata").read_bytes() for node in cluster.nodes}) == 1
@@ -62,19 +64,19 @@ def test_a_load_reads_its_metadata_once(cluster_of: ClusterOf) -> None:
     """Every rank, the coordinator among them, opens `.metadata` once in a load, by its id and by "latest"."""
     cluster = cluster_of(2)
     calls = [
-        call("state.save", kinds=["plain"], checkpoint_id="step-1"),
-        call("planning.count_metadata_opened", kinds=["plain"], checkpoint_ids=["step-1", "latest"]),
+        call(state.save, kinds=["plain"], checkpoint_id="step-1"),
+        call(planning.count_metadata_opened, kinds=["plain"], checkpoint_ids=["step-1", "latest"]),
     ]
-    assert cluster.launch(calls, nodes=[0, 0, 1]).of(1) == [[1, 1]] * 3
+    assert cluster.launch(calls, nodes=[0, 0, 1]).of(planning.count_metadata_opened) == [[1, 1]] * 3
 
 
 def test_nodes_that_stay_are_told_once(cluster_of: ClusterOf) -> None:
     """In a job whose decisions are large: once more only after a rank has lost them. Every checkpoint loads."""
-    calls = [
-        call("sharing.save_as_in_a_large_job", kinds=["plain"], times=5, forgets_at=3),
-        *(call("state.load", kinds=["plain"], checkpoint_id=f"step-{number}") for number in range(5)),
-    ]
-    results = cluster_of(2).launch(calls, nodes=[0, 0, 1])
-    for sizes in results.of(0)[1:]:
+    save = call(sharing.save_as_in_a_large_job, kinds=["plain"], times=5, forgets_at=3)
+    loads = [call(state.load, kinds=["plain"], checkpoint_id=f"step-{number}") for number in range(5)]
+    results = cluster_of(2).launch([save, *loads], nodes=[0, 0, 1])
+    for sizes in results.of(save)[1:]:
         assert [size * 3 < sizes[0] * 2 for size in sizes] == [False, True, True, False, True]
-    assert all(results.digests(step)[0] == results.digests(step)[2] for step in range(1, 6))
+    for load in loads:
+        first, _, third = results.of(load).digests()
+        assert first == third

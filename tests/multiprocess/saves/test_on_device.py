@@ -7,6 +7,7 @@ import pytest
 from tests.fault.killed.test_submitted_saves import await_all
 from tests.harness.cluster import call
 from tests.multiprocess.conftest import ClusterOf
+from tests.steps import on_device
 
 COMMITTED_WITHIN_S = 60.0
 WAYS = ["sync", "async", "overlapped", "overlapped"]
@@ -16,10 +17,11 @@ ON_GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 @pytest.mark.parametrize("device", ["cpu", ON_GPU])
 def test_a_state_is_saved_as_it_was(cluster_of: ClusterOf, device: str) -> None:
     """Although it changes as soon as it may, which is before a GPU has copied it in an overlapped save."""
-    loads = [call("on_device.load", seed=seed, device=device) for seed, _ in enumerate(WAYS)]
-    results = cluster_of(2).launch([call("on_device.save", ways=WAYS, device=device), *loads], nodes=[0, 1])
-    for rank, saved in enumerate(results.of(0)):
-        assert [results.of(1 + seed)[rank] for seed, _ in enumerate(WAYS)] == saved
+    loads = [call(on_device.load, seed=seed, device=device) for seed, _ in enumerate(WAYS)]
+    save = call(on_device.save, ways=WAYS, device=device)
+    results = cluster_of(2).launch([save, *loads], nodes=[0, 1])
+    for rank, saved in enumerate(results.of(save)):
+        assert [results.of(load)[rank] for load in loads] == saved
 
 
 @pytest.mark.fault
@@ -27,10 +29,10 @@ def test_a_state_is_saved_as_it_was(cluster_of: ClusterOf, device: str) -> None:
 def test_trainers_that_are_killed_lose_nothing_that_was_staged(cluster_of: ClusterOf, device: str) -> None:
     """The agents have the memory that the GPU has copied to."""
     cluster = cluster_of(2)
-    attempt = cluster.attempt([call("on_device.save_and_die", device=device)], nodes=[0, 1], grace_s=0.0)
+    attempt = cluster.attempt([call(on_device.save_and_die, device=device)], nodes=[0, 1], grace_s=0.0)
     assert -signal.SIGKILL in attempt.codes, attempt
     await_all(cluster, lambda node: "step-0" in node.checkpoints(), COMMITTED_WITHIN_S)
     results = cluster.launch(
-        [call("on_device.load", seed=0, device=device), call("on_device.wanted", seed=0, device=device)], nodes=[0, 1]
+        [call(on_device.load, seed=0, device=device), call(on_device.wanted, seed=0, device=device)], nodes=[0, 1]
     )
-    assert results.of(0) == results.of(1)
+    assert results.of(on_device.load) == results.of(on_device.wanted)

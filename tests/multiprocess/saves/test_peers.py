@@ -1,6 +1,7 @@
 """Copies on peers: made when promised, on another node when a peer fails, and said to be missing when there is none."""
 
 import os
+from typing import Any
 
 import pytest
 
@@ -9,6 +10,7 @@ from tests.damage import flip
 from tests.harness.cluster import Call, call
 from tests.marks import mark_long
 from tests.multiprocess.conftest import ClusterOf
+from tests.steps import loss, peers
 
 COUNT = 24  # MiB for each rank: several buffers
 
@@ -17,8 +19,8 @@ def shards(ranks: int) -> list[str]:
     return [f"__{rank}_0.distcp" for rank in range(ranks)]
 
 
-def load(checkpoint_id: str, ranks: int) -> Call:
-    return call("peers.load_pieces", checkpoint_id=checkpoint_id, count=COUNT, ranks=ranks)
+def load(checkpoint_id: str, ranks: int) -> Call[Any]:
+    return call(peers.load_pieces, checkpoint_id=checkpoint_id, count=COUNT, ranks=ranks)
 
 
 @pytest.mark.parametrize("ack", mark_long(["local", "peer-memory"], keep=["local"]))
@@ -26,12 +28,12 @@ def test_copies_follow_a_save_that_did_not_wait_for_them(cluster_of: ClusterOf, 
     """With ack="local" the buddies fetch their copies after the commit; then a lost node costs nothing."""
     cluster = cluster_of(2)
     calls = [
-        call("peers.save_pieces", checkpoint_id="step-1", count=COUNT, ack=ack),
-        call("peers.copies_made", checkpoint_id="step-1", names=shards(2), copies=2, within_s=20.0),
+        call(peers.save_pieces, checkpoint_id="step-1", count=COUNT, ack=ack),
+        call(peers.copies_made, checkpoint_id="step-1", names=shards(2), copies=2, within_s=20.0),
     ]
-    assert cluster.launch(calls, nodes=[0, 1]).of(1) == [2, 2]
+    assert cluster.launch(calls, nodes=[0, 1]).of(peers.copies_made) == [2, 2]
     cluster.nodes[0].lose()
-    (found,) = cluster.launch([load("step-1", 2)], nodes=[1]).of(0)
+    (found,) = cluster.run(load("step-1", 2), nodes=[1])
     assert found["same"]
     assert found["report"]["bytes_peer"] == 0
     assert found["report"]["bad_copies"] == []
@@ -45,7 +47,7 @@ def test_a_damaged_copy_is_passed_over_for_a_peers(cluster_of: ClusterOf, damage
     The agent sees by itself that a file is short or gone, and may have mended it before the load.
     """
     cluster = cluster_of(2)
-    cluster.launch([call("peers.save_pieces", checkpoint_id="step-1", count=COUNT)], nodes=[0, 1])
+    cluster.launch([call(peers.save_pieces, checkpoint_id="step-1", count=COUNT)], nodes=[0, 1])
     path = cluster.nodes[0].disk / "step-1" / "__0_0.distcp"
     saved = path.read_bytes()
     if damage == "flip":
@@ -54,8 +56,8 @@ def test_a_damaged_copy_is_passed_over_for_a_peers(cluster_of: ClusterOf, damage
         os.truncate(path, len(saved) - 1)
     else:
         path.unlink()
-    results = cluster.launch([load("step-1", 2)], nodes=[0, 1])
-    here, there = results.of(0)
+    results = cluster.run(load("step-1", 2), nodes=[0, 1])
+    here, there = results
     assert here["same"]
     assert there["same"]
     is_mended = damage != "flip" and path.exists() and path.read_bytes() == saved
@@ -70,19 +72,21 @@ def test_another_node_takes_the_copy_of_a_killed_agent(cluster_of: ClusterOf) ->
     """An agent that is killed in the middle of a transfer costs seconds: the copies are made, and any node can be lost."""
     cluster = cluster_of(3)
     calls = [
-        call("peers.save_while_an_agent_fails", checkpoint_id="step-1", victim=1, how="SIGKILL", count=COUNT),
+        call(peers.save_while_an_agent_fails, checkpoint_id="step-1", victim=1, how="SIGKILL", count=COUNT),
         load("latest", 3),
-        call("peers.copies_made", checkpoint_id="step-1", names=shards(3), copies=2, within_s=20.0),
-        call("loss.staging_left", within_s=10.0),
+        call(peers.copies_made, checkpoint_id="step-1", names=shards(3), copies=2, within_s=20.0),
+        call(loss.staging_left, within_s=10.0),
     ]
     results = cluster.launch(calls, nodes=[0, 1, 2])
-    assert all(outcome["seconds"] < 30 and "report" in outcome for outcome in results.of(0))
-    assert all(outcome["report"]["copies_made"] == 2 for outcome in results.of(0))
-    assert all(found["same"] for found in results.of(1))
-    assert results.of(2) == [2, 2, 2]
-    assert results.of(3) == [[], [], []]
+    assert all(
+        outcome["seconds"] < 30 and "report" in outcome for outcome in results.of(peers.save_while_an_agent_fails)
+    )
+    assert all(outcome["report"]["copies_made"] == 2 for outcome in results.of(peers.save_while_an_agent_fails))
+    assert all(found["same"] for found in results.of(peers.load_pieces))
+    assert results.of(peers.copies_made) == [2, 2, 2]
+    assert results.of(loss.staging_left) == [[], [], []]
     cluster.nodes[0].lose()
-    assert all(found["same"] for found in cluster.launch([load("step-1", 3)], nodes=[0, 1, 2]).of(0))
+    assert all(found["same"] for found in cluster.run(load("step-1", 3), nodes=[0, 1, 2]))
 
 
 @pytest.mark.fault
@@ -93,18 +97,18 @@ def test_a_stopped_agent_degrades_the_save_and_catches_up(cluster_of: ClusterOf)
     """
     cluster = cluster_of(2)
     calls = [
-        call("peers.save_while_an_agent_fails", checkpoint_id="step-1", victim=1, how="SIGSTOP", count=COUNT),
-        call("peers.let_go_on", victim=1),
+        call(peers.save_while_an_agent_fails, checkpoint_id="step-1", victim=1, how="SIGSTOP", count=COUNT),
+        call(peers.let_go_on, victim=1),
         load("latest", 2),
-        call("peers.copies_made", checkpoint_id="step-1", names=shards(2), copies=2, within_s=30.0),
+        call(peers.copies_made, checkpoint_id="step-1", names=shards(2), copies=2, within_s=30.0),
     ]
     results = cluster.launch(calls, nodes=[0, 1])
-    outcomes = results.of(0)
+    outcomes = results.of(peers.save_while_an_agent_fails)
     assert all(outcome["seconds"] < 60 and "report" in outcome for outcome in outcomes)
     assert outcomes[0]["report"]["copies_made"] == 1
     assert any("__0_0.distcp" in text for text in results.all_warnings)
-    assert all(found["same"] for found in results.of(2))
-    assert results.of(3) == [2, 2]
+    assert all(found["same"] for found in results.of(peers.load_pieces))
+    assert results.of(peers.copies_made) == [2, 2]
 
 
 @pytest.mark.fault
@@ -112,32 +116,36 @@ def test_a_missing_copy_fails_the_save_if_asked_to(cluster_of: ClusterOf) -> Non
     """With on_degraded="raise" every rank learns that copies are missing, and the checkpoint before it still loads."""
     cluster = cluster_of(2)
     calls = [
-        call("peers.save_pieces", checkpoint_id="step-1", count=COUNT),
+        call(peers.save_pieces, checkpoint_id="step-1", count=COUNT),
         call(
-            "peers.save_while_an_agent_fails",
+            peers.save_while_an_agent_fails,
             checkpoint_id="step-2", victim=1, how="SIGSTOP", count=COUNT, on_degraded="raise",
         ),
-        call("peers.let_go_on", victim=1),
+        call(peers.let_go_on, victim=1),
         load("latest", 2),
     ]  # fmt: skip
     results = cluster.launch(calls, nodes=[0, 1])
-    for outcome in results.of(1):
+    for outcome in results.of(peers.save_while_an_agent_fails):
         assert 0 in outcome["ranks"]
         assert "AckNotReached" in outcome["types"]
         assert "__0_0.distcp" in outcome["message"]
-    assert all(found["same"] and found["report"]["checkpoint_id"] == "step-1" for found in results.of(3))
+    assert all(
+        found["same"] and found["report"]["checkpoint_id"] == "step-1" for found in results.of(peers.load_pieces)
+    )
 
 
 @pytest.mark.fault
 def test_agents_told_to_stop_open_the_save_that_their_ranks_have_begun(cluster_of: ClusterOf) -> None:
     """SIGTERM to all of them once the ranks have presented the nodes: the save has its copies, and they leave after it."""
     cluster = cluster_of(2)
-    calls = [call("peers.save_pieces_told_to_stop", checkpoint_id="step-1", count=COUNT), load("latest", 2)]
+    calls = [call(peers.save_pieces_told_to_stop, checkpoint_id="step-1", count=COUNT), load("latest", 2)]
     results = cluster.launch(calls, nodes=[0, 1])
-    assert [report["copies_made"] for report in results.of(0)] == [2, 2]
-    assert all(found["same"] and found["report"]["checkpoint_id"] == "step-1" for found in results.of(1))
+    assert [report["copies_made"] for report in results.of(peers.save_pieces_told_to_stop)] == [2, 2]
+    assert all(
+        found["same"] and found["report"]["checkpoint_id"] == "step-1" for found in results.of(peers.load_pieces)
+    )
     logs = [node.root / ".agent" / "log" for node in cluster.nodes]
     wait_for(lambda: all("stopped serving" in log.read_text() for log in logs), 60.0, "the agents leave")
     cluster.nodes[0].lose()
-    (found,) = cluster.launch([load("step-1", 2)], nodes=[1]).of(0)
+    (found,) = cluster.run(load("step-1", 2), nodes=[1])
     assert found["same"]

@@ -8,6 +8,7 @@ from tests.harness.cluster import call
 from tests.harness.launch import Attempt
 from tests.marks import long
 from tests.multiprocess.conftest import ClusterOf
+from tests.steps import missing
 from tests.steps.errors import PLACES
 
 pytestmark = pytest.mark.fault
@@ -27,10 +28,11 @@ ALL = [(place, rank) for place in PLACES for rank in ([0] if place in BY_COORDIN
 def what_the_others_learn(attempt: Attempt, killed: int) -> list[dict[str, Any]]:
     """What each rank that lives on has found: typed, and soon."""
     assert attempt.codes[killed] == -9
-    learned = []
+    learned, found_by_rank = [], attempt.of(missing.breaks_among_many)
     for other in set(MEMBERS) - {killed}:
-        assert attempt.values[other], attempt.failures[other]
-        (found,) = attempt.values[other]
+        assert other in found_by_rank, attempt.failures[other]
+        found = found_by_rank[other]
+        assert found is not None
         assert found["seconds"] < SOON_S, found
         assert set(found["told"].values()) == {"RankFailed"}, found
         learned.append(found)
@@ -43,7 +45,7 @@ def what_the_others_learn(attempt: Attempt, killed: int) -> list[dict[str, Any]]
 def test_a_rank_that_is_killed_is_missed_by_each_of_many(cluster_of: ClusterOf, place: str, rank: int) -> None:
     """Also by those that gloo does not tell, as their neighbours live on: typed, with its number, and soon."""
     cluster, killed = cluster_of(2), MEMBERS[rank]
-    step = call("missing.breaks_among_many", place=place, error="SIGKILL", rank=killed, members=MEMBERS)
+    step = call(missing.breaks_among_many, place=place, error="SIGKILL", rank=killed, members=MEMBERS)
     for found in what_the_others_learn(cluster.attempt([step], nodes=[0, 1], ranks=[3, 2], grace_s=6 * SOON_S), killed):
         assert f"rank {rank} has ended" in found["text"], found
         if rank != 0:  # else agents remove what is staged, a minute later
@@ -53,8 +55,8 @@ def test_a_rank_that_is_killed_is_missed_by_each_of_many(cluster_of: ClusterOf, 
 def test_a_rank_alone_on_its_host_is_missed_by_all(cluster_of: ClusterOf) -> None:
     """No rank sees its process: its neighbours in the collective learn of it, as their connections to it are closed."""
     cluster, killed = cluster_of(2), 3
-    arguments = {"place": "save: write", "error": "SIGKILL", "rank": killed, "members": MEMBERS, "are_seen": False}
-    step = call("missing.breaks_among_many", **arguments)
+    where = "save: write"
+    step = call(missing.breaks_among_many, place=where, error="SIGKILL", rank=killed, members=MEMBERS, are_seen=False)
     what_the_others_learn(cluster.attempt([step], nodes=[0, 1], ranks=[3, 2], grace_s=6 * SOON_S), killed)
 
 
@@ -64,8 +66,8 @@ def test_a_rank_that_is_interrupted_while_it_waits_is_missed_by_all(cluster_of: 
     The group is out of step: the next save in it says so on every rank, at once.
     """
     ranks = 4
-    results = cluster_of(2).launch([call("missing.interrupted_while_it_waits", slow=3)], nodes=[0, 1], ranks=2)
-    for rank, (interrupted, again, saved) in enumerate(results.of(0)):
+    results = cluster_of(2).run(call(missing.interrupted_while_it_waits, slow=3), nodes=[0, 1], ranks=2)
+    for rank, (interrupted, again, saved) in enumerate(results):
         for found in (interrupted, again):
             assert found["seconds"] < SOON_S, found
         if rank == 0:
@@ -81,8 +83,8 @@ def test_a_rank_that_is_interrupted_while_it_waits_is_missed_by_all(cluster_of: 
 def test_a_rank_that_is_stopped_is_named(cluster_of: ClusterOf) -> None:
     """Once the time-out of the group is over: by all ranks, with its process, and not the ranks that have failed since."""
     stopped = 1
-    results = cluster_of(1).launch([call("missing.stops_among_many", stopped=stopped)], nodes=[0], ranks=3)
-    for found in results.of(0):
+    results = cluster_of(1).run(call(missing.stops_among_many, stopped=stopped), nodes=[0], ranks=3)
+    for found in results:
         if found:
             assert found["types"] == ["RankFailed"], found
             assert found["message"].startswith(f"Rank {stopped} is stopped, as process {found['pid']}."), found
@@ -93,8 +95,8 @@ def test_ranks_that_call_torchs_collectives_take_part(cluster_of: ClusterOf) -> 
     """What goes over the wire is the same, so that a rank that fails before the first hook of ours keeps none waiting."""
     ranks = 4
     lengths = [10 ** (rank + 1) for rank in range(ranks)]
-    results = cluster_of(1).launch([call("missing.take_turns_with_torch")], nodes=[0], ranks=ranks)
-    for rank, turns in enumerate(results.of(0)):
+    results = cluster_of(1).run(call(missing.take_turns_with_torch), nodes=[0], ranks=ranks)
+    for rank, turns in enumerate(results):
         given = {"scattered": [f"{rank}" * 3**rank], "everywhere": lengths, "told": lengths[0], "is_all_gathered": True}
         assert turns == [given] * ranks
 
@@ -105,9 +107,9 @@ LATE = [("save", 0), ("load", 2), ("manager", 1)]
 def test_a_rank_that_does_not_come_is_named(cluster_of: ClusterOf) -> None:
     """Whatever the ranks wait in: after half a minute one of them names, once, those that take no part."""
     cluster = cluster_of(2)
-    calls = [call("missing.waits_for_late", verb=verb, late=late) for verb, late in LATE]
-    results = cluster.launch(calls, nodes=[0, 1], ranks=[1, 2])
-    for number, (verb, late) in enumerate(LATE):
-        said = [line for lines in results.of(number) for line in lines]
+    waits = [call(missing.waits_for_late, verb=verb, late=late) for verb, late in LATE]
+    results = cluster.launch(waits, nodes=[0, 1], ranks=[1, 2])
+    for wait, (verb, late) in zip(waits, LATE, strict=True):
+        said = [line for lines in results.of(wait) for line in lines]
         assert len(said) == 1, (verb, late, said)
         assert said[0].endswith(f" for ranks {late}, which are busy or have not made this call"), (verb, late, said)

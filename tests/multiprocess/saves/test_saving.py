@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from typing import Any
 
 import pytest
 import torch
@@ -14,87 +15,93 @@ from tests.agent.agents import wait_for
 from tests.harness.cluster import Call, call
 from tests.marks import mark_long
 from tests.multiprocess.conftest import ClusterOf
+from tests.steps import loss, planning, saving, state
 
 KINDS = ["plain", "meshes"]
 NEEDS_RANK_0 = torch.__version__ < TorchVersion("2.8")
 """DCP takes the coordinator's rank in a group for one of the world, whatever the storage."""
 
 
-def save(checkpoint_id: str, seed: int = 0, **writer: object) -> Call:
-    return call("state.save", kinds=KINDS, checkpoint_id=checkpoint_id, seed=seed, **writer)
+def save(checkpoint_id: str, seed: int = 0, **writer: object) -> Call[Any]:
+    return call(state.save, kinds=KINDS, checkpoint_id=checkpoint_id, seed=seed, **writer)
 
 
-def load(checkpoint_id: str) -> Call:
-    return call("state.load", kinds=KINDS, checkpoint_id=checkpoint_id)
+def load(checkpoint_id: str) -> Call[Any]:
+    return call(state.load, kinds=KINDS, checkpoint_id=checkpoint_id)
 
 
 def test_cached_plans_do_not_carry_one_save_into_the_next(cluster_of: ClusterOf) -> None:
     """With plan caching three saves of changing values are three checkpoints, each with its own values."""
     ids = ["step-1", "step-2", "step-3"]
-    calls = [call("saving.save_with_cached_plans", kinds=KINDS, checkpoint_ids=ids), *map(load, ids), load("latest")]
-    results = cluster_of(2).launch(calls, nodes=[0, 1])
-    saved = results.agreed(0)
+    save, loads = call(saving.save_with_cached_plans, kinds=KINDS, checkpoint_ids=ids), [load(name) for name in ids]
+    latest = load("latest")
+    results = cluster_of(2).launch([save, *loads, latest], nodes=[0, 1])
+    saved = results.of(save).agreed()
     assert len({str(digests) for digests in saved}) == 3
-    assert [results.digests(step)[0] for step in (1, 2, 3, 4)] == [*saved, saved[2]]
-    assert all(results.digests(step)[0] == results.digests(step)[1] for step in (1, 2, 3, 4))
+    assert [results.of(load).digests().agreed() for load in loads] == saved
+    assert results.of(latest).digests().agreed() == saved[2]
 
 
 @pytest.mark.long
 def test_one_planner_serves_saves_of_any_states(cluster_of: ClusterOf) -> None:
     """CachedSavePlanner: alike, changed, broken off or refused in between, each save is of its own values, and loads."""
     saves = [["fsdp2", "plain"], ["fsdp2", "plain"], ["plain"], ["fsdp2", "plain"], ["fsdp2", "plain"], ["fsdp2"]]
-    calls = [call("planning.save_again_and_again", saves=saves, breaks_at=3, forgets_at=4)]
-    calls += [call("state.load", kinds=kinds, checkpoint_id=f"step-{index}") for index, kinds in enumerate(saves)]
-    results = cluster_of(2).launch(calls, nodes=[0, 1])
-    for each in results.of(0):
+    save = call(planning.save_again_and_again, saves=saves, breaks_at=3, forgets_at=4)
+    load_by_id = {
+        f"step-{n}": call(state.load, kinds=kinds, checkpoint_id=f"step-{n}") for n, kinds in enumerate(saves)
+    }
+    results = cluster_of(2).launch([save, *load_by_id.values()], nodes=[0, 1])
+    for each in results.of(save):
         assert [(error["save"], error["types"]) for error in each["raised"]] == [
             (3, ["RuntimeError"]),
             (4, ["PlansUnknown"]),
         ]
-    for index in range(len(saves)):
-        assert results.digests(index + 1) == [each["digests"][f"step-{index}"] for each in results.of(0)]
+    for name, load in load_by_id.items():
+        assert results.of(load).digests() == [each["digests"][name] for each in results.of(save)]
 
 
 def test_every_shard_is_on_two_nodes_and_every_node_has_the_metadata(cluster_of: ClusterOf) -> None:
     """Three nodes, two copies: each shard lies in two stores, metadata and manifest in all, and nothing in staging."""
     cluster = cluster_of(3)
-    results = cluster.launch([save("step-1"), call("state.save_report"), load("step-1")], nodes=[0, 1, 2])
+    results = cluster.launch([save("step-1"), call(state.save_report), load("step-1")], nodes=[0, 1, 2])
     held = [cluster.nodes[node].files("step-1") for node in range(3)]
     assert all({".metadata", ".manifest.json"} <= files for files in held)
-    for rank, report in enumerate(results.of(1)):
+    for rank, report in enumerate(results.of(state.save_report)):
         assert report["shards"] == [f"__{rank}_0.distcp"]
         assert (report["copies_wanted"], report["copies_made"]) == (2, 2)
         assert report["bytes_replicated"] == report["bytes_written"] > 0
         assert sum(f"__{rank}_0.distcp" in files for files in held) == 2
     assert [node.staging() for node in cluster.nodes] == [[], [], []]
-    assert results.digests(2) == results.of(0)
+    assert results.of(state.load).digests() == results.of(state.save)
     assert results.all_warnings == []
 
 
 def test_an_existing_checkpoint_is_replaced_unless_that_is_refused(cluster_of: ClusterOf) -> None:
     """overwrite=False: a second save to an id fails on every rank and changes nothing. By default it replaces the first."""
-    again = call("state.save_fails", kinds=KINDS, checkpoint_id="step-1", seed=1, overwrite=False)
-    calls = [save("step-1", seed=0), again, load("step-1"), save("step-1", seed=2), load("step-1")]
+    first, second = save("step-1", seed=0), save("step-1", seed=2)
+    refused = call(state.save_fails, kinds=KINDS, checkpoint_id="step-1", seed=1, overwrite=False)
+    load_first, load_second = load("step-1"), load("step-1")
     cluster = cluster_of(2)
-    results = cluster.launch(calls, nodes=[0, 1])
-    assert [failure["types"] for failure in results.of(1)] == [["CheckpointExists"]] * 2
-    assert results.digests(2) == results.of(0)
-    assert results.digests(4) == results.of(3) != results.of(0)
+    results = cluster.launch([first, refused, load_first, second, load_second], nodes=[0, 1])
+    assert [failure["types"] for failure in results.of(refused)] == [["CheckpointExists"]] * 2
+    assert results.of(load_first).digests() == results.of(first)
+    assert results.of(load_second).digests() == results.of(second) != results.of(first)
     assert [node.staging() for node in cluster.nodes] == [[], []]
-    assert cluster.launch([load("step-1")], nodes=[1]).digests(0) == results.of(3)[:1]
+    assert cluster.run(load("step-1"), nodes=[1]).digests() == results.of(second)[:1]
 
 
 def test_old_checkpoints_are_retired_on_every_node(cluster_of: ClusterOf) -> None:
     """The newest two stay; a node that is lost and replaced loads the latest, and nothing old comes back to it."""
     ids = [f"step-{number}" for number in range(1, 6)]
     cluster = cluster_of(2)
-    keep = call("saving.save_keeping", kinds=KINDS, checkpoint_ids=ids, keep_last=2)
+    keep = call(saving.save_keeping, kinds=KINDS, checkpoint_ids=ids, keep_last=2)
     results = cluster.launch([keep], nodes=[0, 1])
     wait_for(lambda: all(node.checkpoints() == {"step-4", "step-5"} for node in cluster.nodes), 30, "two on each node")
     cluster.nodes[1].lose()
-    after = cluster.launch([load("latest"), load("step-4")], nodes=[0, 1])
-    assert after.digests(0) == [saved[4] for saved in results.of(0)]
-    assert after.digests(1) == [saved[3] for saved in results.of(0)]
+    latest, older = load("latest"), load("step-4")
+    after = cluster.launch([latest, older], nodes=[0, 1])
+    assert after.of(latest).digests() == [saved[4] for saved in results.of(keep)]
+    assert after.of(older).digests() == [saved[3] for saved in results.of(keep)]
     wait_for(lambda: all(node.checkpoints() == {"step-4", "step-5"} for node in cluster.nodes), 30, "the same again")
     assert results.all_warnings == []
 
@@ -103,12 +110,14 @@ def test_names_of_any_kind_work_on_all_nodes(cluster_of: ClusterOf, capsys: pyte
     """Spaces, letters of any script and `# ' ( &`: saved, copied, listed, verified, retired, and loaded from a peer."""
     ids = [f"läufe #1, it's (step {number}) & 実験" for number in range(1, 5)]
     cluster = cluster_of(2)
-    results = cluster.launch([call("saving.save_keeping", kinds=KINDS, checkpoint_ids=ids, keep_last=2)], nodes=[0, 1])
+    results = cluster.launch([call(saving.save_keeping, kinds=KINDS, checkpoint_ids=ids, keep_last=2)], nodes=[0, 1])
     wait_for(lambda: all(node.checkpoints() == set(ids[2:]) for node in cluster.nodes), 30, "two on each node")
     cluster.nodes[1].lose()
-    after = cluster.launch([load(ids[3]), load("latest"), load(ids[2])], nodes=[0, 1])
-    saved = [digests[2:] for digests in results.of(0)]
-    assert [after.digests(step) for step in (0, 1, 2)] == [[one[place] for one in saved] for place in (1, 1, 0)]
+    newest, latest, older = load(ids[3]), load("latest"), load(ids[2])
+    after = cluster.launch([newest, latest, older], nodes=[0, 1])
+    saved = results.of(saving.save_keeping)
+    assert after.of(newest).digests() == after.of(latest).digests() == [digests[3] for digests in saved]
+    assert after.of(older).digests() == [digests[2] for digests in saved]
     wait_for(lambda: cluster.nodes[1].checkpoints() == set(ids[2:]), 30, "both on the new node")
     root = str(cluster.nodes[0].root)
     assert main(["ls", "--root", root]) == 0
@@ -145,10 +154,11 @@ def test_a_directory_that_is_there_on_some_nodes_is_saved_into(cluster_of: Clust
         folder.mkdir(parents=True)
         (folder / "vocab.txt").write_text(checkpoint_id)
     ids = ["step-1", "step-2", "step-3"]
-    cluster.launch([call("saving.save_keeping", kinds=KINDS, checkpoint_ids=ids, keep_last=1)], nodes=[0, 1])
+    cluster.launch([call(saving.save_keeping, kinds=KINDS, checkpoint_ids=ids, keep_last=1)], nodes=[0, 1])
     wait_for(lambda: all(node.checkpoints() == {"step-3"} for node in cluster.nodes), 30, "one on each node")
-    again = cluster.launch([save("step-3", seed=7), load("step-3"), save("step-3", seed=7)], nodes=[0, 1])
-    assert again.digests(1) == again.of(0)
+    replacing = save("step-3", seed=7)
+    again = cluster.launch([replacing, load("step-3"), save("step-3", seed=7)], nodes=[0, 1])
+    assert again.of(state.load).digests() == again.of(replacing)
     (told,) = again.all_warnings  # this job has neither loaded nor saved that run before
     assert "this save replaces the checkpoint 'step-3' of run" in told
     assert not (cluster.nodes[0].root / "step-1").exists()
@@ -160,9 +170,9 @@ def test_a_directory_that_is_there_on_some_nodes_is_saved_into(cluster_of: Clust
 def test_every_rank_of_a_manager_sees_the_same_steps(cluster_of: ClusterOf) -> None:
     """Steps, notes and the best one: alike on all ranks and from a blank node; rank 1's metrics count nowhere."""
     cluster = cluster_of(2)
-    (saved,) = {str(found) for found in cluster.launch([call("saving.manage_steps", steps=3)], nodes=[0, 1]).of(0)}
+    (saved,) = {str(found) for found in cluster.run(call(saving.manage_steps, steps=3), nodes=[0, 1])}
     cluster.nodes[0].lose()
-    (found,) = {str(found) for found in cluster.launch([call("saving.manage_steps", steps=0)], nodes=[0, 1]).of(0)}
+    (found,) = {str(found) for found in cluster.run(call(saving.manage_steps, steps=0), nodes=[0, 1])}
     assert (
         found == saved == str({"latest": 3, "all": [1, 2, 3], "best": 2, "losses": [0.5, 0.25, 0.75], "restored": 2.0})
     )
@@ -170,7 +180,7 @@ def test_every_rank_of_a_manager_sees_the_same_steps(cluster_of: ClusterOf) -> N
 
 def test_an_unexpected_error_reaches_all_that_agree(cluster_of: ClusterOf) -> None:
     """As when a step is deleted: a rank that fails in its own way raises that, and no other waits for it."""
-    other, own = cluster_of(2).launch([call("saving.agree_where_one_breaks")], nodes=[0, 1]).of(0)
+    other, own = cluster_of(2).run(call(saving.agree_where_one_breaks), nodes=[0, 1])
     assert other.startswith("RankFailed: Rank 1 failed with OSError: it breaks on purpose.")
     assert own == "OSError: it breaks on purpose"
 
@@ -181,8 +191,8 @@ def test_closed_managers_keep_no_process_group_alive(cluster_of: ClusterOf, clos
 
     A manager, or what an integration holds, may also be closed once the program has destroyed the groups.
     """
-    counting = call("saving.count_threads_of_gloo", closes_late=closes_late)
-    for found in cluster_of(2).launch([counting], nodes=[0, 1]).of(0):
+    counting = call(saving.count_threads_of_gloo, closes_late=closes_late)
+    for found in cluster_of(2).run(counting, nodes=[0, 1]):
         if found["before"] == 0:
             pytest.skip("this torch gives the threads of gloo no name")
         assert found["before"] > 6
@@ -194,8 +204,8 @@ def test_closed_managers_keep_no_process_group_alive(cluster_of: ClusterOf, clos
 def test_a_save_whose_groups_were_destroyed_is_named(cluster_of: ClusterOf, ends_before: bool) -> None:
     """Its step, what stands, and what to do; one that had ended by then is there, and nothing is raised."""
     cluster = cluster_of(2)
-    destroying = call("saving.destroy_groups_behind_a_save", ends_before=ends_before)
-    for said in cluster.launch([destroying], nodes=[0, 1]).of(0):
+    destroying = call(saving.destroy_groups_behind_a_save, ends_before=ends_before)
+    for said in cluster.run(destroying, nodes=[0, 1]):
         assert ("'step-2' is lost" in said and "before destroy_process_group" in said) != ends_before
     there = {"step-1", "step-2"} if ends_before else {"step-1"}
     assert [node.checkpoints() for node in cluster.nodes] == [there] * 2
@@ -206,11 +216,11 @@ def test_a_save_whose_groups_were_destroyed_is_named(cluster_of: ClusterOf, ends
 def test_a_step_is_deleted_on_every_node(cluster_of: ClusterOf) -> None:
     """On both nodes at once, all ranks hear the same, and re-protection brings nothing back."""
     cluster = cluster_of(2)
-    cluster.launch([call("saving.manage_steps", steps=3)], nodes=[0, 1])
-    deleted = cluster.launch([call("saving.delete_steps", steps=[1, 3, 9])], nodes=[0, 1]).of(0)
+    cluster.launch([call(saving.manage_steps, steps=3)], nodes=[0, 1])
+    deleted = cluster.run(call(saving.delete_steps, steps=[1, 3, 9]), nodes=[0, 1])
     assert deleted == [[[True, True, False], [2]]] * 2
     assert [node.checkpoints() for node in cluster.nodes] == [{"step-2"}] * 2
-    again = cluster.launch([call("saving.manage_steps", steps=0)], nodes=[1, 0]).of(0)
+    again = cluster.run(call(saving.manage_steps, steps=0), nodes=[1, 0])
     assert [found["all"] for found in again] == [[2], [2]]
     assert [node.checkpoints() for node in cluster.nodes] == [{"step-2"}] * 2
 
@@ -218,48 +228,48 @@ def test_a_step_is_deleted_on_every_node(cluster_of: ClusterOf) -> None:
 def test_ids_that_differ_by_rank_are_refused(cluster_of: ClusterOf) -> None:
     """Ranks that derive the id from their own clocks learn who said what, on every rank, and nothing is written."""
     cluster = cluster_of(2)
-    calls = [save("step-1"), call("saving.save_under_own_id", kinds=KINDS), call("loss.staging_left"), load("latest")]
+    calls = [save("step-1"), call(saving.save_under_own_id, kinds=KINDS), call(loss.staging_left), load("latest")]
     results = cluster.launch(calls, nodes=[0, 1])
-    for failure in results.of(1):
+    for failure in results.of(saving.save_under_own_id):
         assert failure["types"] == ["CheckpointIdMismatch"]
         assert failure["id_by_rank"] == {"0": "step-10-0", "1": "step-10-1"}
         assert failure["seconds"] < 20
-    assert results.of(2) == [[], []]
-    assert results.digests(3) == results.of(0)
+    assert results.of(loss.staging_left) == [[], []]
+    assert results.of(state.load).digests() == results.of(state.save)
     assert not any((node.disk / f"step-10-{rank}").exists() for node in cluster.nodes for rank in (0, 1))
 
 
 def test_ranks_that_want_different_saves_are_refused(cluster_of: ClusterOf) -> None:
     """Else a rank with ack="local" makes no copy in a save of two: every rank learns which wants what, and none writes."""
-    other = call("saving.save_with_other_ack", kinds=KINDS, checkpoint_id="step-2", acks=["peer", "peer", "local"])
-    calls = [save("step-1"), other, call("loss.staging_left"), load("latest")]
+    other = call(saving.save_with_other_ack, kinds=KINDS, checkpoint_id="step-2", acks=["peer", "peer", "local"])
+    calls = [save("step-1"), other, call(loss.staging_left), load("latest")]
     results = cluster_of(2).launch(calls, nodes=[0, 0, 1])
-    for failure in results.of(1):
+    for failure in results.of(other):
         assert (failure["types"], failure["seconds"] < 20) == (["ConfigInvalid"], True)
         assert "ack is 'peer' on ranks 0, 1 (host" in failure["message"]
         assert "'local' on rank 2" in failure["message"]
-    assert results.of(2) == [[], [], []]
-    assert results.digests(3) == results.of(0)
+    assert results.of(loss.staging_left) == [[], [], []]
+    assert results.of(state.load).digests() == results.of(state.save)
 
 
 def test_managers_that_differ_are_refused(cluster_of: ClusterOf) -> None:
     """Else ranks save at different steps, or wait for each other in different collectives; a manager made anew works."""
     options = {"every": 2, "preempt_on": [], "memory": True}
-    calls = [call("saving.manage_unlike", options=options), call("saving.manage_steps", steps=1)]
+    calls = [call(saving.manage_unlike, options=options), call(saving.manage_steps, steps=1)]
     results = cluster_of(2).launch(calls, nodes=[0, 1])
-    for name, value, text in zip(options, ("2", "()", "True"), results.agreed(0), strict=True):
+    for name, value, text in zip(options, ("2", "()", "True"), results.of(saving.manage_unlike).agreed(), strict=True):
         assert text.startswith(f"The ranks ask for different saves: {name} is ")
         assert f"; {value} on rank 1 (host " in text
-    assert results.agreed(1)["all"] == [1]
+    assert results.of(saving.manage_steps).agreed()["all"] == [1]
 
 
 def test_an_absolute_path_inside_the_root_is_a_name(cluster_of: ClusterOf) -> None:
     """`root / "step-1"` means "step-1", though every node's root is another path; one outside the root is an error."""
-    outside = call("state.save_fails", kinds=KINDS, checkpoint_id="/elsewhere/step-2")
-    calls = [call("saving.save_under_path", kinds=KINDS, checkpoint_id="step-1"), load("step-1"), outside]
+    outside = call(state.save_fails, kinds=KINDS, checkpoint_id="/elsewhere/step-2")
+    calls = [call(saving.save_under_path, kinds=KINDS, checkpoint_id="step-1"), load("step-1"), outside]
     results = cluster_of(2).launch(calls, nodes=[0, 1])
-    assert results.digests(1) == results.of(0)
-    assert [failure["types"] for failure in results.of(2)] == [["ConfigInvalid"]] * 2
+    assert results.of(state.load).digests() == results.of(saving.save_under_path)
+    assert [failure["types"] for failure in results.of(outside)] == [["ConfigInvalid"]] * 2
 
 
 @pytest.mark.parametrize(
@@ -271,21 +281,22 @@ def test_an_absolute_path_inside_the_root_is_a_name(cluster_of: ClusterOf) -> No
 )
 def test_a_subgroup_saves_and_loads_by_itself(cluster_of: ClusterOf, ranks: list[int]) -> None:
     """`process_group=` of two ranks, also without the world's rank 0, is a world of its own."""
-    subgroup = call("saving.save_in_subgroup", kinds=["plain"], checkpoint_id="step-1", ranks=ranks)
+    subgroup = call(saving.save_in_subgroup, kinds=["plain"], checkpoint_id="step-1", ranks=ranks)
     cluster, (idle,) = cluster_of(3), {0, 1, 2} - {*ranks}
-    results = cluster.launch([subgroup], nodes=[0, 1, 2]).of(0)
+    results = cluster.run(subgroup, nodes=[0, 1, 2])
     assert results[idle] is None
-    members = [results[rank] for rank in ranks]
+    members = [member for member in results if member is not None]
+    assert len(members) == len(ranks)
     assert [member["loaded"] for member in members] == [member["saved"] for member in members]
     assert not (cluster.nodes[idle].disk / "step-1").exists()
-    alone = cluster.launch([call("state.load", kinds=["plain"], checkpoint_id="step-1")], nodes=[ranks[-1]])
-    assert alone.digests(0) == [members[0]["saved"]]
+    alone = cluster.run(call(state.load, kinds=["plain"], checkpoint_id="step-1"), nodes=[ranks[-1]])
+    assert alone.digests() == [members[0]["saved"]]
 
 
 def test_one_node_keeps_one_copy_and_says_so(cluster_of: ClusterOf) -> None:
     """With one node there is nowhere to put a copy: the save succeeds, and warns that it protects against nothing."""
     results = cluster_of(1).launch([save("step-1"), load("step-1")], nodes=[0], ranks=2)
-    assert results.digests(1) == results.of(0)
+    assert results.of(state.load).digests() == results.of(state.save)
     assert any("cop" in text for text in results.all_warnings)
 
 
@@ -295,8 +306,8 @@ def test_nodes_with_the_same_path_and_different_disks(cluster_of: ClusterOf) -> 
         pytest.skip("private mounts need root and unshare")
     cluster = cluster_of(2, private_mounts=True)
     saved = cluster.launch([save("step-1"), load("step-1")], nodes=[0, 1])
-    assert saved.digests(1) == saved.of(0)
+    assert saved.of(state.load).digests() == saved.of(state.save)
     assert all({"__0_0.distcp", "__1_0.distcp", ".metadata"} <= node.files("step-1") for node in cluster.nodes)
     cluster.nodes[0].lose()
-    loaded = cluster.launch([load("step-1")], nodes=[0, 1])
-    assert loaded.digests(0) == saved.of(0)
+    loaded = cluster.run(load("step-1"), nodes=[0, 1])
+    assert loaded.digests() == saved.of(state.save)

@@ -16,6 +16,7 @@ from tests.buckets.servers import Server
 from tests.marks import mark_long
 from tests.object_tier.conftest import SiteOf
 from tests.object_tier.sites import Site
+from tests.steps import objects
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.fault, pytest.mark.timeout(240)]
 
@@ -42,7 +43,7 @@ def metric(site: Site, node: int, name: str) -> float:
 def assert_loads_from_the_bucket(site: Site) -> None:
     site.lose_all()
     for checkpoint_id in ("latest", "step-2"):
-        (found,) = site.cluster.launch([site.load(checkpoint_id, COUNT, 2)], nodes=[0]).of(0)
+        (found,) = site.cluster.run(site.load(checkpoint_id, COUNT, 2), nodes=[0])
         assert found["same"]
 
 
@@ -53,11 +54,11 @@ def test_a_save_does_not_wait_for_the_bucket(moto: Server, site_of: SiteOf, kind
     site = site_of(moto, 2)
     site.cluster.launch([site.save("step-1", COUNT), site.wait()], nodes=[0, 1])
     worsen(site)
-    saves = [site.save(f"step-{number}", COUNT) for number in (2, 3)]
-    fails = site.failing_wait(timeout_s=4)
+    saves, fails = [site.save(f"step-{number}", COUNT) for number in (2, 3)], site.failing_wait(timeout_s=4)
     results = site.cluster.launch([*saves, fails], nodes=[0, 1])
-    assert max(*results.of(0), *results.of(1)) < SAVE_WITHIN_S
-    for failure in results.of(2):
+    for save in saves:
+        assert max(results.of(save)) < SAVE_WITHIN_S
+    for failure in results.of(fails):
         assert failure["seconds"] < 20
         assert failure["types"] == ["UploadFailed"]
     assert any("step-2: object store s3://" in text for text in results.all_warnings)
@@ -99,7 +100,7 @@ def test_a_server_that_leaves_in_the_middle_and_comes_back(moto: Server, site_of
     site.wait_until_committed("step-2", 90)
     assert site.faulty.uploaded_bytes() < (2 * count + 6 * 16) << 20
     site.lose_all()
-    (found,) = site.cluster.launch([site.load("step-2", count, 2)], nodes=[0]).of(0)
+    (found,) = site.cluster.run(site.load("step-2", count, 2), nodes=[0])
     assert found["same"]
 
 
@@ -124,9 +125,9 @@ def test_a_hang_of_one_request_costs_its_time_out(moto: Server, site_of: SiteOf)
     site = site_of(moto, 1)
     site.faulty.add(Fault("hang", method="PUT", key="__0_0", at=1 << 20, times=1))
     found = site.cluster.launch([site.save("step-2", COUNT), site.wait()], nodes=[0], timeout_s=120)
-    assert found.agreed(1) == ["step-2"]
+    assert found.of(objects.wait).agreed() == ["step-2"]
     site.lose_all()
-    (value,) = site.cluster.launch([site.load("step-2", COUNT, 1)], nodes=[0]).of(0)
+    (value,) = site.cluster.run(site.load("step-2", COUNT, 1), nodes=[0])
     assert value["same"]
 
 
@@ -135,14 +136,14 @@ def test_an_agent_leaves_while_the_bucket_hangs(moto: Server, site_of: SiteOf) -
     """It waits for no answer: it is gone within seconds of SIGTERM, and the next one uploads. A first save waits, too."""
     site = site_of(moto, 1)
     site.faulty.away("hang")
-    results = site.cluster.launch([site.save("step-2", COUNT)], nodes=[0])
-    assert results.of(0)[0] < SAVE_WITHIN_S + FIRST_WAIT_S
+    results = site.cluster.run(site.save("step-2", COUNT), nodes=[0])
+    assert results[0] < SAVE_WITHIN_S + FIRST_WAIT_S
     site.cluster.stop_agents()
     site.faulty.back()
     site.cluster.start_agents({0: {}})
     site.wait_until_committed("step-2", AFTER_WITHIN_S)
     site.lose_all()
-    assert site.cluster.launch([site.load("latest", COUNT, 1)], nodes=[0]).of(0)[0]["same"]
+    assert site.cluster.run(site.load("latest", COUNT, 1), nodes=[0])[0]["same"]
 
 
 def test_the_status_tells_no_secret(moto: Server, site_of: SiteOf) -> None:

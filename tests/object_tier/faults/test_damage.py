@@ -1,6 +1,7 @@
 """Objects that were changed or cut behind our back: found when they are read, made up for by peers, or said to be lost."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,7 @@ from tests.harness.cluster import Call, call
 from tests.marks import mark_long
 from tests.object_tier.conftest import SiteOf
 from tests.object_tier.sites import Site
+from tests.steps import objects
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.fault, pytest.mark.timeout(240)]
 
@@ -51,9 +53,9 @@ def damage(site: Site, name: str, change: Damage) -> None:
     site.change(key, change(site.body(key)))
 
 
-def failing_load(site: Site, checkpoint_id: str) -> Call:
+def failing_load(site: Site, checkpoint_id: str) -> Call[Any]:
     where = {"where": site.where, "rootless": True}
-    return call("objects.load_fails", checkpoint_id=checkpoint_id, count=COUNT, ranks=2, **where)
+    return call(objects.load_fails, checkpoint_id=checkpoint_id, count=COUNT, ranks=2, **where)
 
 
 @pytest.mark.parametrize("kind", mark_long(DAMAGES, keep=["shard-flip"]))
@@ -64,17 +66,17 @@ def test_a_damaged_object_is_no_source(moto: Server, site_of: SiteOf, kind: str)
     saved(site)
     damage(site, name, change)
     site.cluster.nodes[0].lose()
-    found = site.cluster.launch([site.load("step-2", COUNT, 2)], nodes=[0, 1]).of(0)
+    found = site.cluster.run(site.load("step-2", COUNT, 2), nodes=[0, 1])
     assert all(value["same"] and value["report"]["checkpoint_id"] == "step-2" for value in found)
     site.lose_all()
     calls = [failing_load(site, "step-2"), site.load("step-1", COUNT, 2, seed=7)]
     results = site.cluster.launch(calls, nodes=[0, 1])
-    for failure in results.of(0):
+    for failure in results.of(objects.load_fails):
         assert failure["types"] in (["ShardLost"], ["AssertionError"]), failure  # DCP wraps what read_metadata raises
         assert f"no intact copy of 1 shard is left: {name}" in failure["message"]
         assert failure["is_clean"]
         assert site.name in failure["message"]
-    assert all(value["same"] for value in results.of(1))
+    assert all(value["same"] for value in results.of(objects.load))
 
 
 @pytest.mark.long
@@ -84,7 +86,7 @@ def test_a_damaged_footer_leaves_the_data(moto: Server, site_of: SiteOf) -> None
     saved(site)
     damage(site, SHARD, flipped(-30))
     site.lose_all()
-    found = site.cluster.launch([site.load("step-2", COUNT, 2)], nodes=[0, 1]).of(0)
+    found = site.cluster.run(site.load("step-2", COUNT, 2), nodes=[0, 1])
     assert all(value["same"] and value["report"]["checkpoint_id"] == "step-2" for value in found)
 
 
@@ -97,7 +99,7 @@ def test_two_bad_copies_make_a_good_one(moto: Server, site_of: SiteOf) -> None:
     path = site.cluster.nodes[1].disk / "step-2" / SHARD
     path.write_bytes(flipped(500_000)(path.read_bytes()))
     site.cluster.nodes[0].lose()
-    blank, survivor = site.cluster.launch([site.load("step-2", COUNT, 2)], nodes=[0, 1]).of(0)
+    blank, survivor = site.cluster.run(site.load("step-2", COUNT, 2), nodes=[0, 1])
     for value, first, *others in ((value, *value["report"]["bad_copies"]) for value in (blank, survivor)):
         assert value["same"]
         assert SHARD in first
@@ -116,12 +118,12 @@ def test_a_bad_copy_in_the_bucket_is_made_up_for_by_a_peer_that_comes_back(moto:
     node = site.cluster.nodes[1]
     node.kill_agent()
     aside = node.disk.rename(node.disk.with_suffix(".aside"))
-    fails = call("objects.load_fails", checkpoint_id="step-2", count=COUNT, ranks=2, where=site.where)
-    (failure,) = site.cluster.launch([fails], nodes=[0]).of(0)
+    fails = call(objects.load_fails, checkpoint_id="step-2", count=COUNT, ranks=2, where=site.where)
+    (failure,) = site.cluster.run(fails, nodes=[0])
     assert failure["types"] == ["ShardLost"]
     assert failure["shards"] == [SHARD]
     aside.rename(node.disk)
-    found = site.cluster.launch([site.load("step-2", COUNT, 2)], nodes=[0, 1]).of(0)
+    found = site.cluster.run(site.load("step-2", COUNT, 2), nodes=[0, 1])
     assert all(value["same"] for value in found)
 
 
@@ -133,7 +135,7 @@ def test_a_bit_that_flips_on_the_way_is_read_again(moto: Server, site_of: SiteOf
     saved(site)
     site.lose_all()
     fault = site.faulty.add(Fault("flip_answer", method="GET", key=f"step-2/{name}", times=1))
-    (found,) = site.cluster.launch([site.load("step-2", COUNT, 2)], nodes=[0]).of(0)
+    (found,) = site.cluster.run(site.load("step-2", COUNT, 2), nodes=[0])
     assert fault.fired == 1
     assert found["same"]
 
@@ -147,5 +149,5 @@ def test_a_missing_object_is_found_missing(moto: Server, site_of: SiteOf) -> Non
     site.lose_all()
     calls = [failing_load(site, "step-2"), site.load("latest", COUNT, 2, seed=7)]
     results = site.cluster.launch(calls, nodes=[0, 1])
-    assert all(failure["shards"] == [SHARD] for failure in results.of(0))
-    assert all(value["same"] and value["report"]["checkpoint_id"] == "step-1" for value in results.of(1))
+    assert all(failure["shards"] == [SHARD] for failure in results.of(objects.load_fails))
+    assert all(value["same"] and value["report"]["checkpoint_id"] == "step-1" for value in results.of(objects.load))

@@ -13,6 +13,7 @@ from tests.harness.cluster import call
 from tests.marks import mark_long
 from tests.object_tier.conftest import SiteOf
 from tests.object_tier.sites import Site
+from tests.steps import lookup, objects
 from tests.stopwatch import Stopwatch
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.fault, pytest.mark.timeout(240)]
@@ -32,9 +33,9 @@ def test_the_bucket_alone_with_bucket_faults(moto: Server, site_of: SiteOf, kind
     saved(site)
     site.lose_all()
     fault = site.faulty.add(Fault(kind, method="GET", probability=0.25, seed=4))
-    calls = [site.load("step-2", COUNT, 2), site.load("latest", COUNT, 2)]
-    results = site.cluster.launch(calls, nodes=[0, 1])
-    assert all(value["same"] for value in (*results.of(0), *results.of(1)))
+    by_name, latest = site.load("step-2", COUNT, 2), site.load("latest", COUNT, 2)
+    results = site.cluster.launch([by_name, latest], nodes=[0, 1])
+    assert all(value["same"] for value in (*results.of(by_name), *results.of(latest)))
     assert fault.fired > 1
 
 
@@ -46,7 +47,7 @@ def test_the_bucket_alone_answers_wrongly(moto: Server, site_of: SiteOf, kind: K
     saved(site)
     site.lose_all()
     faults = [site.faulty.add(Fault(kind, method="GET", key="__", skip=2 * count, times=1)) for count in range(3)]
-    (found,) = site.cluster.launch([site.load("step-2", COUNT, 2)], nodes=[0]).of(0)
+    (found,) = site.cluster.run(site.load("step-2", COUNT, 2), nodes=[0])
     assert found["same"]
     assert sum(fault.fired for fault in faults) >= 2
 
@@ -58,7 +59,7 @@ def test_throttled_for_seconds(moto: Server, site_of: SiteOf) -> None:
     saved(site)
     site.lose_all()
     site.faulty.add(Fault("status", method="GET", key="__", times=8))
-    assert site.cluster.launch([site.load("step-2", COUNT, 2)], nodes=[0, 1]).of(0)[0]["same"]
+    assert site.cluster.run(site.load("step-2", COUNT, 2), nodes=[0, 1])[0]["same"]
 
 
 @pytest.mark.long
@@ -69,7 +70,7 @@ def test_a_bucket_that_is_away_is_not_needed(moto: Server, site_of: SiteOf, stop
     for how, within_s in (("refuse", 10), ("hang", 18)):
         site.faulty.away(how)  # type: ignore[arg-type]
         started = stopwatch.now()
-        found = site.cluster.launch([site.load("latest", COUNT, 2)], nodes=[0, 1]).of(0)
+        found = site.cluster.run(site.load("latest", COUNT, 2), nodes=[0, 1])
         assert all(value["same"] and value["report"]["checkpoint_id"] == "step-2" for value in found)
         assert stopwatch.now() - started < within_s
         site.faulty.back()
@@ -81,16 +82,16 @@ def test_a_bucket_that_is_away_and_needed_is_named(moto: Server, site_of: SiteOf
     saved(site)
     site.lose_all()
     site.faulty.away()
-    fails = call("objects.load_fails", checkpoint_id="latest", count=COUNT, ranks=2, where=site.where)
-    ask = call("lookup.ask_in_vain", **site.where)
+    fails = call(objects.load_fails, checkpoint_id="latest", count=COUNT, ranks=2, where=site.where)
+    ask = call(lookup.ask_in_vain, **site.where)
     results = site.cluster.launch([fails, ask], nodes=[0, 1], timeout_s=30)
-    for failure in results.of(0):
+    for failure in results.of(fails):
         assert failure["types"] == ["CheckpointNotFound"]
         assert f"{site.url}: not reached" in failure["message"]
         assert "testsecret" not in failure["message"]
-    assert [asked["type"] for asked in results.of(1)] == ["StoreUnavailable"] * 2
+    assert [asked["type"] for asked in results.of(ask)] == ["StoreUnavailable"] * 2
     site.faulty.back()
-    assert all(value["same"] for value in site.cluster.launch([site.load("latest", COUNT, 2)], nodes=[0, 1]).of(0))
+    assert all(value["same"] for value in site.cluster.run(site.load("latest", COUNT, 2), nodes=[0, 1]))
 
 
 @pytest.mark.long
@@ -109,9 +110,9 @@ def test_a_bucket_that_goes_away_in_the_middle_is_waited_for_once(
         (tmp_path / "go").touch()
 
     threading.Thread(target=leave, daemon=True).start()
-    shape = {"checkpoint_id": "step-1", "count": large, "ranks": 4, "where": site.where}
-    load = call("objects.load_fails_midway", **shape, folder=str(tmp_path), wait_s=wait_s)
-    for failure in site.cluster.launch([load], nodes=[0, 1], ranks=2).of(0):
+    shape: dict[str, Any] = {"checkpoint_id": "step-1", "count": large, "ranks": 4, "where": site.where}
+    load = call(objects.load_fails_midway, **shape, folder=str(tmp_path), wait_s=wait_s)
+    for failure in site.cluster.run(load, nodes=[0, 1], ranks=2):
         assert failure["types"] == ["ShardLost"]
         assert failure["hint"].startswith("See that the object store answers")
         assert wait_s / 2 < failure["seconds"] < 2 * wait_s

@@ -11,6 +11,7 @@ from tests.harness.processes import is_running
 from tests.marks import mark_long
 from tests.object_tier.conftest import SiteOf
 from tests.object_tier.sites import Site
+from tests.steps import objects
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.fault, pytest.mark.timeout(240)]
 
@@ -23,7 +24,7 @@ SHARDS = ("__0_0.distcp", "__1_0.distcp")
 def assert_loads_from_the_bucket(site: Site, count: int) -> None:
     """On one blank node."""
     site.lose_all()
-    (found,) = site.cluster.launch([site.load("latest", count, 2)], nodes=[0]).of(0)
+    (found,) = site.cluster.run(site.load("latest", count, 2), nodes=[0])
     assert found["same"]
     assert found["report"]["bytes_object"] > 0
 
@@ -89,10 +90,10 @@ def test_agents_that_restart_without_a_rank_go_on(moto: Server, site_of: SiteOf)
 def test_ranks_that_wait_restart_their_agents(moto: Server, site_of: SiteOf) -> None:
     """An agent that is killed while `wait` waits is started again, and goes on where the first one was."""
     site = site_of(moto, 2, REPLICATED_CKPT_AGENT_UPLOAD_MIB_PER_S=16)
-    kill = call("objects.kill_agent_in_upload", after_s=3.0)
+    kill = call(objects.kill_agent_in_upload, after_s=3.0)
     found = site.cluster.launch([site.save("step-1", LARGE), kill, site.wait()], nodes=[0, 1])
-    assert found.of(1) == [True, True]
-    assert found.agreed(2) == ["step-1"]
+    assert found.of(kill) == [True, True]
+    assert found.of(objects.wait).agreed() == ["step-1"]
     assert_little_was_sent_twice(site)
     assert_loads_from_the_bucket(site, LARGE)
 

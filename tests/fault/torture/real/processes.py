@@ -27,8 +27,10 @@ from tests.fault.torture.simulated.faults import Outage
 from tests.fault.torture.simulated.jobs import FirstError, Policy, Saved
 from tests.fault.torture.simulated.network import Actor
 from tests.harness import cluster as multiprocess
-from tests.harness.cluster import call
+from tests.harness.cluster import Call, call
+from tests.harness.launch import T
 from tests.harness.processes import end, signal_if_running, wait_until_gone
+from tests.steps import torture
 
 LOST_AFTER_S, AWAY_AFTER_S = 1.5, 5.0
 PROTECT_WITHIN_S, LEAVE_WITHIN_S = 60.0, 120.0
@@ -335,20 +337,20 @@ class RealJob:
     def end(self) -> None:
         self.is_dead = True
 
-    def _ran(self, step: str, **arguments: Any) -> tuple[list[int | None], list[dict[str, Any]]]:
+    def _ran(self, step: Call[T]) -> tuple[list[int | None], list[T]]:
         """Exit codes, and what the ranks that got there returned. Ranks of one node are neighbours here."""
         order = list(dict.fromkeys(self.nodes))
         for node in order:
             self.cluster.nodes[node].boot()
         counts = [self.nodes.count(node) for node in order]
         self.cluster.world = [node for node, count in zip(order, counts, strict=True) for _ in range(count)]
-        attempt = self.cluster.processes.attempt([call(step, **arguments)], nodes=order, ranks=counts)
-        return attempt.codes, [values[0] for values in attempt.values if values]
+        attempt = self.cluster.processes.attempt([step], nodes=order, ranks=counts)
+        return attempt.codes, list(attempt.of(step).values())
 
     def save(self, checkpoint_id: str, attempt: int, *, overwrite: bool, hands_over: bool = False) -> Saved:
         """One save by new processes."""
-        codes, values = self._ran(
-            "torture.save",
+        step = call(
+            torture.save,
             checkpoint_id=checkpoint_id,
             attempt=attempt,
             overwrite=overwrite,
@@ -357,6 +359,7 @@ class RealJob:
             object_store=self.policy.object_store,
             hands_over=hands_over,
         )
+        codes, values = self._ran(step)
         if -signal.SIGKILL in codes:
             self.is_dead = True
             self.cluster.died = Actor(self.cluster.world[codes.index(-signal.SIGKILL)], is_agent=False, is_dead=True)
@@ -370,13 +373,13 @@ class RealJob:
 
     def save_with_stock_torch(self, checkpoint_id: str, attempt: int) -> None:
         """What torch's own writer does on node-local disks."""
-        codes, _ = self._ran("torture.save_with_stock_torch", checkpoint_id=checkpoint_id, attempt=attempt)
+        codes, _ = self._ran(call(torture.save_with_stock_torch, checkpoint_id=checkpoint_id, attempt=attempt))
         assert not any(codes), f"stock torch's save ended with {codes}"
 
     def load(self, checkpoint_id: str, readers: int, *, with_bucket: bool = False) -> list[tuple[int, State]]:
         del readers
         place = self.policy.object_store if with_bucket else None
-        codes, values = self._ran("torture.load", checkpoint_id=checkpoint_id, object_store=place)
+        codes, values = self._ran(call(torture.load, checkpoint_id=checkpoint_id, object_store=place))
         if any(codes) or not values:
             raise AssertionError(f"a load ended with {codes}")
         failed = [value for value in values if "attempt" not in value]
