@@ -79,7 +79,6 @@ WAITING = (
     "fault/hostile/test_hostile_connections.py",
     "agent/repair/test_reprotect.py",
     "fault/killed/test_ack_levels.py",
-    "dcp/ranks/test_job_secret.py",
     "stores/node_cache/test_stall_timeout.py",
     "fault/hostile/test_peers_token.py",
 )

@@ -55,5 +55,5 @@ def test_what_no_rank_asks_for_is_told_by_their_names(cluster: Cluster) -> None:
     """Two ranks that ask for two parts leave the rest: rank 0 warns of that much, and of no name that one of them has."""
     first, second = load(cluster, [[0, 400], [300, 900]], ["stock", "stock"])
     [warned] = first["warned"]
-    assert "leaves 100 of 1000 saved entries unasked" in warned
+    assert "does not load 100 of 1000 saved entries" in warned
     assert second["warned"] == []

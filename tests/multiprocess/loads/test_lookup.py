@@ -48,7 +48,7 @@ def test_only_rank_0_tells_of_saved_entries_for_which_no_rank_asks(cluster_of: C
     )
     results = cluster.launch([save, load, load_part], nodes=[0, 1])
     [told], others = results.warnings_of(load)
-    assert "leaves 2 of 4 saved entries, under 'a.d' (1), 'e' (1)." in told
+    assert "does not load 2 of 4 saved entries, under 'a.d' (1), 'e' (1)." in told
     assert others == []
     assert results.warnings_of(load_part) == [[], []]
 
