@@ -12,10 +12,10 @@ from torch.distributed.checkpoint.storage import WriteResult
 from replicated_ckpt.config import WriterConfig
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.manifest import Manifest
-from replicated_ckpt.dcp.agreement.alike import describe_wanted
 from replicated_ckpt.dcp.agreement.decision import Receipt, SaveDecision, SavePost, ShardReceipt
+from replicated_ckpt.dcp.agreement.node_post import NodePost
 from replicated_ckpt.dcp.agreement.nodes import Committed, OnOpen, Opened
-from replicated_ckpt.dcp.node.node import NodePost
+from replicated_ckpt.dcp.c10d.group_pool import describe_wanted
 from replicated_ckpt.dcp.planning.cached_layouts import CachedLayout
 from replicated_ckpt.dcp.runtime.torch_private import StorageInfo
 from replicated_ckpt.stores.local.directories.intent import Intent

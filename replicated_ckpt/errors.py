@@ -3,8 +3,7 @@
 import builtins
 from collections.abc import Mapping, Sequence
 
-from replicated_ckpt.searched import next_step
-from replicated_ckpt.wording import escape_controls, list_some, plural
+from replicated_ckpt.wording import escape_controls, list_some, next_step, plural
 
 _CHOICES_MAX = 8
 HINT_MARK = " Hint: "

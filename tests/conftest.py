@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 from hypothesis import settings
 
-from replicated_ckpt.agent.start import launch
+from replicated_ckpt.agent import launch
 from tests.harness.forked import spawner
 from tests.harness.processes import end, processes_of, wait_until_gone
 from tests.harness.zygote import stop_the_zygotes, the_light_zygote

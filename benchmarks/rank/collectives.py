@@ -25,8 +25,7 @@ from benchmarks.planning_world import World
 from replicated_ckpt.core.inventory import saves_found
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
 from replicated_ckpt.dcp.agreement.decision import STAYS, SaveDecision, decide
-from replicated_ckpt.dcp.c10d.blackboard import PACKED_FROM_BYTES, Blackboard, encode
-from replicated_ckpt.dcp.c10d.cached_decisions import CachedDecisions
+from replicated_ckpt.dcp.c10d.blackboard import PACKED_FROM_BYTES, Blackboard, CachedDecisions, encode
 from replicated_ckpt.dcp.find.survey import Survey
 from replicated_ckpt.dcp.load.attempt import describe_not_loaded
 from replicated_ckpt.dcp.load.report import LoadReport

@@ -7,9 +7,7 @@ from dataclasses import fields
 from functools import partial
 from typing import get_args
 
-from replicated_ckpt.agent.peers.address_book import listening_host
 from replicated_ckpt.agent.process import Agent
-from replicated_ckpt.agent.requests.worker_thread import give_way_as_session
 from replicated_ckpt.agent.state.log_file import BoundedLog
 from replicated_ckpt.config import AgentConfig, DirectIO
 from replicated_ckpt.environment import (
@@ -20,8 +18,10 @@ from replicated_ckpt.environment import (
     TLS_CERT_ENV,
     TLS_KEY_ENV,
 )
+from replicated_ckpt.node.peers.address_book import listening_host
 from replicated_ckpt.stores.files.ownership import GROUP_ENV
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.threads import give_way_as_session
 
 HELP = "Serve this node's store to its peers until stopped. Ranks start an agent by themselves if none runs."
 

@@ -15,18 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from replicated_ckpt.agent.certificate import open_certificate
+from replicated_ckpt.agent.http.greeting import Greeter
 from replicated_ckpt.agent.http.object_routes import ObjectRoutes
+from replicated_ckpt.agent.http.routes import Activity, WatchedRoutes
 from replicated_ckpt.agent.http.server import AgentServer
 from replicated_ckpt.agent.http.unix_socket import open_unix_socket
-from replicated_ckpt.agent.http.watched_routes import Activity, WatchedRoutes
-from replicated_ckpt.agent.peers.greeting import Greeter
-from replicated_ckpt.agent.peers.watch import SilenceTimeouts
-from replicated_ckpt.agent.repair.collector import finish_removals
 from replicated_ckpt.agent.repair.reprotect import Reprotector
 from replicated_ckpt.agent.repair.scrub import Scrubber
-from replicated_ckpt.agent.saves.drain import Draining
-from replicated_ckpt.agent.saves.service import NodeService
-from replicated_ckpt.agent.saves.settle import awaits_settling
 from replicated_ckpt.agent.state.endpoint import (
     LOCK_NAME,
     Endpoint,
@@ -44,11 +39,16 @@ from replicated_ckpt.agent.state.endpoint import (
     write_endpoint,
 )
 from replicated_ckpt.agent.state.listeners import cannot_listen
-from replicated_ckpt.agent.state.upload_book import UploadBook
-from replicated_ckpt.agent.uploads.uploader import Uploader
 from replicated_ckpt.config import LEAVE_WITHIN_S, AgentConfig, check_direct_io, parse_ports
 from replicated_ckpt.core.upkeep.policy import NodeReport
 from replicated_ckpt.errors import ReplicatedCkptError, StoreDenied
+from replicated_ckpt.node.peers.watch import SilenceTimeouts
+from replicated_ckpt.node.saves.collector import finish_removals
+from replicated_ckpt.node.saves.drain import Draining
+from replicated_ckpt.node.saves.service import NodeService
+from replicated_ckpt.node.saves.settle import awaits_settling
+from replicated_ckpt.node.state.upload_book import UploadBook
+from replicated_ckpt.node.uploads.uploader import Uploader
 from replicated_ckpt.stores.files.durable import remove_broken_off_writes, translate_errors
 from replicated_ckpt.stores.files.locks import FileLock, holder_of, is_stopped
 from replicated_ckpt.stores.local.identity import FRESH_IDENTITY
@@ -56,7 +56,7 @@ from replicated_ckpt.stores.local.room_to_start import keep_room_to_start, lacks
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.versions.recycled import try_room
 from replicated_ckpt.stores.node_cache.cache import is_any_cache_locked
-from replicated_ckpt.stores.thread_start import start_worker
+from replicated_ckpt.stores.threads import start_worker
 from replicated_ckpt.stores.throttle import Pace, copy_pace, submission_pace
 from replicated_ckpt.version import __version__
 

@@ -1,6 +1,11 @@
-"""Exit codes of `replicated-ckpt`, the same for every verb."""
+"""Exit codes of `replicated-ckpt`, the same for every verb, and the end by SIGTERM."""
 
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import IntEnum
+from types import FrameType
+from typing import NoReturn
 
 from replicated_ckpt.errors import (
     AgentUnavailable,
@@ -11,7 +16,7 @@ from replicated_ckpt.errors import (
     StoreDenied,
     StoreUnavailable,
 )
-from replicated_ckpt.searched import NOT_REACHED
+from replicated_ckpt.wording import NOT_REACHED
 
 
 class ExitCode(IntEnum):
@@ -53,3 +58,18 @@ def exit_code_of(error: ReplicatedCkptError) -> ExitCode:
         StoreDenied: ExitCode.UNREACHABLE,
     }
     return next((code for kind, code in by_error.items() if isinstance(error, kind)), ExitCode.FAILED)
+
+
+@contextmanager
+def stop_on_sigterm() -> Iterator[None]:
+    """SIGTERM ends the block as Ctrl-C does, so that what was half written is removed."""
+
+    def interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
+        raise KeyboardInterrupt
+
+    # Slurm and Kubernetes end a job by SIGTERM, whose default would leave half-written output behind.
+    was = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, was)

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner
 
 from replicated_ckpt.config import Ack, BestIs, ManagerConfig, Retention, check_callable
 from replicated_ckpt.core.upkeep.retention import Candidate, find_best
-from replicated_ckpt.dcp.agreement.alike import check_ranks_alike
+from replicated_ckpt.dcp.c10d.group_pool import check_ranks_alike
 from replicated_ckpt.dcp.find.listing import Listed
 from replicated_ckpt.dcp.load.report import LoadReport
 from replicated_ckpt.dcp.named_checkpoints import NamedCheckpoints

@@ -14,12 +14,12 @@ from torch.distributed.checkpoint.planner import LoadPlanner
 from replicated_ckpt.core.layout import LATEST
 from replicated_ckpt.core.reading.newest import Newest, is_newest
 from replicated_ckpt.core.upkeep.policy import scope_of
+from replicated_ckpt.dcp.agreement.node_post import forgotten_on_error
 from replicated_ckpt.dcp.c10d.group_pool import PooledGroup, acquire_group, agree_on_first
 from replicated_ckpt.dcp.find.listing import Listed, list_checkpoints
 from replicated_ckpt.dcp.load.reader import ReplicatedReader
 from replicated_ckpt.dcp.load.report import LoadReport
 from replicated_ckpt.dcp.memory.tiers import join_left_tier
-from replicated_ckpt.dcp.node.seen_lineage import forgotten_on_error
 from replicated_ckpt.dcp.planning.cached_planner import CachedSavePlanner
 from replicated_ckpt.dcp.rank_state.rank_state import RankStatePlanner
 from replicated_ckpt.dcp.removal import delete_everywhere

@@ -5,11 +5,11 @@ from functools import partial
 from typing import Any, TypeVar
 
 from replicated_ckpt.core.manifest import Manifest
+from replicated_ckpt.dcp.agreement.node_post import ask_agent
 from replicated_ckpt.dcp.c10d.group_pool import agree_on_all, agree_on_first
 from replicated_ckpt.dcp.c10d.world import ALONE, session_of
 from replicated_ckpt.dcp.find.listing import name_saves
 from replicated_ckpt.dcp.load.reader import ReplicatedReader
-from replicated_ckpt.dcp.node.local_agent import ask_agent
 from replicated_ckpt.errors import StoreUnavailable
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.bucket.removal import remove_save

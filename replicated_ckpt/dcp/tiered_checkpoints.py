@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from replicated_ckpt.core.inventory import SaveFound
 from replicated_ckpt.core.lineage import Version, merge_histories, newest_lineage, newest_version
 from replicated_ckpt.core.upkeep.policy import scope_of
+from replicated_ckpt.dcp.agreement.node_post import forgotten_on_error, join_lineages, remember
 from replicated_ckpt.dcp.c10d.group_pool import agree_on_all
 from replicated_ckpt.dcp.find.listing import Listed
 from replicated_ckpt.dcp.load.report import LoadReport
@@ -31,7 +32,6 @@ from replicated_ckpt.dcp.memory.tiers import (
     version_of,
 )
 from replicated_ckpt.dcp.named_checkpoints import NamedCheckpoints, see_newest
-from replicated_ckpt.dcp.node.seen_lineage import forgotten_on_error, join_lineages, remember
 from replicated_ckpt.dcp.runtime.failures import describe_failure
 from replicated_ckpt.dcp.save.bucket import WAIT_TIMEOUT_S, check_timeout
 from replicated_ckpt.dcp.save.report import SaveReport

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from replicated_ckpt.drill import processes
-from replicated_ckpt.drill.errors import DrillError
 from replicated_ckpt.drill.evidence import Evidence, JobSpec, count_reports
+from replicated_ckpt.drill.plan import DrillError
 from replicated_ckpt.environment import DOMAIN_ENV
 from replicated_ckpt.errors import HINT_MARK
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from replicated_ckpt.drill.cluster import Cluster
-from replicated_ckpt.drill.errors import DrillError
 from replicated_ckpt.drill.evidence import Evidence, JobSpec
 from replicated_ckpt.drill.object_store import ObjectStore, Progress
 from replicated_ckpt.drill.plan import (
     UPLOAD_LIMIT_S,
     WIDTH_BY_MODEL_SIZE,
+    DrillError,
     DrillPlan,
     Promise,
     ResumePlan,

@@ -16,8 +16,7 @@ from typing import Any
 
 from replicated_ckpt.drill import processes
 from replicated_ckpt.drill.cluster import PACKAGE_PARENT
-from replicated_ckpt.drill.errors import MotoFailed
-from replicated_ckpt.drill.plan import MOTO
+from replicated_ckpt.drill.plan import MOTO, MotoFailed
 from replicated_ckpt.errors import ConfigInvalid, StoreError
 from replicated_ckpt.stores.bucket_client.client import ObjectClient
 from replicated_ckpt.stores.bucket_client.opening import open_client

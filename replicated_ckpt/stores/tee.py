@@ -16,7 +16,7 @@ from typing import Protocol
 
 from replicated_ckpt.core.integrity.checksum import BlockHasher, BlockTable, Bytes
 from replicated_ckpt.errors import StoreUnavailable
-from replicated_ckpt.stores.thread_start import start_thread
+from replicated_ckpt.stores.threads import start_thread
 
 BUFFER_BYTES = 4 << 20
 BUFFERS = 4

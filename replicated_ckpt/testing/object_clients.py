@@ -12,7 +12,7 @@ from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry, Uploa
 from replicated_ckpt.errors import ObjectCorrupt, ObjectMissing, StoreUnavailable
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.bucket_client.client import PART_BYTES, ObjectClient
-from replicated_ckpt.testing.shard_files import add_footer, expect, flip_bit, make_data, open_source
+from replicated_ckpt.testing.shards import add_footer, expect, flip_bit, make_data, open_source
 
 METADATA = b"metadata" * 50
 SHARD = "__0_0.distcp"

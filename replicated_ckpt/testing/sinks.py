@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from replicated_ckpt.stores.tee import Buffers, Sink, Tee
-from replicated_ckpt.testing.shard_files import add_footer, make_data
+from replicated_ckpt.testing.shards import add_footer, make_data
 
 ReadBack = Callable[[], bytes | None]
 

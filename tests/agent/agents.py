@@ -16,13 +16,13 @@ from typing import TypeVar
 from replicated_ckpt.agent.http.object_routes import ObjectRoutes
 from replicated_ckpt.agent.http.routes import Routes
 from replicated_ckpt.agent.http.server import AgentServer
-from replicated_ckpt.agent.peers.watch import SilenceTimeouts
 from replicated_ckpt.agent.repair.reprotect import Reprotector
-from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.state.endpoint import Endpoint, read_endpoint
 from replicated_ckpt.agent.state.rights import Tokens
-from replicated_ckpt.agent.state.upload_book import UploadBook
-from replicated_ckpt.agent.uploads.uploader import Uploader
+from replicated_ckpt.node.peers.watch import SilenceTimeouts
+from replicated_ckpt.node.saves.service import NodeService
+from replicated_ckpt.node.state.upload_book import UploadBook
+from replicated_ckpt.node.uploads.uploader import Uploader
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.throttle import Pace

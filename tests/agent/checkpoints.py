@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import ShardName
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry, UploadEntry
-from replicated_ckpt.core.upkeep.finding import Finding
+from replicated_ckpt.core.upkeep.repair_plan import Finding
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.inspection import Inspector
 from replicated_ckpt.stores.local.shard_file import FileSink
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress
-from replicated_ckpt.testing.shard_files import table_of
+from replicated_ckpt.testing.shards import table_of
 
 METADATA = b"metadata" * 50
 

@@ -3,11 +3,11 @@
 import threading
 from collections.abc import Mapping, Sequence
 
-from replicated_ckpt.agent.repair.collector import Collector
 from replicated_ckpt.agent.repair.mender import find_damaged
-from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.upkeep.repair import NodeView
+from replicated_ckpt.node.saves.collector import Collector
+from replicated_ckpt.node.saves.service import NodeService
 
 
 def drop_superseded(

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from replicated_ckpt.agent.saves.shard_copies import WantedCopies
-from replicated_ckpt.agent.saves.submissions import SubmittedShard
 from replicated_ckpt.core.layout import ShardName
-from replicated_ckpt.dcp.submit import submission
+from replicated_ckpt.dcp.save import submission
 from replicated_ckpt.errors import StoreUnavailable
+from replicated_ckpt.node.saves.shard_copies import WantedCopies
+from replicated_ckpt.node.saves.submissions import SubmittedShard
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.shard_file import FileSink
 from replicated_ckpt.stores.local.store import LocalStore

@@ -19,8 +19,7 @@ from pathlib import Path
 import pytest
 
 from replicated_ckpt import failpoints
-from replicated_ckpt.agent.peers.watch import ask_holdings
-from replicated_ckpt.agent.start.launch import ensure_agent
+from replicated_ckpt.agent.launch import ensure_agent
 from replicated_ckpt.agent.state.endpoint import ALREADY_SERVED, client_lock, read_endpoint
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.errors import (
@@ -33,12 +32,13 @@ from replicated_ckpt.errors import (
     StoreDenied,
     StoreUnavailable,
 )
+from replicated_ckpt.node.peers.watch import ask_holdings
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.answer import file_path
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.copy import PeerShard, PeerSink
 from replicated_ckpt.stores.verified import Expected
-from replicated_ckpt.testing.shard_files import table_of
+from replicated_ckpt.testing.shards import table_of
 from tests.agent.agents import RunningAgent, exchanged, peers_of, running_agent, wait_for
 from tests.harness.processes import wait_until_gone
 from tests.stopwatch import Stopwatch

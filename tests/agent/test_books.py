@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from replicated_ckpt import Retention
-from replicated_ckpt.agent.peers import address_book
-from replicated_ckpt.agent.peers.address_book import PeerBook
-from replicated_ckpt.agent.state.damage import DamageBook
-from replicated_ckpt.agent.state.policies import PolicyBook
-from replicated_ckpt.agent.state.sequence_floor import SequenceFloor
-from replicated_ckpt.agent.state.upload_book import UploadBook
 from replicated_ckpt.core.upkeep.policy import NODES, Policy
 from replicated_ckpt.errors import StoreError, StoreFull
+from replicated_ckpt.node.peers import address_book
+from replicated_ckpt.node.peers.address_book import PeerBook
+from replicated_ckpt.node.state.damage import DamageBook
+from replicated_ckpt.node.state.policies import PolicyBook
+from replicated_ckpt.node.state.sequence_floor import SequenceFloor
+from replicated_ckpt.node.state.upload_book import UploadBook
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.local.directories.journal import End, Journal
 from replicated_ckpt.stores.local.store import LocalStore
@@ -61,7 +61,7 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("replicated_ckpt.agent.state.state_file.write_file", refuse)
+    monkeypatch.setattr("replicated_ckpt.node.state.state_file.write_file", refuse)
     return monkeypatch.undo
 
 

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from replicated_ckpt.agent.requests.local_messages import connect, listen, receive_message, send_message
-from replicated_ckpt.agent.saves.shard_copies import WantedCopies
-from replicated_ckpt.agent.saves.submissions import SubmittedShard
 from replicated_ckpt.core.layout import ShardName
+from replicated_ckpt.dcp.save import submission
+from replicated_ckpt.dcp.save.shard_layout import ShardLayout
 from replicated_ckpt.dcp.staging.segment import descriptor_of, lease_segment
-from replicated_ckpt.dcp.submit import follower, submission
-from replicated_ckpt.dcp.submit.layout import ShardLayout
 from replicated_ckpt.errors import StoreUnavailable
+from replicated_ckpt.node.saves.shard_copies import WantedCopies
+from replicated_ckpt.node.saves.submissions import SubmittedShard
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.peer.local_messages import connect, listen, receive_message, send_message
 from tests.agent.agents import wait_for
 
 SAVE = "b" * 32
@@ -35,9 +35,9 @@ def store(tmp_path: Path) -> LocalStore:
 def agent(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
     """The socket of an agent that was stopped: ranks wait for it a moment only."""
     monkeypatch.setattr(submission, "PROGRESS_TIMEOUT_S", SILENT_S)
-    monkeypatch.setattr(follower, "_PAUSE_S", 0.01)
+    monkeypatch.setattr(submission, "_FOLLOW_PAUSE_S", 0.01)
     monkeypatch.setattr(
-        follower.log, "disabled", True
+        submission.log, "disabled", True
     )  # pytest keeps errors that were logged, and what their frames hold
     store.node_id()
     with listen(store.agent_directory()) as listener:
@@ -82,7 +82,7 @@ def test_an_agent_that_stops_with_a_shard(store: LocalStore, agent: socket.socke
     taken = connect(store.agent_directory(), SILENT_S)
     connection, _ = agent.accept()
     send_message(connection, {"state": "working"})
-    following = follower.Follower(store, shard, layout, staged, lambda: None, submission.Submission(taken))
+    following = submission.Follower(store, shard, layout, staged, lambda: None, submission.Submission(taken))
     lease = weakref.ref(staged)
     del staged
     assert isinstance(following.end.exception(WITHIN_S), StoreUnavailable)

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.core.lineage import History
+from replicated_ckpt.node.saves.service import NodeService
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
 

@@ -16,24 +16,23 @@ from typing import Any
 import pytest
 
 from replicated_ckpt import failpoints
-from replicated_ckpt.agent.requests.worker_thread import AUTOGROUP, give_way, give_way_as_session
-from replicated_ckpt.agent.saves import finish
-from replicated_ckpt.agent.saves.finish import Finished, Outline
-from replicated_ckpt.agent.saves.service import NodeService
-from replicated_ckpt.agent.saves.shard_copies import WantedCopies
-from replicated_ckpt.agent.saves.submissions import SubmittedShard
-from replicated_ckpt.agent.start.launch import ensure_agent
+from replicated_ckpt.agent.launch import ensure_agent
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import METADATA_NAME, ShardName
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
+from replicated_ckpt.dcp.save.shard_layout import ShardLayout
+from replicated_ckpt.dcp.save.submission import Follower, Submission, submit
 from replicated_ckpt.dcp.staging.segment import descriptor_of, lease_segment
-from replicated_ckpt.dcp.submit.follower import Follower
-from replicated_ckpt.dcp.submit.layout import ShardLayout
-from replicated_ckpt.dcp.submit.submission import Submission, submit
 from replicated_ckpt.errors import ObjectCorrupt, SaveAborted, StoreDenied
+from replicated_ckpt.node.saves import finish
+from replicated_ckpt.node.saves.finish import Finished, Outline
+from replicated_ckpt.node.saves.service import NodeService
+from replicated_ckpt.node.saves.shard_copies import WantedCopies
+from replicated_ckpt.node.saves.submissions import SubmittedShard
 from replicated_ckpt.stores.files.locks import DescriptorLock
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.threads import AUTOGROUP, give_way, give_way_as_session
 from replicated_ckpt.stores.throttle import HAND_OVER_MIB_PER_S_MIN, Pace
 from tests.agent.agents import RunningAgent, peers_of, running_agent, stop_agent, wait_for
 from tests.marks import long

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from replicated_ckpt.agent.peers.manifests import ManifestBook
-from replicated_ckpt.agent.peers.watch import NodeHoldings
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.checkpoints import LOST, WHOLE, CheckpointSeen, advise
 from replicated_ckpt.cli.look.nodes import NodesSeen, advise_on_silence, advise_on_unknown_nodes
@@ -17,6 +15,8 @@ from replicated_ckpt.core.layout import MANIFEST_NAME
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.upkeep.repair import NodeView
 from replicated_ckpt.errors import ConfigInvalid
+from replicated_ckpt.node.peers.manifests import ManifestBook
+from replicated_ckpt.node.peers.watch import NodeHoldings
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.versions.remove import retire
 from replicated_ckpt.stores.peer.client import AgentAddress

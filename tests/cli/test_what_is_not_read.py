@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from replicated_ckpt.cli.exit_codes import ExitCode, exit_code_of
-from replicated_ckpt.cli.look import waiting
+from replicated_ckpt.cli.look import progress
 from replicated_ckpt.cli.main import main
 from replicated_ckpt.core.layout import MANIFEST_NAME
 from replicated_ckpt.errors import ShardLost
@@ -33,7 +33,7 @@ def _silent_endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{listening.getsockname()[1]}")
         for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
             monkeypatch.setenv(name, "none")
-        monkeypatch.setattr(waiting, "SAID_AFTER_S", 0.2)
+        monkeypatch.setattr(progress, "SAID_AFTER_S", 0.2)
         monkeypatch.setattr(s3, "READ_TIMEOUT_S", 2.0)
         defaults = RetryingClient.__init__.__kwdefaults__
         assert defaults is not None

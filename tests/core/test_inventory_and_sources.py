@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from replicated_ckpt.core.inventory import Holding, saves_found
-from replicated_ckpt.core.reading.source_order import source_orders
+from replicated_ckpt.core.reading.windows import source_orders
 
 
 def holding(node: str, checkpoint_id: str, sequence: int, *, save: str = "0", **sizes: int) -> Holding:

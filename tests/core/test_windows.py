@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replicated_ckpt.core.integrity.checksum import BLOCK_BYTES
-from replicated_ckpt.core.reading.source_order import ByteRange
 from replicated_ckpt.core.reading.windows import (
     CELL_BYTES,
     LOCAL_WINDOW_BYTES,
+    ByteRange,
     Window,
     in_order,
     plan_shared_units,

@@ -14,7 +14,7 @@ from replicated_ckpt import ReplicatedWriter, failpoints
 from replicated_ckpt.dcp.agreement.nodes import LoneNode
 from replicated_ckpt.dcp.runtime.failures import describe_failure
 from replicated_ckpt.errors import AckNotReached, SaveAborted, StoreFull
-from replicated_ckpt.testing.shard_files import table_of
+from replicated_ckpt.testing.shards import table_of
 
 
 def test_the_cause_is_named_before_its_echoes() -> None:

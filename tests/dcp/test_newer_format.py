@@ -11,7 +11,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from replicated_ckpt import ManifestVersionUnknown, ReplicatedReader, ReplicatedWriter, Retention
-from replicated_ckpt.agent.uploads.bucket_retention import retire_in_bucket
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.main import main
 from replicated_ckpt.core.bucket.commit_mark import MAGIC, MARK_BYTES
@@ -19,6 +18,7 @@ from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import MANIFEST_NAME
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.dcp.find.survey import Surveyor
+from replicated_ckpt.node.uploads.bucket_retention import retire_in_bucket
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.bucket.inspection import BucketInspector
 from replicated_ckpt.stores.bucket_client.opening import open_client

@@ -12,7 +12,6 @@ import pytest
 from replicated_ckpt.drill import processes
 from replicated_ckpt.drill.cluster import Cluster, Job
 from replicated_ckpt.drill.drill import drill_directory
-from replicated_ckpt.drill.errors import DatasetUnusable, DrillError
 from replicated_ckpt.drill.evidence import (
     Evidence,
     JobSpec,
@@ -23,6 +22,7 @@ from replicated_ckpt.drill.evidence import (
     WaitRecord,
     write_digests,
 )
+from replicated_ckpt.drill.plan import DatasetUnusable, DrillError
 from replicated_ckpt.errors import ConfigInvalid
 
 SLEEPER = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], "
@@ -78,7 +78,7 @@ def test_a_command_that_fails_says_why(tmp_path: Path) -> None:
 def test_an_error_of_ours_keeps_its_own_next_step(tmp_path: Path) -> None:
     """The hint that the command printed is the hint, and not one of two."""
     program = (
-        "from replicated_ckpt.drill.errors import DatasetUnusable; raise SystemExit(str(DatasetUnusable('No data.')))"
+        "from replicated_ckpt.drill.plan import DatasetUnusable; raise SystemExit(str(DatasetUnusable('No data.')))"
     )
     with pytest.raises(DrillError) as raised:
         Cluster(tmp_path).run_alone("bad", (sys.executable, "-c", program), 30)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from replicated_ckpt.drill.errors import DatasetUnusable
 from replicated_ckpt.drill.job.dataset import IMAGES_FILE, LABELS_FILE, fashion_mnist
+from replicated_ckpt.drill.plan import DatasetUnusable
 
 IMAGES = 3
 

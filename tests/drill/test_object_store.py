@@ -9,8 +9,7 @@ from uuid import uuid4
 import pytest
 
 from replicated_ckpt.drill import object_store, processes
-from replicated_ckpt.drill.errors import MotoFailed
-from replicated_ckpt.drill.plan import MOTO
+from replicated_ckpt.drill.plan import MOTO, MotoFailed
 from replicated_ckpt.errors import ConfigInvalid, StoreError
 from replicated_ckpt.stores.bucket_client.opening import open_client
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget

@@ -15,14 +15,13 @@ import pytest
 
 from replicated_ckpt import Retention
 from replicated_ckpt.agent.repair.mender import Mender
-from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.state.endpoint import read_endpoint
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.core.layout import AGENT_DIR
-from replicated_ckpt.core.upkeep.finding import Problem
 from replicated_ckpt.core.upkeep.policy import NODES, Policy
-from replicated_ckpt.core.upkeep.repair_plan import CopyShard
+from replicated_ckpt.core.upkeep.repair_plan import CopyShard, Problem
 from replicated_ckpt.errors import StoreFull
+from replicated_ckpt.node.saves.service import NodeService
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.throttle import Pace
 from tests.agent.agents import running_agent, stop_agent, wait_for

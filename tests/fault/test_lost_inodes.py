@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from replicated_ckpt.agent.peers.watch import SilenceTimeouts
 from replicated_ckpt.agent.repair.reprotect import Reprotector
-from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.core.layout import MANIFEST_NAME
 from replicated_ckpt.errors import ManifestInvalid
+from replicated_ckpt.node.peers.watch import SilenceTimeouts
+from replicated_ckpt.node.saves.service import NodeService
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.throttle import Pace
 from tests.agent.checkpoints import checkpointed, findings, shard

@@ -13,14 +13,14 @@ from unittest import mock
 import pytest
 
 from replicated_ckpt.agent.http.server import AgentServer
-from replicated_ckpt.agent.peers.watch import SilenceTimeouts
 from replicated_ckpt.agent.repair.reprotect import Reprotector
-from replicated_ckpt.agent.saves.in_doubt import StaleSave
-from replicated_ckpt.agent.saves.service import NodeService
-from replicated_ckpt.agent.saves.settle import settle
 from replicated_ckpt.agent.state.endpoint import keep_identity, next_identity
 from replicated_ckpt.agent.state.rights import Tokens
 from replicated_ckpt.errors import StoreError
+from replicated_ckpt.node.peers.watch import SilenceTimeouts
+from replicated_ckpt.node.saves.in_doubt import StaleSave
+from replicated_ckpt.node.saves.service import NodeService
+from replicated_ckpt.node.saves.settle import settle
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.directories.journal import End
 from replicated_ckpt.stores.local.store import LocalStore

@@ -11,13 +11,13 @@ from unittest import mock
 import pytest
 
 from replicated_ckpt.agent.process import Agent
-from replicated_ckpt.agent.saves import finish, submissions
-from replicated_ckpt.agent.saves.service import NodeService
-from replicated_ckpt.agent.saves.shard_copies import WantedCopies
-from replicated_ckpt.agent.saves.submissions import SubmittedShard
 from replicated_ckpt.config import AgentConfig
 from replicated_ckpt.core.layout import METADATA_NAME
 from replicated_ckpt.errors import SaveAborted, StoreError
+from replicated_ckpt.node.saves import finish, submissions
+from replicated_ckpt.node.saves.service import NodeService
+from replicated_ckpt.node.saves.shard_copies import WantedCopies
+from replicated_ckpt.node.saves.submissions import SubmittedShard
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.test_submissions import METADATA, SAVE, outline_of

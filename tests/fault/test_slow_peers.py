@@ -13,8 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from replicated_ckpt import ReplicatedReader, ReplicatedWriter
-from replicated_ckpt.core.reading.source_order import source_orders
-from replicated_ckpt.core.reading.windows import CELL_BYTES
+from replicated_ckpt.core.reading.windows import CELL_BYTES, source_orders
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer import copy
 from replicated_ckpt.stores.peer.client import AgentAddress

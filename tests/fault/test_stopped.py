@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from replicated_ckpt import failpoints
-from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.errors import StoreUnavailable
+from replicated_ckpt.node.saves.service import NodeService
 from replicated_ckpt.stores.files import locks
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore

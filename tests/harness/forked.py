@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, cast
 
-from replicated_ckpt.agent.start.launch import agent_environment, isolated_python, spawn_agent
+from replicated_ckpt.agent.launch import agent_environment, isolated_python, spawn_agent
 from tests.harness import namespaces
 from tests.harness.processes import signal_if_running
 

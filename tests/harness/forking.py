@@ -24,7 +24,7 @@ import torch.distributed.checkpoint.state_dict
 import torch.distributed.fsdp
 import torch.utils.serialization.config  # noqa: F401
 
-from replicated_ckpt.agent.start import launch
+from replicated_ckpt.agent import launch
 from tests.harness import namespaces, worker
 from tests.harness.becoming import become_environment
 from tests.harness.forked import spawner

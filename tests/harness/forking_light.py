@@ -19,8 +19,8 @@ from typing import Any
 import cryptography.x509  # noqa: F401
 import s3fs  # noqa: F401
 
+from replicated_ckpt.agent import launch
 from replicated_ckpt.agent.__main__ import main as run_agent
-from replicated_ckpt.agent.start import launch
 from replicated_ckpt.cli.main import main as run_command
 from replicated_ckpt.cli.main import parser
 from tests.harness import namespaces

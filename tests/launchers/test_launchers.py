@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from replicated_ckpt.agent.peers.greeting import GREETING_DEADLINE_S
+from replicated_ckpt.agent.http.greeting import GREETING_DEADLINE_S
 from replicated_ckpt.cli.main import parser
 from replicated_ckpt.config import DRAIN_S, LEAVE_WITHIN_S
 from replicated_ckpt.environment import HOST_ENV
@@ -204,7 +204,7 @@ def test_a_requeued_slurm_job_outlives_a_node(tmp_path: Path) -> None:
 RANK = """
 import signal, sys, time
 from pathlib import Path
-from replicated_ckpt.agent.start.launch import running_agent
+from replicated_ckpt.agent.launch import running_agent
 from replicated_ckpt.stores.local.store import LocalStore
 
 root = Path(sys.argv[-1])

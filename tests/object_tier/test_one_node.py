@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
 from replicated_ckpt import ReplicatedReader, ReplicatedWriter
-from replicated_ckpt.agent.uploads.probe import FIRST_WAIT_S
+from replicated_ckpt.agent.http.object_routes import FIRST_WAIT_S
 from replicated_ckpt.cli.main import main
 from replicated_ckpt.dcp.find.bucket_look import BucketLook
 from replicated_ckpt.dcp.save import bucket as bucket_module

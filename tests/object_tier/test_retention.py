@@ -13,14 +13,14 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
 from replicated_ckpt import ReplicatedReader, ReplicatedWriter, Retention
-from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.state.endpoint import read_endpoint
-from replicated_ckpt.agent.uploads.bucket_retention import retire_in_bucket
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.main import main
 from replicated_ckpt.core.manifest import UploadEntry
 from replicated_ckpt.core.upkeep.policy import Policy
 from replicated_ckpt.errors import ConfigInvalid
+from replicated_ckpt.node.saves.service import NodeService
+from replicated_ckpt.node.uploads.bucket_retention import retire_in_bucket
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.bucket.bucket_save import BucketSave
 from replicated_ckpt.stores.bucket_client.opening import open_client

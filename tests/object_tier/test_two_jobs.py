@@ -12,7 +12,6 @@ import pytest
 import torch.distributed.checkpoint as dcp
 
 from replicated_ckpt import ReplicatedReader, ReplicatedWriter, failpoints
-from replicated_ckpt.agent.uploads import uploader as uploader_module
 from replicated_ckpt.errors import (
     CheckpointNotFound,
     ConfigInvalid,
@@ -20,6 +19,7 @@ from replicated_ckpt.errors import (
     StoreUnavailable,
     UploadFailed,
 )
+from replicated_ckpt.node.uploads import uploader as uploader_module
 from replicated_ckpt.stores.bucket.inspection import BucketInspector
 from tests.agent.agents import stop_agent
 from tests.agent.checkpoints import checkpointed, shard

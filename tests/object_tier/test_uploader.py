@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 
 from replicated_ckpt import failpoints
-from replicated_ckpt.agent.peers.watch import SilenceTimeouts
-from replicated_ckpt.agent.saves.service import NodeService
-from replicated_ckpt.agent.state.upload_book import UploadBook
-from replicated_ckpt.agent.uploads import uploader as uploader_module
-from replicated_ckpt.agent.uploads.bucket_retention import TOLD_MAX
-from replicated_ckpt.agent.uploads.uploader import BUSY_S, Uploader, UploadPaused
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.errors import StoreUnavailable
+from replicated_ckpt.node.peers.watch import SilenceTimeouts
+from replicated_ckpt.node.saves.service import NodeService
+from replicated_ckpt.node.state.upload_book import UploadBook
+from replicated_ckpt.node.uploads import uploader as uploader_module
+from replicated_ckpt.node.uploads.bucket_retention import TOLD_MAX
+from replicated_ckpt.node.uploads.uploader import BUSY_S, Uploader, UploadPaused
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.bucket.bucket_save import BucketSave
 from replicated_ckpt.stores.bucket.removal import remove_save

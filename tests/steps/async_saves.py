@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from replicated_ckpt import ReplicatedWriter
-from replicated_ckpt.agent.requests.local_messages import SOCKET_NAME
 from replicated_ckpt.config import Ack
 from replicated_ckpt.stores.files.locks import FileLock
+from replicated_ckpt.stores.peer.local_messages import SOCKET_NAME
 from tests.harness.cluster import Digests
 from tests.harness.processes import agent_of, open_files
 from tests.steps.context import Context

@@ -20,7 +20,6 @@ import replicated_ckpt.dcp.find.rendezvous
 import replicated_ckpt.dcp.load.attempt
 import replicated_ckpt.dcp.save.attempt
 import replicated_ckpt.dcp.save.commit
-import replicated_ckpt.dcp.save.writer_parts
 from replicated_ckpt import ReplicatedReader, ReplicatedWriter
 from replicated_ckpt.agent.state.endpoint import root_lock
 from replicated_ckpt.dcp.agreement.nodes import AgentCluster
@@ -47,7 +46,7 @@ PLANNERS: Mapping[str, tuple[Any, str]] = {
 """Hooks of the user's planner that DCP calls before or between those of the writer and the reader."""
 PLACES: Mapping[str, tuple[Any, str]] = {
     **PLANNERS,
-    "save: present": (replicated_ckpt.dcp.save.writer_parts, "register_for_save"),
+    "save: present": (replicated_ckpt.dcp.save.attempt, "register_for_save"),
     "save: open": (AgentCluster, "begin"),
     "save: number": (replicated_ckpt.dcp.save.attempt, "assign_sequence"),
     "save: weigh": (replicated_ckpt.dcp.save.attempt, "list_weaknesses"),

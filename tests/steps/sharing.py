@@ -19,7 +19,7 @@ from torch.futures import Future
 
 from replicated_ckpt import ReplicatedReader, ReplicatedWriter
 from replicated_ckpt.dcp.c10d import blackboard, world
-from replicated_ckpt.dcp.c10d.cached_decisions import CachedDecisions
+from replicated_ckpt.dcp.c10d.blackboard import CachedDecisions
 from replicated_ckpt.stores.node_cache import exchange as exchanging
 from tests.steps.context import Context
 from tests.steps.peers import pieces

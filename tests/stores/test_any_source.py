@@ -9,7 +9,7 @@ from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.errors import ReplicatedCkptError, StoreUnavailable
 from replicated_ckpt.stores.any_source import BAD_READS_MAX, AnySource, Source, Tables
 from replicated_ckpt.stores.verified import Expected, VerifiedShard
-from replicated_ckpt.testing.shard_files import table_of
+from replicated_ckpt.testing.shards import table_of
 
 DATA = bytes(range(256)) * 40
 RAW = DATA + table_of([DATA], 1024).encode()

@@ -12,7 +12,7 @@ from replicated_ckpt.stores.peer import client as agent_client
 from replicated_ckpt.stores.peer import copy as peer
 from replicated_ckpt.stores.peer.client import AgentAddress
 from replicated_ckpt.stores.peer.copy import PeerSink
-from replicated_ckpt.testing.shard_files import table_of
+from replicated_ckpt.testing.shards import table_of
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(60)]
 PIECE = memoryview(bytes(1 << 20))

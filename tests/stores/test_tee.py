@@ -14,7 +14,7 @@ from replicated_ckpt.core.integrity.checksum import BlockTable
 from replicated_ckpt.errors import StoreFull, StoreUnavailable
 from replicated_ckpt.stores import tee
 from replicated_ckpt.stores.tee import Buffers, Tee
-from replicated_ckpt.testing.shard_files import table_of
+from replicated_ckpt.testing.shards import table_of
 
 
 class Collecting:

@@ -8,11 +8,11 @@ import threading
 import pytest
 
 from replicated_ckpt.errors import StoreUnavailable
-from replicated_ckpt.stores.thread_start import start_thread
+from replicated_ckpt.stores.threads import start_thread
 
 AT_EXIT = """
 import threading, time
-from replicated_ckpt.stores.thread_start import start_thread
+from replicated_ckpt.stores.threads import start_thread
 def late():
     threading.main_thread().join()
     time.sleep(0.2)

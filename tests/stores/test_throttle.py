@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from replicated_ckpt.agent.saves.service import NodeService
+from replicated_ckpt.node.saves.service import NodeService
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.node_cache.cache import RankCache, is_any_cache_locked

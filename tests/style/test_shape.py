@@ -16,14 +16,13 @@ TORCH_PRIVATE_HOME = "replicated_ckpt/dcp/runtime/torch_private.py"
 # `except Exception` belongs at the top of a thread or process only: path -> how many are there, and why.
 BROAD_EXCEPTS_ALLOWED = {
     "replicated_ckpt/agent/repair/scrub.py": 1,  # top of a thread that must outlive whatever lies on the disk
-    "replicated_ckpt/agent/saves/submissions.py": 1,  # top of a thread; who waits for the shard gets the error
-    "replicated_ckpt/agent/saves/finish.py": 1,  # top of a thread; the rank that waits gets the error
+    "replicated_ckpt/node/saves/submissions.py": 1,  # top of a thread; who waits for the shard gets the error
+    "replicated_ckpt/node/saves/finish.py": 1,  # top of a thread; the rank that waits gets the error
     "replicated_ckpt/agent/repair/reprotect.py": 2,  # top of a thread that must go on; who waits gets the error
-    "replicated_ckpt/agent/uploads/uploader.py": 1,  # top of a thread that must outlive whatever a bucket answers
+    "replicated_ckpt/node/uploads/uploader.py": 1,  # top of a thread that must outlive whatever a bucket answers
     "replicated_ckpt/cli/main.py": 1,  # top of the process
     "replicated_ckpt/dcp/find/bucket_look.py": 1,  # top of a thread; whoever looks gets the error
-    "replicated_ckpt/dcp/submit/submission.py": 2,  # raised, as errors that give nothing up
-    "replicated_ckpt/dcp/submit/follower.py": 1,  # top of a thread; who asks how the shard ended gets the error
+    "replicated_ckpt/dcp/save/submission.py": 3,  # two are raised as errors that abort nothing; one is the top of a thread
     "replicated_ckpt/dcp/load/fetch_ahead.py": 1,  # top of a thread; whoever takes the window gets the error
     "replicated_ckpt/dcp/find/rendezvous.py": 3,  # told to the ranks that wait for this one; then it is raised
     "replicated_ckpt/dcp/load/attempt.py": 1,  # raised a little later, where DCP tells all ranks

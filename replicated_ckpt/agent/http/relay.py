@@ -5,14 +5,14 @@ import os
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from replicated_ckpt.agent.requests.request import Request
-from replicated_ckpt.agent.saves.receive import Received, taking_metadata
-from replicated_ckpt.agent.saves.service import NodeService
+from replicated_ckpt.agent.http.request import Request
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import METADATA_NAME
 from replicated_ckpt.errors import ObjectCorrupt, ObjectMissing, PeerProtocolError
+from replicated_ckpt.node.saves.receive import Received, taking_metadata
+from replicated_ckpt.node.saves.service import NodeService
 from replicated_ckpt.stores.files.durable import read_exactly, translate_errors
-from replicated_ckpt.stores.files.plain import closing_fd, open_plain
+from replicated_ckpt.stores.files.existence import closing_fd, open_plain
 from replicated_ckpt.stores.local.shard_file import FileSink
 from replicated_ckpt.stores.local.versions.recycled import RecycledFiles
 from replicated_ckpt.stores.peer.answer import metadata_path, parsing

@@ -4,17 +4,17 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from typing import Any
 
-from replicated_ckpt.agent.peers.greeting import CallBacks, heed_goodbye, heed_hello
+from replicated_ckpt.agent.http.greeting import CallBacks, heed_goodbye, heed_hello
+from replicated_ckpt.agent.http.request import Answer, Checks, Request, json_answer
 from replicated_ckpt.agent.repair.reprotect import Reprotector
-from replicated_ckpt.agent.requests.request import Answer, Checks, Request, json_answer
-from replicated_ckpt.agent.saves.pins import PIN_S
-from replicated_ckpt.agent.saves.service import NodeService
-from replicated_ckpt.agent.saves.settle import abort_lost
 from replicated_ckpt.agent.state.rights import Right
 from replicated_ckpt.core.layout import is_checkpoint_file, is_checkpoint_id, is_lineage, is_save_id
 from replicated_ckpt.core.upkeep.policy import Policy
 from replicated_ckpt.core.upkeep.repair_plan import RepairPlan
 from replicated_ckpt.errors import ConfigInvalid, ManifestInvalid, StoreError
+from replicated_ckpt.node.saves.pins import PIN_S
+from replicated_ckpt.node.saves.service import NodeService
+from replicated_ckpt.node.saves.settle import abort_lost
 from replicated_ckpt.stores.local.directories.journal import End
 from replicated_ckpt.stores.local.inspection import Inspector
 from replicated_ckpt.stores.local.room_to_start import keep_room_to_start, make_room_to_start

@@ -1,6 +1,8 @@
 """The agent's verbs: which request does what. Every path part from outside is validated before it names a file."""
 
 import json
+import threading
+import time
 import urllib.parse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -9,12 +11,8 @@ from typing import Any, Protocol
 from replicated_ckpt.agent.http.object_routes import ObjectRoutes
 from replicated_ckpt.agent.http.relay import open_metadata, pull_metadata
 from replicated_ckpt.agent.http.repair_routes import RepairRoutes
+from replicated_ckpt.agent.http.request import Answer, Checks, Request, file_answer, json_answer, require_asker
 from replicated_ckpt.agent.repair.reprotect import Reprotector
-from replicated_ckpt.agent.requests.request import Answer, Checks, Request, file_answer, json_answer, require_asker
-from replicated_ckpt.agent.requests.worker_thread import give_way
-from replicated_ckpt.agent.saves.finish import Outline
-from replicated_ckpt.agent.saves.service import NodeService
-from replicated_ckpt.agent.saves.settle import settle
 from replicated_ckpt.agent.state.rights import Right, needed_right
 from replicated_ckpt.core.layout import (
     METADATA_NAME,
@@ -25,18 +23,21 @@ from replicated_ckpt.core.layout import (
     is_save_id,
 )
 from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX
-from replicated_ckpt.core.protocol.announced import Announced
-from replicated_ckpt.core.reading.source_order import ByteRange
 from replicated_ckpt.core.reading.unmanaged import ranges_from_json
+from replicated_ckpt.core.reading.windows import ByteRange
 from replicated_ckpt.core.upkeep.policy import scope_of
 from replicated_ckpt.errors import ConfigInvalid, ObjectMissing, PeerProtocolError
+from replicated_ckpt.node.saves.finish import Outline
+from replicated_ckpt.node.saves.service import NodeService
+from replicated_ckpt.node.saves.settle import settle
 from replicated_ckpt.stores.files.durable import flush_later
-from replicated_ckpt.stores.local.directories.intent import Intent
+from replicated_ckpt.stores.local.directories.intent import Announced, Intent
 from replicated_ckpt.stores.local.unmanaged import UnmanagedDirectory, UnmanagedInspector
 from replicated_ckpt.stores.local.versions.recycled import try_room
 from replicated_ckpt.stores.local.versions.replaceable import find_named
 from replicated_ckpt.stores.peer.answer import parsing
 from replicated_ckpt.stores.peer.copy import BEHIND_HEADER
+from replicated_ckpt.stores.threads import give_way
 from replicated_ckpt.wording import one_line
 
 ITEMS_BYTES_MAX = 16 << 20
@@ -371,3 +372,73 @@ def split_target(target: str) -> tuple[tuple[str, ...], Mapping[str, str]]:
     except ValueError as exc:
         raise PeerProtocolError(f"{target[:200]!r} is not a valid target of a request: {exc}.") from exc
     return tuple(urllib.parse.unquote(part) for part in url.path.split("/")[1:]), query
+
+
+OPENING_WITHIN_S = 60.0
+"""How long an agent that was told to stop waits for a save that a rank of this node is about to open."""
+_WATCHING, _HOLDINGS, _SAVES = {("v1", "status"), ("metrics",)}, ("v1", "holdings"), ("v1", "saves")
+
+
+class Activity:
+    """When the agent last had work, and whether a save is about to be opened. Requests under way count."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._under_way = 0
+        self._last = time.monotonic()
+        self._registered_at: float | None = None
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._under_way += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._under_way -= 1
+            self._last = time.monotonic()
+
+    def touch(self) -> None:
+        with self._lock:
+            self._last = time.monotonic()
+
+    def note_registered(self) -> None:
+        """A rank of this node is about to save, and relies on this agent to open the save."""
+        with self._lock:
+            self._registered_at = time.monotonic()
+
+    def note_opened(self) -> None:
+        with self._lock:
+            self._registered_at = None
+
+    @property
+    def awaits_opening(self) -> bool:
+        with self._lock:
+            return self._registered_at is not None and time.monotonic() - self._registered_at < OPENING_WITHIN_S
+
+    @property
+    def is_idle(self) -> bool:
+        with self._lock:
+            return self._under_way == 0
+
+    def idle_s(self) -> float:
+        with self._lock:
+            return 0.0 if self._under_way else time.monotonic() - self._last
+
+
+class WatchedRoutes(Routes):
+    """Counts each answer as work, except for upkeep: else the agents of idle nodes would keep each other alive."""
+
+    def __init__(self, activity: Activity, *args: Any) -> None:
+        super().__init__(*args)
+        self._activity = activity
+
+    def answer(self, request: Request) -> Answer:
+        parts, query = split_target(request.target)
+        if parts in _WATCHING or (parts == _HOLDINGS and "upkeep" in query):  # no reason to stay for it
+            return super().answer(request)
+        with self._activity:
+            try:
+                return super().answer(request)
+            finally:
+                if request.method == "POST" and parts[:2] == _SAVES and len(parts) == 3:  # opens one, also if refused
+                    self._activity.note_opened()

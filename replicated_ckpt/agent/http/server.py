@@ -16,10 +16,8 @@ from io import BufferedIOBase, BufferedReader
 from typing import Any, cast
 
 from replicated_ckpt.agent.http.connections import Connections, UnauthenticatedClients
+from replicated_ckpt.agent.http.request import Answer, FileAnswer, Heartbeat, Request
 from replicated_ckpt.agent.http.routes import Routes
-from replicated_ckpt.agent.requests.body import Body, Head
-from replicated_ckpt.agent.requests.releases import check_release
-from replicated_ckpt.agent.requests.request import Answer, FileAnswer, Heartbeat, Request
 from replicated_ckpt.agent.state.rights import Right, Tokens
 from replicated_ckpt.errors import (
     CheckpointExists,
@@ -35,9 +33,11 @@ from replicated_ckpt.errors import (
     StoreFull,
     StoreUnavailable,
 )
+from replicated_ckpt.node.saves.request_body import Body, Head
 from replicated_ckpt.stores.files.durable import SHORTAGES, UNREADABLE, read_exactly, store_error_of
 from replicated_ckpt.stores.peer.client import PROGRESS_TIMEOUT_S
-from replicated_ckpt.stores.thread_start import start_worker
+from replicated_ckpt.stores.peer.releases import check_release
+from replicated_ckpt.stores.threads import start_worker
 from replicated_ckpt.version import __version__
 from replicated_ckpt.wording import one_line
 

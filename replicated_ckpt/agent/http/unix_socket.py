@@ -9,18 +9,17 @@ from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
+from replicated_ckpt.agent.http.request import INTERVAL_S, require_asker
 from replicated_ckpt.agent.http.server import describe_refusal, status_of
-from replicated_ckpt.agent.requests.local_messages import check_same_user, listen, receive_message, send_message
-from replicated_ckpt.agent.requests.request import INTERVAL_S, require_asker
-from replicated_ckpt.agent.saves.service import NodeService
-from replicated_ckpt.agent.saves.settle import follow_stale_save
-from replicated_ckpt.agent.saves.shard_copies import WrittenCopies
-from replicated_ckpt.agent.saves.submissions import SubmittedShard
 from replicated_ckpt.errors import ReplicatedCkptError, StoreUnavailable
-from replicated_ckpt.stores.detached_error import translate_any
+from replicated_ckpt.node.saves.service import NodeService
+from replicated_ckpt.node.saves.settle import follow_stale_save
+from replicated_ckpt.node.saves.shard_copies import WrittenCopies
+from replicated_ckpt.node.saves.submissions import SubmittedShard
 from replicated_ckpt.stores.peer.answer import parsing
 from replicated_ckpt.stores.peer.client import PROGRESS_TIMEOUT_S
-from replicated_ckpt.stores.thread_start import start_worker
+from replicated_ckpt.stores.peer.local_messages import check_same_user, listen, receive_message, send_message
+from replicated_ckpt.stores.threads import start_worker, translate_any
 
 log = logging.getLogger(__name__)
 

@@ -1,1 +1,1 @@
-"""Upkeep on this node: the rounds of re-protection, what they mend and what they collect, scrub and audits."""
+"""Repair by an agent: the rounds of re-protection, what they mend, scrub and audits."""

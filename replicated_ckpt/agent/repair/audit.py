@@ -6,21 +6,19 @@ from dataclasses import dataclass, replace
 from operator import index
 from typing import Any
 
-from replicated_ckpt.agent.peers.address_book import PeerBook
-from replicated_ckpt.agent.peers.manifests import ManifestBook
-from replicated_ckpt.agent.peers.watch import HOLDINGS_TIMEOUT_S, NodeHoldings, describe_silence, parse_node_holdings
 from replicated_ckpt.agent.state.endpoint import listening_endpoint
-from replicated_ckpt.agent.state.policies import PolicyBook
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.layout import ShardName
 from replicated_ckpt.core.manifest import Manifest
-from replicated_ckpt.core.upkeep.finding import Finding, Problem
 from replicated_ckpt.core.upkeep.policy import NodeReport
-from replicated_ckpt.core.upkeep.removal import find_removed
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence, plan_repair
-from replicated_ckpt.core.upkeep.repair_plan import RepairPlan, ShortShard
-from replicated_ckpt.core.upkeep.retention import find_retired
+from replicated_ckpt.core.upkeep.repair_plan import Finding, Problem, RepairPlan, ShortShard
+from replicated_ckpt.core.upkeep.retention import find_removed, find_retired
 from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptError
+from replicated_ckpt.node.peers.address_book import PeerBook
+from replicated_ckpt.node.peers.manifests import ManifestBook
+from replicated_ckpt.node.peers.watch import HOLDINGS_TIMEOUT_S, NodeHoldings, describe_silence, parse_node_holdings
+from replicated_ckpt.node.state.policies import PolicyBook
 from replicated_ckpt.stores.local.inspection import Inspector
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.versions.recycled import measure_room

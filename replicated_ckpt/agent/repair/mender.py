@@ -6,14 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from replicated_ckpt import failpoints
-from replicated_ckpt.agent.peers.manifests import fetch_manifest, fetch_metadata
-from replicated_ckpt.agent.saves.service import OPEN_GRACE_S, NodeService
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, ShardName, parse_marked
 from replicated_ckpt.core.manifest import Manifest, ShardEntry
 from replicated_ckpt.core.protocol.settlement import may_publish
-from replicated_ckpt.core.upkeep.finding import Finding
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
-from replicated_ckpt.core.upkeep.repair_plan import Action, CopyShard, RestoreManifest, SetAside
+from replicated_ckpt.core.upkeep.repair_plan import Action, CopyShard, Finding, RestoreManifest, SetAside
 from replicated_ckpt.core.upkeep.retention import Removal
 from replicated_ckpt.errors import (
     ManifestInvalid,
@@ -26,6 +23,8 @@ from replicated_ckpt.errors import (
     StoreFull,
     StoreUnavailable,
 )
+from replicated_ckpt.node.peers.manifests import fetch_manifest, fetch_metadata
+from replicated_ckpt.node.saves.service import OPEN_GRACE_S, NodeService
 from replicated_ckpt.stores.any_source import AnySource, Source
 from replicated_ckpt.stores.files.durable import translate_errors
 from replicated_ckpt.stores.files.existence import is_directory

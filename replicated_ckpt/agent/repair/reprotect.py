@@ -4,25 +4,20 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass, replace
 from typing import TypeAlias
 
-from replicated_ckpt.agent.peers.manifests import ManifestBook
-from replicated_ckpt.agent.peers.watch import NodeHoldings, PeerWatch, SilenceTimeouts
-from replicated_ckpt.agent.repair.collector import Collector
-from replicated_ckpt.agent.repair.deferred import DeferredActions
 from replicated_ckpt.agent.repair.mender import Mender, find_damaged, restore_replaced
-from replicated_ckpt.agent.saves.service import NodeService
-from replicated_ckpt.agent.saves.settle import settle
+from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.lineage import histories_of
 from replicated_ckpt.core.manifest import Manifest
-from replicated_ckpt.core.upkeep.finding import Finding
 from replicated_ckpt.core.upkeep.policy import NOTHING_REPORTED, NodeReport
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence, plan_repair
 from replicated_ckpt.core.upkeep.repair_plan import (
     Action,
+    Finding,
     RepairPlan,
     RestoreManifest,
     is_of_held_save,
@@ -30,14 +25,71 @@ from replicated_ckpt.core.upkeep.repair_plan import (
 )
 from replicated_ckpt.core.upkeep.retention import without_retired
 from replicated_ckpt.errors import ObjectCorrupt, ReplicatedCkptError, StoreError, StoreUnavailable
+from replicated_ckpt.node.peers.manifests import ManifestBook
+from replicated_ckpt.node.peers.watch import NodeHoldings, PeerWatch, SilenceTimeouts
+from replicated_ckpt.node.saves.collector import Collector
+from replicated_ckpt.node.saves.service import NodeService
+from replicated_ckpt.node.saves.settle import settle
 from replicated_ckpt.stores.files.durable import is_refusal
 from replicated_ckpt.stores.local.versions.recycled import try_room
 from replicated_ckpt.stores.node_cache.cache import sweep
-from replicated_ckpt.stores.thread_start import start_thread
+from replicated_ckpt.stores.threads import start_thread
 from replicated_ckpt.stores.throttle import Pace, Stopped
 from replicated_ckpt.wording import one_line
 
 log = logging.getLogger(__name__)
+
+RETRY_S = 900.0
+"""Between two tries of a copy for which no node has intact bytes: each try reads whole shards on several nodes."""
+
+_Place = tuple[str, str]
+
+
+class DeferredActions:
+    """Planned actions that are not done now. One thread.
+
+    A user who deletes a directory on every node needs time before other nodes copy it back. So a save that this node held
+    at the last look, and holds no more, is not copied here for `lost_after_s` seconds.
+    """
+
+    def __init__(self, lost_after_s: float, clock: Callable[[], float]) -> None:
+        self._lost_after_s = lost_after_s
+        self._clock = clock
+        self._held: set[_Place] = set()
+        self._gone_since: dict[_Place, float] = {}
+        self._failed: dict[Action, tuple[float, str]] = {}
+
+    def look(self, holdings: Iterable[Holding], planned: Collection[Action]) -> None:
+        """Compares this node's holdings with the last look, and forgets failures of actions that are no longer planned."""
+        now, held = self._clock(), {_place_of(holding) for holding in holdings}
+        for place in self._held - held:
+            self._gone_since.setdefault(place, now)
+        self._held = held
+        self._gone_since = {
+            place: since
+            for place, since in self._gone_since.items()
+            if place not in held and now - since < self._lost_after_s
+        }
+        # Forgotten with the plan: a node that comes back may have intact bytes, and is asked at once.
+        self._failed = {action: failed for action, failed in self._failed.items() if action in planned}
+
+    def is_removed_now(self, action: Action) -> bool:
+        """Whether the save was deleted here a moment ago. The action is done later, if other nodes still have the save."""
+        return _place_of(action) in self._gone_since
+
+    def note_failure(self, action: Action, why: str) -> None:
+        """No node has intact bytes for it."""
+        self._failed[action] = self._clock() + RETRY_S, why
+
+    def why_not(self, action: Action) -> str:
+        """Why an action failed less than RETRY_S ago; "" if it is to be tried."""
+        until, why = self._failed.get(action, (0.0, ""))
+        return why if self._clock() < until else ""
+
+
+def _place_of(found: Holding | Action) -> _Place:
+    return found.checkpoint_id, found.save_id
+
 
 PAUSE_S = 2.0
 FIRST_PAUSE_S = 0.1

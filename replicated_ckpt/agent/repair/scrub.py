@@ -5,13 +5,13 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 
-from replicated_ckpt.agent.state.damage import DamageBook
-from replicated_ckpt.core.upkeep.finding import Finding, Problem
+from replicated_ckpt.core.upkeep.repair_plan import Finding, Problem
 from replicated_ckpt.errors import ReplicatedCkptError, StoreError
+from replicated_ckpt.node.state.damage import DamageBook
 from replicated_ckpt.stores.files.durable import is_refusal
 from replicated_ckpt.stores.local.inspection import Inspector
 from replicated_ckpt.stores.local.store import LocalStore
-from replicated_ckpt.stores.thread_start import start_thread
+from replicated_ckpt.stores.threads import start_thread
 from replicated_ckpt.stores.throttle import Pace, Stopped
 
 log = logging.getLogger(__name__)

@@ -7,26 +7,24 @@ from contextlib import closing
 from dataclasses import asdict
 from typing import Any
 
-from replicated_ckpt.agent.peers.watch import describe_silence
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look import unmanaged
-from replicated_ckpt.cli.look.absent import describe_newer
 from replicated_ckpt.cli.look.checkpoints import (
     HEADER,
     CheckpointSeen,
     advise,
+    describe_newer,
     describe_totals,
     find_needed,
     list_checkpoints,
 )
 from replicated_ckpt.cli.look.conflicting_runs import describe_conflicting_runs
 from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
-from replicated_ckpt.cli.look.root import describe_memory_tier
-from replicated_ckpt.cli.look.start import add_start_argument, open_store_of
-from replicated_ckpt.cli.look.table import format_table
-from replicated_ckpt.cli.look.waiting import say_if_slow
+from replicated_ckpt.cli.look.progress import format_table, say_if_slow
+from replicated_ckpt.cli.look.root import add_start_argument, describe_memory_tier, open_store_of
 from replicated_ckpt.cli.look.waiting_saves import advise_on_in_doubt, describe_wait, list_staged_saves
 from replicated_ckpt.errors import StoreError
+from replicated_ckpt.node.peers.watch import describe_silence
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.bucket.bucket_save import BucketSave
 from replicated_ckpt.stores.bucket_client.opening import open_client

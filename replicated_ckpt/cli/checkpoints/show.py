@@ -5,19 +5,20 @@ import json
 from typing import Any
 
 from replicated_ckpt.cli.exit_codes import ExitCode
-from replicated_ckpt.cli.look.absent import describe_absent, find_id
 from replicated_ckpt.cli.look.checkpoints import (
     DAMAGED,
     LOST,
     NOT_SEEN,
     CheckpointSeen,
     advise,
+    describe_absent,
+    find_id,
     list_checkpoints,
     see_with_unclaimed_files,
 )
 from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
-from replicated_ckpt.cli.look.start import add_start_argument, open_store_of
-from replicated_ckpt.cli.look.table import format_moment, format_table
+from replicated_ckpt.cli.look.progress import format_moment, format_table
+from replicated_ckpt.cli.look.root import add_start_argument, open_store_of
 from replicated_ckpt.core.inventory import saves_found
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.protocol.seen_save import SeenSave

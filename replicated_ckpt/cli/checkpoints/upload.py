@@ -7,14 +7,13 @@ from collections.abc import Collection, Mapping
 from contextlib import closing
 from shlex import quote
 
-from replicated_ckpt.agent.peers.address_book import PeerBook
-from replicated_ckpt.agent.start.launch import ensure_agent
+from replicated_ckpt.agent.launch import ensure_agent
 from replicated_ckpt.cli.checkpoints.ls import name_bucket
 from replicated_ckpt.cli.exit_codes import ExitCode
-from replicated_ckpt.cli.look.absent import find_id
+from replicated_ckpt.cli.look.checkpoints import find_id
 from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
+from replicated_ckpt.cli.look.progress import parse_seconds
 from replicated_ckpt.cli.look.root import open_store
-from replicated_ckpt.cli.look.table import parse_seconds
 from replicated_ckpt.core.bucket.upload_plan import UploadState
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.errors import (
@@ -28,6 +27,7 @@ from replicated_ckpt.errors import (
     ReplicatedCkptError,
     UploadFailed,
 )
+from replicated_ckpt.node.peers.address_book import PeerBook
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.bucket.bucket_save import BucketSave
 from replicated_ckpt.stores.bucket_client.opening import open_client

@@ -3,8 +3,7 @@
 import argparse
 
 from replicated_ckpt.cli.convert.conversion import Printer, add_key_arguments, describe, key_rules
-from replicated_ckpt.cli.exit_codes import ExitCode
-from replicated_ckpt.cli.sigterm import stop_on_sigterm
+from replicated_ckpt.cli.exit_codes import ExitCode, stop_on_sigterm
 from replicated_ckpt.errors import CheckpointExists
 
 HELP = "Make a checkpoint from a torch file, from safetensors, or from a plain DCP directory."

@@ -6,7 +6,7 @@ from shlex import quote
 
 from replicated_ckpt.cli.look.checkpoints import LOST, SHORT, WHOLE, CheckpointSeen
 from replicated_ckpt.cli.look.nodes import NodesSeen
-from replicated_ckpt.cli.look.table import format_moment
+from replicated_ckpt.cli.look.progress import format_moment
 from replicated_ckpt.core.inventory import Holding, SaveFound, lineages_found, saves_found
 from replicated_ckpt.core.upkeep.policy import scope_of
 from replicated_ckpt.wording import describe_way_out, plural

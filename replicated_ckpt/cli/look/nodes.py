@@ -10,12 +10,8 @@ from functools import cached_property
 from shlex import quote
 from typing import Any
 
-from replicated_ckpt.agent.peers.address_book import PeerBook
-from replicated_ckpt.agent.peers.manifests import ManifestBook
-from replicated_ckpt.agent.peers.watch import NodeHoldings, describe_silence, parse_node_holdings, runs_no_agent
+from replicated_ckpt.agent.launch import running_agent
 from replicated_ckpt.agent.repair.audit import read_node_report
-from replicated_ckpt.agent.start.launch import running_agent
-from replicated_ckpt.agent.state.damage import DamageBook
 from replicated_ckpt.agent.state.endpoint import listening_endpoint
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.manifest import Manifest, find_domains
@@ -23,6 +19,10 @@ from replicated_ckpt.core.upkeep.retention import find_retired
 from replicated_ckpt.core.upkeep.unclaimed_files import UnclaimedFiles
 from replicated_ckpt.environment import PLAIN_ENV
 from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptError, StoreDenied
+from replicated_ckpt.node.peers.address_book import PeerBook
+from replicated_ckpt.node.peers.manifests import ManifestBook
+from replicated_ckpt.node.peers.watch import NodeHoldings, describe_silence, parse_node_holdings, runs_no_agent
+from replicated_ckpt.node.state.damage import DamageBook
 from replicated_ckpt.stores.local.store import NO_NODE, LocalStore
 from replicated_ckpt.stores.local.unclaimed import UnclaimedFilesReader
 from replicated_ckpt.stores.local.versions.recycled import measure_room

@@ -1,16 +1,49 @@
-"""Reads all that the nodes hold, and says how far that is: a line that is written over on a terminal, else more of them."""
+"""What the command line prints: tables, the progress of a long read, and what a command waits for."""
 
+import argparse
+import contextlib
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Self
 
 from replicated_ckpt.agent.repair.audit import Audit, Auditor
-from replicated_ckpt.cli.look.table import format_duration
 from replicated_ckpt.stores.local.store import LocalStore
-from replicated_ckpt.stores.thread_start import start_thread
-from replicated_ckpt.wording import describe_bytes
+from replicated_ckpt.stores.threads import start_thread
+from replicated_ckpt.wording import align, describe_bytes
+
+_MINUTE_S = 60
+
+
+def format_moment(unix_s: float) -> str:
+    """Local time; a dash where it is not known."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_s)) if unix_s > 0 else "-"
+
+
+def format_duration(seconds: float) -> str:
+    whole = round(seconds)
+    minutes, rest = divmod(whole, _MINUTE_S)
+    hours, minutes = divmod(minutes, _MINUTE_S)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """All columns to the left; a number is set to the right by its caller."""
+    return align([header, *rows], left=range(len(header)))
+
+
+def parse_seconds(text: str) -> float:
+    """An argument of a command. Raises ArgumentTypeError: no time that can be waited."""
+    with contextlib.suppress(ValueError):
+        # "nan" and "inf" are floats, too; beyond TIMEOUT_MAX a wait raises OverflowError.
+        if 0 < float(text) <= threading.TIMEOUT_MAX:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"must be a number of seconds above 0, not {text!r}")
+
 
 _FIRST_S, _EVERY_S = 0.2, 1.0
 _CLEAR = "\r\x1b[K"
@@ -83,3 +116,26 @@ def describe_reading(read_bytes: int, size_bytes: int, seconds: float) -> str:
     left = format_duration(max(0, size_bytes - read_bytes) / rate)
     amount = f"{describe_bytes(min(read_bytes, size_bytes))} of {describe_bytes(size_bytes)} ({share:.0%})"
     return f"verify: {amount} read, {describe_bytes(rate)}/s, {left} left"
+
+
+SAID_AFTER_S = 3.0
+
+
+@contextmanager
+def say_if_slow(url: str) -> Iterator[None]:
+    """Says after a moment that the command waits for `url`, if the block is not over by then."""
+    timer = threading.Timer(SAID_AFTER_S, _say, [url])
+    timer.daemon = True
+    start_thread(timer)
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _say(url: str) -> None:
+    print(
+        f"waiting for {url} since {SAID_AFTER_S:g} s; the command stops waiting for a silent endpoint after a minute",
+        file=sys.stderr,
+        flush=True,
+    )

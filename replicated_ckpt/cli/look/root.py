@@ -1,9 +1,12 @@
-"""Whether `--root` names a store of this user, and what to name instead where it does not."""
+"""Finds the store that `--root` names, and starts its agent if the user asks for it."""
 
+import argparse
 import os
+import time
 from pathlib import Path
 from shlex import quote
 
+from replicated_ckpt.agent.launch import ensure_agent
 from replicated_ckpt.core.layout import (
     AGENT_DIR,
     MANIFEST_NAME,
@@ -14,6 +17,7 @@ from replicated_ckpt.core.layout import (
 )
 from replicated_ckpt.environment import TRUST_ROOT_ENV
 from replicated_ckpt.errors import CheckpointNotFound, ConfigInvalid, ReplicatedCkptError, StoreDenied
+from replicated_ckpt.node.peers.address_book import listening_host
 from replicated_ckpt.stores.files.durable import store_error_of, translate_errors
 from replicated_ckpt.stores.files.existence import is_directory, is_plain_file
 from replicated_ckpt.stores.files.ownership import find_other_owner
@@ -25,6 +29,7 @@ from replicated_ckpt.stores.local.directories.roots import (
 )
 from replicated_ckpt.stores.local.memory_tier import find_memory_tier
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.wording import plural
 
 _OF_A_STORE = {NODE_NAME, AGENT_DIR, STAGING_DIR}
@@ -163,3 +168,39 @@ def describe_memory_tier(store: LocalStore) -> list[str]:
     count = plural(len(held), "checkpoint")
     found = f"{count} on this node, the newest {newest.checkpoint_id}"
     return [f"memory tier at {root}: {found}; `replicated-ckpt ls --root {quote(str(root))}` asks all nodes"]
+
+
+_GREETING_WAIT_S = 20.0
+_POLL_S = 0.05
+
+
+def add_start_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--start-agents",
+        action="store_true",
+        help="start this node's agent if none runs; it announces its address to its peers and exits after a minute "
+        "without work",
+    )
+
+
+def open_store_of(arguments: argparse.Namespace) -> LocalStore:
+    """The store under `--root`, its agent running if `--start-agents` asks for that.
+
+    Raises:
+        CheckpointNotFound, ConfigInvalid, StoreDenied, AgentUnavailable
+    """
+    store = open_store(arguments.root)
+    if arguments.start_agents:
+        start_agent(store)
+    return store
+
+
+def start_agent(store: LocalStore) -> AgentAddress:
+    """This node's agent, which is started if none runs, and has told the peers that answer where it is."""
+    own = ensure_agent(store, listening_host(store.root_agent_directory())).local_address()
+    deadline = time.monotonic() + _GREETING_WAIT_S
+    with AgentClient(own) as client:
+        # Peers fetch copies from this agent: they must know its new address before a plan names it.
+        while not client.call("GET", "/v1/status").get("greeted") and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+    return own

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Sequence
 
-from replicated_ckpt.agent.repair.unmanaged import UnmanagedAudit, UnmanagedLook
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.checkpoints import UNMANAGED, CheckpointSeen
 from replicated_ckpt.cli.look.nodes import NodesSeen
@@ -14,6 +13,7 @@ from replicated_ckpt.errors import (
     PeerProtocolError,
     StoreError,
 )
+from replicated_ckpt.node.peers.unmanaged import UnmanagedAudit, UnmanagedLook
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.wording import plural
 

@@ -8,14 +8,14 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.cli.look.nodes import NodesSeen, ask_own_status
 from replicated_ckpt.core.inventory import Holding, saves_found
 from replicated_ckpt.core.protocol.settlement import may_publish
 from replicated_ckpt.errors import ReplicatedCkptError
+from replicated_ckpt.node.peers.address_book import PeerBook
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
-from replicated_ckpt.stores.local.versions.staged_decision import read_decision
+from replicated_ckpt.stores.local.versions.publish import read_decision
 from replicated_ckpt.wording import describe_bytes
 
 log = logging.getLogger(__name__)

@@ -9,16 +9,14 @@ from typing import Any
 
 from replicated_ckpt.cli.checkpoints.repair import carry_out
 from replicated_ckpt.cli.exit_codes import ExitCode
-from replicated_ckpt.cli.look.absent import describe_newer
+from replicated_ckpt.cli.look.checkpoints import describe_newer
 from replicated_ckpt.cli.look.nodes import NodesSeen, advise_on_silence, ask_own_status, look_at_nodes
 from replicated_ckpt.cli.look.progress import read_all
-from replicated_ckpt.cli.look.root import open_store
-from replicated_ckpt.cli.look.start import start_agent
+from replicated_ckpt.cli.look.root import open_store, start_agent
 from replicated_ckpt.cli.look.waiting_saves import list_staged_saves
-from replicated_ckpt.core.upkeep.removal import find_removed
 from replicated_ckpt.core.upkeep.repair import plan_repair
 from replicated_ckpt.core.upkeep.repair_plan import RepairPlan
-from replicated_ckpt.core.upkeep.retention import find_retired
+from replicated_ckpt.core.upkeep.retention import find_removed, find_retired
 from replicated_ckpt.stores.files.durable import translate_errors
 from replicated_ckpt.stores.local.memory_tier import find_memory_tier
 from replicated_ckpt.stores.local.store import LocalStore

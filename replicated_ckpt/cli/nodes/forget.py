@@ -5,16 +5,15 @@ import json
 from collections.abc import Sequence
 from shlex import quote
 
-from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look import unmanaged
 from replicated_ckpt.cli.look.checkpoints import DAMAGED, CheckpointSeen, find_needed, list_checkpoints
 from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
-from replicated_ckpt.cli.look.root import open_store
-from replicated_ckpt.cli.look.start import start_agent
+from replicated_ckpt.cli.look.root import open_store, start_agent
 from replicated_ckpt.cli.look.waiting_saves import list_staged_saves
 from replicated_ckpt.core.layout import MANIFEST_NAME
 from replicated_ckpt.errors import ConfigInvalid
+from replicated_ckpt.node.peers.address_book import PeerBook
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentClient
 

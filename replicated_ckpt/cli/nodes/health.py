@@ -6,20 +6,20 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from replicated_ckpt.agent.peers.watch import runs_no_agent
 from replicated_ckpt.cli.exit_codes import ExitCode
-from replicated_ckpt.cli.look.absent import describe_newer
 from replicated_ckpt.cli.look.checkpoints import (
     LOST,
     NOT_SEEN,
     SHORT,
     CheckpointSeen,
+    describe_newer,
     find_needed,
     without_superseded,
 )
 from replicated_ckpt.cli.look.nodes import NodesSeen, describe_spare
-from replicated_ckpt.cli.look.table import format_duration
+from replicated_ckpt.cli.look.progress import format_duration
 from replicated_ckpt.cli.look.waiting_saves import WaitingSave
+from replicated_ckpt.node.peers.watch import runs_no_agent
 from replicated_ckpt.stores.files.room import Room
 from replicated_ckpt.wording import describe_bytes, list_some, plural
 

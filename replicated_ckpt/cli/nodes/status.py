@@ -10,20 +10,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from replicated_ckpt.agent.peers.watch import describe_silence
-from replicated_ckpt.agent.start.launch import running_agent
+from replicated_ckpt.agent.launch import running_agent
 from replicated_ckpt.agent.state.endpoint import has_clients, read_endpoint
 from replicated_ckpt.agent.state.log_file import LOG_NAME
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.checkpoints import CheckpointSeen, advise_on_missing, describe_totals, list_checkpoints
 from replicated_ckpt.cli.look.conflicting_runs import describe_conflicting_runs
 from replicated_ckpt.cli.look.nodes import NodesSeen, ask_own_status, look_at_nodes
-from replicated_ckpt.cli.look.root import describe_memory_tier
-from replicated_ckpt.cli.look.start import add_start_argument, open_store_of
-from replicated_ckpt.cli.look.table import format_moment, format_table, parse_seconds
+from replicated_ckpt.cli.look.progress import format_moment, format_table, parse_seconds
+from replicated_ckpt.cli.look.root import add_start_argument, describe_memory_tier, open_store_of
 from replicated_ckpt.cli.look.waiting_saves import WaitingSave, advise_on_in_doubt, list_waiting
 from replicated_ckpt.cli.nodes.health import Health, describe_room, describe_work, judge_health
 from replicated_ckpt.errors import ReplicatedCkptError
+from replicated_ckpt.node.peers.watch import describe_silence
 from replicated_ckpt.stores.local.store import LocalStore
 
 HELP = (

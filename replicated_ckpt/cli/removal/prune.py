@@ -8,7 +8,7 @@ from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.root import open_store
 from replicated_ckpt.cli.removal.remover import Removed, Remover, add_removal_arguments
 from replicated_ckpt.config import Retention
-from replicated_ckpt.core.upkeep.removal import plan_prune
+from replicated_ckpt.core.upkeep.retention import plan_prune
 from replicated_ckpt.wording import plural
 
 HELP = (

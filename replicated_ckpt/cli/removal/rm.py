@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from shlex import quote
 
-from replicated_ckpt.cli.look.absent import describe_absent
-from replicated_ckpt.cli.look.checkpoints import IN_BUCKET, CheckpointSeen
+from replicated_ckpt.cli.look.checkpoints import IN_BUCKET, CheckpointSeen, describe_absent
 from replicated_ckpt.cli.look.root import open_store
 from replicated_ckpt.cli.removal.remover import Removed, Remover, add_removal_arguments
 from replicated_ckpt.core.upkeep.policy import scope_of
-from replicated_ckpt.core.upkeep.removal import find_last_good
+from replicated_ckpt.core.upkeep.retention import find_last_good
 from replicated_ckpt.errors import ManifestInvalid
 from replicated_ckpt.stores.local.versions.remove import renamed_refusal
 

@@ -7,6 +7,19 @@ other, in a folder whose name differs.
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from enum import Enum
+
+from fastcrc.crc32 import iso_hdlc
+
+from replicated_ckpt.core.integrity.checksum import (
+    FOOTER_TAIL_BYTES,
+    MAGIC,
+    BlockTable,
+    decode_footer,
+    first_bad_block,
+    footer_bytes_of,
+    size_with_footer,
+)
 
 Fetch = Callable[[int, int], memoryview]
 """Bytes [offset, offset + length) of the item; valid until the next call."""
@@ -140,3 +153,99 @@ def _start(fetch: Fetch, header: int) -> int:
     if fields[0] != b"PK\x03\x04":
         raise ArchiveDamaged("has a record that does not lie where its zip directory points")
     return int(header + _LOCAL.size + fields[9] + fields[10])
+
+
+_PIECE_BYTES = 4 << 20
+
+
+class Verdict(Enum):
+    """The result of checking an item by the checksums inside it."""
+
+    INTACT = "intact"
+    """It is a complete zip container, and all its records match their CRC32."""
+    UNCHECKED = "unchecked"
+    """It is no zip container, or one without CRC32: it cannot be checked."""
+
+
+class ItemDamaged(ValueError):
+    """An item begins as a zip container and is damaged, or a record differs from its CRC32."""
+
+
+def check_range(fetch: Fetch, size_bytes: int, *, must_tell: bool = False) -> Verdict:
+    """Reads one item of `size_bytes` and checks it by its own CRC32s.
+
+    `must_tell`: the item's shard had a footer, which is damaged.
+
+    Raises:
+        ItemDamaged: with the expected and found values; with `must_tell` also if the item cannot be checked.
+    """
+    verdict = _check_item(fetch, size_bytes)
+    if must_tell and verdict is Verdict.UNCHECKED:
+        raise ItemDamaged("the shard's footer of checksums is damaged, and the item has none of its own")
+    return verdict
+
+
+def _check_item(fetch: Fetch, size_bytes: int) -> Verdict:
+    if not is_archive(fetch, size_bytes):
+        return Verdict.UNCHECKED
+    try:
+        records = find_records(fetch, size_bytes).values()
+    except ArchiveDamaged as exc:
+        raise ItemDamaged(f"it {exc}") from exc
+    # All zero: torch.save ran with set_crc32_options(False).
+    if not any(record.crc for record in records):
+        return Verdict.UNCHECKED
+    for record in records:
+        found = _crc_of(fetch, record)
+        if found != record.crc:
+            raise ItemDamaged(f"record {record.name[:80]!r}: expected CRC32 {record.crc:08x}, found {found:08x}")
+    return Verdict.INTACT
+
+
+def _crc_of(fetch: Fetch, record: Record) -> int:
+    crc = 0
+    for offset in range(0, record.size, _PIECE_BYTES):
+        piece = fetch(record.start + offset, min(_PIECE_BYTES, record.size - offset))
+        crc = int(iso_hdlc(piece, crc))
+    return crc
+
+
+_REBUILD_PIECE_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class OwnFooter:
+    """The footer of a file. `table` None: there is none, or, if `is_damaged`, a damaged one."""
+
+    table: BlockTable | None = None
+    is_damaged: bool = False
+
+
+def find_footer(fetch: Fetch, size_bytes: int, items_end: int | None = None) -> OwnFooter:
+    """The footer of a file, recognized by its last bytes, or by its size if that is the items' size and a footer's."""
+    # Stock torch writes an empty file for a rank without items.
+    if size_bytes < FOOTER_TAIL_BYTES:
+        return OwnFooter()
+    tail = fetch(size_bytes - FOOTER_TAIL_BYTES, FOOTER_TAIL_BYTES)
+    # The damage may lie in the magic itself: then only the size shows that there was a footer.
+    is_as_long = items_end is not None and size_bytes == size_with_footer(items_end)
+    if bytes(tail[: len(MAGIC)]) != MAGIC and not is_as_long:
+        return OwnFooter()
+    footer_bytes = footer_bytes_of(tail, size_bytes) or 0
+    table = decode_footer(fetch(size_bytes - footer_bytes, footer_bytes), size_bytes)
+    return OwnFooter(table, is_damaged=table is None)
+
+
+def check_blocks(fetch: Fetch, table: BlockTable) -> None:
+    """Reads all data of a file and compares it with its footer.
+
+    Raises:
+        ItemDamaged: a block differs from its checksum.
+    """
+    at_once = max(1, _REBUILD_PIECE_BYTES // table.block_bytes)
+    for first in range(0, len(table.crcs), at_once):
+        start = first * table.block_bytes
+        piece = fetch(start, min(at_once * table.block_bytes, table.data_bytes - start))
+        problem = first_bad_block(piece, table, first)
+        if problem is not None:
+            raise ItemDamaged(problem)

@@ -17,7 +17,7 @@ from replicated_ckpt.core.lineage import moment
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
 from replicated_ckpt.core.pickles.follower import follow
 from replicated_ckpt.core.pickles.tree import Fields, Made, Pairs, PickleUnsafe
-from replicated_ckpt.core.reading.source_order import ByteRange
+from replicated_ckpt.core.reading.windows import ByteRange
 from replicated_ckpt.errors import CheckpointAmbiguous, MetadataUnsafe
 from replicated_ckpt.wording import one_line
 

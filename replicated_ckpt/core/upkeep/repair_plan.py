@@ -1,12 +1,13 @@
-"""The plan of a repair as values: the files that nodes get, replace or set aside, and those that must wait."""
+"""The plan of a repair as values: damage found, files that nodes get, replace or set aside, and those that must wait."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from enum import Enum
 from operator import index
 from typing import Any, TypeAlias
 
 from replicated_ckpt.core.inventory import Holding
-from replicated_ckpt.wording import describe_way_out
+from replicated_ckpt.wording import describe_way_out, one_line
 
 
 @dataclass(frozen=True)
@@ -190,3 +191,39 @@ def refuse_unplanned(
     # A stale or hostile plan of another node must not replace a newer save here.
     planned = {(action.node_id, action.checkpoint_id, action.save_id) for action in own_plan}
     return frozenset(one for one in asked if (one.node_id, one.checkpoint_id, one.save_id) not in planned)
+
+
+class Problem(Enum):
+    CORRUPT = "corrupt"
+    """Its bytes differ from the checksum of the save."""
+    MISSING = "missing"
+    """The node is an intended holder and lacks the file."""
+    UNKNOWN = "unknown"
+    """The manifest of its checkpoint does not name the file."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One defective file on one node. `save_id` is empty if the manifest itself is invalid."""
+
+    node_id: str
+    checkpoint_id: str
+    save_id: str
+    name: str
+    path: str
+    problem: Problem
+    expected: str
+    found: str
+
+    def __str__(self) -> str:
+        return f"{self.problem.value}: {self.path} on node {self.node_id}: expected {self.expected}, found {self.found}"
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "problem": self.problem.value}
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> "Finding":
+        """Raises ValueError, KeyError, TypeError: the fields are no finding; the caller names the peer."""
+        names = ("node_id", "checkpoint_id", "save_id", "name", "path", "expected", "found")
+        text = {name: one_line(fields[name]) for name in names}
+        return cls(**text, problem=Problem(fields["problem"]))

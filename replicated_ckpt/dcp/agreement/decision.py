@@ -1,5 +1,6 @@
 """The decision about one save: what the coordinator drew and chose, as every rank reads it, and each rank's receipt."""
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -12,17 +13,57 @@ from torch.distributed.checkpoint.planner import SavePlan
 from replicated_ckpt.config import CheckpointIdFrom
 from replicated_ckpt.core.bucket.upload_plan import UploadPlan
 from replicated_ckpt.core.manifest import find_shared
-from replicated_ckpt.core.protocol.announced import NOTHING_ANNOUNCED, Announced
 from replicated_ckpt.core.protocol.placement import PlacedNode, Placement, place_copies
-from replicated_ckpt.dcp.agreement.alike import check_wanted_alike
-from replicated_ckpt.dcp.agreement.announcement import announce
-from replicated_ckpt.dcp.node.given_id import id_under
-from replicated_ckpt.dcp.node.node import NodePost
+from replicated_ckpt.dcp.agreement.node_post import NodePost, id_under
+from replicated_ckpt.dcp.c10d.group_pool import check_wanted_alike
+from replicated_ckpt.dcp.planning.cached_plan import CachedSavePlan
 from replicated_ckpt.environment import DOMAIN_ENV
 from replicated_ckpt.errors import CheckpointIdMismatch, ConfigInvalid
-from replicated_ckpt.stores.local.directories.intent import Intent
+from replicated_ckpt.stores.local.directories.intent import NOTHING_ANNOUNCED, Announced, Intent
 from replicated_ckpt.stores.peer.client import AgentAddress
 from replicated_ckpt.wording import plural
+
+OBJECTS_BYTES_MAX = 8 << 30
+"""For all objects of one shard together: their size is known only once they are pickled."""
+_ITEM_BYTES_MAX = 4096
+"""Container, alignment and checksums of a small item; those of a large one are far less than its own bytes."""
+_SHARD_BYTES_MIN = 1 << 20
+
+
+def announce(plans: Sequence[SavePlan]) -> Announced:
+    """An upper bound of what a save of these plans writes, with room for planners that write wider types than planned.
+
+    Returns NOTHING_ANNOUNCED where plan caching (`enable_plan_caching`) has left out an unchanged plan. The plan of a
+    CachedSavePlanner holds the whole one, and counts.
+    """
+    plans = [_find_whole(plan) for plan in plans]
+    # Plan caching replaces an unchanged plan by an empty one, from which no bound follows.
+    if not all(plan.usable for plan in plans):
+        return NOTHING_ANNOUNCED
+    sizes = [_shard_bytes_max(plan) for plan in plans]
+    return Announced(max(sizes, default=0), sum(sizes))
+
+
+def tensor_bytes(plan: SavePlan) -> int | None:
+    """Bytes of the tensors that a plan writes, as planned; None: DCP has left the plan out, as it did not change."""
+    plan = _find_whole(plan)
+    return _tensor_bytes(plan) if plan.usable else None
+
+
+def _find_whole(plan: SavePlan) -> SavePlan:
+    return (plan.whole or plan) if isinstance(plan, CachedSavePlan) else plan
+
+
+def _shard_bytes_max(plan: SavePlan) -> int:
+    objects = OBJECTS_BYTES_MAX if any(item.tensor_data is None for item in plan.items) else 0
+    # Twice the planned bytes: a planner may write a wider type than it planned, as float32 for bfloat16.
+    return _SHARD_BYTES_MIN + 2 * _tensor_bytes(plan) + len(plan.items) * _ITEM_BYTES_MAX + objects
+
+
+def _tensor_bytes(plan: SavePlan) -> int:
+    tensors = (item.tensor_data for item in plan.items if item.tensor_data is not None)
+    return sum(math.prod(tensor.chunk.sizes) * tensor.properties.dtype.itemsize for tensor in tensors)
+
 
 STAYS = ("nodes", "node_by_rank", "placement")
 """Fields of a decision that are nearly always those of the save before: all that grows with the number of nodes."""

@@ -13,10 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol, TypeVar
 
-from replicated_ckpt.agent.repair.collector import Collector
-from replicated_ckpt.agent.saves.service import NodeService
-from replicated_ckpt.agent.saves.settle import settle
-from replicated_ckpt.agent.start.launch import SILENT_TIMEOUT_S
+from replicated_ckpt.agent.launch import SILENT_TIMEOUT_S
 from replicated_ckpt.agent.state.endpoint import read_endpoint
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, is_lineage
@@ -25,6 +22,9 @@ from replicated_ckpt.core.upkeep.repair import NodeView, Presence
 from replicated_ckpt.dcp.agreement.decision import SaveDecision
 from replicated_ckpt.dcp.planning.cached_layouts import CachedLayout
 from replicated_ckpt.errors import HINT_MARK, PeerProtocolError, ReplicatedCkptError, SaveAborted, StoreUnavailable
+from replicated_ckpt.node.saves.collector import Collector
+from replicated_ckpt.node.saves.service import NodeService
+from replicated_ckpt.node.saves.settle import settle
 from replicated_ckpt.stores.files.existence import list_prefixed
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore

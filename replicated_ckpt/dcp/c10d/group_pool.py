@@ -1,14 +1,16 @@
 """Gloo groups of all ranks, used by one caller at a time: what a group costs (descriptors, threads, keys) is paid once."""
 
 import contextlib
+import socket
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from replicated_ckpt.config import WriterConfig
 from replicated_ckpt.dcp.c10d.presence import check_is_rank
 from replicated_ckpt.dcp.c10d.watched_group import is_broken
 from replicated_ckpt.dcp.c10d.world import await_ranks, watch_group
@@ -166,3 +168,52 @@ def _make_picklable(error: BaseException, rank: int) -> ReplicatedCkptError:
     if isinstance(error, ReplicatedCkptError):
         return error
     return RankFailed(f"Rank {rank} failed with {type(error).__name__}: {error}.")
+
+
+_MAY_DIFFER = ("root", "domain", "direct_io", "checkpoint_id_from")
+"""Arguments of a writer that are a rank's, or a node's, own. All others are the whole save's."""
+
+
+def describe_wanted(config: WriterConfig) -> dict[str, str]:
+    """The arguments of a rank's writer that apply to the whole save, as text; those with their default are left out."""
+    return {
+        name: repr(value)
+        for name, value in vars(config).items()
+        if name not in _MAY_DIFFER and value != getattr(WriterConfig, name, None)
+    }
+
+
+def check_ranks_alike(wanted: Mapping[str, str]) -> None:
+    """Compares the arguments of all ranks, before any rank acts on its own. Every rank calls this.
+
+    Raises:
+        ConfigInvalid: as `check_wanted_alike`, on all ranks.
+    """
+    pooled = acquire_group()
+    if pooled is None:
+        return
+    with contextlib.closing(pooled), pooled.use():
+        told = agree_on_all(pooled.group, lambda: (wanted, socket.gethostname()))
+    check_wanted_alike([wants for wants, _ in told], [host for _, host in told])
+
+
+def check_wanted_alike(wants: Sequence[Mapping[str, str]], hosts: Sequence[str]) -> None:
+    """Compares the ranks' arguments, each as `describe_wanted` returns them, with the ranks' hosts for the error.
+
+    Raises:
+        ConfigInvalid: one was given another argument than rank 0.
+    """
+    # Each rank leaves its defaults out, so one rank's entry is enough to compare all of them.
+    for name in dict.fromkeys(name for wanted in wants for name in wanted):
+        ranks_by_value: dict[str, list[int]] = {}
+        for rank, wanted in enumerate(wants):
+            ranks_by_value.setdefault(wanted.get(name, repr(getattr(WriterConfig, name, None))), []).append(rank)
+        if len(ranks_by_value) > 1:
+            told = (
+                f"{value} on {'ranks' if ranks[1:] else 'rank'} {', '.join(map(str, ranks))} (host {hosts[ranks[0]]})"
+                for value, ranks in ranks_by_value.items()
+            )
+            raise ConfigInvalid(
+                f"The ranks ask for different saves: {name} is {'; '.join(told)}.",
+                f"Pass the same {name} to ReplicatedWriter, or CheckpointManager, on every rank.",
+            )

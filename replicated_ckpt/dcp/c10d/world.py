@@ -10,8 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from replicated_ckpt.dcp.c10d.blackboard import COORDINATOR, Blackboard
-from replicated_ckpt.dcp.c10d.cached_decisions import CachedDecisions
+from replicated_ckpt.dcp.c10d.blackboard import COORDINATOR, Blackboard, CachedDecisions
 from replicated_ckpt.dcp.c10d.presence import Presence, announce, check_is_rank, describe_ended
 from replicated_ckpt.dcp.c10d.waiting import AnsweringStore, reaching_store
 from replicated_ckpt.dcp.c10d.watched_group import WatchedGroup

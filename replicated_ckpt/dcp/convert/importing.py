@@ -11,8 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from replicated_ckpt.core.key_rules import KeyRules
-from replicated_ckpt.dcp.convert.dcp_format.directory import dcp_directory
-from replicated_ckpt.dcp.convert.dcp_format.source import checkpoint_source, range_reader
+from replicated_ckpt.dcp.convert.dcp_format.source import checkpoint_source, dcp_directory, range_reader
 from replicated_ckpt.dcp.convert.entries.save_planner import SourcePlanner, parts_of
 from replicated_ckpt.dcp.convert.entries.source import Converted, Progress, Reporter, Source, windows
 from replicated_ckpt.dcp.convert.export import Format

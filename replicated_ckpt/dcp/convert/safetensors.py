@@ -29,8 +29,7 @@ from replicated_ckpt.dcp.convert.entries.source import (
 from replicated_ckpt.dcp.tensors.memory import memory_of, window_tensor
 from replicated_ckpt.errors import ConfigInvalid, ObjectCorrupt
 from replicated_ckpt.stores.files.durable import read_exactly, translate_errors
-from replicated_ckpt.stores.files.existence import is_directory, is_plain_file
-from replicated_ckpt.stores.files.plain import open_plain, read_plain
+from replicated_ckpt.stores.files.existence import is_directory, is_plain_file, open_plain, read_plain
 from replicated_ckpt.stores.output.output import READ_BACK_HINT, Output
 
 _INDEX_BYTES_MAX = 64 << 20

@@ -35,7 +35,7 @@ from replicated_ckpt.dcp.tensors.container import is_plain
 from replicated_ckpt.dcp.tensors.memory import empty_tensor, memory_of, window_tensor
 from replicated_ckpt.errors import ConfigInvalid, ObjectCorrupt, ObjectUnsafe, StoreError
 from replicated_ckpt.stores.files.durable import read_exactly, translate_errors
-from replicated_ckpt.stores.files.plain import open_plain, open_plain_file
+from replicated_ckpt.stores.files.existence import open_plain, open_plain_file
 from replicated_ckpt.stores.output.output import READ_BACK_HINT, Output, Stream
 
 _NAME_FILE = "Name a file of torch.save that this user can read (`ls -l` shows the owner)."

@@ -1,13 +1,15 @@
-"""The errors of a load that finds nothing to read, each with the next step."""
+"""What a load did not find or did not take, with the next step."""
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from shlex import quote
 
 from replicated_ckpt.core.inventory import SaveFound
-from replicated_ckpt.core.layout import OBJECT_NODE
+from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, OBJECT_NODE
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.reading.newest import Newest, is_newest
+from replicated_ckpt.core.upkeep.unclaimed_files import UnclaimedFiles
 from replicated_ckpt.errors import (
     CheckpointNotCommitted,
     CheckpointNotFound,
@@ -18,13 +20,13 @@ from replicated_ckpt.errors import (
     StoreDenied,
     StoreUnavailable,
 )
-from replicated_ckpt.searched import MOVED, NOT_REACHED, OBJECT_STORE
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.local.store import NO_NODE, EmptyStore, LocalStore
 from replicated_ckpt.stores.local.versions.replaceable import is_checkpoint
-from replicated_ckpt.wording import list_some
+from replicated_ckpt.wording import MOVED, NOT_REACHED, OBJECT_STORE, list_some, plural
 
 log = logging.getLogger(__name__)
+
 THERE_ARE_OTHERS = " There are others:"
 _SHOWN_MAX = 3
 
@@ -159,3 +161,84 @@ def describe_move(bucket: Bucket, checkpoint_id: str, save_id: str) -> tuple[str
         return ()
     now = "no checkpoint of that id is there" if there is None else f"save {there.save_id} is there"
     return (f"{OBJECT_STORE}: it had save {save_id}, and {MOVED}: {now}",)
+
+
+_SKIPPED_SHOWN_MAX = 3
+
+
+@dataclass(frozen=True)
+class SkippedSave:
+    """A save that a load skips, with its manifest; None: no holder has one that passes its checks."""
+
+    save: SaveFound
+    raw: str = ""
+    manifest: Manifest | None = None
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """The files of which no intact copy was found."""
+        if self.manifest is None:
+            return (MANIFEST_NAME,)
+        return self.save.list_missing(self.manifest.shard_sizes, self.save.damaged_copies) or (METADATA_NAME,)
+
+
+def find_unread(unclaimed: Iterable[UnclaimedFiles], known: Collection[str]) -> list[str]:
+    """The checkpoints of this package of which no node that answered has a manifest that passes its checks."""
+    return sorted({one.checkpoint_id for one in unclaimed if one.is_ours} - {*known})
+
+
+def describe_skipped(
+    chosen: SaveFound, newer: Sequence[SkippedSave], places: Sequence[str], unread: Sequence[str] = ()
+) -> str:
+    """For the warning of a load: which newer saves it skips, and why; "" if none.
+
+    `newer`: the newest first. `unread`: those that may be newer, as `find_unread` returns them.
+    """
+    if not (newer or unread):
+        return ""
+    absent = [place.partition(NOT_REACHED)[0] for place in places if NOT_REACHED in place]
+    sentences = [f"{_name(chosen)} is loaded, the newest complete checkpoint."]
+    if newer:
+        missing = list_some(newer[0].missing, _SKIPPED_SHOWN_MAX)
+        others = f", nor of {plural(len(newer) - 1, 'other newer checkpoint')}" if newer[1:] else ""
+        sentences.append(f"Of {_name(newer[0].save)} no intact copy was found of {missing}{others}.")
+    if unread:
+        named = list_some([*map(repr, unread)], _SKIPPED_SHOWN_MAX)
+        sentences.append(f"Possibly newer, but without a valid manifest: {named}.")
+    if absent:
+        sentences.append(f"Not reached: {list_some(absent, _SKIPPED_SHOWN_MAX)}.")
+    sentences.append(
+        "To load the newer one, bring back the nodes with the rest, and load again before the next save. "
+        "`replicated-ckpt ls --root ROOT` lists what is missing."
+    )
+    return " ".join(sentences)
+
+
+def describe_silent(chosen: SaveFound, manifest: Manifest, own_node: str, searched: Mapping[str, str]) -> str:
+    """For the same warning: none of the save's other nodes was reached, and they may have gone on without this one.
+
+    Also if the bucket did not answer: it may have newer saves of nodes that are lost. `searched`: by node, each place that
+    was searched. "" if a node has answered, even a replacement for a lost one, or if no other node of the save was asked.
+    other node of the save was asked.
+    """
+    bucket = searched.get(OBJECT_NODE, "")
+    if NOT_REACHED in bucket:
+        return (
+            f"{_name(chosen)} is the newest checkpoint on the nodes. Not reached: {bucket.partition(NOT_REACHED)[0]}, "
+            "which may have newer ones. If so, load again before the next save."
+        )
+    others = {node: place for node, place in searched.items() if node not in (own_node, OBJECT_NODE)}
+    asked = [others[node.node_id] for node in manifest.nodes if node.node_id in others]
+    # Any node that answered would have listed a newer save, or a sequence beyond it.
+    if not asked or any(NOT_REACHED not in place for place in others.values()):
+        return ""
+    silent = list_some([place.partition(NOT_REACHED)[0] for place in asked], _SKIPPED_SHOWN_MAX)
+    return (
+        f"{_name(chosen)} is the newest checkpoint that was found, but none of its other nodes was reached: "
+        f"{silent}. They may have saved newer ones without this node. If so, bring one of them back, and load "
+        "again before the next save."
+    )
+
+
+def _name(save: SaveFound) -> str:
+    return f"{save.checkpoint_id!r} (save {save.save_id[:8]}, sequence {save.sequence})"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.bucket.bucket_save import BucketSave
-from replicated_ckpt.stores.thread_start import start_worker
+from replicated_ckpt.stores.threads import start_worker
 
 LOOK_WITHIN_S = 5.0
 

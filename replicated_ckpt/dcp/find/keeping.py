@@ -9,8 +9,8 @@ from replicated_ckpt.dcp.c10d.world import World
 from replicated_ckpt.dcp.find.survey import Survey, Surveyor
 from replicated_ckpt.errors import CheckpointNotFound, ManifestVersionUnknown, ReplicatedCkptError, ShardLost
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
-from replicated_ckpt.stores.peer.deadline import is_time_out
 from replicated_ckpt.stores.peer.fan_out import FanOut
+from replicated_ckpt.stores.peer.reach import is_time_out
 
 SURVEYS_MAX = 3
 """Bound of the surveys of one load, where another job replaces or removes checkpoints meanwhile."""

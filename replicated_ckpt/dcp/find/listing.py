@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.config import NEWEST_LINEAGE
 from replicated_ckpt.core.inventory import Holding, SaveFound, saves_found
 from replicated_ckpt.core.manifest import Manifest, decode_manifest
@@ -19,6 +18,7 @@ from replicated_ckpt.dcp.find.lineage_choice import choose_lineage
 from replicated_ckpt.dcp.find.rendezvous import AgreedError, meet
 from replicated_ckpt.dcp.find.survey import Surveyor
 from replicated_ckpt.errors import CheckpointNotFound, StoreUnavailable
+from replicated_ckpt.node.peers.address_book import PeerBook
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.local.store import LocalStore
 

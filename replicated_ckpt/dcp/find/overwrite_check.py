@@ -2,11 +2,11 @@
 
 from collections.abc import Iterable
 
-from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.core.inventory import SaveFound
 from replicated_ckpt.core.protocol.settlement import Answer
 from replicated_ckpt.dcp.find.survey import Survey, Surveyor
 from replicated_ckpt.errors import CheckpointAmbiguous, CheckpointExists, CheckpointNotFound, ManifestInvalid, ShardLost
+from replicated_ckpt.node.peers.address_book import PeerBook
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.fan_out import FanOut

@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from replicated_ckpt.agent.peers.address_book import PeerBook
-from replicated_ckpt.agent.start.launch import can_hold_agent, is_only_read
+from replicated_ckpt.agent.launch import can_hold_agent, is_only_read
 from replicated_ckpt.agent.state.endpoint import listening_endpoint
 from replicated_ckpt.config import NEWEST_LINEAGE
 from replicated_ckpt.core.inventory import Holding
@@ -17,15 +16,13 @@ from replicated_ckpt.core.lineage import believe
 from replicated_ckpt.core.reading.newest import Newest, is_newest
 from replicated_ckpt.core.upkeep.policy import scope_of
 from replicated_ckpt.core.upkeep.unclaimed_files import UnclaimedFiles
+from replicated_ckpt.dcp.agreement.node_post import NodePost, SeenStore, id_under, register_for_load, remember
 from replicated_ckpt.dcp.c10d.blackboard import Blackboard, check_all_posted
-from replicated_ckpt.dcp.c10d.posted_error import pack_error, unpack_error
+from replicated_ckpt.dcp.c10d.picklable_error import pack_error, unpack_error
 from replicated_ckpt.dcp.c10d.waiting import LINGER_S
 from replicated_ckpt.dcp.c10d.world import World
 from replicated_ckpt.dcp.find.keeping import Silence, survey_and_keep
 from replicated_ckpt.dcp.find.survey import SURVEY_TIMEOUT_S, Survey, Surveyor
-from replicated_ckpt.dcp.node.given_id import id_under
-from replicated_ckpt.dcp.node.node import NodePost, SeenStore, register_for_load
-from replicated_ckpt.dcp.node.seen_lineage import remember
 from replicated_ckpt.errors import (
     CheckpointIdMismatch,
     ConfigInvalid,
@@ -33,13 +30,14 @@ from replicated_ckpt.errors import (
     RendezvousFailed,
     ReplicatedCkptError,
 )
+from replicated_ckpt.node.peers.address_book import PeerBook
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.files.durable import translate_errors
 from replicated_ckpt.stores.local.store import EmptyStore, LocalStore
 from replicated_ckpt.stores.local.unclaimed import UnclaimedFilesReader
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
-from replicated_ckpt.stores.peer.deadline import is_time_out
 from replicated_ckpt.stores.peer.fan_out import FanOut
+from replicated_ckpt.stores.peer.reach import is_time_out
 
 RENDEZVOUS_TIMEOUT_S = 300.0
 """How long a load waits for the slowest rank; DCP's own first collective would wait as long or longer."""

@@ -9,9 +9,6 @@ from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlencode
 
-from replicated_ckpt.agent.peers.watch import NodeHoldings, parse_node_holdings
-from replicated_ckpt.agent.repair.unmanaged import UnmanagedLook
-from replicated_ckpt.agent.state.damage import DamageBook
 from replicated_ckpt.config import NEWEST_LINEAGE
 from replicated_ckpt.core.inventory import Holding, LineageFound, SaveFound, saves_found
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, OBJECT_NODE
@@ -20,11 +17,11 @@ from replicated_ckpt.core.reading.newest import Newest
 from replicated_ckpt.core.reading.unmanaged import UnmanagedCheckpoint, UnmanagedSave
 from replicated_ckpt.core.upkeep.policy import scope_of
 from replicated_ckpt.core.upkeep.unclaimed_files import UnclaimedFiles, note_lost_manifests, with_unclaimed_files
+from replicated_ckpt.dcp.agreement.node_post import SeenStore
 from replicated_ckpt.dcp.find import absence
+from replicated_ckpt.dcp.find.absence import SkippedSave, describe_silent, describe_skipped, find_unread
 from replicated_ckpt.dcp.find.bucket_look import LOOK_WITHIN_S, BucketLook, InBucket
 from replicated_ckpt.dcp.find.lineage_choice import choose_lineage, note_newest_run
-from replicated_ckpt.dcp.find.skipped import SkippedSave, describe_silent, describe_skipped, find_unread
-from replicated_ckpt.dcp.node.node import SeenStore
 from replicated_ckpt.errors import (
     CheckpointNotCommitted,
     CheckpointNotFound,
@@ -34,16 +31,19 @@ from replicated_ckpt.errors import (
     ShardLost,
     StoreUnavailable,
 )
+from replicated_ckpt.node.peers.unmanaged import UnmanagedLook
+from replicated_ckpt.node.peers.watch import NodeHoldings, parse_node_holdings
+from replicated_ckpt.node.state.damage import DamageBook
 from replicated_ckpt.stores.bucket.bucket import Bucket, manifest_in
 from replicated_ckpt.stores.bucket.bucket_save import OF_NEWER_FORMAT, BucketSave
 from replicated_ckpt.stores.files.durable import raise_shortage
-from replicated_ckpt.stores.files.plain import read_plain
+from replicated_ckpt.stores.files.existence import read_plain
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.unclaimed import UnclaimedFilesReader
 from replicated_ckpt.stores.peer.answer import file_path
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
-from replicated_ckpt.stores.peer.deadline import is_time_out
 from replicated_ckpt.stores.peer.fan_out import FanOut
+from replicated_ckpt.stores.peer.reach import is_time_out
 
 log = logging.getLogger(__name__)
 

@@ -8,19 +8,19 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import STORAGE_TYPES, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
+from replicated_ckpt.config import ReaderConfig
 from replicated_ckpt.core.bucket.commit_mark import own_prefix
 from replicated_ckpt.core.inventory import SaveFound
 from replicated_ckpt.core.layout import OBJECT_NODE
 from replicated_ckpt.core.reading.newest import is_newest
-from replicated_ckpt.core.reading.source_order import ByteRange
-from replicated_ckpt.core.reading.windows import CELL_BYTES, Window
+from replicated_ckpt.core.reading.windows import CELL_BYTES, ByteRange, Window
 from replicated_ckpt.dcp.c10d.world import World
 from replicated_ckpt.dcp.find.absence import with_bucket_not_asked
 from replicated_ckpt.dcp.find.keeping import tell_load
@@ -28,25 +28,80 @@ from replicated_ckpt.dcp.find.lineage_choice import describe_lineages
 from replicated_ckpt.dcp.find.rendezvous import RENDEZVOUS_TIMEOUT_S, AgreedError, meet
 from replicated_ckpt.dcp.find.survey import Survey
 from replicated_ckpt.dcp.load.ending import outcomes_without, tell_end
+from replicated_ckpt.dcp.load.item_reader import ItemReader
 from replicated_ckpt.dcp.load.loading import Loading, ShardItems, Wanted, windows_for
 from replicated_ckpt.dcp.load.metadata_copies import places_of, read_verified_metadata
-from replicated_ckpt.dcp.load.reader_parts import ReaderParts
 from replicated_ckpt.dcp.load.report import LoadReport
 from replicated_ckpt.dcp.load.shard_reader import ShardReader, Traffic
 from replicated_ckpt.dcp.load.sharing import NodeSharing, RemoteNeeds, join_exchange, plan_sharing
 from replicated_ckpt.dcp.planning.cached_plan import CachedLoadPlan, hand_back, hold, names_asked
 from replicated_ckpt.dcp.rank_state.rank_state import find_world
-from replicated_ckpt.dcp.runtime.caller import warn
+from replicated_ckpt.dcp.runtime.caller import Line, warn
 from replicated_ckpt.dcp.runtime.failures import call_back
+from replicated_ckpt.dcp.runtime.gc_pause import Pause
 from replicated_ckpt.dcp.runtime.torch_private import Collectives, StorageInfo, follow_step
-from replicated_ckpt.dcp.tensors.stored_tensor import plan_ranges
+from replicated_ckpt.dcp.tensors.stored_tensor import StoredTensors, plan_ranges
 from replicated_ckpt.errors import CheckpointNotFound, ManifestInvalid, ShardLost
-from replicated_ckpt.stores.local.store import EmptyStore
+from replicated_ckpt.stores.bucket.bucket import Bucket
+from replicated_ckpt.stores.bucket_client.opening import open_client
+from replicated_ckpt.stores.bucket_client.retry import LOOK_WITHIN_S, READ_WITHIN_S, RetryingClient
+from replicated_ckpt.stores.bucket_client.url import ObjectTarget
+from replicated_ckpt.stores.local.store import EmptyStore, LocalStore
 from replicated_ckpt.stores.local.versions.readers import lock_version
 from replicated_ckpt.stores.node_cache.cache import RankCache
 from replicated_ckpt.stores.node_cache.exchange import Exchange
 
 log = logging.getLogger(__name__)
+
+
+class ReaderBucket:
+    """Opened by its first use, closed by `close`: a client hangs in a process that was forked with it. One thread."""
+
+    def __init__(self, target: ObjectTarget | None, *, is_all: bool) -> None:
+        """`is_all`: there is no other source, so a look at it gets as much time as a read."""
+        self._target = target
+        self._look_s = READ_WITHIN_S if is_all else LOOK_WITHIN_S
+        self._bucket: Bucket | None = None
+        self._is_over: Callable[[], bool] = lambda: False
+
+    def share_timeout(self, should_stop: Callable[[], bool]) -> None:
+        """Until `close`, `should_stop` ends the waits for a bucket that another rank or thread has found silent."""
+        self._is_over = should_stop
+
+    def open(self) -> Bucket | None:
+        """The bucket; None if the reader was given none."""
+        if self._bucket is None and self._target is not None:
+            # A new load waits for the bucket anew, whatever the one before it met.
+            self._is_over = lambda: False
+            client = open_client(self._target)
+            self._bucket = Bucket(RetryingClient(client, look_within_s=self._look_s, should_stop=self._should_stop))
+        return self._bucket
+
+    def _should_stop(self) -> bool:
+        return self._is_over()
+
+    def close(self) -> None:
+        """Closes the connections; a thread that still waits for an answer retries no more. It may be opened again."""
+        if self._bucket is not None:
+            self._bucket.client.close()
+            self._bucket = None
+        self._is_over = lambda: True
+
+
+@dataclass(frozen=True)
+class ReaderParts:
+    """The parts of a reader that outlive a load. `planning`: the pause of garbage collection while DCP plans a load."""
+
+    config: ReaderConfig
+    store: LocalStore
+    bucket: ReaderBucket
+    items: ItemReader
+    stored: StoredTensors
+    expect_partial: bool
+    made_at: Line | None
+    on_load: Callable[[LoadReport], object] | None
+    planning: Pause = field(default_factory=Pause)
+
 
 _PREFIXES_MAX = 8
 _ADVICE = (

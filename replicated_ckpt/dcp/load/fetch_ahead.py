@@ -8,7 +8,7 @@ from replicated_ckpt.core.reading.windows import CELL_BYTES, Window
 from replicated_ckpt.dcp.load.shard_reader import ShardReader
 from replicated_ckpt.errors import ReplicatedCkptError
 from replicated_ckpt.stores.node_cache.exchange import Exchange
-from replicated_ckpt.stores.thread_start import start_worker
+from replicated_ckpt.stores.threads import start_worker
 
 THREADS = 3
 BUFFERS = 5

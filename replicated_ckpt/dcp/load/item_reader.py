@@ -6,14 +6,13 @@ from collections.abc import Callable
 import torch
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
-from replicated_ckpt.core.reading.source_order import ByteRange
+from replicated_ckpt.core.reading.windows import ByteRange
 from replicated_ckpt.dcp.objects.values import UnknownName
 from replicated_ckpt.dcp.objects.weights_only import save_again
 from replicated_ckpt.dcp.runtime.torch_private import StorageInfo, narrow
 from replicated_ckpt.dcp.tensors.container import TensorReader, other_tensor
-from replicated_ckpt.dcp.tensors.destination import Destination, destination_for
 from replicated_ckpt.dcp.tensors.memory import copy_into
-from replicated_ckpt.dcp.tensors.stored_tensor import StoredTensor
+from replicated_ckpt.dcp.tensors.stored_tensor import Destination, StoredTensor, destination_for
 from replicated_ckpt.errors import ConfigInvalid, ObjectCorrupt, ObjectUnsafe
 
 

@@ -7,8 +7,15 @@ from itertools import groupby
 
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
-from replicated_ckpt.core.reading.source_order import ByteRange
-from replicated_ckpt.core.reading.windows import CELL_BYTES, LOCAL_WINDOW_BYTES, Unit, Window, in_order, windows_of
+from replicated_ckpt.core.reading.windows import (
+    CELL_BYTES,
+    LOCAL_WINDOW_BYTES,
+    ByteRange,
+    Unit,
+    Window,
+    in_order,
+    windows_of,
+)
 from replicated_ckpt.dcp.load.fetch_ahead import FetchAhead
 from replicated_ckpt.dcp.load.item_reader import Feed, ItemReader
 from replicated_ckpt.dcp.load.shard_reader import ShardReader

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.inventory import SaveFound
 from replicated_ckpt.core.layout import METADATA_NAME, OBJECT_NODE
-from replicated_ckpt.core.reading.source_order import ByteRange
+from replicated_ckpt.core.reading.windows import ByteRange
 from replicated_ckpt.dcp.find.absence import describe_answer, describe_move
 from replicated_ckpt.dcp.find.bucket_look import InBucket
 from replicated_ckpt.dcp.find.survey import Survey
@@ -29,7 +29,7 @@ from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.answer import file_path, unmanaged_path
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.copy import tell_suspect
-from replicated_ckpt.stores.peer.deadline import is_time_out
+from replicated_ckpt.stores.peer.reach import is_time_out
 
 log = logging.getLogger(__name__)
 

@@ -9,8 +9,7 @@ from functools import partial
 
 from replicated_ckpt.core.layout import OBJECT_NODE
 from replicated_ckpt.core.manifest import Manifest
-from replicated_ckpt.core.reading.source_order import ByteRange, source_orders
-from replicated_ckpt.core.reading.windows import SHARDS_AT_ONCE
+from replicated_ckpt.core.reading.windows import SHARDS_AT_ONCE, ByteRange, source_orders
 from replicated_ckpt.dcp.find.absence import describe_answer, describe_move, with_bucket_not_asked
 from replicated_ckpt.dcp.find.survey import Survey
 from replicated_ckpt.errors import (

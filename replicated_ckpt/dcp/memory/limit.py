@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from torch.distributed.checkpoint.planner import SavePlan
 
 from replicated_ckpt.core.upkeep.policy import scope_of
-from replicated_ckpt.dcp.agreement.announcement import tensor_bytes
-from replicated_ckpt.dcp.agreement.decision import SaveDecision, SavePost
+from replicated_ckpt.dcp.agreement.decision import SaveDecision, SavePost, tensor_bytes
+from replicated_ckpt.dcp.agreement.node_post import find_seen_lineage
 from replicated_ckpt.dcp.memory.root import measure_memory, measure_used
-from replicated_ckpt.dcp.node.seen_lineage import find_seen_lineage
 from replicated_ckpt.errors import ReplicatedCkptError
 from replicated_ckpt.stores.files.durable import translate_errors
 from replicated_ckpt.stores.local.store import LocalStore

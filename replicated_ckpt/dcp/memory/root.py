@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from shlex import quote
 
-from replicated_ckpt.dcp.staging.available import takeable_bytes
+from replicated_ckpt.dcp.staging.segment import takeable_bytes
 from replicated_ckpt.environment import make_absolute
 from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptError
 from replicated_ckpt.stores.files.durable import translate_errors

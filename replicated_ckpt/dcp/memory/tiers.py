@@ -12,14 +12,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 from replicated_ckpt.config import Retention
 from replicated_ckpt.core.lineage import Histories, History, Version, merge_histories, newest_lineage, newest_version
 from replicated_ckpt.core.upkeep.policy import scope_of
+from replicated_ckpt.dcp.agreement.node_post import find_seen_lineage, join_lineages
 from replicated_ckpt.dcp.c10d.group_pool import agree_on_all
 from replicated_ckpt.dcp.find.listing import Listed
-from replicated_ckpt.dcp.node.seen_lineage import find_seen_lineage, join_lineages
 from replicated_ckpt.errors import ObjectUnsafe, ReplicatedCkptError
-from replicated_ckpt.searched import is_shortage
 from replicated_ckpt.stores.files.durable import translate_errors
 from replicated_ckpt.stores.local.memory_tier import find_memory_tier
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.wording import is_shortage
 
 log = logging.getLogger(__name__)
 

@@ -17,8 +17,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from replicated_ckpt.core.pickles.follower import follow
 from replicated_ckpt.core.pickles.tree import PickleUnsafe
-from replicated_ckpt.dcp.metadata.build import build_metadata
-from replicated_ckpt.dcp.metadata.versions import reduction_for_all
+from replicated_ckpt.dcp.metadata.build import build_metadata, reduction_for_all
 from replicated_ckpt.dcp.objects.values import Key, UnknownName
 from replicated_ckpt.dcp.runtime.gc_pause import put_off
 from replicated_ckpt.dcp.runtime.torch_private import StorageInfo

@@ -6,8 +6,7 @@ from warnings import catch_warnings, simplefilter
 import torch
 
 from replicated_ckpt.core.integrity.archive import Record
-from replicated_ckpt.core.pickles.tensors import StorageOutline, TensorOutline
-from replicated_ckpt.core.pickles.tree import PickleUnsafe
+from replicated_ckpt.core.pickles.tree import PickleUnsafe, StorageOutline, TensorOutline
 from replicated_ckpt.dcp.runtime.torch_private import make_typed_storage
 
 

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
 from replicated_ckpt import failpoints
-from replicated_ckpt.agent.saves.shard_copies import WrittenCopies
+from replicated_ckpt.config import WriterConfig
 from replicated_ckpt.core.lineage import Version
 from replicated_ckpt.core.upkeep.policy import scope_of
 from replicated_ckpt.dcp.agreement.decision import (
@@ -33,27 +33,66 @@ from replicated_ckpt.dcp.agreement.decision import (
     list_weaknesses,
     name_checkpoint,
 )
+from replicated_ckpt.dcp.agreement.node_post import (
+    NodePost,
+    find_seen_lineage,
+    register_again,
+    register_alone,
+    register_for_save,
+    remember,
+)
 from replicated_ckpt.dcp.agreement.nodes import AgentCluster, Cluster, LoneNode, Opened, cluster_of
+from replicated_ckpt.dcp.c10d.group_pool import describe_wanted
 from replicated_ckpt.dcp.c10d.world import World
 from replicated_ckpt.dcp.find.overwrite_check import check_gives_way
+from replicated_ckpt.dcp.memory.limit import MemoryLimit
 from replicated_ckpt.dcp.metadata.saved_metadata import SavedMetadata, tell_metadata
-from replicated_ckpt.dcp.node.node import NodePost, register_again
-from replicated_ckpt.dcp.node.seen_lineage import find_seen_lineage, remember
-from replicated_ckpt.dcp.runtime.caller import warn
+from replicated_ckpt.dcp.planning.cached_layouts import CachedLayouts
+from replicated_ckpt.dcp.runtime.caller import Line, warn
 from replicated_ckpt.dcp.runtime.failures import call_back
+from replicated_ckpt.dcp.runtime.gc_pause import Pause
 from replicated_ckpt.dcp.runtime.torch_private import Collectives, follow_step
+from replicated_ckpt.dcp.save.bucket import ObjectTier
 from replicated_ckpt.dcp.save.commit import commit_save
 from replicated_ckpt.dcp.save.numbering import assign_sequence, choose_file_number, open_unheard
 from replicated_ckpt.dcp.save.report import SaveReport, report_ranks, report_save
-from replicated_ckpt.dcp.save.shard_writer import WrittenShard
-from replicated_ckpt.dcp.save.writer_parts import WriterParts
-from replicated_ckpt.dcp.submit.follower import Follower
+from replicated_ckpt.dcp.save.retention import Retaining
+from replicated_ckpt.dcp.save.shard_writer import ShardWriter, WrittenShard
+from replicated_ckpt.dcp.save.submission import Follower
 from replicated_ckpt.errors import AckNotReached, CheckpointExists, SaveAborted
+from replicated_ckpt.node.saves.shard_copies import WrittenCopies
 from replicated_ckpt.stores.files.durable import translate_errors
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class WriterParts:
+    """The writer's settings, and the parts that work for each of its saves. `memory`: the limit of a store in memory.
+
+    `planning`: the pause of collections while DCP plans a save. `name`: of this writer, among all.
+    """
+
+    config: WriterConfig
+    store: LocalStore
+    shards: ShardWriter
+    layouts: CachedLayouts
+    object_tier: ObjectTier
+    retaining: Retaining
+    made_at: Line | None
+    on_save: Callable[[SaveReport], object] | None
+    memory: MemoryLimit | None = None
+    planning: Pause = field(default_factory=Pause)
+    name: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    def present(self, checkpoint_id: str | None, *, is_alone: bool) -> SavePost:
+        """This rank's post before a save, with its node, whose agent runs by then."""
+        node = (register_alone if is_alone else register_for_save)(self.store, self.config.domain)
+        memory_bytes = None if self.memory is None else self.memory.measure(checkpoint_id)
+        return SavePost(checkpoint_id, node, memory_bytes, describe_wanted(self.config))
+
 
 _SAID_WITHIN_S = 1.0
 

@@ -7,13 +7,9 @@ from dataclasses import dataclass, field
 from math import isnan
 from numbers import Real
 
-from replicated_ckpt.agent.peers.watch import SilenceTimeouts
-from replicated_ckpt.agent.saves.service import NodeService
-from replicated_ckpt.agent.state.upload_book import UploadBook
-from replicated_ckpt.agent.uploads.uploader import Uploader
 from replicated_ckpt.core.bucket.upload_plan import UploadPlan, UploadState
 from replicated_ckpt.core.lineage import Histories, histories_from_json
-from replicated_ckpt.dcp.node.local_agent import ask_agent
+from replicated_ckpt.dcp.agreement.node_post import ask_agent
 from replicated_ckpt.errors import (
     CheckpointExists,
     ConfigInvalid,
@@ -21,6 +17,10 @@ from replicated_ckpt.errors import (
     ReplicatedCkptError,
     UploadFailed,
 )
+from replicated_ckpt.node.peers.watch import SilenceTimeouts
+from replicated_ckpt.node.saves.service import NodeService
+from replicated_ckpt.node.state.upload_book import UploadBook
+from replicated_ckpt.node.uploads.uploader import Uploader
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.throttle import Pace

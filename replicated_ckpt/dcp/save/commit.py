@@ -10,7 +10,6 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.storage import WriteResult
 
 from replicated_ckpt import failpoints
-from replicated_ckpt.agent.saves.finish import Finished, Outline
 from replicated_ckpt.config import WriterConfig
 from replicated_ckpt.core.bucket.commit_mark import own_prefix
 from replicated_ckpt.core.integrity.checksum import crc32c
@@ -25,8 +24,9 @@ from replicated_ckpt.dcp.metadata.saved_metadata import encode_metadata_file
 from replicated_ckpt.dcp.planning.cached_layouts import CachedLayout, CachedLayouts
 from replicated_ckpt.dcp.runtime.gc_pause import put_off
 from replicated_ckpt.dcp.runtime.torch_private import metadata_version
-from replicated_ckpt.dcp.submit.submission import AgentSilent, finish_by_agent
+from replicated_ckpt.dcp.save.submission import AgentSilent, finish_by_agent
 from replicated_ckpt.errors import AckNotReached, SaveAborted, StoreError
+from replicated_ckpt.node.saves.finish import Finished, Outline
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.versions.replaceable import check_decidable
 

@@ -6,7 +6,6 @@ import uuid
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
-from replicated_ckpt.agent.state.sequence_floor import SequenceFloor
 from replicated_ckpt.core.layout import SHARD_INDEX_MAX
 from replicated_ckpt.core.lineage import Histories, History, merge_histories, newest_lineage
 from replicated_ckpt.core.upkeep.policy import scope_of
@@ -14,6 +13,7 @@ from replicated_ckpt.dcp.agreement.decision import SaveDecision
 from replicated_ckpt.dcp.agreement.nodes import Opened
 from replicated_ckpt.dcp.save.bucket import ObjectTier
 from replicated_ckpt.errors import StoreUnavailable
+from replicated_ckpt.node.state.sequence_floor import SequenceFloor
 from replicated_ckpt.stores.local.store import LocalStore
 
 Seen = tuple[str, int] | None

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from replicated_ckpt.agent.saves.shard_copies import WrittenCopies
 from replicated_ckpt.dcp.agreement.decision import Receipt, SaveDecision, ShardReceipt
+from replicated_ckpt.node.saves.shard_copies import WrittenCopies
 from replicated_ckpt.wording import align, describe_bytes, plural
 
 PHASES = ("plan", "serialise", "write", "send", "fsync", "commit")

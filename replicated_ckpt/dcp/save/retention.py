@@ -2,12 +2,12 @@
 
 import logging
 
-from replicated_ckpt.agent.state.policies import NAME
 from replicated_ckpt.config import WriterConfig
 from replicated_ckpt.core.upkeep.policy import NODES, Policy, find_series_name, scope_of
 from replicated_ckpt.dcp.agreement.decision import SaveDecision
-from replicated_ckpt.dcp.node.local_agent import ask_agent
+from replicated_ckpt.dcp.agreement.node_post import ask_agent
 from replicated_ckpt.errors import ReplicatedCkptError
+from replicated_ckpt.node.state.policies import NAME
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.files.existence import is_there
 from replicated_ckpt.stores.local.store import LocalStore

@@ -10,18 +10,17 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 
 from replicated_ckpt import failpoints
-from replicated_ckpt.agent.saves.shard_copies import WantedCopies, write_copies
-from replicated_ckpt.agent.saves.submissions import SubmittedShard
 from replicated_ckpt.config import Ack
 from replicated_ckpt.core.layout import ShardName
 from replicated_ckpt.dcp.agreement.decision import SaveDecision, ShardReceipt
 from replicated_ckpt.dcp.runtime.torch_private import StorageInfo
+from replicated_ckpt.dcp.save.shard_layout import ShardLayout, TooMuchElsewhere
+from replicated_ckpt.dcp.save.submission import Follower, submit
 from replicated_ckpt.dcp.staging.segment import descriptor_of
-from replicated_ckpt.dcp.submit.follower import Follower
-from replicated_ckpt.dcp.submit.layout import ShardLayout, TooMuchElsewhere
-from replicated_ckpt.dcp.submit.submission import submit
 from replicated_ckpt.dcp.tensors.item_writer import ItemWriter, Stream
 from replicated_ckpt.errors import StoreDenied, StoreUnavailable
+from replicated_ckpt.node.saves.shard_copies import WantedCopies, write_copies
+from replicated_ckpt.node.saves.submissions import SubmittedShard
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.tee import Buffers
 

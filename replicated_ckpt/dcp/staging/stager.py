@@ -14,8 +14,13 @@ import torch.distributed as dist
 
 from replicated_ckpt.dcp.runtime.failures import describe_failure
 from replicated_ckpt.dcp.runtime.torch_private import AsyncCall, find_async_call, flattening_holds_tensors
-from replicated_ckpt.dcp.staging.available import share_of_rank
-from replicated_ckpt.dcp.staging.segment import StagingRefused, drop_idle_segments, lease_segment, pin_lease
+from replicated_ckpt.dcp.staging.segment import (
+    StagingRefused,
+    drop_idle_segments,
+    lease_segment,
+    pin_lease,
+    share_of_rank,
+)
 from replicated_ckpt.dcp.staging.state_copy import StateCopy
 from replicated_ckpt.dcp.tensors.device_copy import DeviceCopies
 from replicated_ckpt.errors import RankFailed

@@ -11,7 +11,7 @@ import torch
 
 from replicated_ckpt.core.integrity.archive import find_records, within
 from replicated_ckpt.core.pickles.follower import follow
-from replicated_ckpt.core.pickles.tensors import tensor_of
+from replicated_ckpt.core.pickles.tree import tensor_of
 from replicated_ckpt.dcp.objects.storages import Storages, copy_records, dtype_of, record_of
 from replicated_ckpt.dcp.objects.weights_only import ObjectValues, pickle_in
 from replicated_ckpt.dcp.tensors.memory import empty_tensor, tensor_over

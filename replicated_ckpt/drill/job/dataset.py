@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch
 
-from replicated_ckpt.drill.errors import DatasetUnusable
 from replicated_ckpt.drill.evidence import write_json
 from replicated_ckpt.drill.job.workload import CLASSES, SIDE, Images
+from replicated_ckpt.drill.plan import DatasetUnusable
 
 DEBIAN_DIR = Path("/usr/share/datasets/fashion-mnist")  # package dataset-fashion-mnist
 IMAGES_FILE, LABELS_FILE = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, OBJECT_NODE
 from replicated_ckpt.core.manifest import Manifest, decode_manifest
-from replicated_ckpt.core.upkeep.finding import Finding, Problem
+from replicated_ckpt.core.upkeep.repair_plan import Finding, Problem
 from replicated_ckpt.errors import ManifestInvalid, ManifestVersionUnknown, ObjectCorrupt, ObjectMissing
 from replicated_ckpt.stores.bucket.bucket import Bucket, ObjectShard
 from replicated_ckpt.stores.bucket.bucket_save import OF_NEWER_FORMAT, BucketSave

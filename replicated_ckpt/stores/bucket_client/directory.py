@@ -14,7 +14,7 @@ from replicated_ckpt.stores.bucket_client.client import AWAY_HINT, Listing, Pace
 from replicated_ckpt.stores.bucket_client.upload_source import UploadSource
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.files.durable import read_exactly, write_all
-from replicated_ckpt.stores.files.plain import closing_fd, open_plain
+from replicated_ckpt.stores.files.existence import closing_fd, open_plain
 
 _PIECE_BYTES = 4 << 20
 # Each try loses only to another process that removes the empty directory at that instant.

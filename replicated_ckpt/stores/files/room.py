@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from replicated_ckpt.stores.files.durable import write_all
-from replicated_ckpt.stores.files.plain import closing_fd
+from replicated_ckpt.stores.files.existence import closing_fd
 from replicated_ckpt.wording import one_line
 
 _TRIED_BYTES = 4096

@@ -8,10 +8,15 @@ from pathlib import Path
 
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, NODE_NAME, STAGING_DIR
 from replicated_ckpt.errors import ConfigInvalid
-from replicated_ckpt.stores.files.durable import fsync_directory, make_root, translate_errors, write_file
+from replicated_ckpt.stores.files.durable import (
+    fsync_directory,
+    make_root,
+    rename_if_free,
+    translate_errors,
+    write_file,
+)
 from replicated_ckpt.stores.files.existence import is_directory, is_there
 from replicated_ckpt.stores.files.ownership import claim_root
-from replicated_ckpt.stores.files.renames import rename_if_free
 from replicated_ckpt.stores.local.directories.roots import check_is_apart, read_identity
 from replicated_ckpt.stores.local.room_to_start import keep_room_to_start
 

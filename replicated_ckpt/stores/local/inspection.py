@@ -10,14 +10,14 @@ from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
 from replicated_ckpt.core.manifest import Manifest, ShardEntry
-from replicated_ckpt.core.upkeep.finding import Finding, Problem
+from replicated_ckpt.core.upkeep.repair_plan import Finding, Problem
 from replicated_ckpt.core.upkeep.unclaimed_files import UnclaimedFiles
 from replicated_ckpt.errors import ManifestInvalid, ManifestVersionUnknown, ObjectCorrupt, ObjectMissing, StoreError
 from replicated_ckpt.stores.files.direct import page_aligned, read_past_cache
 from replicated_ckpt.stores.files.durable import is_refusal, is_unreadable, translate_errors, translate_read_errors
-from replicated_ckpt.stores.files.plain import closing_fd
+from replicated_ckpt.stores.files.existence import closing_fd
 from replicated_ckpt.stores.local.directories.committed import Committed, open_directory
-from replicated_ckpt.stores.local.directories.footer import crc_of_footer
+from replicated_ckpt.stores.local.directories.looked import crc_of_footer
 from replicated_ckpt.stores.local.shard_file import ShardFile
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.unclaimed import read_unclaimed_files, tell_crc

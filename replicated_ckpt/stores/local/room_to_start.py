@@ -6,8 +6,7 @@ from pathlib import Path
 
 from replicated_ckpt.core.layout import RECYCLED_DIR, ROOM_NAME
 from replicated_ckpt.stores.files.durable import is_full, translate_errors, write_all
-from replicated_ckpt.stores.files.existence import is_there
-from replicated_ckpt.stores.files.plain import closing_fd
+from replicated_ckpt.stores.files.existence import closing_fd, is_there
 from replicated_ckpt.stores.files.room import find_free_bytes, find_write_error
 from replicated_ckpt.stores.local.versions.recycled import RecycledFiles
 

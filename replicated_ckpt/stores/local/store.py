@@ -42,10 +42,9 @@ from replicated_ckpt.stores.files.durable import (
     remove_tree,
     translate_errors,
 )
-from replicated_ckpt.stores.files.existence import is_directory, is_there, list_prefixed
+from replicated_ckpt.stores.files.existence import is_directory, is_there, list_prefixed, open_plain
 from replicated_ckpt.stores.files.locks import DescriptorLock, exclusive
 from replicated_ckpt.stores.files.ownership import check_claimable, make_private
-from replicated_ckpt.stores.files.plain import open_plain
 from replicated_ckpt.stores.local.directories.catalog import Catalog
 from replicated_ckpt.stores.local.directories.committed import open_directory
 from replicated_ckpt.stores.local.directories.intent import Intent, note_place
@@ -53,21 +52,19 @@ from replicated_ckpt.stores.local.directories.journal import End, Journal
 from replicated_ckpt.stores.local.identity import check_place, ensure_identity, find_identity
 from replicated_ckpt.stores.local.versions.publish import (
     check_order,
+    has_damaged_decision,
+    has_decision,
     holds_all_shards,
     is_link_of_staged,
+    list_differing,
     make_names_free,
     publish,
+    read_decision,
     remove_unmanaged,
 )
 from replicated_ckpt.stores.local.versions.recycled import try_with_room, write_with_room
 from replicated_ckpt.stores.local.versions.remove import finish_removals, remove_replaced, remove_unread
 from replicated_ckpt.stores.local.versions.replaceable import check_replaceable
-from replicated_ckpt.stores.local.versions.staged_decision import (
-    has_damaged_decision,
-    has_decision,
-    list_differing,
-    read_decision,
-)
 
 log = logging.getLogger(__name__)
 

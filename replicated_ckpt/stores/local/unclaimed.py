@@ -8,7 +8,7 @@ from replicated_ckpt.core.upkeep.unclaimed_files import UnclaimedFiles
 from replicated_ckpt.errors import ManifestVersionUnknown, ObjectMissing, StoreError
 from replicated_ckpt.stores.files.durable import hash_open_file, is_unreadable
 from replicated_ckpt.stores.local.directories.committed import Committed, open_directory
-from replicated_ckpt.stores.local.directories.footer import crc_of_footer
+from replicated_ckpt.stores.local.directories.looked import crc_of_footer
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import FILE_BYTES_MAX
 

@@ -10,16 +10,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+from replicated_ckpt.core.integrity.archive import (
+    ItemDamaged,
+    OwnFooter,
+    Verdict,
+    check_blocks,
+    check_range,
+    find_footer,
+)
 from replicated_ckpt.core.integrity.checksum import BlockTable, crc32c
-from replicated_ckpt.core.integrity.footer_without_manifest import OwnFooter, check_blocks, find_footer
-from replicated_ckpt.core.integrity.zip_crc import ItemDamaged, Verdict, check_range
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
-from replicated_ckpt.core.reading.source_order import ByteRange, end_of
 from replicated_ckpt.core.reading.unmanaged import UnmanagedFile, UnmanagedHolding
-from replicated_ckpt.core.upkeep.finding import Finding, Problem
+from replicated_ckpt.core.reading.windows import ByteRange, end_of
+from replicated_ckpt.core.upkeep.repair_plan import Finding, Problem
 from replicated_ckpt.errors import ObjectMissing, StoreError
 from replicated_ckpt.stores.files.durable import hash_open_file, read_exactly, translate_errors
-from replicated_ckpt.stores.files.plain import closing_fd
+from replicated_ckpt.stores.files.existence import closing_fd
 from replicated_ckpt.stores.local.directories.catalog import Catalog
 from replicated_ckpt.stores.local.directories.committed import Committed, open_directory
 from replicated_ckpt.stores.local.shard_file import OpenFile

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from replicated_ckpt.errors import ConfigInvalid, StoreFull
-from replicated_ckpt.stores.files import renames
+from replicated_ckpt.stores.files import durable
 from replicated_ckpt.stores.files.durable import fsync_directory, remove_tree, translate_errors, write_all
 from replicated_ckpt.stores.files.existence import is_directory, is_link, is_name_taken
 from replicated_ckpt.stores.files.locks import DescriptorLock
@@ -154,7 +154,7 @@ class LocalOutput(Output):
         fsync_directory(self._part)
         if not is_name_taken(self._path):
             self._part.rename(self._path)
-        elif renames.exchange(self._part, self._path):
+        elif durable.exchange(self._part, self._path):
             self._part.rename(replaced)
         else:
             self._path.rename(replaced)

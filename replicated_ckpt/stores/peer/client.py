@@ -20,8 +20,7 @@ from typing import Any, Self
 
 from replicated_ckpt.errors import ManifestInvalid, ObjectCorrupt, PeerProtocolError, StoreUnavailable
 from replicated_ckpt.stores.peer.answer import document_in, fill, refusal
-from replicated_ckpt.stores.peer.deadline import limit_time
-from replicated_ckpt.stores.peer.reach import reach_hint, wrong_token_hint
+from replicated_ckpt.stores.peer.reach import limit_time, reach_hint, wrong_token_hint
 from replicated_ckpt.stores.peer.tls import PinnedConnection, PlainConnection
 from replicated_ckpt.version import RELEASE, RELEASE_HEADER
 from replicated_ckpt.wording import one_line

@@ -1,11 +1,17 @@
-"""Hints for an agent that cannot be reached: the cause, the origin of the address, and how to change it."""
+"""Hints for an agent that cannot be reached, and the deadline of an exchange with one."""
 
 import errno
+import http.client
 import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Protocol
 
 from replicated_ckpt.environment import HOST_ENV
+from replicated_ckpt.errors import StoreUnavailable
 from replicated_ckpt.stores.peer.tls import is_loopback
+from replicated_ckpt.stores.threads import start_worker
 from replicated_ckpt.stores.verified import TooSlow
 
 SLOW = "It answers, but its disk, its host or the link to it is slow."
@@ -70,3 +76,42 @@ def _explain(at: Address, error: BaseException) -> str:
     if isinstance(error, OSError) and error.errno in _NO_ROUTE:
         return f"This host has no route to {at.host}."
     return "The connection broke: the agent or its host has ended, or cannot start threads (see its log)."
+
+
+def is_time_out(error: BaseException | None) -> bool:
+    """Whether the error is a time-out of a peer: another request soon would cost another time-out."""
+    return isinstance(error, StoreUnavailable) and isinstance(error.__cause__, TimeoutError)
+
+
+@contextmanager
+def limit_time(connected: socket.socket | None, seconds: float) -> Iterator[None]:
+    """Shuts the connection down after `seconds`. The block's error then becomes a TimeoutError.
+
+    A StoreUnavailable of the block stays one, with a TimeoutError as its cause.
+
+    Raises:
+        StoreUnavailable: the system has no thread for the watch; the block was not begun.
+    """
+    ended, is_broken = threading.Event(), threading.Event()
+    late = f"it has not ended within {seconds:.0f} s"
+
+    def watch() -> None:
+        if not ended.wait(seconds) and connected is not None:
+            is_broken.set()
+            with suppress(OSError):  # closed meanwhile: the block has ended
+                # The socket's own method: TLS's would switch to plain text.
+                socket.socket.shutdown(connected, socket.SHUT_RDWR)
+
+    start_worker(watch, name="rckpt-deadline")
+    try:
+        yield
+    except (OSError, http.client.HTTPException) as exc:
+        if is_broken.is_set():
+            raise TimeoutError(late) from exc
+        raise
+    except StoreUnavailable as exc:
+        if is_broken.is_set():
+            raise StoreUnavailable(exc.store, exc.op, exc.key, late) from TimeoutError(late)
+        raise
+    finally:
+        ended.set()

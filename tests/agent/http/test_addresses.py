@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from replicated_ckpt.agent.http.server import DualStackServer
-from replicated_ckpt.agent.peers.address_book import PeerBook, listening_host
-from replicated_ckpt.dcp.node import node
-from replicated_ckpt.dcp.node.node import find_host
+from replicated_ckpt.dcp.agreement import node_post
+from replicated_ckpt.dcp.agreement.node_post import find_host
 from replicated_ckpt.environment import HOST_ENV
 from replicated_ckpt.errors import ConfigInvalid
+from replicated_ckpt.node.peers.address_book import PeerBook, listening_host
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from tests.agent.agents import running_agent
@@ -85,7 +85,7 @@ def test_a_link_local_address_is_given_to_no_other_host(
 ) -> None:
     """It needs the name of an interface there: the one of the default route is given, or the user names one."""
     routes = {"fe80::b%eth0": "fe80::a", "2001:db8::1": "fd00::a" if has_default_route else None}
-    monkeypatch.setattr(node, "_source_address", routes.get)
+    monkeypatch.setattr(node_post, "_source_address", routes.get)
     monkeypatch.delenv(HOST_ENV, raising=False)
     monkeypatch.setenv("MASTER_ADDR", "fe80::b%eth0")
     if has_default_route:

@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from replicated_ckpt.agent.peers import greeting
-from replicated_ckpt.agent.peers.greeting import IN_A_ROW_MAX, INTERVAL_S, PARALLEL_MAX, PER_SENDER_MAX, CallBacks
+from replicated_ckpt.agent.http import greeting
+from replicated_ckpt.agent.http.greeting import IN_A_ROW_MAX, INTERVAL_S, PARALLEL_MAX, PER_SENDER_MAX, CallBacks
 from replicated_ckpt.errors import StoreUnavailable
 
 

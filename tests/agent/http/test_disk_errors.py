@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from replicated_ckpt.errors import StoreError
-from replicated_ckpt.stores.files.plain import open_plain
+from replicated_ckpt.stores.files.existence import open_plain
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.answer import file_path
 from replicated_ckpt.stores.peer.client import AgentClient

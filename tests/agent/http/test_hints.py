@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 
 from replicated_ckpt.agent.http.server import status_of
-from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.agent.state.listeners import describe_listeners
 from replicated_ckpt.cli.exit_codes import ExitCode
-from replicated_ckpt.dcp.node.node import find_host
+from replicated_ckpt.dcp.agreement.node_post import find_host
 from replicated_ckpt.environment import HOST_ENV
 from replicated_ckpt.errors import (
     CheckpointExists,
@@ -33,6 +32,7 @@ from replicated_ckpt.errors import (
     StoreFull,
     StoreUnavailable,
 )
+from replicated_ckpt.node.peers.address_book import PeerBook
 from replicated_ckpt.stores.bucket_client.opening import open_client
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.files.durable import store_error_of
@@ -146,7 +146,7 @@ _IPV6_ALONE = "ip link set lo up && ip -6 address add 2001:db8:1::5/128 dev lo n
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("ip"), reason="a network of its own needs root and `ip`")
 def test_a_host_without_ipv4_is_reached_by_the_route_that_it_has() -> None:
     """Also where the coordinator's name leads to its own loopback address, as it may on the coordinator itself."""
-    ask = "from replicated_ckpt.dcp.node.node import find_host; print(find_host()[0])"
+    ask = "from replicated_ckpt.dcp.agreement.node_post import find_host; print(find_host()[0])"
     command = f'{_IPV6_ALONE} && exec {shlex.quote(sys.executable)} -c "{ask}"'
     name_of_loopback = {"MASTER_ADDR": "127.1"}  # no address in the strict sense, so it is looked up as a name is
     environment = {key: value for key, value in base_environment().items() if key != HOST_ENV} | name_of_loopback

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from replicated_ckpt.agent.requests.body import Body
-from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.state.endpoint import Endpoint, listening_endpoint, write_endpoint
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
 from replicated_ckpt.core.manifest import Manifest, NodeEntry
 from replicated_ckpt.errors import ManifestInvalid
+from replicated_ckpt.node.saves.request_body import Body
+from replicated_ckpt.node.saves.service import NodeService
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
 

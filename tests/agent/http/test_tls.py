@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from replicated_ckpt.agent.peers.address_book import PeerBook
-from replicated_ckpt.agent.start.launch import ensure_agent
+from replicated_ckpt.agent.launch import ensure_agent
 from replicated_ckpt.agent.state.endpoint import read_endpoint
 from replicated_ckpt.environment import PLAIN_ENV
 from replicated_ckpt.errors import ConfigInvalid, SaveAborted, StoreDenied, StoreUnavailable
+from replicated_ckpt.node.peers.address_book import PeerBook
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer import tls
 from replicated_ckpt.stores.peer.answer import file_path
@@ -190,7 +190,7 @@ RANK_WITHOUT = """
 import os, sys, warnings
 sys.modules["cryptography"] = None
 os.environ["REPLICATED_CKPT_HOST"] = "192.0.2.7"
-from replicated_ckpt.dcp.node.node import register_node
+from replicated_ckpt.dcp.agreement.node_post import register_node
 from replicated_ckpt.stores.local.store import LocalStore
 with warnings.catch_warnings(record=True) as caught:
     for _ in range(3):

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from replicated_ckpt.agent.http.unix_socket import UnixSocketServer
-from replicated_ckpt.agent.saves.service import NodeService
-from replicated_ckpt.agent.saves.shard_copies import WantedCopies
-from replicated_ckpt.agent.saves.submissions import SubmittedShard
 from replicated_ckpt.core.layout import ShardName
-from replicated_ckpt.dcp.submit.submission import submit
+from replicated_ckpt.dcp.save.submission import submit
 from replicated_ckpt.errors import SaveAborted
+from replicated_ckpt.node.saves.service import NodeService
+from replicated_ckpt.node.saves.shard_copies import WantedCopies
+from replicated_ckpt.node.saves.submissions import SubmittedShard
 from replicated_ckpt.stores.local.store import LocalStore
 
 

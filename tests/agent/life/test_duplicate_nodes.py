@@ -7,11 +7,11 @@ from unittest import mock
 
 import pytest
 
-from replicated_ckpt.agent.peers.address_book import PeerBook
-from replicated_ckpt.agent.peers.greeting import Greeter
+from replicated_ckpt.agent.http.greeting import Greeter
 from replicated_ckpt.agent.state.endpoint import Endpoint
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.errors import ConfigInvalid, StoreUnavailable
+from replicated_ckpt.node.peers.address_book import PeerBook
 from replicated_ckpt.stores.peer.client import AgentAddress
 from tests.agent.agents import RunningAgent, peers_of, running_agent, wait_for
 from tests.cli.commands import as_json
@@ -61,7 +61,7 @@ def test_a_cloned_disk_is_named_while_both_agents_run(tmp_path: Path, starts: in
         (known,) = PeerBook(peer.root / ".agent").read_all()
         assert known.port == node.endpoint.port, "what the clone said of itself was not believed"
     log = (roots[0] / "agent.out").read_text()
-    assert log.count("WARNING replicated_ckpt.agent.peers.duplicate_nodes: Two agents are node") == 1
+    assert log.count("WARNING replicated_ckpt.node.peers.duplicate_nodes: Two agents are node") == 1
 
 
 def test_a_peer_that_says_nothing_new_takes_nothing_back(tmp_path: Path) -> None:

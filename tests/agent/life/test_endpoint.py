@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from replicated_ckpt.agent import launch
 from replicated_ckpt.agent import process as life
-from replicated_ckpt.agent.peers.address_book import PeerBook
-from replicated_ckpt.agent.start import launch
-from replicated_ckpt.agent.start.launch import ensure_agent
+from replicated_ckpt.agent.launch import ensure_agent
 from replicated_ckpt.agent.state.endpoint import keep_identity, next_identity, read_endpoint
 from replicated_ckpt.config import AgentConfig
 from replicated_ckpt.errors import StoreFull
+from replicated_ckpt.node.peers.address_book import PeerBook
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from tests.agent.agents import running_agent, stop_agent, wait_for

@@ -13,10 +13,10 @@ import pytest
 
 from replicated_ckpt.agent import process as life
 from replicated_ckpt.agent.repair import reprotect
-from replicated_ckpt.agent.saves import service
 from replicated_ckpt.agent.state.endpoint import Identity, keep_identity, next_identity
 from replicated_ckpt.config import AgentConfig
 from replicated_ckpt.errors import ConfigInvalid, StoreError
+from replicated_ckpt.node.saves import service
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient

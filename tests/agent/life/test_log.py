@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from replicated_ckpt.agent.http.connections import ADDRESSES_MAX, INTERVAL_S, UnauthenticatedClients
-from replicated_ckpt.agent.start.launch import ensure_agent
+from replicated_ckpt.agent.launch import ensure_agent
 from replicated_ckpt.agent.state.log_file import LOG_NAME, BoundedLog, open_log
 from replicated_ckpt.core.upkeep.repair_plan import RestoreManifest
 from replicated_ckpt.errors import StoreDenied

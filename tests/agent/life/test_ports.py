@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from replicated_ckpt.agent.start.launch import ensure_agent
+from replicated_ckpt.agent.launch import ensure_agent
 from replicated_ckpt.config import AgentConfig, parse_ports
 from replicated_ckpt.environment import PORT_ENV
 from replicated_ckpt.errors import AgentUnavailable, ConfigInvalid

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from replicated_ckpt.agent.start.launch import ensure_agent
+from replicated_ckpt.agent.launch import ensure_agent
 from replicated_ckpt.agent.state.endpoint import Endpoint, read_endpoint
 from replicated_ckpt.dcp.find.survey import Survey
 from replicated_ckpt.errors import ConfigInvalid

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from replicated_ckpt.agent.peers.address_book import PeerBook
-from replicated_ckpt.agent.peers.greeting import Greeter
+from replicated_ckpt.agent.http.greeting import Greeter
 from replicated_ckpt.agent.state.endpoint import Endpoint, read_endpoint
 from replicated_ckpt.errors import StoreDenied
+from replicated_ckpt.node.peers.address_book import PeerBook
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.tls import fingerprint
 from tests.agent.agents import RunningAgent, peers_of, running_agent, wait_for

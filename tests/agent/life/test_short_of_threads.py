@@ -15,35 +15,35 @@ from unittest import mock
 
 import pytest
 
+from replicated_ckpt.agent import launch
+from replicated_ckpt.agent.http.greeting import Greeter
+from replicated_ckpt.agent.http.object_routes import Prober
+from replicated_ckpt.agent.http.request import Heartbeat
 from replicated_ckpt.agent.http.routes import Routes
 from replicated_ckpt.agent.http.server import AgentServer
 from replicated_ckpt.agent.http.unix_socket import UnixSocketServer
-from replicated_ckpt.agent.peers.address_book import PeerBook
-from replicated_ckpt.agent.peers.greeting import Greeter
-from replicated_ckpt.agent.requests.body import Body
-from replicated_ckpt.agent.requests.request import Heartbeat
-from replicated_ckpt.agent.saves.finish import Outline
-from replicated_ckpt.agent.saves.service import NodeService
-from replicated_ckpt.agent.saves.shard_copies import WantedCopies, write_copies
-from replicated_ckpt.agent.saves.submissions import SubmittedShard
-from replicated_ckpt.agent.start import launch
-from replicated_ckpt.agent.start.launch import ensure_agent
+from replicated_ckpt.agent.launch import ensure_agent
 from replicated_ckpt.agent.state.endpoint import Endpoint
 from replicated_ckpt.agent.state.rights import Tokens
-from replicated_ckpt.agent.state.upload_book import UploadBook
-from replicated_ckpt.agent.uploads.probe import Prober
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.main import main
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import METADATA_NAME, ShardName
 from replicated_ckpt.core.manifest import Manifest, NodeEntry
-from replicated_ckpt.dcp.submit.submission import submit
+from replicated_ckpt.dcp.save.submission import submit
 from replicated_ckpt.errors import AgentUnavailable, StoreUnavailable
+from replicated_ckpt.node.peers.address_book import PeerBook
+from replicated_ckpt.node.saves.finish import Outline
+from replicated_ckpt.node.saves.request_body import Body
+from replicated_ckpt.node.saves.service import NodeService
+from replicated_ckpt.node.saves.shard_copies import WantedCopies, write_copies
+from replicated_ckpt.node.saves.submissions import SubmittedShard
+from replicated_ckpt.node.state.upload_book import UploadBook
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
-from replicated_ckpt.stores.peer.deadline import limit_time
 from replicated_ckpt.stores.peer.fan_out import FanOut
+from replicated_ckpt.stores.peer.reach import limit_time
 from replicated_ckpt.stores.tee import Buffers
 from tests.stopwatch import Stopwatch
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from replicated_ckpt.agent.start import launch
-from replicated_ckpt.agent.start.launch import ensure_agent
+from replicated_ckpt.agent import launch
+from replicated_ckpt.agent.launch import ensure_agent
 from replicated_ckpt.agent.state.endpoint import is_free, root_lock
 from replicated_ckpt.core.layout import MANIFEST_NAME, STAGING_DIR, gone_name
 from replicated_ckpt.errors import AgentUnavailable
@@ -26,7 +26,7 @@ LONG_S = 2.0
 SLOW = f"""
 import sys, time
 from replicated_ckpt.agent.__main__ import main
-from replicated_ckpt.agent.saves.service import NodeService
+from replicated_ckpt.node.saves.service import NodeService
 recover = NodeService.recover
 NodeService.recover = lambda self: (time.sleep({LONG_S}), recover(self))[1]
 sys.exit(main())

@@ -24,7 +24,7 @@ PACKAGE = Path(replicated_ckpt.__file__).parent
 RANK = """
 import json, sys
 from pathlib import Path
-from replicated_ckpt.agent.start.launch import ensure_agent
+from replicated_ckpt.agent.launch import ensure_agent
 from replicated_ckpt.stores.local.store import LocalStore
 endpoint = ensure_agent(LocalStore(sys.argv[1]), "127.0.0.1")
 environment = Path(f"/proc/{endpoint.pid}/environ").read_bytes().decode().split(chr(0))
@@ -105,7 +105,7 @@ def test_what_the_package_needs_is_found_where_the_rank_found_it(tmp_path: Path)
 @pytest.mark.parametrize("mode", ["0", "1"])
 def test_the_agent_encodes_names_of_files_as_its_rank_does(mode: str) -> None:
     """Also where PYTHONUTF8 says so, which an isolated Python does not read: one name is one file to both."""
-    asked = "import json; from replicated_ckpt.agent.start.launch import isolated_python as python"
+    asked = "import json; from replicated_ckpt.agent.launch import isolated_python as python"
     environment = {"PYTHONPATH": str(HOME), "PYTHONUTF8": mode, "LC_ALL": "C.UTF-8"}
     rank = [sys.executable, "-c", f"{asked}; print(json.dumps(python()))"]
     agent = json.loads(subprocess.run(rank, env=environment, capture_output=True, timeout=60, check=True).stdout)

@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from replicated_ckpt.agent.saves.shard_copies import WantedCopies
-from replicated_ckpt.agent.saves.submissions import SubmittedShard
-from replicated_ckpt.agent.start import leaving
-from replicated_ckpt.agent.start.launch import ensure_agent
+from replicated_ckpt.agent import launch
+from replicated_ckpt.agent.launch import ensure_agent
 from replicated_ckpt.agent.state.endpoint import read_endpoint
 from replicated_ckpt.config import DRAIN_S
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import ShardName
-from replicated_ckpt.dcp.node.node import NodePost, register_for_save
-from replicated_ckpt.dcp.submit.submission import submit
+from replicated_ckpt.dcp.agreement.node_post import NodePost, register_for_save
+from replicated_ckpt.dcp.save.submission import submit
 from replicated_ckpt.errors import StoreUnavailable
+from replicated_ckpt.node.saves.shard_copies import WantedCopies
+from replicated_ckpt.node.saves.submissions import SubmittedShard
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.peer.client import AgentClient
 from tests.agent.agents import HOME, peers_of, running_agent, stop_agent, wait_for
@@ -126,8 +126,8 @@ def test_an_agent_that_is_to_stay_takes_the_place_of_one_of_ranks(job: Job, monk
     The ranks live on, so the one that they have started would not leave by itself. One that begins a save waits for its
     end, and sees that, though the next one is first to take its lock. A second one to stay is refused.
     """
-    monkeypatch.setattr(leaving, "_POLL_S", 0.5)  # the agent that is to stay looks more often
-    monkeypatch.setattr(leaving, "DRAIN_S", WITHIN_S / 2)
+    monkeypatch.setattr(launch, "_POLL_S", 0.5)  # the agent that is to stay looks more often
+    monkeypatch.setattr(launch, "DRAIN_S", WITHIN_S / 2)
     for rank in (0, 1):
         job.submit(rank)
     job.finish()

@@ -13,12 +13,6 @@ from unittest import mock
 
 import pytest
 
-from replicated_ckpt.agent.peers.manifests import ManifestBook
-from replicated_ckpt.agent.saves import settle as settling
-from replicated_ckpt.agent.saves.in_doubt import StaleSave
-from replicated_ckpt.agent.saves.pins import PIN_S, Pins
-from replicated_ckpt.agent.saves.service import NodeService
-from replicated_ckpt.agent.saves.settle import settle
 from replicated_ckpt.cli.look.nodes import look_at_nodes
 from replicated_ckpt.cli.look.waiting_saves import list_staged_saves, list_waiting
 from replicated_ckpt.cli.main import main
@@ -29,6 +23,12 @@ from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
 from replicated_ckpt.core.protocol.settlement import Answer
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
 from replicated_ckpt.errors import ConfigInvalid, ManifestInvalid, PeerProtocolError
+from replicated_ckpt.node.peers.manifests import ManifestBook
+from replicated_ckpt.node.saves import settle as settling
+from replicated_ckpt.node.saves.in_doubt import StaleSave
+from replicated_ckpt.node.saves.pins import PIN_S, Pins
+from replicated_ckpt.node.saves.service import NodeService
+from replicated_ckpt.node.saves.settle import settle
 from replicated_ckpt.stores.local.directories.intent import WRITER, Intent
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.versions.remove import retire
@@ -348,7 +348,7 @@ def test_a_silent_node_is_asked_once_for_all_leftovers(service: NodeService) -> 
 def test_a_save_of_another_job_leaves_one_whose_ranks_still_plan_open(service: NodeService) -> None:
     """Longer than the grace nobody of this node works on it; nodes of it that are asked say that it goes on."""
     service.open_save(Intent(NEW, "step-10", "one", overwrite=False, nodes=(service.node_id, OTHER), coordinator=OTHER))
-    with mock.patch("replicated_ckpt.agent.saves.service.OPEN_GRACE_S", 0.0):
+    with mock.patch("replicated_ckpt.node.saves.service.OPEN_GRACE_S", 0.0):
         _, stale_saves = service.open_save(Intent(NEWEST, "step-11", "another", overwrite=False))
     assert [(found.intent.save_id, found.is_over) for found in stale_saves] == [(NEW, False)]
     service.check_open(NEW)
@@ -359,7 +359,7 @@ def test_a_save_is_young_until_it_is_open(service: NodeService) -> None:
     intent, seen = Intent(NEW, "step-10", "one", overwrite=False), list[bool]()
 
     def open_slowly(_: Intent) -> None:
-        with mock.patch("replicated_ckpt.agent.saves.service.time.monotonic", return_value=time.monotonic() + 60.0):
+        with mock.patch("replicated_ckpt.node.saves.service.time.monotonic", return_value=time.monotonic() + 60.0):
             seen.append(service.was_opened_within(5.0, intent))
 
     with mock.patch.object(service, "open_in_store", open_slowly):

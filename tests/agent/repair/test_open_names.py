@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from replicated_ckpt.agent.repair.mender import Mender
-from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.core.upkeep.repair_plan import RestoreManifest
 from replicated_ckpt.errors import StoreUnavailable
+from replicated_ckpt.node.saves.service import NodeService
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.throttle import Pace
 from tests.agent.agents import running_agent, wait_for

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from replicated_ckpt.agent.peers.watch import SilenceTimeouts
-from replicated_ckpt.agent.repair.deferred import RETRY_S
 from replicated_ckpt.agent.repair.mender import Mender
-from replicated_ckpt.agent.repair.reprotect import IDLE_PAUSE_S, Pauses, Reprotector
-from replicated_ckpt.agent.saves.service import NodeService
+from replicated_ckpt.agent.repair.reprotect import IDLE_PAUSE_S, RETRY_S, Pauses, Reprotector
 from replicated_ckpt.core.upkeep.repair_plan import CopyShard
+from replicated_ckpt.node.peers.watch import SilenceTimeouts
+from replicated_ckpt.node.saves.service import NodeService
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.throttle import Pace
 from tests.agent.agents import running_agent

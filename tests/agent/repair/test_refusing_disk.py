@@ -11,18 +11,18 @@ from unittest import mock
 
 import pytest
 
-from replicated_ckpt.agent.peers.watch import SilenceTimeouts
 from replicated_ckpt.agent.repair import mender as mending
 from replicated_ckpt.agent.repair.mender import Mender
 from replicated_ckpt.agent.repair.reprotect import Reprotector
 from replicated_ckpt.agent.repair.scrub import Scrubber
-from replicated_ckpt.agent.saves.service import NodeService
-from replicated_ckpt.agent.saves.settle import follow_stale_save
-from replicated_ckpt.agent.saves.shard_copies import WantedCopies
-from replicated_ckpt.agent.saves.submissions import Submissions, SubmittedShard
 from replicated_ckpt.core.layout import MANIFEST_NAME, replaced_name
 from replicated_ckpt.core.upkeep.repair_plan import CopyShard
 from replicated_ckpt.errors import StoreDenied, StoreError, StoreFull
+from replicated_ckpt.node.peers.watch import SilenceTimeouts
+from replicated_ckpt.node.saves.service import NodeService
+from replicated_ckpt.node.saves.settle import follow_stale_save
+from replicated_ckpt.node.saves.shard_copies import WantedCopies
+from replicated_ckpt.node.saves.submissions import Submissions, SubmittedShard
 from replicated_ckpt.stores.files.room import Room
 from replicated_ckpt.stores.local.directories.committed import open_directory
 from replicated_ckpt.stores.local.directories.intent import Intent
@@ -142,7 +142,7 @@ def test_what_cannot_be_removed_is_told(service: NodeService, monkeypatch: pytes
     service.store.journal.append_end(SAVE, End.REMOVING)
     with monkeypatch.context() as patch:
         refusal = StoreDenied("the disk", "retire", "step-1", "PermissionError: Permission denied")
-        patch.setattr("replicated_ckpt.agent.repair.collector.retire", mock.Mock(side_effect=refusal))
+        patch.setattr("replicated_ckpt.node.saves.collector.retire", mock.Mock(side_effect=refusal))
         (failed,) = reprotector.round().failed
     assert f"remove step-1 (save {SAVE})" in failed
     assert "Permission denied" in failed
@@ -214,7 +214,7 @@ def test_a_shard_is_taken_where_the_disk_hides_an_old_one(
     service: NodeService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever comes of it, its descriptors are closed: each of a rank's memory stays in use until then."""
-    monkeypatch.setattr("replicated_ckpt.agent.saves.submissions._KEPT", 0)
+    monkeypatch.setattr("replicated_ckpt.node.saves.submissions._KEPT", 0)
     submissions = Submissions(service.store)
     copies = WantedCopies(SAVE, shard(0), service.node_id)
     for _ in range(2):

@@ -14,15 +14,15 @@ from unittest import mock
 import pytest
 
 from replicated_ckpt import Retention
-from replicated_ckpt.agent.peers.address_book import PeerBook
-from replicated_ckpt.agent.peers.watch import SilenceTimeouts, ask_holdings
 from replicated_ckpt.agent.repair import reprotect
 from replicated_ckpt.agent.repair.reprotect import IDLE_PAUSE_S, STALE_ROUNDS_MAX, Reprotector
-from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.core.upkeep.policy import NODES, NodeReport, Policy
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
 from replicated_ckpt.core.upkeep.repair_plan import RepairPlan, RestoreManifest
 from replicated_ckpt.errors import StoreError
+from replicated_ckpt.node.peers.address_book import PeerBook
+from replicated_ckpt.node.peers.watch import SilenceTimeouts, ask_holdings
+from replicated_ckpt.node.saves.service import NodeService
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.throttle import Pace
 from tests.agent.agents import RunningAgent, peers_of, running_agent, wait_for

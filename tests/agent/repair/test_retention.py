@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from replicated_ckpt import Retention, failpoints
-from replicated_ckpt.agent.state.policies import PolicyBook
 from replicated_ckpt.core.layout import RECYCLED_DIR, gone_name
 from replicated_ckpt.core.upkeep.policy import NODES, Policy
 from replicated_ckpt.errors import StoreDenied
+from replicated_ckpt.node.state.policies import PolicyBook
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.unclaimed import UnclaimedFilesReader
 from replicated_ckpt.stores.local.versions.remove import retire

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from replicated_ckpt.agent.repair.scrub import Scrubber
-from replicated_ckpt.agent.state.damage import DamageBook
 from replicated_ckpt.core.inventory import Holding
+from replicated_ckpt.node.state.damage import DamageBook
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.throttle import Pace
 from tests.agent.agents import wait_for
@@ -46,7 +46,7 @@ def test_a_full_disk_ends_no_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     reading = Reading(tmp_path / "root")
-    monkeypatch.setattr("replicated_ckpt.agent.state.state_file.write_file", fail)
+    monkeypatch.setattr("replicated_ckpt.node.state.state_file.write_file", fail)
     assert reading.scrubber.scrub().passes == 1
     assert reading.read == IDS
 

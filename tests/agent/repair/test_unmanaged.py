@@ -9,7 +9,6 @@ import pytest
 import torch.distributed.checkpoint as dcp
 
 from replicated_ckpt import ReplicatedWriter
-from replicated_ckpt.agent.repair.unmanaged import unmanaged_verify_path
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.main import main
 from replicated_ckpt.core.integrity.checksum import crc32c
@@ -21,6 +20,7 @@ from replicated_ckpt.errors import (
     StoreDenied,
     StoreUnavailable,
 )
+from replicated_ckpt.node.peers.unmanaged import unmanaged_verify_path
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.answer import unmanaged_path
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient

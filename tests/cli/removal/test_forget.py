@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from replicated_ckpt.agent.peers.address_book import PeerBook
-from replicated_ckpt.agent.state.damage import DamageBook
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.nodes import NodesSeen
 from replicated_ckpt.cli.nodes.forget import find_node
 from replicated_ckpt.errors import ConfigInvalid
+from replicated_ckpt.node.peers.address_book import PeerBook
+from replicated_ckpt.node.state.damage import DamageBook
 from replicated_ckpt.stores.peer.client import AgentAddress
 from tests.agent.agents import wait_for
 from tests.agent.checkpoints import checkpointed, held, introduced, shard

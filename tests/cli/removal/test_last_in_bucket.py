@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from replicated_ckpt.agent.peers.address_book import PeerBook
-from replicated_ckpt.agent.state.policies import PolicyBook
-from replicated_ckpt.agent.state.upload_book import UploadBook
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.checkpoints import CheckpointSeen
 from replicated_ckpt.cli.main import main
 from replicated_ckpt.cli.removal.remover import Removed, Remover
 from replicated_ckpt.config import Retention
 from replicated_ckpt.core.upkeep.policy import Policy
+from replicated_ckpt.node.peers.address_book import PeerBook
+from replicated_ckpt.node.state.policies import PolicyBook
+from replicated_ckpt.node.state.upload_book import UploadBook
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.agents import wait_for

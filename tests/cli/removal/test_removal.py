@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from replicated_ckpt import Retention
-from replicated_ckpt.agent.repair.collector import Collector
-from replicated_ckpt.agent.saves.service import NodeService
-from replicated_ckpt.agent.state.policies import PolicyBook
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.core.upkeep.policy import NODES, Policy
+from replicated_ckpt.node.saves.collector import Collector
+from replicated_ckpt.node.saves.service import NodeService
+from replicated_ckpt.node.state.policies import PolicyBook
 from replicated_ckpt.stores.local.directories import journal
 from replicated_ckpt.stores.local.directories.journal import End, Journal
 from replicated_ckpt.stores.local.store import LocalStore

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from replicated_ckpt.agent.peers.watch import NodeHoldings
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.nodes import NodesSeen
 from replicated_ckpt.cli.main import main
@@ -14,6 +13,7 @@ from replicated_ckpt.cli.removal import remover
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.layout import MANIFEST_NAME
 from replicated_ckpt.errors import StoreUnavailable
+from replicated_ckpt.node.peers.watch import NodeHoldings
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress
 from tests.agent.agents import wait_for

@@ -12,7 +12,7 @@ from replicated_ckpt.core.integrity.checksum import (
     footer_bytes_of,
 )
 from replicated_ckpt.core.integrity.crc_combination import combine_crcs
-from replicated_ckpt.testing.shard_files import table_of
+from replicated_ckpt.testing.shards import table_of
 
 
 def test_crc32c_is_castagnoli() -> None:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicated_ckpt.core.integrity.zip_crc import ItemDamaged, Verdict, check_range
+from replicated_ckpt.core.integrity.archive import ItemDamaged, Verdict, check_range
 
 
 def saved(value: object, *, with_crc: bool = True) -> bytes:

@@ -4,9 +4,8 @@ from dataclasses import replace
 
 from replicated_ckpt.config import Retention
 from replicated_ckpt.core.upkeep.policy import NodeReport
-from replicated_ckpt.core.upkeep.removal import Removable, find_last_good, find_removed, plan_prune
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence, plan_repair
-from replicated_ckpt.core.upkeep.retention import Candidate
+from replicated_ckpt.core.upkeep.retention import Candidate, Removable, find_last_good, find_removed, plan_prune
 from replicated_ckpt.core.upkeep.unclaimed_files import UnclaimedFiles
 from tests.core.upkeep.test_repair import holding, manifest, shard
 

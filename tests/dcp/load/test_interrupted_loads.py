@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from replicated_ckpt.dcp.c10d.posted_error import pack_error
+from replicated_ckpt.dcp.c10d.picklable_error import pack_error
 from replicated_ckpt.dcp.find.rendezvous import AgreedError, _agree
 from replicated_ckpt.errors import RankFailed
 

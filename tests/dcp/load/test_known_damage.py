@@ -14,11 +14,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from replicated_ckpt import CheckpointManager, ReplicatedCkptWarning, ReplicatedReader, ReplicatedWriter
-from replicated_ckpt.agent.state.damage import DamageBook
 from replicated_ckpt.core.inventory import Holding, SaveFound, saves_found
 from replicated_ckpt.core.layout import OBJECT_NODE
-from replicated_ckpt.dcp.find.skipped import SkippedSave, describe_silent, describe_skipped
-from replicated_ckpt.stores.files import plain
+from replicated_ckpt.dcp.find.absence import SkippedSave, describe_silent, describe_skipped
+from replicated_ckpt.node.state.damage import DamageBook
+from replicated_ckpt.stores.files import existence
 from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.agents import running_agent
 from tests.agent.checkpoints import checkpointed, findings, introduced
@@ -106,7 +106,7 @@ def test_a_process_that_can_open_no_file_goes_back_to_none(tmp_path: Path) -> No
     """The newest one's manifest is there, and is not read now: that is an error, and no older checkpoint is taken."""
     for step in (1, 2):
         save(tmp_path, step)
-    manifest, real = tmp_path / "step-2" / ".manifest.json", plain.read_plain
+    manifest, real = tmp_path / "step-2" / ".manifest.json", existence.read_plain
 
     def read(path: Path) -> bytes:
         if path == manifest:

@@ -14,7 +14,7 @@ from replicated_ckpt import ReplicatedReader, ReplicatedWriter
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.main import main
 from replicated_ckpt.core.reading.newest import Newest
-from replicated_ckpt.dcp.node import seen_lineage
+from replicated_ckpt.dcp.agreement import node_post
 from replicated_ckpt.errors import CheckpointNotFound, ConfigInvalid, LatestAmbiguous
 from tests.agent.agents import stop_agent
 
@@ -26,7 +26,7 @@ pytestmark = [
 
 def save(root: Path, checkpoint_id: str, value: float, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
     """As another job would: of a run of its own in each directory of ids."""
-    monkeypatch.setattr(seen_lineage, "_seen", {})
+    monkeypatch.setattr(node_post, "_seen", {})
     writer = ReplicatedWriter(root, copies=1, **options)
     dcp.save({"w": torch.full((3,), value)}, checkpoint_id=checkpoint_id, storage_writer=writer)
 

@@ -8,8 +8,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from replicated_ckpt import ReplicatedReader, ReplicatedWriter
+from replicated_ckpt.dcp.tensors.device_copy import BUFFER_BYTES, PinnedCopies
 from replicated_ckpt.dcp.tensors.memory import memory_of
-from replicated_ckpt.dcp.tensors.pinned import BUFFER_BYTES, PinnedCopies
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 

@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from replicated_ckpt import ReplicatedReader, ReplicatedWriter
-from replicated_ckpt.dcp.c10d.posted_error import pack_error, unpack_error
+from replicated_ckpt.dcp.c10d.picklable_error import pack_error, unpack_error
 from replicated_ckpt.dcp.runtime.failures import as_checkpoint_exception
 from replicated_ckpt.errors import CheckpointNotFound, ConfigInvalid, ShardLost
 from replicated_ckpt.stores.local.versions.readers import is_read

@@ -16,21 +16,21 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 
 from replicated_ckpt import ReplicatedReader, ReplicatedWriter
-from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.layout import MANIFEST_NAME
 from replicated_ckpt.core.protocol.placement import Placement
 from replicated_ckpt.dcp.agreement.decision import SaveDecision
+from replicated_ckpt.dcp.agreement.node_post import NodePost, SeenStore
 from replicated_ckpt.dcp.c10d.blackboard import Blackboard
 from replicated_ckpt.dcp.c10d.world import World
 from replicated_ckpt.dcp.find.rendezvous import meet
 from replicated_ckpt.dcp.find.survey import SURVEY_TIMEOUT_S, Survey, Surveyor
 from replicated_ckpt.dcp.load.metadata_copies import read_verified_metadata
 from replicated_ckpt.dcp.load.shard_reader import ShardReader
-from replicated_ckpt.dcp.node.node import NodePost, SeenStore
 from replicated_ckpt.dcp.save.shard_writer import ShardWriter
 from replicated_ckpt.errors import ObjectCorrupt
+from replicated_ckpt.node.peers.address_book import PeerBook
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.unclaimed import UnclaimedFilesReader
 from replicated_ckpt.stores.peer import client

@@ -8,7 +8,7 @@ import torch.distributed.checkpoint as dcp
 
 from replicated_ckpt import CheckpointManager
 from replicated_ckpt.core.manifest import decode_manifest
-from replicated_ckpt.dcp.node.local_agent import ask_agent
+from replicated_ckpt.dcp.agreement.node_post import ask_agent
 from replicated_ckpt.errors import StoreUnavailable
 from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.agents import stop_agent, wait_for

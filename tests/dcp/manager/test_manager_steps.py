@@ -17,9 +17,9 @@ from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.main import main
 from replicated_ckpt.config import Ack
 from replicated_ckpt.core.notes import NOTES_BYTES_MAX
+from replicated_ckpt.dcp.agreement import node_post
 from replicated_ckpt.dcp.convert.importing import import_checkpoint
 from replicated_ckpt.dcp.memory.root import find_memory_root
-from replicated_ckpt.dcp.node import seen_lineage
 from replicated_ckpt.dcp.save.report import SaveReport
 from replicated_ckpt.errors import CheckpointNotFound, ConfigInvalid, ManagerClosed, ReplicatedCkptError, ShardLost
 from replicated_ckpt.stores.local.store import LocalStore
@@ -293,9 +293,9 @@ def test_restore_takes_the_newest_step_of_its_own(
         tier = find_memory_root(root, True)
         stop_agent(tier)
         shutil.rmtree(tier)
-    monkeypatch.setattr(seen_lineage, "_seen", {})  # as in another process
+    monkeypatch.setattr(node_post, "_seen", {})  # as in another process
     change(root)
-    monkeypatch.setattr(seen_lineage, "_seen", {})
+    monkeypatch.setattr(node_post, "_seen", {})
     found = state(0)
     with CheckpointManager(root, copies=1, **options) as manager:
         assert manager.latest_step() == newest

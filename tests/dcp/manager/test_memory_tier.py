@@ -25,11 +25,11 @@ from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.main import main
 from replicated_ckpt.core.lineage import Version
 from replicated_ckpt.dcp import tiered_checkpoints
+from replicated_ckpt.dcp.agreement import node_post
 from replicated_ckpt.dcp.manager import SaveCallback
 from replicated_ckpt.dcp.memory import limit
 from replicated_ckpt.dcp.memory import root as place
 from replicated_ckpt.dcp.memory.root import SHARED_MEMORY, find_memory_root, measure_memory
-from replicated_ckpt.dcp.node import seen_lineage
 from replicated_ckpt.dcp.staging.segment import drop_idle_segments
 from replicated_ckpt.dcp.tiered_checkpoints import TieredCheckpoints
 from replicated_ckpt.errors import ConfigInvalid, StoreFull, StoreUnavailable
@@ -118,7 +118,7 @@ def test_what_is_saved_after_an_older_step_was_restored_is_the_newest(
         options = {"object_store": f"file://{tmp_path}/bucket", "object_every": 2}
 
     def begun() -> CheckpointManager:
-        monkeypatch.setattr(seen_lineage, "_seen", {})  # another process
+        monkeypatch.setattr(node_post, "_seen", {})  # another process
         return CheckpointManager(root, copies=1, preempt_on=(), **options)
 
     with begun() as manager:
@@ -165,7 +165,7 @@ def test_what_was_saved_without_the_tier_is_newer_than_what_the_tier_has(
         for step in range(1, 6):
             manager.save(step, state(step))
     options: dict[str, Any] = {"memory": None if between == "no tier" else other, "copies": 1, "preempt_on": ()}
-    with mock.patch.dict(seen_lineage._seen, clear=True), caplog.at_level(logging.WARNING, "replicated_ckpt"):
+    with mock.patch.dict(node_post._seen, clear=True), caplog.at_level(logging.WARNING, "replicated_ckpt"):
         with CheckpointManager(root, **options) as manager:
             assert manager.restore(state(-1)) == 3
             manager.save(4, state(40))
@@ -174,13 +174,13 @@ def test_what_was_saved_without_the_tier_is_newer_than_what_the_tier_has(
     assert str(memory) in said
     assert str(root) in said
     found = state(-1)
-    with mock.patch.dict(seen_lineage._seen, clear=True), CheckpointManager(root, **options) as manager:
+    with mock.patch.dict(node_post._seen, clear=True), CheckpointManager(root, **options) as manager:
         assert manager.restore(found) == 4
         assert torch.equal(found["w"], state(40)["w"])
         manager.save(5, state(50))
     stop_agent(other)
     if between == "no tier":
-        with mock.patch.dict(seen_lineage._seen, clear=True), opened(root, memory) as manager:
+        with mock.patch.dict(node_post._seen, clear=True), opened(root, memory) as manager:
             assert manager.restore(found) == 5
         assert torch.equal(found["w"], state(50)["w"])
 
@@ -422,12 +422,12 @@ def test_a_smaller_spill_every_counts_at_once(root: Path, memory: Path) -> None:
     with opened(root, memory, disk_every=100) as manager:
         for step in (1, 2, 3, 4):
             manager.save(step, state(step))
-    with mock.patch.dict(seen_lineage._seen, clear=True), opened(root, memory, disk_every=3) as manager:
+    with mock.patch.dict(node_post._seen, clear=True), opened(root, memory, disk_every=3) as manager:
         assert manager.restore(state(-1)) == 4
         for step in (5, 6):
             manager.save(step, state(step))
     assert steps_in(root) == {5, 6}
-    with mock.patch.dict(seen_lineage._seen, clear=True), opened(root, memory, disk_every=4) as manager:
+    with mock.patch.dict(node_post._seen, clear=True), opened(root, memory, disk_every=4) as manager:
         for step in (7, 8, 9):
             manager.save(step, state(step))
     assert steps_in(root) == {5, 6, 8}
@@ -489,7 +489,7 @@ def test_a_first_save_continues_a_run_of_which_nothing_is_whole(root: Path, memo
     shutil.rmtree(memory)
     next((root / "step-1").glob("*.distcp")).unlink()
     stop_agent(root)
-    with mock.patch.dict(seen_lineage._seen, clear=True), opened(root, memory, disk_every=1) as manager:
+    with mock.patch.dict(node_post._seen, clear=True), opened(root, memory, disk_every=1) as manager:
         manager.save(2, state(2))
     for store in (root, memory):
         found = LocalStore(store).catalog.manifest("step-2").version
@@ -526,8 +526,8 @@ def test_what_another_run_left_is_no_room_for_this_one(
     store = LocalStore(memory)
     tier = limit.MemoryLimit(store, 3)
     assert tier.measure("step-2") == room
-    with mock.patch.dict(seen_lineage._seen):
-        seen_lineage.remember(store, "step-2", Version("0123456789abcdef", 1, 0.0, ""))
+    with mock.patch.dict(node_post._seen):
+        node_post.remember(store, "step-2", Version("0123456789abcdef", 1, 0.0, ""))
         assert tier.measure("step-2") <= room - (8 << 20)
 
 

@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from replicated_ckpt import ReplicatedReader, ReplicatedWriter
 from replicated_ckpt.core.chunk import is_contiguous
+from replicated_ckpt.dcp.metadata.build import COMMON_FIELDS, known_fields
 from replicated_ckpt.dcp.metadata.metadata import decode_metadata, encode_metadata
-from replicated_ckpt.dcp.metadata.versions import COMMON_FIELDS, known_fields
 from replicated_ckpt.errors import MetadataUnsafe
 
 pytestmark = [

@@ -21,7 +21,7 @@ from torch.distributed.tensor.placement_types import _StridedShard as StridedSpl
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from replicated_ckpt import CachedSavePlanner, PlansUnknown
-from replicated_ckpt.dcp.agreement.announcement import announce
+from replicated_ckpt.dcp.agreement.decision import announce
 from replicated_ckpt.dcp.planning.cached_planner import basis_of
 from tests.marks import mark_long
 

@@ -9,8 +9,7 @@ import torch.distributed as dist
 
 from benchmarks.planning_world import World, posts
 from replicated_ckpt.dcp.agreement.decision import STAYS, SaveDecision, decide
-from replicated_ckpt.dcp.c10d.blackboard import PACKED_FROM_BYTES, Blackboard
-from replicated_ckpt.dcp.c10d.cached_decisions import CachedDecisions
+from replicated_ckpt.dcp.c10d.blackboard import PACKED_FROM_BYTES, Blackboard, CachedDecisions
 from replicated_ckpt.errors import PeerProtocolError
 
 RANKS = 3

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from replicated_ckpt.config import Retention, WriterConfig
-from replicated_ckpt.dcp.agreement.alike import describe_wanted
 from replicated_ckpt.dcp.agreement.decision import (
     Receipt,
     SaveDecision,
@@ -15,7 +14,8 @@ from replicated_ckpt.dcp.agreement.decision import (
     decide,
     list_weaknesses,
 )
-from replicated_ckpt.dcp.node.node import NodePost
+from replicated_ckpt.dcp.agreement.node_post import NodePost
+from replicated_ckpt.dcp.c10d.group_pool import describe_wanted
 from replicated_ckpt.errors import CheckpointIdMismatch, ConfigInvalid
 from replicated_ckpt.stores.peer.client import AgentAddress
 

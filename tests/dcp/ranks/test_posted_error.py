@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from replicated_ckpt import errors
 from replicated_ckpt.dcp.c10d.blackboard import Blackboard
-from replicated_ckpt.dcp.c10d.posted_error import pack_error, unpack_error
+from replicated_ckpt.dcp.c10d.picklable_error import pack_error, unpack_error
 from replicated_ckpt.dcp.c10d.world import World
 from replicated_ckpt.dcp.find.rendezvous import AgreedError, meet
 from replicated_ckpt.errors import PeerProtocolError, ReplicatedCkptError, StoreDenied, StoreUnavailable

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from replicated_ckpt.dcp.c10d import waiting
 from replicated_ckpt.dcp.c10d.blackboard import Blackboard, check_all_posted
-from replicated_ckpt.dcp.c10d.posted_error import pack_error, unpack_error
+from replicated_ckpt.dcp.c10d.picklable_error import pack_error, unpack_error
 from replicated_ckpt.errors import ConfigInvalid, PeerProtocolError, RendezvousFailed
 from tests.stopwatch import Stopwatch
 

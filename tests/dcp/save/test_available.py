@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from replicated_ckpt.dcp.staging import available
-from replicated_ckpt.dcp.staging.available import available_bytes, share_of_rank
+from replicated_ckpt.dcp.staging import segment
+from replicated_ckpt.dcp.staging.segment import available_bytes, share_of_rank
 
 MIB = 1 << 20
 
@@ -66,7 +66,7 @@ def test_the_older_kind_of_cgroups(tmp_path: Path) -> None:
 
 def test_ranks_of_a_node_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each takes its part of nine tenths of what is available, as all of them stage at the same time."""
-    monkeypatch.setattr(available, "available_bytes", lambda: 1000)
+    monkeypatch.setattr(segment, "available_bytes", lambda: 1000)
     assert share_of_rank({}) == 900
     assert share_of_rank({"LOCAL_WORLD_SIZE": "4"}) == 225
 
@@ -84,7 +84,7 @@ def test_ranks_that_torchrun_has_not_started_share(
     monkeypatch: pytest.MonkeyPatch, told: dict[str, str], share: int
 ) -> None:
     """Slurm and MPI say how many there are: together they take no more than there is."""
-    monkeypatch.setattr(available, "available_bytes", lambda: 1000)
+    monkeypatch.setattr(segment, "available_bytes", lambda: 1000)
     assert share_of_rank(told) == share
 
 

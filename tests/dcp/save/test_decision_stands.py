@@ -13,10 +13,10 @@ from torch.distributed.checkpoint.metadata import Metadata
 from replicated_ckpt import ReplicatedWriter
 from replicated_ckpt.core.layout import MANIFEST_NAME
 from replicated_ckpt.dcp.agreement.decision import Receipt, SaveDecision, SavePost, ShardReceipt, decide
+from replicated_ckpt.dcp.agreement.node_post import NodePost
 from replicated_ckpt.dcp.agreement.nodes import cluster_of
-from replicated_ckpt.dcp.node.node import NodePost
 from replicated_ckpt.dcp.save.commit import commit_save
-from replicated_ckpt.dcp.submit.submission import AgentSilent, finish_by_agent
+from replicated_ckpt.dcp.save.submission import AgentSilent, finish_by_agent
 from replicated_ckpt.errors import StoreError, StoreUnavailable
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentClient

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from replicated_ckpt.dcp.submit.submission import Submission
+from replicated_ckpt.dcp.save.submission import Submission
 from replicated_ckpt.stores.files.locks import FileLock, close_in_forks, exclusive
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore

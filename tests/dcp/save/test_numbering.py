@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from replicated_ckpt.agent.state.sequence_floor import SequenceFloor
 from replicated_ckpt.dcp.agreement.decision import SaveDecision
 from replicated_ckpt.dcp.agreement.nodes import Opened
 from replicated_ckpt.dcp.save.numbering import choose_file_number, open_unheard
 from replicated_ckpt.errors import StoreUnavailable
+from replicated_ckpt.node.state.sequence_floor import SequenceFloor
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from replicated_ckpt.agent.start.launch import ensure_agent
+from replicated_ckpt.agent.launch import ensure_agent
 from replicated_ckpt.agent.state.endpoint import read_endpoint
 from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.agents import running_agent

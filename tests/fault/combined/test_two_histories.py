@@ -25,7 +25,7 @@ from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
 from replicated_ckpt.core.upkeep.policy import NODES, Policy
 from replicated_ckpt.stores.files.locks import DescriptorLock
 from replicated_ckpt.stores.local.store import LocalStore
-from replicated_ckpt.testing.shard_files import table_of
+from replicated_ckpt.testing.shards import table_of
 from tests.agent.agents import RunningAgent, peers_of, running_agent, wait_for
 from tests.agent.checkpoints import METADATA, findings, next_file_number, renumbered, replaced_saves, shard
 from tests.marks import mark_long

@@ -12,11 +12,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_save_plan
 
 from replicated_ckpt import ReplicatedWriter
-from replicated_ckpt.core.protocol.announced import NOTHING_ANNOUNCED, Announced
-from replicated_ckpt.dcp.agreement.announcement import OBJECTS_BYTES_MAX, announce
+from replicated_ckpt.dcp.agreement.decision import OBJECTS_BYTES_MAX, announce
 from replicated_ckpt.errors import PeerProtocolError
-from replicated_ckpt.stores.local.directories.intent import Intent
-from replicated_ckpt.testing.shard_files import table_of
+from replicated_ckpt.stores.local.directories.intent import NOTHING_ANNOUNCED, Announced, Intent
+from replicated_ckpt.testing.shards import table_of
 from tests.agent.agents import RunningAgent, running_agent, wait_for
 from tests.agent.checkpoints import shard
 from tests.fault.hostile.test_peers_token import OPENING, SAVE, said_of

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from replicated_ckpt.agent.peers import watch
-from replicated_ckpt.agent.peers.address_book import PeerBook
-from replicated_ckpt.agent.peers.greeting import IN_A_ROW_MAX, INTERVAL_S
+from replicated_ckpt.agent.http.greeting import IN_A_ROW_MAX, INTERVAL_S
 from replicated_ckpt.core.upkeep.repair import Presence
 from replicated_ckpt.errors import StoreDenied, StoreUnavailable
+from replicated_ckpt.node.peers import watch
+from replicated_ckpt.node.peers.address_book import PeerBook
 from replicated_ckpt.stores.peer.client import AgentAddress
 from tests.agent.agents import RunningAgent, running_agent, wait_for
 from tests.agent.http.test_tls import certificate

@@ -14,7 +14,7 @@ import pytest
 
 from replicated_ckpt.errors import PeerProtocolError, StoreDenied, StoreUnavailable
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
-from replicated_ckpt.stores.peer.deadline import is_time_out
+from replicated_ckpt.stores.peer.reach import is_time_out
 from tests.agent.agents import RunningAgent, running_agent
 from tests.fault.hostile.test_hostile_peers import answering, saying
 from tests.stopwatch import Stopwatch

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 
-from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.core.integrity.checksum import FOOTER_TAIL_BYTES, MAGIC, crc32c, footer_bytes_of
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.layout import SEQUENCE_MAX
@@ -32,6 +31,7 @@ from replicated_ckpt.errors import (
     StoreError,
     StoreUnavailable,
 )
+from replicated_ckpt.node.peers.address_book import PeerBook
 from replicated_ckpt.stores.local.directories.committed import open_directory
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.shard_file import FileSink, ShardFile

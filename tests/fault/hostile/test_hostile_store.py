@@ -12,8 +12,8 @@ import pytest
 from replicated_ckpt.core.bucket.commit_mark import MARK_BYTES, CommitMark, decode_mark
 from replicated_ckpt.core.integrity.checksum import BlockTable
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, SEQUENCE_MAX
-from replicated_ckpt.core.reading.source_order import ByteRange
-from replicated_ckpt.core.upkeep.finding import Problem
+from replicated_ckpt.core.reading.windows import ByteRange
+from replicated_ckpt.core.upkeep.repair_plan import Problem
 from replicated_ckpt.errors import ObjectCorrupt, ReplicatedCkptError
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.bucket.bucket_save import BucketSave

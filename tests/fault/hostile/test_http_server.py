@@ -16,27 +16,26 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from replicated_ckpt.agent.http.request import DOCUMENT_BYTES_MAX
 from replicated_ckpt.agent.http.routes import Routes
 from replicated_ckpt.agent.http.server import AgentServer
-from replicated_ckpt.agent.peers.watch import SilenceTimeouts
 from replicated_ckpt.agent.repair.reprotect import Reprotector
-from replicated_ckpt.agent.requests.request import DOCUMENT_BYTES_MAX
-from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.state.endpoint import read_endpoint
 from replicated_ckpt.agent.state.rights import Tokens
 from replicated_ckpt.core.integrity.checksum import FOOTER_TAIL_BYTES, decode_footer, footer_bytes_of
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.manifest import decode_manifest
-from replicated_ckpt.core.upkeep.finding import Finding
-from replicated_ckpt.core.upkeep.repair_plan import RepairPlan
+from replicated_ckpt.core.upkeep.repair_plan import Finding, RepairPlan
 from replicated_ckpt.errors import ManifestInvalid, ObjectCorrupt, ReplicatedCkptError, StoreDenied
+from replicated_ckpt.node.peers.watch import SilenceTimeouts
+from replicated_ckpt.node.saves.service import NodeService
 from replicated_ckpt.stores.local.shard_file import ShardFile
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.answer import file_path
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.throttle import Pace
 from replicated_ckpt.stores.verified import Expected
-from replicated_ckpt.testing.shard_files import table_of
+from replicated_ckpt.testing.shards import table_of
 from tests.agent.agents import exchanged, object_routes, running_agent
 from tests.agent.checkpoints import checkpointed, held, shard
 

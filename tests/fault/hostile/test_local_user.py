@@ -15,10 +15,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from replicated_ckpt import ReplicatedReader, ReplicatedWriter
-from replicated_ckpt.agent.requests.local_messages import SOCKET_NAME
-from replicated_ckpt.agent.start.launch import ensure_agent
+from replicated_ckpt.agent.launch import ensure_agent
 from replicated_ckpt.errors import StoreDenied
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.peer.local_messages import SOCKET_NAME
 from tests.agent.agents import HOME, running_agent
 from tests.gloo import group_of_one
 

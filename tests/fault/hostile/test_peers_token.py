@@ -11,15 +11,7 @@ from typing import Any
 
 import pytest
 
-from replicated_ckpt.agent.peers import manifests
-from replicated_ckpt.agent.peers.address_book import PeerBook
-from replicated_ckpt.agent.peers.manifests import ManifestBook
-from replicated_ckpt.agent.peers.watch import HOLDINGS_MAX, ask_holdings, parse_node_holdings
-from replicated_ckpt.agent.requests.request import CHECKS_MAX, Checks, Request
-from replicated_ckpt.agent.saves.pins import PINS_MAX, Pins
-from replicated_ckpt.agent.saves.service import NodeService
-from replicated_ckpt.agent.state.sequence_floor import LINEAGES_MAX, SequenceFloor
-from replicated_ckpt.agent.state.upload_book import UploadBook
+from replicated_ckpt.agent.http.request import CHECKS_MAX, Checks, Request
 from replicated_ckpt.core.integrity.checksum import BlockTable, crc32c
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.layout import SEQUENCE_FLOOR_MAX
@@ -34,10 +26,18 @@ from replicated_ckpt.errors import (
     StoreDenied,
     StoreUnavailable,
 )
+from replicated_ckpt.node.peers import manifests
+from replicated_ckpt.node.peers.address_book import PeerBook
+from replicated_ckpt.node.peers.manifests import ManifestBook
+from replicated_ckpt.node.peers.watch import HOLDINGS_MAX, ask_holdings, parse_node_holdings
+from replicated_ckpt.node.saves.pins import PINS_MAX, Pins
+from replicated_ckpt.node.saves.service import NodeService
+from replicated_ckpt.node.state.sequence_floor import LINEAGES_MAX, SequenceFloor
+from replicated_ckpt.node.state.upload_book import UploadBook
 from replicated_ckpt.stores.local.shard_file import FileSink
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress
-from replicated_ckpt.testing.shard_files import table_of
+from replicated_ckpt.testing.shards import table_of
 from tests.agent.agents import RunningAgent, peers_of, running_agent, wait_for
 from tests.agent.checkpoints import checkpointed, findings, held, shard
 from tests.agent.repair.test_verify_repair import tree

@@ -15,8 +15,8 @@ import pytest
 
 from replicated_ckpt.agent.http.connections import Connections
 from replicated_ckpt.agent.http.server import CONNECTIONS_MAX, HEAD_BYTES_MAX
-from replicated_ckpt.agent.requests import body
 from replicated_ckpt.agent.state.rights import Right
+from replicated_ckpt.node.saves import request_body
 from tests.agent.agents import RunningAgent, exchanged, running_agent
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(120)]
@@ -154,18 +154,18 @@ def dripping(raw: bytes) -> Iterator[socket.socket]:
 
 def test_a_request_that_trickles_in_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each byte is progress: its head, and a document in its body, have a deadline as a whole."""
-    monkeypatch.setattr(body, "HEAD_WITHIN_S", 0.3)
-    monkeypatch.setattr(body, "DOCUMENT_WITHIN_S", 0.3)
+    monkeypatch.setattr(request_body, "HEAD_WITHIN_S", 0.3)
+    monkeypatch.setattr(request_body, "DOCUMENT_WITHIN_S", 0.3)
     headers = Message()
     headers["Content-Length"] = "1000000"
     with dripping(b"X: y\r\n") as connection, connection.makefile("rb") as stream:
-        head = body.Head(stream, connection, 1 << 30)
+        head = request_body.Head(stream, connection, 1 << 30)
         with pytest.raises(TimeoutError):
             deque(iter(partial(head.readline, 65536), b""), maxlen=0)
     with dripping(b" ") as connection, connection.makefile("rb") as stream:
         connection.settimeout(10)
         with pytest.raises(TimeoutError, match="too slowly"):
-            body.Body(stream, headers).read_all(1000)
+            request_body.Body(stream, headers).read_all(1000)
 
 
 def test_headers_of_strangers_take_no_memory(agent: RunningAgent) -> None:

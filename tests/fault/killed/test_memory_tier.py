@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from replicated_ckpt import failpoints
-from replicated_ckpt.agent.peers.watch import SilenceTimeouts
 from replicated_ckpt.dcp.memory.root import measure_memory
+from replicated_ckpt.node.peers.watch import SilenceTimeouts
 from replicated_ckpt.stores.local.store import LocalStore
 from tests.damage import flip
 from tests.harness.cluster import Cluster, call

@@ -14,10 +14,10 @@ import pytest
 
 from replicated_ckpt import failpoints
 from replicated_ckpt.agent.repair.reprotect import STALE_SAVE_GRACE_S
-from replicated_ckpt.agent.saves.shard_copies import WantedCopies
-from replicated_ckpt.agent.saves.submissions import Submissions, SubmittedShard
 from replicated_ckpt.core.layout import ShardName
 from replicated_ckpt.errors import ObjectCorrupt, SaveAborted
+from replicated_ckpt.node.saves.shard_copies import WantedCopies
+from replicated_ckpt.node.saves.submissions import Submissions, SubmittedShard
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.shard_file import FileSink
 from replicated_ckpt.stores.local.store import LocalStore
@@ -120,7 +120,7 @@ def test_a_shard_that_failed_holds_no_memory_of_the_agent(store: LocalStore, mon
             super().__init__()
             buffers.append(weakref.ref(self))
 
-    monkeypatch.setattr("replicated_ckpt.agent.saves.submissions.Buffers", Watched)
+    monkeypatch.setattr("replicated_ckpt.node.saves.submissions.Buffers", Watched)
     submissions = Submissions(store)
     gc.collect()
     gc.disable()

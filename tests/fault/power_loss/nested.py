@@ -5,9 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
-from replicated_ckpt.agent.saves.service import NodeService
-from replicated_ckpt.agent.saves.settle import settle
 from replicated_ckpt.errors import SaveAborted, StoreError
+from replicated_ckpt.node.saves.service import NodeService
+from replicated_ckpt.node.saves.settle import settle
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
 from tests.fault.power_loss.operations import Log, Mark, build, disk_of

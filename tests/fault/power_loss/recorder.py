@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Self
 from unittest import mock
 
-from replicated_ckpt.stores.files import renames
+from replicated_ckpt.stores.files import durable
 from tests.fault.power_loss.operations import (
     Entry,
     Log,
@@ -59,7 +59,7 @@ class Recorder(Places):
             self._patches.enter_context(mock.patch.object(os, name, wrapper))
         for module in (io, builtins):
             self._patches.enter_context(mock.patch.object(module, "open", self._reading_only(io.open)))
-        self._patches.enter_context(mock.patch.object(renames, "exchange", self._exchange(renames.exchange)))
+        self._patches.enter_context(mock.patch.object(durable, "exchange", self._exchange(durable.exchange)))
         return self
 
     def __exit__(self, *_: object) -> None:

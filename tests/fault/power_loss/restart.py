@@ -5,13 +5,13 @@ from functools import partial
 from pathlib import Path
 from unittest import mock
 
-from replicated_ckpt.agent.peers.address_book import PeerBook
-from replicated_ckpt.agent.saves.service import NodeService
-from replicated_ckpt.agent.saves.settle import settle
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import is_checkpoint_file, replaced_name, version_metadata_name
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.errors import ObjectCorrupt, ObjectMissing
+from replicated_ckpt.node.peers.address_book import PeerBook
+from replicated_ckpt.node.saves.service import NodeService
+from replicated_ckpt.node.saves.settle import settle
 from replicated_ckpt.stores import verified
 from replicated_ckpt.stores.local.directories.committed import open_committed_save
 from replicated_ckpt.stores.local.shard_file import ShardFile

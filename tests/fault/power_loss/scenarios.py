@@ -17,12 +17,12 @@ from typing import Protocol
 from unittest import mock
 
 from replicated_ckpt.agent.repair.mender import pull_shard
-from replicated_ckpt.agent.requests.body import Body
-from replicated_ckpt.agent.saves.receive import receive_file
-from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, replaced_name, version_metadata_name
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
+from replicated_ckpt.node.saves.receive import receive_file
+from replicated_ckpt.node.saves.request_body import Body
+from replicated_ckpt.node.saves.service import NodeService
 from replicated_ckpt.stores.any_source import AnySource, Source
 from replicated_ckpt.stores.files.direct import PAGE_BYTES
 from replicated_ckpt.stores.local.directories.committed import open_committed_save
@@ -35,7 +35,7 @@ from replicated_ckpt.stores.local.versions.remove import recycle, retire
 from replicated_ckpt.stores.peer.client import AgentAddress
 from replicated_ckpt.stores.tee import Buffers, Tee
 from replicated_ckpt.stores.verified import Expected, VerifiedShard
-from replicated_ckpt.testing.shard_files import table_of
+from replicated_ckpt.testing.shards import table_of
 from tests.agent.checkpoints import next_file_number, renumbered
 from tests.fault.power_loss.recorder import Recorder
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from replicated_ckpt.agent.saves.pins import PIN_S
 from replicated_ckpt.errors import (
     CheckpointAmbiguous,
     CheckpointNotFound,
@@ -17,6 +16,7 @@ from replicated_ckpt.errors import (
     ReplicatedCkptError,
     ShardLost,
 )
+from replicated_ckpt.node.saves.pins import PIN_S
 from tests.fault.torture.attempt import Attempt
 from tests.fault.torture.disks import Disks
 from tests.fault.torture.oracle import MAIN, Oracle, Violation

@@ -12,10 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from replicated_ckpt.agent.repair import collector
 from replicated_ckpt.agent.repair.mender import Mender
-from replicated_ckpt.agent.saves import settle
-from replicated_ckpt.agent.saves.finish import Finisher
 from replicated_ckpt.agent.state import rights
 from replicated_ckpt.cli.nodes import drain
 from replicated_ckpt.core.inventory import saves_found
@@ -27,7 +24,9 @@ from replicated_ckpt.core.upkeep import repair, retention
 from replicated_ckpt.core.upkeep.policy import Policy, scope_of
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
 from replicated_ckpt.dcp.load.shard_reader import ShardReader
-from replicated_ckpt.dcp.submit import follower
+from replicated_ckpt.dcp.save import submission
+from replicated_ckpt.node.saves import collector, settle
+from replicated_ckpt.node.saves.finish import Finisher
 from replicated_ckpt.stores import verified
 from replicated_ckpt.stores.files.locks import DescriptorLock
 from replicated_ckpt.stores.local.directories.journal import End, Journal
@@ -175,7 +174,7 @@ def what_dead_ranks_submitted_is_dropped() -> Iterator[None]:
 @contextmanager
 def memory_is_submitted_once() -> Iterator[None]:
     """A rank whose agent dies with its shard does not hand it over again."""
-    with mock.patch.object(follower, "_TRIES", 1):
+    with mock.patch.object(submission, "_FOLLOW_TRIES", 1):
         yield
 
 

@@ -4,11 +4,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from replicated_ckpt.agent.repair.audit import Audit, Auditor
-from replicated_ckpt.agent.state.policies import PolicyBook
 from replicated_ckpt.cli.checkpoints.repair import list_known_nodes
 from replicated_ckpt.cli.checkpoints.verify import exit_code
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.core.layout import AGENT_DIR, MANIFEST_NAME, replaced_name
+from replicated_ckpt.node.state.policies import PolicyBook
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.versions.readers import is_read
 from tests.fault.torture.attempt import Attempt

@@ -6,7 +6,7 @@ Those are for seed 25: four nodes, two copies, no policy, no bucket. The oracle 
 from collections.abc import Sequence
 from typing import Any
 
-from replicated_ckpt.agent.saves.pins import PIN_S
+from replicated_ckpt.node.saves.pins import PIN_S
 from tests.fault.torture.course import Course
 from tests.fault.torture.damage import damage
 from tests.fault.torture.disks import MANIFEST, METADATA, Lying

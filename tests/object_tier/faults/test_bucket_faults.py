@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from replicated_ckpt.agent.uploads.probe import FIRST_WAIT_S
+from replicated_ckpt.agent.http.object_routes import FIRST_WAIT_S
 from tests.agent.agents import wait_for
 from tests.buckets.faults import Fault
 from tests.buckets.servers import Server

@@ -16,7 +16,7 @@ from replicated_ckpt.stores.bucket_client.s3 import S3Client
 from replicated_ckpt.stores.bucket_client.upload_source import UploadSource
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.verified import Expected
-from replicated_ckpt.testing.shard_files import table_of
+from replicated_ckpt.testing.shards import table_of
 from tests.buckets.faults import Fault
 from tests.buckets.faulty_bucket import faulty_bucket
 from tests.buckets.servers import Server

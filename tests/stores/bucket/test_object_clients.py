@@ -13,11 +13,10 @@ from uuid import uuid4
 
 import pytest
 
-from replicated_ckpt.agent.state.upload_book import UploadBook
 from replicated_ckpt.core.bucket.commit_mark import MARK_BYTES, CommitMark, decode_mark
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.manifest import Manifest, UploadEntry
-from replicated_ckpt.core.reading.source_order import ByteRange
+from replicated_ckpt.core.reading.windows import ByteRange
 from replicated_ckpt.errors import (
     CheckpointExists,
     ConfigInvalid,
@@ -28,6 +27,7 @@ from replicated_ckpt.errors import (
     StoreError,
     StoreUnavailable,
 )
+from replicated_ckpt.node.state.upload_book import UploadBook
 from replicated_ckpt.stores.bucket.bucket import Bucket, ObjectShard, UnmanagedObjectShard, key_of, manifest_in
 from replicated_ckpt.stores.bucket_client.client import PART_BYTES, Listing, ObjectClient
 from replicated_ckpt.stores.bucket_client.fsspec import FsspecClient
@@ -42,7 +42,7 @@ from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.unmanaged import UncheckedItems
 from replicated_ckpt.stores.peer.fan_out import FanOut
 from replicated_ckpt.stores.verified import Expected
-from replicated_ckpt.testing.shard_files import table_of
+from replicated_ckpt.testing.shards import table_of
 from tests.agent.checkpoints import METADATA, checkpointed, shard
 from tests.buckets.faults import Fault, Kind
 from tests.buckets.faulty_bucket import faulty_bucket

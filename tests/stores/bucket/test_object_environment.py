@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from replicated_ckpt.agent.state.upload_book import UploadBook
 from replicated_ckpt.errors import ConfigInvalid
+from replicated_ckpt.node.state.upload_book import UploadBook
 from replicated_ckpt.stores.bucket_client.url import SCHEMES, ObjectTarget, with_environment
 
 KEYS = {"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s", "AWS_SESSION_TOKEN": "t"}

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from replicated_ckpt.agent.saves.service import NodeService
-from replicated_ckpt.agent.uploads.bucket_retention import retire_in_bucket
 from replicated_ckpt.config import Retention
 from replicated_ckpt.core.bucket.commit_mark import CommitMark
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
 from replicated_ckpt.core.manifest import Manifest, UploadEntry
-from replicated_ckpt.core.upkeep.finding import Problem
 from replicated_ckpt.core.upkeep.policy import Policy
+from replicated_ckpt.core.upkeep.repair_plan import Problem
 from replicated_ckpt.errors import StoreDenied, StoreError, StoreUnavailable
+from replicated_ckpt.node.saves.service import NodeService
+from replicated_ckpt.node.uploads.bucket_retention import retire_in_bucket
 from replicated_ckpt.stores.bucket.bucket import Bucket, key_of
 from replicated_ckpt.stores.bucket.inspection import BucketInspector
 from replicated_ckpt.stores.bucket.removal import remove_superseded

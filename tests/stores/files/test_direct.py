@@ -13,15 +13,15 @@ from unittest import mock
 import pytest
 
 from replicated_ckpt import ReplicatedWriter
-from replicated_ckpt.agent.requests.body import Body
-from replicated_ckpt.agent.saves.receive import receive_file
 from replicated_ckpt.config import AgentConfig
 from replicated_ckpt.errors import ConfigInvalid
+from replicated_ckpt.node.saves.receive import receive_file
+from replicated_ckpt.node.saves.request_body import Body
 from replicated_ckpt.stores.files import direct
 from replicated_ckpt.stores.files.direct import PAGE_BYTES, is_worthwhile, page_aligned
 from replicated_ckpt.stores.local.shard_file import FileSink
 from replicated_ckpt.stores.tee import Buffers, Tee
-from replicated_ckpt.testing.shard_files import table_of
+from replicated_ckpt.testing.shards import table_of
 
 DATA = os.urandom(5 * PAGE_BYTES + 123)
 FOOTER_BYTES = table_of([b"one block"]).footer_bytes

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from replicated_ckpt.agent.repair.scrub import Scrubber
-from replicated_ckpt.agent.saves.service import NodeService
-from replicated_ckpt.agent.state.damage import DamageBook
 from replicated_ckpt.cli.look.root import open_store
 from replicated_ckpt.core.layout import MANIFEST_NAME, NODE_NAME
-from replicated_ckpt.core.upkeep.finding import Finding
+from replicated_ckpt.core.upkeep.repair_plan import Finding
 from replicated_ckpt.errors import ConfigInvalid, StoreDenied, StoreError
+from replicated_ckpt.node.saves.service import NodeService
+from replicated_ckpt.node.state.damage import DamageBook
 from replicated_ckpt.stores.files import existence
 from replicated_ckpt.stores.local.inspection import Inspector
 from replicated_ckpt.stores.local.store import LocalStore

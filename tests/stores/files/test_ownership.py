@@ -14,13 +14,13 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from replicated_ckpt import CheckpointManager, ReplicatedReader, ReplicatedWriter
-from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.agent.state.endpoint import read_endpoint
 from replicated_ckpt.cli.main import main
 from replicated_ckpt.config import AgentConfig
 from replicated_ckpt.core.layout import AGENT_DIR
 from replicated_ckpt.environment import PLAIN_ENV, TRUST_ROOT_ENV, is_switched_on
 from replicated_ckpt.errors import ConfigInvalid, StoreDenied
+from replicated_ckpt.node.peers.address_book import PeerBook
 from replicated_ckpt.stores.files.durable import SHARED_MODE
 from replicated_ckpt.stores.files.ownership import GROUP_ENV, check_root
 from replicated_ckpt.stores.local.store import LocalStore

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from replicated_ckpt.stores.files.durable import hash_file
-from replicated_ckpt.stores.files.plain import read_plain
+from replicated_ckpt.stores.files.existence import read_plain
 from replicated_ckpt.stores.local.directories.catalog import Catalog
 from tests.harness.processes import open_below
 

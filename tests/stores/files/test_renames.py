@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from replicated_ckpt.stores.files.renames import exchange, rename_if_free
+from replicated_ckpt.stores.files.durable import exchange, rename_if_free
 
 _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _FILTER = 38, 22, 2
 _LOAD, _JUMP_IF, _RETURN = 0x20, 0x15, 0x06

@@ -6,12 +6,12 @@ from unittest import mock
 
 import pytest
 
-from replicated_ckpt.agent.repair.collector import BY_HAND, Collector
-from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.core.layout import AGENT_DIR
 from replicated_ckpt.core.protocol.settlement import Answer
 from replicated_ckpt.core.upkeep.retention import Removal, RetentionPlan
 from replicated_ckpt.errors import SaveAborted
+from replicated_ckpt.node.saves.collector import BY_HAND, Collector
+from replicated_ckpt.node.saves.service import NodeService
 from replicated_ckpt.stores.local.directories import journal
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.directories.journal import End, Entry, Journal

@@ -14,8 +14,6 @@ from pathlib import Path
 import pytest
 
 from replicated_ckpt import failpoints
-from replicated_ckpt.agent.saves.service import NodeService
-from replicated_ckpt.agent.saves.settle import settle
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.lineage import History
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
@@ -30,7 +28,9 @@ from replicated_ckpt.errors import (
     StoreError,
     StoreFull,
 )
-from replicated_ckpt.stores.files import renames
+from replicated_ckpt.node.saves.service import NodeService
+from replicated_ckpt.node.saves.settle import settle
+from replicated_ckpt.stores.files import durable
 from replicated_ckpt.stores.files.durable import store_error_of
 from replicated_ckpt.stores.local import identity
 from replicated_ckpt.stores.local.directories.committed import open_committed_save
@@ -39,7 +39,7 @@ from replicated_ckpt.stores.local.shard_file import FileSink, ShardFile
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.versions.replaceable import check_decidable
 from replicated_ckpt.stores.verified import Expected
-from replicated_ckpt.testing.shard_files import table_of
+from replicated_ckpt.testing.shards import table_of
 from tests.agent.checkpoints import next_file_number, renumbered
 from tests.damage import flip
 from tests.harness.processes import open_below
@@ -115,7 +115,7 @@ def test_identity_is_made_where_files_have_one_name(
 
     monkeypatch.setattr(os, "link", refuse)
     if not can_keep_a_name:
-        monkeypatch.setattr(renames, "_renameat2", lambda *_: False)
+        monkeypatch.setattr(durable, "_renameat2", lambda *_: False)
     first = LocalStore(tmp_path / "node").node_id()
     fresh = tmp_path / "node" / ".node.json.fresh"
     fresh.write_text(f'{{"node_id": "{first}x"}}')

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from replicated_ckpt import failpoints
-from replicated_ckpt.agent.repair.collector import Collector
-from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.config import Retention
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
 from replicated_ckpt.core.upkeep.policy import NODES, Policy
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
 from replicated_ckpt.errors import ObjectMissing, SaveSuperseded
+from replicated_ckpt.node.saves.collector import Collector
+from replicated_ckpt.node.saves.service import NodeService
 from replicated_ckpt.stores.files.durable import make_directories
 from replicated_ckpt.stores.local.directories.committed import open_committed_save
 from replicated_ckpt.stores.local.directories.intent import Intent
@@ -24,7 +24,7 @@ from replicated_ckpt.stores.local.shard_file import FileSink
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.versions.readers import lock_version
 from replicated_ckpt.stores.local.versions.remove import retire
-from replicated_ckpt.testing.shard_files import table_of
+from replicated_ckpt.testing.shards import table_of
 from tests.agent.checkpoints import renumbered
 from tests.agent.collecting import drop_superseded
 

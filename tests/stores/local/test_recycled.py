@@ -20,16 +20,16 @@ import pytest
 import torch
 
 from replicated_ckpt import failpoints
-from replicated_ckpt.agent.repair.collector import Collector
 from replicated_ckpt.agent.repair.mender import Mender
-from replicated_ckpt.agent.requests.body import Body
-from replicated_ckpt.agent.saves.receive import receive_file
-from replicated_ckpt.agent.saves.service import NodeService
-from replicated_ckpt.agent.saves.shard_copies import WrittenCopies
-from replicated_ckpt.agent.saves.submissions import Submissions
 from replicated_ckpt.core.layout import RECYCLED_DIR, STAGING_DIR
 from replicated_ckpt.core.upkeep.repair_plan import CopyShard
 from replicated_ckpt.errors import StoreFull
+from replicated_ckpt.node.saves.collector import Collector
+from replicated_ckpt.node.saves.receive import receive_file
+from replicated_ckpt.node.saves.request_body import Body
+from replicated_ckpt.node.saves.service import NodeService
+from replicated_ckpt.node.saves.shard_copies import WrittenCopies
+from replicated_ckpt.node.saves.submissions import Submissions
 from replicated_ckpt.stores.files.direct import PAGE_BYTES
 from replicated_ckpt.stores.files.locks import exclusive
 from replicated_ckpt.stores.local.directories.intent import Intent
@@ -39,7 +39,7 @@ from replicated_ckpt.stores.local.versions.recycled import RecycledFiles, measur
 from replicated_ckpt.stores.local.versions.remove import recycle, retire
 from replicated_ckpt.stores.tee import Buffers, Tee
 from replicated_ckpt.stores.throttle import Pace
-from replicated_ckpt.testing.shard_files import table_of
+from replicated_ckpt.testing.shards import table_of
 from tests.agent.agents import running_agent
 from tests.agent.checkpoints import checkpointed, findings, held, shard
 from tests.killed import killed_at

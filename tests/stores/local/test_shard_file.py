@@ -12,7 +12,7 @@ from replicated_ckpt.core.integrity.checksum import BLOCK_BYTES, size_with_foote
 from replicated_ckpt.errors import StoreFull
 from replicated_ckpt.stores import verified
 from replicated_ckpt.stores.local.shard_file import FileSink, ShardFile
-from replicated_ckpt.testing.shard_files import expect, make_data, table_of
+from replicated_ckpt.testing.shards import expect, make_data, table_of
 from tests.harness.processes import open_below
 
 

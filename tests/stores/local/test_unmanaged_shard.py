@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from replicated_ckpt.core.reading.source_order import ByteRange
+from replicated_ckpt.core.reading.windows import ByteRange
 from replicated_ckpt.errors import ObjectCorrupt, ObjectMissing
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.unmanaged import (
@@ -18,7 +18,7 @@ from replicated_ckpt.stores.local.unmanaged import (
     UnmanagedInspector,
 )
 from replicated_ckpt.stores.verified import Expected
-from replicated_ckpt.testing.shard_files import table_of
+from replicated_ckpt.testing.shards import table_of
 
 NAME = "__0_0.distcp"
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from replicated_ckpt.agent.saves.service import NodeService
-from replicated_ckpt.agent.saves.settle import settle
 from replicated_ckpt.errors import ConfigInvalid, StoreDenied
+from replicated_ckpt.node.saves.service import NodeService
+from replicated_ckpt.node.saves.settle import settle
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.versions.remove import retire

@@ -24,10 +24,8 @@ from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX, Manifest, decode_m
 from replicated_ckpt.core.upkeep.policy import scope_of
 from replicated_ckpt.errors import ManifestInvalid, ManifestVersionUnknown, ObjectMissing, StoreError
 from replicated_ckpt.stores.files.durable import find_unreadable, is_unreadable, translate_errors
-from replicated_ckpt.stores.files.existence import is_directory, leads_out
-from replicated_ckpt.stores.files.plain import read_plain
-from replicated_ckpt.stores.local.directories.footer import is_without_footer
-from replicated_ckpt.stores.local.directories.looked import Looked
+from replicated_ckpt.stores.files.existence import is_directory, leads_out, read_plain
+from replicated_ckpt.stores.local.directories.looked import Looked, is_without_footer
 from replicated_ckpt.stores.local.directories.roots import is_store
 
 

@@ -36,9 +36,8 @@ from replicated_ckpt.stores.files.durable import (
     translate_errors,
     write_file,
 )
-from replicated_ckpt.stores.files.existence import leads_out, list_prefixed
+from replicated_ckpt.stores.files.existence import closing_fd, leads_out, list_prefixed, open_plain
 from replicated_ckpt.stores.files.locks import exclusive
-from replicated_ckpt.stores.files.plain import closing_fd, open_plain
 from replicated_ckpt.stores.local.directories.catalog import manifest_readable
 
 log = logging.getLogger(__name__)

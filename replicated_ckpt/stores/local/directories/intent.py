@@ -4,17 +4,37 @@ import hmac
 import json
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from operator import index
 from pathlib import Path
+from typing import Any
 
 from replicated_ckpt.core.layout import SEQUENCE_FLOOR_MAX, is_lineage
 from replicated_ckpt.core.lineage import Version
-from replicated_ckpt.core.protocol.announced import NOTHING_ANNOUNCED, Announced
 from replicated_ckpt.stores.files.durable import raise_shortage, translate_errors, write_all
-from replicated_ckpt.stores.files.plain import closing_fd, read_plain
+from replicated_ckpt.stores.files.existence import closing_fd, read_plain
 from replicated_ckpt.wording import one_line
+
+
+@dataclass(frozen=True)
+class Announced:
+    """Upper bounds, in bytes: of each shard, and of all shards together. 0: nothing is announced."""
+
+    shard_bytes_max: int = 0
+    save_bytes_max: int = 0
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> "Announced":
+        """The announcement in `fields`. Raises TypeError, ValueError: the fields are not an announcement."""
+        found = cls(index(fields.get("shard_bytes_max", 0)), index(fields.get("save_bytes_max", 0)))
+        if found.shard_bytes_max < 0 or found.save_bytes_max < 0:
+            raise ValueError(f"no save has {min(found.shard_bytes_max, found.save_bytes_max)} bytes")
+        return found
+
+
+NOTHING_ANNOUNCED = Announced()
+
 
 WRITER = "//"
 """Separates a session's common part, alike for all saves of a process, from the name of a writer that saves alone."""

@@ -17,7 +17,7 @@ from replicated_ckpt.stores.files.durable import (
     write_all,
     write_file,
 )
-from replicated_ckpt.stores.files.plain import closing_fd, open_plain
+from replicated_ckpt.stores.files.existence import closing_fd, open_plain
 from replicated_ckpt.wording import one_line
 
 NAME = "journal"

@@ -24,8 +24,8 @@ from replicated_ckpt.core.layout import (
 from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX, Manifest, decode_manifest
 from replicated_ckpt.errors import ConfigInvalid, ManifestInvalid, ObjectMissing
 from replicated_ckpt.stores.files.durable import fsync_directory, translate_errors
+from replicated_ckpt.stores.files.existence import read_plain
 from replicated_ckpt.stores.files.locks import exclusive
-from replicated_ckpt.stores.files.plain import read_plain
 from replicated_ckpt.stores.local.directories.catalog import Catalog
 from replicated_ckpt.stores.local.directories.looked import Looked
 from replicated_ckpt.stores.local.versions.readers import unread

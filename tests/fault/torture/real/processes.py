@@ -14,7 +14,7 @@ from typing import Any
 
 from replicated_ckpt import failpoints
 from replicated_ckpt.agent.state.endpoint import read_endpoint
-from replicated_ckpt.core.upkeep.finding import Problem
+from replicated_ckpt.core.upkeep.repair_plan import Problem
 from replicated_ckpt.dcp.save.bucket import ObjectTier
 from replicated_ckpt.errors import CheckpointNotFound, ReplicatedCkptError, ShardLost
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget

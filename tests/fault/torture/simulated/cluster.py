@@ -14,22 +14,21 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from replicated_ckpt.agent.http.greeting import Greeter
 from replicated_ckpt.agent.http.object_routes import ObjectRoutes
 from replicated_ckpt.agent.http.routes import Routes
-from replicated_ckpt.agent.peers.greeting import Greeter
-from replicated_ckpt.agent.peers.watch import SilenceTimeouts
 from replicated_ckpt.agent.repair.reprotect import Outcome, Protection, Reprotector
-from replicated_ckpt.agent.saves.pins import Pins
-from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.state.endpoint import Endpoint, keep_identity, next_identity
 from replicated_ckpt.agent.state.rights import Tokens
-from replicated_ckpt.agent.state.upload_book import UploadBook
-from replicated_ckpt.agent.uploads.uploader import Uploader
 from replicated_ckpt.cli.checkpoints import repair
-from replicated_ckpt.core.upkeep.finding import Problem
-from replicated_ckpt.core.upkeep.repair_plan import RepairPlan
+from replicated_ckpt.core.upkeep.repair_plan import Problem, RepairPlan
 from replicated_ckpt.dcp.save.bucket import ObjectTier
 from replicated_ckpt.errors import ReplicatedCkptError, StoreUnavailable
+from replicated_ckpt.node.peers.watch import SilenceTimeouts
+from replicated_ckpt.node.saves.pins import Pins
+from replicated_ckpt.node.saves.service import NodeService
+from replicated_ckpt.node.state.upload_book import UploadBook
+from replicated_ckpt.node.uploads.uploader import Uploader
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.local.inspection import Inspector
 from replicated_ckpt.stores.local.store import LocalStore

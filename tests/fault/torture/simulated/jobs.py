@@ -14,11 +14,11 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner,
 from torch.distributed.checkpoint.storage import StorageWriter
 
 from replicated_ckpt import ReplicatedReader, ReplicatedWriter, Retention
+from replicated_ckpt.dcp.agreement.node_post import NodePost
 from replicated_ckpt.dcp.c10d.blackboard import Blackboard
 from replicated_ckpt.dcp.c10d.world import World
 from replicated_ckpt.dcp.find.rendezvous import _remember, _survey
 from replicated_ckpt.dcp.find.survey import Survey
-from replicated_ckpt.dcp.node.node import NodePost
 from replicated_ckpt.errors import ReplicatedCkptError, StoreUnavailable
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.local.store import LocalStore

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from email.message import Message
 from typing import Any, Protocol, Self
 
+from replicated_ckpt.agent.http.request import Answer, FileAnswer, Heartbeat, Request
 from replicated_ckpt.agent.http.routes import Routes
 from replicated_ckpt.agent.http.server import status_of
-from replicated_ckpt.agent.requests.body import Body
-from replicated_ckpt.agent.requests.request import Answer, FileAnswer, Heartbeat, Request
 from replicated_ckpt.agent.state.rights import Right, Tokens
 from replicated_ckpt.errors import ReplicatedCkptError
+from replicated_ckpt.node.saves.request_body import Body
 from replicated_ckpt.stores.peer.client import AgentAddress
 from tests.fault.torture.simulated.operations import Operations
 

@@ -11,29 +11,28 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
+from replicated_ckpt.agent import launch
 from replicated_ckpt.agent.repair import reprotect
-from replicated_ckpt.agent.saves import service
-from replicated_ckpt.agent.start import launch
-from replicated_ckpt.agent.state import rights, upload_book
+from replicated_ckpt.agent.state import rights
 from replicated_ckpt.agent.state.endpoint import Endpoint
-from replicated_ckpt.agent.uploads import upload_progress, uploader
 from replicated_ckpt.cli.checkpoints import repair
-from replicated_ckpt.cli.look import nodes, start
+from replicated_ckpt.cli.look import nodes, root
 from replicated_ckpt.core.integrity.checksum import FOOTER_TAIL_BYTES, BlockHasher, tables_of_size
 from replicated_ckpt.core.manifest import Manifest, decode_manifest
 from replicated_ckpt.core.reading.windows import Window
+from replicated_ckpt.dcp.agreement import node_post
+from replicated_ckpt.dcp.agreement.node_post import NodePost
 from replicated_ckpt.dcp.c10d import world
 from replicated_ckpt.dcp.c10d.world import World
 from replicated_ckpt.dcp.load import attempt as load_attempt
-from replicated_ckpt.dcp.load import loading, reader, reader_parts
+from replicated_ckpt.dcp.load import loading, reader
 from replicated_ckpt.dcp.load.shard_reader import ShardReader
-from replicated_ckpt.dcp.node import local_agent as own_agent
-from replicated_ckpt.dcp.node import node as node_module
-from replicated_ckpt.dcp.node import seen_lineage
-from replicated_ckpt.dcp.node.node import NodePost
-from replicated_ckpt.dcp.save import attempt, numbering, shard_writer, writer, writer_parts
+from replicated_ckpt.dcp.save import attempt, numbering, shard_writer, writer
 from replicated_ckpt.dcp.save import commit as finish
 from replicated_ckpt.errors import ReplicatedCkptError, StoreUnavailable
+from replicated_ckpt.node.saves import service
+from replicated_ckpt.node.state import upload_book
+from replicated_ckpt.node.uploads import upload_progress, uploader
 from replicated_ckpt.stores import tee, verified
 from replicated_ckpt.stores.bucket_client.client import ObjectClient
 from replicated_ckpt.stores.bucket_client.opening import open_client
@@ -145,26 +144,26 @@ def pretences(cluster: "Cluster") -> Iterator[AbstractContextManager[Any]]:
         (loading, "FetchAhead", FetchInTurn),
         (upload_progress, "random", cluster.random),
         (upload_book, "open_client", partial(_open_bucket, cluster)),
-        (reader_parts, "open_client", partial(_open_bucket, cluster)),
-        (reader_parts, "RetryingClient", partial(RetryingClient, clock=cluster.now, sleep=cluster.wait)),
+        (load_attempt, "open_client", partial(_open_bucket, cluster)),
+        (load_attempt, "RetryingClient", partial(RetryingClient, clock=cluster.now, sleep=cluster.wait)),
         (uploader, "RetryingClient", partial(RetryingClient, clock=cluster.now, sleep=cluster.wait)),
         (catalog, "decode_manifest", known_manifests),
         (committed, "decode_manifest", known_manifests),
         (catalog, "leads_out", _never),  # there are no symbolic links here, and it is a fifth of all work
         (committed, "leads_out", _never),
         (world, "_SESSION", now),
-        (seen_lineage, "_seen", now),
+        (node_post, "_seen", now),
         (attempt, "warn", now.warn),
         (load_attempt, "warn", now.warn),
         (writer, "world_of_call", lambda *_: now.rank.world),
         (reader, "world_of_call", lambda *_: now.rank.world),
         (reader, "find_call", lambda: True),
         (load_attempt, "meet", now.meet),
-        (node_module, "register_node", lambda *_: now.rank.post()),
-        (writer_parts, "register_for_save", lambda *_: now.rank.post()),
-        (own_agent, "ensure_agent", partial(_endpoint_of, cluster)),
+        (node_post, "register_node", lambda *_: now.rank.post()),
+        (attempt, "register_for_save", lambda *_: now.rank.post()),
+        (node_post, "ensure_agent", partial(_endpoint_of, cluster)),
         (repair, "ensure_agent", partial(_endpoint_of, cluster)),
-        (start, "ensure_agent", partial(_endpoint_of, cluster)),
+        (root, "ensure_agent", partial(_endpoint_of, cluster)),
         (nodes, "running_agent", partial(_running_endpoint_of, cluster)),
         (launch, "_start", _start_no_process),
     )

@@ -11,13 +11,12 @@ from random import Random
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from replicated_ckpt.agent.saves import finish, settle, submissions
-from replicated_ckpt.agent.saves.shard_copies import WrittenCopies
-from replicated_ckpt.agent.saves.submissions import SubmittedShard
 from replicated_ckpt.agent.state.endpoint import Endpoint
-from replicated_ckpt.dcp.save import attempt, shard_writer
-from replicated_ckpt.dcp.submit import follower, submission
+from replicated_ckpt.dcp.save import attempt, shard_writer, submission
 from replicated_ckpt.errors import StoreUnavailable
+from replicated_ckpt.node.saves import finish, settle, submissions
+from replicated_ckpt.node.saves.shard_copies import WrittenCopies
+from replicated_ckpt.node.saves.submissions import SubmittedShard
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.tee import Buffers
 from tests.fault.torture.simulated.network import Actor, Killed
@@ -153,15 +152,15 @@ class Threads:
     def pretences(self) -> Iterator[tuple[object, str, object]]:
         """What stands in for threads, and for waiting for them, in the modules of a hand-over."""
         clock = SimpleNamespace(monotonic=self._cluster.now, sleep=self.sleep)
-        for module in (finish, submissions, follower):
+        for module in (finish, submissions, submission):
             yield module, "start_worker", self.start
             yield module, "Future", partial(FutureInTurn, self)
-        for module in (finish, submission, follower):
+        for module in (finish, submission, submission):
             yield module, "time", clock
         yield settle, "time", SimpleNamespace(monotonic=self._cluster.now, sleep=self._sleep_as_orphan)
         yield submissions, "Buffers", partial(Buffers, 4, 1 << 16)
         yield attempt, "wait", self._wait_for_all
-        yield follower, "submit", self.submit
+        yield submission, "submit", self.submit
         yield shard_writer, "submit", self.submit
         yield submission, "read_endpoint", self._read_endpoint
 

@@ -1,0 +1,269 @@
+"""Greetings: an agent that starts sends its address to its peers; one that leaves tells them that its disk is intact.
+
+An agent greets for its own node alone. All agents of a job share its tokens, so a token does not prove the sender's node.
+The greeted agent therefore calls that node back, and accepts the answer of the agent that has the node's certificate.
+"""
+
+import hmac
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from replicated_ckpt.agent.state.endpoint import Endpoint
+from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptError, StoreDenied, StoreError, StoreUnavailable
+from replicated_ckpt.node.peers.address_book import INTRODUCE_HINT, PeerBook
+from replicated_ckpt.node.peers.duplicate_nodes import Who, ask_who
+from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
+from replicated_ckpt.stores.peer.fan_out import FanOut
+
+log = logging.getLogger(__name__)
+
+IN_A_ROW_MAX = 4  # an agent that is restarted a few times is heard each time
+INTERVAL_S = 10.0
+"""For one node and sender's address: IN_A_ROW_MAX greetings are checked at once, then one in each interval."""
+PER_SENDER_MAX = 16
+PARALLEL_MAX = 64
+"""Calls back in progress, for one sender's address and in total."""
+WAIT_MAX_S = 2.0  # less than the greeter waits for its answer
+PAIRS_MAX = 16_384
+"""Names of nodes with addresses of senders that are remembered: twice what an address book holds."""
+_HINT = "The greeting agent tries again in its next round. No action is needed."
+
+
+class CallBacks:
+    """Bounds the calls back. Safe for concurrent use. Nodes are those of the address book; senders, addresses."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._paid_until: dict[tuple[str, str], float] = {}
+        self._under_way: Counter[str] = Counter()
+
+    @contextmanager
+    def take_turn(self, node_id: str, sender: str) -> Iterator[None]:
+        """Runs the block, which calls `node_id` back after a greeting from `sender`, when its turn has come.
+
+        Raises:
+            StoreUnavailable: there were too many; the block was not begun.
+        """
+        with self._changed:
+            self._charge(node_id, sender)
+            if not self._changed.wait_for(lambda: self._has_room(sender), WAIT_MAX_S):
+                raise _refusal(node_id, f"{self._under_way.total()} greetings are already being checked")
+            self._under_way[sender] += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._under_way -= Counter([sender])  # forgets a sender without any
+                self._changed.notify_all()
+
+    def _charge(self, node_id: str, sender: str) -> None:
+        """Charges INTERVAL_S for a call back. A debt of at most IN_A_ROW_MAX intervals is allowed."""
+        now, pair = self._clock(), (node_id, sender)
+        # Swept only when full: an entry whose debt is paid bounds nothing any more.
+        for old, paid_until in list(self._paid_until.items()) if len(self._paid_until) >= PAIRS_MAX else ():
+            if paid_until <= now:
+                del self._paid_until[old]
+        due = max(self._paid_until.get(pair, now), now) + INTERVAL_S
+        if due > now + IN_A_ROW_MAX * INTERVAL_S:
+            raise _refusal(
+                # Made-up senders must not push out the debts of real ones.
+                node_id,
+                f"{sender} sends greetings in this node's name more than once in {INTERVAL_S:.0f} s",
+            )
+        if pair not in self._paid_until and len(self._paid_until) >= PAIRS_MAX:
+            raise _refusal(node_id, f"more than {PAIRS_MAX} pairs of node and sender greet")
+        self._paid_until[pair] = due
+
+    def _has_room(self, sender: str) -> bool:
+        return self._under_way[sender] < PER_SENDER_MAX and self._under_way.total() < PARALLEL_MAX
+
+
+def _refusal(node_id: str, why: str) -> StoreUnavailable:
+    return StoreUnavailable("this agent", "hear", f"node {node_id[:80]}", why, _HINT)
+
+
+GREETING_TIMEOUT_S = 2.0
+GREETING_DEADLINE_S = 5.0
+"""Heartbeats do not extend it: no peer can delay an agent that leaves, or the next round of re-protection."""
+
+
+class Greeter:
+    """Greets each peer that was known at the start, at once or as soon as it answers: it may have an old address of us.
+
+    Peers that are introduced later get this node's address from the ranks.
+    """
+
+    def __init__(self, peers: PeerBook, endpoint: Endpoint) -> None:
+        self._peers = peers
+        self._lock = threading.Lock()
+        self._refusals: dict[str, str] = {}
+        self._register(endpoint)
+
+    def _register(self, endpoint: Endpoint) -> None:
+        """Every peer has yet to hear this endpoint."""
+        with self._lock:
+            # No host: this node may not know its own name outside, and the peer sees where the greeting comes from.
+            self._document = {"peer": {**endpoint.address().to_json(), "host": ""}}
+            self._missing = {peer.node_id for peer in self._peers.read_all()}
+
+    def announce(self, endpoint: Endpoint) -> threading.Thread:
+        """As `start`, once this agent has another certificate."""
+        self._register(endpoint)
+        return self.start()
+
+    def start(self) -> threading.Thread:
+        """Greets every known peer in the background; returns the thread."""
+        thread = threading.Thread(target=self.greet_all, name="rckpt-hello", daemon=True)
+        try:
+            thread.start()
+        except (RuntimeError, MemoryError) as exc:  # ends no agent: each peer is greeted once it answers
+            log.warning("greets its peers later, as it cannot start a thread: %s", exc)
+        return thread
+
+    def greet_all(self) -> None:
+        try:
+            self.greet(tuple(self._missing))
+        except StoreError as exc:  # of the address book; each peer is greeted once it answers
+            log.warning("greets its peers later: %s", exc)
+
+    def greet(self, nodes: Collection[str]) -> None:
+        """Greets those of these nodes that have not heard this agent since it started."""
+        with self._lock:
+            # The set itself: `announce` replaces it, and what is heard now does not count for the new one.
+            unheard = self._missing
+            missing = unheard & set(nodes)
+        if not missing:
+            return
+        peers = [peer for peer in self._peers.read_all() if peer.node_id in missing]
+        outcome = FanOut.run(peers, self._tell)
+        with self._lock:  # of what has been announced since, they have heard nothing
+            unheard.difference_update(address.node_id for address in outcome.results)
+        for address in outcome.results:
+            self._note(address, None)
+        for address, error in outcome.errors.items():
+            self._note(address, error)
+
+    def _note(self, address: AgentAddress, error: ReplicatedCkptError | None) -> None:
+        """Records the result of a greeting. A refusal as a duplicate of this node is logged once as a warning.
+
+        A peer that is silent, or that refuses because of too many greetings, changes no earlier result.
+        """
+        is_duplicate, node_id = isinstance(error, ConfigInvalid), address.node_id
+        with self._lock:
+            was_duplicate = node_id in self._refusals
+            if is_duplicate:
+                self._refusals[node_id] = str(error)
+            elif not isinstance(error, StoreUnavailable):
+                self._refusals.pop(node_id, None)
+        if error is not None:
+            level = logging.WARNING if is_duplicate and not was_duplicate else logging.INFO
+            log.log(level, "could not greet %s: %s", address.label, error.message)
+
+    def describe_refusals(self) -> list[str]:
+        """The errors of peers that refuse this agent as a duplicate of its node."""
+        with self._lock:
+            return sorted(self._refusals.values())
+
+    def say_goodbye(self) -> None:
+        """Tells every known peer that this agent leaves with its disk intact. A peer that is not reached sees only silence.
+
+        Until this returns the agent must answer: each peer calls back.
+        """
+        try:
+            FanOut.run(self._peers.read_all(), lambda address: self._tell(address, is_leaving=True))
+        except StoreError as exc:  # of the address book
+            log.warning("exits without a goodbye: %s", exc)
+
+    def _tell(self, address: AgentAddress, *, is_leaving: bool = False) -> None:
+        with AgentClient(address, GREETING_TIMEOUT_S) as client, client.within(GREETING_DEADLINE_S):
+            client.call("POST", "/v1/hello", {**self._document, "is_leaving": is_leaving})
+
+
+def heed_hello(book: PeerBook, said: AgentAddress, from_host: str, call_backs: CallBacks) -> None:
+    """Calls a known node back after a greeting, and stores its new address if the agent there confirms it.
+
+    A node that answers at its known address has not moved, whatever was announced. The host changes only if the node's
+    certificate is pinned: over plain HTTP a thief of the token could redirect every peer to himself. An agent may
+    count fewer starts than the known one, if its disk was restored from a backup.
+
+    Raises:
+        StoreDenied: this is not that node, or an earlier agent of it; nothing has changed. ConfigInvalid: so has nothing,
+        as two agents of that node run. StoreUnavailable: it was not called back, as too many are.
+    """
+    known = _identify_named(book, said)
+    # A renewed certificate: only the agent that still shows the known one may vouch for the new one.
+    if known.tls_sha256 not in ("", said.tls_sha256):
+        with call_backs.take_turn(known.node_id, from_host):
+            book.learn([_renew(known, said)])
+        return
+    host, origin = (from_host, "its own greeting") if known.tls_sha256 else (known.host, "the job that introduced it")
+    announced = replace(said, host=host, origin=origin)
+    before = replace(known, incarnation=said.incarnation)
+    with call_backs.take_turn(known.node_id, from_host):
+        asked = FanOut.run({before, announced}, ask_who)
+    expected = Who(known.node_id, said.incarnation, is_leaving=False, tls_sha256=said.tls_sha256)
+    there, here = asked.results.get(before), asked.results.get(announced)
+    # Both places answer as this node: its disk was cloned with its identity, and data would be split.
+    if there is not None and here is not None and known.node_id == here.node_id and there.is_duplicate_of(here):
+        raise book.duplicate_nodes.record_duplicate(known, announced)
+    # It still answers at the known address: a greeting from elsewhere is a thief's, or of an earlier start.
+    if there is not None and there != expected and there.node_id == known.node_id and before != announced:
+        raise _denial(said, "it still answers at its known address, and denies the change")
+    found = [address for address in (before, announced) if asked.results.get(address) == expected]
+    if not found:
+        log.info("called back at %s:%d: %s", announced.host, announced.port, asked.errors.get(announced) or there)
+        raise _denial(said, f"called back at {announced.host}:{announced.port}, it does not confirm this")
+    book.learn(found[:1])
+
+
+def _renew(known: AgentAddress, said: AgentAddress) -> AgentAddress:
+    """A node's address with its new certificate, if the agent that has the known certificate confirms it there.
+
+    Raises:
+        StoreDenied: it does not.
+    """
+    try:
+        found = ask_who(known)
+    except ReplicatedCkptError as exc:
+        raise _denial(said, f"its certificate changed, and no agent answers with the known one: {exc.message}") from exc
+    if found != Who(known.node_id, said.incarnation, is_leaving=False, tls_sha256=said.tls_sha256):
+        raise _denial(said, "its certificate changed, and the agent with the known one does not confirm this")
+    return replace(known, incarnation=said.incarnation, tls_sha256=said.tls_sha256)
+
+
+def heed_goodbye(book: PeerBook, said: AgentAddress, from_host: str, call_backs: CallBacks) -> None:
+    """Calls a known node back after a goodbye, and notes that it is away if its agent confirms that it leaves.
+
+    Raises:
+        StoreDenied: it does not say so; nothing has changed. Silent, it counts as any node that fell silent.
+        StoreUnavailable: it was not called back, as too many are.
+    """
+    known = _identify_named(book, said)
+    with call_backs.take_turn(known.node_id, from_host):
+        try:
+            found = ask_who(known)
+        except ReplicatedCkptError as exc:
+            raise _denial(said, f"called back, it does not confirm its exit: {exc.message}") from exc
+    is_leaving = (found.node_id, found.incarnation, found.is_leaving) == (known.node_id, known.incarnation, True)
+    if not is_leaving:
+        raise _denial(said, "called back, it does not confirm its exit")
+    book.leave(known.node_id)
+
+
+def _identify_named(book: PeerBook, said: AgentAddress) -> AgentAddress:
+    """The known address of the node that a greeting names. Raises StoreDenied: unknown, or a wrong token."""
+    known = next((peer for peer in book.read_all() if peer.node_id == said.node_id), None)
+    # In constant time: a peer must not find the token byte by byte.
+    if known is None or not hmac.compare_digest(known.token.encode(), said.token.encode()):
+        raise _denial(said, "no job introduced this node here" if known is None else "the token is not that node's")
+    return known
+
+
+def _denial(said: AgentAddress, why: str) -> StoreDenied:
+    return StoreDenied("this agent", "hear", f"node {said.node_id}", why, INTRODUCE_HINT)

@@ -1,0 +1,201 @@
+"""One request to the agent and its answer, as values between the HTTP server and the routes."""
+
+import json
+import os
+import re
+import select
+import socket
+import threading
+import urllib.parse
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from email.message import Message
+from io import BufferedIOBase
+from typing import Any, Self
+
+from replicated_ckpt.agent.state.rights import Right
+from replicated_ckpt.errors import ObjectCorrupt, PeerProtocolError, StoreDenied, StoreUnavailable
+from replicated_ckpt.node.saves.request_body import Body
+from replicated_ckpt.stores.peer.answer import document_in
+from replicated_ckpt.stores.threads import start_worker
+
+INTERVAL_S = 1.0
+_INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
+class Heartbeat:
+    """Sends an interim HTTP response every second inside its `with` block, and none after it.
+
+    While the request's body comes in it sends nothing: the peer is not waiting for an answer, and one TLS connection must
+    not be read and written by two threads at once.
+
+    Source: RFC 9110 section 15.2: a client reads any number of 1xx responses before the final one.
+    """
+
+    def __init__(self, stream: BufferedIOBase, body: Body) -> None:
+        self._stream = stream
+        self._body = body
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> Self:
+        self._ended.clear()
+        self._thread = start_worker(self._beat, name="rckpt-heartbeat")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _beat(self) -> None:
+        while not self._ended.wait(INTERVAL_S):
+            # The peer is still sending and reads nothing: heartbeats would fill the socket.
+            if not self._body.done:
+                continue
+            try:
+                self._stream.write(_INTERIM)
+            except OSError:
+                return  # the peer is gone; the final answer will meet the same error
+
+
+DOCUMENT_BYTES_MAX = 4 << 20
+"""Parsed JSON takes many times its size. The addresses of 10,000 nodes fit."""
+
+_HINT_BY_RIGHT = {
+    Right.JOB: "Only a job with a rank on each node can introduce nodes, and open and end saves.",
+    Right.OWNER: "Ask on the agent's own host as its user: ranks and `replicated-ckpt` read ROOT/.agent there.",
+}
+
+
+@dataclass(frozen=True)
+class Request:
+    """One authenticated request. `right`: what its token shows; `peer_host`: where it came from, over `connection`."""
+
+    method: str
+    target: str
+    body: Body
+    headers: Message
+    heartbeat: Heartbeat
+    right: Right
+    peer_host: str = ""
+    connection: socket.socket | None = None
+
+    def require(self, right: Right) -> None:
+        """Checks that the sender has this right.
+
+        Raises:
+            StoreDenied: the request's token does not show the right.
+        """
+        if self.right < right:
+            asked = urllib.parse.urlsplit(self.target[:200]).path
+            detail = f"it needs the right {right.name}, but the token has {self.right.name}"
+            raise StoreDenied("this agent", self.method, asked, detail, _HINT_BY_RIGHT[right])
+
+    def document(self) -> Mapping[str, Any]:
+        """The JSON object in the body.
+
+        Raises:
+            PeerProtocolError: there is none, or it is too large.
+        """
+        return document_in(self.body.read_all(DOCUMENT_BYTES_MAX) or b"{}", "The request came")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A small answer. `after` runs once it is sent."""
+
+    body: bytes
+    content_type: str = "application/json"
+    after: Callable[[], object] | None = None
+
+
+def json_answer(after: Callable[[], object] | None = None, /, **fields: Any) -> Answer:
+    return Answer((json.dumps(fields) + "\n").encode(), after=after)
+
+
+def require_asker(connection: socket.socket) -> None:
+    """Checks that the client still waits: after a hang an agent finds requests whose clients have given up.
+
+    Raises:
+        ConnectionAbortedError: the other end has closed the connection, or its own direction, whatever it has sent before.
+    """
+    poll = select.poll()
+    poll.register(connection, select.POLLRDHUP)
+    # A process that was stopped finds requests whose senders have long gone on without it.
+    if poll.poll(0):
+        raise ConnectionAbortedError("the client no longer waits for an answer")
+
+
+CHECKS_MAX = 16
+"""Full reads in progress or waiting: several nodes may run `verify` at the same hour."""
+
+
+class Checks:
+    """Full reads of this node, one at a time. Safe for concurrent use."""
+
+    def __init__(self) -> None:
+        self._places = threading.BoundedSemaphore(CHECKS_MAX)
+        self._turn = threading.Lock()
+
+    @contextmanager
+    def in_turn(self, request: Request, body_bytes_max: int = 0) -> Iterator[bytes]:
+        """Runs the block with the request's body once no other check runs. Heartbeats go out meanwhile.
+
+        Raises:
+            StoreUnavailable: too many wait already, and the body was not read. PeerProtocolError: it is too large.
+        """
+        # Refused before the body is read: a queue without end would hold a body and a thread each.
+        if not self._places.acquire(blocking=False):
+            detail = f"{CHECKS_MAX} checks of this node are under way or wait"
+            raise StoreUnavailable("this agent", "verify", "", detail, "Ask again when they are done.")
+        try:
+            with request.heartbeat, self._turn:  # one body at a time, too
+                yield request.body.read_all(body_bytes_max) if body_bytes_max else b""
+        finally:
+            self._places.release()
+
+
+_RANGE = re.compile(r"bytes=([0-9]{1,18})-([0-9]{1,18})?")
+
+
+@dataclass(frozen=True)
+class FileAnswer(Answer):
+    """An answer that is a range of a file; its sender closes `fd`."""
+
+    fd: int = -1
+    offset: int = 0
+    length: int = 0
+    size_bytes: int = 0
+    is_partial: bool = False
+
+
+def file_answer(request: Request, fd: int) -> FileAnswer:
+    """The file, or the range of it that the request names. The answer owns `fd`; on failure it is closed.
+
+    Raises:
+        ObjectCorrupt: the file ends before the range. PeerProtocolError: it is no range.
+    """
+    try:
+        size = os.fstat(fd).st_size
+        offset, end = _range(request.headers.get("Range"), size)
+    except BaseException:
+        os.close(fd)
+        raise
+    is_partial = request.headers.get("Range") is not None
+    return FileAnswer(b"", fd=fd, offset=offset, length=end - offset, size_bytes=size, is_partial=is_partial)
+
+
+def _range(header: str | None, size_bytes: int) -> tuple[int, int]:
+    if header is None:
+        return 0, size_bytes
+    match = _RANGE.fullmatch(header.strip())
+    if match is None:
+        raise PeerProtocolError(f"Range {header[:60]!r} is not supported.")
+    first = int(match[1])
+    end = min(int(match[2]) + 1 if match[2] else size_bytes, size_bytes)
+    # The file is shorter than its manifest: an empty answer would pass for the bytes that are missing.
+    if first >= end:
+        raise ObjectCorrupt("this agent", "GET", f"bytes from {first} on", f"the file has {size_bytes} bytes")
+    return first, end

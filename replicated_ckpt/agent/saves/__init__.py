@@ -1,1 +1,0 @@
-"""Saves on this node: opened, received, submitted, committed, aborted, and settled after a crash."""

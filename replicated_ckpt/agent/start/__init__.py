@@ -1,1 +1,0 @@
-"""Finding this node's agent, or starting it."""

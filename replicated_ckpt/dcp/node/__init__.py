@@ -1,1 +1,0 @@
-"""This rank's node: its address, its agent, what it has seen."""

@@ -1,0 +1,269 @@
+"""A shard that this node's agent writes, as its rank follows it, and the agent that finishes the save."""
+
+import contextlib
+import json
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from replicated_ckpt import failpoints
+from replicated_ckpt.agent.state.endpoint import read_endpoint
+from replicated_ckpt.dcp.save.shard_layout import ShardLayout
+from replicated_ckpt.dcp.staging.segment import descriptor_of
+from replicated_ckpt.errors import ObjectMissing, PeerProtocolError, ReplicatedCkptError, StoreUnavailable
+from replicated_ckpt.node.saves.finish import Finished, Outline
+from replicated_ckpt.node.saves.shard_copies import WrittenCopies
+from replicated_ckpt.node.saves.submissions import SubmittedShard
+from replicated_ckpt.stores.files.locks import close_in_forks
+from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.peer.answer import parsing, refusal
+from replicated_ckpt.stores.peer.client import PROGRESS_TIMEOUT_S, AgentClient
+from replicated_ckpt.stores.peer.local_messages import connect, receive_message, send_message
+from replicated_ckpt.stores.threads import forget_locals, start_worker
+
+log = logging.getLogger(__name__)
+
+_TRIES = 3
+_PAUSE_S = 0.3
+LOG_HINT = "Read ROOT/.agent/log for what happened to the agent; then save again."
+
+
+class AgentSilent(StoreUnavailable):
+    """This node's agent was asked to end the save and answers no more: the save may be committed by it, or not."""
+
+    default_hint = (
+        "The next save or load completes or aborts it. On rank 0's node, `replicated-ckpt status --root ROOT` "
+        "shows whether the agent is stopped; ROOT/.agent/log has the cause."
+    )
+
+
+def finish_by_agent(store: LocalStore, outline: Outline, start_agent: Callable[[], object]) -> Finished:
+    """Has this node's agent end the save, and waits for it. One that dies is started again, and told again.
+
+    Raises:
+        AgentSilent: it stopped answering, or could not be started again. Others: it has aborted or refused the save.
+    """
+    body = json.dumps(outline.to_json()).encode()
+    for tries_left in reversed(range(_TRIES)):
+        try:
+            return _finish(store, outline.manifest.save_id, body)
+        except AgentSilent:
+            raise
+        except (StoreUnavailable, ObjectMissing) as exc:  # it was started again, and has no record of the save
+            if tries_left == 0:
+                raise AgentSilent("this node's agent", "finish", outline.manifest.save_id, exc.message) from exc
+            log.warning("asks this node's agent again to finish the save: %s", exc)
+        time.sleep(_PAUSE_S)
+        try:
+            start_agent()
+        except BaseException as exc:  # of a start; one that lives may be finishing the save, and decide
+            raise AgentSilent("this node's agent", "finish", outline.manifest.save_id, _describe(exc)) from exc
+    raise AssertionError("the last try returns or raises")
+
+
+def _finish(store: LocalStore, save_id: str, body: bytes) -> Finished:
+    endpoint = read_endpoint(store.agent_directory())
+    if endpoint is None:
+        raise StoreUnavailable("this node's agent", "finish", save_id, "it is not there", LOG_HINT)
+    path = f"/v1/saves/{save_id}/finish"
+    with AgentClient(endpoint.local_address()) as client:
+        try:
+            client.put("POST", path, body)
+            failpoints.reach("coordinator.submitted")
+            return Finished.from_json(client.call("POST", path))
+        except ReplicatedCkptError:
+            raise  # the agent has given the save up, or is gone
+        except BaseException as exc:  # the agent may have decided: the other nodes must not abort
+            raise AgentSilent("this node's agent", "finish", save_id, _describe(exc)) from exc
+
+
+def _describe(exc: BaseException) -> str:
+    return f"{type(exc).__name__}: {exc}"
+
+
+_AGENT = "this node's agent"
+_never_released: list[tuple[socket.socket, memoryview | None]] = []
+"""Connections that no thread could watch, with the memory that their agents may read: a copy of a state each, at worst."""
+
+
+class Submission:
+    """A shard that the agent has taken. The memory stays as it is until `wait` has returned or raised. One thread."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+
+    def wait(self) -> WrittenCopies:
+        """The copies of the shard, once it is durable in the node's own store.
+
+        Raises:
+            StoreUnavailable: the agent died or hangs: what it did is unknown. Others: what kept it from being written.
+        """
+        while True:
+            answer = _receive(self._connection)
+            if answer["state"] == "working":
+                continue
+            with parsing(f"{_AGENT} returned an invalid state of a shard: {answer!r}"):
+                return WrittenCopies.from_json(answer["copies"])
+
+    def detach(self, memory: memoryview) -> None:
+        """As `close`; if the agent only hangs, `memory` is kept until the agent can no longer read it."""
+        _keep_while_read(self._connection, memory)
+
+    def close(self) -> None:
+        """This rank has nothing more to do with the save: from here on the agent settles what it finds of it."""
+        with contextlib.suppress(OSError):  # closed before, or the agent is gone, or this is a fork
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._connection.close()
+
+
+def submit(
+    store: LocalStore, shard: SubmittedShard, descriptors: Sequence[int], memory: memoryview | None = None
+) -> Submission:
+    """Gives a shard to this node's agent, which has taken it when this returns.
+
+    `memory`: must not change as long as the agent may read it, even if this raises.
+
+    Raises:
+        StoreUnavailable: there is no agent that takes shards. StoreDenied: it is another user's. Others: it refuses this
+            one. Nothing of it was written.
+    """
+    try:
+        connection = connect(store.root_agent_directory(), PROGRESS_TIMEOUT_S)
+    except OSError as exc:
+        raise _unavailable(exc) from exc
+    close_in_forks(connection)
+    try:
+        try:
+            send_message(connection, shard.to_json(), descriptors)
+        except OSError as exc:
+            raise _unavailable(exc) from exc
+        _receive(connection)
+    except BaseException:
+        _keep_while_read(connection, memory)
+        raise
+    return Submission(connection)
+
+
+def _keep_while_read(connection: socket.socket, memory: memoryview | None) -> None:
+    """Gives the connection up, and holds the memory until the agent has, too: it is done with the shard, or dead.
+
+    An agent that was stopped and goes on reads what it was sent before. By then the next save would lie there.
+    """
+    fd = connection.detach()  # `connection` is closed from here on
+    if fd < 0:
+        return  # closed before
+    kept = socket.socket(fileno=fd)
+    close_in_forks(kept)
+    with contextlib.suppress(OSError):
+        kept.shutdown(socket.SHUT_WR)  # for the agent this rank has left: it begins nothing for it
+    try:
+        start_worker(_wait_for_end, kept, memory, name="rckpt-kept")
+    except StoreUnavailable as exc:
+        log.warning("memory that was submitted is kept for good: %s", exc)
+        _never_released.append((kept, memory))
+
+
+def _wait_for_end(connection: socket.socket, memory: memoryview | None) -> None:
+    with connection, contextlib.suppress(OSError):
+        connection.settimeout(None)
+        while connection.recv(1 << 16):
+            pass
+    del memory
+
+
+def _receive(connection: socket.socket) -> dict[str, Any]:
+    try:
+        answer, descriptors = receive_message(connection)
+    except (OSError, EOFError) as exc:
+        raise _unavailable(exc) from exc
+    if descriptors or "state" not in answer:
+        raise PeerProtocolError(f"{_AGENT} returned an invalid state of a shard: {answer!r}.")
+    if answer["state"] == "refused":
+        status = int(answer.get("status", 500))
+        raise refusal(status, json.dumps(answer).encode(), _AGENT, "submit", "the shard")
+    return answer
+
+
+def _unavailable(exc: Exception) -> StoreUnavailable:
+    return StoreUnavailable(_AGENT, "submit", "the shard", f"{type(exc).__name__}: {exc}", LOG_HINT)
+
+
+_FOLLOW_TRIES = 3
+_FOLLOW_PAUSE_S = 0.3  # an agent that starts again needs a moment until its socket is there
+
+
+class Follower:
+    """One shard in the agent's hands. `end` is its outcome; `leave` ends this rank's part in the save."""
+
+    def __init__(
+        self,
+        store: LocalStore,
+        shard: SubmittedShard,
+        layout: ShardLayout,
+        staged: memoryview,
+        start_agent: Callable[[], object],
+        submitted: Submission,
+    ) -> None:
+        """The layout is closed once it is not needed. Raises StoreUnavailable: there is no thread; the agent is left."""
+        self._store, self._shard, self._layout, self._start_agent = store, shard, layout, start_agent
+        self._staged: memoryview | None = staged
+        self._submitted = submitted
+        self._left = threading.Event()
+        self.end: Future[WrittenCopies] = Future()
+        try:
+            start_worker(self._follow, name="rckpt-submitted")
+        except StoreUnavailable:
+            layout.close()
+            submitted.close()
+            raise
+
+    def leave(self) -> None:
+        """Ends this rank's part; the agent notices once it no longer needs the memory."""
+        self._left.set()
+        if self.end.done():
+            self._submitted.close()
+
+    def _follow(self) -> None:
+        try:
+            found, error = self._wait(), None
+        except BaseException as exc:  # noqa: BLE001 - top of a thread; who asks for the end gets the error
+            # The future keeps the error, and its frames would keep the staged memory.
+            found, error = None, forget_locals(exc)
+        self._layout.close()
+        # Before the future is done: its waiters may use the memory again.
+        self._staged = None
+        if found is not None:
+            self.end.set_result(found)
+        else:
+            self.end.set_exception(error)
+        if self._left.is_set():
+            self._submitted.close()
+
+    def _wait(self) -> WrittenCopies:
+        first: StoreUnavailable | None = None  # later ones may come from a connection that is closed by then
+        for tries_left in reversed(range(_FOLLOW_TRIES)):
+            try:
+                return self._submitted.wait()
+            except StoreUnavailable as exc:
+                assert self._staged is not None, "it is dropped when the shard has ended"
+                self._submitted.detach(self._staged)
+                first = first or exc
+                if tries_left == 0:
+                    raise first from exc
+                log.warning("%s; it is submitted again", exc)
+                self._again()
+        raise AssertionError("the last try returns or raises")
+
+    def _again(self) -> None:
+        time.sleep(_FOLLOW_PAUSE_S)
+        try:
+            self._start_agent()
+            assert self._staged is not None, "it is dropped when the shard has ended"
+            descriptors = [descriptor_of(self._staged), self._layout.between]
+            self._submitted = submit(self._store, self._shard, descriptors, self._staged)
+        except StoreUnavailable as exc:  # the next wait on the closed connection raises again
+            log.warning("not submitted again yet: %s", exc)

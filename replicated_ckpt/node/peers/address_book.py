@@ -1,0 +1,170 @@
+"""The peers that this node has met, kept across restarts so that a node alone still finds the others."""
+
+import contextlib
+import json
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from replicated_ckpt.errors import ObjectMissing, StoreDenied, StoreError
+from replicated_ckpt.node.peers.duplicate_nodes import DuplicateNodes
+from replicated_ckpt.stores.files.durable import fsync_directory, raise_shortage, translate_errors, write_file
+from replicated_ckpt.stores.files.ownership import read_private
+from replicated_ckpt.stores.peer.client import AgentAddress
+from replicated_ckpt.stores.peer.tls import PLAIN_HINT, is_loopback, is_network_trusted, is_plain_allowed
+
+_PEERS_NAME = "peers.json"
+_PEERS_MAX = 8192  # a job that makes up nodes must not grow the file without end
+_BOOK, _FROM = "the address book", ", which has it from "
+INTRODUCE_HINT = "A job that has ranks on both nodes introduces them, with its next save or load."
+
+
+def _is_downgrade(peer: AgentAddress, known: Mapping[str, AgentAddress]) -> bool:
+    """Whether an address has no fingerprint although its node must be reached by TLS."""
+    if peer.tls_sha256 or is_network_trusted():
+        return False
+    return not is_plain_allowed(peer.host) or (peer.node_id in known and bool(known[peer.node_id].tls_sha256))
+
+
+def _as_given(peer: AgentAddress) -> AgentAddress:
+    """The address with its first origin, without the address books that passed it on."""
+    first = peer.origin.rpartition(_FROM)[2]
+    return replace(peer, origin="" if first.startswith(_BOOK) else first)
+
+
+class _Known(NamedTuple):
+    """The content of the book: addresses by node, nodes that said goodbye, and nodes that the user has removed."""
+
+    peers: dict[str, AgentAddress]
+    away: frozenset[str] = frozenset()
+    forgotten: frozenset[str] = frozenset()
+
+
+class PeerBook:
+    """Addresses by node, the latest one known, and who said goodbye.
+
+    The file holds tokens, so only this user can read it. Safe to use concurrently. A damaged file counts as empty. If the
+    system lacks descriptors or memory to read it, all methods but `count` raise StoreError.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / _PEERS_NAME
+        self.duplicate_nodes = DuplicateNodes()
+        self._lock = threading.Lock()
+
+    def learn(self, peers: Sequence[AgentAddress]) -> None:
+        """Stores current addresses, from ranks or from the nodes themselves. They replace older ones; none counts as away.
+
+        Raises:
+            StoreDenied: one has no fingerprint, and its node is known by one, or may be talked to only by TLS.
+        """
+        known = {peer.node_id: peer for peer in self.read_all()}
+        for peer in peers:
+            # A stolen token must not lead this node to send data in the clear where TLS was known.
+            if _is_downgrade(peer, known):
+                detail = "this address has no certificate fingerprint, so it is not used"
+                raise StoreDenied(peer.label, "learn", "TLS", detail, PLAIN_HINT)
+        self._merge({peer.node_id: _as_given(peer) for peer in peers}, returned={peer.node_id for peer in peers})
+
+    def leave(self, node_id: str) -> None:
+        """Notes that a node's agent has said goodbye: its disk is intact."""
+        self._merge({}, returned=(), left={node_id})
+
+    def forget(self, node_id: str) -> bool:
+        """Durably removes a node; returns whether it was known. A job with ranks on that node introduces it again."""
+        with self._lock:
+            known = self._read()
+            if known.peers.pop(node_id, None) is None:
+                return False
+            self._write(known._replace(away=known.away - {node_id}, forgotten=known.forgotten | {node_id}))
+        return True
+
+    def count(self) -> int:
+        """How many nodes are known; 0 where the book cannot be read now."""
+        with contextlib.suppress(StoreError):
+            return len(self._read().peers)
+        return 0
+
+    def is_away(self, node_id: str) -> bool:
+        return node_id in self._read().away
+
+    def read_forgotten(self) -> frozenset[str]:
+        """The nodes that the user has removed and that no job has introduced again."""
+        return self._read().forgotten
+
+    def address_of(self, node_id: str) -> AgentAddress:
+        """Where a node's agent is.
+
+        Raises:
+            ObjectMissing: it was never introduced here.
+        """
+        found = self._read().peers.get(node_id)
+        if found is None:
+            raise ObjectMissing(
+                "this agent's address book", "find", node_id[:80], "it was not introduced", INTRODUCE_HINT
+            )
+        return self._tell(found)
+
+    def read_all(self) -> tuple[AgentAddress, ...]:
+        """The peers met so far. A damaged file counts as none: jobs introduce the nodes again.
+
+        Raises:
+            StoreDenied: another user of the host can have written it.
+        """
+        return tuple(map(self._tell, self._read().peers.values()))
+
+    def _tell(self, peer: AgentAddress) -> AgentAddress:
+        """The address with its origin: an error about it names this book, and the source of the host in it."""
+        told = f"{_FROM}{peer.origin}" if peer.origin else ""
+        return replace(peer, origin=f"{_BOOK} {self._path}{told}")
+
+    def _merge(self, news: Mapping[str, AgentAddress], returned: Collection[str], left: Collection[str] = ()) -> None:
+        with self._lock:
+            known = self._read()
+            met_before = {node: peer for node, peer in known.peers.items() if node not in news}
+            still_away = (known.away | set(left)) - set(returned)
+            # met last, last: a book that is full loses its first
+            after = _Known({**met_before, **news}, still_away, known.forgotten - news.keys())
+            # Each save and load comes here: without news the disk is not touched.
+            if after != known:
+                self._write(after)
+
+    def _write(self, known: _Known) -> None:
+        entries: list[dict[str, Any]] = [{"node_id": node, "forgotten": True} for node in sorted(known.forgotten)]
+        entries += [{**peer.to_json(), "away": peer.node_id in known.away} for peer in known.peers.values()]
+        with translate_errors(str(self._path.parent), "write", _PEERS_NAME):
+            write_file(self._path, json.dumps(entries[-_PEERS_MAX:]).encode(), mode=0o600)
+            fsync_directory(self._path.parent.parent)  # the directory may be as new as the file
+
+    def _read(self) -> _Known:
+        known = _Known({})
+        try:
+            entries: list[Mapping[str, Any]] = json.loads(read_private(self._path))
+        except (ValueError, RecursionError):
+            # Damaged: jobs introduce their nodes again, and no peer is made up from half a file.
+            return known
+        except OSError as exc:
+            raise_shortage(exc, self._path)  # else a book with all nodes would be written anew with one
+            return known
+        away, forgotten = set[str](), set[str]()
+        for entry in entries if isinstance(entries, list) else []:
+            # a wrong entry hides no right one
+            with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+                if entry.get("forgotten"):
+                    forgotten.add(str(entry["node_id"]))
+                    continue
+                peer = AgentAddress.from_json(entry)
+                known.peers[peer.node_id] = peer
+                if entry.get("away"):
+                    away.add(peer.node_id)
+        return known._replace(away=frozenset(away), forgotten=frozenset(forgotten))
+
+
+def listening_host(directory: Path) -> str:
+    """The default of `--host`: loopback, unless this node has met a node on another host."""
+    hosts = [peer.host for peer in PeerBook(directory).read_all()]
+    if all(map(is_loopback, hosts)):
+        return "127.0.0.1"
+    return "::" if any(":" in host for host in hosts) else "0.0.0.0"  # noqa: S104 - a token guards it

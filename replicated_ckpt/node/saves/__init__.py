@@ -1,0 +1,1 @@
+"""Saves on this node: opened, received, submitted, committed, aborted, settled after a crash, and collected."""

@@ -1,0 +1,261 @@
+"""The collector removes versions, saves and checkpoints that are over from this node.
+
+`core.upkeep` decides which, from the views of all nodes: superseded versions, saves in doubt that a newer save has ended,
+checkpoints that a policy retires, and those that the user has removed.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+from replicated_ckpt.core.manifest import Manifest
+from replicated_ckpt.core.upkeep.collection import (
+    WholeVersions,
+    find_end_of_in_doubt,
+    find_in_the_way,
+    find_replaced,
+    find_whole_versions,
+    has_several_versions,
+)
+from replicated_ckpt.core.upkeep.policy import NODES, Policy, agree, confirm
+from replicated_ckpt.core.upkeep.repair import NodeView
+from replicated_ckpt.core.upkeep.retention import Removal, RetentionPlan, find_removed, plan_retention
+from replicated_ckpt.errors import ManifestInvalid, ObjectCorrupt, ReplicatedCkptError, StoreError
+from replicated_ckpt.node.saves.service import NodeService
+from replicated_ckpt.stores.files.durable import translate_errors
+from replicated_ckpt.stores.local.directories.intent import Intent
+from replicated_ckpt.stores.local.directories.journal import End
+from replicated_ckpt.stores.local.room_to_start import lacks_room_to_start
+from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.local.versions.publish import read_decision
+from replicated_ckpt.stores.local.versions.recycled import RecycledFiles
+from replicated_ckpt.stores.local.versions.remove import recycle, retire
+from replicated_ckpt.stores.threads import start_worker
+
+log = logging.getLogger(__name__)
+
+BY_HAND = "this node's user has removed it"
+
+
+class Collector:
+    """Carries out removals. Each one reads the disk again first, so an outdated plan does no harm. One thread.
+
+    `removed`: how many so far, by policy or by hand. `failed`: the removals that failed at the last look, with reasons.
+    """
+
+    def __init__(self, service: NodeService, stopping: threading.Event) -> None:
+        self._service = service
+        self._store = service.store
+        self._stopping = stopping
+        self._held_back: frozenset[str] = frozenset()
+        self.removed = 0
+        self.failed: list[str] = []
+
+    def status(self) -> Mapping[str, int]:
+        return {"removed": self.removed, "held_back": len(self._held_back)}
+
+    def retire(
+        self, manifests: Mapping[str, Manifest], views: Sequence[NodeView], told: Sequence[Policy], *, in_doubt: bool
+    ) -> tuple[frozenset[str], bool]:
+        """Removes what the policies of this node's ranks retire; returns all saves that go, and whether any went here.
+
+        Other nodes' policies can prevent a removal here, and stop copies of saves that they retire. They cause a removal
+        only for saves in which this node had no rank: re-protection brought those. `in_doubt`: a node is silent, so less is
+        removed. `told`: this node's policies before the look; a policy that came later is applied after the next look.
+        """
+        own, removed_before = self._service.policies.read_all(), self.removed
+        self.failed = []
+        agreed = agree([*own, *(policy for view in views for policy in view.node_report.policies)])
+        plan = plan_retention(manifests, views, agreed)
+        # Nodes that answered the look may be silent by now: a policy that came later waits for the next look.
+        if set(own) == set(told):
+            # A silent node may hold the only copies that stay: less goes until it answers.
+            careful = plan_retention(manifests, views, agreed, in_doubt=True) if in_doubt else plan
+            by_own_word = plan_retention(manifests, views, confirm(agreed, own)).retired
+            # Other nodes' policies can hold a removal back, never cause one: a peer's token must delete nothing here.
+            self.carry_out(careful.only(plan.retired & (by_own_word | self._find_brought(manifests))))
+        if not any(policy.tier == NODES and policy.retention for policy in own):
+            self._drop_recycled()  # no checkpoint goes that would bring new ones
+        self._finish_removals()
+        return plan.retired | find_removed(views), self.removed > removed_before
+
+    def _drop_recycled(self) -> None:
+        try:
+            RecycledFiles(self._store.root).drop()
+        except OSError as exc:
+            log.warning("recycled files are not removed: %s", exc)
+
+    def _find_brought(self, manifests: Mapping[str, Manifest]) -> frozenset[str]:
+        """The saves in which this node had no rank: re-protection has brought its copies of them."""
+        own = self._service.node_id
+        return frozenset(
+            save_id for save_id, manifest in manifests.items() if own not in {node.node_id for node in manifest.nodes}
+        )
+
+    def carry_out(self, plan: RetentionPlan) -> None:
+        """Does this node's part of a plan. A removal that fails is logged, and planned again in the next round."""
+        self._log_held_back(plan)
+        self._service.pins.release_old()
+        kept: set[str] = set()
+        for removal in plan.of_node(self._service.node_id):
+            if self._stopping.is_set():
+                return
+            if removal.checkpoint_id in kept or not self._try_unpinned(removal, partial(recycle, self._store.root)):
+                kept.add(removal.checkpoint_id)  # with the newer versions: it would have the name again
+                continue
+            # a node that was away meanwhile may have it staged, or a part of it
+            self._store.note_end(removal.save_id, End.RETIRED, removal.rule)
+            self.removed += 1
+
+    def _try_unpinned(self, removal: Removal, remove: Callable[[str, str], bool]) -> bool:
+        """As `_try`, unless a load reads the save."""
+        if self._service.pins.is_pinned(removal.save_id):
+            log.info("kept while a load reads it: %s", removal)
+            return False
+        return self._try(removal, remove)
+
+    def _try(self, removal: Removal, remove: Callable[[str, str], bool]) -> bool:
+        """Calls `remove` with checkpoint id and save id; whether the version was removed. One that is locked stays."""
+        try:
+            is_removed = remove(removal.checkpoint_id, removal.save_id)
+        except ReplicatedCkptError as exc:
+            log.warning("not removed: %s: %s", removal, exc)
+            self.failed.append(f"{removal}: {exc}")
+            return False
+        if is_removed:
+            log.info("removed %s (save %s): %s", removal.checkpoint_id, removal.save_id, removal.rule)
+        return is_removed
+
+    def _log_held_back(self, plan: RetentionPlan) -> None:
+        for verdict in plan.held_back:
+            if verdict.save_id not in self._held_back:
+                log.info("kept beyond the policy: %s", verdict)
+        self._held_back = frozenset(verdict.save_id for verdict in plan.held_back)
+
+    def _finish_removals(self) -> None:
+        """Finishes removals by hand that a crash, or a load that read the save, has interrupted.
+
+        A removal ends once nothing of the save is here, staged or not. If the save is here again after that, the user
+        has restored it, and it is protected from then on.
+        """
+        removing, removed = self._store.journal.read_removals()  # before the look: what goes meanwhile is not put back
+        staged = set(filter(self._store.is_staged, removing))  # before it, too: they may be published meanwhile
+        here = self._find_here() if removed | removing else {}
+        # A staged save may still be published here: its removal is not over before that.
+        for save_id in sorted(removing - (staged - here.keys())):
+            if self._stopping.is_set():
+                return
+            if (place := here.get(save_id)) is not None:
+                by_hand = Removal(self._service.node_id, place, save_id, BY_HAND)
+                if not self._try_unpinned(by_hand, partial(retire, self._store.root)):
+                    continue
+                self.removed += 1
+            self._note(save_id, End.REMOVED, after=End.REMOVING)
+        for save_id in sorted(removed & here.keys()):
+            if self._note(save_id, End.RESTORED, after=End.REMOVED):
+                log.info("%s (save %s) was restored by hand; it is managed again", here[save_id], save_id)
+
+    def _note(self, save_id: str, end: End, *, after: End) -> bool:
+        try:
+            self._store.journal.append_end(save_id, end, BY_HAND, after=after)
+        except StoreError as exc:
+            log.warning("the removal of save %s is not recorded yet: %s", save_id, exc)
+            return False
+        return True
+
+    def _find_here(self) -> Mapping[str, str]:
+        """The checkpoint id of each save under its own name here. Renamed directories are left out."""
+        found = self._store.catalog.versions()
+        return {manifest.save_id: name for name, manifest in found if name == manifest.checkpoint_id}
+
+    def drop_superseded(
+        self,
+        manifests: Mapping[str, Manifest],
+        views: Sequence[NodeView],
+        damaged: Sequence[Removal] = (),
+        *,
+        is_stuck: bool = False,
+    ) -> None:
+        """Removes versions and staged saves from this node that were kept until a newer one was seen whole.
+
+        `damaged`: replaced versions with a damaged manifest; every checkpoint has its copies without them. `is_stuck`: the
+        missing copies cannot be made now, perhaps as these versions take the room.
+
+        Raises:
+            StoreError: the node's own store cannot be read.
+        """
+        self._service.pins.release_old()
+        own = [held for view in views if view.node_id == self._service.node_id for held in view.holdings or ()]
+        in_doubt = self._service.in_doubt.read_all()
+        # The common case has neither: the look at whole versions costs time for each save.
+        if in_doubt or has_several_versions(own, views):
+            whole = find_whole_versions(manifests, views, may_be_short=is_stuck)
+            for removal in find_replaced(own, whole):
+                self._try(removal, self._store.drop_replaced)
+            for removal in find_in_the_way(own, manifests, whole):
+                self._try(removal, partial(recycle, self._store.root))
+            for save in in_doubt:
+                self._end_in_doubt(save.intent, whole, views)
+        for removal in damaged:
+            self._try(removal, self._store.drop_replaced)
+
+    def _end_in_doubt(self, intent: Intent, whole: WholeVersions, views: Sequence[NodeView]) -> None:
+        """Removes a staged save in doubt, if it is over. Only its coordinator's node can find that none will publish it."""
+        service, is_own = self._service, intent.coordinator == self._service.node_id
+        decided = self._read_decided(intent.save_id)
+        members = set[str]()
+        # Only the coordinator's node can rule out that another one publishes it, and not while a rank works on it.
+        if is_own and decided is not None and not service.is_locked(intent.save_id):
+            members = {*intent.nodes, *(node.node_id for node in decided.nodes)}
+        published = self._store.catalog.find_manifest(intent.checkpoint_id)
+        why = find_end_of_in_doubt(
+            intent.checkpoint_id,
+            intent.place if decided is None else decided.version,
+            whole,
+            views,
+            published=None if published is None else published.version,
+            replaces=intent.replaces,
+            members=members,
+        )
+        if not why:
+            return
+        try:
+            if is_own:  # its other nodes may have the decision, too: they ask
+                self._store.note_end(intent.save_id, End.ABORTED, why)
+            service.abort(intent.save_id, why)
+        except StoreError as exc:
+            log.warning("save %s has ended, but its files stay for now: %s", intent.save_id, exc)
+            return
+        log.info("removed save %s of %s, which was in doubt: %s", intent.save_id, intent.checkpoint_id, why)
+
+    def _read_decided(self, save_id: str) -> Manifest | None:
+        """The manifest of a decided save; None if it is not decided.
+
+        Raises:
+            StoreError: it cannot be read now.
+        """
+        with translate_errors(str(self._store.root), "read the decision of", save_id):
+            try:
+                return read_decision(self._store.staging(save_id), save_id)
+            except (FileNotFoundError, NotADirectoryError, ManifestInvalid, ObjectCorrupt):
+                return None
+
+
+def finish_removals(store: LocalStore) -> None:
+    """Finishes removals that a crash interrupted, when an agent starts. In a thread, as terabytes take long.
+
+    If the disk lacks room for the small files of an agent, it is done before this returns.
+    """
+    if lacks_room_to_start(store.root):
+        _tidy(store)
+    else:
+        start_worker(_tidy, store, name="rckpt-removals")
+
+
+def _tidy(store: LocalStore) -> None:
+    try:
+        store.tidy(is_alone=False)
+        store.compact_journal()
+    except StoreError as exc:
+        log.error("files left by a crash stay for now: %s", exc)  # noqa: TRY400 - it explains itself

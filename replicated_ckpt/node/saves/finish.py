@@ -1,0 +1,247 @@
+"""Finishes a save without its ranks: once agents have every shard, the coordinator's agent decides and commits.
+
+The coordinator's rank sends `.metadata` and the outline of the manifest. Its agent alone makes the decision, so decision
+and publication have the same order as in every save.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Self
+
+from replicated_ckpt import failpoints
+from replicated_ckpt.core.layout import MANIFEST_NAME
+from replicated_ckpt.core.manifest import Manifest, decode_manifest
+from replicated_ckpt.core.protocol.placement import intended_holders
+from replicated_ckpt.errors import ObjectMissing, PeerProtocolError, ReplicatedCkptError, SaveAborted, StoreUnavailable
+from replicated_ckpt.node.peers.address_book import PeerBook
+from replicated_ckpt.node.saves.shard_copies import WrittenCopies
+from replicated_ckpt.node.saves.submissions import Submissions
+from replicated_ckpt.stores.files.locks import DescriptorLock
+from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.local.versions.replaceable import check_decidable
+from replicated_ckpt.stores.peer.answer import parsing
+from replicated_ckpt.stores.peer.client import AgentClient
+from replicated_ckpt.stores.peer.fan_out import FanOut
+from replicated_ckpt.stores.threads import forget_locals, start_worker, translate_any
+from replicated_ckpt.wording import one_line
+
+log = logging.getLogger(__name__)
+
+AGAIN_WITHIN_S = 20.0
+"""How long a silent agent, or one that lost its shards, is asked again: its ranks may start it again."""
+PUBLISHED_WITHIN_S = 60.0
+"""Time for the nodes of a save to publish it after the decision. After that re-protection does it."""
+_PAUSE_S = 0.3
+_KEPT = 64  # ends that a slow rank may still ask for
+
+
+@dataclass(frozen=True)
+class Outline:
+    """A save that is complete but for the shards that agents still write: in `manifest` these have no size yet.
+
+    `buddies_by_shard`: these shards, with the nodes for their copies. `must_have_all`: no copy may be missing.
+    """
+
+    manifest: Manifest
+    buddies_by_shard: Mapping[str, Sequence[str]]
+    copies: int
+    must_have_all: bool
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "manifest": self.manifest.encode().decode()}
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Self:
+        """Raises ManifestInvalid, ValueError, KeyError, TypeError: the fields are not an outline."""
+        manifest = decode_manifest(str(fields["manifest"]).encode(), "the outline that a rank sent")
+        buddies = {str(name): tuple(map(str, nodes)) for name, nodes in fields["buddies_by_shard"].items()}
+        if not manifest.shards.keys() >= buddies.keys():
+            raise ValueError("it names shards that the manifest does not have")
+        return cls(manifest, buddies, int(fields["copies"]), bool(fields["must_have_all"]))
+
+    def complete(self, written: Mapping[str, WrittenCopies]) -> Manifest:
+        shards = dict(self.manifest.shards)
+        for name, copies in written.items():
+            holders = intended_holders(copies.holders, self.buddies_by_shard[name], self.copies)
+            shards[name] = replace(shards[name], size_bytes=copies.size_bytes, crc32c=copies.crc32c, holders=holders)
+        return replace(self.manifest, shards=shards)
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The end of a save: its manifest, or "" if it was aborted for missing copies; and the shards that agents wrote."""
+
+    manifest: str
+    written: Sequence[WrittenCopies]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Self:
+        """Raises ValueError, KeyError, TypeError: they are no such fields."""
+        return cls(str(fields["manifest"]), tuple(map(WrittenCopies.from_json, fields["written"])))
+
+
+class Finisher:
+    """Finishes saves that this node coordinates, each in a thread that locks it like a rank. Safe for concurrent use."""
+
+    def __init__(
+        self,
+        store: LocalStore,
+        peers: PeerBook,
+        submissions: Submissions,
+        commit: Callable[[str], object],
+        abort: Callable[[str, str], object],
+    ) -> None:
+        """`abort` removes a save that is not decided."""
+        self._store, self._peers, self._submissions = store, peers, submissions
+        self._commit, self._abort = commit, abort
+        self._lock = threading.Lock()
+        self._ends: dict[str, Future[Finished]] = {}
+        self._nodes: dict[str, tuple[float, frozenset[str]]] = {}
+
+    @property
+    def is_busy(self) -> bool:
+        with self._lock:
+            return any(not end.done() for end in self._ends.values())
+
+    def is_finishing(self, save_id: str) -> bool:
+        with self._lock:
+            return save_id in self._ends and not self._ends[save_id].done()
+
+    def read_published(self) -> Mapping[str, frozenset[str]]:
+        """By save decided here in the last PUBLISHED_WITHIN_S: its other nodes, which may need this one to publish."""
+        since = time.monotonic() - PUBLISHED_WITHIN_S
+        with self._lock:
+            return {save_id: nodes for save_id, (decided_at, nodes) in self._nodes.items() if decided_at > since}
+
+    def begin_finish(self, outline: Outline) -> "Future[Finished]":
+        """Finishes a save without its ranks; returns the future of its end, also if that was begun before.
+
+        Raises:
+            SaveAborted: it is not open. StoreUnavailable: there is no thread for it; nothing was begun.
+        """
+        save_id = outline.manifest.save_id
+        with self._lock:
+            known = self._ends.get(save_id)
+            # A rank that lost its connection asks again: the save must not be finished twice.
+            if known is not None:
+                return known
+            for old in list(self._ends)[: max(0, len(self._ends) - _KEPT)]:
+                if self._ends[old].done():
+                    del self._ends[old]
+            end: Future[Finished] = Future()
+            # A rank asks again after its agent was started anew: the save may have been published meanwhile.
+            published = self._store.catalog.checkpoint_of(save_id)
+            if published is not None:
+                manifest = self._store.catalog.manifest_of(published, save_id)  # a newer one may have its name
+                end.set_result(Finished(manifest.encode().decode(), ()))
+                self._ends[save_id] = end
+                return end
+            # Locked before the rank may exit: a save that no process holds is settled as stale.
+            held = self._store.lock_save(save_id)
+            try:
+                start_worker(self._run, outline, held, end, name="rckpt-finish")
+            except StoreUnavailable:
+                held.release()
+                raise
+            self._ends[save_id] = end
+        return end
+
+    def end_of(self, save_id: str) -> "Future[Finished]":
+        """The future of a save's end. Raises ObjectMissing: it was not begun here."""
+        with self._lock:
+            if save_id in self._ends:
+                return self._ends[save_id]
+        raise ObjectMissing("this agent", "finish", save_id, "no rank has asked for it")
+
+    def _run(self, outline: Outline, held: DescriptorLock, end: "Future[Finished]") -> None:
+        save_id = outline.manifest.save_id
+        try:
+            failpoints.reach("agent.finishing")
+            end.set_result(self._finish(save_id, outline))
+        except BaseException as exc:  # noqa: BLE001 - top of a thread; the rank that waits gets the error
+            error = translate_any(forget_locals(exc), "this node's agent", "finish", save_id)
+            log.warning("save %s cannot be finished: %s", save_id, one_line(error))
+            end.set_exception(error)
+        finally:
+            held.release()
+
+    def _finish(self, save_id: str, outline: Outline) -> Finished:
+        try:
+            written = self._collect(save_id, outline)
+            # Before the decision: afterwards the save could not be aborted any more.
+            if outline.must_have_all and any(copies.missed for copies in written.values()):
+                self._abort(save_id, "a shard has too few copies, and on_degraded is 'raise'")
+                return Finished("", tuple(written.values()))
+            raw = outline.complete(written).encode()
+            # Read back before it decides: a decision that no reader takes would lose the save.
+            decode_manifest(raw, "the shards that agents have written")
+            # The last look before the decision: another run may have taken the name since the save opened.
+            check_decidable(self._store.root, self._store.intent_of(save_id))
+            # The decision: durable here before any other node gets it.
+            self._store.put_small(save_id, MANIFEST_NAME, raw)
+            self._note_nodes(outline.manifest)
+        except BaseException as exc:
+            self._abort_unwritten(save_id, one_line(translate_any(exc, "this node's agent", "finish", save_id)))
+            if isinstance(exc, StoreUnavailable | ObjectMissing):  # of another node: this one's agent is there
+                raise SaveAborted(f"Save {save_id} was aborted: {exc.message}", exc.hint) from exc
+            raise
+        failpoints.reach("agent.decided")
+        try:
+            self._commit(save_id)
+        except ReplicatedCkptError as exc:  # it is decided: it is published later, as one whose node was away
+            log.warning("save %s is decided, but not published here yet: %s", save_id, exc)
+        failpoints.reach("agent.finished")
+        return Finished(raw.decode(), tuple(written.values()))
+
+    def _abort_unwritten(self, save_id: str, why: str) -> None:
+        """Aborts the save. A failure is only logged: the ranks get the first error, which the same disk may have caused."""
+        try:
+            self._abort(save_id, f"its shards are not all written: {why}")
+        except ReplicatedCkptError as exc:
+            log.warning("save %s is aborted, and stays staged for now: %s", save_id, exc)
+
+    def _note_nodes(self, manifest: Manifest) -> None:
+        nodes = frozenset(entry.node_id for entry in manifest.nodes) - {self._store.node_id()}
+        with self._lock:
+            self._nodes[manifest.save_id] = time.monotonic(), nodes
+            for old in list(self._nodes)[:-_KEPT]:
+                del self._nodes[old]
+
+    def _collect(self, save_id: str, outline: Outline) -> Mapping[str, WrittenCopies]:
+        names_by_node: dict[str, list[str]] = {}
+        for name in outline.buddies_by_shard:
+            names_by_node.setdefault(outline.manifest.shards[name].owner_node, []).append(name)
+        outcome = FanOut.run(names_by_node, lambda node: self._await_shards(save_id, node, names_by_node[node]))
+        return {copies.name: copies for found in outcome.raise_first().values() for copies in found}
+
+    def _await_shards(self, save_id: str, node: str, names: Sequence[str]) -> Sequence[WrittenCopies]:
+        failing_since: float | None = None
+        while True:
+            try:
+                if node == self._store.node_id():
+                    return self._submissions.wait_for_shards(save_id, names)
+                return self._ask(save_id, node, names)
+            except (StoreUnavailable, ObjectMissing):
+                failing_since = failing_since or time.monotonic()
+                if time.monotonic() > failing_since + AGAIN_WITHIN_S:
+                    raise
+                self._store.lock_save(save_id).release()  # raises SaveAborted: it was aborted meanwhile
+                time.sleep(_PAUSE_S)
+
+    def _ask(self, save_id: str, node: str, names: Sequence[str]) -> Sequence[WrittenCopies]:
+        ticket = self._store.intent_of(save_id).ticket
+        with AgentClient(self._peers.address_of(node)) as client:
+            answer = client.call("POST", f"/v1/saves/{save_id}/written", {"shards": list(names), "ticket": ticket})
+        with parsing(f"Node {node} sent an invalid report of its shards"):
+            found = tuple(map(WrittenCopies.from_json, answer["written"]))
+        # Else the manifest would be completed with another shard's checksum.
+        if sorted(copies.name for copies in found) != sorted(names):
+            raise PeerProtocolError(f"Node {node} reports other shards than {sorted(names)}.")
+        return found

@@ -1,0 +1,182 @@
+"""Writes the copies of one shard in one pass, to the own store and to the buddies; failed copies are sent once more."""
+
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Self
+
+from replicated_ckpt.core.integrity.checksum import BlockTable
+from replicated_ckpt.core.layout import ShardName, is_save_id
+from replicated_ckpt.errors import ReplicatedCkptError, SaveAborted
+from replicated_ckpt.stores.files.durable import read_exactly, translate_errors
+from replicated_ckpt.stores.files.existence import closing_fd
+from replicated_ckpt.stores.local.shard_file import FileSink
+from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.local.versions.recycled import RecycledFiles
+from replicated_ckpt.stores.peer.client import AgentAddress
+from replicated_ckpt.stores.peer.copy import PeerSink
+from replicated_ckpt.stores.peer.reach import is_time_out
+from replicated_ckpt.stores.tee import BUFFER_BYTES, Buffers, Outcome, Sink, Tee
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class WantedCopies:
+    """A shard of an open save, and the places of its copies: the store of node `own`, and `buddies`.
+
+    `spares`: replacements for failed buddies, in order. `durable`: a buddy acknowledges after its fsync.
+    """
+
+    save_id: str
+    name: str
+    own: str
+    buddies: tuple[AgentAddress, ...] = ()
+    spares: tuple[AgentAddress, ...] = ()
+    durable: bool = True
+    direct_io: str = "off"
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Self:
+        """Raises ValueError, KeyError, TypeError: they are no such fields."""
+        save_id, name = str(fields["save_id"]), str(fields["name"])
+        # Both become parts of a path.
+        if not is_save_id(save_id) or ShardName.parse(name) is None:
+            raise ValueError(f"{save_id[:80]!r} and {name[:80]!r} are no save and shard")
+        buddies, spares = (tuple(map(AgentAddress.from_json, fields[part])) for part in ("buddies", "spares"))
+        return cls(
+            save_id, name, str(fields["own"]), buddies, spares, bool(fields["durable"]), str(fields["direct_io"])
+        )
+
+
+@dataclass(frozen=True)
+class WrittenCopies:
+    """The copies of one shard. `holders`: nodes that acknowledged one, this one first. `missed`: failed copies, in words.
+
+    `phases`: seconds that were spent on each part.
+    """
+
+    name: str
+    size_bytes: int
+    crc32c: int
+    holders: tuple[str, ...]
+    missed: tuple[str, ...] = ()
+    phases: Mapping[str, float] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Self:
+        """Raises ValueError, KeyError, TypeError: they are no such fields."""
+        return cls(
+            str(fields["name"]),
+            int(fields["size_bytes"]),
+            int(fields["crc32c"]),
+            tuple(map(str, fields["holders"])),
+            tuple(map(str, fields["missed"])),
+            {str(name): float(spent) for name, spent in fields["phases"].items()},
+        )
+
+
+def write_copies(
+    store: LocalStore,
+    wanted: WantedCopies,
+    buffers: Buffers,
+    fill: Callable[[Tee], object],
+    *,
+    is_behind: bool = False,
+) -> WrittenCopies:
+    """Writes the output of `fill` as one shard. It is durable in the node's own store when this returns.
+
+    `is_behind`: no training waits for it, so the buddies' agents may let others have the processor first.
+    A buddy that fails is replaced by a spare, or, if none can take the copy, listed in `missed`.
+
+    Raises:
+        SaveAborted: the save was aborted elsewhere. StoreError: the node's own store failed. And whatever `fill` raises.
+    """
+    path = store.path_of_staged(wanted.save_id, wanted.name)
+    own_file = FileSink.create(path, wanted.direct_io, RecycledFiles(store.root))
+    sinks: list[Sink] = [own_file]
+    sinks += [_sink_at(address, wanted, is_behind=is_behind) for address in wanted.buddies]
+    tee = Tee(sinks, buffers, copies=own_file.is_direct)
+    began = time.perf_counter()
+    try:
+        fill(tee)
+        phases = {"serialise": time.perf_counter() - began - tee.waited_s}
+        table, outcomes = tee.finish()
+    except BaseException:
+        tee.discard()
+        raise
+    # Failed copies are made again from this node's own file: without it there is nothing to send.
+    if outcomes[0].error is not None:
+        raise outcomes[0].error
+    began = time.perf_counter()
+    holders, missed = _make_up(store, wanted, table, outcomes[1:])
+    phases |= {"write": outcomes[0].write_s, "fsync": outcomes[0].finish_s}
+    phases["send"] = max((sent.write_s + sent.finish_s for sent in outcomes[1:]), default=0.0)
+    phases["send"] += time.perf_counter() - began
+    all_holders = (wanted.own, *holders)
+    return WrittenCopies(wanted.name, table.file_bytes, table.file_crc(), all_holders, tuple(missed), phases)
+
+
+def _make_up(
+    store: LocalStore, wanted: WantedCopies, table: BlockTable, outcomes: Sequence[Outcome]
+) -> tuple[list[str], list[str]]:
+    """Sends each failed copy once more, then to spares. Returns the nodes that hold a copy, and the copies that failed.
+
+    A node that timed out is not tried again for this shard.
+    """
+    ended = list(zip(wanted.buddies, outcomes, strict=True))
+    holders = [buddy.node_id for buddy, outcome in ended if outcome.error is None]
+    failed = [(buddy, outcome.error) for buddy, outcome in ended if outcome.error]
+    missed, spares = [], list(wanted.spares)
+    # Each further try would hold the save up by one more time-out.
+    silent = {buddy.node_id for buddy, error in failed if is_time_out(error)}
+    for buddy, error in failed:
+        if isinstance(error, SaveAborted) or not isinstance(error, ReplicatedCkptError):  # a defect
+            raise error
+        log.warning("copy of %s to node %s failed: %s", wanted.name, buddy.node_id, error)
+        for candidate in (other for other in (buddy, *spares) if other.node_id not in silent):
+            again = _copy(store, wanted, table, candidate)
+            if again is None:
+                holders.append(candidate.node_id)
+                # Two failed copies on one spare would be one copy.
+                spares = [other for other in spares if other != candidate]
+                break
+            log.warning("copy of %s to node %s failed: %s", wanted.name, candidate.node_id, again)
+            if is_time_out(again):
+                silent.add(candidate.node_id)
+        else:
+            missed.append(f"no copy of {wanted.name} was made on node {buddy.node_id}: {error}")
+    return holders, missed
+
+
+def _copy(
+    store: LocalStore, wanted: WantedCopies, table: BlockTable, address: AgentAddress
+) -> ReplicatedCkptError | None:
+    """Copies a shard from the node's own store to one more node; returns the error, if any."""
+    path = store.path_of_staged(wanted.save_id, wanted.name)
+    sink = _sink_at(address, wanted)
+    piece = memoryview(bytearray(BUFFER_BYTES))
+    try:
+        with translate_errors(str(path.parent), "read", wanted.name):
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        with closing_fd(fd):
+            for offset in range(0, table.file_bytes, len(piece)):
+                count = read_exactly(fd, piece, offset)
+                sink.write(piece[:count])
+            sink.finish(table)
+    except ReplicatedCkptError as exc:
+        sink.discard()
+        return exc
+    return None
+
+
+def _sink_at(address: AgentAddress, wanted: WantedCopies, *, is_behind: bool = False) -> PeerSink:
+    return PeerSink(address, wanted.save_id, wanted.name, durable=wanted.durable, is_behind=is_behind)

@@ -1,0 +1,1 @@
+"""What a node keeps in ROOT/.agent: policies, damage, uploads and sequences."""

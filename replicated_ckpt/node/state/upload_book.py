@@ -1,0 +1,158 @@
+"""The state of uploads across restarts, so that an agent alone can finish them: buckets, orders, uploads in parts."""
+
+import logging
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from replicated_ckpt.core.manifest import Manifest, UploadEntry
+from replicated_ckpt.errors import ConfigInvalid
+from replicated_ckpt.node.state.state_file import StateFile
+from replicated_ckpt.stores.bucket.bucket import Bucket
+from replicated_ckpt.stores.bucket_client.opening import open_client
+from replicated_ckpt.stores.bucket_client.upload_source import BegunUpload
+from replicated_ckpt.stores.bucket_client.url import ObjectTarget
+
+log = logging.getLogger(__name__)
+
+NAME = "uploads.json"
+_TARGETS_MAX = 64
+_Known = tuple[list[ObjectTarget], dict[str, str], list[tuple[str, str, dict[str, Any]]]]
+
+
+class UploadBook:
+    """Targets by URL; URLs of orders by save id; and, by save id and shard, the state of an upload in parts.
+
+    Only this user can read the file, as it holds credentials from the ranks. It stays small: only shards in progress
+    have an entry. Safe for concurrent use. `bucket` caches opened buckets until the credentials change.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._file = StateFile(directory / NAME, 0o600)
+        self._lock = threading.Lock()
+        targets, self._url_by_save, begun = self._file.read_state(_parse) or ([], {}, [])
+        self._begun_by_save: dict[str, dict[str, BegunUpload]] = {}
+        for save_id, shard, note in begun:
+            self.begun(save_id, shard).note = note
+        self._target_by_url = {target.url: target for target in targets}
+        self._bucket_by_url: dict[str, Bucket] = {}
+
+    def learn(self, target: ObjectTarget) -> bool:
+        """Stores a target, in place of an older one of the same URL; returns whether it is new.
+
+        Raises:
+            StoreError: the file cannot be written. The target holds until this agent ends; the next call writes it.
+        """
+        with self._lock:
+            is_new = self._target_by_url.pop(target.url, None) != target
+            self._target_by_url[target.url] = target
+            while len(self._target_by_url) > _TARGETS_MAX:
+                del self._target_by_url[next(iter(self._target_by_url))]
+            if is_new:
+                self._bucket_by_url.pop(target.url, None)
+            self._write()
+        if is_new:
+            log.info("object store %s is configured", target.url)
+        return is_new
+
+    def read_urls(self) -> tuple[str, ...]:
+        """URLs of the buckets; the one that was named last is last."""
+        with self._lock:
+            return tuple(self._target_by_url)
+
+    def bucket(self, url: str) -> Bucket:
+        """The bucket of a URL.
+
+        Raises:
+            ConfigInvalid: no rank of this node has named it, or its options do not fit.
+        """
+        with self._lock:
+            known, target = self._bucket_by_url.get(url), self._target_by_url.get(url)
+        if known is not None:
+            return known
+        if target is None:
+            raise ConfigInvalid(f"No rank of this node has named the object store {url}.", UNKNOWN_HINT)
+        opened = Bucket(open_client(target))  # it may look for credentials for seconds
+        with self._lock:
+            # New credentials may have come meanwhile: a client with the old ones must not be kept.
+            is_current = self._target_by_url.get(url) == target
+            return self._bucket_by_url.setdefault(url, opened) if is_current else opened
+
+    def order(self, save_id: str, url: str) -> None:
+        """Stores an order by hand, also for a save without an upload of its own. Raises StoreError: it is not stored."""
+        with self._lock:
+            before = self._url_by_save
+            self._url_by_save = {**before, save_id: url}
+            try:
+                self._write()
+            except BaseException:
+                # An order that a restart would forget is reported as failed.
+                self._url_by_save = before
+                raise
+
+    def is_ordered(self, save_id: str) -> bool:
+        with self._lock:
+            return save_id in self._url_by_save
+
+    def apply(self, manifest: Manifest) -> Manifest:
+        """The manifest with the URL of an order by hand, if there is one: it takes precedence over the save's own."""
+        with self._lock:
+            url = self._url_by_save.get(manifest.save_id)
+        if url is None:
+            return manifest
+        if manifest.upload is not None:
+            return replace(manifest, upload=replace(manifest.upload, url=url))
+        entry = UploadEntry(url, False, manifest.metadata_bytes, manifest.metadata_crc32c)
+        return replace(manifest, upload=entry)
+
+    def begun(self, save_id: str, shard: str) -> BegunUpload:
+        """The state of a shard's upload in parts, until `forget`."""
+        with self._lock:
+            return self._begun_by_save.setdefault(save_id, {}).setdefault(shard, BegunUpload(keep=self._keep))
+
+    def read_saves(self) -> frozenset[str]:
+        """The saves with an order or a begun upload."""
+        with self._lock:
+            return frozenset(self._url_by_save.keys() | self._begun_by_save.keys())
+
+    def forget(self, save_id: str) -> None:
+        """Removes the order and the begun uploads of a save, also from the disk. Raises StoreError."""
+        with self._lock:
+            self._url_by_save.pop(save_id, None)
+            self._begun_by_save.pop(save_id, None)
+            self._write()
+
+    def _keep(self) -> None:
+        with self._lock:
+            self._write()
+
+    def _write(self) -> None:
+        """With the lock held. Raises StoreError"""
+        begun = [
+            [save_id, shard, each.note]
+            for save_id, by_shard in self._begun_by_save.items()
+            for shard, each in by_shard.items()
+            if each.note is not None
+        ]
+        targets = [target.to_json() for target in self._target_by_url.values()]
+        self._file.write_state({"targets": targets, "orders": self._url_by_save, "begun": begun})
+
+
+def _parse(document: Any) -> _Known:
+    """The targets, the orders, and what was begun."""
+    targets = [target for fields in document["targets"] if (target := _parse_target(fields))]
+    orders = {str(save_id): str(url) for save_id, url in document["orders"].items()}
+    return targets, orders, [(str(save_id), str(shard), dict(note)) for save_id, shard, note in document["begun"]]
+
+
+def _parse_target(fields: Any) -> ObjectTarget | None:
+    """The target; None if this version cannot parse it. The others of the book stay."""
+    try:
+        return ObjectTarget.from_json(fields)
+    except (ConfigInvalid, KeyError, TypeError, ValueError) as exc:
+        log.warning("an object store is no longer configured: %s", exc)
+        return None
+
+
+UNKNOWN_HINT = "Save from a rank here, or run `replicated-ckpt upload --to URL`, to name it again."

@@ -1,0 +1,127 @@
+"""Threads of ranks and agents: how they start, their niceness, and errors that pass from one to another."""
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from traceback import clear_frames
+from typing import Any
+
+from replicated_ckpt.errors import ReplicatedCkptError, StoreError, StoreUnavailable
+from replicated_ckpt.stores.files.durable import store_error_of
+from replicated_ckpt.wording import one_line
+
+log = logging.getLogger(__name__)
+
+FEWER = (
+    "Raise the limit of processes and threads (`ulimit -u`, pids.max of the container), or end programs that use many."
+)
+_ENDING = "interpreter shutdown"
+"""In the error of an interpreter that exits. Up to Python 3.12.2 it starts no thread while it waits for others; 3.12.3
+does. Source: github.com/python/cpython/issues/113964."""
+_SOONER = (
+    "Python was about to exit: wait for the save first (`future.result()`, `writer.wait()`), or use Python 3.12.3."
+)
+
+
+def start_worker(work: Callable[..., object], *arguments: Any, name: str) -> threading.Thread:
+    """Runs `work` in a thread that does not keep the process alive; returns the thread.
+
+    Raises:
+        StoreUnavailable: the system gives no thread; nothing was begun.
+    """
+    thread = threading.Thread(target=work, args=arguments, name=name, daemon=True)
+    start_thread(thread)
+    return thread
+
+
+def start_thread(thread: threading.Thread) -> None:
+    """Starts the thread. If the interpreter is exiting, that is logged too: nobody may read the error of that save.
+
+    Raises:
+        StoreUnavailable: the system has no thread; nothing was begun.
+    """
+    try:
+        thread.start()
+    except (RuntimeError, MemoryError) as exc:  # at the limit of threads, or of memory
+        is_ending = _ENDING in str(exc)
+        hint = _SOONER if is_ending else FEWER
+        error = StoreUnavailable("this process", "start", thread.name, f"it cannot start a thread: {exc}", hint)
+        if is_ending:
+            log.warning("a save or load failed, interrupted by the end of Python: %s", one_line(error))
+        raise error from exc
+
+
+AUTOGROUP = Path("/proc/self/autogroup")
+_OF_A_THREAD, _LOWEST = 5, 19
+"""Without autogroups, an agent's threads at niceness 10 take a third of two busy cores (docs/measurements.md)."""
+_TRIES, _TRY_AGAIN_S = 100, 0.11
+"""The kernel accepts one change in a tenth of a second from all unprivileged processes together."""
+
+
+def give_way(niceness: int) -> None:
+    """Raises the niceness of this thread, and of threads that it starts, for the rest of their lives.
+
+    `niceness`: 1 to 19, of the agent. A thread gets 5 more, as without autogroups each thread competes by itself. 0, or a
+    value below the current niceness, does nothing. Only for threads that end with their work: an unprivileged thread cannot
+    lower its niceness again. On Linux `setpriority` applies to a thread (setpriority(2), "C library/kernel differences").
+    """
+    thread = threading.get_native_id()
+    wanted = min(niceness + _OF_A_THREAD, _LOWEST)
+    if niceness and wanted > os.getpriority(os.PRIO_PROCESS, thread):
+        os.setpriority(os.PRIO_PROCESS, thread, wanted)
+
+
+def give_way_as_session(niceness: int) -> None:
+    """Raises the niceness of this process's autogroup, soon and for good, if the process leads its own session.
+
+    With autogroups the kernel shares processors between sessions (sched(7), "The autogroup feature"). The niceness of a
+    thread then counts only inside its session, and an agent would get as much time as a rank. Without autogroups this does
+    nothing. `niceness`: as in `give_way`.
+    """
+    if niceness and os.getsid(0) == os.getpid():
+        start_worker(_tell_autogroup, niceness, name="rckpt-give-way")
+
+
+def _tell_autogroup(niceness: int) -> None:
+    refusal: OSError | None = None
+    for _ in range(_TRIES):
+        try:
+            words = AUTOGROUP.read_text().split()  # "/autogroup-7 nice 0", or none
+            if words and int(words[-1]) < niceness:
+                AUTOGROUP.write_text(str(niceness))
+        except FileNotFoundError:  # this kernel does not group by session
+            return
+        except OSError as exc:
+            refusal = exc
+            if not isinstance(exc, BlockingIOError):
+                break
+            time.sleep(_TRY_AGAIN_S)
+        else:
+            return
+    log.warning("this agent's session keeps its full CPU share despite --nice: %s", refusal)
+
+
+def translate_any(error: BaseException, store: str, op: str, key: str) -> ReplicatedCkptError:
+    """The error as one of our classes. Others, as MemoryError, cannot be sent: the connection would break."""
+    if isinstance(error, ReplicatedCkptError):
+        return error
+    if isinstance(error, OSError):
+        return store_error_of(error, store, op, key)
+    return StoreError(store, op, key, one_line(f"{type(error).__name__}: {error}".removesuffix(": ")))
+
+
+def forget_locals(error: BaseException) -> BaseException:
+    """Returns the error itself, to be stored: its traceback stays, and the local variables of its frames are released."""
+    waiting: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while waiting:
+        each = waiting.pop()
+        if each is not None and id(each) not in seen:  # causes may form a circle
+            seen.add(id(each))
+            # The frames refer to buffers: 16 MiB for each stored error of a shard.
+            clear_frames(each.__traceback__)
+            waiting += [each.__cause__, each.__context__]
+    return error
