@@ -153,7 +153,7 @@ def test_a_loss_of_latest_does_not_advise_latest() -> None:
     """The newest whole one was asked for already; that holds across processes, too."""
     lost = ShardLost("step-1", {"s": "node a"}, [], is_latest=True)
     assert "latest" not in pickle.loads(pickle.dumps(lost)).hint
-    assert '"latest" picks' in ShardLost("step-1", {"s": "node a"}, []).hint
+    assert '"latest" takes' in ShardLost("step-1", {"s": "node a"}, []).hint
 
 
 def test_a_store_error_ends_with_one_full_stop() -> None:
@@ -174,7 +174,7 @@ def test_a_store_error_leaves_its_class_to_the_traceback() -> None:
 def test_what_was_not_found_names_what_was_not_reached() -> None:
     """The next step is to bring back the nodes that did not answer, not to check the id."""
     error = CheckpointNotFound("No checkpoint 'x' was found.", unreached=["node b at 10.0.0.2:1"])
-    assert "Bring back" in error.hint
+    assert "Bring them back" in error.hint
     assert "node b at 10.0.0.2:1" in error.hint
     assert "ls" in CheckpointNotFound("No checkpoint 'x' was found.").hint
 

@@ -51,7 +51,7 @@ def test_records_are_found() -> None:
 @pytest.mark.parametrize(
     ("raw", "said"),
     [
-        (rewritten(RAW, zipfile.ZIP_DEFLATED), "store otherwise"),
+        (rewritten(RAW, zipfile.ZIP_DEFLATED), "store differently"),
         (rewritten(RAW, more=("archive/DATA.PKL",)), "two records of the same name"),
         (overlapping(), "in another|two records"),
         (RAW[:-1], "does not end"),
