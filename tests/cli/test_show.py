@@ -27,7 +27,7 @@ def test_each_file_with_its_holders(tmp_path: Path) -> None:
         assert done.stdout.splitlines()[0] == "run/step-70: 2 of 2"
         assert "step:     70" in done.stdout
         assert f"save:     {manifest.save_id}" in done.stdout
-        assert "save number 7 of it" in done.stdout
+        assert "save number 7" in done.stdout
         (line,) = (line for line in done.stdout.splitlines() if line.startswith(shard(1)))
         assert line.split() == [shard(1), "700", "kB", "rank", "0", "2", "of", "2", "host1,", "host2", "-"]
     with agents(nodes[:1], *PATIENT):

@@ -35,7 +35,7 @@ def test_a_second_agent_names_the_first(tmp_path: Path) -> None:
         done = command("agent", "--root", tmp_path / "store")
     assert done.returncode == ExitCode.UNREACHABLE
     assert (
-        f"already (pid {first.endpoint.pid}). Hint: Use that one, or end it: `kill {first.endpoint.pid}`."
+        f"(pid {first.endpoint.pid}). Hint: Use that one, or end it: `kill {first.endpoint.pid}`."
         in done.stderr
     )
 
@@ -138,7 +138,7 @@ def test_a_lost_node_that_was_replaced_is_a_note(tmp_path: Path) -> None:
             code, found = as_json("status", "--root", old.root)
             assert (code, found["state"], found["reasons"], len(found["notes"])) == (0, "good", [], 1)
             done = command(*forget.split()[1:])
-            assert (done.returncode, "All copies exist without it" in done.stdout) == (ExitCode.OK, True), done.stdout
+            assert (done.returncode, "all copies exist without it" in done.stdout) == (ExitCode.OK, True), done.stdout
             done = command("status", "--root", old.root)
             assert (done.returncode, "note: " in done.stdout) == (ExitCode.OK, False), done.stdout
             for agent in (running[0], replacement):

@@ -69,7 +69,7 @@ def test_nothing_goes_while_a_bucket_is_silent(tmp_path: Path, capsys: pytest.Ca
         assert main(arguments) == ExitCode.UNREACHABLE
     finally:
         stop_agent(store.root)
-    assert f"waits for {URL}" in capsys.readouterr().err
+    assert f"waiting for {URL}" in capsys.readouterr().err
     assert store.catalog.save_id_of("step-1")
 
 

@@ -138,9 +138,9 @@ def test_an_object_of_a_class_that_is_not_here_is_said(tmp_path: Path, monkeypat
     saved = tmp_path / "root", checkpoint(tmp_path / "root", scheduled())
     torch.save(scheduled(), tmp_path / "m.pth")
     monkeypatch.delattr(states, "Schedule")
-    with pytest.raises(ConfigInvalid, match=r"'schedule' names.*Schedule.*PYTHONPATH"):
+    with pytest.raises(ConfigInvalid, match=r"'schedule' needs.*Schedule.*PYTHONPATH"):
         exported(saved, tmp_path / "out.pth", "torch", trust_pickles=True)
-    with pytest.raises(ConfigInvalid, match=r"m\.pth names.*Schedule.*PYTHONPATH"):
+    with pytest.raises(ConfigInvalid, match=r"m\.pth needs.*Schedule.*PYTHONPATH"):
         import_checkpoint(tmp_path / "m.pth", "step-2", format="torch", root=saved[0], copies=1, trust_pickles=True)
     assert entries(tmp_path) == ["m.pth", "root"]
 
@@ -381,9 +381,9 @@ def test_a_torch_file_goes_to_a_url(saved: Saved, tmp_path: Path) -> None:
     with pytest.raises(ConfigInvalid, match="exists"):
         exported(saved, f"{url}/m.pth", "torch")  # type: ignore[arg-type]
     exported(saved, f"{url}/m.pth", "torch", overwrite=True)  # type: ignore[arg-type]
-    with pytest.raises(ConfigInvalid, match="is no file"):
+    with pytest.raises(ConfigInvalid, match="is not a file"):
         exported(saved, f"{url}/plain", "torch", overwrite=True)  # type: ignore[arg-type]
-    with pytest.raises(ConfigInvalid, match="is no directory"):
+    with pytest.raises(ConfigInvalid, match="is not a directory"):
         exported(saved, f"{url}/m.pth", "dcp", overwrite=True)  # type: ignore[arg-type]
     assert sorted(entries(tmp_path / "bucket" / "plain")) == [".metadata", "__0_0.distcp"]
     assert entries(tmp_path / "bucket") == ["m.pth", "plain"]
