@@ -46,15 +46,15 @@ if TYPE_CHECKING:
     from replicated_ckpt.dcp.convert.entries.source import Converted
     from replicated_ckpt.dcp.convert.export import export_checkpoint
     from replicated_ckpt.dcp.convert.importing import import_checkpoint
+    from replicated_ckpt.dcp.load.load_report import LoadReport
     from replicated_ckpt.dcp.load.reader import ReplicatedReader
-    from replicated_ckpt.dcp.load.report import LoadReport
     from replicated_ckpt.dcp.manager import CheckpointManager
     from replicated_ckpt.dcp.memory.limit import MemoryTierShort
     from replicated_ckpt.dcp.planning.cached_plan import PlansUnknown
     from replicated_ckpt.dcp.planning.cached_planner import CachedSavePlanner
     from replicated_ckpt.dcp.rank_state.rank_state import RankState, RankStatePlanner, WorldSizeChanged
     from replicated_ckpt.dcp.rank_state.replay import ReplayedLoader
-    from replicated_ckpt.dcp.save.report import SaveReport
+    from replicated_ckpt.dcp.save.save_report import SaveReport
     from replicated_ckpt.dcp.save.writer import ReplicatedWriter
 
 __all__ = [
@@ -113,7 +113,7 @@ _HOME_BY_NAME = {
     "CheckpointManager": "replicated_ckpt.dcp.manager",
     "Converted": "replicated_ckpt.dcp.convert.entries.source",
     "KeyRules": "replicated_ckpt.core.key_rules",
-    "LoadReport": "replicated_ckpt.dcp.load.report",
+    "LoadReport": "replicated_ckpt.dcp.load.load_report",
     "MemoryTierShort": "replicated_ckpt.dcp.memory.limit",
     "PlansUnknown": "replicated_ckpt.dcp.planning.cached_plan",
     "RankState": "replicated_ckpt.dcp.rank_state.rank_state",
@@ -122,7 +122,7 @@ _HOME_BY_NAME = {
     "ReplicatedReader": "replicated_ckpt.dcp.load.reader",
     "ReplicatedWriter": "replicated_ckpt.dcp.save.writer",
     "Retention": "replicated_ckpt.config",
-    "SaveReport": "replicated_ckpt.dcp.save.report",
+    "SaveReport": "replicated_ckpt.dcp.save.save_report",
     "WorldSizeChanged": "replicated_ckpt.dcp.rank_state.rank_state",
     "export_checkpoint": "replicated_ckpt.dcp.convert.export",
     "import_checkpoint": "replicated_ckpt.dcp.convert.importing",

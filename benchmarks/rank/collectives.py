@@ -27,8 +27,8 @@ from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
 from replicated_ckpt.dcp.agreement.decision import STAYS, SaveDecision, decide
 from replicated_ckpt.dcp.c10d.blackboard import PACKED_FROM_BYTES, Blackboard, CachedDecisions, encode
 from replicated_ckpt.dcp.find.survey import Survey
-from replicated_ckpt.dcp.load.attempt import describe_not_loaded
-from replicated_ckpt.dcp.load.report import LoadReport
+from replicated_ckpt.dcp.load.load_attempt import describe_not_loaded
+from replicated_ckpt.dcp.load.load_report import LoadReport
 from replicated_ckpt.dcp.load.sharing import plan_sharing
 from replicated_ckpt.dcp.planning.cached_layouts import CachedLayouts
 from replicated_ckpt.dcp.planning.cached_plan import CachedSavePlan, CachedWriteItems, Place, hand_back, hold

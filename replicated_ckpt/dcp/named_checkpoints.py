@@ -17,14 +17,14 @@ from replicated_ckpt.core.upkeep.policy import scope_of
 from replicated_ckpt.dcp.agreement.node_post import forgotten_on_error
 from replicated_ckpt.dcp.c10d.group_pool import PooledGroup, acquire_group, agree_on_first
 from replicated_ckpt.dcp.find.listing import Listed, list_checkpoints
+from replicated_ckpt.dcp.load.load_report import LoadReport
 from replicated_ckpt.dcp.load.reader import ReplicatedReader
-from replicated_ckpt.dcp.load.report import LoadReport
 from replicated_ckpt.dcp.memory.tiers import join_left_tier
 from replicated_ckpt.dcp.planning.cached_planner import CachedSavePlanner
 from replicated_ckpt.dcp.rank_state.rank_state import RankStatePlanner
 from replicated_ckpt.dcp.removal import delete_everywhere
 from replicated_ckpt.dcp.save.bucket import WAIT_TIMEOUT_S
-from replicated_ckpt.dcp.save.report import SaveReport
+from replicated_ckpt.dcp.save.save_report import SaveReport
 from replicated_ckpt.dcp.save.writer import ReplicatedWriter
 from replicated_ckpt.errors import RankFailed, RendezvousFailed, ReplicatedCkptError
 

@@ -12,7 +12,7 @@ from replicated_ckpt.dcp.find.listing import name_saves
 from replicated_ckpt.dcp.load.reader import ReplicatedReader
 from replicated_ckpt.errors import StoreUnavailable
 from replicated_ckpt.stores.bucket.bucket import Bucket
-from replicated_ckpt.stores.bucket.removal import remove_save
+from replicated_ckpt.stores.bucket.bucket_removal import remove_save
 from replicated_ckpt.stores.local.store import LocalStore
 
 T = TypeVar("T")

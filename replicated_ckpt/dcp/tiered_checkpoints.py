@@ -19,7 +19,7 @@ from replicated_ckpt.core.upkeep.policy import scope_of
 from replicated_ckpt.dcp.agreement.node_post import forgotten_on_error, join_lineages, remember
 from replicated_ckpt.dcp.c10d.group_pool import agree_on_all
 from replicated_ckpt.dcp.find.listing import Listed
-from replicated_ckpt.dcp.load.report import LoadReport
+from replicated_ckpt.dcp.load.load_report import LoadReport
 from replicated_ckpt.dcp.memory.root import claim_memory_root, find_memory_root
 from replicated_ckpt.dcp.memory.tiers import (
     GENERATIONS,
@@ -34,7 +34,7 @@ from replicated_ckpt.dcp.memory.tiers import (
 from replicated_ckpt.dcp.named_checkpoints import NamedCheckpoints, see_newest
 from replicated_ckpt.dcp.runtime.failures import describe_failure
 from replicated_ckpt.dcp.save.bucket import WAIT_TIMEOUT_S, check_timeout
-from replicated_ckpt.dcp.save.report import SaveReport
+from replicated_ckpt.dcp.save.save_report import SaveReport
 from replicated_ckpt.dcp.save.writer import ReplicatedWriter
 from replicated_ckpt.dcp.staging.segment import StagingRefused
 from replicated_ckpt.dcp.staging.stager import Stager, await_device

@@ -96,7 +96,11 @@ def test_two_runs_in_one_directory_are_told_apart(tmp_path: Path) -> None:
     save_as(store, stock, number=12, lineage=ours, checkpoint_id="run/step-2")
     for said in shown(store):
         lines = said.splitlines()
-        first = next(index for index, line in enumerate(lines) if line.startswith("2 runs in directory run; a load takes the first"))
+        first = next(
+            index
+            for index, line in enumerate(lines)
+            if line.startswith("2 runs in directory run; a load takes the first")
+        )
         assert lines[first + 1].startswith(f"  lineage '{ours}': newest run/step-2, saved at ")
         assert lines[first + 2].startswith(f"  lineage '{theirs}': newest run/step-9, saved at ")
         assert f"`ReplicatedReader(lineage='{theirs}')`" in lines[first + 3]

@@ -34,10 +34,7 @@ def test_a_second_agent_names_the_first(tmp_path: Path) -> None:
     with running_agent(tmp_path / "store") as first:
         done = command("agent", "--root", tmp_path / "store")
     assert done.returncode == ExitCode.UNREACHABLE
-    assert (
-        f"(pid {first.endpoint.pid}). Hint: Use that one, or end it: `kill {first.endpoint.pid}`."
-        in done.stderr
-    )
+    assert f"(pid {first.endpoint.pid}). Hint: Use that one, or end it: `kill {first.endpoint.pid}`." in done.stderr
 
 
 def test_good_then_degraded_then_down(tmp_path: Path) -> None:

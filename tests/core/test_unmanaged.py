@@ -2,7 +2,7 @@
 
 import pytest
 
-from replicated_ckpt.core.reading.unmanaged import UnmanagedFile, UnmanagedHolding, unmanaged_checkpoints
+from replicated_ckpt.core.reading.unmanaged_files import UnmanagedFile, UnmanagedHolding, unmanaged_checkpoints
 from replicated_ckpt.errors import CheckpointAmbiguous
 
 METADATA = UnmanagedFile(500, 7, 1000.0)

@@ -74,7 +74,7 @@ def test_the_other_nodes_copy_is_loaded(
             dies(root, stack, patch)
             return lock if is_locked else lock_version(*arguments)
 
-        patch.setattr("replicated_ckpt.dcp.load.attempt.lock_version", lock)
+        patch.setattr("replicated_ckpt.dcp.load.load_attempt.lock_version", lock)
         reader = ReplicatedReader(root)
         dcp.load(state, checkpoint_id="step-1", storage_reader=reader)
     assert torch.equal(state["w"], torch.arange(1000.0))

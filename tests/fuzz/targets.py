@@ -27,7 +27,7 @@ from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import is_shard_path
 from replicated_ckpt.core.pickles.follower import follow
 from replicated_ckpt.core.pickles.tree import Fields
-from replicated_ckpt.core.reading.unmanaged import item_ranges
+from replicated_ckpt.core.reading.unmanaged_files import item_ranges
 from replicated_ckpt.dcp.convert.safetensors import decode_header
 from replicated_ckpt.dcp.metadata.columns import ColumnsInvalid, decode_columns, encode_columns
 from replicated_ckpt.dcp.metadata.metadata import decode_metadata

@@ -1,6 +1,6 @@
 """What is told of saves and loads of several ranks: to the user's functions on every rank, and to the log of rank 0."""
 
-from replicated_ckpt.dcp.save.report import PHASES
+from replicated_ckpt.dcp.save.save_report import PHASES
 from tests.harness.cluster import call
 from tests.multiprocess.conftest import ClusterOf
 from tests.steps import peers

@@ -17,14 +17,14 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 
 import replicated_ckpt.dcp.find.rendezvous
-import replicated_ckpt.dcp.load.attempt
-import replicated_ckpt.dcp.save.attempt
+import replicated_ckpt.dcp.load.load_attempt
 import replicated_ckpt.dcp.save.commit
+import replicated_ckpt.dcp.save.save_attempt
 from replicated_ckpt import ReplicatedReader, ReplicatedWriter
 from replicated_ckpt.agent.state.endpoint import root_lock
 from replicated_ckpt.dcp.agreement.nodes import AgentCluster
 from replicated_ckpt.dcp.find.survey import Survey, Surveyor
-from replicated_ckpt.dcp.load.attempt import LoadAttempt
+from replicated_ckpt.dcp.load.load_attempt import LoadAttempt
 from replicated_ckpt.dcp.save.shard_writer import ShardWriter
 from replicated_ckpt.stores.local.store import LocalStore
 from tests.harness.launch import Call, call, step_of
@@ -46,24 +46,24 @@ PLANNERS: Mapping[str, tuple[Any, str]] = {
 """Hooks of the user's planner that DCP calls before or between those of the writer and the reader."""
 PLACES: Mapping[str, tuple[Any, str]] = {
     **PLANNERS,
-    "save: present": (replicated_ckpt.dcp.save.attempt, "register_for_save"),
+    "save: present": (replicated_ckpt.dcp.save.save_attempt, "register_for_save"),
     "save: open": (AgentCluster, "begin"),
-    "save: number": (replicated_ckpt.dcp.save.attempt, "assign_sequence"),
-    "save: weigh": (replicated_ckpt.dcp.save.attempt, "list_weaknesses"),
+    "save: number": (replicated_ckpt.dcp.save.save_attempt, "assign_sequence"),
+    "save: weigh": (replicated_ckpt.dcp.save.save_attempt, "list_weaknesses"),
     "save: hold": (LocalStore, "lock_save"),
     "save: write": (ShardWriter, "write"),
-    "save: written": (replicated_ckpt.dcp.save.attempt, "report_save"),
-    "save: receipt": (replicated_ckpt.dcp.save.attempt, "register_again"),
-    "save: post": (replicated_ckpt.dcp.save.attempt, "make_receipt_post"),
-    "save: collect": (replicated_ckpt.dcp.save.attempt, "collect_receipts"),
+    "save: written": (replicated_ckpt.dcp.save.save_attempt, "report_save"),
+    "save: receipt": (replicated_ckpt.dcp.save.save_attempt, "register_again"),
+    "save: post": (replicated_ckpt.dcp.save.save_attempt, "make_receipt_post"),
+    "save: collect": (replicated_ckpt.dcp.save.save_attempt, "collect_receipts"),
     "save: finish": (replicated_ckpt.dcp.save.commit, "encode_metadata_file"),
     "load: reset": (ReplicatedReader, "reset"),
     "load: present": (replicated_ckpt.dcp.find.rendezvous, "register_for_load"),
     "load: look": (Surveyor, "survey"),
     "load: told": (Survey, "from_json"),
-    "load: metadata": (replicated_ckpt.dcp.load.attempt, "read_verified_metadata"),
+    "load: metadata": (replicated_ckpt.dcp.load.load_attempt, "read_verified_metadata"),
     "load: check": (LoadAttempt, "plan"),
-    "load: plan": (replicated_ckpt.dcp.load.attempt, "plan_sharing"),
+    "load: plan": (replicated_ckpt.dcp.load.load_attempt, "plan_sharing"),
     "load: read": (LoadAttempt, "read"),
 }
 """Where an error is met: what stands there is replaced while the save or load goes on."""

@@ -16,7 +16,7 @@ from replicated_ckpt.node.saves.service import NodeService
 from replicated_ckpt.node.state.upload_book import UNKNOWN_HINT, UploadBook
 from replicated_ckpt.node.uploads.uploader import Uploader
 from replicated_ckpt.stores.bucket.bucket import Bucket
-from replicated_ckpt.stores.bucket.removal import remove_save
+from replicated_ckpt.stores.bucket.bucket_removal import remove_save
 from replicated_ckpt.stores.bucket_client.client import AWAY_HINT
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.peer.answer import parsing

@@ -23,7 +23,7 @@ from replicated_ckpt.core.layout import (
     is_save_id,
 )
 from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX
-from replicated_ckpt.core.reading.unmanaged import ranges_from_json
+from replicated_ckpt.core.reading.unmanaged_files import ranges_from_json
 from replicated_ckpt.core.reading.windows import ByteRange
 from replicated_ckpt.core.upkeep.policy import scope_of
 from replicated_ckpt.errors import ConfigInvalid, ObjectMissing, PeerProtocolError

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from replicated_ckpt.cli.exit_codes import ExitCode
-from replicated_ckpt.cli.look import unmanaged
+from replicated_ckpt.cli.look import unmanaged_rows
 from replicated_ckpt.cli.look.checkpoints import (
     HEADER,
     CheckpointSeen,
@@ -19,9 +19,9 @@ from replicated_ckpt.cli.look.checkpoints import (
     list_checkpoints,
 )
 from replicated_ckpt.cli.look.conflicting_runs import describe_conflicting_runs
+from replicated_ckpt.cli.look.given_root import add_start_argument, describe_memory_tier, open_store_of
 from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
 from replicated_ckpt.cli.look.progress import format_table, say_if_slow
-from replicated_ckpt.cli.look.root import add_start_argument, describe_memory_tier, open_store_of
 from replicated_ckpt.cli.look.waiting_saves import advise_on_in_doubt, describe_wait, list_staged_saves
 from replicated_ckpt.errors import StoreError
 from replicated_ckpt.node.peers.watch import describe_silence
@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
         # Raised after the table: a bucket that is away must not hide what lies on the nodes.
         problem = exc
     rows = list_checkpoints(seen, there)
-    rows += unmanaged.list_rows(store, seen, {row.checkpoint_id for row in rows})
+    rows += unmanaged_rows.list_rows(store, seen, {row.checkpoint_id for row in rows})
     if arguments.json:
         _print_json(store, seen, rows)
     else:

@@ -11,8 +11,8 @@ from replicated_ckpt.agent.repair.audit import Audit, Auditor
 from replicated_ckpt.cli.checkpoints.verify import as_json, describe_short, see_audit
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.checkpoints import advise, describe_absent, describe_newer, find_id, list_checkpoints
+from replicated_ckpt.cli.look.given_root import open_store, start_agent
 from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
-from replicated_ckpt.cli.look.root import open_store, start_agent
 from replicated_ckpt.cli.look.waiting_saves import (
     advise_on_in_doubt,
     describe_loss,
@@ -24,7 +24,7 @@ from replicated_ckpt.cli.look.waiting_saves import (
 from replicated_ckpt.core.upkeep.repair_plan import RepairPlan, ShortShard
 from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptError
 from replicated_ckpt.node.peers.address_book import PeerBook, listening_host
-from replicated_ckpt.node.peers.unmanaged import UnmanagedLook
+from replicated_ckpt.node.peers.unmanaged_audit import UnmanagedLook
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.answer import parsing
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient

@@ -16,9 +16,9 @@ from replicated_ckpt.cli.look.checkpoints import (
     list_checkpoints,
     see_with_unclaimed_files,
 )
+from replicated_ckpt.cli.look.given_root import add_start_argument, open_store_of
 from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
 from replicated_ckpt.cli.look.progress import format_moment, format_table
-from replicated_ckpt.cli.look.root import add_start_argument, open_store_of
 from replicated_ckpt.core.inventory import saves_found
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.protocol.seen_save import SeenSave

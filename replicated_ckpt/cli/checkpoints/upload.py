@@ -11,9 +11,9 @@ from replicated_ckpt.agent.launch import ensure_agent
 from replicated_ckpt.cli.checkpoints.ls import name_bucket
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.checkpoints import find_id
+from replicated_ckpt.cli.look.given_root import open_store
 from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
 from replicated_ckpt.cli.look.progress import parse_seconds
-from replicated_ckpt.cli.look.root import open_store
 from replicated_ckpt.core.bucket.upload_plan import UploadState
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.errors import (

@@ -14,15 +14,15 @@ from replicated_ckpt.cli.checkpoints.ls import name_bucket
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.checkpoints import advise, describe_absent, describe_newer, find_id, list_checkpoints
 from replicated_ckpt.cli.look.conflicting_runs import describe_conflicting_runs
+from replicated_ckpt.cli.look.given_root import add_start_argument, open_store_of
 from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
 from replicated_ckpt.cli.look.progress import format_duration, read_all, say_if_slow
-from replicated_ckpt.cli.look.root import add_start_argument, open_store_of
-from replicated_ckpt.cli.look.unmanaged import print_audits, worst_code
+from replicated_ckpt.cli.look.unmanaged_rows import print_audits, worst_code
 from replicated_ckpt.core.inventory import saves_found
 from replicated_ckpt.core.upkeep.repair_plan import Finding, ShortShard
 from replicated_ckpt.errors import StoreError
 from replicated_ckpt.node.peers.address_book import PeerBook
-from replicated_ckpt.node.peers.unmanaged import UnmanagedAuditor
+from replicated_ckpt.node.peers.unmanaged_audit import UnmanagedAuditor
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.bucket.inspection import BucketInspector
 from replicated_ckpt.stores.bucket_client.opening import open_client

@@ -4,7 +4,7 @@ import argparse
 
 from replicated_ckpt.cli.convert.conversion import Printer, add_key_arguments, describe, key_rules
 from replicated_ckpt.cli.exit_codes import ExitCode, stop_on_sigterm
-from replicated_ckpt.cli.look.root import open_store
+from replicated_ckpt.cli.look.given_root import open_store
 from replicated_ckpt.errors import ConfigInvalid
 from replicated_ckpt.wording import list_some, plural
 

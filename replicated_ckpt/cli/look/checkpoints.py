@@ -26,7 +26,7 @@ from replicated_ckpt.core.reading.newest import Newest
 from replicated_ckpt.core.upkeep.policy import pending
 from replicated_ckpt.core.upkeep.unclaimed_files import recognize
 from replicated_ckpt.errors import CheckpointNotFound, ManifestVersionUnknown, ReplicatedCkptError
-from replicated_ckpt.node.peers.unmanaged import UnmanagedLook
+from replicated_ckpt.node.peers.unmanaged_audit import UnmanagedLook
 from replicated_ckpt.stores.bucket.bucket_save import BucketSave
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.wording import describe_bytes, list_some, plural

@@ -4,7 +4,7 @@ import argparse
 
 from replicated_ckpt.agent import command
 from replicated_ckpt.agent.command import HELP, add_arguments
-from replicated_ckpt.cli.look.root import check_is_no_file
+from replicated_ckpt.cli.look.given_root import check_is_no_file
 
 __all__ = ["HELP", "add_arguments", "run"]
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from shlex import quote
 
 from replicated_ckpt.cli.exit_codes import ExitCode
-from replicated_ckpt.cli.look import unmanaged
+from replicated_ckpt.cli.look import unmanaged_rows
 from replicated_ckpt.cli.look.checkpoints import DAMAGED, CheckpointSeen, find_needed, list_checkpoints
+from replicated_ckpt.cli.look.given_root import open_store, start_agent
 from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
-from replicated_ckpt.cli.look.root import open_store, start_agent
 from replicated_ckpt.cli.look.waiting_saves import list_staged_saves
 from replicated_ckpt.core.layout import MANIFEST_NAME
 from replicated_ckpt.errors import ConfigInvalid
@@ -90,7 +90,7 @@ def _list_losses(store: LocalStore, seen: NodesSeen, rows: Sequence[CheckpointSe
     """
     losses = {row.checkpoint_id: list(row.missing) for row in rows if row.missing and node in row.not_reached}
     losses |= {row.checkpoint_id: [MANIFEST_NAME] for row in rows if row.state == DAMAGED}
-    stock = unmanaged.list_rows(store, seen, {row.checkpoint_id for row in rows})
+    stock = unmanaged_rows.list_rows(store, seen, {row.checkpoint_id for row in rows})
     return losses | {row.checkpoint_id: list(row.missing) for row in stock if row.missing}
 
 

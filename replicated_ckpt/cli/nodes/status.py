@@ -16,9 +16,9 @@ from replicated_ckpt.agent.state.log_file import LOG_NAME
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.checkpoints import CheckpointSeen, advise_on_missing, describe_totals, list_checkpoints
 from replicated_ckpt.cli.look.conflicting_runs import describe_conflicting_runs
+from replicated_ckpt.cli.look.given_root import add_start_argument, describe_memory_tier, open_store_of
 from replicated_ckpt.cli.look.nodes import NodesSeen, ask_own_status, look_at_nodes
 from replicated_ckpt.cli.look.progress import format_moment, format_table, parse_seconds
-from replicated_ckpt.cli.look.root import add_start_argument, describe_memory_tier, open_store_of
 from replicated_ckpt.cli.look.waiting_saves import WaitingSave, advise_on_in_doubt, list_waiting
 from replicated_ckpt.cli.nodes.health import Health, describe_room, describe_work, judge_health
 from replicated_ckpt.errors import ReplicatedCkptError

@@ -5,7 +5,7 @@ import json
 from dataclasses import asdict
 
 from replicated_ckpt.cli.exit_codes import ExitCode
-from replicated_ckpt.cli.look.root import open_store
+from replicated_ckpt.cli.look.given_root import open_store
 from replicated_ckpt.cli.removal.remover import Removed, Remover, add_removal_arguments
 from replicated_ckpt.config import Retention
 from replicated_ckpt.core.upkeep.retention import plan_prune

@@ -11,9 +11,9 @@ from typing import Any, Self
 from replicated_ckpt.cli.checkpoints.ls import list_bucket, name_bucket
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.checkpoints import IN_BUCKET, CheckpointSeen, list_checkpoints
+from replicated_ckpt.cli.look.given_root import start_agent
 from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
 from replicated_ckpt.cli.look.progress import say_if_slow
-from replicated_ckpt.cli.look.root import start_agent
 from replicated_ckpt.config import Retention
 from replicated_ckpt.core.notes import metrics_of
 from replicated_ckpt.core.upkeep.policy import NODES, pending, scope_of
@@ -22,7 +22,7 @@ from replicated_ckpt.errors import ReplicatedCkptError
 from replicated_ckpt.node.peers.address_book import PeerBook
 from replicated_ckpt.node.state.policies import PolicyBook
 from replicated_ckpt.stores.bucket.bucket import Bucket
-from replicated_ckpt.stores.bucket.removal import remove_save
+from replicated_ckpt.stores.bucket.bucket_removal import remove_save
 from replicated_ckpt.stores.bucket_client.opening import open_client
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.local.store import LocalStore

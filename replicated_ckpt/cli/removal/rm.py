@@ -7,7 +7,7 @@ from dataclasses import asdict
 from shlex import quote
 
 from replicated_ckpt.cli.look.checkpoints import IN_BUCKET, CheckpointSeen, describe_absent
-from replicated_ckpt.cli.look.root import open_store
+from replicated_ckpt.cli.look.given_root import open_store
 from replicated_ckpt.cli.removal.remover import Removed, Remover, add_removal_arguments
 from replicated_ckpt.core.upkeep.policy import scope_of
 from replicated_ckpt.core.upkeep.retention import find_last_good

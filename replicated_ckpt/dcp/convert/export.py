@@ -104,7 +104,7 @@ def _place(
     if "\0" in text:
         raise ConfigInvalid(f"{text!r} is not a valid path: it contains NUL.")
     if "://" in text:
-        from replicated_ckpt.stores.output.url import UrlOutput
+        from replicated_ckpt.stores.output.url_output import UrlOutput
 
         return UrlOutput(text, options, is_directory=sink.is_directory, may_replace=may_replace)
     path = Path(make_absolute(text))

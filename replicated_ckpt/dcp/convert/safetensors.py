@@ -26,7 +26,7 @@ from replicated_ckpt.dcp.convert.entries.source import (
     TensorEntry,
     stream_tensors,
 )
-from replicated_ckpt.dcp.tensors.memory import memory_of, window_tensor
+from replicated_ckpt.dcp.tensors.tensor_memory import memory_of, window_tensor
 from replicated_ckpt.errors import ConfigInvalid, ObjectCorrupt
 from replicated_ckpt.stores.files.durable import read_exactly, translate_errors
 from replicated_ckpt.stores.files.existence import is_directory, is_plain_file, open_plain, read_plain

@@ -32,7 +32,7 @@ from replicated_ckpt.dcp.objects.values import UnknownName
 from replicated_ckpt.dcp.objects.weights_only import ObjectValues, load_object, pickle_in
 from replicated_ckpt.dcp.runtime.torch_private import flatten
 from replicated_ckpt.dcp.tensors.container import is_plain
-from replicated_ckpt.dcp.tensors.memory import empty_tensor, memory_of, window_tensor
+from replicated_ckpt.dcp.tensors.tensor_memory import empty_tensor, memory_of, window_tensor
 from replicated_ckpt.errors import ConfigInvalid, ObjectCorrupt, ObjectUnsafe, StoreError
 from replicated_ckpt.stores.files.durable import read_exactly, translate_errors
 from replicated_ckpt.stores.files.existence import open_plain, open_plain_file

@@ -14,7 +14,7 @@ from replicated_ckpt.core.inventory import Holding, LineageFound, SaveFound, sav
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, OBJECT_NODE
 from replicated_ckpt.core.manifest import Manifest, decode_manifest
 from replicated_ckpt.core.reading.newest import Newest
-from replicated_ckpt.core.reading.unmanaged import UnmanagedCheckpoint, UnmanagedSave
+from replicated_ckpt.core.reading.unmanaged_files import UnmanagedCheckpoint, UnmanagedSave
 from replicated_ckpt.core.upkeep.policy import scope_of
 from replicated_ckpt.core.upkeep.unclaimed_files import UnclaimedFiles, note_lost_manifests, with_unclaimed_files
 from replicated_ckpt.dcp.agreement.node_post import SeenStore
@@ -31,7 +31,7 @@ from replicated_ckpt.errors import (
     ShardLost,
     StoreUnavailable,
 )
-from replicated_ckpt.node.peers.unmanaged import UnmanagedLook
+from replicated_ckpt.node.peers.unmanaged_audit import UnmanagedLook
 from replicated_ckpt.node.peers.watch import NodeHoldings, parse_node_holdings
 from replicated_ckpt.node.state.damage import DamageBook
 from replicated_ckpt.stores.bucket.bucket import Bucket, manifest_in

@@ -11,7 +11,7 @@ from typing import Any
 
 from replicated_ckpt.dcp.c10d.picklable_error import dump, make_sendable
 from replicated_ckpt.dcp.c10d.presence import describe_ended
-from replicated_ckpt.dcp.load.report import LoadReport
+from replicated_ckpt.dcp.load.load_report import LoadReport
 from replicated_ckpt.dcp.runtime.torch_private import Collectives
 from replicated_ckpt.errors import RankFailed
 from replicated_ckpt.wording import plural

@@ -11,8 +11,8 @@ from replicated_ckpt.dcp.objects.values import UnknownName
 from replicated_ckpt.dcp.objects.weights_only import save_again
 from replicated_ckpt.dcp.runtime.torch_private import StorageInfo, narrow
 from replicated_ckpt.dcp.tensors.container import TensorReader, other_tensor
-from replicated_ckpt.dcp.tensors.memory import copy_into
 from replicated_ckpt.dcp.tensors.stored_tensor import Destination, StoredTensor, destination_for
+from replicated_ckpt.dcp.tensors.tensor_memory import copy_into
 from replicated_ckpt.errors import ConfigInvalid, ObjectCorrupt, ObjectUnsafe
 
 

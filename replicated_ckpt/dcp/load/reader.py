@@ -19,10 +19,10 @@ from replicated_ckpt.dcp.c10d.picklable_error import make_picklable
 from replicated_ckpt.dcp.c10d.presence import announce
 from replicated_ckpt.dcp.c10d.world import world_of_call
 from replicated_ckpt.dcp.find.listing import look_up
-from replicated_ckpt.dcp.load.attempt import LoadAttempt, ReaderBucket, ReaderParts
 from replicated_ckpt.dcp.load.item_reader import ItemReader
+from replicated_ckpt.dcp.load.load_attempt import LoadAttempt, ReaderBucket, ReaderParts
+from replicated_ckpt.dcp.load.load_report import LoadReport
 from replicated_ckpt.dcp.load.metadata_copies import UnreadMetadata
-from replicated_ckpt.dcp.load.report import LoadReport
 from replicated_ckpt.dcp.runtime.caller import find_line
 from replicated_ckpt.dcp.runtime.failures import as_checkpoint_exception
 from replicated_ckpt.dcp.runtime.torch_private import find_call, leaves_plans

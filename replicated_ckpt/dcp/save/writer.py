@@ -35,10 +35,10 @@ from replicated_ckpt.dcp.objects.unloadable import refuse_unloadable_paths
 from replicated_ckpt.dcp.planning.cached_layouts import CachedLayouts
 from replicated_ckpt.dcp.planning.cached_planner import CachedSavePlanner
 from replicated_ckpt.dcp.runtime.caller import find_line
-from replicated_ckpt.dcp.save.attempt import SaveAttempt, WriterParts
 from replicated_ckpt.dcp.save.bucket import WAIT_TIMEOUT_S, ObjectTier, check_timeout
-from replicated_ckpt.dcp.save.report import SaveReport
-from replicated_ckpt.dcp.save.retention import Retaining
+from replicated_ckpt.dcp.save.save_attempt import SaveAttempt, WriterParts
+from replicated_ckpt.dcp.save.save_policy import Retaining
+from replicated_ckpt.dcp.save.save_report import SaveReport
 from replicated_ckpt.dcp.save.shard_writer import ShardWriter
 from replicated_ckpt.dcp.staging.stager import Stager, await_turn
 from replicated_ckpt.environment import DOMAIN_ENV

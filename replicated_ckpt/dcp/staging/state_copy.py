@@ -13,7 +13,7 @@ from replicated_ckpt.dcp.runtime.torch_private import DTensor, ShardedTensor, lo
 from replicated_ckpt.dcp.staging.segment import StagingRefused
 from replicated_ckpt.dcp.tensors.container import is_freed, is_plain
 from replicated_ckpt.dcp.tensors.device_copy import DeviceCopies
-from replicated_ckpt.dcp.tensors.memory import empty_tensor
+from replicated_ckpt.dcp.tensors.tensor_memory import empty_tensor
 
 ALIGNMENT_BYTES = 512
 """Alignment of each storage's first byte: direct I/O may need it, and it is a multiple of every dtype's size."""

@@ -14,7 +14,7 @@ from replicated_ckpt.core.pickles.follower import follow
 from replicated_ckpt.core.pickles.tree import tensor_of
 from replicated_ckpt.dcp.objects.storages import Storages, copy_records, dtype_of, record_of
 from replicated_ckpt.dcp.objects.weights_only import ObjectValues, pickle_in
-from replicated_ckpt.dcp.tensors.memory import empty_tensor, tensor_over
+from replicated_ckpt.dcp.tensors.tensor_memory import empty_tensor, tensor_over
 from replicated_ckpt.stores.files.direct import address_of
 
 TEMPLATE_BYTES_MAX = 1 << 20

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from replicated_ckpt.dcp.tensors.memory import copy_into, memory_of
+from replicated_ckpt.dcp.tensors.tensor_memory import copy_into, memory_of
 from replicated_ckpt.stores.files.direct import address_of
 
 PIECE_BYTES = 4 << 20

@@ -9,7 +9,7 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteIt
 from replicated_ckpt.dcp.objects.unloadable import warn_if_class_is_unknown, warn_if_unloadable
 from replicated_ckpt.dcp.tensors.container import fills_storage, is_dense, is_freed, is_plain
 from replicated_ckpt.dcp.tensors.device_copy import copy_to_host
-from replicated_ckpt.dcp.tensors.memory import memory_of
+from replicated_ckpt.dcp.tensors.tensor_memory import memory_of
 from replicated_ckpt.dcp.tensors.torch_save import Envelope, learn_envelope, save_without_crc32
 from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptError
 

@@ -13,7 +13,7 @@ from replicated_ckpt.core.reading.windows import ByteRange
 from replicated_ckpt.dcp.runtime.torch_private import StorageInfo, narrow
 from replicated_ckpt.dcp.tensors.container import is_plain
 from replicated_ckpt.dcp.tensors.device_copy import PinnedCopies
-from replicated_ckpt.dcp.tensors.memory import copy_into, memory_of, tensor_over
+from replicated_ckpt.dcp.tensors.tensor_memory import copy_into, memory_of, tensor_over
 from replicated_ckpt.dcp.tensors.torch_save import learn_envelope
 from replicated_ckpt.stores.files.direct import address_of
 

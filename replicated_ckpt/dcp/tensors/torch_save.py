@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from replicated_ckpt.dcp.tensors.container import TEMPLATE_BYTES_MAX, data_range
-from replicated_ckpt.dcp.tensors.memory import empty_tensor
+from replicated_ckpt.dcp.tensors.tensor_memory import empty_tensor
 from replicated_ckpt.errors import ReplicatedCkptError
 
 _DATA_WRITE_BYTES_MIN = 64 << 10

@@ -20,7 +20,7 @@ from replicated_ckpt.core.integrity.archive import (
 )
 from replicated_ckpt.core.integrity.checksum import BlockTable, crc32c
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
-from replicated_ckpt.core.reading.unmanaged import UnmanagedFile, UnmanagedHolding
+from replicated_ckpt.core.reading.unmanaged_files import UnmanagedFile, UnmanagedHolding
 from replicated_ckpt.core.reading.windows import ByteRange, end_of
 from replicated_ckpt.core.upkeep.repair_plan import Finding, Problem
 from replicated_ckpt.errors import ObjectMissing, StoreError

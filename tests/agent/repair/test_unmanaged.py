@@ -20,7 +20,7 @@ from replicated_ckpt.errors import (
     StoreDenied,
     StoreUnavailable,
 )
-from replicated_ckpt.node.peers.unmanaged import unmanaged_verify_path
+from replicated_ckpt.node.peers.unmanaged_audit import unmanaged_verify_path
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.answer import unmanaged_path
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from replicated_ckpt.core.reading.unmanaged import item_ranges, needed_bytes
+from replicated_ckpt.core.reading.unmanaged_files import item_ranges, needed_bytes
 from replicated_ckpt.core.reading.windows import ByteRange
 from replicated_ckpt.dcp.runtime.torch_private import StorageInfo
 from replicated_ckpt.errors import MetadataUnsafe

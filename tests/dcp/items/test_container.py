@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from replicated_ckpt.dcp.tensors import torch_save
 from replicated_ckpt.dcp.tensors.container import TEMPLATE_BYTES_MAX, TensorReader, data_range
 from replicated_ckpt.dcp.tensors.item_writer import TensorWriter
-from replicated_ckpt.dcp.tensors.memory import empty_tensor
+from replicated_ckpt.dcp.tensors.tensor_memory import empty_tensor
 from replicated_ckpt.dcp.tensors.torch_save import learn_envelope
 from replicated_ckpt.errors import StoreFull
 

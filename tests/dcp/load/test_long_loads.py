@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from replicated_ckpt import ReplicatedReader, ReplicatedWriter
 from replicated_ckpt.agent.http.server import CONNECTIONS_MAX
 from replicated_ckpt.dcp.c10d.world import World
-from replicated_ckpt.dcp.load import attempt
+from replicated_ckpt.dcp.load import load_attempt
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.versions.readers import is_read
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
@@ -51,7 +51,7 @@ def test_a_rank_that_reads_for_long_has_other_nodes_keep_what_it_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It says so again and again, also while it reads nothing there."""
-    monkeypatch.setattr(attempt, "REMIND_S", 0.0)
+    monkeypatch.setattr(load_attempt, "REMIND_S", 0.0)
     here, there = LocalStore(tmp_path / "here"), LocalStore(tmp_path / "there")
     dcp.save({"a": torch.arange(9)}, checkpoint_id="step-1", storage_writer=ReplicatedWriter(there.root, copies=1))
     with running_agent(there.root) as agent:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from replicated_ckpt import CheckpointManager, ReplicatedReader, ReplicatedWriter
-from replicated_ckpt.dcp.load.attempt import count_prefixes
+from replicated_ckpt.dcp.load.load_attempt import count_prefixes
 from replicated_ckpt.errors import ReplicatedCkptWarning
 
 pytestmark = [

@@ -20,7 +20,7 @@ from replicated_ckpt.core.notes import NOTES_BYTES_MAX
 from replicated_ckpt.dcp.agreement import node_post
 from replicated_ckpt.dcp.convert.importing import import_checkpoint
 from replicated_ckpt.dcp.memory.root import find_memory_root
-from replicated_ckpt.dcp.save.report import SaveReport
+from replicated_ckpt.dcp.save.save_report import SaveReport
 from replicated_ckpt.errors import CheckpointNotFound, ConfigInvalid, ManagerClosed, ReplicatedCkptError, ShardLost
 from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.agents import stop_agent, wait_for

@@ -14,8 +14,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from replicated_ckpt import CheckpointManager, LoadReport, ReplicatedReader, ReplicatedWriter, SaveReport
-from replicated_ckpt.dcp.load.report import PHASES as LOAD_PHASES
-from replicated_ckpt.dcp.save.report import PHASES
+from replicated_ckpt.dcp.load.load_report import PHASES as LOAD_PHASES
+from replicated_ckpt.dcp.save.save_report import PHASES
 from replicated_ckpt.wording import align, describe_bytes
 
 pytestmark = [

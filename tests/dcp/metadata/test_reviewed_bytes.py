@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from replicated_ckpt.core.reading.unmanaged import item_ranges
+from replicated_ckpt.core.reading.unmanaged_files import item_ranges
 from replicated_ckpt.dcp.metadata.metadata import decode_metadata
 from replicated_ckpt.dcp.objects.weights_only import load_object
 from replicated_ckpt.errors import MetadataUnsafe, ObjectUnsafe

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint import CheckpointException
 from replicated_ckpt import ReplicatedReader, ReplicatedWriter, Retention
 from replicated_ckpt.dcp.find import keeping
 from replicated_ckpt.dcp.find.survey import Surveyor
-from replicated_ckpt.dcp.load.attempt import LoadAttempt
+from replicated_ckpt.dcp.load.load_attempt import LoadAttempt
 from replicated_ckpt.errors import CheckpointNotFound, ShardLost
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.versions.readers import is_read

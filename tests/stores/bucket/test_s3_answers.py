@@ -18,8 +18,8 @@ from replicated_ckpt.errors import StoreDenied, StoreError, StoreUnavailable
 from replicated_ckpt.node.saves.service import NodeService
 from replicated_ckpt.node.uploads.bucket_retention import retire_in_bucket
 from replicated_ckpt.stores.bucket.bucket import Bucket, key_of
+from replicated_ckpt.stores.bucket.bucket_removal import remove_superseded
 from replicated_ckpt.stores.bucket.inspection import BucketInspector
-from replicated_ckpt.stores.bucket.removal import remove_superseded
 from replicated_ckpt.stores.bucket_client import fsspec as fsspec_client
 from replicated_ckpt.stores.bucket_client.client import ARCHIVED, PART_BYTES, Listing
 from replicated_ckpt.stores.bucket_client.fsspec import FsspecClient

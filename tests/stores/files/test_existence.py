@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from replicated_ckpt.agent.repair.scrub import Scrubber
-from replicated_ckpt.cli.look.root import open_store
+from replicated_ckpt.cli.look.given_root import open_store
 from replicated_ckpt.core.layout import MANIFEST_NAME, NODE_NAME
 from replicated_ckpt.core.upkeep.repair_plan import Finding
 from replicated_ckpt.errors import ConfigInvalid, StoreDenied, StoreError

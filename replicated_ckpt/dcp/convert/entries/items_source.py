@@ -16,7 +16,7 @@ from replicated_ckpt.dcp.convert.entries.source import Contents, ObjectEntry, Pa
 from replicated_ckpt.dcp.objects.storages import dtype_of, record_of
 from replicated_ckpt.dcp.runtime.torch_private import StorageInfo
 from replicated_ckpt.dcp.tensors.container import TensorReader
-from replicated_ckpt.dcp.tensors.memory import tensor_over, window_tensor
+from replicated_ckpt.dcp.tensors.tensor_memory import tensor_over, window_tensor
 from replicated_ckpt.errors import ConfigInvalid, ObjectCorrupt
 
 PIECE_BYTES = 4 << 20

@@ -16,7 +16,7 @@ from replicated_ckpt.agent.repair import reprotect
 from replicated_ckpt.agent.state import rights
 from replicated_ckpt.agent.state.endpoint import Endpoint
 from replicated_ckpt.cli.checkpoints import repair
-from replicated_ckpt.cli.look import nodes, root
+from replicated_ckpt.cli.look import given_root, nodes
 from replicated_ckpt.core.integrity.checksum import FOOTER_TAIL_BYTES, BlockHasher, tables_of_size
 from replicated_ckpt.core.manifest import Manifest, decode_manifest
 from replicated_ckpt.core.reading.windows import Window
@@ -24,11 +24,10 @@ from replicated_ckpt.dcp.agreement import node_post
 from replicated_ckpt.dcp.agreement.node_post import NodePost
 from replicated_ckpt.dcp.c10d import world
 from replicated_ckpt.dcp.c10d.world import World
-from replicated_ckpt.dcp.load import attempt as load_attempt
-from replicated_ckpt.dcp.load import loading, reader
+from replicated_ckpt.dcp.load import load_attempt, loading, reader
 from replicated_ckpt.dcp.load.shard_reader import ShardReader
-from replicated_ckpt.dcp.save import attempt, numbering, shard_writer, writer
 from replicated_ckpt.dcp.save import commit as finish
+from replicated_ckpt.dcp.save import numbering, save_attempt, shard_writer, writer
 from replicated_ckpt.errors import ReplicatedCkptError, StoreUnavailable
 from replicated_ckpt.node.saves import service
 from replicated_ckpt.node.state import upload_book
@@ -153,17 +152,17 @@ def pretences(cluster: "Cluster") -> Iterator[AbstractContextManager[Any]]:
         (committed, "leads_out", _never),
         (world, "_SESSION", now),
         (node_post, "_seen", now),
-        (attempt, "warn", now.warn),
+        (save_attempt, "warn", now.warn),
         (load_attempt, "warn", now.warn),
         (writer, "world_of_call", lambda *_: now.rank.world),
         (reader, "world_of_call", lambda *_: now.rank.world),
         (reader, "find_call", lambda: True),
         (load_attempt, "meet", now.meet),
         (node_post, "register_node", lambda *_: now.rank.post()),
-        (attempt, "register_for_save", lambda *_: now.rank.post()),
+        (save_attempt, "register_for_save", lambda *_: now.rank.post()),
         (node_post, "ensure_agent", partial(_endpoint_of, cluster)),
         (repair, "ensure_agent", partial(_endpoint_of, cluster)),
-        (root, "ensure_agent", partial(_endpoint_of, cluster)),
+        (given_root, "ensure_agent", partial(_endpoint_of, cluster)),
         (nodes, "running_agent", partial(_running_endpoint_of, cluster)),
         (launch, "_start", _start_no_process),
     )

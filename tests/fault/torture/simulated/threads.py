@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from replicated_ckpt.agent.state.endpoint import Endpoint
-from replicated_ckpt.dcp.save import attempt, shard_writer, submission
+from replicated_ckpt.dcp.save import save_attempt, shard_writer, submission
 from replicated_ckpt.errors import StoreUnavailable
 from replicated_ckpt.node.saves import finish, settle, submissions
 from replicated_ckpt.node.saves.shard_copies import WrittenCopies
@@ -159,7 +159,7 @@ class Threads:
             yield module, "time", clock
         yield settle, "time", SimpleNamespace(monotonic=self._cluster.now, sleep=self._sleep_as_orphan)
         yield submissions, "Buffers", partial(Buffers, 4, 1 << 16)
-        yield attempt, "wait", self._wait_for_all
+        yield save_attempt, "wait", self._wait_for_all
         yield submission, "submit", self.submit
         yield shard_writer, "submit", self.submit
         yield submission, "read_endpoint", self._read_endpoint

@@ -55,8 +55,8 @@ from replicated_ckpt.dcp.runtime.torch_private import Collectives, follow_step
 from replicated_ckpt.dcp.save.bucket import ObjectTier
 from replicated_ckpt.dcp.save.commit import commit_save
 from replicated_ckpt.dcp.save.numbering import assign_sequence, choose_file_number, open_unheard
-from replicated_ckpt.dcp.save.report import SaveReport, report_ranks, report_save
-from replicated_ckpt.dcp.save.retention import Retaining
+from replicated_ckpt.dcp.save.save_policy import Retaining
+from replicated_ckpt.dcp.save.save_report import SaveReport, report_ranks, report_save
 from replicated_ckpt.dcp.save.shard_writer import ShardWriter, WrittenShard
 from replicated_ckpt.dcp.save.submission import Follower
 from replicated_ckpt.errors import AckNotReached, CheckpointExists, SaveAborted

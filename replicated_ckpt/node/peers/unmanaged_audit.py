@@ -8,7 +8,7 @@ from operator import index
 from typing import Any
 
 from replicated_ckpt.core.layout import METADATA_NAME
-from replicated_ckpt.core.reading.unmanaged import (
+from replicated_ckpt.core.reading.unmanaged_files import (
     UnmanagedCheckpoint,
     UnmanagedHolding,
     UnmanagedSave,

@@ -6,14 +6,14 @@ from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.checkpoints import UNMANAGED, CheckpointSeen
 from replicated_ckpt.cli.look.nodes import NodesSeen
 from replicated_ckpt.core.layout import METADATA_NAME
-from replicated_ckpt.core.reading.unmanaged import UnmanagedCheckpoint
+from replicated_ckpt.core.reading.unmanaged_files import UnmanagedCheckpoint
 from replicated_ckpt.errors import (
     CheckpointAmbiguous,
     MetadataUnsafe,
     PeerProtocolError,
     StoreError,
 )
-from replicated_ckpt.node.peers.unmanaged import UnmanagedAudit, UnmanagedLook
+from replicated_ckpt.node.peers.unmanaged_audit import UnmanagedAudit, UnmanagedLook
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.wording import plural
 
