@@ -153,13 +153,13 @@ class FsspecClient:
         return True
 
     def put_shard(self, key: str, source: UploadSource, paced: Paced) -> None:
-        # `put_files` reads the file itself, so its blocks are checked before.
+        # `put_file` reads the file itself, so its blocks are checked before.
         source.check_all()
         with self.translate_errors("write", key):
             is_s3 = self.target.scheme in ("s3", "s3a")
             extra = {"chunksize": PART_BYTES, "max_concurrency": PARTS_PARALLEL} if is_s3 else {}
             # Not `open(path, "wb")`: an exception inside that block commits a truncated object.
-            self._fs.put_files(source.path, self._path(key), callback=_PacedCallback(paced), **extra)
+            self._fs.put_file(source.path, self._path(key), callback=_PacedCallback(paced), **extra)
         source.check_stored(self.target.url, key, self.size_bytes(key))
 
     def delete(self, keys: Sequence[str]) -> None:
