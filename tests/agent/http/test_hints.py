@@ -90,7 +90,7 @@ def test_a_rank_gets_the_agents_own_hint(tmp_path: Path) -> None:
     document = {"checkpoint_id": "step-1", "session": "s", "overwrite": False}
     with running_agent(tmp_path / "a") as agent, agent.client() as client:
         (tmp_path / "a" / "step-1").write_text("a user's file")
-        with pytest.raises(ConfigInvalid, match="is no directory") as taken:
+        with pytest.raises(ConfigInvalid, match="is not a directory") as taken:
             client.call("POST", f"/v1/saves/{1:032x}", {**document, "peers": peers_of(agent)})
         assert "move that directory away on every node" in taken.value.hint
         with pytest.raises(ConfigInvalid, match="environment") as invalid:

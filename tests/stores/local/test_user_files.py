@@ -191,7 +191,7 @@ def test_a_file_in_the_way_is_refused(store: LocalStore) -> None:
     (store.root / "step-1").write_text("mine")
     (store.root / "folder").mkdir()
     (store.root / "step-2").symlink_to("folder")
-    for taken, why in (("step-1", "is no directory"), ("step-2", "is a symbolic link")):
+    for taken, why in (("step-1", "is not a directory"), ("step-2", "is a symbolic link")):
         with pytest.raises(ConfigInvalid, match=why):
             store.begin(Intent(save_id(1), taken, "session", overwrite=True))
     assert (store.root / "step-1").read_text() == "mine"
