@@ -61,7 +61,7 @@ def test_agents_told_to_stop_together_finish_the_save(job: Job) -> None:
         for store in job.stores:
             raw = (store.final("step-1") / name).read_bytes()
             assert (len(raw), crc32c(raw)) == (entry.size_bytes, entry.crc32c)
-    assert not any("leaves undone" in log_of(job, index) for index in (0, 1))
+    assert not any("exits with this unfinished" in log_of(job, index) for index in (0, 1))
 
 
 @pytest.mark.parametrize("job", [("", SLOW)], indirect=True)
@@ -82,7 +82,7 @@ def test_an_agent_that_leaves_opens_no_save(job: Job) -> None:
     for rank in (0, 1):
         job.submit(rank)
     stop(job, 0)
-    wait_for(lambda: "stays, for" in log_of(job, 0), WITHIN_S, "the agent says what it stays for")
+    wait_for(lambda: "completes its open saves, for" in log_of(job, 0), WITHIN_S, "the agent says what it stays for")
     document = {"checkpoint_id": "step-2", "session": "t", "overwrite": False, "coordinator": job.nodes[0]}
     with job.agents[0].client() as client, pytest.raises(StoreUnavailable, match="it is stopping") as refused:
         client.call("POST", f"/v1/saves/{NEXT}", {**document, "ticket": "", "peers": peers_of(*job.agents)})
@@ -103,7 +103,7 @@ def test_a_save_that_begins_meanwhile_is_opened_by_the_next_agent(job: Job, monk
     job.finish()
     job.die()
     stop(job, 0)
-    wait_for(lambda: "stays, for" in log_of(job, 0), WITHIN_S, "the agent says what it stays for")
+    wait_for(lambda: "completes its open saves, for" in log_of(job, 0), WITHIN_S, "the agent says what it stays for")
     store = job.stores[0]
     try:
         post = register_for_save(store, None)
@@ -135,7 +135,9 @@ def test_an_agent_that_is_to_stay_takes_the_place_of_one_of_ranks(job: Job, monk
     ensure_agent(store, "127.0.0.1")
 
     def begin_save() -> NodePost:
-        wait_for(lambda: "stays, for" in log_of(job, 0), WITHIN_S, "the agent says what it stays for")
+        wait_for(
+            lambda: "completes its open saves, for" in log_of(job, 0), WITHIN_S, "the agent says what it stays for"
+        )
         return register_for_save(store, None)
 
     with ThreadPoolExecutor(1) as pool:
@@ -158,7 +160,7 @@ def test_an_agent_that_is_to_stay_takes_the_place_of_one_of_ranks(job: Job, monk
 def test_what_it_takes_meanwhile_it_writes(job: Job) -> None:
     """Ranks whose agent opened nothing for them open the save by themselves: a shard that it takes of that is owed, too."""
     stop(job, 0)
-    wait_for(lambda: "stays, for" in log_of(job, 0), WITHIN_S, "the agent says what it stays for")
+    wait_for(lambda: "completes its open saves, for" in log_of(job, 0), WITHIN_S, "the agent says what it stays for")
     store, name = job.stores[0], str(ShardName(0, 0))
     store.begin(Intent(NEXT, "step-2", "t", overwrite=False, nodes=tuple(job.nodes), coordinator=job.nodes[1]))
     job.held.append(store.lock_save(NEXT))
@@ -181,7 +183,7 @@ def test_told_to_stop_again_it_leaves_at_once(job: Job) -> None:
     job.submit(1)
     job.finish()
     stop(job, 0)
-    wait_for(lambda: "stays, for" in log_of(job, 0), WITHIN_S, "the agent says what it stays for")
+    wait_for(lambda: "completes its open saves, for" in log_of(job, 0), WITHIN_S, "the agent says what it stays for")
     stop(job, 0)
     assert job.agents[0].process.wait(DRAIN_S / 2) == 0
     assert (

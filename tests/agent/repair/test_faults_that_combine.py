@@ -294,7 +294,7 @@ def test_a_damaged_checkpoint_keeps_no_save_from_being_given_up(service: NodeSer
     flip(service.store.root / "step-10" / MANIFEST_NAME, 60)
     stage(service, NEW, 2, RUN, service.node_id, is_decided=False)
     for _ in range(2):
-        assert service.answer_to_settle(NEW, is_over=True, is_left=True) == {"state": "given up"}
+        assert service.answer_to_settle(NEW, is_over=True, is_left=True) == {"state": "aborted"}
 
 
 def test_what_may_be_published_is_not_noted_as_given_up(service: NodeService) -> None:
