@@ -1,6 +1,6 @@
 """Runs the agent for ranks, with `python -I`: it imports this package from the rank's Python, and none of the user's code.
 
-    python -I .../replicated_ckpt/agent/start/isolated.py FOLDER ... -- ARGUMENT ...
+    python -I .../replicated_ckpt/agent/isolated.py FOLDER ... -- ARGUMENT ...
 
 The folders, where the rank found this package's dependencies, are searched last. The user's own paths are not searched.
 """
@@ -9,7 +9,7 @@ import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
-_PACKAGE = Path(__file__).parents[2]
+_PACKAGE = Path(__file__).parents[1]
 
 
 def main() -> int:

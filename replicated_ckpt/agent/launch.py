@@ -154,7 +154,7 @@ def agent_environment() -> dict[str, str]:
 
 def isolated_python() -> list[str]:
     """The command that runs this very package's agent in this Python; the agent's own arguments follow."""
-    package = Path(__file__).resolve().parents[2]
+    package = Path(__file__).resolve().parents[1]
     homes = [str(package.parent), *filter(None, map(_find_home, _DEPENDENCIES))]
     options = ["-I", "-X", f"utf8={sys.flags.utf8_mode}"]  # names of files are encoded as in this process
     return [sys.executable or "", *options, str(Path(__file__).with_name("isolated.py")), *dict.fromkeys(homes), "--"]

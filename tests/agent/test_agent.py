@@ -323,7 +323,7 @@ def test_only_one_agent_serves_a_root(tmp_path: Path) -> None:
         command = [*agent.process.args]
         second = subprocess.run(command, capture_output=True, timeout=20, check=False, cwd=Path.cwd())
         assert second.returncode == ALREADY_SERVED
-        assert b"Another agent serves" in second.stderr
+        assert b"Another agent already serves" in second.stderr
         assert agent.process.poll() is None
 
 
