@@ -406,7 +406,7 @@ from replicated_ckpt.stores.local.unclaimed import UnclaimedFilesReader
 from replicated_ckpt.stores.local.store import LocalStore
 os.setgid(1000); os.setuid(1000)
 store = LocalStore(sys.argv[1])
-unclaimed = UnclaimedFilesReader(store, "n").find()
+unclaimed = UnclaimedFilesReader(store, "n").find_files()
 print(len(store.catalog.holdings("n")), len(unclaimed), len(list(store.catalog.without_manifest())))
 """
 
