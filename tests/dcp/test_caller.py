@@ -39,7 +39,7 @@ def test_a_saves_warning_is_at_the_line_that_saves(tmp_path: Path) -> None:
 
 
 def test_a_loads_warning_is_at_the_line_that_loads(tmp_path: Path) -> None:
-    """What is left unasked, said where dcp.load is called."""
+    """The warning about entries that are not loaded names the place where dcp.load is called."""
     with pytest.warns(ReplicatedCkptWarning, match="copies are wanted"):
         dcp.save(
             {"x": torch.zeros(2), "y": torch.zeros(2)},

@@ -36,7 +36,7 @@ def test_no_store_is_made_in_a_checkpoint(tmp_path: Path) -> None:
         save(tmp_path / "step-1", "step-1")
     error, _ = raised.value.failures[0]
     assert isinstance(error, ConfigInvalid)
-    assert f"Pass the directory above as root: {tmp_path}, and checkpoint_id='step-1'" in error.hint
+    assert f"Pass the directory above as root: {tmp_path}, and an id such as checkpoint_id='step-1'" in error.hint
     assert sorted((tmp_path / "step-1").iterdir()) == before
 
 

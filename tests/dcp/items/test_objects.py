@@ -281,7 +281,7 @@ def test_a_save_warns_of_what_is_nested_too_deep(monkeypatch: pytest.MonkeyPatch
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             unloadable.warn_if_unloadable(raw, f"tree of {depth}")
-        assert ["nested more than 100 deep" in str(each.message) for each in caught] == [True] * is_refused
+        assert ["nested more than 100 levels deep" in str(each.message) for each in caught] == [True] * is_refused
 
 
 def test_a_save_warns_of_arrays_that_a_load_would_refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

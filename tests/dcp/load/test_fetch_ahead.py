@@ -25,7 +25,7 @@ class Bytes:
     def sibling(self) -> Self:
         return self
 
-    def read(self, shard: str, offset: int, length: int, memory: memoryview) -> memoryview:
+    def read_range(self, shard: str, offset: int, length: int, memory: memoryview) -> memoryview:
         number = offset // CELL_BYTES
         self._on_read(number)
         memory[:length] = bytes([number] * length)

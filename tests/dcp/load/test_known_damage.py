@@ -91,7 +91,7 @@ def test_a_load_of_the_latest_says_what_it_passes_over(
         assert load(tmp_path) == 2.0
     kept = (tmp_path / "step-2" / lost).read_bytes()
     (tmp_path / "step-2" / lost).write_bytes(b"")
-    said = rf"'step-1' \(save \w+, sequence 1\) is taken, .* {told}"
+    said = rf"'step-1' \(save \w+, sequence 1\) is loaded, .* {told}"
     with pytest.warns(ReplicatedCkptWarning, match=said):
         assert load(tmp_path) == 1.0
     with caplog.at_level(logging.WARNING):

@@ -93,7 +93,7 @@ def test_a_path_names_the_directory_as_it_does_for_an_id(two_runs: Path, monkeyp
     reader = ReplicatedReader(two_runs)
     assert load(reader, two_runs / "run-a" / "latest")[1] == "run-a/step-2"
     save(two_runs, "step-7", 7.0, monkeypatch)
-    with pytest.raises(LatestAmbiguous, match="3 of them") as raised:
+    with pytest.raises(LatestAmbiguous, match="but 3 directories have checkpoints") as raised:
         reader.latest()
     assert raised.value.choices[0] == "./latest"
     assert {load(reader, asked)[1] for asked in ("./latest", two_runs / "latest")} == {reader.latest("")} == {"step-7"}

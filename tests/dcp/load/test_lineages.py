@@ -65,9 +65,7 @@ def test_a_load_by_name_of_another_run_than_the_newest_says_so(tmp_path: Path) -
     shutil.copytree(roots[1] / "step-5", roots[0] / "step-5")
     lineages = [lineage_of(roots[0] / f"step-{step}") for step in (3, 5)]
     state = {"x": torch.zeros(4, dtype=torch.int64)}
-    told = (
-        f"Loaded is lineage '{lineages[0]}', newest 'step-3' .*Left alone is lineage '{lineages[1]}', newest 'step-5' "
-    )
+    told = f"Loaded: lineage '{lineages[0]}', newest 'step-3' .*Not loaded: lineage '{lineages[1]}', newest 'step-5' "
     with pytest.warns(ReplicatedCkptWarning, match=told):
         dcp.load(state, checkpoint_id="step-3", storage_reader=ReplicatedReader(roots[0]), no_dist=True)
     assert state["x"].tolist() == [0] * 4

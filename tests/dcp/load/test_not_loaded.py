@@ -1,4 +1,4 @@
-"""A load that leaves saved entries unasked: said once, with their prefixes, unless it is meant."""
+"""A load that does not load all saved entries: one warning, with their prefixes, unless it is meant."""
 
 import warnings
 from collections.abc import Callable
@@ -57,7 +57,7 @@ def load(root: Path, state: dict[str, Any], **options: Any) -> list[str]:
 def test_a_new_optimizer_that_restores_nothing_is_told_so(saved: Path) -> None:
     """The state of a new Adam asks for no momentum: one warning names what was left, how much, and what to do."""
     [told] = load(saved, untrained())
-    assert "leaves 6 of " in told
+    assert "does not load 6 of " in told
     assert " saved entries, under 'optimizer.state' (6)." in told
     assert "'step-1'" in told
     assert "get_state_dict" in told
@@ -89,7 +89,7 @@ def test_many_prefixes_are_cut_short(tmp_path: Path) -> None:
         dcp.save(state | {"kept": torch.ones(1)}, checkpoint_id="step-1", storage_writer=ReplicatedWriter(tmp_path))
     [told] = load(tmp_path, {"kept": torch.ones(1)})
     assert "under 'layers' (3), 'part-00' (1), 'part-01' (1)," in told
-    assert "'part-06' (1), and under 13 other names." in told
+    assert "'part-06' (1), and 13 other prefixes." in told
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ class OneBlockLost:
     def sibling(self) -> Self:
         return self
 
-    def read(self, shard: str, offset: int, length: int, memory: memoryview | None = None) -> memoryview:
+    def read_range(self, shard: str, offset: int, length: int, memory: memoryview | None = None) -> memoryview:
         if offset <= 7 * BLOCK_BYTES < offset + length:
             raise ShardLost("step-1", {shard: "rank 0"}, ())
         return memoryview(bytearray(length)) if memory is None else memory[:length]

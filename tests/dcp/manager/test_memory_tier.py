@@ -557,7 +557,7 @@ def test_what_is_no_place_in_memory_is_refused(tmp_path: Path, wrong: object) ->
 
 def test_the_root_itself_is_no_tier(tmp_path: Path) -> None:
     """One store cannot be both."""
-    with pytest.raises(ConfigInvalid, match="one directory"):
+    with pytest.raises(ConfigInvalid, match="memory and root are the same directory"):
         find_memory_root(tmp_path, tmp_path)
 
 
@@ -565,7 +565,7 @@ def test_the_tier_of_another_root_is_refused(tmp_path: Path, memory: Path) -> No
     """Two jobs with one directory would load what the other one has saved. It is free once the other root is gone."""
     with opened(tmp_path / "a", memory) as manager:
         manager.save(1, state(1.0))
-    with pytest.raises(ConfigInvalid, match=f"is the memory tier of another store, at {tmp_path / 'a'}: ") as caught:
+    with pytest.raises(ConfigInvalid, match=f"is the memory tier of another store, at {tmp_path / 'a'}\\. ") as caught:
         opened(tmp_path / "b", memory)
     assert f"rm -r {memory}" in caught.value.hint
     assert not (tmp_path / "b").exists()
@@ -580,7 +580,7 @@ def test_a_tier_that_another_root_has_taken_since_is_refused_at_the_first_save(t
     """Both jobs began before either saved: the one loaded what the other had saved, and removed what the one had."""
     with opened(tmp_path / "a", memory) as first, opened(tmp_path / "b", memory) as second:
         first.save(1, state(1.0))
-        with pytest.raises(ConfigInvalid, match=f"is the memory tier of another store, at {tmp_path / 'a'}: "):
+        with pytest.raises(ConfigInvalid, match=f"is the memory tier of another store, at {tmp_path / 'a'}\\. "):
             second.save(1, state(2.0))
         found = state(0.0)
         assert first.restore(found) == 1

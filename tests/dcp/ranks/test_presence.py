@@ -81,7 +81,7 @@ def test_ranks_are_missed_in_the_order_in_which_they_were_noted(tmp_path: Path) 
             wait_for(partial(is_missed, here, rank), 5.0, "its end")
     lost = _find_lost(here, range(RANKS))
     assert str(describe_ended(lost)).startswith("The process of rank 2 has ended, and by now that of rank 1. Hint: ")
-    assert "the log of rank 2;" in describe_ended(lost).hint
+    assert "Read the log of rank 2." in describe_ended(lost).hint
 
 
 def is_missed(here: Presence, rank: int) -> bool:

@@ -97,7 +97,7 @@ def test_ranks_of_another_protocol_are_refused(release: str | None, monkeypatch:
     what = "an unknown release" if release is None else release.split()[1]
     with pytest.raises(ConfigInvalid, match=rf"Rank 1 runs replicated_ckpt {what} \(.*, but rank 0 runs ") as caught:
         check_all_posted(posts, problem)
-    assert "Start the job again" in caught.value.hint
+    assert "and start the job again" in caught.value.hint
     here[0].decide("load", posts, {"error": pack_error(caught.value)})
     for board, nonce in zip(here, nonces, strict=True):
         assert str(unpack_error(board.decision("load", nonce, TIMEOUT_S)["error"])) == str(caught.value)

@@ -256,7 +256,7 @@ def test_wait_raises_a_failure_whose_future_was_not_kept(tmp_path: Path) -> None
     writer._stager.wait_for_last()
     del saving
     gc.collect()
-    with pytest.raises(ReplicatedCkptError, match="has failed"):
+    with pytest.raises(ReplicatedCkptError, match="The last asynchronous save failed"):
         writer.wait(TIMEOUT_S, ack="peer")
     dcp.async_save({"t": torch.ones(3)}, checkpoint_id="step-2", storage_writer=writer)
     assert writer.wait(TIMEOUT_S, ack="peer") == ()
