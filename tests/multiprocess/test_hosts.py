@@ -63,7 +63,7 @@ def test_a_loopback_address_is_named(hosts: Hosts) -> None:
     """Other hosts reach themselves under it, and not a dead agent: the warning says so."""
     hosts.cluster.nodes[1].environment[HOST_ENV] = "127.0.0.1"
     said = absence(hosts.cluster.launch([SAVE], nodes=[0, 1]))
-    assert "Under 127.0.0.1 each host reaches itself" in said
+    assert "With 127.0.0.1 each host reaches itself" in said
     assert f"127.0.0.1:{PORT} comes from {HOST_ENV} on host-1." in said
 
 
