@@ -51,7 +51,7 @@ PLACES: Mapping[str, tuple[Any, str]] = {
     "save: number": (replicated_ckpt.dcp.save.save_attempt, "assign_sequence"),
     "save: weigh": (replicated_ckpt.dcp.save.save_attempt, "list_weaknesses"),
     "save: hold": (LocalStore, "lock_save"),
-    "save: write": (ShardWriter, "write"),
+    "save: write": (ShardWriter, "write_shard"),
     "save: written": (replicated_ckpt.dcp.save.save_attempt, "report_save"),
     "save: receipt": (replicated_ckpt.dcp.save.save_attempt, "register_again"),
     "save: post": (replicated_ckpt.dcp.save.save_attempt, "make_receipt_post"),
@@ -64,7 +64,7 @@ PLACES: Mapping[str, tuple[Any, str]] = {
     "load: metadata": (replicated_ckpt.dcp.load.load_attempt, "read_verified_metadata"),
     "load: check": (LoadAttempt, "plan"),
     "load: plan": (replicated_ckpt.dcp.load.load_attempt, "plan_sharing"),
-    "load: read": (LoadAttempt, "read"),
+    "load: read": (LoadAttempt, "read_items"),
 }
 """Where an error is met: what stands there is replaced while the save or load goes on."""
 
