@@ -96,5 +96,5 @@ def _bring_back(absent: Sequence[str]) -> str:
     back = f"Bring back {' and '.join(nodes) or 'the nodes of the checkpoint'}, with the store"
     if len(nodes) == len(absent):
         return back
-    answers = f"check that {OBJECT_STORE} answers and accepts the credentials"
-    return f"{back}, see {answers}" if nodes else f"See {answers}"
+    answers = f"that {OBJECT_STORE} answers and accepts the credentials"
+    return f"{back}, check {answers}" if nodes else f"Check {answers}"

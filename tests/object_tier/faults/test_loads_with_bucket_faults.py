@@ -114,5 +114,5 @@ def test_a_bucket_that_goes_away_in_the_middle_is_waited_for_once(
     load = call(objects.load_fails_midway, **shape, folder=str(tmp_path), wait_s=wait_s)
     for failure in site.cluster.run(load, nodes=[0, 1], ranks=2):
         assert failure["types"] == ["ShardLost"]
-        assert failure["hint"].startswith("See that the object store answers")
+        assert failure["hint"].startswith("Check that the object store answers")
         assert wait_s / 2 < failure["seconds"] < 2 * wait_s
