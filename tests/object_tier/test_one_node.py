@@ -61,7 +61,7 @@ def assert_loads(reader: Any, checkpoint_id: str | None, number: int) -> None:
 
 
 def save(writer: ReplicatedWriter, checkpoint_id: str, number: int) -> None:
-    with pytest.warns(ReplicatedCkptWarning, match="can hold 1"):
+    with pytest.warns(ReplicatedCkptWarning, match="can hold only 1"):
         dcp.save(contents(number), checkpoint_id=checkpoint_id, storage_writer=writer)
 
 

@@ -117,7 +117,7 @@ def test_metadata_has_no_more_bytes_than_any(opened: RunningAgent, size: int) ->
     connection.endheaders()
     response = connection.getresponse()
     assert response.status == 400
-    assert b"none may have" in response.read()
+    assert b"bytes, the limit" in response.read()
     connection.close()
     assert staged(opened) == []
 

@@ -228,7 +228,7 @@ def test_a_peer_has_nothing_replaced(tmp_path: Path) -> None:
         before = tree(nodes[0].root)
         with agent.peer() as client:
             (result,) = client.call("POST", "/v1/repair", {"plan": plan.to_json()})["results"]
-        assert "own look" in result["error"]
+        assert "own view" in result["error"]
         assert tree(nodes[0].root) == before
         assert held(nodes[0]) == {shard(0), shard(1)}
 
@@ -374,7 +374,7 @@ def test_a_peer_ends_no_save_of_a_job(agent: RunningAgent, told: str) -> None:
                 peer.put("PUT", f"/v1/saves/{SAVE}{rest}", b"x")
         assert peer.call("GET", f"/v1/saves/{SAVE}") == {"state": "staged"}
         assert TICKET["ticket"] not in str(owner.call("GET", "/v1/status"))
-        assert peer.call("GET", f"/v1/saves/{SAVE}?settle=left&ticket={TICKET['ticket']}") == {"state": "given up"}
+        assert peer.call("GET", f"/v1/saves/{SAVE}?settle=left&ticket={TICKET['ticket']}") == {"state": "aborted"}
 
 
 def test_no_peer_is_told_of_a_save_under_way(agent: RunningAgent) -> None:

@@ -18,7 +18,7 @@ SAVES = 20
 pytestmark = [
     pytest.mark.fault,
     pytest.mark.filterwarnings("ignore:torch.distributed is"),
-    pytest.mark.filterwarnings("ignore:.*can hold 1:replicated_ckpt.errors.ReplicatedCkptWarning"),
+    pytest.mark.filterwarnings("ignore:.*can hold only 1:replicated_ckpt.errors.ReplicatedCkptWarning"),
 ]
 
 
