@@ -53,7 +53,7 @@ def test_the_secret_key_stays_where_it_is_needed(moto: Server, site_of: SiteOf, 
         fails = call(objects.load_fails, checkpoint_id="step-9", count=COUNT, ranks=2, where=site.where)
         calls = [site.save("step-1", COUNT), site.failing_wait(timeout_s=3), fails]
     results = site.cluster.launch(calls, nodes=[0, 1])
-    shown = str(results).encode()
+    shown = str(results.reports).encode()
     assert processes_that_show(SECRET) == []
     for node in (0, 1):
         shown += site.asked(node, "/v1/status") + site.asked(node, "/metrics")
