@@ -239,7 +239,7 @@ class Mender:
                     "copy",
                     action.checkpoint_id,
                     f"ranks of this node are writing save {intent.save_id} of that name",
-                    f"Save {action.save_id} is copied here once that save has ended, unless it was replaced by then.",
+                    f"Save {action.save_id} is copied here once save {intent.save_id} ends, unless it is replaced.",
                 )
 
     def _set_aside(self, action: SetAside) -> None:

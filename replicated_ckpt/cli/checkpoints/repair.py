@@ -81,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NODE",
-        help="this node (id or host) is gone for good: make its copies anew, and abort saves that are in doubt only "
+        help="id or host of a node that is gone for good: make its copies anew, and abort saves that are in doubt only "
         "because of it; may be repeated",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")

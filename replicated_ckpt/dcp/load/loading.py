@@ -65,7 +65,7 @@ def windows_for(
 
 
 _HINT_LARGE = (
-    "Load or convert it on a host with more memory, or leave it out of the state dict (of an export with --exclude)."
+    "Load or convert it on a host with more memory. Or leave it out: of the state dict, or of an export with --exclude."
 )
 
 

@@ -262,8 +262,7 @@ class ReplicatedReader(StorageReader):
 
         ShardLost: no intact copy is left. ObjectUnsafe: an object names a class that nothing allows. Tensors that were not
             read yet keep their values. One that was being read holds bytes of the checkpoint, each verified, up to some
-                place in it, and its earlier values from there on.
-                place in it, and what it held from there on.
+            place in it, and its earlier values from there on.
         """
         try:
             self._under_way.read_items(plan, planner)

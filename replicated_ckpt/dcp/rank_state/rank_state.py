@@ -218,11 +218,15 @@ class RankState(Stateful):
         if on_other_world not in ("raise", "keep"):
             raise ConfigInvalid(f'on_other_world must be "raise" or "keep", not {on_other_world!r}.')
         lacking = [name for name, part in parts.items() if not isinstance(part, Stateful)]
-        if lacking or _RANDOM in parts:
+        if lacking:
             raise ConfigInvalid(
-                f"Parts of a RankState need state_dict and load_state_dict, and must not be called {_RANDOM!r}: "
-                f"{', '.join(lacking or [_RANDOM])}.",
-                "A plain DataLoader has neither: wrap it in ReplayedLoader, or use torchdata's StatefulDataLoader.",
+                f"Parts of a RankState need state_dict and load_state_dict. These lack them: {', '.join(lacking)}.",
+                "Wrap a plain DataLoader in ReplayedLoader, or use torchdata's StatefulDataLoader.",
+            )
+        if _RANDOM in parts:
+            raise ConfigInvalid(
+                f"A part of a RankState must not be called {_RANDOM!r}: the random generators have that name.",
+                "Rename the part.",
             )
         self._on_other_world = on_other_world
         self._trust_pickles = trust_pickles
@@ -291,7 +295,7 @@ _OWN, _FIRST = "rank", "first"
 
 
 def entries_of(value: Any) -> dict[str, Any]:
-    """The entries of a value that this rank passes to `dcp.save`."""
+    """What this rank passes to `dcp.save` for `value`: it under this rank's name; on rank 0 also under `first`."""
     rank, world = rank_and_world()
     packed = pack(value, name_rank_item(rank, world))
     return {_OWN: {name_rank_item(rank, world): packed}, **({_FIRST: packed} if rank == 0 else {})}

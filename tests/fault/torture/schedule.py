@@ -8,6 +8,7 @@ from replicated_ckpt.cli.checkpoints.repair import list_known_nodes
 from replicated_ckpt.cli.checkpoints.verify import exit_code
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.core.layout import AGENT_DIR, MANIFEST_NAME, replaced_name
+from replicated_ckpt.core.upkeep.repair_plan import Action, RestoreManifest
 from replicated_ckpt.node.state.policies import PolicyBook
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.versions.readers import is_read
@@ -285,6 +286,18 @@ class Schedule:
         catalogs = [LocalStore(node.root).catalog for node in self.course.cluster.nodes]
         return {manifest.save_id for catalog in catalogs for _, manifest in catalog.committed()}
 
+    def _is_blocked_by_reader(self, action: Action) -> bool:
+        """Whether a version that a load reads has a file name of the save: the node gets no manifest for PIN_S at most."""
+        if not isinstance(action, RestoreManifest):
+            return False
+        stores = [LocalStore(node.root) for node in self.course.cluster.nodes]
+        (there,) = (store for store in stores if store.node_id() == action.node_id)
+        manifests = [manifest for store in stores for _, manifest in store.catalog.committed()]
+        shards = {name for manifest in manifests if manifest.save_id == action.save_id for name in manifest.shards}
+        read = [manifest for _, manifest in there.catalog.read_replaced() if not shards.isdisjoint(manifest.shards)]
+        place = there.root / action.checkpoint_id
+        return any(is_read(place / replaced_name(manifest.save_id)) for manifest in read)
+
     def _check_conflicting_runs(self, audits: Mapping[int, Audit]) -> None:
         """All that keeps re-protection from being done are two saves under one name, and `verify` says so, too.
 
@@ -293,7 +306,11 @@ class Schedule:
         conflicting_runs = self.course.oracle.conflicting_ids() | self.course.oracle.forgotten_ids()
         conflicting_runs |= self.course.oracle.find_left_by_people() | self.course.oracle.alias_ids()
         short = {short.checkpoint_id for audit in audits.values() for short in audit.plan.short}
-        is_busy = any(audit.plan.actions for audit in audits.values())
+        planned = {action for audit in audits.values() for action in audit.plan.actions}
+        blocked = {action for action in planned if self._is_blocked_by_reader(action)}
+        is_busy = bool(planned - blocked)
+        if blocked and not is_busy and not short:
+            return
         if is_busy or not short or not short <= conflicting_runs:
             raise Violation(
                 f"nothing is damaged beyond repair, and re-protection is not done: {sorted(short - conflicting_runs)}"

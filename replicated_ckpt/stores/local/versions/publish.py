@@ -120,7 +120,7 @@ def publish(directory: Path, staging: Path, manifest: Manifest) -> None:
 
 
 def is_link_of_staged(directory: Path, staging: Path) -> bool:
-    """Whether a crash interrupted the publication of a staged save: its files are linked, and it is not published."""
+    """Whether a crash interrupted the publication of a staged save: `directory` has a hard link of its manifest."""
     own, manifest = directory / replaced_name(staging.name), staging / MANIFEST_NAME
     return is_there(own) and is_there(manifest) and os.path.samestat(own.lstat(), manifest.lstat())
 
