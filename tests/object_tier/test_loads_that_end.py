@@ -47,7 +47,7 @@ def once_before(monkeypatch: pytest.MonkeyPatch, step: str, act: Callable[[], No
 
 
 @pytest.mark.parametrize("checkpoint_id", ["step-1", long("latest")])
-@pytest.mark.parametrize("step", [long("read_metadata"), "read"])
+@pytest.mark.parametrize("step", [long("read_metadata"), "read_items"])
 def test_one_that_was_overwritten_meanwhile_is_to_be_loaded_again(
     root: Path, where: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch, step: str, checkpoint_id: str
 ) -> None:
@@ -86,7 +86,7 @@ def test_one_that_was_removed_meanwhile_is_said_to_be(
         bucket.remove(found)
         client.close()
 
-    once_before(monkeypatch, "read", remove)
+    once_before(monkeypatch, "read_items", remove)
     error = error_of(ReplicatedReader(**where), "latest")
     assert "since: no checkpoint of that id is there" in str(error)
     assert error.hint.startswith("Load again:")

@@ -122,7 +122,7 @@ def test_the_one_that_was_named_is_removed(
         loaded(tmp_path / "here", "step-1")
 
 
-@pytest.mark.parametrize("step", ["read_metadata", "read"])
+@pytest.mark.parametrize("step", ["read_metadata", "read_items"])
 def test_another_agent_has_the_address(
     tmp_path: Path, agent: RunningAgent, trainer: Trainer, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
@@ -147,7 +147,7 @@ def test_another_agent_has_the_address(
     assert "no valid token" in str(error)
 
 
-@pytest.mark.parametrize("step", ["read_metadata", "plan", "read"])
+@pytest.mark.parametrize("step", ["read_metadata", "plan", "read_items"])
 def test_a_store_without_an_agent_is_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
     """The version that the load has found stays until it is read, also where the other job's process is alone."""
     trainer, goes_on = Trainer(tmp_path / "here"), getattr(LoadAttempt, step)
