@@ -40,7 +40,6 @@ from replicated_ckpt.version import PROTOCOL, __version__
 log = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 15.0
-_LEAVING_POLL_S = 0.005
 _leaving: dict[Path, Endpoint] = {}
 
 
@@ -78,7 +77,7 @@ def wait_until_gone(directory: Path, agent: Endpoint) -> None:
             raise AgentUnavailable(
                 f"The agent of {directory.parent} was asked to stop, but still runs.", lock_hint(directory, LOCK_NAME)
             )
-        time.sleep(_LEAVING_POLL_S)
+        time.sleep(_POLL_S)
 
 
 def _is_followed(directory: Path, agent: Endpoint) -> bool:

@@ -210,9 +210,6 @@ def _crc_of(fetch: Fetch, record: Record) -> int:
     return crc
 
 
-_REBUILD_PIECE_BYTES = 4 << 20
-
-
 @dataclass(frozen=True)
 class OwnFooter:
     """The footer of a file. `table` None: there is none, or, if `is_damaged`, a damaged one."""
@@ -242,7 +239,7 @@ def check_blocks(fetch: Fetch, table: BlockTable) -> None:
     Raises:
         ItemDamaged: a block differs from its checksum.
     """
-    at_once = max(1, _REBUILD_PIECE_BYTES // table.block_bytes)
+    at_once = max(1, _PIECE_BYTES // table.block_bytes)
     for first in range(0, len(table.crcs), at_once):
         start = first * table.block_bytes
         piece = fetch(start, min(at_once * table.block_bytes, table.data_bytes - start))

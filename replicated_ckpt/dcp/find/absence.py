@@ -163,9 +163,6 @@ def describe_move(bucket: Bucket, checkpoint_id: str, save_id: str) -> tuple[str
     return (f"{OBJECT_STORE}: it had save {save_id}, and {MOVED}: {now}",)
 
 
-_SKIPPED_SHOWN_MAX = 3
-
-
 @dataclass(frozen=True)
 class SkippedSave:
     """A save that a load skips, with its manifest; None: no holder has one that passes its checks."""
@@ -199,14 +196,14 @@ def describe_skipped(
     absent = [place.partition(NOT_REACHED)[0] for place in places if NOT_REACHED in place]
     sentences = [f"{_name(chosen)} is loaded, the newest complete checkpoint."]
     if newer:
-        missing = list_some(newer[0].missing, _SKIPPED_SHOWN_MAX)
+        missing = list_some(newer[0].missing, _SHOWN_MAX)
         others = f", nor of {plural(len(newer) - 1, 'other newer checkpoint')}" if newer[1:] else ""
         sentences.append(f"Of {_name(newer[0].save)} no intact copy was found of {missing}{others}.")
     if unread:
-        named = list_some([*map(repr, unread)], _SKIPPED_SHOWN_MAX)
+        named = list_some([*map(repr, unread)], _SHOWN_MAX)
         sentences.append(f"Possibly newer, but without a valid manifest: {named}.")
     if absent:
-        sentences.append(f"Not reached: {list_some(absent, _SKIPPED_SHOWN_MAX)}.")
+        sentences.append(f"Not reached: {list_some(absent, _SHOWN_MAX)}.")
     sentences.append(
         "To load the newer one, bring back the nodes with the rest, and load again before the next save. "
         "`replicated-ckpt ls --root ROOT` lists what is missing."
@@ -232,7 +229,7 @@ def describe_silent(chosen: SaveFound, manifest: Manifest, own_node: str, search
     # Any node that answered would have listed a newer save, or a sequence beyond it.
     if not asked or any(NOT_REACHED not in place for place in others.values()):
         return ""
-    silent = list_some([place.partition(NOT_REACHED)[0] for place in asked], _SKIPPED_SHOWN_MAX)
+    silent = list_some([place.partition(NOT_REACHED)[0] for place in asked], _SHOWN_MAX)
     return (
         f"{_name(chosen)} is the newest checkpoint that was found, but none of its other nodes was reached: "
         f"{silent}. They may have saved newer ones without this node. If so, bring one of them back, and load "
