@@ -23,8 +23,8 @@ from replicated_ckpt.node.peers.watch import runs_no_agent
 from replicated_ckpt.stores.files.room import Room
 from replicated_ckpt.wording import describe_bytes, list_some, plural
 
-ROOM_SHARE_MIN = 0.05
-"""With less of its file system free, a node's next save may fail."""
+_ROOM_BYTES_MIN = 64 << 20
+"""With no more room than this beside the largest save that a node holds, its next save may fail."""
 _NAMED_MAX = 4
 
 
@@ -138,8 +138,11 @@ def _unwritable(seen: NodesSeen) -> Iterator[str]:
 
 def _crowded(seen: NodesSeen) -> Iterator[str]:
     for node, held in sorted(seen.holdings_by_node.items()):
-        if held.room is not None and held.room.free_bytes < ROOM_SHARE_MIN * held.room.size_bytes:
-            yield f"{seen.label(node)}: {describe_room(held.room)}"
+        # A share of the disk says nothing: 5 % of 100 TB is room for many saves, and 20 % of 100 GB may be none.
+        largest = max((sum(one.sizes.values()) for one in held.holdings), default=0)
+        if held.room is not None and held.room.size_bytes and held.room.free_bytes < largest + _ROOM_BYTES_MIN:
+            what = f"{seen.label(node)}: {describe_room(held.room)}"
+            yield f"{what}, and its largest save takes {describe_bytes(largest)}: the next one may not fit"
 
 
 def describe_room(room: Room | None) -> str:

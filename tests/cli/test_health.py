@@ -1,0 +1,34 @@
+"""What `status` concludes from what the nodes hold: without processes."""
+
+from pathlib import Path
+
+import pytest
+
+from replicated_ckpt.cli.exit_codes import ExitCode
+from replicated_ckpt.cli.look.nodes import NodesSeen
+from replicated_ckpt.cli.nodes.health import judge_health
+from replicated_ckpt.core.inventory import Holding
+from replicated_ckpt.node.peers.watch import NodeHoldings
+from replicated_ckpt.stores.files.room import Room
+
+GB = 10**9
+
+
+@pytest.mark.parametrize(
+    ("free_bytes", "size_bytes", "code"),
+    [
+        (4 * GB, 1000 * GB, ExitCode.OK),  # little of the disk, and room for many saves
+        (30 * GB, 100 * GB, ExitCode.OK),
+        (2 * GB, 5 * GB, ExitCode.FAILED),  # much of the disk, and not room for one
+        (0, 0, ExitCode.OK),  # a tmpfs without a limit
+    ],
+)
+def test_a_disk_is_full_when_the_next_save_may_not_fit(free_bytes: int, size_bytes: int, code: ExitCode) -> None:
+    """The node's largest save is the measure, not a share of its disk."""
+    held = Holding("n", "step-1", "1" * 32, 1, has_metadata=True, sizes={"__0_0.distcp": 2 * GB})
+    seen = NodesSeen("n", {"n": NodeHoldings((held,), room=Room(free_bytes, size_bytes))}, {}, {}, {})
+    health = judge_health(seen, [], None, "", [], Path("/r"))
+    assert health.code == code
+    if code != ExitCode.OK:
+        (why,) = health.reasons
+        assert "2 GB of 5 GB free, and its largest save takes 2 GB: the next one may not fit" in why
