@@ -237,7 +237,8 @@ class Agent:
         server.shutdown()
         server.server_close()  # else a client that connects now, a peer that leaves too, waits for an answer in vain
         deadline = time.monotonic() + _LEAVE_GRACE_S
-        while not self._activity.is_idle and time.monotonic() < deadline and not self._hurry.wait(_LEAVE_POLL_S):
+        # Not by `_activity`: its requests are over before their answers are sent, and the end would cut those off.
+        while server.connections.has_requests() and time.monotonic() < deadline and not self._hurry.wait(_LEAVE_POLL_S):
             pass
         # Each join is bounded: a thread that hangs in a dead peer or disk ends with the process.
         self._reprotector.join()

@@ -98,6 +98,11 @@ class Connections:
             connection.is_working = True
             return True
 
+    def has_requests(self) -> bool:
+        """Whether a request is under way on one: it was begun, and its answer is not sent to its end."""
+        with self._lock:
+            return any(connection.is_working for connection in self._open.values())
+
     def note_answered(self, peer: Any) -> None:
         """The request was answered."""
         with self._lock:

@@ -415,11 +415,6 @@ class Activity:
         with self._lock:
             return self._registered_at is not None and time.monotonic() - self._registered_at < OPENING_WITHIN_S
 
-    @property
-    def is_idle(self) -> bool:
-        with self._lock:
-            return self._under_way == 0
-
     def idle_s(self) -> float:
         with self._lock:
             return 0.0 if self._under_way else time.monotonic() - self._last

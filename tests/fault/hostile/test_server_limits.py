@@ -88,11 +88,15 @@ def test_what_is_worked_on_is_never_closed() -> None:
     assert connections.note_working("a", Right.PEER)
     assert connections.note_working("b", Right.OWNER)
     assert not connections.admit("c", pairs[2][0])
+    assert connections.has_requests()
     connections.note_answered("a")
+    assert connections.has_requests()
     assert connections.admit("c", pairs[2][0])
     assert pairs[0][1].recv(1) == b""
     pairs[1][0].send(b"x")
     assert pairs[1][1].recv(1) == b"x"
+    connections.note_answered("b")
+    assert not connections.has_requests()
     for one, other in pairs:
         one.close()
         other.close()
