@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import index
 from typing import Literal, SupportsIndex, get_args
@@ -21,6 +22,7 @@ from replicated_ckpt.errors import ConfigInvalid
 
 Ack = Literal["local", "peer-memory", "peer", "object"]
 OnDegraded = Literal["warn", "raise"]
+OnDivergence = Literal["warn", "raise"]
 CheckpointIdFrom = Literal["all", "coordinator"]
 DirectIO = Literal["auto", "on", "off"]
 BestIs = Literal["min", "max"]
@@ -32,6 +34,8 @@ LEAVE_WITHIN_S = 150.0
 """An agent that is told to stop has ended by then, if `drain_s` is the usual."""
 _NO_ROOT = "Pass the path of a directory; a bucket belongs in object_store=."
 _COPIES_MAX, _PORT_MAX = 16, 65535
+COMPARED_WITHIN = 16
+"""Saves: replicas that diverge are found a few hours later at most, for less than 1 % of a save."""
 NICE_MAX = 19
 _PAUSE_S_MAX = 1e9
 """Upper limit of pauses: `Event.wait` raises OverflowError for much longer ones, which would end the thread."""
@@ -156,6 +160,9 @@ class WriterConfig:
     checkpoint_id_from: CheckpointIdFrom = "all"
     direct_io: DirectIO = "auto"
     overlap: bool = False
+    compare_replicas: int | Literal["all"] | None = COMPARED_WITHIN
+    on_divergence: OnDivergence = "warn"
+    may_differ: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         domain = self.domain
@@ -165,6 +172,7 @@ class WriterConfig:
             ("ack", self.ack, Ack),
             ("on_degraded", self.on_degraded, OnDegraded),
             ("checkpoint_id_from", self.checkpoint_id_from, CheckpointIdFrom),
+            ("on_divergence", self.on_divergence, OnDivergence),
         ):
             if choice not in get_args(choices):
                 raise ConfigInvalid(f"{name} must be one of {get_args(choices)}, not {choice!r}.")
@@ -175,11 +183,22 @@ class WriterConfig:
         for name, (kind, wanted) in typed.items():
             if not isinstance(value := getattr(self, name), kind):
                 raise ConfigInvalid(f"{name} must be {wanted}, not {value!r}.")
+        # A string is a sequence of patterns, too: each of its letters.
+        if isinstance(self.may_differ, str) or not all(isinstance(pattern, str) for pattern in self.may_differ):
+            raise ConfigInvalid(f'may_differ must be patterns of names, such as ["rng.*"], not {self.may_differ!r}.')
+        object.__setattr__(self, "may_differ", tuple(self.may_differ))
+        if self.compare_replicas is not None and self.compare_replicas != "all":
+            object.__setattr__(self, "compare_replicas", check_number("compare_replicas", self.compare_replicas))
         of_bucket = {'ack="object"': self.ack == "object", "object_every": self.object_every > 1}
         of_bucket["object_retention"] = self.object_retention is not None
         for name, is_given in of_bucket.items():
             if is_given and self.object_store is None:
                 raise ConfigInvalid(f'{name} needs object_store, such as "s3://bucket/prefix".')
+
+    @property
+    def parts_compared(self) -> int | None:
+        """Everything that several ranks have is compared within so many saves; None: nothing is."""
+        return 1 if self.compare_replicas == "all" else self.compare_replicas
 
     @property
     def must_have_all_copies(self) -> bool:

@@ -140,6 +140,20 @@ class AckNotReached(ReplicatedCkptError):
         self.have = dict(have)
 
 
+class ReplicasDiverged(ReplicatedCkptError):
+    """Ranks have other bytes of one tensor, and `on_divergence="raise"`; nothing was committed, older checkpoints stand."""
+
+    default_hint = (
+        "Load the newest checkpoint, which makes the replicas alike, and find out why they differ: docs/replicas.md has "
+        "the usual causes. If these values may differ, name them in may_differ=[...]."
+    )
+
+    def __init__(self, checkpoint_id: str, found: str) -> None:
+        super().__init__(f"{checkpoint_id!r} is not saved, as replicas have diverged: {found}.")
+        self.args = (checkpoint_id, found)
+        self.checkpoint_id = checkpoint_id
+
+
 class ShardLost(ReplicatedCkptError):
     """No intact copy of these shards was found; no tensor got a wrong byte. `is_latest`: "latest" was asked for."""
 

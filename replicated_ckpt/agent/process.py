@@ -399,6 +399,7 @@ class Agent:
             "staged": staged,
             "checkpoints": [holding.checkpoint_id for holding in self._service.holdings()],
             "in_doubt": [save.to_json() for save in in_doubt],
+            "diverged": self._service.list_diverged(),
             "greeted": self._hello is not None and not self._hello.is_alive(),
             "duplicate_nodes": [*self._service.peers.duplicate_nodes.describe(), *self._greeter.describe_refusals()],
             "restoring": self._reprotector.is_busy,

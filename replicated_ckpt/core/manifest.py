@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from operator import eq
 from typing import Any
 
+from replicated_ckpt.core.divergence import DIVERGENCES_MAX, Divergence
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import SEQUENCE_MAX, ShardName, is_checkpoint_id, is_lineage, is_save_id
 from replicated_ckpt.core.lineage import Version, moment, order_by_age
@@ -103,6 +104,8 @@ class Manifest:
     lineage: str = ""
     notes: Mapping[str, Any] = field(default_factory=dict)
     """Metrics and metadata of the user: see core.notes."""
+    divergences: tuple[Divergence, ...] = ()
+    """The first values that the save found to differ between ranks, DIVERGENCES_MAX at most."""
 
     @property
     def version(self) -> Version:
@@ -135,6 +138,10 @@ class Manifest:
     def replaces_in_bucket(self) -> str:
         """The save that was committed in the bucket when this one was opened over it; "": there was none."""
         return self.upload.replaces if self.upload is not None else ""
+
+    @property
+    def host_by_rank(self) -> dict[int, str]:
+        return {rank: node.host for node in self.nodes for rank in node.ranks}
 
     @property
     def shard_sizes(self) -> dict[str, int]:
@@ -210,6 +217,21 @@ def _from_fields(fields: Mapping[str, Any]) -> Manifest:
         upload=_upload(fields.get("upload")),
         lineage=_text(fields.get("lineage", "")),
         notes=check_notes(fields.get("notes", {})),
+        divergences=tuple(_divergence(found) for found in fields.get("divergences", ())[:DIVERGENCES_MAX]),
+    )
+
+
+def _divergence(fields: Mapping[str, Any]) -> Divergence:
+    groups = tuple(tuple(_count(rank) for rank in ranks) for ranks in fields["groups"])
+    if len(groups) < 2 or not all(groups):
+        raise ValueError(f"no divergence: {groups!r}"[:200])
+    return Divergence(
+        _text(fields["fqn"]),
+        tuple(_count(place) for place in fields["offset"]),
+        _count(fields["first_byte"]),
+        fields["is_object"] is True,
+        _count(fields["saved_by"]),
+        groups,
     )
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from dataclasses import asdict
 from typing import Any
 
 from replicated_ckpt.cli.exit_codes import ExitCode
@@ -19,6 +20,7 @@ from replicated_ckpt.cli.look.checkpoints import (
 from replicated_ckpt.cli.look.given_root import add_start_argument, open_store_of
 from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
 from replicated_ckpt.cli.look.progress import format_moment, format_table
+from replicated_ckpt.core.divergence import describe_divergences
 from replicated_ckpt.core.inventory import saves_found
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.protocol.seen_save import SeenSave
@@ -72,6 +74,7 @@ def _details(save: SeenSave) -> dict[str, Any]:
     return {
         "world_size": manifest.world_size,
         "upload": None if manifest.upload is None else manifest.upload.url,
+        "divergences": [asdict(one) for one in manifest.divergences],
         "world": [
             {"node_id": node.node_id, "host": node.host, "domain": node.domain, "ranks": list(node.ranks)}
             for node in manifest.nodes
@@ -103,6 +106,8 @@ def _describe(row: CheckpointSeen, save: SeenSave, seen: NodesSeen) -> str:
         "ranks": f"{manifest.world_size} on {_describe_world(manifest, seen)}",
         "bucket": "-" if manifest.upload is None else f"{manifest.upload.url}: {row.bucket}",
     }
+    if manifest.divergences:
+        facts["replicas"] = f"differed in {describe_divergences(manifest.divergences, manifest.host_by_rank)}"
     lines = [f"  {name + ':':10}{value}" for name, value in facts.items()]
     return "\n".join([*lines, format_table(_HEADER, [_metadata_cells(save, seen), *_shard_cells(save, seen)])])
 

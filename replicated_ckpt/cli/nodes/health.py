@@ -19,6 +19,7 @@ from replicated_ckpt.cli.look.checkpoints import (
 from replicated_ckpt.cli.look.nodes import NodesSeen, describe_spare
 from replicated_ckpt.cli.look.progress import format_duration
 from replicated_ckpt.cli.look.waiting_saves import WaitingSave
+from replicated_ckpt.core.divergence import describe_divergences
 from replicated_ckpt.node.peers.watch import runs_no_agent
 from replicated_ckpt.stores.files.room import Room
 from replicated_ckpt.wording import describe_bytes, list_some, plural
@@ -100,6 +101,7 @@ def judge_health(
     ]
     notes = [_describe_idle(seen, idle, root)] if is_idle else []
     notes += describe_spare(seen, root, seen.unreached.keys() - needed - idle)
+    notes += _describe_diverged(rows, seen)
     found += [(ExitCode.FAILED, why) for why in degraded]
     return Health(tuple(found), tuple(bad), tuple(notes), is_idle)
 
@@ -147,6 +149,17 @@ def _crowded(seen: NodesSeen) -> Iterator[str]:
 
 def describe_room(room: Room | None) -> str:
     return "-" if room is None else f"{describe_bytes(room.free_bytes)} of {describe_bytes(room.size_bytes)} free"
+
+
+def _describe_diverged(rows: Sequence[CheckpointSeen], seen: NodesSeen) -> Iterator[str]:
+    """One line for the newest checkpoint with such a finding: a run that has diverged finds it at every save."""
+    manifests = [seen.manifests[row.save_id] for row in rows if row.save_id in seen.manifests]
+    diverged = sorted((one for one in manifests if one.divergences), key=lambda one: one.created_unix_s)
+    if diverged:
+        newest, others = diverged[-1], len(diverged) - 1
+        more = f", and those of {plural(others, 'other checkpoint')}" if others else ""
+        found = describe_divergences(newest.divergences, newest.host_by_rank)
+        yield f"{newest.checkpoint_id}{more}: the save found replicas that differ: {found}"
 
 
 def _failing(agent: Mapping[str, Any]) -> Iterator[str]:

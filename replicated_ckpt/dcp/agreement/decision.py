@@ -2,6 +2,7 @@
 
 import math
 import os
+from base64 import b64decode, b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -12,6 +13,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from replicated_ckpt.config import CheckpointIdFrom
 from replicated_ckpt.core.bucket.upload_plan import UploadPlan
+from replicated_ckpt.core.divergence import Turn
 from replicated_ckpt.core.manifest import find_shared
 from replicated_ckpt.core.protocol.placement import PlacedNode, Placement, place_copies
 from replicated_ckpt.dcp.agreement.node_post import NodePost, id_under
@@ -98,6 +100,8 @@ class SaveDecision:
     known_layout: str = ""
     file_number: int = 0
     """In the names of its shards: no file of another version of the checkpoint has it, on any node of the save."""
+    turn: Turn | None = None
+    """The values that the ranks compare; None: none."""
 
     def holders_for(self, node_id: str) -> tuple[str, ...]:
         """All nodes that may take copies for a node, in the order of preference: its buddies, then nodes of other hosts."""
@@ -187,6 +191,7 @@ class SaveDecision:
             str(fields["ticket"]),
             str(fields["known_layout"]),
             int(fields["file_number"]),
+            None if fields["turn"] is None else Turn(**fields["turn"]),
         )
 
 
@@ -195,13 +200,15 @@ class SavePost:
     """The post of each rank before a save. `checkpoint_id` None: it takes the coordinator's.
 
     `memory_bytes`: the size that the store may reach, where it lies in memory; None: it lies on a disk.
-    `wants`: the arguments of its writer, as text, that all ranks must give alike.
+    `wants`: the arguments of its writer, as text, that all ranks must give alike. `items`: in its plan, before DCP drops
+    those that several ranks have.
     """
 
     checkpoint_id: str | None
     node: NodePost
     memory_bytes: int | None = None
     wants: Mapping[str, str] = field(default_factory=dict)
+    items: int = 0
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -209,7 +216,7 @@ class SavePost:
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "SavePost":
         node = NodePost.from_json(fields["node"])
-        return cls(fields["checkpoint_id"], node, fields.get("memory_bytes"), fields.get("wants", {}))
+        return cls(fields["checkpoint_id"], node, fields.get("memory_bytes"), fields.get("wants", {}), fields["items"])
 
 
 def decide(posts: Sequence[SavePost], copies: int, save_id: str, plans: Sequence[SavePlan] = ()) -> SaveDecision:
@@ -331,7 +338,8 @@ class ShardReceipt:
 class Receipt:
     """A rank's record of what it wrote, and how long it took. `aborted`: set if another process aborted the save meanwhile.
 
-    `is_submitted`: the node's agent writes the shards; their receipts have the name only.
+    `is_submitted`: the node's agent writes the shards; their receipts have the name only. `replicas`: its report of the
+    values that the ranks compare (`core.divergence`).
     """
 
     shards: tuple[ShardReceipt, ...] = ()
@@ -339,9 +347,10 @@ class Receipt:
     is_submitted: bool = False
     seconds: float = 0.0
     phases: Mapping[str, float] = field(default_factory=dict)
+    replicas: bytes = b""
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return {**asdict(self), "replicas": b64encode(self.replicas).decode()}
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "Receipt":
@@ -350,4 +359,5 @@ class Receipt:
             for shard in fields["shards"]
         )
         phases = {str(name): float(spent) for name, spent in fields["phases"].items()}
-        return cls(tuple(shards), fields["aborted"], bool(fields["is_submitted"]), float(fields["seconds"]), phases)
+        aborted, is_submitted, seconds = fields["aborted"], bool(fields["is_submitted"]), float(fields["seconds"])
+        return cls(tuple(shards), aborted, is_submitted, seconds, phases, b64decode(fields["replicas"]))

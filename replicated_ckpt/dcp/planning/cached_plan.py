@@ -48,7 +48,7 @@ class CachedSavePlan(SavePlan):
     now: Place | None = None
     """From the coordinator: its place from now on."""
     whole: SavePlan | None = None
-    """The plan that it stands for. It does not travel."""
+    """The plan that it stands for, on the rank that has made this one. It does not travel."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "whole": None}

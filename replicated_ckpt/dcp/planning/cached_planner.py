@@ -96,7 +96,7 @@ class CachedSavePlanner(DefaultSavePlanner):
         self._asked, self._asked_basis, self._next_known = plan, basis, None
         if was_cut_short or self._place is None or not _are_same(plan, self._local):
             return plan
-        return CachedSavePlan(CachedWriteItems(), was=self._place)
+        return CachedSavePlan(CachedWriteItems(), was=self._place, whole=self._local)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Coordinator: for each rank its final plan, or a reference to the one that this rank has."""

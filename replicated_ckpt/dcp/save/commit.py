@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from replicated_ckpt import failpoints
 from replicated_ckpt.config import WriterConfig
 from replicated_ckpt.core.bucket.commit_mark import own_prefix
+from replicated_ckpt.core.divergence import DIVERGENCES_MAX, Divergence
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry, UploadEntry, decode_manifest
@@ -43,17 +44,20 @@ def commit_save(
     notes: Mapping[str, Any] | None = None,
     start_agent: Callable[[], object] = lambda: None,
     layouts: CachedLayouts | None = None,
+    find_divergences: Callable[[Metadata], Sequence[Divergence]] = lambda _: (),
 ) -> tuple[list[str], Sequence[Receipt]]:
     """Ends a save whose shards are all written, or submitted to agents, which this node's agent then waits for.
 
     Returns in words what is weaker than wanted, and the receipts, with what agents wrote. The manifest keeps `notes`.
     Where the layout is that of the save before, in `layouts`, so is `.metadata`: it is neither made nor sent again.
-    `start_agent` starts this node's agent again, if it has died.
+    `start_agent` starts this node's agent again, if it has died. `find_divergences` is asked once all items have their
+    places, and may raise; what it returns is kept in the manifest.
     Afterwards it is committed on every node that the result does not name. If this raises before the
     decision, the save is aborted everywhere; once the decision may be durable it is never aborted.
 
     Raises:
         SaveAborted: an item lies in a shard that no rank has written, or an agent could not write one.
+        ReplicasDiverged: by `find_divergences`.
         ConfigInvalid: the notes cannot be kept.
         CheckpointExists: another save of this id was faster, and this one is to replace none.
         AckNotReached: the decision is durable here, but no holder of some shard has published it; or, with
@@ -69,6 +73,9 @@ def commit_save(
             shards = _make_shard_entries(decision, receipts)
             same, layout = lay_out(decision, shards, metadata, results, layouts)
             raw_metadata, manifest = _make_manifest(decision, config.copies, shards, metadata, layout, notes or {})
+            divergences = find_divergences(metadata)
+            if divergences:
+                manifest = replace(manifest, divergences=tuple(divergences[:DIVERGENCES_MAX]))
         failpoints.reach("coordinator.accounted")
         # Before the manifest: a node with a manifest counts as decided, and must have the metadata.
         store.put_small(decision.save_id, METADATA_NAME, raw_metadata)

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from replicated_ckpt import failpoints
 from replicated_ckpt.config import WriterConfig
+from replicated_ckpt.core.divergence import Divergence, describe_divergences, without_allowed
 from replicated_ckpt.core.lineage import Version
 from replicated_ckpt.core.upkeep.policy import scope_of
 from replicated_ckpt.dcp.agreement.decision import (
@@ -55,11 +56,12 @@ from replicated_ckpt.dcp.runtime.torch_private import Collectives, follow_step
 from replicated_ckpt.dcp.save.bucket import ObjectTier
 from replicated_ckpt.dcp.save.commit import commit_save
 from replicated_ckpt.dcp.save.numbering import assign_sequence, choose_file_number, open_unheard
+from replicated_ckpt.dcp.save.replicas import ReplicaCheck, name_divergences, whole_plan
 from replicated_ckpt.dcp.save.save_policy import Retaining
 from replicated_ckpt.dcp.save.save_report import SaveReport, report_ranks, report_save
 from replicated_ckpt.dcp.save.shard_writer import ShardWriter, WrittenShard
 from replicated_ckpt.dcp.save.submission import Follower
-from replicated_ckpt.errors import AckNotReached, CheckpointExists, SaveAborted
+from replicated_ckpt.errors import AckNotReached, CheckpointExists, ReplicasDiverged, SaveAborted
 from replicated_ckpt.node.saves.shard_copies import WrittenCopies
 from replicated_ckpt.stores.files.durable import translate_errors
 from replicated_ckpt.stores.local.store import LocalStore
@@ -83,17 +85,26 @@ class WriterParts:
     retaining: Retaining
     made_at: Line | None
     on_save: Callable[[SaveReport], object] | None
+    replicas: ReplicaCheck
     memory: MemoryLimit | None = None
     planning: Pause = field(default_factory=Pause)
     name: str = field(default_factory=lambda: uuid.uuid4().hex)
 
-    def present(self, checkpoint_id: str | None, *, is_alone: bool) -> SavePost:
+    def present(self, checkpoint_id: str | None, items: int, *, is_alone: bool) -> SavePost:
         """This rank's post before a save, with its node, whose agent runs by then."""
         node = (register_alone if is_alone else register_for_save)(self.store, self.config.domain)
         memory_bytes = None if self.memory is None else self.memory.measure(checkpoint_id)
-        return SavePost(checkpoint_id, node, memory_bytes, describe_wanted(self.config))
+        return SavePost(checkpoint_id, node, memory_bytes, describe_wanted(self.config), items)
 
 
+SEARCH = (
+    "Find out why before you go on: docs/replicas.md has the usual causes. If these values may differ, name them in "
+    "may_differ=[...]."
+)
+OWN_OBJECTS = (
+    "Only the first rank named for each is in the checkpoint, and every rank will load that one's. Save what belongs to "
+    "a rank in a RankState; name the others in may_differ=[...]. Each is named once."
+)
 _SAID_WITHIN_S = 1.0
 
 
@@ -196,11 +207,16 @@ class SaveAttempt:
         self._receipts: Sequence[Receipt] = []
         self._reference: SavedMetadata | None = None
         self._is_undecided = False
+        self._divergences: Sequence[Divergence] = ()
         self.version: Version | None = None
         """The save's place in its lineage, once this rank writes."""
 
-    def present(self) -> None:
-        """Posts to the coordinator the id that this rank was given, and the address of its node."""
+    def present(self, plan: SavePlan) -> None:
+        """Posts to the coordinator the id that this rank was given, and the address of its node.
+
+        `plan`: this rank's, before DCP drops what other ranks have, too.
+        """
+        self._local_plan = whole_plan(plan)
         board = self._world.blackboard
         checkpoint_id = name_checkpoint(
             self._config.root,
@@ -208,7 +224,7 @@ class SaveAttempt:
             self._config.checkpoint_id_from,
             is_coordinator=self._world.is_coordinator,
         )
-        self._post = self._parts.present(checkpoint_id, is_alone=board is None)
+        self._post = self._parts.present(checkpoint_id, len(self._local_plan.items), is_alone=board is None)
         if board is not None:
             board.share_in(self._store.root_agent_directory())
             self._nonce = board.post("save", self._post.to_json())
@@ -228,7 +244,8 @@ class SaveAttempt:
         decision = replace(decide(posts, config.copies, uuid.uuid4().hex, plans), ticket=secrets.token_hex(16))
         self._cluster: Cluster = LoneNode(self._store) if board is None else cluster_of(decision, self._world.rank)
         known, session = self._parts.layouts.save_id, self._world.session_of_writer(self._parts.name)
-        self._decision = replace(decision, session=session, overwrite=config.overwrite, known_layout=known)
+        turn = self._parts.replicas.next_turn(sum(post.items for post in posts), plans)
+        self._decision = replace(decision, session=session, overwrite=config.overwrite, known_layout=known, turn=turn)
         # Before the opening: a save that does not fit is refused while there is nothing to undo.
         if self._parts.memory is not None:
             self._parts.memory.check_limit(self._decision, posts, plans)
@@ -269,6 +286,7 @@ class SaveAttempt:
             # Another rank has failed: raising its echo here would hide the cause that DCP reports.
             try:
                 results, self._receipt = self._write_shard(plan, planner, staged)
+                self._receipt = replace(self._receipt, replicas=self._hash_replicas(planner))
             except SaveAborted as exc:
                 log.warning("rank %d stops writing: %s", self._world.rank, exc)
                 results, self._receipt = [], Receipt(aborted=exc.message)
@@ -317,6 +335,7 @@ class SaveAttempt:
                 notes=self._notes,
                 start_agent=self._agent_starter(),
                 layouts=self._parts.layouts,
+                find_divergences=partial(self._find_divergences, receipts),
             )
         finally:
             # The lock must go even if publishing failed: agents complete a decided save only once its ranks have left.
@@ -324,6 +343,7 @@ class SaveAttempt:
         assert self.version is not None, "it was written"
         remember(self._store, decision.checkpoint_id, self.version)
         self._warn(problems)
+        self._warn_of_divergences()
         # With problems some node lacks the metadata: the ranks must not take it from their own disk.
         self._reference = None if problems else SavedMetadata.of(decision.checkpoint_id, decision.save_id)
         self._parts.retaining.note_committed(decision, has_agents=self._world.blackboard is not None)
@@ -347,6 +367,7 @@ class SaveAttempt:
         now = time.monotonic()
         ranks = report_ranks(self._decision, self._receipts, self._config.copies)
         report = self._report.end(now - self._started_at, now - self._written_at, ranks, self._held.find_written())
+        report = replace(report, divergences=tuple(self._divergences))
         self._keep_report(report)
         if self._world.is_coordinator:
             log.info("%s", report)
@@ -404,6 +425,40 @@ class SaveAttempt:
             raise AckNotReached(decision.placement.copies, have, "; ".join(shard.missed))
         self._warn(shard.missed)
         return shard.results, receipt
+
+    def _hash_replicas(self, planner: SavePlanner) -> bytes:
+        turn = self._decision.turn
+        return b"" if turn is None else self._parts.replicas.hash_units(self._local_plan, planner, turn)
+
+    def _find_divergences(self, receipts: Sequence[Receipt], metadata: Metadata) -> Sequence[Divergence]:
+        """Coordinator: what differs between ranks. Raises ReplicasDiverged: a tensor does, and that is to fail the save."""
+        if self._decision.turn is not None:
+            reports = {rank: receipt.replicas for rank, receipt in enumerate(receipts)}
+            found = without_allowed(name_divergences(reports, metadata), self._config.may_differ)
+            self._divergences = self._parts.replicas.without_named(found)
+        tensors = [one for one in self._divergences if not one.is_object]
+        if tensors and self._config.on_divergence == "raise":
+            raise ReplicasDiverged(self._decision.checkpoint_id, describe_divergences(tensors, self._hosts))
+        return self._divergences
+
+    def _warn_of_divergences(self) -> None:
+        self._parts.replicas.note_committed(self._decision.turn, self._divergences)
+        tensors = [one for one in self._divergences if not one.is_object]
+        objects = [one for one in self._divergences if one.is_object]
+        name = self._decision.checkpoint_id
+        if tensors:
+            found = describe_divergences(tensors, self._hosts)
+            self._warn(
+                [f"replicas have diverged: {found}. {name} has the bytes of the first rank named for each. {SEARCH}"]
+            )
+        if objects:
+            found = describe_divergences(objects, self._hosts)
+            self._warn([f"ranks save other objects under one name: {found}. {OWN_OBJECTS}"])
+
+    @property
+    def _hosts(self) -> Mapping[int, str]:
+        decision = self._decision
+        return {rank: decision.node_of(rank).host for rank in range(len(decision.node_by_rank))}
 
     def _open(self) -> Opened:
         """Opens the save on every node; again, as another save, if the checkpoint with its name is lost for good."""

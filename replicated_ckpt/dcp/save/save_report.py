@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from replicated_ckpt.core.divergence import Divergence
 from replicated_ckpt.dcp.agreement.decision import Receipt, SaveDecision, ShardReceipt
 from replicated_ckpt.node.saves.shard_copies import WrittenCopies
 from replicated_ckpt.wording import align, describe_bytes, plural
@@ -29,7 +30,8 @@ class SaveReport:
     buddy, its fsync included) and `commit` (from then on). Writing, sending and serialising go on at once, so they add
     up to more than the time that passed.
 
-    `ranks`: on rank 0, once the save is committed, the reports of all ranks, in order.
+    `ranks`: on rank 0, once the save is committed, the reports of all ranks, in order. `divergences`: on rank 0, the values
+    that this save has found to differ between ranks.
     """
 
     checkpoint_id: str
@@ -45,6 +47,7 @@ class SaveReport:
     host: str = ""
     phases: Mapping[str, float] = field(default_factory=dict)
     ranks: tuple["SaveReport", ...] = ()
+    divergences: tuple[Divergence, ...] = ()
 
     def end(
         self, seconds: float, commit_s: float, ranks: tuple["SaveReport", ...], written: WrittenCopies | None

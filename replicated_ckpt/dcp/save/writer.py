@@ -3,9 +3,9 @@
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -15,11 +15,13 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from replicated_ckpt.config import (
+    COMPARED_WITHIN,
     Ack,
     BestIs,
     CheckpointIdFrom,
     DirectIO,
     OnDegraded,
+    OnDivergence,
     Retention,
     WriterConfig,
     check_callable,
@@ -36,6 +38,7 @@ from replicated_ckpt.dcp.planning.cached_layouts import CachedLayouts
 from replicated_ckpt.dcp.planning.cached_planner import CachedSavePlanner
 from replicated_ckpt.dcp.runtime.caller import find_line
 from replicated_ckpt.dcp.save.bucket import WAIT_TIMEOUT_S, ObjectTier, check_timeout
+from replicated_ckpt.dcp.save.replicas import ReplicaCheck
 from replicated_ckpt.dcp.save.save_attempt import SaveAttempt, WriterParts
 from replicated_ckpt.dcp.save.save_policy import Retaining
 from replicated_ckpt.dcp.save.save_report import SaveReport
@@ -85,6 +88,11 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
             raises is logged. Where the hooks are called by something else than DCP, only the coordinator calls it.
         overlap: `dcp.async_save` returns while GPUs still copy the state, and does not wait for them. Before the state
             changes, as in the optimizer's step, call `hold_until_copied`.
+        compare_replicas: what several ranks have under one name is compared: all of it within so many saves, "all" in each
+            save, None never. Tensors whose bytes differ are a warning on rank 0, in its SaveReport and in the manifest;
+            objects that differ are named once.
+        on_divergence: "raise": a save whose tensors differ fails with ReplicasDiverged before it is committed.
+        may_differ: patterns (fnmatch) of the names of entries that are not compared.
 
     One writer serves many saves, one at a time. For `dcp.async_save` it is the stager, too: the state is copied once, into
     memory that the next save uses again, and a second save waits for the first before it copies. `close` frees that memory.
@@ -115,6 +123,9 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
         direct_io: DirectIO | None = None,
         on_save: Callable[[SaveReport], object] | None = None,
         overlap: bool = False,
+        compare_replicas: int | Literal["all"] | None = COMPARED_WITHIN,
+        on_divergence: OnDivergence = "warn",
+        may_differ: Sequence[str] = (),
     ) -> None:
         super().__init__()
         check_callable("on_save", on_save)
@@ -132,6 +143,9 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
             checkpoint_id_from=checkpoint_id_from,
             direct_io=check_direct_io(direct_io),
             overlap=overlap,
+            compare_replicas=compare_replicas,
+            on_divergence=on_divergence,
+            may_differ=may_differ,
         )
         self._target = ObjectTarget.check_given(object_store, storage_options)
         self.last_save: SaveReport | None = None
@@ -155,6 +169,7 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
             Retaining(store, self.config, self._target),
             find_line(),
             self._on_save,
+            ReplicaCheck(self.config.parts_compared),
         )
 
     def __repr__(self) -> str:
@@ -290,7 +305,7 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
         """Registers this rank with the coordinator; the plan is not changed. Raises ConfigInvalid: it is not loadable."""
         # Before anything is open: a checkpoint with such a path could be saved, and never loaded.
         refuse_unloadable_paths(plan)
-        self._under_way.present()
+        self._under_way.present(plan)
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:

@@ -361,6 +361,12 @@ class NodeService:
         """The holdings of this node, with known damage marked."""
         return self.damage.mark_damaged(self.store.catalog.holdings(self.node_id, checkpoint_id))
 
+    def list_diverged(self) -> list[str]:
+        """The checkpoints here whose saves have found that replicas differ."""
+        names = [holding.checkpoint_id for holding in self.holdings() if not holding.is_replaced]
+        found = [(name, self.store.catalog.find_manifest(name)) for name in names]
+        return [name for name, manifest in found if manifest is not None and manifest.divergences]
+
     def learn_peers(self, peers: Sequence[Mapping[str, Any]]) -> tuple[AgentAddress, ...]:
         """Stores the addresses of the nodes of a save or load in the address book; returns those of the other nodes."""
         others = tuple(peer for peer in map(AgentAddress.from_json, peers) if peer.node_id != self.node_id)

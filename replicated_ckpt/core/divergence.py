@@ -1,0 +1,97 @@
+"""Replicas that should be alike: what ranks report of the values that they have, and where these reports differ."""
+
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from replicated_ckpt.wording import list_some, plural
+
+_UNIT = struct.Struct("<QI")
+DIVERGENCES_MAX = 32
+"""In a manifest and in one warning: a diverged model has thousands, and the first ones show where."""
+_RANKS_NAMED_MAX = 8
+
+
+@dataclass(frozen=True)
+class Turn:
+    """The part of the values that one save compares: `part` of `parts`."""
+
+    part: int
+    parts: int
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """A value that ranks have under one name, and that is not the same on all of them.
+
+    `fqn`, `offset`: the entry and the place of its piece. `first_byte`: where the compared range of the piece begins.
+    `saved_by`: the rank whose bytes are in the checkpoint. `groups`: ranks with equal bytes, that one's group first.
+    """
+
+    fqn: str
+    offset: tuple[int, ...]
+    first_byte: int
+    is_object: bool
+    saved_by: int
+    groups: tuple[tuple[int, ...], ...]
+
+    def describe(self, host_by_rank: Mapping[int, str]) -> str:
+        at = f" at {self.offset}" if any(self.offset) else ""
+        at += f", from byte {self.first_byte}" if self.first_byte else ""
+        saved, *others = self.groups
+        same = [rank for rank in saved if rank != self.saved_by]
+        alike = f", as {_name_ranks(same, host_by_rank)} has it" if same else ""
+        differing = "; ".join(_name_ranks(group, host_by_rank) for group in others)
+        return f"{self.fqn}{at}: saved from {_name_ranks([self.saved_by], host_by_rank)}{alike}; other bytes on {differing}"
+
+
+def _name_ranks(ranks: Sequence[int], host_by_rank: Mapping[int, str]) -> str:
+    named = [f"{rank} on {host_by_rank[rank]}" if rank in host_by_rank else str(rank) for rank in ranks]
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {list_some(named, _RANKS_NAMED_MAX)}"
+
+
+def describe_divergences(found: Sequence[Divergence], host_by_rank: Mapping[int, str]) -> str:
+    """All of them in one text, the first ones in full."""
+    shown = " | ".join(one.describe(host_by_rank) for one in found[:4])
+    return shown + (f" | and {plural(len(found) - 4, 'more value')}" if len(found) > 4 else "")
+
+
+def without_allowed(found: Iterable[Divergence], may_differ: Sequence[str]) -> list[Divergence]:
+    """Without the entries whose names match one of these patterns, as `fnmatch` has them."""
+    return [one for one in found if not any(fnmatchcase(one.fqn, pattern) for pattern in may_differ)]
+
+
+def pack_units(hash_by_key: Mapping[int, int]) -> bytes:
+    """The report of one rank: for each unit its key (64 bits) and the hash of its value (32 bits). Equal for equal ones."""
+    return b"".join(_UNIT.pack(key, hash_by_key[key]) for key in sorted(hash_by_key))
+
+
+def find_differing(reports: Mapping[int, bytes]) -> dict[int, tuple[tuple[int, ...], ...]]:
+    """By key of each unit that has several values: the ranks by value. `reports` are those of `pack_units` by rank.
+
+    Ranks with equal reports, as all have them whose state is whole everywhere, are read once.
+
+    Raises:
+        ValueError: a report is none.
+    """
+    ranks_by_report: dict[bytes, list[int]] = {}
+    for rank, report in sorted(reports.items()):
+        ranks_by_report.setdefault(report, []).append(rank)
+    first: dict[int, int] = {}
+    seen: list[tuple[dict[int, int], list[int]]] = []
+    differing: set[int] = set()
+    for report, ranks in ranks_by_report.items():
+        if len(report) % _UNIT.size:
+            raise ValueError(f"a report of replicas has {len(report)} bytes")
+        units = dict(_UNIT.iter_unpack(report))
+        seen.append((units, ranks))
+        differing.update(key for key, value in units.items() if first.setdefault(key, value) != value)
+    found = {}
+    for key in differing:
+        by_value: dict[int, list[int]] = {}
+        for units, ranks in seen:
+            if key in units:
+                by_value.setdefault(units[key], []).extend(ranks)
+        found[key] = tuple(sorted(tuple(sorted(ranks)) for ranks in by_value.values()))
+    return found

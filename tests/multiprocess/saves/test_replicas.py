@@ -1,0 +1,155 @@
+"""Replicas that have diverged are named by the saves, and replicas that are alike are not."""
+
+import json
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from replicated_ckpt.agent.state.endpoint import read_endpoint
+from replicated_ckpt.cli.exit_codes import ExitCode
+from replicated_ckpt.cli.main import main
+from replicated_ckpt.stores.local.store import LocalStore
+from tests.cli.commands import as_json, command
+from tests.harness.cluster import Cluster, call
+from tests.marks import mark_long
+from tests.multiprocess.conftest import ClusterOf
+from tests.steps import replicas
+
+PARTS = 4
+STATES = ["ddp", "hsdp", "hsdp1", "unwrapped"]
+
+
+def _check_named(told: Sequence[dict[str, Any]]) -> int:
+    """Each flip is named with the rank that has it, and nothing else is; returns how many there were."""
+    count = 0
+    for number, named in enumerate(told[0]["named"]):
+        flips = {name: rank for rank, one in enumerate(told) for name in one["flipped"][number]}
+        by_name = {name: groups for name, _, groups in named}
+        assert by_name.keys() == flips.keys(), f"round {number}"
+        assert len(by_name) == len(named), "each of them once"
+        for name, groups in by_name.items():
+            assert len(groups) == 2
+            assert [flips[name]] in [list(group) for group in groups], (name, groups)
+        count += len(flips)
+    return count
+
+
+def metrics_of(root: Path) -> str:
+    """What the node's agent answers to Prometheus; a command has started it."""
+    endpoint = read_endpoint(LocalStore(root).agent_directory())
+    assert endpoint is not None
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{endpoint.port}/metrics", headers={"Authorization": f"Bearer {endpoint.token}"}
+    )
+    with urllib.request.urlopen(request, timeout=20) as answer:
+        return str(answer.read().decode())
+
+
+def verified(cluster: Cluster) -> None:
+    """The newest checkpoint is whole, whatever the values in it are."""
+    assert main(["verify", "--root", str(cluster.nodes[0].disk), "latest"]) in (ExitCode.OK, ExitCode.UNREACHABLE)
+
+
+def _flip(cluster: Cluster, kind: str, rounds: int, *, is_async: bool) -> int:
+    count, seed = 0, 100 if is_async else 0
+    told = cluster.run(
+        call(replicas.flip_and_save, kind=kind, seed=seed, rounds=rounds, parts=PARTS, is_async=is_async),
+        nodes=[0, 1],
+        ranks=2,
+        timeout_s=3000,
+    )
+    count += _check_named(told)
+    return count
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("kind", STATES)
+def test_each_flipped_bit_is_named_within_the_saves_of_one_turn(
+    cluster_of: ClusterOf, kind: str, is_async: bool
+) -> None:
+    """Of DDP, HSDP by FSDP2 and by FSDP1, and plain tensors: name and rank. What changes after the staging is not."""
+    cluster = cluster_of(2)
+    assert _flip(cluster, kind, rounds=2, is_async=is_async) >= 4
+    verified(cluster)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("kind", STATES)
+def test_a_thousand_flips_are_named(cluster_of: ClusterOf, kind: str, is_async: bool) -> None:
+    """A thousand over the eight cases."""
+    cluster = cluster_of(2)
+    assert _flip(cluster, kind, rounds=28, is_async=is_async) >= 125
+
+
+@pytest.mark.parametrize(("kind", "saves"), mark_long([("ddp", 12), ("hsdp", 500), ("ddp", 500)], keep=[("ddp", 12)]))
+@pytest.mark.timeout(3600)
+def test_a_run_whose_replicas_agree_raises_no_alarm(cluster_of: ClusterOf, kind: str, saves: int) -> None:
+    """With other data on each rank, as in training."""
+    cluster = cluster_of(2)
+    found = cluster.run(
+        call(replicas.train_and_save, kind=kind, saves=saves, parts=2), nodes=[0, 1], ranks=2, timeout_s=3000
+    )
+    assert found == [[], [], [], []]
+    verified(cluster)
+
+
+def test_objects_of_ranks_are_named_once(cluster_of: ClusterOf) -> None:
+    """Equal ones are not, whatever pickle makes of them; nor what may differ, by its name or as a RankState."""
+    cluster = cluster_of(2)
+    first, second = cluster.run(call(replicas.save_objects), nodes=[0, 1])
+    assert [[list(one) for one in found] for found in first["found"]] == [[["loader.position", True]], []]
+    ((warning,), again) = first["warned"]
+    assert "loader.position: saved from rank " in warning
+    assert "RankState" in warning
+    assert again == []
+    assert second["warned"] == [[], []]
+    verified(cluster)
+
+
+def test_a_finding_is_kept_with_the_checkpoint(cluster_of: ClusterOf) -> None:
+    """A warning on rank 0, a line of `show` and of `status`, and a metric of the agents."""
+    cluster = cluster_of(3)
+    told = cluster.run(
+        call(replicas.save_diverged, checkpoint_id="run/step-1", compare_replicas="all"), nodes=[0, 1, 2]
+    )
+    (warning,) = told[0]["warned"]
+    assert [one["warned"] for one in told[1:]] == [[], []]
+    assert "weight: saved from rank " in warning
+    assert "other bytes on " in warning
+    root = cluster.nodes[0].disk
+    shown = command("show", "run/step-1", "--root", root, "--start-agents").stdout
+    assert "replicas: differed in weight: saved from rank " in shown
+    _, document = as_json("show", "run/step-1", "--root", root)
+    (kept,) = document["saves"][0]["divergences"]
+    assert kept["fqn"] == "weight"
+    metrics = metrics_of(cluster.nodes[0].disk)
+    assert "replicated_ckpt_diverged 1.0" in metrics.splitlines()
+    status = command("status", "--root", root, "--start-agents")
+    assert status.returncode == ExitCode.OK
+    assert "note: run/step-1: the save found replicas that differ: weight" in status.stdout
+    verified(cluster)
+
+
+def test_a_save_can_fail_on_it(cluster_of: ClusterOf) -> None:
+    """On every rank, before the commit: the checkpoint of before stands. An allowed name fails nothing."""
+    cluster = cluster_of(2)
+    options: dict[str, Any] = {"compare_replicas": "all", "on_divergence": "raise"}
+    calls = [
+        call(replicas.save_diverged, checkpoint_id="run/step-1", apart=False, **options),
+        call(replicas.save_diverged, checkpoint_id="run/step-2", **options),
+        call(replicas.save_diverged, checkpoint_id="run/step-3", may_differ=["weig*"], **options),
+    ]
+    results = cluster.launch(calls, nodes=[0, 1])
+    alike, apart, allowed = (list(results.of(step)) for step in calls)
+    assert alike == allowed == [{"warned": []}] * 2
+    for told in apart:
+        assert "ReplicasDiverged" in json.dumps(told)
+        assert "weight" in json.dumps(told)
+    _, listed = as_json("ls", "--root", cluster.nodes[0].disk, "--start-agents")
+    assert sorted(one["checkpoint_id"] for one in listed["checkpoints"]) == ["run/step-1", "run/step-3"]
+    verified(cluster)
