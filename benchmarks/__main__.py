@@ -23,6 +23,7 @@ from benchmarks.suites.emulated import emulated_suite
 from benchmarks.suites.growth import growth_suite
 from benchmarks.suites.loading import load_suite
 from benchmarks.suites.peers import peers_suite
+from benchmarks.suites.replicas import replicas_suite
 from benchmarks.suites.results import Results, Row, from_json
 from benchmarks.suites.saving import repeat_suite, save_suite, small_suite
 from benchmarks.suites.setup import TMPFS, Unavailable
@@ -35,6 +36,7 @@ RUN: Mapping[str, Callable[[Options], list[Row]]] = {
     "load": load_suite,
     "small": small_suite,
     "repeat": repeat_suite,
+    "replicas": replicas_suite,
     "growth": growth_suite,
     "emulated": emulated_suite,
     "bucket": bucket_suite,

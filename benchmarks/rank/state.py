@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -95,10 +95,11 @@ def _tensors(values: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]
 
 
 def _part(name: str, tensor: torch.Tensor, rank: int, world_size: int) -> Part:
-    """Where a DTensor begins on this rank that is sharded over all ranks by rows: in equal chunks, as FSDP2 has it."""
+    """Where a DTensor begins on this rank that is sharded by rows over the last dimension of its mesh, as FSDP2 has it."""
     start = zlib.crc32(name.encode())
     if isinstance(tensor, DTensor):
-        rows = tensor.shape[0]
+        rows, mesh = tensor.shape[0], tensor.device_mesh
+        rank, world_size = mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
         first = min(rank * -(-rows // world_size), rows)
         start += first * (tensor.numel() // rows)
         tensor = tensor.to_local()
@@ -107,11 +108,32 @@ def _part(name: str, tensor: torch.Tensor, rank: int, world_size: int) -> Part:
 
 def fsdp2(size_bytes: int, rank: int, world_size: int, device: str = "cpu") -> State:
     """A transformer's layers under `fully_shard`, and AdamW's moments of them: about `size_bytes` over all ranks."""
+    return _sharded(size_bytes, init_device_mesh(device, (world_size,)), rank, world_size, device)
+
+
+def hsdp(size_bytes: int, rank: int, world_size: int) -> State:
+    """The same, sharded over pairs of ranks, with a replica in each pair: of `size_bytes` without the replicas."""
+    mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("replicate", "shard"))
+    return _sharded(size_bytes, mesh, rank, world_size, "cpu")
+
+
+def ddp(size_bytes: int, rank: int, world_size: int) -> State:
+    """The same as a whole on every rank, as DDP leaves it to a state dict."""
+    model = _layers(size_bytes).to_empty(device="cpu")
+    optimizer = torch.optim.AdamW(model.parameters())
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    return State({"model": model_state, "optimizer": optimizer_state}, rank, world_size)
+
+
+def _layers(size_bytes: int) -> nn.Sequential:
     blocks = _BLOCKS if size_bytes >= _LITTLE_BYTES else _BLOCKS_OF_LITTLE
     width = max(8, round((size_bytes / blocks / _BLOCK_BYTES_PER_WIDTH2) ** 0.5) // 8 * 8)
-    mesh = init_device_mesh(device, (world_size,))
     with torch.device("meta"):
-        model = nn.Sequential(*(_block(width) for _ in range(blocks)))
+        return nn.Sequential(*(_block(width) for _ in range(blocks)))
+
+
+def _sharded(size_bytes: int, mesh: DeviceMesh, rank: int, world_size: int, device: str) -> State:
+    model = _layers(size_bytes)
     for block in model:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -150,4 +172,6 @@ BUILDERS: dict[str, Callable[[int, int, int], State]] = {
     "fsdp2 on cuda": partial(fsdp2, device="cuda"),
     "small": small,
     "plain": plain,
+    "ddp": ddp,
+    "hsdp": hsdp,
 }
