@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 _GENERATOR = 0x82F63B78
-_ONE, _X = 1 << 31, 1 << 30
+_ONE = 1 << 31
 _LENGTHS_REMEMBERED = 64
 
 
@@ -52,15 +52,19 @@ def _xor(*rows: bytes) -> bytes:
 @lru_cache(_LENGTHS_REMEMBERED)
 def _shift_planes(zero_bytes: int) -> tuple[tuple[bytes, ...], ...]:
     """As `_shift_tables`, by byte of the result, the lowest first, as tables for `translate`."""
-    tables = _shift_tables(zero_bytes)
-    return tuple(tuple(bytes(value >> bit & 255 for value in table) for table in tables) for bit in range(0, 32, 8))
+    raws = [struct.pack(f"<{len(table)}I", *table) for table in _shift_tables(zero_bytes)]
+    return tuple(tuple(raw[byte::4] for raw in raws) for byte in range(4))
 
 
 @lru_cache(_LENGTHS_REMEMBERED)
 def _shift_tables(zero_bytes: int) -> tuple[Sequence[int], ...]:
     """For each byte of a CRC, the lowest first: its contribution after `zero_bytes` zero bytes, by its value."""
-    power = _power_of_x(8 * zero_bytes)
-    return tuple(_sums([_product(power, 1 << bit) for bit in range(first, first + 8)]) for first in range(0, 32, 8))
+    # Every process builds these at its first shard: 31 steps by x instead of 32 products.
+    by_bit = [_power_of_x(8 * zero_bytes)]
+    while len(by_bit) < 32:
+        by_bit.append(_times_x(by_bit[-1]))
+    by_bit.reverse()  # the highest bit is x^0
+    return tuple(_sums(by_bit[first : first + 8]) for first in range(0, 32, 8))
 
 
 def _sums(by_bit: Sequence[int]) -> Sequence[int]:
@@ -71,14 +75,18 @@ def _sums(by_bit: Sequence[int]) -> Sequence[int]:
     return sums
 
 
+@lru_cache(_LENGTHS_REMEMBERED)
 def _power_of_x(exponent: int) -> int:
-    power, square = _ONE, _X
-    while exponent:
-        if exponent & 1:
-            power = _product(power, square)
-        square = _product(square, square)
-        exponent >>= 1
-    return power
+    """Remembered with its halves: each doubling of a length costs one product."""
+    if exponent == 0:
+        return _ONE
+    root = _power_of_x(exponent >> 1)
+    square = _product(root, root)
+    return _times_x(square) if exponent & 1 else square
+
+
+def _times_x(a: int) -> int:
+    return (a >> 1) ^ (_GENERATOR if a & 1 else 0)
 
 
 def _product(a: int, b: int) -> int:

@@ -85,7 +85,8 @@ def target_of(item: ReadItem, planner: LoadPlanner) -> torch.Tensor:
         )
     is_strided = target.layout is torch.strided
     # copy_ into an expanded tensor writes the same memory several times: the result depends on the order.
-    if is_strided and any(step == 0 and size > 1 for size, step in zip(given, target.stride(), strict=True)):
+    stride = target.stride() if is_strided else ()
+    if 0 in stride and any(step == 0 and size > 1 for size, step in zip(given, stride, strict=True)):
         what = f"The target tensor for {name!r} has elements that share memory, as expand() makes them"
         raise ConfigInvalid(f"{what}: nothing can be loaded into it.", "Pass its clone(), or a tensor made by empty().")
     return target

@@ -2,6 +2,7 @@
 
 import ctypes
 import mmap
+from contextlib import nullcontext
 
 import torch
 
@@ -49,10 +50,10 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
 
 def copy_into(target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool = False) -> None:
     """Copies in place, without autograd; a tensor made in inference mode can be changed only in that mode."""
-    with (
-        torch.inference_mode(target.is_inference()),
-        torch.no_grad(),
-    ):  # in this order: the first one turns grad on again
+    is_inference = target.is_inference()
+    # Entered only where it changes something: it costs more than the copy of a small tensor.
+    mode = nullcontext() if is_inference == torch.is_inference_mode_enabled() else torch.inference_mode(is_inference)
+    with mode, torch.no_grad():  # in this order: the first one turns grad on again
         target.copy_(source, non_blocking=non_blocking)
 
 
