@@ -34,6 +34,7 @@ POINTS: Mapping[str, str] = {
     "store.shard-fsynced": "step 3: a shard is fsynced and has not got its name (own store, or a buddy's)",
     "store.shard-named": "step 3: a shard has its name, durably (own store, or a buddy's)",
     "rank.written": "step 3: a rank's shard and its copies are acknowledged",
+    "rank.helped": "step 3: a rank has written the copy of another rank's shard from its own memory",
     "rank.receipted": "step 4: a rank has posted its receipt",
     "coordinator.accounted": "step 4: every shard is accounted for",
     "coordinator.metadata-staged": "step 5: the coordinator's node has .metadata, and no decision",

@@ -15,10 +15,11 @@ _RANKS_NAMED_MAX = 8
 
 @dataclass(frozen=True)
 class Turn:
-    """The part of the values that one save compares: `part` of `parts`."""
+    """The part of the values that one save compares: `part` of `parts`, and with `has_objects` all objects besides."""
 
     part: int
     parts: int
+    has_objects: bool = False
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 import random
 import warnings
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -11,8 +12,10 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
-from replicated_ckpt import RankState, ReplicatedWriter
+from replicated_ckpt import RankState, ReplicatedWriter, Retention
 from replicated_ckpt.dcp.planning.cached_planner import CachedSavePlanner
+from replicated_ckpt.node.saves import shard_copies
+from replicated_ckpt.stores.peer.copy import PeerSink
 from tests.steps.context import Context
 from tests.steps.state import failure
 from tests.steps.states import Model, build
@@ -146,3 +149,46 @@ def save_diverged(context: Context, /, checkpoint_id: str, *, apart: bool = True
         except CheckpointException as exc:
             return failure(exc)
     return {"warned": [str(one.message) for one in caught if "diverged" in str(one.message)]}
+
+
+def save_repeatedly(
+    context: Context, /, kind: str, saves: int, *, is_kept: bool, retention: int | None = None, **writer: Any
+) -> dict[str, Any]:
+    """Saves one state again and again; by save, how many copies this rank sent, and the report's copies and warnings."""
+    values = build(kind, 0, context.rank, context.world_size)
+    state: dict[str, Any] = {"app": values.state_dict()}
+    options = {**writer, **({} if retention is None else {"retention": Retention(keep_last=retention)})}
+    used, planner = context.writer(**options), CachedSavePlanner() if is_kept else None
+    sent, made, warned = [], [], []
+    for number in range(saves):
+        with (
+            mock.patch.object(shard_copies, "PeerSink", wraps=PeerSink) as sink,
+            warnings.catch_warnings(record=True) as caught,
+        ):
+            warnings.simplefilter("always")
+            dcp.save(state, checkpoint_id=f"run/step-{number}", storage_writer=used, planner=planner)
+        assert used.last_save is not None
+        sent.append(sink.call_count)
+        made.append([one.copies_made for one in used.last_save.ranks])
+        warned.append([str(one.message) for one in caught if "no copy of" in str(one.message)])
+    return {"sent": sent, "made": made, "warned": warned}
+
+
+def diverge_and_save(context: Context, /, **writer: Any) -> list[Any]:
+    """Saves twice, changes a tensor on the last rank alone, and saves twice more; what rank 0 warned of, or the error."""
+    state = {f"weight{number}": torch.full((1000,), float(number)) for number in range(8)}
+    used = context.writer(**writer)
+    told: list[Any] = []
+    for number in range(4):
+        if number == 2 and context.rank == context.world_size - 1:
+            for value in state.values():
+                value[7] += 1
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                dcp.save(dict(state), checkpoint_id=f"run/step-{number}", storage_writer=used)
+            except CheckpointException as exc:
+                told.append(failure(exc))
+                continue
+        told.append(sorted({name for name in ("no copy of", "diverged") for one in caught if name in str(one.message)}))
+    return told

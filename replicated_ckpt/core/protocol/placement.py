@@ -13,10 +13,14 @@ from replicated_ckpt.errors import ConfigInvalid
 
 @dataclass(frozen=True)
 class PlacedNode:
-    """A node to be placed. Nodes are passed in rank order. `domains`: see `find_shared`; (): the node fails alone."""
+    """A node to be placed. Nodes are passed in rank order. `domains`: see `find_shared`; (): the node fails alone.
+
+    `state`: equal for nodes whose ranks have the same values, which then need not send them to each other.
+    """
 
     node_id: str
     domains: tuple[str, ...] = ()
+    state: str = ""
 
 
 @dataclass(frozen=True)
@@ -106,25 +110,37 @@ def _disjoint_groups(nodes: Sequence[PlacedNode], copies: int, domain_of: Mappin
     """Groups of exactly `copies` nodes; up to `copies - 1` nodes stay out.
 
     Consecutive groups use the same domains, so whole domains are paired with whole domains. If that would leave too few
-    distinct domains for later groups, the domains with most remaining nodes are used instead.
+    distinct domains for later groups, the domains with most remaining nodes are used instead. Nodes of one state come
+    together where the domains allow it.
     """
     left: dict[str, list[str]] = {}
+    first = {node.state: place for place, node in reversed(list(enumerate(nodes)))}
+    state_of = {node.node_id: node.state for node in nodes}
     for node in nodes:
         left.setdefault(domain_of[node.node_id], []).append(node.node_id)
     if len(left) == len(nodes):
-        ordered = [node.node_id for node in nodes]
+        ordered = [node.node_id for node in sorted(nodes, key=lambda node: first[node.state])]
         return [ordered[start : start + copies] for start in range(0, len(ordered) - copies + 1, copies)]
     groups: list[list[str]] = []
     current: list[str] = []
     for remaining in range(len(nodes) // copies, 0, -1):
         if not _can_stay(left, current, copies, remaining):
             current = sorted(left, key=lambda domain: -len(left[domain]))[:copies]
-        group = [left[domain].pop(0) for domain in current if left[domain]]
+        group: list[str] = []
+        for domain in current:
+            if left[domain]:
+                group.append(_take_like(left[domain], group, state_of))
         while len(group) < copies:
             fullest = max(left, key=lambda domain: len(left[domain]))
-            group.append(left[fullest].pop(0))
+            group.append(_take_like(left[fullest], group, state_of))
         groups.append(group)
     return groups
+
+
+def _take_like(members: list[str], group: Sequence[str], state_of: Mapping[str, str]) -> str:
+    """Takes the first of the members with the state of the group's first node, else the first of all."""
+    like = (index for index, member in enumerate(members) if group and state_of[member] == state_of[group[0]])
+    return members.pop(next(like, 0))
 
 
 def intended_holders(acknowledged: Sequence[str], buddies: Sequence[str], copies: int) -> tuple[str, ...]:

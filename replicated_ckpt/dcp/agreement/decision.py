@@ -67,7 +67,7 @@ def _tensor_bytes(plan: SavePlan) -> int:
     return sum(math.prod(tensor.chunk.sizes) * tensor.properties.dtype.itemsize for tensor in tensors)
 
 
-STAYS = ("nodes", "node_by_rank", "placement")
+STAYS = ("nodes", "node_by_rank", "placement", "helpers")
 """Fields of a decision that are nearly always those of the save before: all that grows with the number of nodes."""
 _NAME_IT = (
     'Pass an id: dcp.save(..., checkpoint_id="step-10"). If other code calls dcp.save, as _Checkpointer '
@@ -102,6 +102,8 @@ class SaveDecision:
     """In the names of its shards: no file of another version of the checkpoint has it, on any node of the save."""
     turn: Turn | None = None
     """The values that the ranks compare; None: none."""
+    helpers: tuple[tuple[int, ...], ...] = ()
+    """By rank: the ranks that copy its shard to their nodes from their own memory. Empty if there are none at all."""
 
     def holders_for(self, node_id: str) -> tuple[str, ...]:
         """All nodes that may take copies for a node, in the order of preference: its buddies, then nodes of other hosts."""
@@ -164,6 +166,15 @@ class SaveDecision:
             ranks[self.nodes[index].node_id].append(rank)
         return ranks
 
+    @cached_property
+    def owners_by_helper(self) -> Mapping[int, Sequence[int]]:
+        """The ranks whose shards a rank copies."""
+        owners: dict[int, list[int]] = {}
+        for owner, helpers in enumerate(self.helpers):
+            for helper in helpers:
+                owners.setdefault(helper, []).append(owner)
+        return owners
+
     def to_json(self) -> dict[str, Any]:
         """The fields that every rank reads, without invitations: only the coordinator uses those, and it has used them."""
         return asdict(replace(self, nodes=tuple(replace(node, invitation="") for node in self.nodes)))
@@ -192,6 +203,7 @@ class SaveDecision:
             str(fields["known_layout"]),
             int(fields["file_number"]),
             None if fields["turn"] is None else Turn(**fields["turn"]),
+            tuple(tuple(helpers) for helpers in fields["helpers"]),
         )
 
 
@@ -201,7 +213,8 @@ class SavePost:
 
     `memory_bytes`: the size that the store may reach, where it lies in memory; None: it lies on a disk.
     `wants`: the arguments of its writer, as text, that all ranks must give alike. `items`: in its plan, before DCP drops
-    those that several ranks have.
+    those that several ranks have. `plan_digest`: equal for equal items; "" on a rank that copies no other rank's shard.
+    `help_token`: see `own_copies`.
     """
 
     checkpoint_id: str | None
@@ -209,6 +222,8 @@ class SavePost:
     memory_bytes: int | None = None
     wants: Mapping[str, str] = field(default_factory=dict)
     items: int = 0
+    plan_digest: str = ""
+    help_token: str = ""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -216,7 +231,9 @@ class SavePost:
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "SavePost":
         node = NodePost.from_json(fields["node"])
-        return cls(fields["checkpoint_id"], node, fields.get("memory_bytes"), fields.get("wants", {}), fields["items"])
+        memory_bytes, wants = fields.get("memory_bytes"), fields.get("wants", {})
+        plan_digest, help_token = str(fields["plan_digest"]), str(fields["help_token"])
+        return cls(fields["checkpoint_id"], node, memory_bytes, wants, fields["items"], plan_digest, help_token)
 
 
 def decide(posts: Sequence[SavePost], copies: int, save_id: str, plans: Sequence[SavePlan] = ()) -> SaveDecision:
@@ -239,16 +256,24 @@ def decide(posts: Sequence[SavePost], copies: int, save_id: str, plans: Sequence
         known = nodes.setdefault(post.node.node_id, post.node)
         # A cloned disk brings a second store with the same node id: its copies would count for the original's.
         _check_same_store(known, post.node)
-    place = {node: index for index, node in enumerate(nodes)}
+    place, states = {node: index for index, node in enumerate(nodes)}, _find_states(posts)
     return SaveDecision(
         save_id,
         checkpoint_id,
         0,
         tuple(nodes.values()),
         tuple(place[post.node.node_id] for post in posts),
-        place_copies([PlacedNode(node.node_id, node.domains) for node in nodes.values()], copies),
+        place_copies([PlacedNode(one.node_id, one.domains, states[one.node_id]) for one in nodes.values()], copies),
         announced=announce(plans),
     )
+
+
+def _find_states(posts: Sequence[SavePost]) -> Mapping[str, str]:
+    """By node: a text that is equal for nodes whose ranks have the same items; "" where some rank does not say."""
+    digests: dict[str, list[str]] = {}
+    for post in posts:
+        digests.setdefault(post.node.node_id, []).append(post.plan_digest)
+    return {node: " ".join(sorted(found)) if all(found) else "" for node, found in digests.items()}
 
 
 def name_checkpoint(
@@ -339,7 +364,7 @@ class Receipt:
     """A rank's record of what it wrote, and how long it took. `aborted`: set if another process aborted the save meanwhile.
 
     `is_submitted`: the node's agent writes the shards; their receipts have the name only. `replicas`: its report of the
-    values that the ranks compare (`core.divergence`).
+    values that the ranks compare (`core.divergence`). `copies`: what it wrote for other ranks, from its own memory.
     """
 
     shards: tuple[ShardReceipt, ...] = ()
@@ -348,16 +373,20 @@ class Receipt:
     seconds: float = 0.0
     phases: Mapping[str, float] = field(default_factory=dict)
     replicas: bytes = b""
+    copies: tuple[ShardReceipt, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "replicas": b64encode(self.replicas).decode()}
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "Receipt":
-        shards = (
-            ShardReceipt(shard["name"], shard["size_bytes"], shard["crc32c"], tuple(shard["holders"]))
-            for shard in fields["shards"]
+        shards, copies = (
+            tuple(
+                ShardReceipt(shard["name"], shard["size_bytes"], shard["crc32c"], tuple(shard["holders"]))
+                for shard in fields[part]
+            )
+            for part in ("shards", "copies")
         )
         phases = {str(name): float(spent) for name, spent in fields["phases"].items()}
         aborted, is_submitted, seconds = fields["aborted"], bool(fields["is_submitted"]), float(fields["seconds"])
-        return cls(tuple(shards), aborted, is_submitted, seconds, phases, b64decode(fields["replicas"]))
+        return cls(shards, aborted, is_submitted, seconds, phases, b64decode(fields["replicas"]), copies)

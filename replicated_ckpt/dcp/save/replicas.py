@@ -53,6 +53,9 @@ class ReplicaCheck:
         self._parts = parts
         # At random: a job that is restarted again and again would compare the first parts only.
         self._next_part = randbelow(parts) if parts else 0
+        self.are_objects_known = False
+        """Coordinator: all objects were compared in a save, so those that differ are known."""
+        self._is_suspicious = False
         self._of: tuple[Sequence[WriteItem], int] | None = None
         self._units: list[list[_Unit]] = []
         self._named_objects: set[str] = set()
@@ -68,12 +71,20 @@ class ReplicaCheck:
             return None
         if local_items <= sum(len(plan.items) for plan in whole):
             return None
-        return Turn(self._next_part, self._parts)
+        if self._is_suspicious:
+            return Turn(0, 1)
+        return Turn(self._next_part, self._parts, has_objects=not self.are_objects_known)
+
+    def suspect(self) -> None:
+        """Replicas differ somewhere: the next save compares everything."""
+        self._is_suspicious = True
 
     def note_committed(self, turn: Turn | None, found: Iterable[Divergence]) -> None:
         """The next save compares the next part; after a failed one the same part has its turn again."""
         if turn is not None:
-            self._next_part = (turn.part + 1) % turn.parts
+            self._is_suspicious &= turn.parts > 1
+            self._next_part = (turn.part + 1) % (self._parts or 1)
+            self.are_objects_known |= turn.has_objects or turn.parts == 1
         self._named_objects.update(one.fqn for one in found if one.is_object)
 
     def hash_units(self, plan: SavePlan, planner: SavePlanner, turn: Turn) -> bytes:
@@ -81,7 +92,11 @@ class ReplicaCheck:
 
         What cannot be hashed, as an object that pickle refuses, is left out: another rank may be the one that saves it.
         """
-        units = self._units_of(plan.items, turn.parts)[turn.part]
+        by_part = self._units_of(plan.items, turn.parts)
+        units = list(by_part[turn.part])
+        if turn.has_objects:
+            others = (unit for part, units in enumerate(by_part) if part != turn.part for unit in units)
+            units += [unit for unit in others if unit.item.type == WriteItemType.BYTE_IO]
         found = {unit.key: _hash_unit(unit, planner) for unit in units}
         return pack_units({key: value for key, value in found.items() if value != _UNCOMPARABLE})
 

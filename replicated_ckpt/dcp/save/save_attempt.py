@@ -17,7 +17,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from replicated_ckpt import failpoints
@@ -30,6 +30,7 @@ from replicated_ckpt.dcp.agreement.decision import (
     Receipt,
     SaveDecision,
     SavePost,
+    ShardReceipt,
     decide,
     list_weaknesses,
     name_checkpoint,
@@ -56,6 +57,7 @@ from replicated_ckpt.dcp.runtime.torch_private import Collectives, follow_step
 from replicated_ckpt.dcp.save.bucket import ObjectTier
 from replicated_ckpt.dcp.save.commit import commit_save
 from replicated_ckpt.dcp.save.numbering import assign_sequence, choose_file_number, open_unheard
+from replicated_ckpt.dcp.save.own_copies import HelpPlans, count_copies
 from replicated_ckpt.dcp.save.replicas import ReplicaCheck, name_divergences, whole_plan
 from replicated_ckpt.dcp.save.save_policy import Retaining
 from replicated_ckpt.dcp.save.save_report import SaveReport, report_ranks, report_save
@@ -86,15 +88,20 @@ class WriterParts:
     made_at: Line | None
     on_save: Callable[[SaveReport], object] | None
     replicas: ReplicaCheck
+    help_plans: HelpPlans = field(default_factory=HelpPlans)
     memory: MemoryLimit | None = None
     planning: Pause = field(default_factory=Pause)
     name: str = field(default_factory=lambda: uuid.uuid4().hex)
 
-    def present(self, checkpoint_id: str | None, items: int, *, is_alone: bool) -> SavePost:
+    def present(
+        self, checkpoint_id: str | None, items: Sequence[WriteItem], *, is_alone: bool, copies_others: bool
+    ) -> SavePost:
         """This rank's post before a save, with its node, whose agent runs by then."""
         node = (register_alone if is_alone else register_for_save)(self.store, self.config.domain)
         memory_bytes = None if self.memory is None else self.memory.measure(checkpoint_id)
-        return SavePost(checkpoint_id, node, memory_bytes, describe_wanted(self.config), items)
+        wants, has_copies = describe_wanted(self.config), self.config.copies > 1 and self.config.ack != "local"
+        digest = self.help_plans.digest_of(items) if copies_others and has_copies and not is_alone else ""
+        return SavePost(checkpoint_id, node, memory_bytes, wants, len(items), digest, self.help_plans.token)
 
 
 SEARCH = (
@@ -211,10 +218,10 @@ class SaveAttempt:
         self.version: Version | None = None
         """The save's place in its lineage, once this rank writes."""
 
-    def present(self, plan: SavePlan) -> None:
+    def present(self, plan: SavePlan, *, copies_others: bool) -> None:
         """Posts to the coordinator the id that this rank was given, and the address of its node.
 
-        `plan`: this rank's, before DCP drops what other ranks have, too.
+        `plan`: this rank's, before DCP drops what other ranks have, too. `copies_others`: it can write shards of others.
         """
         self._local_plan = whole_plan(plan)
         board = self._world.blackboard
@@ -224,7 +231,8 @@ class SaveAttempt:
             self._config.checkpoint_id_from,
             is_coordinator=self._world.is_coordinator,
         )
-        self._post = self._parts.present(checkpoint_id, len(self._local_plan.items), is_alone=board is None)
+        items = self._local_plan.items
+        self._post = self._parts.present(checkpoint_id, items, is_alone=board is None, copies_others=copies_others)
         if board is not None:
             board.share_in(self._store.root_agent_directory())
             self._nonce = board.post("save", self._post.to_json())
@@ -232,9 +240,10 @@ class SaveAttempt:
         self._warn(self._parts.object_tier.submit(self._world.size))
         failpoints.reach("rank.registered")
 
-    def decide(self, plans: list[SavePlan]) -> None:
+    def decide(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Coordinator: checks that the ids agree, chooses the buddies, opens the save on every node, posts the decision.
 
+        Returns the plans, with what some ranks are to copy for others.
         Raises CheckpointIdMismatch, CheckpointExists, ConfigInvalid, MemoryTierShort, StoreError: nothing is open then.
         """
         board, config = self._world.blackboard, self._config
@@ -262,12 +271,16 @@ class SaveAttempt:
             placed, problems = assign_sequence(asked, opened, self._parts.object_tier, seen)
             self._decision = replace(placed, overwrite=overwrites, file_number=choose_file_number(opened))
             self._warn(problems)
+            if self._parts.replicas.are_objects_known:
+                self._decision = self._parts.help_plans.choose(self._decision, posts)
+                plans = self._parts.help_plans.add_to_plans(plans, self._decision, posts)
             # Last: ranks begin to write as soon as they read it, so the save is open on the nodes by then.
             if board is not None:
                 board.decide("save", raw_posts, self._decision.to_json(), stays=STAYS)
             failpoints.reach("coordinator.placed")
             self._warn(list_weaknesses(self._decision, config.copies, posts), of=config.root)  # one text for all saves
             self._warn(self._parts.retaining.warn_of_name(decision.checkpoint_id), of=config.root)
+        return plans
 
     def write_shard(self, plan: SavePlan, planner: SavePlanner, staged: memoryview | None = None) -> list[WriteResult]:
         """Writes this rank's shard here and at its buddies, and posts its receipt to the coordinator.
@@ -286,7 +299,8 @@ class SaveAttempt:
             # Another rank has failed: raising its echo here would hide the cause that DCP reports.
             try:
                 results, self._receipt = self._write_shard(plan, planner, staged)
-                self._receipt = replace(self._receipt, replicas=self._hash_replicas(planner))
+                copies = self._copy_others(plan, planner)
+                self._receipt = replace(self._receipt, replicas=self._hash_replicas(planner), copies=copies)
             except SaveAborted as exc:
                 log.warning("rank %d stops writing: %s", self._world.rank, exc)
                 results, self._receipt = [], Receipt(aborted=exc.message)
@@ -318,7 +332,16 @@ class SaveAttempt:
                 own_node, posts = decision.node_of(self._world.rank).node_id, board.posts("receipt", DECISION_TIMEOUT_S)
                 receipts, self._cluster = collect_receipts(posts, decision, own_node)
             check_none_aborted(receipts, decision)
-        self._commit(receipts, metadata, results)
+            self._counted = count_copies(receipts, decision)
+            if self._counted.differing:
+                # A copy that differs says that a value does, and not which.
+                self._parts.replicas.suspect()
+                self._parts.help_plans.exclude((), self._counted.differing)
+            if self._counted.missed and self._config.on_degraded == "raise":
+                have = {shard.name: len(shard.holders) for one in self._counted.receipts for shard in one.shards}
+                short = {name: have[name] for name in self._counted.missed}
+                raise AckNotReached(decision.placement.copies, short, "; ".join(self._counted.missed.values()))
+        self._commit(self._counted.receipts, metadata, results)
         return decision.upload is not None
 
     def _commit(self, receipts: Sequence[Receipt], metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -343,6 +366,7 @@ class SaveAttempt:
         assert self.version is not None, "it was written"
         remember(self._store, decision.checkpoint_id, self.version)
         self._warn(problems)
+        self._warn(self._counted.missed.values())
         self._warn_of_divergences()
         # With problems some node lacks the metadata: the ranks must not take it from their own disk.
         self._reference = None if problems else SavedMetadata.of(decision.checkpoint_id, decision.save_id)
@@ -426,6 +450,16 @@ class SaveAttempt:
         self._warn(shard.missed)
         return shard.results, receipt
 
+    def _copy_others(self, plan: SavePlan, planner: SavePlanner) -> tuple[ShardReceipt, ...]:
+        """Writes the copies for which this rank is the helper. After its own shard: that is what the save waits for."""
+        items_by_owner, rank = self._parts.help_plans.take(plan), self._world.rank
+        copies = [
+            self._parts.shards.write_copy(items_by_owner[owner], planner, self._decision, owner, rank)
+            for owner in self._decision.owners_by_helper.get(rank, ())
+            if owner in items_by_owner  # else a planner of the user's has made this plan anew
+        ]
+        return tuple(copy for copy in copies if copy is not None)
+
     def _hash_replicas(self, planner: SavePlanner) -> bytes:
         turn = self._decision.turn
         return b"" if turn is None else self._parts.replicas.hash_units(self._local_plan, planner, turn)
@@ -434,8 +468,9 @@ class SaveAttempt:
         """Coordinator: what differs between ranks. Raises ReplicasDiverged: a tensor does, and that is to fail the save."""
         if self._decision.turn is not None:
             reports = {rank: receipt.replicas for rank, receipt in enumerate(receipts)}
-            found = without_allowed(name_divergences(reports, metadata), self._config.may_differ)
-            self._divergences = self._parts.replicas.without_named(found)
+            found = name_divergences(reports, metadata)
+            self._parts.help_plans.exclude(found, ())
+            self._divergences = self._parts.replicas.without_named(without_allowed(found, self._config.may_differ))
         tensors = [one for one in self._divergences if not one.is_object]
         if tensors and self._config.on_divergence == "raise":
             raise ReplicasDiverged(self._decision.checkpoint_id, describe_divergences(tensors, self._hosts))

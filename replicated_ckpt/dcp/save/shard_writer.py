@@ -14,11 +14,12 @@ from replicated_ckpt.config import Ack
 from replicated_ckpt.core.layout import ShardName
 from replicated_ckpt.dcp.agreement.decision import SaveDecision, ShardReceipt
 from replicated_ckpt.dcp.runtime.torch_private import StorageInfo
+from replicated_ckpt.dcp.save.own_copies import find_helped
 from replicated_ckpt.dcp.save.shard_layout import ShardLayout, TooMuchElsewhere
 from replicated_ckpt.dcp.save.submission import Follower, submit
 from replicated_ckpt.dcp.staging.segment import descriptor_of
 from replicated_ckpt.dcp.tensors.item_writer import ItemWriter, Stream
-from replicated_ckpt.errors import StoreDenied, StoreUnavailable
+from replicated_ckpt.errors import StoreDenied, StoreError, StoreUnavailable
 from replicated_ckpt.node.saves.shard_copies import WantedCopies, write_copies
 from replicated_ckpt.node.saves.submissions import SubmittedShard
 from replicated_ckpt.stores.local.store import LocalStore
@@ -76,6 +77,26 @@ class ShardWriter:
         receipt = ShardReceipt(found.name, found.size_bytes, found.crc32c, found.holders)
         return WrittenShard(receipt, results, list(found.missed), dict(found.phases))
 
+    def write_copy(
+        self, items: Sequence[WriteItem], planner: SavePlanner, decision: SaveDecision, owner: int, rank: int
+    ) -> ShardReceipt | None:
+        """Writes these items, which this rank has, too, as the shard of the rank `owner`, into this node's own store.
+
+        None: the store failed. The save goes on with a copy less, or fails, as its coordinator has it.
+        """
+        node = decision.node_of(rank).node_id
+        name = str(ShardName(owner, decision.file_number))
+        wanted = WantedCopies(decision.save_id, name, node, direct_io=self._direct_io)
+        self._buffers = self._buffers or Buffers()
+        lay_out = partial(self._lay_out, SavePlan(list(items)), planner, name, [])
+        try:
+            found = write_copies(self._store, wanted, self._buffers, lay_out)
+        except StoreError as exc:
+            log.warning("no copy of %s is written from rank %d's own memory: %s", name, rank, exc)
+            return None
+        failpoints.reach("rank.helped")
+        return ShardReceipt(name, found.size_bytes, found.crc32c, (node,))
+
     def submit(
         self,
         plan: SavePlan,
@@ -119,8 +140,12 @@ class ShardWriter:
     def _choose_places(self, decision: SaveDecision, rank: int) -> WantedCopies:
         """The places of this rank's shard. With "local" buddies fetch their copies afterwards, so none is sent."""
         own = decision.node_of(rank).node_id
-        buddies = decision.buddies_of(own) if self._ack != "local" else ()
-        spares = [node for node in decision.holders_for(own) if node not in buddies]
+        # Those where a rank of theirs writes the copy get no bytes.
+        buddies = [node for node in decision.buddies_of(own) if node not in find_helped(decision, rank)]
+        if self._ack == "local":
+            buddies = []
+        placed = decision.buddies_of(own) if self._ack != "local" else ()
+        spares = [node for node in decision.holders_for(own) if node not in placed]
         return WantedCopies(
             decision.save_id,
             str(ShardName(rank, decision.file_number)),

@@ -305,13 +305,13 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
         """Registers this rank with the coordinator; the plan is not changed. Raises ConfigInvalid: it is not loadable."""
         # Before anything is open: a checkpoint with such a path could be saved, and never loaded.
         refuse_unloadable_paths(plan)
-        self._under_way.present(plan)
+        # A staged state is the agent's to write, and agents have no values of other ranks.
+        self._under_way.present(plan, copies_others=self._stager.memory() is None)
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Coordinator: opens the save on every node. The plans are not changed; otherwise as SaveAttempt.decide."""
-        self._under_way.decide(plans)
-        return plans
+        """Coordinator: opens the save on every node, as SaveAttempt.decide. What each rank writes is not changed."""
+        return self._under_way.decide(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes this rank's shard here and at its buddies.

@@ -1,0 +1,152 @@
+"""Copies that need not travel: a rank of the buddy node that has all values of a shard writes the copy from its own memory.
+
+In DDP and HSDP every byte lies on several nodes. The coordinator finds ranks whose plans were equal before DCP dropped the
+duplicates, and sends the items of one rank's shard to a rank of its buddy node, the helper. Both write the same file, and
+report its checksum in their receipts. Where these differ the copy does not count, and agents copy the owner's file.
+"""
+
+import hashlib
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+
+from replicated_ckpt.core.divergence import Divergence
+from replicated_ckpt.dcp.agreement.decision import Receipt, SaveDecision, SavePost
+from replicated_ckpt.dcp.planning.cached_plan import CachedSavePlan
+
+Items = Sequence[WriteItem]
+
+
+def digest_of_items(items: Items) -> str:
+    """Equal on two ranks that have the same items: names, places and sizes. "" without items."""
+    if not items:
+        return ""
+    names = "\0".join([item.index.fqn for item in items])
+    # Of whole numbers alone, whose hashes are the same in every process.
+    places = hash(tuple([tuple(item.index.offset or ()) for item in items]))
+    sizes = hash(tuple([() if item.tensor_data is None else tuple(item.tensor_data.chunk.sizes) for item in items]))
+    return hashlib.blake2b(f"{places} {sizes} {names}".encode(), digest_size=16).hexdigest()
+
+
+@dataclass(frozen=True)
+class HelpPlan:
+    """Comes with a rank's plan: the items of the shards that it copies, by owner; None: those that `token` brought."""
+
+    token: str
+    items_by_owner: Mapping[int, Items] | None
+
+
+@dataclass
+class HelpPlans:
+    """What a writer keeps from save to save: on the coordinator what each rank was sent, on a rank what it got."""
+
+    token: str = ""
+    """Of what this rank got. It posts it before a save, so that the same items are not sent again."""
+    _got: Mapping[int, Items] = field(default_factory=dict)
+    _sent: dict[int, tuple[str, Mapping[int, Items]]] = field(default_factory=dict)
+    _digested: tuple[Items, str] = ((), "")
+    _differing: set[tuple[int, int]] = field(default_factory=set)
+    """Pairs of owner and helper whose files have differed. They are not tried again: each try costs a copy."""
+
+    def digest_of(self, items: Items) -> str:
+        """As `digest_of_items`; of items that are kept from save to save it is made once."""
+        if self._digested[0] is not items:
+            self._digested = items, digest_of_items(items)
+        return self._digested[1]
+
+    def choose(self, decision: SaveDecision, posts: Sequence[SavePost]) -> SaveDecision:
+        """Coordinator: the decision with the helpers of each rank, at most one on each buddy node of its own node."""
+        load = [0] * len(posts)
+        chosen: list[tuple[int, ...]] = []
+        for owner, post in enumerate(posts):
+            helpers = []
+            for buddy in decision.buddies_of(decision.node_of(owner).node_id) if post.plan_digest else ():
+                able = [
+                    rank
+                    for rank in decision.ranks_of(buddy)
+                    if posts[rank].plan_digest == post.plan_digest and (owner, rank) not in self._differing
+                ]
+                if able:
+                    helpers.append(min(able, key=load.__getitem__))
+                    load[helpers[-1]] += 1
+            chosen.append(tuple(helpers))
+        return replace(decision, helpers=tuple(chosen)) if any(chosen) else decision
+
+    def add_to_plans(
+        self, plans: Sequence[SavePlan], decision: SaveDecision, posts: Sequence[SavePost]
+    ) -> list[SavePlan]:
+        """Coordinator: the plans of the ranks, with the items of the shards that each of them copies for others."""
+        whole = [(plan.whole or plan) if isinstance(plan, CachedSavePlan) else plan for plan in plans]
+        added = list(plans)
+        for helper, owners in decision.owners_by_helper.items():
+            items = {owner: whole[owner].items for owner in owners}
+            token, before = self._sent.get(helper, ("", {}))
+            is_known = token == posts[helper].help_token and _are_same(items, before)
+            if not is_known:
+                token = uuid.uuid4().hex
+                self._sent[helper] = token, items
+            added[helper] = replace(added[helper], storage_data=HelpPlan(token, None if is_known else items))
+        return added
+
+    def take(self, plan: SavePlan) -> Mapping[int, Items]:
+        """A rank: the items of the shards that it copies, by owner."""
+        sent = plan.storage_data
+        if not isinstance(sent, HelpPlan):
+            return {}
+        if sent.items_by_owner is not None:
+            self.token, self._got = sent.token, sent.items_by_owner
+        # Of another save the items may be of another state: no copy is better than a wrong one.
+        return self._got if sent.token == self.token else {}
+
+    def exclude(self, found: Iterable[Divergence], differing: Iterable[tuple[int, int]]) -> None:
+        """Coordinator: pairs whose values differ, or whose files have, are not tried again."""
+        self._differing.update(differing)
+        for one in found:
+            self._differing.update((one.saved_by, rank) for group in one.groups[1:] for rank in group)
+
+
+def _are_same(items: Mapping[int, Items], before: Mapping[int, Items]) -> bool:
+    """The coordinator's cached plans are the same objects from save to save; others are never known to be the same."""
+    return items.keys() == before.keys() and all(items[owner] is before[owner] for owner in items)
+
+
+@dataclass(frozen=True)
+class CountedCopies:
+    """The receipts with the copies that helpers made. `missed`: those that do not count, in words, by shard."""
+
+    receipts: Sequence[Receipt]
+    missed: Mapping[str, str]
+    differing: frozenset[tuple[int, int]]
+
+
+def count_copies(receipts: Sequence[Receipt], decision: SaveDecision) -> CountedCopies:
+    """Coordinator: adds to each shard's holders the nodes where a helper wrote the same file."""
+    made = {(rank, copy.name): copy for rank, receipt in enumerate(receipts) for copy in receipt.copies}
+    counted, missed, differing = list(receipts), {}, set()
+    for owner, helpers in enumerate(decision.helpers):
+        if not receipts[owner].shards or not helpers:
+            continue
+        (shard,) = receipts[owner].shards
+        holders = list(shard.holders)
+        for helper in helpers:
+            node, copy = decision.node_of(helper), made.get((helper, shard.name))
+            if copy is not None and (copy.size_bytes, copy.crc32c) == (shard.size_bytes, shard.crc32c):
+                holders.append(node.node_id)
+                continue
+            differing.add((owner, helper))
+            where = f"no copy of {shard.name} was made on node {node.node_id} ({node.host})"
+            missed[shard.name] = (
+                f"{where}: rank {helper} there could not write it"
+                if copy is None
+                else f"{where}: its replica on rank {helper} there has other bytes than rank {owner} saved"
+            )
+        counted[owner] = replace(receipts[owner], shards=(replace(shard, holders=tuple(holders)),))
+    return CountedCopies(counted, missed, frozenset(differing))
+
+
+def find_helped(decision: SaveDecision, rank: int) -> frozenset[str]:
+    """The buddy nodes to which this rank need not send its shard."""
+    helpers = decision.helpers[rank] if decision.helpers else ()
+    return frozenset(decision.node_of(helper).node_id for helper in helpers)

@@ -1,0 +1,89 @@
+"""Copies that ranks of the buddy node write from their own memory: the same files, and no bytes of shards are sent."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from replicated_ckpt.cli.exit_codes import ExitCode
+from replicated_ckpt.cli.main import main
+from tests.harness.cluster import Cluster, call
+from tests.marks import mark_long
+from tests.multiprocess.conftest import ClusterOf
+from tests.steps import replicas, state
+
+SAVES = 4
+
+
+def check_copies(cluster: Cluster, nodes_of_shard: int = 2) -> None:
+    """Each shard of the newest checkpoint lies on that many nodes, byte for byte the same, and all of it is whole."""
+    folders = [node.disk / "run" / f"step-{SAVES - 1}" for node in cluster.nodes]
+    files: dict[str, list[bytes]] = {}
+    for folder in folders:
+        for path in folder.glob("*.distcp"):
+            files.setdefault(path.name, []).append(path.read_bytes())
+    assert files
+    for name, copies in files.items():
+        assert len(copies) == nodes_of_shard, name
+        assert len(set(copies)) == 1, name
+    assert main(["verify", "--root", str(cluster.nodes[0].disk), f"run/step-{SAVES - 1}"]) in (
+        ExitCode.OK,
+        ExitCode.UNREACHABLE,
+    )
+
+
+def check_none_sent(told: Sequence[dict[str, Any]]) -> None:
+    """The first save sends each copy, as it compares the objects first; later ones send none. All have two copies."""
+    for one in told:
+        assert one["sent"] == [1] + [0] * (SAVES - 1)
+        assert one["warned"] == [[]] * SAVES
+    assert all(copies == 2 for made in told[0]["made"] for copies in made)
+
+
+CASES = [
+    ("ddp", 2, 2, {"is_kept": True}),
+    ("ddp", 2, 2, {"is_kept": False, "retention": 1}),
+    ("hsdp", 2, 2, {"is_kept": True, "retention": 1}),
+    ("hsdp", 4, 1, {"is_kept": True}),
+    ("hsdp1", 4, 1, {"is_kept": False}),
+    ("unwrapped", 3, 1, {"is_kept": True, "ack": "peer-memory"}),
+]
+
+
+@pytest.mark.parametrize(("kind", "nodes", "ranks", "how"), mark_long(CASES, keep=[CASES[1], CASES[3]]))
+def test_copies_are_the_owners_files_and_are_not_sent(
+    cluster_of: ClusterOf, kind: str, nodes: int, ranks: int, how: dict[str, Any]
+) -> None:
+    """With plans kept and made anew, with recycled files, and where buddies are chosen for it."""
+    cluster = cluster_of(nodes)
+    step = call(replicas.save_repeatedly, kind=kind, saves=SAVES, **how)
+    check_none_sent(cluster.run(step, nodes=range(nodes), ranks=ranks))
+    check_copies(cluster)
+
+
+def test_a_node_that_is_lost_is_read_from_such_a_copy(cluster_of: ClusterOf) -> None:
+    """The copies are as good as any: after the loss of either node the other one has everything."""
+    cluster = cluster_of(2)
+    save = call(replicas.save_repeatedly, kind="unwrapped", saves=SAVES, is_kept=True)
+    check_none_sent(cluster.run(save, nodes=[0, 1]))
+    for survivor in (0, 1):
+        loaded = call(state.load, kinds=["app:unwrapped"], checkpoint_id=f"run/step-{SAVES - 1}")
+        results = cluster.run(loaded, nodes=[survivor])
+        assert results[0]["report"]["bytes_peer"] == 0
+    check_copies(cluster)
+
+
+@pytest.mark.parametrize("how", ["warn", "raise"])
+def test_a_replica_that_has_diverged_makes_no_copy(cluster_of: ClusterOf, how: str) -> None:
+    """Its file does not count: a warning, or an error before the commit. The next save sends, and names the values."""
+    cluster = cluster_of(2)
+    told = cluster.run(call(replicas.diverge_and_save, on_degraded=how, compare_replicas=1000), nodes=[0, 1])
+    assert told[0][:2] == [[], []]
+    if how == "warn":
+        assert told[0][2:] == [["no copy of"], ["diverged"]]
+    else:
+        assert "AckNotReached" in json.dumps(told[0][2])
+        assert "has other bytes than rank" in json.dumps(told[0][2])
+        assert told[0][3] == ["diverged"]
+    check_copies(cluster)
