@@ -39,6 +39,23 @@ def test_neighbours_in_rank_order_form_disjoint_groups(count: int, copies: int, 
     assert place_copies(nodes_of([None] * count), copies).shared_domain == ()
 
 
+def test_nodes_of_one_state_are_buddies_where_domains_allow_it() -> None:
+    """HSDP's replicas need not send copies to each other; a domain shared by two copies would be worse than a send."""
+
+    def groups(states: str, domains: str) -> list[list[str]]:
+        nodes = [
+            PlacedNode(f"n{index}", (domain,), state)
+            for index, (state, domain) in enumerate(zip(states, domains, strict=True))
+        ]
+        return [list(group) for group in place_copies(nodes, 2).groups]
+
+    assert groups("abab", "1234") == [["n0", "n2"], ["n1", "n3"]]
+    assert groups("abab", "1122") == [["n0", "n2"], ["n1", "n3"]]
+    assert groups("aabb", "1122") == [["n0", "n2"], ["n1", "n3"]], "in one rack the replicas would be lost together"
+    assert groups("abba", "1122") == [["n0", "n3"], ["n1", "n2"]]
+    assert groups("abcd", "1234") == groups("    ", "1234") == [["n0", "n1"], ["n2", "n3"]]
+
+
 def test_whole_domains_are_paired_with_whole_domains() -> None:
     """Two racks lost at once lose data only if they are each other's pair."""
     racks = [rack for rack in "ABCD" for _ in range(4)]

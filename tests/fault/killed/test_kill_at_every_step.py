@@ -70,11 +70,12 @@ class Case:
 
 HANDED_OVER = {"rank.handing-over", "rank.submitted", "agent.submitted", "agent.writing", "coordinator.submitted"}
 HANDED_OVER |= {"agent.finishing", "agent.decided", "agent.finished"}
+LATER_SAVES = {"rank.helped"}  # test_kill_in_own_copies.py
 RANKS = ["rank0", "rank1"]
 AGENTS = ["agent0", "agent1"]
 COMMIT = [point for point in ORDER if point.startswith("commit.")]
 VICTIMS_BY_POINT: dict[str, list[str]] = {
-    **{point: RANKS for point in ORDER if point.startswith("rank.") and point not in HANDED_OVER},
+    **{point: RANKS for point in ORDER if point.startswith("rank.") and point not in HANDED_OVER | LATER_SAVES},
     **{point: ["rank0"] for point in ORDER if point.startswith("coordinator.") and point not in HANDED_OVER},
     **dict.fromkeys(("store.intent-written", "store.opened", "agent.receiving"), AGENTS),
     **dict.fromkeys(("store.shard-fsynced", "store.shard-named"), RANKS + AGENTS),

@@ -1,0 +1,115 @@
+"""Who writes whose copies from its own memory, and which of these count; without processes."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan
+
+from replicated_ckpt.core.divergence import Divergence
+from replicated_ckpt.core.protocol.placement import Placement
+from replicated_ckpt.dcp.agreement.decision import Receipt, SaveDecision, SavePost, ShardReceipt
+from replicated_ckpt.dcp.agreement.node_post import NodePost
+from replicated_ckpt.dcp.save.own_copies import HelpPlan, HelpPlans, count_copies, digest_of_items, find_helped
+from replicated_ckpt.stores.peer.client import AgentAddress
+
+
+def plan_of(*names: str) -> SavePlan:
+    planner = DefaultSavePlanner()
+    planner.set_up_planner({name: torch.zeros(3) for name in names}, is_coordinator=True)
+    return planner.create_local_plan()
+
+
+def node(name: str) -> NodePost:
+    return replace(NODE, node_id=name, host=name, address=AgentAddress(name, "h", 1, "token"))
+
+
+NODE = NodePost("", "", "", "", "", AgentAddress("n", "h", 1, "token"))
+
+
+def decision(node_by_rank: tuple[int, ...], copies: int = 2) -> SaveDecision:
+    count = max(node_by_rank) + 1
+    names = tuple(f"n{index}" for index in range(count))
+    return SaveDecision("s", "c", 1, tuple(map(node, names)), node_by_rank, Placement(copies, (names,), ()))
+
+
+def posts(one: SaveDecision, digests: str, tokens: dict[int, str] | None = None) -> list[SavePost]:
+    return [
+        SavePost("c", one.node_of(rank), plan_digest=digest.strip(), help_token=(tokens or {}).get(rank, ""))
+        for rank, digest in enumerate(digests)
+    ]
+
+
+def test_a_digest_is_of_names_places_and_sizes() -> None:
+    """Equal for equal items on any rank; "" without any."""
+    assert digest_of_items(plan_of("a", "b").items) == digest_of_items(plan_of("a", "b").items)
+    assert digest_of_items(plan_of("a", "b").items) != digest_of_items(plan_of("a").items)
+    assert digest_of_items([]) == ""
+    other = DefaultSavePlanner()
+    other.set_up_planner({"a": torch.zeros(4)}, is_coordinator=True)
+    assert digest_of_items(other.create_local_plan().items) != digest_of_items(plan_of("a").items)
+
+
+@pytest.mark.parametrize(
+    ("digests", "expected"),
+    [
+        ("aaaa", ((2,), (3,), (0,), (1,))),  # each of them one
+        ("abab", ((2,), (3,), (0,), (1,))),
+        ("abba", ((3,), (2,), (1,), (0,))),
+        ("ab a", ((3,), (), (), (0,))),
+        ("abcd", ()),
+        ("    ", ()),
+    ],
+)
+def test_helpers_have_equal_plans_and_share_the_work(digests: str, expected: tuple[tuple[int, ...], ...]) -> None:
+    """On the buddy node; a rank that says nothing of its plan neither helps nor is helped."""
+    one = decision((0, 0, 1, 1))
+    chosen = HelpPlans().choose(one, posts(one, digests))
+    assert chosen.helpers == expected
+    assert SaveDecision.from_json({**chosen.to_json(), "nodes": [], "upload": None}).helpers == expected
+    assert find_helped(chosen, 0) == (frozenset({"n1"}) if expected else frozenset())
+
+
+def test_pairs_that_differ_are_not_tried_again() -> None:
+    """By a value that was named, or by their files; other ranks of the node still help."""
+    one, plans = decision((0, 0, 1, 1)), HelpPlans()
+    plans.exclude([Divergence("w", (), 0, True, 0, ((0, 1, 3), (2,)))], [(1, 3)])
+    assert plans.choose(one, posts(one, "aaaa")).helpers == ((3,), (2,), (0,), (1,))
+    plans.exclude((), [(0, 3)])
+    assert plans.choose(one, posts(one, "aaaa")).helpers[0] == ()
+
+
+def test_items_are_sent_once_as_long_as_they_are_the_same_objects() -> None:
+    """To a rank that has them; to one that was started anew they are sent again."""
+    one, coordinator, rank = decision((0, 1)), HelpPlans(), HelpPlans()
+    finals = [plan_of("a"), plan_of("b")]
+    chosen = coordinator.choose(one, posts(one, "xx"))
+    first = coordinator.add_to_plans(finals, chosen, posts(one, "xx"))[1].storage_data
+    assert isinstance(first, HelpPlan)
+    assert first.items_by_owner == {0: finals[0].items}
+    assert rank.take(replace(finals[1], storage_data=first)) == {0: finals[0].items}
+    again = coordinator.add_to_plans(finals, chosen, posts(one, "xx", {1: rank.token}))[1]
+    assert again.storage_data == HelpPlan(first.token, None)
+    assert rank.take(again) == {0: finals[0].items}
+    assert HelpPlans().take(again) == {}, "no items are better than those of another save"
+    assert rank.take(finals[1]) == {}
+    changed = coordinator.add_to_plans([plan_of("a"), finals[1]], chosen, posts(one, "xx", {1: rank.token}))[1]
+    assert changed.storage_data.items_by_owner is not None
+
+
+@pytest.mark.parametrize(
+    ("copy", "missed"),
+    [((10, 5), ""), ((10, 6), "other bytes than rank 0 saved"), ((9, 5), "other bytes"), (None, "could not write it")],
+)
+def test_a_copy_counts_if_it_is_the_same_file(copy: tuple[int, int] | None, missed: str) -> None:
+    """By size and checksum, as the owner has them in its receipt."""
+    one = replace(decision((0, 1)), helpers=((1,), ()))
+    made = () if copy is None else (ShardReceipt("__0_0.distcp", *copy, ("n1",)),)
+    receipts = [Receipt((ShardReceipt("__0_0.distcp", 10, 5, ("n0",)),)), Receipt(copies=made)]
+    counted = count_copies(receipts, one)
+    assert counted.receipts[0].shards[0].holders == (("n0",) if missed else ("n0", "n1"))
+    assert counted.receipts[1] == receipts[1]
+    assert counted.differing == ({(0, 1)} if missed else set())
+    assert [missed in text for text in counted.missed.values()] == ([True] if missed else [])
+    assert Receipt.from_json(receipts[1].to_json()) == receipts[1]

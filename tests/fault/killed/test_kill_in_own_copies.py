@@ -1,0 +1,78 @@
+"""A rank, or an agent, is killed in a save whose copies the buddies' ranks write from their own memory."""
+
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from replicated_ckpt import failpoints
+from replicated_ckpt.cli.exit_codes import ExitCode
+from replicated_ckpt.cli.main import main
+from tests.harness.cluster import Cluster, call
+from tests.marks import mark_long
+from tests.steps import fault, replicas
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.fault, pytest.mark.timeout(300)]
+
+KINDS = ["app:unwrapped"]
+COPIES_WITHIN_S = 30.0
+# The first save sends its copies: the second one, step-1, is the first with helpers. Points are counted in one process.
+BEFORE_DECISION = [
+    ("rank.helped=kill", "rank0"),
+    ("rank.helped=kill", "rank1"),
+    ("store.shard-fsynced=kill@3", "rank1"),  # of the copy: its own shard of each save comes first
+    ("store.shard-named=kill@3", "rank0"),
+    ("rank.written=kill@2", "rank1"),
+    ("rank.receipted=kill@2", "rank1"),
+    ("coordinator.metadata-staged=kill@2", "rank0"),
+]
+AFTER_DECISION = [("coordinator.decided=kill@2", "rank0"), ("coordinator.published=kill@2", "rank0")]
+CASES = [(*case, False) for case in BEFORE_DECISION] + [(*case, True) for case in AFTER_DECISION]
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    with Cluster(tmp_path / "cluster", 2, quick_exit=True) as cluster:
+        yield cluster
+
+
+def await_copies(cluster: Cluster, checkpoint_id: str) -> None:
+    """Both nodes have the same two shards of it, soon."""
+    deadline = time.monotonic() + COPIES_WITHIN_S
+    while True:
+        found = [
+            {path.name: path.read_bytes() for path in (node.disk / checkpoint_id).glob("*.distcp")}
+            for node in cluster.nodes
+        ]
+        if len(found[0]) == 2 and found[0] == found[1]:
+            return
+        assert time.monotonic() < deadline, [sorted(names) for names in found]
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize(("armed", "victim", "is_decided"), mark_long(CASES, keep=[CASES[1], CASES[3], CASES[-2]]))
+@pytest.mark.parametrize("lost", mark_long([None, 0, 1], keep=[None]))
+def test_a_kill_loses_nothing(cluster: Cluster, armed: str, victim: str, is_decided: bool, lost: int | None) -> None:
+    """The save is whole or gone, also after the loss of either node's disk. What was acknowledged loads."""
+    rank = int(victim[-1])
+    cluster.nodes[rank].environment = {failpoints.ENV: armed}
+    attempt = cluster.attempt([call(replicas.save_repeatedly, kind="unwrapped", saves=3, is_kept=True)], nodes=[0, 1])
+    assert attempt.codes[rank] == -signal.SIGKILL, f"{armed} was not reached: {attempt}"
+    cluster.nodes[rank].environment = {}
+    for node in cluster.nodes:
+        node.kill_agent()
+    if lost is not None:
+        cluster.nodes[lost].lose()
+    newest = call(fault.seed_of, kinds=KINDS, checkpoint_id="latest", seeds=[0])
+    named = call(fault.seed_of, kinds=KINDS, checkpoint_id="run/step-1", seeds=[0])
+    again = call(replicas.save_repeatedly, kind="unwrapped", saves=2, is_kept=True)
+    results = cluster.launch([newest, named, again], nodes=[0, 1])
+    assert results.of(newest).agreed() == 0
+    # A decision that only the lost disk had is lost with it: nothing of that save was acknowledged.
+    if lost is None or not is_decided or armed.startswith("coordinator.published"):
+        assert (results.of(named).agreed() == 0) == is_decided
+    for name in ("run/step-0", "run/step-1"):
+        await_copies(cluster, name)
+    assert main(["verify", "--root", str(cluster.nodes[0].disk), "run/step-1"]) in (ExitCode.OK, ExitCode.UNREACHABLE)
