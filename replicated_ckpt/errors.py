@@ -274,7 +274,7 @@ def _as_safe_global(path: str) -> str:
 class PeerProtocolError(ReplicatedCkptError):
     """A peer's agent sent an answer that the protocol does not allow."""
 
-    default_hint = "Run one version on all nodes (`replicated-ckpt --version`), and read that agent's log."
+    default_hint = "Run one version on all nodes (`replicated-ckpt --version`), and read ROOT/.agent/log on both nodes."
 
 
 class AgentUnavailable(ReplicatedCkptError):

@@ -140,10 +140,11 @@ def _find_results(save_id: str, digest: str) -> list[WriteResult]:
 
 
 class CachedLayouts:
-    """One writer's cache from save to save. Each rank has digests, the coordinator the layout that they stand for.
+    """One writer's cache from save to save.
 
-    Nothing is assumed. The coordinator names the save in its cache, and a rank compares its new results with those of that
-    save. The coordinator then compares the digests of all ranks and its planner's description.
+    Each rank keeps digests of its results, and the coordinator keeps the layout that belongs to them. A cached layout is
+    used only after a comparison. The coordinator tells the ranks which save it has cached, and each rank compares its new
+    results with its digest of that save. The coordinator then compares the digests of all ranks, and the new metadata.
     """
 
     def __init__(self) -> None:

@@ -165,8 +165,8 @@ class CachedSavePlanner(DefaultSavePlanner):
         # Its cache is of another global plan, as after a restart of one side: planning on would mix two states.
         if known is None or plan.was != Place(known.generation, rank):
             raise PlansUnknown(
-                f"Rank {rank} sent no plan, as it is the same as for its last save; but the coordinator does not have "
-                "that plan."
+                f"Rank {rank} did not send its plan, because the plan has not changed since its last save. The "
+                "coordinator does not have that earlier plan."
             )
         return known.local[rank]
 
