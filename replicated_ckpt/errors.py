@@ -318,7 +318,7 @@ class StoreDenied(StoreError):
 
 
 class StoreFull(StoreError):
-    """No space is left on the store; nothing was committed there, and the previous checkpoint is intact."""
+    """The store has no space left. Nothing was committed in it, and the previous checkpoint is intact."""
 
     default_hint = (
         "Free space or inodes (`df -i`), such as by `replicated-ckpt prune --root ROOT --keep-last N`. Then save again."

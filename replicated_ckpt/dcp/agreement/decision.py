@@ -329,9 +329,9 @@ class ShardReceipt:
 
 @dataclass(frozen=True)
 class Receipt:
-    """A rank's record of what it wrote, and how long it took. `aborted`: set if another process aborted the save meanwhile.
+    """A rank's record of what it wrote, and how long that took. `aborted` is not "" if another process aborted the save.
 
-    `is_submitted`: the node's agent writes the shards; their receipts have the name only.
+    With `is_submitted` the node's agent writes the shards, so their receipts have only the names.
     """
 
     shards: tuple[ShardReceipt, ...] = ()

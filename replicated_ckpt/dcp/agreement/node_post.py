@@ -44,7 +44,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 class NodePost:
     """A node as one of its ranks registers it. `store_inode` distinguishes two stores that one host sees.
 
-    `silence` is the reason why its agent is not asked; empty: the agent answers.
+    `silence` is the reason why the node's agent is not asked, and "" if the agent answers.
     `invitation` lets the coordinator open saves at its agent and introduce the job's nodes: see `Right.JOB`.
     """
 

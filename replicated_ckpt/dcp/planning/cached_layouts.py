@@ -21,7 +21,7 @@ _FIELDS: Mapping[type, int] = {
 
 
 class ShardResults(list[WriteResult]):
-    """DCP's results for one rank's shard. Pickled, they are only a digest if the coordinator has them from `same_as`."""
+    """DCP's results for one rank's shard. Their pickle is only a digest if the coordinator has them from save `same_as`."""
 
     def __init__(self, results: Iterable[WriteResult] = (), digest: str = "", same_as: str = "") -> None:
         super().__init__(results)
@@ -30,7 +30,7 @@ class ShardResults(list[WriteResult]):
 
     @property
     def digest(self) -> str:
-        """Of names, offsets and lengths; "" if a wrapper of the writer has changed the list meanwhile."""
+        """The digest of names, offsets and lengths; "" if a wrapper of the writer has changed the list meanwhile."""
         return self._digest if self == self._described else ""
 
     def __copy__(self) -> list[WriteResult]:

@@ -12,7 +12,7 @@ from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptError
 
 
 class PlansUnknown(ReplicatedCkptError):
-    """A rank sent its save plan as unchanged, and the coordinator's planner has no such plan; nothing was saved."""
+    """A rank sent no save plan, as its plan is unchanged; but the coordinator lacks the earlier plan. Nothing was saved."""
 
     default_hint = (
         "Save again: DCP then plans anew. Give every rank one CachedSavePlanner for all its saves, used "
