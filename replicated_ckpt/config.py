@@ -116,12 +116,14 @@ def parse_ports(text: str) -> range:
 class Retention:
     """Which checkpoints of a run a tier keeps: the newest `keep_last`, and every `keep_every`-th by sequence as well.
 
-    The sequence counts the saves of a run, restarts included. `keep_every` None: no others. `keep_best`: a metric that
-    is saved with the checkpoints; the one with the smallest, or with `best_is="max"` the largest, stays, too. Of equals it
-    is the newest; a checkpoint without that metric, or where it is infinite or NaN, is never the best.
+    The sequence counts the saves of a run, restarts included. With `keep_every=None` no checkpoint is kept for its
+    sequence. `keep_best` names a metric that is saved with the checkpoints. The checkpoint with its smallest value is kept,
+    too; with `best_is="max"` that with its largest. If several have the best value, the newest of them is kept. A
+    checkpoint without the metric, or with an infinite or NaN value, is never the best.
 
     Raises:
-        ConfigInvalid: a number that is not a whole one from 1; a metric without a name.
+        ConfigInvalid: a number is not a whole number of at least 1. `keep_best` is empty or no text. `best_is` is neither
+            "min" nor "max".
     """
 
     keep_last: int

@@ -288,7 +288,7 @@ def _as_safe_global(path: str) -> str:
 class PeerProtocolError(ReplicatedCkptError):
     """A peer's agent sent an answer that the protocol does not allow."""
 
-    default_hint = "Run one version on all nodes (`replicated-ckpt --version`), and read that agent's log."
+    default_hint = "Run one version on all nodes (`replicated-ckpt --version`), and read ROOT/.agent/log on both nodes."
 
 
 class AgentUnavailable(ReplicatedCkptError):
@@ -332,7 +332,7 @@ class StoreDenied(StoreError):
 
 
 class StoreFull(StoreError):
-    """No space is left on the store; nothing was committed there, and the previous checkpoint is intact."""
+    """The store has no space left. Nothing was committed in it, and the previous checkpoint is intact."""
 
     default_hint = (
         "Free space or inodes (`df -i`), such as by `replicated-ckpt prune --root ROOT --keep-last N`. Then save again."

@@ -29,7 +29,7 @@ _EARLIER_MAX = 4  # a bound: a file that is renewed every minute must not collec
 
 
 class ShownCertificate:
-    """The certificate in the agent's files, and the last few before it for clients that expect one of those.
+    """The certificate in the agent's files, and a few earlier certificates, for clients that still expect one of these.
 
     A renewal interrupts neither a save in progress nor a peer that still pins an earlier one. One thread calls `take_up`.
     """
@@ -46,7 +46,7 @@ class ShownCertificate:
     def take_up(self) -> None:
         """Loads the certificate again if its files have changed, and shows it from now on.
 
-        If certificate and key do not match, as while they are being written, the last one stays until they change again.
+        Certificate and key may not match, as while they are being written. Then the previous pair stays until they change.
         """
         seen = self._look()
         if seen == self._seen:

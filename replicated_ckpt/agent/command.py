@@ -30,8 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--root", required=True, help="this node's store, a directory on its own disk")
     parser.add_argument(
         "--host",
-        help="address to listen on (default: 127.0.0.1; all addresses, 0.0.0.0 and IPv6, once it has peers on other "
-        "hosts)",
+        help="address to listen on (default: 127.0.0.1 while all known peers are on this host, else all IPv4 and IPv6 "
+        "addresses)",
     )
     add = parser.add_argument
     add(

@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--victim",
         type=int,
         metavar="NODE",
-        help="node that dies; coordinator, beyond and cluster choose their own (default: the last)",
+        help="node that dies (default: the last); the scenarios coordinator, beyond and cluster choose their own",
     )
     add("--copies", type=int, default=defaults.copies, help="copies of every shard (default: %(default)s)")
     add("--steps", type=int, default=defaults.steps, help="training steps, with two saves (default: %(default)s)")

@@ -32,7 +32,7 @@ class Version:
 class History:
     """A store's knowledge of one lineage: its largest sequence, and the time of its newest save by the clock.
 
-    `created_unix_s` 0: the store has no save of it, and only other nodes have reported it.
+    `created_unix_s` is 0 if the store has no save of the lineage, and only other nodes have reported it.
     """
 
     sequence: int

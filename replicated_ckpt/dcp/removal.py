@@ -35,12 +35,12 @@ Manifests = dict[str, Manifest | None]
 def find_saves(
     checkpoint_id: str, session: str, manifests: Manifests, store: LocalStore, bucket: Bucket | None, lineage: str
 ) -> Named:
-    """The saves under an id that exists, whole or not, replaced ones too, of the run that a load of it would read.
+    """The saves under an existing id, in the run that a load of this id would read. Incomplete and replaced saves count.
 
-    Their manifests are added to `manifests`: the bucket's removal needs them once the nodes have none.
+    Their manifests are added to `manifests`: the removal from the bucket needs them once the nodes have none.
 
     Raises:
-        StoreUnavailable: none was found now. LineagesMet: as for a load.
+        StoreUnavailable: no node that answered has a save of the id. LineagesMet: as for a load.
     """
     found, chosen = name_saves(checkpoint_id, store, bucket, lineage)
     manifests.update(found)
@@ -56,13 +56,13 @@ def find_saves(
 
 
 def remove_here(store: LocalStore, named: Named) -> None:
-    """Has this node's agent remove the saves here, for good: no other node brings them back. May be repeated.
+    """Has this node's agent remove the saves from this node, for good: no other node copies them back. May be repeated.
 
-    Other saves of the same run under that id are removed, too, if rank 0 has not seen them. A save that another job or
-    process reads is removed once that ends; a load of this job does not keep it.
+    Saves of the same run under that id that rank 0 has not seen are removed, too. A save that another job or process reads
+    is removed when that job or process has ended. A load of this job does not prevent the removal.
 
     Raises:
-        AgentUnavailable, StoreError: it may still lie here.
+        AgentUnavailable, StoreError: a save may still lie on this node.
     """
     own = store.catalog.holdings(store.read_node_id(), named.checkpoint_id)
     save_ids = dict.fromkeys((*named.save_ids, *(held.save_id for held in own if held.lineage == named.lineage)))
@@ -72,10 +72,10 @@ def remove_here(store: LocalStore, named: Named) -> None:
 
 
 def remove_in_bucket(bucket: Bucket | None, named: Named, manifests: Manifests) -> None:
-    """Removes the saves from the bucket; also the files of an upload that had not ended.
+    """Removes the saves from the bucket, and the files of an upload that had not ended.
 
     Raises:
-        StoreError: it is still there.
+        StoreError: a save could not be removed.
     """
     if bucket is None:
         return
@@ -84,10 +84,10 @@ def remove_in_bucket(bucket: Bucket | None, named: Named, manifests: Manifests) 
 
 
 def delete_everywhere(reader: ReplicatedReader, store: LocalStore, group: Any, checkpoint_id: str) -> bool:
-    """Removes a checkpoint from every node of this job and from the bucket; False: there is none. All ranks call it.
+    """Removes a checkpoint from every node of this job and from the bucket. All ranks call it. False: none has the id.
 
     Raises:
-        StoreUnavailable, AgentUnavailable, StoreError: as of its steps; on every rank alike.
+        StoreUnavailable, AgentUnavailable, StoreError: a step failed. Every rank raises the same.
     """
     if not reader.exists(checkpoint_id):
         return False

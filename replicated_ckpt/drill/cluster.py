@@ -50,7 +50,7 @@ LOG_TAIL_LINES = 25
 
 @dataclass(frozen=True, slots=True)
 class NodeProcess:
-    """The torchrun of one node in one job; leader of a session that its ranks belong to, its agent does not."""
+    """The torchrun of one node in one job. It leads a session to which its ranks belong, but not its agent."""
 
     store: Path
     process: subprocess.Popen[bytes]

@@ -49,12 +49,13 @@ def has_moto() -> bool:
 
 @contextmanager
 def object_store(named: str | None, workdir: Path, *, keep: bool, progress: Progress) -> Iterator[ObjectStore | None]:
-    """The store that a plan names, for as long as the drill lasts; None if it names none.
+    """The store that a plan names, for as long as the drill lasts; None if the plan names none.
 
-    moto ends with the block, and with this process however that ends. Under a URL the drill writes to a new prefix, and
-    removes it afterwards unless `keep`; credentials are those of the environment.
+    moto is stopped at the end of the with block, or when this process ends, even if it is killed. Under a URL the drill
+    writes to a new prefix, and removes that prefix afterwards unless `keep`. The credentials come from the environment.
 
-    Raises: MotoFailed, ConfigInvalid for a URL that cannot work, StoreError if it cannot be written to.
+    Raises:
+        MotoFailed: moto does not start. ConfigInvalid: the URL cannot work. StoreError: the store cannot be written to.
     """
     if named is None:
         yield None

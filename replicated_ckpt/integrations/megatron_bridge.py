@@ -148,7 +148,8 @@ class ReplicatedCheckpointManager(DefaultCheckpointManager):
             if is_there(latest):
                 raise ConfigInvalid(
                     f"{latest} names a checkpoint that no store has.",
-                    "Give this job an empty directory; pass checkpoints of Bridge's own manager as pretrained_checkpoint.",
+                    "Give this job an empty directory. If Bridge's own manager saved the checkpoint, pass that directory "
+                    "as pretrained_checkpoint.",
                 )
             return
         wanted: dict[str, Any] = {_FILES: {_TRAIN_STATE: b"", _RUN_CONFIG: b""}}

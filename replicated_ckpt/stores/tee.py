@@ -101,7 +101,7 @@ class _SinkThread(threading.Thread):
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of one sink: `error` is None if it finished. Times spent in its `write` and its `finish`, in seconds."""
+    """The result of one sink. `error` is None if the sink finished. `write_s` and `finish_s` are seconds in these calls."""
 
     error: BaseException | None
     write_s: float = 0.0

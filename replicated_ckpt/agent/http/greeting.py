@@ -35,7 +35,10 @@ _HINT = "The greeting agent tries again in its next round. No action is needed."
 
 
 class CallBacks:
-    """Bounds the calls back. Safe for concurrent use. Nodes are those of the address book; senders, addresses."""
+    """Bounds the calls with which greetings are checked: by node of the address book, and by address of the sender.
+
+    Safe for concurrent use.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -48,7 +51,7 @@ class CallBacks:
         """Runs the block, which calls `node_id` back after a greeting from `sender`, when its turn has come.
 
         Raises:
-            StoreUnavailable: there were too many; the block was not begun.
+            StoreUnavailable: too many calls back are in progress; the block was not run.
         """
         with self._changed:
             self._charge(node_id, sender)

@@ -71,7 +71,7 @@ _HINT_BY_RIGHT = {
 
 @dataclass(frozen=True)
 class Request:
-    """One authenticated request. `right`: what its token shows; `peer_host`: where it came from, over `connection`."""
+    """One authenticated request. Its token shows its `right`. It came from `peer_host`, over `connection`."""
 
     method: str
     target: str

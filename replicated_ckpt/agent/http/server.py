@@ -138,9 +138,9 @@ def describe_refusal(error: ReplicatedCkptError) -> dict[str, str]:
 
 
 class AgentServer(DualStackServer):
-    """Listens for one agent. At most CONNECTIONS_MAX connections are open; for one more, one that waits is closed.
+    """Listens for one agent. At most CONNECTIONS_MAX connections are open; for a further one, an idle one is closed.
 
-    OWNER_RESERVE of them are reserved for requests of the node's own user.
+    OWNER_RESERVE of the connections are reserved for requests of the node's own user.
     """
 
     # A thread that waits for a silent peer must not keep the process alive.

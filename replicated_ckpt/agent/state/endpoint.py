@@ -109,13 +109,13 @@ def read_endpoint(directory: Path) -> Endpoint | None:
 
 
 def listening_endpoint(directory: Path) -> Endpoint | None:
-    """As `read_endpoint`; None where no agent of this user can listen there any more.
+    """As `read_endpoint`; None if no process of this user alone listens on the endpoint's port.
 
     A killed agent leaves its endpoint file, and another process may listen on its port by now. That process must not get
-    the token. If the endpoint has a certificate, the client checks that instead.
+    the token. If the endpoint has a certificate, the client checks the certificate instead.
 
     Raises:
-        StoreDenied: another user can have written it.
+        StoreDenied: another user can have written the file.
     """
     endpoint = read_endpoint(directory)
     if endpoint is None or endpoint.tls_sha256:
@@ -125,13 +125,14 @@ def listening_endpoint(directory: Path) -> Endpoint | None:
 
 
 def next_identity(directory: Path, node_id: str) -> Identity:
-    """The identity of the agent that starts now; `keep_identity` makes it the last one.
+    """The identity of the agent that starts now. The agent stores it by `keep_identity`, for the next start.
 
-    If `node.json` was restored or removed, the store was another node before. That node's tokens are not reused: its peers
-    would accept this node's answers as its own.
+    If `node.json` was restored or removed, the store was another node before. The tokens of that node are not reused: its
+    peers would take this node's answers for those of the earlier node.
 
     Raises:
-        StoreError: the system lacks descriptors or memory to read the file, which still has the tokens that peers know.
+        StoreError: the system lacks the descriptors or memory to read the file. The file still has the tokens that peers
+            know, so no new ones are drawn.
     """
     try:
         fields = json.loads(read_private(directory / _IDENTITY_NAME))
@@ -160,14 +161,14 @@ def remove_endpoint(directory: Path) -> None:
 
 
 def root_lock(directory: Path, within_s: float = 0.0) -> FileLock | None:
-    """The lock of the one agent of a root, for its whole life. None: another agent still has it after `within_s`."""
+    """The lock that an agent of a root has for its whole life. None: another agent still has the lock after `within_s`."""
     return FileLock.take_within(directory / LOCK_NAME, within_s)
 
 
 def staying_lock(directory: Path) -> FileLock | None:
-    """The lock of the agent that was started to stay, taken before it serves. An agent that ranks started then leaves.
+    """The lock of an agent that no rank started, which takes it before it serves. An agent that ranks started then exits.
 
-    None: another such agent has it.
+    None: another agent that no rank started has the lock.
     """
     return FileLock.take_within(directory / _STAYING_NAME, _LOOKS_S)
 

@@ -24,9 +24,15 @@ def add_key_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="GLOB",
-        help="only entries whose FQN matches; may be repeated",
+        help="take only entries whose full name (FQN) matches; may be repeated",
     )
-    add("--exclude", action="append", default=[], metavar="GLOB", help="no entries whose FQN matches; may be repeated")
+    add(
+        "--exclude",
+        action="append",
+        default=[],
+        metavar="GLOB",
+        help="leave out entries whose full name (FQN) matches; may be repeated",
+    )
     add("--strip-prefix", default="", metavar="TEXT", help="remove this from the start of names, such as model.")
     add(
         "--rename",

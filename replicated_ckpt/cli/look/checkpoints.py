@@ -41,13 +41,14 @@ _STEP = re.compile(r"(?:^|[^0-9])([0-9]{1,18})$")
 
 @dataclass(frozen=True)
 class CheckpointSeen:
-    """One save, or files of one, as `ls` lists it; what is not known is None.
+    """One save, or files of one, as `ls` lists it. An unknown value is None.
 
-    `state`: one of those above. `copies_seen`: of the shard that has fewest. `hosts_seen`: on how many
-    hosts, or in how many named domains, the copies of a shard are at least. `missing`: files without an intact copy that
-    was seen. `not_reached`: nodes that are meant to hold what is short, and did not answer. `removed_on`: nodes whose user
-    has removed it. `bucket`: "there", "on its way", "not there", "unknown", or "" where none is wanted. `is_mendable`:
-    damaged copies of all that is missing may make an intact one together.
+    `state` is one of the states above. `copies_seen` is the number of copies of the shard that has the fewest. `hosts_seen`
+    is the smallest number of hosts, or of named domains, that have copies of a shard. `missing` are the files of which no
+    intact copy was seen. `not_reached` are the nodes that should have a copy of a file with too few copies, and did not
+    answer. `removed_on` are the nodes whose user has removed the save. `bucket` is "there", "on its way", "not there",
+    "unknown", or "" if the save is not meant for a bucket. `is_mendable`: damaged copies of each missing file may together
+    make an intact copy.
     """
 
     checkpoint_id: str

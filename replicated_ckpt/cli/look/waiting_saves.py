@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StagedSave:
-    """A save that is staged on this node and that no process works on: it is settled once the nodes that know answer."""
+    """A save that is staged on this node and that no process works on. It is settled once the nodes of the save answer."""
 
     save_id: str
     checkpoint_id: str

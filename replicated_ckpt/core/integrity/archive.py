@@ -168,7 +168,7 @@ class Verdict(Enum):
 
 
 class ItemDamaged(ValueError):
-    """An item begins as a zip container and is damaged, or a record differs from its CRC32."""
+    """An item that begins as a zip container is damaged, or one of its records differs from the CRC32 of the record."""
 
 
 def check_range(fetch: Fetch, size_bytes: int, *, must_tell: bool = False) -> Verdict:

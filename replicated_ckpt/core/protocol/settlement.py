@@ -23,7 +23,7 @@ class Answer(Enum):
     STAGED = "staged"
     """The save is staged without a decision, and no rank of that node works on it."""
     ABSENT = "unknown"
-    """The node has no file of it. From the coordinator's node this proves nothing: its disk may have been restored."""
+    """The node has no file of the save. This alone proves nothing: the node's disk may have been restored."""
     ABORTED = "aborted"
     """The save has ended. Its coordinator's node will never decide it, or has seen that no node published it and that
     a newer save is published. Or the node had published it, and retention has removed it."""
@@ -53,10 +53,10 @@ def settle_staged(
 ) -> Settlement:
     """The fate of a save that is staged on node `own` without a decision. `nodes` are the nodes in its intent.
 
-    It is completed if any node has published it. It is dropped only if no node has published it or ever will: the
-    coordinator's node, which has the decision before any other, answers that it aborted the save, or every node of the
-    save answers that it did not publish. It is also dropped if a node answers that retention has removed it. A missing
-    answer proves nothing.
+    The save is completed if any node has published it. It is dropped only if no node has published it or ever will. Each
+    of these proves that: a node answers that the save has ended (`ABORTED`); this node is the coordinator's, which has the
+    decision before any other, and has none; or every other node of the save answers that it did not publish the save. A
+    missing answer proves nothing.
     """
     published = tuple(sorted(node for node, answer in answers.items() if answer is Answer.PUBLISHED))
     # First: once any node has published it, dropping a part here could lose the last copy (I1).
@@ -99,11 +99,11 @@ def is_without_a_name(
     whole: Iterable[Version],
     is_seen_nowhere: bool,
 ) -> bool:
-    """Whether a decided save that no node has published may be deleted, as another run's newer save is published.
+    """Whether a decided save that no node has published may be deleted, because another run's newer save is published.
 
-    `is_seen_nowhere`: all of its nodes answer, and none has published it. `published` is the version on its coordinator's
-    node; `whole` as in `may_be_dropped`. Two lineages have no order, so the clock decides, as in a load. At equal times
-    the published one stays.
+    `is_seen_nowhere` is true if all nodes of the decided save answer, and none has published it. `published` is the version
+    on the coordinator's node of the decided save. `whole` is as in `may_be_dropped`. Two lineages have no order, so the
+    clock decides, as in a load. At equal times the published save stays, and the decided one may be deleted.
     """
     if published is None or not any(version.save_id == published.save_id for version in whole):
         return False
@@ -114,10 +114,10 @@ def is_without_a_name(
 
 
 def may_be_dropped(old: Version, *, whole: Iterable[Version], published: Version | None) -> bool:
-    """Whether a replaced or staged version may be deleted: the save that replaces it was seen whole (I1).
+    """Whether a replaced or staged version may be deleted, because the save that replaces it was seen whole (I1).
 
-    `whole` are the versions of the same checkpoint with every shard seen intact at nodes that answer. Of another lineage
-    only the `published` version of this node counts.
+    `whole` are the versions of the same checkpoint of which every shard was seen intact at nodes that answer. A version of
+    another lineage counts only if it is the `published` version of this node.
     """
     return any(
         version.is_newer_than(old)

@@ -74,10 +74,10 @@ _SAVE_AGAIN = "all nodes have answered: load what is left, and save it again wit
 class ShortShard:
     """A file with too few intact copies that cannot be repaired now.
 
-    `have` 0: no known copy. `waits_for`: nodes, with their hosts, that do not answer and may have one. `is_in_doubt`:
-    another save of the same checkpoint is whole, or may be once nodes return. `save_id` is empty if no manifest names the
-    file's save. `taken_on`: nodes that can take no copy, as a save of another run is published there; `lies_on` are then
-    the nodes with files of this save.
+    `have` is 0 if no copy is known. `waits_for` are nodes, with their hosts, that do not answer and may have a copy.
+    `is_in_doubt`: another save of the same checkpoint is whole, or may be once nodes return. `save_id` is empty if no
+    manifest names the file's save. `taken_on` are nodes that accept no copy, because a save of another run is published
+    there. In that case `lies_on` are the nodes with files of this save.
     """
 
     checkpoint_id: str

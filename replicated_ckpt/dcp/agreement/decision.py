@@ -361,10 +361,11 @@ class ShardReceipt:
 
 @dataclass(frozen=True)
 class Receipt:
-    """A rank's record of what it wrote, and how long it took. `aborted`: set if another process aborted the save meanwhile.
+    """A rank's record of what it wrote, and how long that took. `aborted` is not "" if another process aborted the save.
 
-    `is_submitted`: the node's agent writes the shards; their receipts have the name only. `replicas`: its report of the
-    values that the ranks compare (`core.divergence`). `copies`: what it wrote for other ranks, from its own memory.
+    With `is_submitted` the node's agent writes the shards, so their receipts have only the names. `replicas` is the rank's
+    report of the values that ranks compare (`core.divergence`). `copies` are the shards of other ranks that this rank
+    wrote from its own memory.
     """
 
     shards: tuple[ShardReceipt, ...] = ()

@@ -44,7 +44,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 class NodePost:
     """A node as one of its ranks registers it. `store_inode` distinguishes two stores that one host sees.
 
-    `silence` is the reason why its agent is not asked; empty: the agent answers.
+    `silence` is the reason why the node's agent is not asked, and "" if the agent answers.
     `invitation` lets the coordinator open saves at its agent and introduce the job's nodes: see `Right.JOB`.
     """
 
@@ -98,9 +98,10 @@ class SeenStore:
 
 
 def register_node(store: LocalStore, domain: str | None, *, is_opening: bool = False) -> NodePost:
-    """Registers this node. Its agent runs when this returns, or it hangs: then the node is registered with its `silence`.
+    """Registers this node, after starting its agent if none runs.
 
-    `is_opening`: for a save that opens now, see `ensure_agent`.
+    A node whose agent hangs is registered, too: its `silence` gives the reason. Pass `is_opening` for a save that opens
+    now; `ensure_agent` explains it.
 
     Raises:
         AgentUnavailable, StoreError, ConfigInvalid
@@ -124,7 +125,7 @@ def register_node(store: LocalStore, domain: str | None, *, is_opening: bool = F
 
 
 def register_for_save(store: LocalStore, domain: str | None) -> NodePost:
-    """As `register_node`, for a save that is to be opened: waits for the end of an agent that was told to stop.
+    """As `register_node`, for a save that is to be opened. Waits until an agent that was told to stop has ended.
 
     Raises:
         AgentUnavailable, StoreError, ConfigInvalid
@@ -139,7 +140,7 @@ def register_for_save(store: LocalStore, domain: str | None) -> NodePost:
 
 
 def register_again(store: LocalStore, before: NodePost) -> NodePost:
-    """Registers this node once more in the same save: its agent may have died and been started again, or hang now."""
+    """Registers this node once more in the same save. Meanwhile its agent may have been started again, or may hang."""
     try:
         return register_node(store, before.domain)
     except AgentUnavailable as exc:

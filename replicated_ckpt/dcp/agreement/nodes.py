@@ -122,8 +122,8 @@ class Cluster(Protocol):
 class Opened:
     """The result of opening a save: the lineages that nodes reported, and the error of each node that did not answer.
 
-    `named`: the lineages of the saves that have the checkpoint's name on nodes, "" where there is no manifest. Empty: no
-    node has anything of it.
+    `named` has the lineages of the saves that have the checkpoint's name on nodes, "" for files without a manifest. It is
+    empty if no node has any file of the checkpoint.
     """
 
     histories: Histories
@@ -299,7 +299,7 @@ def cluster_of(decision: SaveDecision, rank: int) -> AgentCluster:
 
 
 class LoneNode:
-    """This process's own store and no other: no agent is needed. Other processes may do the same at the same time."""
+    """The store of this process alone, for which no agent is needed. Other processes may use the store at the same time."""
 
     def __init__(self, store: LocalStore) -> None:
         self._service = LoneService(store)

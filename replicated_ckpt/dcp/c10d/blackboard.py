@@ -104,7 +104,7 @@ _FOREIGN = "Another program writes to this job's c10d store, or its ranks run di
 
 
 class Blackboard:
-    """Posts of every rank and decisions of the coordinator, overwritten by each call, so it does not grow.
+    """Posts of every rank and decisions of the coordinator. Each call overwrites the last, so the store does not grow.
 
     `topic` keeps saves and loads apart. One call at a time on one process group, as DCP itself demands.
     """

@@ -19,11 +19,13 @@ NAME = "decision"
 
 
 def read_once_per_node(directory: Path | None, sha256: str, fetch: Callable[[], bytes]) -> bytes:
-    """The bytes of this digest from `directory`, if a rank of this node left them there; else they are fetched, and left.
+    """Returns the bytes with this digest: from the file in `directory` if another rank of this node has put them there.
 
-    Bytes of another digest are ignored. Each rank fetches for itself where the directory is another user's or cannot be
-    written, where its disk is full, or if the rank that fetches is stopped. The caller checks what was fetched. One file
-    stays, until the next one takes its place. `directory` None: this rank has no node. Any number of processes at once.
+    Else it returns the bytes from `fetch`, and puts them into the file for the other ranks. A file with another digest is
+    ignored. In these cases each rank fetches for itself: the directory is another user's or cannot be written, its disk is
+    full, or the rank that fetches is stopped. The caller checks fetched bytes. The directory has one such file, which the
+    next call with other bytes replaces. With `directory=None` this rank has no node, and fetches. Any number of processes
+    may call it at once.
 
     Raises:
         Whatever `fetch` raises.

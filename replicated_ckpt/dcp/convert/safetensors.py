@@ -248,7 +248,7 @@ class SafetensorsFiles:
     """The tensors of one or more files.
 
     Raises:
-        ConfigInvalid: they are no safetensors files, or two of them have a tensor of the same name.
+        ConfigInvalid: a file is no safetensors file, or two files have a tensor of the same name.
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:

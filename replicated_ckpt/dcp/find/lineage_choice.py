@@ -15,10 +15,11 @@ _TIME_MAX_S = 1e11  # the latest time that can be printed safely: a hostile mani
 
 @dataclass(frozen=True)
 class LineageChoice:
-    """The saves that a load may read: `saves`, newest first, then those that no run of this package made.
+    """The saves that a load may read, and the lineages among which this one was chosen.
 
-    `lineages` are all in the directory of the chosen one's newest checkpoint, the chosen one first. `sequence_max` is
-    the largest sequence of the chosen one there, of checkpoints with names that do not fit, too.
+    `saves` has the saves of the chosen lineage, newest first; then the saves that no run of this package made. `lineages`
+    has all lineages in the directory of the chosen lineage's newest checkpoint, with the chosen one first. `sequence_max`
+    is the largest sequence of the chosen lineage in that directory, including checkpoints whose names do not fit.
     """
 
     saves: tuple[SaveFound, ...]
@@ -29,10 +30,10 @@ class LineageChoice:
 def choose_lineage(
     checkpoint_id: str, saves: Sequence[SaveFound], wanted: str, newest: Newest | None = None
 ) -> LineageChoice:
-    """The saves of one lineage: the one saved last by the clock, or the `wanted` one. `newest`: only saves that fit it.
+    """Chooses the lineage that saved last by the clock, or the lineage `wanted`. With `newest`, only its saves count.
 
     Raises:
-        LineagesMet: there are several and `wanted` is "refuse", or the wanted one is not among them.
+        LineagesMet: there are several lineages and `wanted` is "refuse", or none of them is the lineage `wanted`.
     """
     fitting = [save for save in saves if newest is None or newest.fits(save.checkpoint_id)]
     found = lineages_found(fitting)
@@ -61,12 +62,12 @@ def choose_lineage(
 def note_newest_run(
     choice: LineageChoice, checkpoint_id: str, beside: Sequence[SaveFound], wanted: str
 ) -> LineageChoice:
-    """The choice of a load by name, with the run of the newest checkpoint in its directory of ids where that is another.
+    """The choice of a load by name. If another run has the newest checkpoint in the directory of ids, it is added.
 
-    `beside`: the newest saves of each run there.
+    `beside` has the newest saves of each run in that directory.
 
     Raises:
-        LineagesMet: it is, and `wanted` is "refuse".
+        LineagesMet: another run has the newest checkpoint, and `wanted` is "refuse".
     """
     runs, known = lineages_found(beside), {each.lineage: each for each in choice.lineages}
     # Without a lineage on either side there is no second run to warn of.

@@ -18,12 +18,12 @@ _OVER = (Answer.PUBLISHED.value, Answer.ABSENT.value)
 def check_gives_way(store: LocalStore, own_node: str, nodes: Iterable[AgentAddress], checkpoint_id: str) -> None:
     """Checks that the checkpoint with this name can no longer be loaded. `nodes` are those of the save that wants the name.
 
-    It may be replaced only if a part is missing although all nodes that its manifest names have answered, and none of
-    them is still publishing it. A node that does not answer may have that part. Nothing else may have the name
+    The checkpoint may be replaced only if a part is missing although all nodes in its manifest have answered, and none of
+    them is still publishing it. A node that does not answer may have the missing part. Nothing else may have the name
     anywhere: no save of another run, and no files that may be of another save.
 
     Raises:
-        CheckpointExists: it stays; the message has the reason.
+        CheckpointExists: the checkpoint may not be replaced; the message has the reason.
     """
     met = {peer.node_id: peer for peer in PeerBook(store.agent_directory()).read_all()}
     peers = {**met, **{address.node_id: address for address in nodes}}
@@ -49,7 +49,7 @@ def check_gives_way(store: LocalStore, own_node: str, nodes: Iterable[AgentAddre
         raise CheckpointExists(
             f"Checkpoint {checkpoint_id!r} exists, but was not seen complete: {missing} is missing, and may be on a "
             f"node or bucket that was not reached: {'; '.join(unreached)}.",
-            "Bring that back, or save with ReplicatedWriter(..., overwrite=True) to give the old one up.",
+            "Make these reachable again, or save with ReplicatedWriter(..., overwrite=True) to give the old checkpoint up.",
         )
 
 
@@ -61,13 +61,13 @@ def _check_may_go(survey: Survey, checkpoint_id: str, store: LocalStore) -> None
     upload = survey.manifest.upload
     if upload is not None:
         raise CheckpointExists(
-            f"Checkpoint {checkpoint_id!r} exists: the nodes hold a part of it, and {upload.url} may hold all of it.",
-            "Load it from there, or save with ReplicatedWriter(..., overwrite=True) to give the old one up.",
+            f"Checkpoint {checkpoint_id!r} exists: the nodes have a part of it, and {upload.url} may have all of it.",
+            "Load it from the bucket, or save with ReplicatedWriter(..., overwrite=True) to give the old checkpoint up.",
         )
 
 
 def _check_is_alone(survey: Survey, surveyor: Surveyor) -> None:
-    """Raises if another save has this name: it would be overwritten, too, and only one save was checked."""
+    """Raises if another save has this name: that one would be overwritten, too, and was not checked."""
     manifest = survey.manifest
     others = [save for save in surveyor.saves if save.version.lineage != manifest.lineage]
     unknown = [each for each in surveyor.unclaimed if not each.sizes or each.sizes.keys() - each.matching(manifest)]
@@ -80,7 +80,8 @@ def _check_is_alone(survey: Survey, surveyor: Surveyor) -> None:
         raise CheckpointExists(
             f"Checkpoint {manifest.checkpoint_id!r} exists, but is not complete, and other files have this name: "
             f"{'; '.join(found)}.",
-            "Save under another id, or move that away, or with ReplicatedWriter(..., overwrite=True) give all of it up.",
+            "Save under another id, or move those files away, or save with ReplicatedWriter(..., overwrite=True), which "
+            "gives up both the checkpoint and the files.",
         )
 
 

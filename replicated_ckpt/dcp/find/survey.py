@@ -117,13 +117,14 @@ SURVEY_TIMEOUT_S = 3.0
 
 @dataclass(frozen=True)
 class Survey:
-    """The save to load and where it lies. Every rank of a load acts on the same one.
+    """The save to load, and where it lies. Every rank of a load uses the same survey.
 
-    `addresses` are the peers that answered; `searched` names each place that was searched. `in_bucket` is None if it is
-    not there. `unmanaged_warning` is set if stock torch wrote it on the nodes' disks: the manifest has no checksums then.
-    `skipped` is set if something newer is not whole, or silent nodes may have some. `lineages` are those in the directory
-    of its id, the chosen one first; `sequence_max` is the largest of that. `load_id` is the same on all ranks that load
-    together, and no other load's. `silent` are nodes that answered, and then let a time-out pass.
+    `addresses` are the peers that answered. `searched` names each place that was searched. `in_bucket` is None if the save
+    is not in the bucket. `unmanaged_warning` is set if stock torch wrote the save on the nodes' disks: then the manifest
+    has no checksums. `skipped` is set if a newer save is not whole, or if silent nodes may have a newer save. `lineages`
+    are the lineages in the directory of the save's id, with the chosen lineage first. `sequence_max` is the largest
+    sequence of the chosen lineage. `load_id` is the same on all ranks that load together, and differs between loads.
+    `silent` are nodes that answered at first, and then let a time-out pass.
     """
 
     manifest_raw: str

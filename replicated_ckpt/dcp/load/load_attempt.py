@@ -55,10 +55,13 @@ log = logging.getLogger(__name__)
 
 
 class ReaderBucket:
-    """Opened by its first use, closed by `close`: a client hangs in a process that was forked with it. One thread."""
+    """The bucket of a reader, opened at its first use. For one thread.
+
+    Call `close` after each load: a client that is open during a fork hangs in the new process.
+    """
 
     def __init__(self, target: ObjectTarget | None, *, is_all: bool) -> None:
-        """`is_all`: there is no other source, so a look at it gets as much time as a read."""
+        """`is_all`: the reader has no other source, so a look at the bucket gets as much time as a read."""
         self._target = target
         self._look_s = READ_WITHIN_S if is_all else LOOK_WITHIN_S
         self._bucket: Bucket | None = None

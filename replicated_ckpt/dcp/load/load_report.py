@@ -11,13 +11,13 @@ PHASES = ("plan", "read")
 
 @dataclass(frozen=True)
 class LoadReport:
-    """One load as this rank did it. `bad_copies` were found and not used.
+    """One load as this rank did it. `bad_copies` are the copies that failed, with their errors.
 
-    Bytes are those that this rank read, in whole blocks, by where they came from: its own store, peers, the bucket; and
-    `bytes_shared`, without the rest of their blocks, another rank of this node had fetched.
+    `bytes_local`, `bytes_peer` and `bytes_object` count the blocks that this rank read from its own store, from peers and
+    from the bucket. `bytes_shared` counts the bytes, not blocks, that another rank of this node had fetched.
 
-    `phases` are seconds: `plan`, until this rank may read, the others waited for; `read`. `ranks`: on rank 0,
-    once all ranks have read, the reports of all of them, in order.
+    `phases` has seconds. `plan` is the time until this rank may read, with the wait for other ranks; `read` is the time
+    of reading. On rank 0, `ranks` has the reports of all ranks in order, once all have read.
     """
 
     checkpoint_id: str

@@ -30,7 +30,7 @@ PlaceOf = Callable[[Window], memoryview | None]
 
 @dataclass(frozen=True)
 class Wanted:
-    """One item of the plan: where it lies, how a tensor is expected to lie there, and what must be read for it."""
+    """One item of the plan: its place, the expected layout of a tensor at that place, and the ranges to be read for it."""
 
     item: ReadItem
     info: StorageInfo
@@ -149,7 +149,7 @@ class ShardItems:
 
 
 class Loading:
-    """Reads the windows of one rank: local ones at once, others ahead of time, shared ones from the rank that has them."""
+    """Reads the windows of one rank: local ones when needed, remote ones ahead, shared ones from the rank that fetches."""
 
     def __init__(self, reader: ShardReader, is_remote: Callable[[str], bool], exchange: Exchange | None) -> None:
         self._reader = reader

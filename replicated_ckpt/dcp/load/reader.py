@@ -39,30 +39,30 @@ T = TypeVar("T")
 class ReplicatedReader(StorageReader):
     """Loads a checkpoint from all stores that survived: own store first, then any peer with a copy, then the object store.
 
-    After `dcp.load` returns, every tensor holds the bytes that were saved, each checked against the checksum taken then;
-    on any number of ranks, on blank nodes too. If no intact copy of a needed shard is left, every rank raises
-    ShardLost, in DCP's CheckpointException. It names the shards, their owners, and the places that were searched.
+    After `dcp.load` returns, every tensor has the bytes that were saved. Each byte was checked against a checksum from the
+    save. This holds for any number of ranks, and on blank nodes, too. If no intact copy of a needed shard is left, every
+    rank raises ShardLost, in DCP's CheckpointException. The error names the shards, their owners, and the searched places.
 
-    `checkpoint_id="latest"` means the newest checkpoint of which every shard has a copy; every rank gets the same one. It
-    is of one directory of ids: where checkpoints lie in several, "run-a/latest" names the newest of `run-a/step-1`,
-    `run-a/step-2`, ..., and "./latest" that of `step-1`, `step-2`, ....
+    `checkpoint_id="latest"` means the newest checkpoint of which every shard has a copy; every rank gets the same one. If
+    checkpoints lie in several directories of ids, name one: "run-a/latest" is the newest of `run-a/step-1`,
+    `run-a/step-2`, ..., and "./latest" is the newest of `step-1`, `step-2`, ....
 
     Args:
-        root: this node's store. It may be empty (a replaced node), and is then filled with nothing but its identity.
-            None: no store and no agent, only the object store; one process or any number.
-        process_group: ranks of the load; None takes the one passed to `dcp.load`.
-        no_dist: load on this process alone, although a process group exists; None takes what `dcp.load` was passed.
-        object_store: the bucket that the writer was given, "s3://bucket/prefix", say. Checkpoints that stock torch's
-            FsspecWriter wrote there can be loaded, too, each item checked by the CRC32 that torch.save stored in it.
-        storage_options: how to reach it, as s3fs takes it.
+        root: this node's store. It may be empty, as on a replaced node; the load then writes only the node's identity.
+            With None the load uses only the object store, and no agent. It may have any number of ranks.
+        process_group: ranks of the load. With None it is the group that `dcp.load` was passed.
+        no_dist: load on this process alone, although a process group exists. None: as `dcp.load` was passed.
+        object_store: the bucket of the writer, for example "s3://bucket/prefix". Checkpoints that stock torch's
+            FsspecWriter wrote there can be loaded, too. Each of their items is checked by the CRC32 of torch.save in it.
+        storage_options: how to reach the bucket, as s3fs takes it.
         lineage: which run to load where checkpoints of several lie in one directory of ids: "newest", the one saved last
             by the clock, with a ReplicatedCkptWarning; "refuse" (LineagesMet); or the lineage that a warning named.
-        trust_pickles: hand objects that are no tensors to the planner as they lie in the shards. DCP unpickles them, so
-            a user who can write the checkpoint runs code here. Off: an object is loaded that names only what
-            `torch.load(weights_only=True)` knows, what `torch.serialization.add_safe_globals` added, or numpy's
-            plain scalars and arrays; another one is ObjectUnsafe.
-        expect_partial: a load may leave out saved entries. Off: rank 0 warns, once a load, with their prefixes.
-        on_load: called on every rank with its LoadReport once all ranks have read. What it raises is logged.
+        trust_pickles: pass objects that are no tensors to the planner as they lie in the shards. DCP unpickles them, so
+            a user who can write the checkpoint runs code here. By default an object is loaded only if it names only what
+            `torch.load(weights_only=True)` allows, what `torch.serialization.add_safe_globals` added, or numpy's
+            plain scalars and arrays. Any other object raises ObjectUnsafe.
+        expect_partial: a load may leave out saved entries. By default rank 0 warns once per load, with their prefixes.
+        on_load: called on every rank with its LoadReport once all ranks have read. Its exceptions are logged.
 
     One reader serves many loads, one at a time.
 

@@ -17,10 +17,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RemoteNeeds:
-    """The remote windows of one rank, which its node does not hold. Sent to the coordinator in `LoadPlan.storage_data`.
+    """The windows that a rank needs and its node lacks. They go to the coordinator in `LoadPlan.storage_data`.
 
-    `cache`: the name of the rank's cache, which exists by now; None: the rank shares nothing, as it needs nothing from
-    elsewhere or its cache could not be made. `silent`: nodes that let a time-out pass while it read the metadata.
+    `cache` is the name of the rank's cache, which exists by now. With None the rank shares nothing: it needs no remote
+    windows, or its cache could not be made. `silent` are nodes that let a time-out pass while the rank read the metadata.
     """
 
     node_id: str
@@ -31,7 +31,7 @@ class RemoteNeeds:
 
 @dataclass(frozen=True)
 class NodeSharing:
-    """The windows that ranks of one node fetch for each other, the same for all of them. In `LoadPlan.storage_data`.
+    """The windows that ranks of one node fetch for each other. All get the same, in `LoadPlan.storage_data`.
 
     `silent`: nodes that any rank of the load found silent while it read the metadata.
     """

@@ -29,8 +29,8 @@ _registered: dict[Key, type] = {}
 def register_safe_class(cls: type) -> None:
     """Lets `.metadata` name one more class, such as one that your own planner puts into `planner_data`.
 
-    A user who can write a checkpoint can then make instances of it with any state: register only harmless classes. Holds
-    this process. Safe to call concurrently.
+    A user who can write a checkpoint can then make instances of the class with any state: register only harmless classes.
+    The registration lasts until this process ends. Safe to call concurrently.
     """
     _registered[cls.__module__, cls.__qualname__] = cls
 

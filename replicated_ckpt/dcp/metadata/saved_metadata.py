@@ -66,7 +66,7 @@ def decode_metadata_file(raw: bytes, source: str) -> Metadata:
 
 
 def _split(raw: bytes) -> tuple[memoryview, memoryview] | None:
-    """Pickle and columns; None: it has none."""
+    """Pickle and columns of a `.metadata`. None: the file has no columns."""
     # Stock torch's, or cut off in the middle: the pickle is read, and its own checks decide.
     if not raw.endswith(_MAGIC) or len(raw) < _END.size:
         return None
@@ -97,7 +97,7 @@ class SavedMetadata(Metadata):
         return super().__getattribute__(name)
 
     def _read(self) -> None:
-        """Two threads may do so at once: both read, and neither misses what the other one has removed."""
+        """Reads the metadata. Two threads may call this at once: both read, and neither needs what the other removes."""
         save, store = vars(self).get("_save"), vars(self)["_store"]
         if save is not None:
             assert store is not None, "it has come to a rank"
@@ -124,9 +124,9 @@ def tell_metadata(
 ) -> object:
     """Sends all ranks the save's outcome, by DCP's broadcast; returns the outcome on this rank, as DCP expects it.
 
-    `reference`, at the coordinator, goes in place of the metadata if every node has that. It must be readable on any
-    rank, so it has no class of a foreign planner. The result shares no item's place with the coordinator's cache for its
-    next save: a caller may change it.
+    The coordinator passes a `reference` if every node has the metadata. The reference is then sent in place of the
+    metadata, unless the metadata has a class of a foreign planner, which other ranks may be unable to read. A caller may
+    change the result: no item's place in it is shared with the coordinator's cache for the next save.
     """
     is_readable = type(own) is Metadata and (own.planner_data is None or holds_paths_only(own.planner_data))
     told = broadcast(reference if reference is not None and is_readable else own)

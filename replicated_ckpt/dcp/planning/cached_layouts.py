@@ -21,7 +21,7 @@ _FIELDS: Mapping[type, int] = {
 
 
 class ShardResults(list[WriteResult]):
-    """DCP's results for one rank's shard. Pickled, they are only a digest if the coordinator has them from `same_as`."""
+    """DCP's results for one rank's shard. Their pickle is only a digest if the coordinator has them from save `same_as`."""
 
     def __init__(self, results: Iterable[WriteResult] = (), digest: str = "", same_as: str = "") -> None:
         super().__init__(results)
@@ -30,7 +30,7 @@ class ShardResults(list[WriteResult]):
 
     @property
     def digest(self) -> str:
-        """Of names, offsets and lengths; "" if a wrapper of the writer has changed the list meanwhile."""
+        """The digest of names, offsets and lengths; "" if a wrapper of the writer has changed the list meanwhile."""
         return self._digest if self == self._described else ""
 
     def __copy__(self) -> list[WriteResult]:
@@ -140,10 +140,11 @@ def _find_results(save_id: str, digest: str) -> list[WriteResult]:
 
 
 class CachedLayouts:
-    """One writer's cache from save to save. Each rank has digests, the coordinator the layout that they stand for.
+    """One writer's cache from save to save.
 
-    Nothing is assumed. The coordinator names the save in its cache, and a rank compares its new results with those of that
-    save. The coordinator then compares the digests of all ranks and its planner's description.
+    Each rank keeps digests of its results, and the coordinator keeps the layout that belongs to them. A cached layout is
+    used only after a comparison. The coordinator tells the ranks which save it has cached, and each rank compares its new
+    results with its digest of that save. The coordinator then compares the digests of all ranks, and the new metadata.
     """
 
     def __init__(self) -> None:

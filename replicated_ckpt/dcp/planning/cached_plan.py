@@ -12,7 +12,7 @@ from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptError
 
 
 class PlansUnknown(ReplicatedCkptError):
-    """A rank sent its save plan as unchanged, and the coordinator's planner has no such plan; nothing was saved."""
+    """A rank sent no save plan, as its plan is unchanged; but the coordinator lacks the earlier plan. Nothing was saved."""
 
     default_hint = (
         "Save again: DCP then plans anew. Give every rank one CachedSavePlanner for all its saves, used "
@@ -25,7 +25,8 @@ class CachedWriteItems(list[WriteItem]):
 
     def __iter__(self) -> Iterator[WriteItem]:
         raise PlansUnknown(
-            "A rank sent no plan, as it is the same as for its last save; but the coordinator does not have that plan."
+            "A rank did not send its plan, because the plan has not changed since its last save. The coordinator does not "
+            "have that earlier plan."
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -59,7 +60,8 @@ class CachedReadItems(list[ReadItem]):
 
     def __iter__(self) -> Iterator[ReadItem]:
         raise ConfigInvalid(
-            "A rank sends only names, as its planner changes no plans; but this rank's planner is of another class.",
+            "A rank sent only the names in its load plan, because its planner never changes plans. The coordinator's "
+            "planner is of another class, and needs the whole plan.",
             "Pass planners of one class to `dcp.load` on all ranks.",
         )
 

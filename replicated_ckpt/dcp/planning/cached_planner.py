@@ -42,23 +42,23 @@ class _Planned:
 class CachedSavePlanner(DefaultSavePlanner):
     """Plans as DefaultSavePlanner does, to the same result, and sends only what has changed since the save before.
 
-    One object for each rank serves all its saves of a state, in their order: `planner=` of `dcp.save` and
-    `dcp.async_save`. CheckpointManager has one. At every save each rank compares all that its own plan depends on: names,
+    Pass one object as `planner=` to all saves of a state by a rank, in their order, by `dcp.save` and `dcp.async_save`.
+    CheckpointManager has one. At every save each rank compares all that its own plan depends on: names,
     shapes, strides, dtypes, devices, placements, nesting. The contents of objects are no part of a plan. Where nothing has
-    changed on any rank, the coordinator uses its cached global plan and metadata; else it plans all anew. Failed
-    saves, loads, other writers and planners in between change nothing in that.
+    changed on any rank, the coordinator uses its cached global plan and metadata; else it plans all anew. The cache stays
+    valid after failed saves, after loads, and after saves by other writers and planners.
 
     A subclass with a planning method of its own (`create_local_plan`, `create_global_plan`, `finish_plan`) plans anew at
-    every save: its plan need not be the same again.
+    every save, because its plan may differ each time.
 
     Torch's own `enable_plan_caching` (2.15) keeps plans, with the first save's storage data, by the planner's class in
-    the process: two states of one process share them. Here they belong to the object.
+    the process: two states of one process share them. This planner keeps plans in the object.
 
     Arguments as of DefaultSavePlanner, without `enable_plan_caching`. Not for several threads at once.
 
     Raises:
-        PlansUnknown: by `dcp.save`, on all ranks: a rank and the coordinator have not planned the save before with
-            planners that were in it together. Nothing was saved, and the next save plans anew.
+        PlansUnknown: raised by `dcp.save` on all ranks, if the planners of a rank and of the coordinator have not planned
+            the last save together. Nothing was saved, and the next save plans anew.
     """
 
     _keeps_plans = True
@@ -165,8 +165,8 @@ class CachedSavePlanner(DefaultSavePlanner):
         # Its cache is of another global plan, as after a restart of one side: planning on would mix two states.
         if known is None or plan.was != Place(known.generation, rank):
             raise PlansUnknown(
-                f"Rank {rank} sent no plan, as it is the same as for its last save; but the coordinator does not have "
-                "that plan."
+                f"Rank {rank} did not send its plan, because the plan has not changed since its last save. The "
+                "coordinator does not have that earlier plan."
             )
         return known.local[rank]
 

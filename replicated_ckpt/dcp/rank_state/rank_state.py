@@ -25,7 +25,7 @@ from replicated_ckpt.wording import one_line
 
 
 class SavedElsewhere(tuple[int, ...]):
-    """In place of a rank's own item that was not saved: the world sizes of which there are items."""
+    """Takes the place of a rank's own item that was not saved. It has the world sizes of the items that were saved."""
 
     __slots__ = ()
 

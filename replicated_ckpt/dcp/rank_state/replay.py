@@ -17,13 +17,14 @@ _ITERATIONS, _PLAIN = "_num_iter_calls", "_dataloader"
 class ReplayedLoader(Stateful):
     """Any loader, with `state_dict` and `load_state_dict`. All other attributes are the loader's own.
 
-    After a load, the next iteration yields the batches that the saved one would have yielded next. A loader with a
-    `state_dict` of its own (torchdata's) continues by that. Any other one is set to the random states of the epoch's
-    begin, and reads as many batches as were yielded then: those cost the time of reading them. The process's generators
-    keep their states. If all of an epoch was yielded, the next iteration is a new epoch.
+    After a load, the next iteration yields the batches that the saved iteration would have yielded next. A loader with a
+    `state_dict` of its own (torchdata's) continues by that state. For any other loader, ReplayedLoader sets the random
+    states of the epoch's begin, and reads as many batches as were yielded before the save. That takes as long as it did
+    then. The process's generators keep their states. If all of an epoch was yielded, the next iteration is a new epoch.
 
-    One iteration at a time. Call `set_epoch` of a sampler before the next batch is asked for. After a load, another epoch
-    than the saved one is warned of. Loaders of Lightning's Fabric call it themselves, and go on with the saved epoch.
+    One iteration at a time. Call a sampler's `set_epoch` before you ask for the next batch. After a load, a warning names
+    the epochs if the sampler's epoch differs from the saved one. Loaders of Lightning's Fabric call `set_epoch` themselves,
+    and continue with the saved epoch.
     """
 
     asks_for_more = True

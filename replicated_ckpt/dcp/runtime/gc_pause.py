@@ -25,7 +25,7 @@ _before = gc.get_threshold()
 
 
 class Pause:
-    """No cyclic collection of this process between `begin_pause` and `end_pause`, or for LONGEST_S.
+    """Keeps Python's cyclic garbage collector from running between `begin_pause` and `end_pause`, for at most LONGEST_S.
 
     Safe to call from several threads. When the last pause ends, the thresholds are as before the first, unless other code
     has set them meanwhile.

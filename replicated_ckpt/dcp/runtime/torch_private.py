@@ -67,7 +67,7 @@ def find_call() -> DcpCall | None:
 
 @dataclass(frozen=True)
 class AsyncCall(DcpCall):
-    """A `dcp.async_save` under way: where it saves, and the future that it will return, once it has one."""
+    """A `dcp.async_save` under way. With `in_process`, another process saves. The call will return `future`, once made."""
 
     in_process: bool
     future: "Future[Any] | None"

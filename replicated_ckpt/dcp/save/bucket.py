@@ -47,9 +47,9 @@ def check_timeout(timeout_s: object) -> float:
 
 @dataclass(frozen=True)
 class Probed:
-    """The bucket's answer before a save: the plan, the lineages committed there, and its problem, if it has one.
+    """The bucket's answer before a save: the plan, the lineages committed in the bucket, and a problem or "".
 
-    `named`: the lineage of the save that has the checkpoint's name there, as `Opened` has it of nodes.
+    `named` has the lineage of the save that has the checkpoint's name in the bucket, as `Opened` has it of nodes.
     """
 
     plan: UploadPlan
@@ -62,7 +62,7 @@ class ObjectTier:
     """One writer's bucket. Used by one thread at a time, except `wait_for_upload`, which may run during a save."""
 
     def __init__(self, store: LocalStore, target: ObjectTarget | None, every: int) -> None:
-        """Raises ConfigInvalid: the bucket is a directory, and the store lies in it, or it in the store."""
+        """Raises ConfigInvalid: the bucket is a directory, and the store lies in the bucket or the bucket in the store."""
         if target is not None:
             # Uploads would go into the store itself, and be taken for checkpoints of it.
             target.check_is_apart(store.root)
@@ -73,11 +73,13 @@ class ObjectTier:
         self._awaited: dict[str, str] = {}
 
     def takes(self, sequence: int) -> bool:
-        """Whether the save of this sequence goes to the bucket: every n-th of a run, whichever job goes on with it."""
+        """Whether the save of this sequence goes to the bucket: every n-th of a run, whichever job continues the run."""
         return self._target is not None and sequence % self._every == 0
 
     def submit(self, world_size: int = 1) -> list[str]:
-        """Names the bucket to this node's agent, started here if need be; returns problems in words. Cheap.
+        """Tells this node's agent which bucket to use, and starts the agent if none runs. Cheap.
+
+        Returns descriptions of problems; empty if there are none.
 
         Raises:
             ConfigInvalid: the bucket is this process's memory, and there are other ranks.
@@ -100,7 +102,7 @@ class ObjectTier:
         """Looks at the bucket before a save. A bucket that fails does not keep the save from the nodes.
 
         Raises:
-            CheckpointExists: it holds this checkpoint, and the save may not overwrite it.
+            CheckpointExists: the bucket has this checkpoint, and the save may not overwrite it.
         """
         assert self._target is not None
         url = self._target.url
@@ -122,7 +124,7 @@ class ObjectTier:
         return Probed(plan, histories_from_json(found["histories"]), problem, named)
 
     def expect(self, save_id: str, checkpoint_id: str) -> None:
-        """A save that goes to the bucket is written: `wait_for_upload` waits for it, even if the commit comes later."""
+        """Notes that a save for the bucket is written. `wait_for_upload` waits for that save, even before its commit."""
         with self._lock:
             self._awaited[save_id] = checkpoint_id
 

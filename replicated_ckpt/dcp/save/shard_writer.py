@@ -106,9 +106,10 @@ class ShardWriter:
         staged: memoryview,
         start_agent: Callable[[], object],
     ) -> WrittenShard | None:
-        """Submits the shard, whose items lie in the memory `staged`, to this node's agent, which has taken it on return.
+        """Submits the shard, whose items lie in the memory `staged`, to this node's agent.
 
-        None: this rank must write it. No agent takes it, or only another user's, or the shard does not lie in `staged`.
+        When this returns, the agent has accepted the shard. Returns None if this rank must write the shard itself: no agent
+        accepts it, the node's agent is another user's, or too much of the shard lies outside `staged`.
 
         Raises:
             SaveAborted: the save was aborted elsewhere. And whatever the planner raises.

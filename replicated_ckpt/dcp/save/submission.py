@@ -33,7 +33,7 @@ LOG_HINT = "Read ROOT/.agent/log for what happened to the agent; then save again
 
 
 class AgentSilent(StoreUnavailable):
-    """This node's agent was asked to end the save and answers no more: the save may be committed by it, or not."""
+    """This node's agent was asked to end the save, and no longer answers. It may have committed the save."""
 
     default_hint = (
         "The next save or load completes or aborts it. On rank 0's node, `replicated-ckpt status --root ROOT` "
@@ -197,7 +197,7 @@ _FOLLOW_PAUSE_S = 0.3  # an agent that starts again needs a moment until its soc
 
 
 class Follower:
-    """One shard in the agent's hands. `end` is its outcome; `leave` ends this rank's part in the save."""
+    """Waits for the outcome of one submitted shard. `end` is this outcome; `leave` ends this rank's part in the save."""
 
     def __init__(
         self,

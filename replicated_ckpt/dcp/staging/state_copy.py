@@ -53,10 +53,11 @@ class StateCopy:
 
     @put_off()
     def make(self, memory: memoryview | None) -> dict[str, Any]:
-        """The copy. Its storages lie in `memory`, which has at least `size_bytes`; None: each in memory of its own.
+        """Makes and returns the copy. Call it once.
 
-        Call it once. All objects around the bytes are made before the bytes are copied, which flushes everything else from
-        the caches. Copies of GPUs are under way in `copies` when it returns.
+        The storages of the copy lie in `memory`, which has at least `size_bytes`. With `memory=None` each storage gets
+        memory of its own. All objects around the bytes are made first, because copying the bytes flushes everything else
+        from the caches. When this returns, copies from GPUs are still under way in `copies`.
         """
         self._memory = memory
         copied: dict[str, Any] = self._copy(self._state_dict)

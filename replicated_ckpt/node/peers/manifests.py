@@ -30,8 +30,8 @@ MISSES_MAX = 64
 class ManifestBook:
     """Manifests by save id. One thread.
 
-    With `is_bounded`, manifests of one peer beyond the bound are ignored, and `over_bound` names it. Manifests of saves
-    that this node holds do not count, so a new node gets one after another.
+    With `is_bounded`, manifests of one peer beyond the bound are ignored, and `over_bound` names that peer. Manifests of
+    saves that lie on this node do not count towards the bound, so a new node gets one save after another.
     """
 
     def __init__(self, store: LocalStore, node_id: str, peers: PeerBook, *, is_bounded: bool = True) -> None:

@@ -132,7 +132,7 @@ class _Reading:
 
 @dataclass(frozen=True)
 class UnmanagedAudit:
-    """One checkpoint of stock torch. `problem`: why it cannot be audited; "" if it was.
+    """The audit of one checkpoint of stock torch. `problem` is the reason why it cannot be audited, and "" if it was.
 
     `unchecked` counts items without a CRC32 of their own.
     """

@@ -73,7 +73,7 @@ class Outline:
 
 @dataclass(frozen=True)
 class Finished:
-    """The end of a save: its manifest, or "" if it was aborted for missing copies; and the shards that agents wrote."""
+    """The end of a save, with the shards that agents wrote. `manifest` is "" if the save was aborted for missing copies."""
 
     manifest: str
     written: Sequence[WrittenCopies]
@@ -88,7 +88,10 @@ class Finished:
 
 
 class Finisher:
-    """Finishes saves that this node coordinates, each in a thread that locks it like a rank. Safe for concurrent use."""
+    """Finishes saves that this node coordinates. The thread of each save locks the save as a rank would.
+
+    Safe for concurrent use.
+    """
 
     def __init__(
         self,

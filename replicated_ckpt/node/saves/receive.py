@@ -142,15 +142,16 @@ class Received:
 def receive_file(
     path: Path, body: Body, take: Take, *, durable: bool, direct_io: str, recycled: RecycledFiles | None = None
 ) -> Received:
-    """Writes the body to `path`. Afterwards the file is complete, intact and, if `durable`, fsynced; or it is not there.
+    """Writes the body to `path`. Afterwards the file is complete, intact and, if `durable`, fsynced; or it does not exist.
 
-    An intact shard that is staged there already stays, and is what this returns: no other bytes replace it. `recycled`: the
-    pool of its store.
+    If an intact shard is staged at `path` already, that shard stays, and this returns its size and checksum. `recycled` is
+    the pool of the store.
 
     Raises:
-        PeerProtocolError: it is more than `take` lets through.
-        ObjectCorrupt: the bytes do not match the footer that came with them.
-        StoreFull, StoreError, SaveAborted: the disk refused. ConnectionResetError, TimeoutError: the sender stopped.
+        PeerProtocolError: the body has more bytes than `take` allows.
+        ObjectCorrupt: the bytes do not match the footer at their end.
+        StoreFull, StoreError: the disk refused. SaveAborted: the save was aborted, or another process writes the shard.
+        ConnectionResetError, TimeoutError: the sender stopped.
     """
     with FileSink.create(path, direct_io, recycled) as sink:
         size, crc = _write(sink, body, take)
@@ -199,9 +200,10 @@ def _check_against_footer(path: Path, sink: FileSink, size: int, crc: int) -> No
 
 
 def _find_staged(path: Path, *, durable: bool) -> Received | None:
-    """The intact shard that is staged under the name, fsynced if `durable`. None: there is none, or it is damaged.
+    """The intact shard that is staged under the name, fsynced if `durable`. None: no file has the name, or it is damaged.
 
-    It is read in full, which is rare. New bytes never replace it: other bytes can be made with the same checksum.
+    The file is read in full, which is rare. New bytes never replace an intact shard: other bytes can be made with the same
+    checksum.
     """
     with translate_errors(os.fspath(path.parent), "look at", path.name):
         try:

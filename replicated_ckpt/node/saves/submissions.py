@@ -36,7 +36,7 @@ _KEPT = 64  # shards whose end an agent may still be asked for
 
 @dataclass(frozen=True)
 class SubmittedShard:
-    """A shard as a rank submits it: its consecutive `pieces`, each (number of a descriptor, offset, bytes).
+    """A shard as a rank submits it. Each of its consecutive `pieces` is (number of a descriptor, offset, bytes).
 
     The rank must not change this memory until the shard is written, or has failed.
     """

@@ -21,7 +21,10 @@ LINEAGES_MAX = 1024
 
 
 class SequenceFloor:
-    """The values only grow. Safe to use concurrently. A damaged file counts as empty: peers report again."""
+    """The largest sequence of each lineage that peers reported. The values only grow. Safe to use concurrently.
+
+    A damaged file counts as empty: peers report again.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._file = StateFile(directory / _NAME)

@@ -16,10 +16,10 @@ OF_NEWER_FORMAT = "only a newer version of replicated_ckpt reads it"
 
 @dataclass(frozen=True)
 class BucketSave:
-    """One committed checkpoint in the bucket. `mark` is None for one that stock torch wrote.
+    """One committed checkpoint in the bucket. `mark` is None for a checkpoint that stock torch wrote.
 
-    `problem` is not empty if a checkpoint of ours, by its manifest, cannot be identified: its `.metadata` has lost the mark
-    or is archived, or its mark is OF_NEWER_FORMAT.
+    `problem` is not empty if the checkpoint has a manifest of this package and cannot be identified: its `.metadata` has
+    lost the commit mark or is archived, or its mark is OF_NEWER_FORMAT.
     """
 
     checkpoint_id: str

@@ -15,9 +15,10 @@ PIECE_BYTES = 16 << 20
 
 
 class BucketInspector:
-    """One inspection of a bucket, or of one checkpoint. `unchecked` are stock torch's checkpoints, without checksums.
+    """One inspection of a bucket, or of one checkpoint in it.
 
-    `newer` are those that only a newer version of the package reads; `checkpoint_ids` are the others.
+    `unchecked` are the checkpoints of stock torch, which have no checksums. `newer` are the checkpoints that only a newer
+    version of the package reads. `checkpoint_ids` are all others.
 
     Raises:
         StoreDenied, StoreUnavailable, StoreError: the bucket cannot be read; the rest was not inspected.

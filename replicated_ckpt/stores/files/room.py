@@ -21,9 +21,9 @@ _UNLIMITED_BYTES = 1 << 62
 
 @dataclass(frozen=True)
 class Room:
-    """Of the file system that a root lies on. `free_bytes` is what a user without privileges may still write.
+    """The free space of the file system of a root. A user without privileges may still write `free_bytes`.
 
-    `write_error`: why no file can be written there now; "": one can, or this was not tried.
+    `write_error` is the reason why no file can be written there now, and "" if a file can be, or if this was not tried.
     """
 
     free_bytes: int

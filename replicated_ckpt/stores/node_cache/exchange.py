@@ -37,13 +37,13 @@ class Pause:
 
 @dataclass
 class StallTimeout:
-    """`is_over`: this process has waited STALL_TIMEOUT_S in vain. In this load it then drops a silent rank at once."""
+    """Whether this process has once waited STALL_TIMEOUT_S in vain. If so, it drops a silent rank of this load at once."""
 
     is_over: bool = False
 
 
 class Wait:
-    """One wait of one thread. A long step, as after a stop of this process itself, counts only as _STEP_MAX_S."""
+    """One wait of one thread. A step of more than _STEP_MAX_S counts as that: this process itself may have been stopped."""
 
     def __init__(self, timeout: StallTimeout) -> None:
         self._timeout = timeout

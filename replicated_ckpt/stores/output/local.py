@@ -41,13 +41,13 @@ class _FileStream(Stream):
 class LocalOutput(Output):
     """A file or a directory at `path`.
 
-    Files are written to `.<name>.part/` beside it, under a lock. The next conversion of the same name removes the files of
-    a killed one. Every file is fsynced before it gets its name.
+    Files are written to `.<name>.part/` beside `path`, under a lock. If a conversion is killed, the next one of the same
+    name removes its files. Every file is fsynced before it gets its name.
 
     Args:
-        size_bytes: about the size of the output; with less room nothing is written.
-        may_replace: None: `path` must not exist. Else an existing file is replaced, and an existing directory if this
-            returns True for the names of all its files.
+        size_bytes: the approximate size of the output. If the disk has less room, nothing is written.
+        may_replace: with None, `path` must not exist. Otherwise an existing file is replaced; an existing directory is
+            replaced if this function returns True for the names of all its files.
 
     Raises:
         ConfigInvalid: the place cannot be used. StoreFull, StoreDenied, StoreError

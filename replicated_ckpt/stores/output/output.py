@@ -53,7 +53,7 @@ class Written:
 class Output(abc.ABC):
     """A file, or a directory of files, that appears atomically by `publish`. Leaving the block without it removes all.
 
-    If the store has no atomic rename, files appear one by one, the one created last at the end.
+    If the store has no atomic rename, the files appear one by one, in the order of their creation.
     """
 
     label: str

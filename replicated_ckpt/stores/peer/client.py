@@ -180,8 +180,8 @@ class AgentClient:
         """Fills `target` with the bytes of a file from `offset` on.
 
         Raises:
-            ObjectCorrupt: the peer's file is shorter. StoreUnavailable: also from TooSlow, if not all bytes came within
-                `within_s`. ObjectMissing, PeerProtocolError
+            ObjectCorrupt: the peer's file is shorter. StoreUnavailable: the peer cannot be reached, or (from TooSlow) not
+                all bytes came within `within_s`. ObjectMissing, PeerProtocolError
         """
         until_s = time.monotonic() + within_s
         with self.translate_errors("GET", path):
@@ -204,7 +204,7 @@ class AgentClient:
     def _ask_range(self, path: str, wanted: str) -> http.client.HTTPResponse:
         """Requests a part of a file. If an old connection has ended meanwhile, it tries once more with a new one.
 
-        An agent closes idle connections, after a time or for new clients; so does its restart.
+        An agent closes connections that are idle for some time, or that it needs for new clients. Its restart closes all.
         """
         headers, was_open = {**self._headers(), "Range": wanted}, self._connection.sock is not None
         try:

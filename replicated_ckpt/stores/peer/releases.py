@@ -16,7 +16,7 @@ _STABLE = ("/v1/status", "/v1/hello", "/v1/shutdown", "/metrics")
 
 
 def describe_release(said: object) -> str:
-    """The release that a process announces, in words, if its protocol differs from this one; else ""."""
+    """The release that a process announces, in words; "" if it has this protocol."""
     protocol, _, version = one_line(str(said or ""), _VERSION_CHARS).partition(" ")
     if protocol == str(PROTOCOL):
         return ""
@@ -24,10 +24,12 @@ def describe_release(said: object) -> str:
 
 
 def check_release(headers: Message, path: str, peer_host: str) -> None:
-    """Accepts a request from a release of this protocol, or without a release, such as one of curl.
+    """Accepts a request whose sender's release has this protocol, or that names no release, as requests by curl do.
+
+    A request for one of the `_STABLE` paths is always accepted.
 
     Raises:
-        ConfigInvalid: it is of another one.
+        ConfigInvalid: the sender's release has another protocol.
     """
     said = headers.get(RELEASE_HEADER)
     if said is None or path.partition("?")[0] in _STABLE:
@@ -42,10 +44,10 @@ def check_release(headers: Message, path: str, peer_host: str) -> None:
 
 
 def check_rank(said: object, rank: int, own_rank: int) -> None:
-    """The same check for a post of another rank of the job, whose format all releases share so far.
+    """The same check for a post of another rank of the job. All releases so far share the format of posts.
 
     Raises:
-        ConfigInvalid: it is of another protocol.
+        ConfigInvalid: the rank's release has another protocol.
     """
     other = describe_release(said)
     if other:

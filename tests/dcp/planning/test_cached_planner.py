@@ -189,7 +189,7 @@ def test_planners_that_were_not_in_it_together() -> None:
         ranks, states = cached(3), make_states(3)
         check_as_fresh(ranks, states)
         ranks.planners[0] = make()
-        with pytest.raises(PlansUnknown, match="sent no plan"):
+        with pytest.raises(PlansUnknown, match="did not send its plan"):
             ranks.plan(states)
         check_as_fresh(ranks, states)
         check_as_fresh(ranks, states)
@@ -201,7 +201,7 @@ def test_ranks_that_meet_in_another_order() -> None:
     check_as_fresh(ranks, states)
     ranks.planners[1:] = ranks.planners[:0:-1]
     states[1:] = states[:0:-1]
-    with pytest.raises(PlansUnknown, match="Rank 1 sent no plan"):
+    with pytest.raises(PlansUnknown, match="Rank 1 did not send its plan"):
         ranks.plan(states)
     check_as_fresh(ranks, states)
     del ranks.planners[2]

@@ -156,7 +156,7 @@ def test_what_may_lie_in_a_bucket_stays(tmp_path: Path) -> None:
     (tmp_path / "step-1" / shard(0)).unlink()
     error = refusal(tmp_path)
     assert isinstance(error, CheckpointExists)
-    assert "s3://bucket/run may hold all of it" in error.message
+    assert "s3://bucket/run may have all of it" in error.message
 
 
 @pytest.mark.parametrize("written_by", ["another run", "stock torch"])

@@ -35,7 +35,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class ObjectEntry:
-    """One entry that is no tensor; `size_bytes` is that of its pickle, as far as known."""
+    """One entry that is no tensor. `size_bytes` is the size of its pickle, as far as known."""
 
     key: str
     name: str

@@ -48,7 +48,7 @@ class End(Enum):
 
 @dataclass(frozen=True)
 class Entry:
-    """The end of one save here, and its reason, for ranks that ask too late."""
+    """How one save ended on this node, and why, for ranks that ask too late."""
 
     end: End
     why: str = ""
