@@ -2,6 +2,7 @@
 
 import random
 import warnings
+from concurrent.futures import Future
 from typing import Any
 from unittest import mock
 
@@ -152,29 +153,44 @@ def save_diverged(context: Context, /, checkpoint_id: str, *, apart: bool = True
 
 
 def save_repeatedly(
-    context: Context, /, kind: str, saves: int, *, is_kept: bool, retention: int | None = None, **writer: Any
+    context: Context,
+    /,
+    kind: str,
+    saves: int,
+    *,
+    is_kept: bool,
+    is_async: bool = False,
+    retention: int | None = None,
+    **writer: Any,
 ) -> dict[str, Any]:
-    """Saves one state again and again; by save, how many copies this rank sent, and the report's copies and warnings."""
+    """Saves one state again and again; by save, how many copies this rank sent, and the report's seconds for sends."""
     values = build(kind, 0, context.rank, context.world_size)
     state: dict[str, Any] = {"app": values.state_dict()}
     options = {**writer, **({} if retention is None else {"retention": Retention(keep_last=retention)})}
     used, planner = context.writer(**options), CachedSavePlanner() if is_kept else None
-    sent, made, warned = [], [], []
+    sent, made, warned, seconds = [], [], [], []
     for number in range(saves):
         with (
             mock.patch.object(shard_copies, "PeerSink", wraps=PeerSink) as sink,
             warnings.catch_warnings(record=True) as caught,
         ):
             warnings.simplefilter("always")
-            dcp.save(state, checkpoint_id=f"run/step-{number}", storage_writer=used, planner=planner)
+            how: dict[str, Any] = {"checkpoint_id": f"run/step-{number}", "storage_writer": used, "planner": planner}
+            if is_async:
+                future = dcp.async_save(state, **how)
+                assert isinstance(future, Future)
+                future.result(timeout=60)
+            else:
+                dcp.save(state, **how)
         assert used.last_save is not None
         sent.append(sink.call_count)
         made.append([one.copies_made for one in used.last_save.ranks])
+        seconds.append([one.phases.get("send") for one in used.last_save.ranks])
         warned.append([str(one.message) for one in caught if "no copy of" in str(one.message)])
-    return {"sent": sent, "made": made, "warned": warned}
+    return {"sent": sent, "made": made, "warned": warned, "seconds": seconds}
 
 
-def diverge_and_save(context: Context, /, **writer: Any) -> list[Any]:
+def diverge_and_save(context: Context, /, *, is_async: bool = False, **writer: Any) -> list[Any]:
     """Saves twice, changes a tensor on the last rank alone, and saves twice more; what rank 0 warned of, or the error."""
     state = {f"weight{number}": torch.full((1000,), float(number)) for number in range(8)}
     used = context.writer(**writer)
@@ -186,7 +202,7 @@ def diverge_and_save(context: Context, /, **writer: Any) -> list[Any]:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
-                dcp.save(dict(state), checkpoint_id=f"run/step-{number}", storage_writer=used)
+                _save(context, dict(state), f"run/step-{number}", used, is_async=is_async)
             except CheckpointException as exc:
                 told.append(failure(exc))
                 continue

@@ -27,7 +27,7 @@ from replicated_ckpt.dcp.runtime.gc_pause import put_off
 from replicated_ckpt.dcp.runtime.torch_private import metadata_version
 from replicated_ckpt.dcp.save.submission import AgentSilent, finish_by_agent
 from replicated_ckpt.errors import AckNotReached, SaveAborted, StoreError
-from replicated_ckpt.node.saves.finish import Finished, Outline
+from replicated_ckpt.node.saves.finish import Finished, HelperCopy, Outline
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.versions.replaceable import check_decidable
 
@@ -45,10 +45,13 @@ def commit_save(
     start_agent: Callable[[], object] = lambda: None,
     layouts: CachedLayouts | None = None,
     find_divergences: Callable[[Metadata], Sequence[Divergence]] = lambda _: (),
+    helpers_by_shard: Mapping[str, Sequence[HelperCopy]] | None = None,
+    exclude: Callable[[Sequence[tuple[str, str]]], object] = lambda _: None,
 ) -> tuple[list[str], Sequence[Receipt]]:
     """Ends a save whose shards are all written, or submitted to agents, which this node's agent then waits for.
 
     Returns in words what is weaker than wanted, and the receipts, with what agents wrote. The manifest keeps `notes`.
+    `exclude` is called with the copies of `helpers_by_shard` that do not count (`Finished.differing`), also if this raises.
     Where the layout is that of the save before, in `layouts`, so is `.metadata`: it is neither made nor sent again.
     `start_agent` starts this node's agent again, if it has died. `find_divergences` is asked once all items have their
     places, and may raise; what it returns is kept in the manifest.
@@ -81,7 +84,8 @@ def commit_save(
         store.put_small(decision.save_id, METADATA_NAME, raw_metadata)
         failpoints.reach("coordinator.metadata-staged")
     with _abort_on_error(cluster, decision.save_id, lambda: _may_be_decided(store, decision.save_id)):
-        manifest, receipts, missed = _decide(store, decision, config, manifest, receipts, start_agent)
+        helpers = helpers_by_shard or {}
+        manifest, receipts, missed = _decide(store, decision, config, manifest, receipts, start_agent, helpers, exclude)
     failpoints.reach("coordinator.decided")
     # Only once decided: the layout of a save that was aborted must not be referred to.
     layouts.keep(layout)
@@ -147,17 +151,21 @@ def _decide(
     manifest: Manifest,
     receipts: Sequence[Receipt],
     start_agent: Callable[[], object],
+    helpers_by_shard: Mapping[str, Sequence[HelperCopy]],
+    exclude: Callable[[Sequence[tuple[str, str]]], object],
 ) -> tuple[Manifest, Sequence[Receipt], list[str]]:
     """Makes the decision durable, or has this node's agent do so once agents have written.
 
     Returns the manifest, the receipts with what agents wrote, and the copies that are missing, in words.
     """
-    if not any(receipt.is_submitted for receipt in receipts):
+    if not helpers_by_shard and not any(receipt.is_submitted for receipt in receipts):
         # Once more, right before the decision: with overwrite=False another run may have taken the name meanwhile.
         check_decidable(store.root, store.intent_of(decision.save_id))
         store.put_small(decision.save_id, MANIFEST_NAME, manifest.encode())
         return manifest, receipts, []
-    finished = finish_by_agent(store, _make_outline(decision, config, manifest, receipts), start_agent)
+    outline = _make_outline(decision, config, manifest, receipts, helpers_by_shard)
+    finished = finish_by_agent(store, outline, start_agent)
+    exclude(finished.differing)
     missed = [what for copies in finished.written for what in copies.missed]
     manifest = _read_decided(decision, finished, missed)
     return manifest, [_complete(receipt, manifest, finished) for receipt in receipts], missed
@@ -173,7 +181,8 @@ def _read_decided(decision: SaveDecision, finished: Finished, missed: Sequence[s
 
 def _complete(receipt: Receipt, manifest: Manifest, finished: Finished) -> Receipt:
     """The receipt of a rank whose shard an agent has written in the meantime."""
-    if not receipt.is_submitted:
+    names = {copies.name for copies in finished.written}
+    if not receipt.is_submitted and names.isdisjoint(shard.name for shard in receipt.shards):
         return receipt
     entries = {shard.name: manifest.shards[shard.name] for shard in receipt.shards}
     written = {copies.name: copies for copies in finished.written if copies.name in entries}
@@ -187,15 +196,19 @@ def _complete(receipt: Receipt, manifest: Manifest, finished: Finished) -> Recei
 
 
 def _make_outline(
-    decision: SaveDecision, config: WriterConfig, manifest: Manifest, receipts: Sequence[Receipt]
+    decision: SaveDecision,
+    config: WriterConfig,
+    manifest: Manifest,
+    receipts: Sequence[Receipt],
+    helpers_by_shard: Mapping[str, Sequence[HelperCopy]],
 ) -> Outline:
     submitted = {
         shard.name: decision.buddies_of(decision.node_of(rank).node_id)
         for rank, receipt in enumerate(receipts)
-        if receipt.is_submitted
         for shard in receipt.shards
+        if receipt.is_submitted or shard.name in helpers_by_shard
     }
-    return Outline(manifest, submitted, decision.placement.copies, config.on_degraded == "raise")
+    return Outline(manifest, submitted, decision.placement.copies, config.on_degraded == "raise", helpers_by_shard)
 
 
 def lay_out(

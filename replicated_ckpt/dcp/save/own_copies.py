@@ -7,14 +7,16 @@ report its checksum in their receipts. Where these differ the copy does not coun
 
 import hashlib
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from replicated_ckpt.core.divergence import Divergence
+from replicated_ckpt.core.layout import ShardName
 from replicated_ckpt.dcp.agreement.decision import Receipt, SaveDecision, SavePost
 from replicated_ckpt.dcp.planning.cached_plan import CachedSavePlan
+from replicated_ckpt.node.saves.finish import HelperCopy
 
 Items = Sequence[WriteItem]
 
@@ -114,17 +116,22 @@ def _are_same(items: Mapping[int, Items], before: Mapping[int, Items]) -> bool:
 
 @dataclass(frozen=True)
 class CountedCopies:
-    """The receipts with the copies that helpers made. `missed`: those that do not count, in words, by shard."""
+    """The receipts with the copies that helpers made. `missed`: those that do not count, in words, by shard.
+
+    `pending`: by shard the copies that cannot be compared yet, as an agent writes the copy or the shard.
+    """
 
     receipts: Sequence[Receipt]
     missed: Mapping[str, str]
     differing: frozenset[tuple[int, int]]
+    pending: Mapping[str, Sequence[HelperCopy]]
 
 
 def count_copies(receipts: Sequence[Receipt], decision: SaveDecision) -> CountedCopies:
     """Coordinator: adds to each shard's holders the nodes where a helper wrote the same file."""
     made = {(rank, copy.name): copy for rank, receipt in enumerate(receipts) for copy in receipt.copies}
     counted, missed, differing = list(receipts), {}, set()
+    pending: dict[str, list[HelperCopy]] = {}
     for owner, helpers in enumerate(decision.helpers):
         if not receipts[owner].shards or not helpers:
             continue
@@ -132,6 +139,10 @@ def count_copies(receipts: Sequence[Receipt], decision: SaveDecision) -> Counted
         holders = list(shard.holders)
         for helper in helpers:
             node, copy = decision.node_of(helper), made.get((helper, shard.name))
+            if copy is not None and (receipts[owner].is_submitted or not copy.size_bytes):
+                found = HelperCopy(node.node_id, copy.size_bytes, copy.crc32c)
+                pending.setdefault(shard.name, []).append(found)
+                continue
             if copy is not None and (copy.size_bytes, copy.crc32c) == (shard.size_bytes, shard.crc32c):
                 holders.append(node.node_id)
                 continue
@@ -143,7 +154,19 @@ def count_copies(receipts: Sequence[Receipt], decision: SaveDecision) -> Counted
                 else f"{where}: its replica on rank {helper} there has other bytes than rank {owner} saved"
             )
         counted[owner] = replace(receipts[owner], shards=(replace(shard, holders=tuple(holders)),))
-    return CountedCopies(counted, missed, frozenset(differing))
+    return CountedCopies(counted, missed, frozenset(differing), pending)
+
+
+def find_pairs(differing: Iterable[tuple[str, str]], decision: SaveDecision) -> Iterator[tuple[int, int]]:
+    """The pairs of owner and helper of copies that an agent has found to differ, which it names by shard and node."""
+    for name, node in differing:
+        shard = ShardName.parse(name)
+        if shard is not None and shard.rank < len(decision.helpers):
+            yield from (
+                (shard.rank, helper)
+                for helper in decision.helpers[shard.rank]
+                if decision.node_of(helper).node_id == node
+            )
 
 
 def find_helped(decision: SaveDecision, rank: int) -> frozenset[str]:

@@ -57,7 +57,7 @@ from replicated_ckpt.dcp.runtime.torch_private import Collectives, follow_step
 from replicated_ckpt.dcp.save.bucket import ObjectTier
 from replicated_ckpt.dcp.save.commit import commit_save
 from replicated_ckpt.dcp.save.numbering import assign_sequence, choose_file_number, open_unheard
-from replicated_ckpt.dcp.save.own_copies import HelpPlans, count_copies
+from replicated_ckpt.dcp.save.own_copies import HelpPlans, count_copies, find_pairs
 from replicated_ckpt.dcp.save.replicas import ReplicaCheck, name_divergences, whole_plan
 from replicated_ckpt.dcp.save.save_policy import Retaining
 from replicated_ckpt.dcp.save.save_report import SaveReport, report_ranks, report_save
@@ -93,14 +93,12 @@ class WriterParts:
     planning: Pause = field(default_factory=Pause)
     name: str = field(default_factory=lambda: uuid.uuid4().hex)
 
-    def present(
-        self, checkpoint_id: str | None, items: Sequence[WriteItem], *, is_alone: bool, copies_others: bool
-    ) -> SavePost:
+    def present(self, checkpoint_id: str | None, items: Sequence[WriteItem], *, is_alone: bool) -> SavePost:
         """This rank's post before a save, with its node, whose agent runs by then."""
         node = (register_alone if is_alone else register_for_save)(self.store, self.config.domain)
         memory_bytes = None if self.memory is None else self.memory.measure(checkpoint_id)
         wants, has_copies = describe_wanted(self.config), self.config.copies > 1 and self.config.ack != "local"
-        digest = self.help_plans.digest_of(items) if copies_others and has_copies and not is_alone else ""
+        digest = self.help_plans.digest_of(items) if has_copies and not is_alone else ""
         return SavePost(checkpoint_id, node, memory_bytes, wants, len(items), digest, self.help_plans.token)
 
 
@@ -136,6 +134,11 @@ class LockedSave:
     def follow(self, follower: Follower | None) -> None:
         """The shard that this node's agent has taken; None: this rank has written it."""
         self._follower = follower
+        if follower is not None:
+            self._open.callback(follower.leave)
+
+    def follow_copy(self, follower: Follower | None) -> None:
+        """The shard of another rank that this node's agent has taken."""
         if follower is not None:
             self._open.callback(follower.leave)
 
@@ -218,10 +221,10 @@ class SaveAttempt:
         self.version: Version | None = None
         """The save's place in its lineage, once this rank writes."""
 
-    def present(self, plan: SavePlan, *, copies_others: bool) -> None:
+    def present(self, plan: SavePlan) -> None:
         """Posts to the coordinator the id that this rank was given, and the address of its node.
 
-        `plan`: this rank's, before DCP drops what other ranks have, too. `copies_others`: it can write shards of others.
+        `plan`: this rank's, before DCP drops what other ranks have, too.
         """
         self._local_plan = whole_plan(plan)
         board = self._world.blackboard
@@ -232,7 +235,7 @@ class SaveAttempt:
             is_coordinator=self._world.is_coordinator,
         )
         items = self._local_plan.items
-        self._post = self._parts.present(checkpoint_id, items, is_alone=board is None, copies_others=copies_others)
+        self._post = self._parts.present(checkpoint_id, items, is_alone=board is None)
         if board is not None:
             board.share_in(self._store.root_agent_directory())
             self._nonce = board.post("save", self._post.to_json())
@@ -299,7 +302,7 @@ class SaveAttempt:
             # Another rank has failed: raising its echo here would hide the cause that DCP reports.
             try:
                 results, self._receipt = self._write_shard(plan, planner, staged)
-                copies = self._copy_others(plan, planner)
+                copies = self._copy_others(plan, planner, staged if self._receipt.is_submitted else None)
                 self._receipt = replace(self._receipt, replicas=self._hash_replicas(planner), copies=copies)
             except SaveAborted as exc:
                 log.warning("rank %d stops writing: %s", self._world.rank, exc)
@@ -333,10 +336,7 @@ class SaveAttempt:
                 receipts, self._cluster = collect_receipts(posts, decision, own_node)
             check_none_aborted(receipts, decision)
             self._counted = count_copies(receipts, decision)
-            if self._counted.differing:
-                # A copy that differs says that a value does, and not which.
-                self._parts.replicas.suspect()
-                self._parts.help_plans.exclude((), self._counted.differing)
+            self._exclude(self._counted.differing)
             if self._counted.missed and self._config.on_degraded == "raise":
                 have = {shard.name: len(shard.holders) for one in self._counted.receipts for shard in one.shards}
                 short = {name: have[name] for name in self._counted.missed}
@@ -359,6 +359,8 @@ class SaveAttempt:
                 start_agent=self._agent_starter(),
                 layouts=self._parts.layouts,
                 find_divergences=partial(self._find_divergences, receipts),
+                helpers_by_shard=self._counted.pending,
+                exclude=lambda differing: self._exclude(find_pairs(differing, decision)),
             )
         finally:
             # The lock must go even if publishing failed: agents complete a decided save only once its ranks have left.
@@ -450,15 +452,30 @@ class SaveAttempt:
         self._warn(shard.missed)
         return shard.results, receipt
 
-    def _copy_others(self, plan: SavePlan, planner: SavePlanner) -> tuple[ShardReceipt, ...]:
-        """Writes the copies for which this rank is the helper. After its own shard: that is what the save waits for."""
-        items_by_owner, rank = self._parts.help_plans.take(plan), self._world.rank
-        copies = [
-            self._parts.shards.write_copy(items_by_owner[owner], planner, self._decision, owner, rank)
-            for owner in self._decision.owners_by_helper.get(rank, ())
-            if owner in items_by_owner  # else a planner of the user's has made this plan anew
-        ]
-        return tuple(copy for copy in copies if copy is not None)
+    def _copy_others(self, plan: SavePlan, planner: SavePlanner, staged: memoryview | None) -> tuple[ShardReceipt, ...]:
+        """Writes or submits the copies for which this rank is the helper. After its own shard: the save waits for that."""
+        items_by_owner, rank, decision = self._parts.help_plans.take(plan), self._world.rank, self._decision
+        copies = []
+        for owner in decision.owners_by_helper.get(rank, ()):
+            # A planner of the user's may have made this plan anew.
+            if owner not in items_by_owner:
+                continue
+            items, shards, submitted = items_by_owner[owner], self._parts.shards, None
+            if staged is not None:
+                submitted = shards.submit_copy(items, planner, decision, owner, rank, staged, self._agent_starter())
+            if submitted is not None:
+                self._held.follow_copy(submitted.follower)
+                copies.append(submitted.receipt)
+            elif (written := shards.write_copy(items, planner, decision, owner, rank)) is not None:
+                copies.append(written)
+        return tuple(copies)
+
+    def _exclude(self, differing: Iterable[tuple[int, int]]) -> None:
+        pairs = set(differing)
+        if pairs:
+            # A copy that differs says that a value does, and not which.
+            self._parts.replicas.suspect()
+            self._parts.help_plans.exclude((), pairs)
 
     def _hash_replicas(self, planner: SavePlanner) -> bytes:
         turn = self._decision.turn

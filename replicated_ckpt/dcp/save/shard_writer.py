@@ -97,6 +97,22 @@ class ShardWriter:
         failpoints.reach("rank.helped")
         return ShardReceipt(name, found.size_bytes, found.crc32c, (node,))
 
+    def submit_copy(
+        self,
+        items: Sequence[WriteItem],
+        planner: SavePlanner,
+        decision: SaveDecision,
+        owner: int,
+        rank: int,
+        staged: memoryview,
+        start_agent: Callable[[], object],
+    ) -> WrittenShard | None:
+        """As `write_copy`, by this node's agent, out of the memory `staged`. None: this rank must write it."""
+        node = decision.node_of(rank).node_id
+        name = str(ShardName(owner, decision.file_number))
+        wanted = WantedCopies(decision.save_id, name, node, direct_io=self._direct_io)
+        return self._submit(SavePlan(list(items)), planner, wanted, staged, start_agent)
+
     def submit(
         self,
         plan: SavePlan,
@@ -114,7 +130,16 @@ class ShardWriter:
         Raises:
             SaveAborted: the save was aborted elsewhere. And whatever the planner raises.
         """
-        wanted = self._choose_places(decision, rank)
+        return self._submit(plan, planner, self._choose_places(decision, rank), staged, start_agent)
+
+    def _submit(
+        self,
+        plan: SavePlan,
+        planner: SavePlanner,
+        wanted: WantedCopies,
+        staged: memoryview,
+        start_agent: Callable[[], object],
+    ) -> WrittenShard | None:
         results: list[WriteResult] = []
         try:
             layout = ShardLayout(staged)

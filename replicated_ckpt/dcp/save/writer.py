@@ -305,8 +305,7 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
         """Registers this rank with the coordinator; the plan is not changed. Raises ConfigInvalid: it is not loadable."""
         # Before anything is open: a checkpoint with such a path could be saved, and never loaded.
         refuse_unloadable_paths(plan)
-        # A staged state is the agent's to write, and agents have no values of other ranks.
-        self._under_way.present(plan, copies_others=self._stager.memory() is None)
+        self._under_way.present(plan)
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self
 
 from replicated_ckpt import failpoints
@@ -40,16 +40,27 @@ _KEPT = 64  # ends that a slow rank may still ask for
 
 
 @dataclass(frozen=True)
+class HelperCopy:
+    """A copy that a rank of `node` makes from its own memory. Without a size that node's agent writes it."""
+
+    node: str
+    size_bytes: int = 0
+    crc32c: int = 0
+
+
+@dataclass(frozen=True)
 class Outline:
     """A save that is complete but for the shards that agents still write: in `manifest` these have no size yet.
 
-    `buddies_by_shard`: these shards, with the nodes for their copies. `must_have_all`: no copy may be missing.
+    `buddies_by_shard`: these shards, and those with `helpers_by_shard`, with the nodes for their copies. `must_have_all`:
+    no copy may be missing.
     """
 
     manifest: Manifest
     buddies_by_shard: Mapping[str, Sequence[str]]
     copies: int
     must_have_all: bool
+    helpers_by_shard: Mapping[str, Sequence[HelperCopy]] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "manifest": self.manifest.encode().decode()}
@@ -59,9 +70,13 @@ class Outline:
         """Raises ManifestInvalid, ValueError, KeyError, TypeError: the fields are not an outline."""
         manifest = decode_manifest(str(fields["manifest"]).encode(), "the outline that a rank sent")
         buddies = {str(name): tuple(map(str, nodes)) for name, nodes in fields["buddies_by_shard"].items()}
-        if not manifest.shards.keys() >= buddies.keys():
+        helpers = {
+            str(name): tuple(HelperCopy(str(one["node"]), int(one["size_bytes"]), int(one["crc32c"])) for one in made)
+            for name, made in fields["helpers_by_shard"].items()
+        }
+        if not manifest.shards.keys() >= buddies.keys() >= helpers.keys():
             raise ValueError("it names shards that the manifest does not have")
-        return cls(manifest, buddies, int(fields["copies"]), bool(fields["must_have_all"]))
+        return cls(manifest, buddies, int(fields["copies"]), bool(fields["must_have_all"]), helpers)
 
     def complete(self, written: Mapping[str, WrittenCopies]) -> Manifest:
         shards = dict(self.manifest.shards)
@@ -77,6 +92,8 @@ class Finished:
 
     manifest: str
     written: Sequence[WrittenCopies]
+    differing: Sequence[tuple[str, str]] = ()
+    """Shards whose copy from a helper's memory does not count, with its node."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -84,7 +101,8 @@ class Finished:
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Self:
         """Raises ValueError, KeyError, TypeError: they are no such fields."""
-        return cls(str(fields["manifest"]), tuple(map(WrittenCopies.from_json, fields["written"])))
+        differing = tuple((str(name), str(node)) for name, node in fields["differing"])
+        return cls(str(fields["manifest"]), tuple(map(WrittenCopies.from_json, fields["written"])), differing)
 
 
 class Finisher:
@@ -177,11 +195,11 @@ class Finisher:
 
     def _finish(self, save_id: str, outline: Outline) -> Finished:
         try:
-            written = self._collect(save_id, outline)
+            written, differing = self._add_helpers(save_id, outline, self._collect(save_id, outline))
             # Before the decision: afterwards the save could not be aborted any more.
             if outline.must_have_all and any(copies.missed for copies in written.values()):
                 self._abort(save_id, "a shard has too few copies, and on_degraded is 'raise'")
-                return Finished("", tuple(written.values()))
+                return Finished("", tuple(written.values()), differing)
             raw = outline.complete(written).encode()
             # Read back before it decides: a decision that no reader takes would lose the save.
             decode_manifest(raw, "the shards that agents have written")
@@ -201,7 +219,7 @@ class Finisher:
         except ReplicatedCkptError as exc:  # it is decided: it is published later, as one whose node was away
             log.warning("save %s is decided, but not published here yet: %s", save_id, exc)
         failpoints.reach("agent.finished")
-        return Finished(raw.decode(), tuple(written.values()))
+        return Finished(raw.decode(), tuple(written.values()), differing)
 
     def _abort_unwritten(self, save_id: str, why: str) -> None:
         """Aborts the save. A failure is only logged: the ranks get the first error, which the same disk may have caused."""
@@ -220,9 +238,43 @@ class Finisher:
     def _collect(self, save_id: str, outline: Outline) -> Mapping[str, WrittenCopies]:
         names_by_node: dict[str, list[str]] = {}
         for name in outline.buddies_by_shard:
+            if outline.manifest.shards[name].size_bytes:  # its rank has written it
+                continue
             names_by_node.setdefault(outline.manifest.shards[name].owner_node, []).append(name)
         outcome = FanOut.run(names_by_node, lambda node: self._await_shards(save_id, node, names_by_node[node]))
         return {copies.name: copies for found in outcome.raise_first().values() for copies in found}
+
+    def _add_helpers(
+        self, save_id: str, outline: Outline, written: Mapping[str, WrittenCopies]
+    ) -> tuple[dict[str, WrittenCopies], tuple[tuple[str, str], ...]]:
+        """Adds to each shard the helpers' nodes whose file is the owner's. Also returns the copies that do not count.
+
+        A helper that fails costs a copy, and not the save.
+        """
+        complete, differing = dict(written), []
+        asked = [
+            (one.node, name)
+            for name, helpers in outline.helpers_by_shard.items()
+            for one in helpers
+            if not one.size_bytes
+        ]
+        made = FanOut.run(asked, lambda copy: self._await_shards(save_id, copy[0], [copy[1]])[0])
+        for name, helpers in outline.helpers_by_shard.items():
+            entry = outline.manifest.shards[name]
+            shard = written.get(name) or WrittenCopies(name, entry.size_bytes, entry.crc32c, entry.holders)
+            holders, missed = list(shard.holders), list(shard.missed)
+            if name not in written:  # its entry has the nodes that should hold it, too
+                holders = [node for node in holders if node not in {one.node for one in helpers}]
+            for one in helpers:
+                copy = made.results.get((one.node, name)) if not one.size_bytes else one
+                if copy is not None and (copy.size_bytes, copy.crc32c) == (shard.size_bytes, shard.crc32c):
+                    holders.append(one.node)
+                    continue
+                differing.append((name, one.node))
+                why = made.errors.get((one.node, name)) or "a rank's replica there has other bytes than the owner saved"
+                missed.append(f"no copy of {name} was made on node {one.node}: {one_line(str(why))}")
+            complete[name] = replace(shard, holders=tuple(holders), missed=tuple(missed))
+        return complete, tuple(differing)
 
     def _await_shards(self, save_id: str, node: str, names: Sequence[str]) -> Sequence[WrittenCopies]:
         failing_since: float | None = None

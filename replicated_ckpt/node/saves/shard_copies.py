@@ -120,7 +120,8 @@ def write_copies(
     holders, missed = _make_up(store, wanted, table, outcomes[1:])
     phases |= {"write": outcomes[0].write_s, "fsync": outcomes[0].finish_s}
     phases["send"] = max((sent.write_s + sent.finish_s for sent in outcomes[1:]), default=0.0)
-    phases["send"] += time.perf_counter() - began
+    if wanted.buddies:
+        phases["send"] += time.perf_counter() - began
     all_holders = (wanted.own, *holders)
     return WrittenCopies(wanted.name, table.file_bytes, table.file_crc(), all_holders, tuple(missed), phases)
 

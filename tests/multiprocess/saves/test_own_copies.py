@@ -74,16 +74,33 @@ def test_a_node_that_is_lost_is_read_from_such_a_copy(cluster_of: ClusterOf) -> 
     check_copies(cluster)
 
 
+@pytest.mark.parametrize(("nodes", "ranks"), [(2, 1), *mark_long([(2, 2), (4, 1)], keep=[])])
+def test_agents_write_such_copies_of_asynchronous_saves(cluster_of: ClusterOf, nodes: int, ranks: int) -> None:
+    """They send the copies of the first save only."""
+    cluster = cluster_of(nodes)
+    kind = "hsdp" if nodes == 4 else "unwrapped"
+    step = call(replicas.save_repeatedly, kind=kind, saves=SAVES, is_kept=True, is_async=True, retention=1)
+    told = cluster.run(step, nodes=range(nodes), ranks=ranks)
+    assert all(copies == 2 for made in told[0]["made"] for copies in made)
+    assert all(one["warned"] == [[]] * SAVES for one in told)
+    first, *later = told[0]["seconds"]
+    assert all(spent > 0 for spent in first)
+    assert later == [[0.0] * (nodes * ranks)] * (SAVES - 1)
+    check_copies(cluster)
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("how", ["warn", "raise"])
-def test_a_replica_that_has_diverged_makes_no_copy(cluster_of: ClusterOf, how: str) -> None:
+def test_a_replica_that_has_diverged_makes_no_copy(cluster_of: ClusterOf, how: str, is_async: bool) -> None:
     """Its file does not count: a warning, or an error before the commit. The next save sends, and names the values."""
     cluster = cluster_of(2)
-    told = cluster.run(call(replicas.diverge_and_save, on_degraded=how, compare_replicas=1000), nodes=[0, 1])
+    step = call(replicas.diverge_and_save, is_async=is_async, on_degraded=how, compare_replicas=1000)
+    told = cluster.run(step, nodes=[0, 1])
     assert told[0][:2] == [[], []]
     if how == "warn":
         assert told[0][2:] == [["no copy of"], ["diverged"]]
     else:
         assert "AckNotReached" in json.dumps(told[0][2])
-        assert "has other bytes than rank" in json.dumps(told[0][2])
+        assert "other bytes than" in json.dumps(told[0][2])
         assert told[0][3] == ["diverged"]
     check_copies(cluster)
