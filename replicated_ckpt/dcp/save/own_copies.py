@@ -2,7 +2,8 @@
 
 In DDP and HSDP every byte lies on several nodes. The coordinator finds ranks whose plans were equal before DCP dropped the
 duplicates, and sends the items of one rank's shard to a rank of its buddy node, the helper. Both write the same file, and
-report its checksum in their receipts. Where these differ the copy does not count, and agents copy the owner's file.
+report its checksum in their receipts; of an asynchronous save their agents write, and the one that finishes the save asks
+for the checksums. Where these differ the copy does not count, and agents copy the owner's file.
 """
 
 import hashlib

@@ -52,6 +52,49 @@ def await_copies(cluster: Cluster, checkpoint_id: str) -> None:
         time.sleep(0.1)
 
 
+HANDED_OVER = [
+    ("rank.submitted=kill@3", "rank1", None),  # of the copy: a rank submits its own shard first
+    ("rank.receipted=kill@2", "rank0", None),
+    ("agent.writing=kill@4", "agent1", None),
+    ("agent.submitted=kill@3", "agent0", None),
+    ("agent.finishing=kill@2", "agent0", None),
+    ("agent.decided=kill@2", "agent0", True),
+    ("coordinator.submitted=kill@2", "rank0", True),
+]
+
+
+@pytest.mark.parametrize(
+    ("armed", "victim", "is_decided"), mark_long(HANDED_OVER, keep=[HANDED_OVER[0], HANDED_OVER[4]])
+)
+def test_a_kill_in_an_asynchronous_save_loses_nothing(
+    cluster: Cluster, armed: str, victim: str, is_decided: bool | None
+) -> None:
+    """Of ranks and of agents, which then write such copies. None: either outcome, whole."""
+    node = int(victim[-1])
+    environment = {failpoints.ENV: armed}
+    cluster.start_agents({index: environment if victim == f"agent{index}" else {} for index in (0, 1)})
+    if victim.startswith("rank"):
+        cluster.nodes[node].environment = environment
+    save = call(replicas.save_repeatedly, kind="unwrapped", saves=3, is_kept=True, is_async=True)
+    attempt = cluster.attempt([save], nodes=[0, 1])
+    if victim.startswith("rank"):
+        assert attempt.codes[node] == -signal.SIGKILL, f"{armed} was not reached: {attempt}"
+    else:
+        assert cluster.agent_code(node) == -signal.SIGKILL, f"{armed} was not reached: {attempt}"
+    cluster.nodes[node].environment = {}
+    newest = call(fault.seed_of, kinds=KINDS, checkpoint_id="latest", seeds=[0])
+    named = call(fault.seed_of, kinds=KINDS, checkpoint_id="run/step-1", seeds=[0])
+    again = call(replicas.save_repeatedly, kind="unwrapped", saves=2, is_kept=True, is_async=True)
+    results = cluster.launch([newest, named, again], nodes=[0, 1])
+    assert results.of(newest).agreed() == 0
+    assert results.of(named).agreed() in (
+        [0] if is_decided else [0, ["CheckpointNotFound"], ["CheckpointNotCommitted"]]
+    )
+    for name in ("run/step-0", "run/step-1"):
+        await_copies(cluster, name)
+    assert main(["verify", "--root", str(cluster.nodes[0].disk), "run/step-1"]) in (ExitCode.OK, ExitCode.UNREACHABLE)
+
+
 @pytest.mark.parametrize(("armed", "victim", "is_decided"), mark_long(CASES, keep=[CASES[1], CASES[3], CASES[-2]]))
 @pytest.mark.parametrize("lost", mark_long([None, 0, 1], keep=[None]))
 def test_a_kill_loses_nothing(cluster: Cluster, armed: str, victim: str, is_decided: bool, lost: int | None) -> None:
