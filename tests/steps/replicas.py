@@ -168,7 +168,7 @@ def save_repeatedly(
     state: dict[str, Any] = {"app": values.state_dict()}
     options = {**writer, **({} if retention is None else {"retention": Retention(keep_last=retention)})}
     used, planner = context.writer(**options), CachedSavePlanner() if is_kept else None
-    sent, made, warned, seconds = [], [], [], []
+    sent, made, warned, seconds, own = [], [], [], [], []
     for number in range(saves):
         with (
             mock.patch.object(shard_copies, "PeerSink", wraps=PeerSink) as sink,
@@ -185,9 +185,10 @@ def save_repeatedly(
         assert used.last_save is not None
         sent.append(sink.call_count)
         made.append([one.copies_made for one in used.last_save.ranks])
+        own.append(used.last_save.copies_made)
         seconds.append([one.phases.get("send") for one in used.last_save.ranks])
         warned.append([str(one.message) for one in caught if "no copy of" in str(one.message)])
-    return {"sent": sent, "made": made, "warned": warned, "seconds": seconds}
+    return {"sent": sent, "made": made, "warned": warned, "seconds": seconds, "own": own}
 
 
 def diverge_and_save(context: Context, /, *, is_async: bool = False, **writer: Any) -> list[Any]:

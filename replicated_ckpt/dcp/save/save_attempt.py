@@ -57,7 +57,7 @@ from replicated_ckpt.dcp.runtime.torch_private import Collectives, follow_step
 from replicated_ckpt.dcp.save.bucket import ObjectTier
 from replicated_ckpt.dcp.save.commit import commit_save
 from replicated_ckpt.dcp.save.numbering import assign_sequence, choose_file_number, open_unheard
-from replicated_ckpt.dcp.save.own_copies import HelpPlans, count_copies, find_pairs
+from replicated_ckpt.dcp.save.own_copies import HelpPlans, count_copies, find_helped, find_pairs
 from replicated_ckpt.dcp.save.replicas import ReplicaCheck, name_divergences, whole_plan
 from replicated_ckpt.dcp.save.save_policy import Retaining
 from replicated_ckpt.dcp.save.save_report import SaveReport, report_ranks, report_save
@@ -392,7 +392,8 @@ class SaveAttempt:
     def _report_committed(self) -> None:
         now = time.monotonic()
         ranks = report_ranks(self._decision, self._receipts, self._config.copies)
-        report = self._report.end(now - self._started_at, now - self._written_at, ranks, self._held.find_written())
+        written, helpers = self._held.find_written(), len(find_helped(self._decision, self._world.rank))
+        report = self._report.end(now - self._started_at, now - self._written_at, ranks, written, helpers)
         report = replace(report, divergences=tuple(self._divergences))
         self._keep_report(report)
         if self._world.is_coordinator:

@@ -50,13 +50,28 @@ class SaveReport:
     divergences: tuple[Divergence, ...] = ()
 
     def end(
-        self, seconds: float, commit_s: float, ranks: tuple["SaveReport", ...], written: WrittenCopies | None
+        self,
+        seconds: float,
+        commit_s: float,
+        ranks: tuple["SaveReport", ...],
+        written: WrittenCopies | None,
+        helpers: int = 0,
     ) -> "SaveReport":
-        """The report of a save that is committed. `written`: the copies that this node's agent has written for the rank."""
+        """The report of a save that is committed. `written`: the copies that this node's agent has written for the rank.
+
+        `helpers`: the ranks that copied its shard. A copy of theirs that does not count is known to rank 0 only.
+        """
         phases = {**self.phases, "commit": commit_s}
+        if ranks:  # on rank 0, from all receipts
+            own = ranks[self.rank]
+            made = {name: getattr(own, name) for name in ("bytes_written", "bytes_replicated", "copies_made")}
+            agents = written.phases if written is not None else {}
+            return replace(self, seconds=seconds, phases={**phases, **agents}, ranks=ranks, **made)
         if written is None:
-            return replace(self, seconds=seconds, phases=phases, ranks=ranks)
-        size, others = written.size_bytes, len(written.holders) - 1
+            copies = self.copies_made + helpers if self.shards and self.bytes_written else self.copies_made
+            replicated = self.bytes_replicated + helpers * self.bytes_written
+            return replace(self, seconds=seconds, phases=phases, copies_made=copies, bytes_replicated=replicated)
+        size, others = written.size_bytes, len(written.holders) - 1 + helpers
         phases |= written.phases
         own = replace(self, bytes_written=size, bytes_replicated=size * others, copies_made=1 + others)
         return replace(own, seconds=seconds, phases=phases, ranks=ranks)

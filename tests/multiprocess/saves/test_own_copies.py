@@ -38,6 +38,7 @@ def check_none_sent(told: Sequence[dict[str, Any]]) -> None:
     for one in told:
         assert one["sent"] == [1] + [0] * (SAVES - 1)
         assert one["warned"] == [[]] * SAVES
+        assert one["own"] == [2] * SAVES
     assert all(copies == 2 for made in told[0]["made"] for copies in made)
 
 
@@ -83,6 +84,7 @@ def test_agents_write_such_copies_of_asynchronous_saves(cluster_of: ClusterOf, n
     told = cluster.run(step, nodes=range(nodes), ranks=ranks)
     assert all(copies == 2 for made in told[0]["made"] for copies in made)
     assert all(one["warned"] == [[]] * SAVES for one in told)
+    assert all(one["own"] == [2] * SAVES for one in told)
     first, *later = told[0]["seconds"]
     assert all(spent > 0 for spent in first)
     assert later == [[0.0] * (nodes * ranks)] * (SAVES - 1)
