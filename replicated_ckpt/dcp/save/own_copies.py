@@ -123,15 +123,19 @@ class CountedCopies:
     """
 
     receipts: Sequence[Receipt]
-    missed: Mapping[str, str]
+    missed: Mapping[str, Sequence[str]]
     differing: frozenset[tuple[int, int]]
     pending: Mapping[str, Sequence[HelperCopy]]
+
+    def describe_missed(self) -> list[str]:
+        return [what for of_shard in self.missed.values() for what in of_shard]
 
 
 def count_copies(receipts: Sequence[Receipt], decision: SaveDecision) -> CountedCopies:
     """Coordinator: adds to each shard's holders the nodes where a helper wrote the same file."""
     made = {(rank, copy.name): copy for rank, receipt in enumerate(receipts) for copy in receipt.copies}
-    counted, missed, differing = list(receipts), {}, set()
+    counted, differing = list(receipts), set()
+    missed: dict[str, list[str]] = {}
     pending: dict[str, list[HelperCopy]] = {}
     for owner, helpers in enumerate(decision.helpers):
         if not receipts[owner].shards or not helpers:
@@ -149,11 +153,12 @@ def count_copies(receipts: Sequence[Receipt], decision: SaveDecision) -> Counted
                 continue
             differing.add((owner, helper))
             where = f"no copy of {shard.name} was made on node {node.node_id} ({node.host})"
-            missed[shard.name] = (
-                f"{where}: rank {helper} there could not write it"
+            why = (
+                f"rank {helper} there could not write it"
                 if copy is None
-                else f"{where}: its replica on rank {helper} there has other bytes than rank {owner} saved"
+                else f"its replica on rank {helper} there has other bytes than rank {owner} saved"
             )
+            missed.setdefault(shard.name, []).append(f"{where}: {why}")
         counted[owner] = replace(receipts[owner], shards=(replace(shard, holders=tuple(holders)),))
     return CountedCopies(counted, missed, frozenset(differing), pending)
 

@@ -340,7 +340,7 @@ class SaveAttempt:
             if self._counted.missed and self._config.on_degraded == "raise":
                 have = {shard.name: len(shard.holders) for one in self._counted.receipts for shard in one.shards}
                 short = {name: have[name] for name in self._counted.missed}
-                raise AckNotReached(decision.placement.copies, short, "; ".join(self._counted.missed.values()))
+                raise AckNotReached(decision.placement.copies, short, "; ".join(self._counted.describe_missed()))
         self._commit(self._counted.receipts, metadata, results)
         return decision.upload is not None
 
@@ -368,7 +368,7 @@ class SaveAttempt:
         assert self.version is not None, "it was written"
         remember(self._store, decision.checkpoint_id, self.version)
         self._warn(problems)
-        self._warn(self._counted.missed.values())
+        self._warn(self._counted.describe_missed())
         self._warn_of_divergences()
         # With problems some node lacks the metadata: the ranks must not take it from their own disk.
         self._reference = None if problems else SavedMetadata.of(decision.checkpoint_id, decision.save_id)
