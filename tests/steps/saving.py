@@ -298,7 +298,9 @@ def footprint(pid: int) -> dict[str, int]:
     }
 
 
-def count_messages(context: Context, kinds: list[str], checkpoint_id: str, times: int) -> dict[str, int]:
+def count_messages(
+    context: Context, /, kinds: list[str], checkpoint_id: str, times: int, **writer_options: Any
+) -> dict[str, int]:
     """Saves again and again, `{}` in the id being the number; what this rank asked agents for in the last save."""
     counted: Counter[str] = Counter()
     ask = http.client.HTTPConnection.putrequest
@@ -308,7 +310,7 @@ def count_messages(context: Context, kinds: list[str], checkpoint_id: str, times
         ask(connection, method, url, *args, **how)
 
     with mock.patch.object(http.client.HTTPConnection, "putrequest", count):
-        writer = context.writer(overwrite=True)
+        writer = context.writer(overwrite=True, **writer_options)
         for seed in range(times):
             counted.clear()
             dcp.save(
