@@ -34,6 +34,8 @@ LEAVE_WITHIN_S = 150.0
 """An agent that is told to stop has ended by then, if `drain_s` is the usual."""
 _NO_ROOT = "Pass the path of a directory; a bucket belongs in object_store=."
 _COPIES_MAX, _PORT_MAX = 16, 65535
+MAY_DIFFER = ("*running_mean", "*running_var")
+"""BatchNorm's, which each rank of DDP has from its own data until the next forward pass."""
 COMPARED_WITHIN = 16
 """Saves: replicas that diverge are found a few hours later at most, for less than 1 % of a save."""
 NICE_MAX = 19
@@ -164,7 +166,7 @@ class WriterConfig:
     overlap: bool = False
     compare_replicas: int | Literal["all"] | None = COMPARED_WITHIN
     on_divergence: OnDivergence = "warn"
-    may_differ: Sequence[str] = ()
+    may_differ: Sequence[str] = MAY_DIFFER
 
     def __post_init__(self) -> None:
         domain = self.domain

@@ -15,11 +15,10 @@ _RANKS_NAMED_MAX = 8
 
 @dataclass(frozen=True)
 class Turn:
-    """The part of the values that one save compares: `part` of `parts`, and with `has_objects` all objects besides."""
+    """The part of the values that one save compares: `part` of `parts`."""
 
     part: int
     parts: int
-    has_objects: bool = False
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class Divergence:
         saved, *others = self.groups
         same = [rank for rank in saved if rank != self.saved_by]
         alike = f", as {_name_ranks(same, host_by_rank)} has it" if same else ""
-        differing = "; ".join(_name_ranks(group, host_by_rank) for group in others)
+        differing = list_some([_name_ranks(group, host_by_rank) for group in others], _RANKS_NAMED_MAX)
         return f"{self.fqn}{at}: saved from {_name_ranks([self.saved_by], host_by_rank)}{alike}; other bytes on {differing}"
 
 

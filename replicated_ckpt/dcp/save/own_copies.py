@@ -8,25 +8,28 @@ for the checksums. Where these differ the copy does not count, and agents copy t
 
 import hashlib
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
 from replicated_ckpt.core.divergence import Divergence
 from replicated_ckpt.core.layout import ShardName
 from replicated_ckpt.dcp.agreement.decision import Receipt, SaveDecision, SavePost
 from replicated_ckpt.dcp.planning.cached_plan import CachedSavePlan
+from replicated_ckpt.dcp.planning.cached_planner import CachedSavePlanner
 from replicated_ckpt.node.saves.finish import HelperCopy
 
 Items = Sequence[WriteItem]
 
 
 def digest_of_items(items: Items) -> str:
-    """Equal on two ranks that have the same items: names, places and sizes. "" without items."""
+    """Equal on two ranks that have the same items: names, kinds, places and sizes. "" without items."""
     if not items:
         return ""
-    names = "\0".join([item.index.fqn for item in items])
+    kinds = [None if item.tensor_data is None else item.tensor_data.properties.dtype for item in items]
+    names = "\0".join([f"{item.index.fqn}\0{kind}" for item, kind in zip(items, kinds, strict=True)])
     # Of whole numbers alone, whose hashes are the same in every process.
     places = hash(tuple([tuple(item.index.offset or ()) for item in items]))
     sizes = hash(tuple([() if item.tensor_data is None else tuple(item.tensor_data.chunk.sizes) for item in items]))
@@ -50,22 +53,36 @@ class HelpPlans:
     _got: Mapping[int, Items] = field(default_factory=dict)
     _sent: dict[int, tuple[str, Mapping[int, Items]]] = field(default_factory=dict)
     _digested: tuple[Items, str] = ((), "")
+    _is_able: bool = False
     _differing: set[tuple[int, int]] = field(default_factory=set)
-    """Pairs of owner and helper whose files have differed. They are not tried again: each try costs a copy."""
+    """Pairs of owner and helper that have other values."""
+    _alone: set[int] = field(default_factory=set)
+    """Owners whose file has differed from a helper's. None is tried again for them: each try costs a copy."""
 
     def digest_of(self, items: Items) -> str:
-        """As `digest_of_items`; of items that are kept from save to save it is made once."""
+        """As `digest_of_items`; of items that are kept from save to save it is made once. "": this rank cannot help."""
+        if not self._is_able:
+            return ""
         if self._digested[0] is not items:
             self._digested = items, digest_of_items(items)
         return self._digested[1]
 
-    def choose(self, decision: SaveDecision, posts: Sequence[SavePost]) -> SaveDecision:
+    def note_planner(self, planner: SavePlanner) -> None:
+        """A rank, once it has written: whether its planner hands on what comes with a plan."""
+        self._is_able = type(planner).finish_plan in (DefaultSavePlanner.finish_plan, CachedSavePlanner.finish_plan)
+
+    def choose(self, decision: SaveDecision, posts: Sequence[SavePost], plans: Sequence[SavePlan]) -> SaveDecision:
         """Coordinator: the decision with the helpers of each rank, at most one on each buddy node of its own node."""
+        whole = _list_whole(plans)
+        # torch's own plan caching has left a plan out: neither its items nor what is added would arrive.
+        if not all(plan.usable for plan in whole):
+            return decision
         load = [0] * len(posts)
         chosen: list[tuple[int, ...]] = []
         for owner, post in enumerate(posts):
-            helpers = []
-            for buddy in decision.buddies_of(decision.node_of(owner).node_id) if post.plan_digest else ():
+            helpers: list[int] = []
+            is_helped = post.plan_digest and whole[owner].items and owner not in self._alone
+            for buddy in decision.buddies_of(decision.node_of(owner).node_id) if is_helped else ():
                 able = [
                     rank
                     for rank in decision.ranks_of(buddy)
@@ -81,7 +98,7 @@ class HelpPlans:
         self, plans: Sequence[SavePlan], decision: SaveDecision, posts: Sequence[SavePost]
     ) -> list[SavePlan]:
         """Coordinator: the plans of the ranks, with the items of the shards that each of them copies for others."""
-        whole = [(plan.whole or plan) if isinstance(plan, CachedSavePlan) else plan for plan in plans]
+        whole = _list_whole(plans)
         added = list(plans)
         for helper, owners in decision.owners_by_helper.items():
             items = {owner: whole[owner].items for owner in owners}
@@ -103,11 +120,18 @@ class HelpPlans:
         # Of another save the items may be of another state: no copy is better than a wrong one.
         return self._got if sent.token == self.token else {}
 
-    def exclude(self, found: Iterable[Divergence], differing: Iterable[tuple[int, int]]) -> None:
-        """Coordinator: pairs whose values differ, or whose files have, are not tried again."""
-        self._differing.update(differing)
+    def exclude(self, found: Iterable[Divergence]) -> None:
+        """Coordinator: ranks with other values than a shard's owner do not copy it."""
         for one in found:
             self._differing.update((one.saved_by, rank) for group in one.groups[1:] for rank in group)
+
+    def exclude_owners(self, owners: Iterable[int]) -> None:
+        """Coordinator: the shards of these ranks are sent from now on."""
+        self._alone.update(owners)
+
+
+def _list_whole(plans: Sequence[SavePlan]) -> list[SavePlan]:
+    return [(plan.whole or plan) if isinstance(plan, CachedSavePlan) else plan for plan in plans]
 
 
 def _are_same(items: Mapping[int, Items], before: Mapping[int, Items]) -> bool:
@@ -119,12 +143,13 @@ def _are_same(items: Mapping[int, Items], before: Mapping[int, Items]) -> bool:
 class CountedCopies:
     """The receipts with the copies that helpers made. `missed`: those that do not count, in words, by shard.
 
-    `pending`: by shard the copies that cannot be compared yet, as an agent writes the copy or the shard.
+    `differing`: their owners. `pending`: by shard the copies that cannot be compared yet, as an agent writes the copy or
+    the shard.
     """
 
     receipts: Sequence[Receipt]
     missed: Mapping[str, Sequence[str]]
-    differing: frozenset[tuple[int, int]]
+    differing: frozenset[int]
     pending: Mapping[str, Sequence[HelperCopy]]
 
     def describe_missed(self) -> list[str]:
@@ -134,7 +159,7 @@ class CountedCopies:
 def count_copies(receipts: Sequence[Receipt], decision: SaveDecision) -> CountedCopies:
     """Coordinator: adds to each shard's holders the nodes where a helper wrote the same file."""
     made = {(rank, copy.name): copy for rank, receipt in enumerate(receipts) for copy in receipt.copies}
-    counted, differing = list(receipts), set()
+    counted, differing = list(receipts), set[int]()
     missed: dict[str, list[str]] = {}
     pending: dict[str, list[HelperCopy]] = {}
     for owner, helpers in enumerate(decision.helpers):
@@ -151,7 +176,7 @@ def count_copies(receipts: Sequence[Receipt], decision: SaveDecision) -> Counted
             if copy is not None and (copy.size_bytes, copy.crc32c) == (shard.size_bytes, shard.crc32c):
                 holders.append(node.node_id)
                 continue
-            differing.add((owner, helper))
+            differing.add(owner)
             where = f"no copy of {shard.name} was made on node {node.node_id} ({node.host})"
             why = (
                 f"rank {helper} there could not write it"
@@ -163,16 +188,10 @@ def count_copies(receipts: Sequence[Receipt], decision: SaveDecision) -> Counted
     return CountedCopies(counted, missed, frozenset(differing), pending)
 
 
-def find_pairs(differing: Iterable[tuple[str, str]], decision: SaveDecision) -> Iterator[tuple[int, int]]:
-    """The pairs of owner and helper of copies that an agent has found to differ, which it names by shard and node."""
-    for name, node in differing:
-        shard = ShardName.parse(name)
-        if shard is not None and shard.rank < len(decision.helpers):
-            yield from (
-                (shard.rank, helper)
-                for helper in decision.helpers[shard.rank]
-                if decision.node_of(helper).node_id == node
-            )
+def find_owners(differing: Iterable[tuple[str, str]]) -> set[int]:
+    """The owners of copies that an agent has found to differ, which it names by shard and node."""
+    shards = (ShardName.parse(name) for name, _ in differing)
+    return {shard.rank for shard in shards if shard is not None}
 
 
 def find_helped(decision: SaveDecision, rank: int) -> frozenset[str]:

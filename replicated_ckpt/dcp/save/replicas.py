@@ -24,25 +24,23 @@ from replicated_ckpt.core.divergence import Divergence, Turn, find_differing, pa
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import ShardName
 from replicated_ckpt.dcp.planning.cached_plan import CachedSavePlan
+from replicated_ckpt.dcp.runtime.torch_private import DTensor
 from replicated_ckpt.dcp.tensors.container import is_freed, is_plain
 from replicated_ckpt.dcp.tensors.device_copy import copy_to_host
 from replicated_ckpt.dcp.tensors.tensor_memory import memory_of
-from replicated_ckpt.dcp.tensors.torch_save import save_without_crc32
 
 log = logging.getLogger(__name__)
 
 UNIT_BYTES = 64 << 20
 """Compared at once at most: a larger tensor is so many units, which take turns. Else one save would hash all of it."""
-_UNCOMPARABLE = -1
 
 
 @dataclass(frozen=True)
 class _Unit:
-    """What is compared as one: an item, or a range of a large one. `key` names it on all ranks."""
+    """What is compared as one: an item, or a range of a large one."""
 
     item: WriteItem
     number: int
-    key: int
 
 
 class ReplicaCheck:
@@ -53,12 +51,11 @@ class ReplicaCheck:
         self._parts = parts
         # At random: a job that is restarted again and again would compare the first parts only.
         self._next_part = randbelow(parts) if parts else 0
-        self.are_objects_known = False
-        """Coordinator: all objects were compared in a save, so those that differ are known."""
-        self._is_suspicious = False
+        self.is_all_known = False
+        """Coordinator: a save has compared everything, so what differs is known."""
         self._of: tuple[Sequence[WriteItem], int] | None = None
         self._units: list[list[_Unit]] = []
-        self._named_objects: set[str] = set()
+        self._named: set[str] = set()
 
     def next_turn(self, local_items: int, plans: Sequence[SavePlan]) -> Turn | None:
         """Coordinator: what the ranks compare in this save; None: nothing, as each item lies on one rank only.
@@ -71,54 +68,53 @@ class ReplicaCheck:
             return None
         if local_items <= sum(len(plan.items) for plan in whole):
             return None
-        if self._is_suspicious:
-            return Turn(0, 1)
-        return Turn(self._next_part, self._parts, has_objects=not self.are_objects_known)
+        # Everything at first: no copy shall be made from a replica that was never compared (`own_copies`).
+        return Turn(self._next_part, self._parts) if self.is_all_known else Turn(0, 1)
 
     def suspect(self) -> None:
         """Replicas differ somewhere: the next save compares everything."""
-        self._is_suspicious = True
+        self.is_all_known = False
 
     def note_committed(self, turn: Turn | None, found: Iterable[Divergence]) -> None:
         """The next save compares the next part; after a failed one the same part has its turn again."""
-        if turn is not None:
-            self._is_suspicious &= turn.parts > 1
-            self._next_part = (turn.part + 1) % (self._parts or 1)
-            self.are_objects_known |= turn.has_objects or turn.parts == 1
-        self._named_objects.update(one.fqn for one in found if one.is_object)
+        if turn is not None and self._parts:
+            self.is_all_known |= turn.parts == 1
+            self._next_part = (self._next_part + 1) % self._parts
+        self._named.update(one.fqn for one in found)
 
     def hash_units(self, plan: SavePlan, planner: SavePlanner, turn: Turn) -> bytes:
         """This rank's report: the hashes of the units whose turn it is. `plan`: before DCP has dropped duplicates.
 
         What cannot be hashed, as an object that pickle refuses, is left out: another rank may be the one that saves it.
         """
-        by_part = self._units_of(plan.items, turn.parts)
-        units = list(by_part[turn.part])
-        if turn.has_objects:
-            others = (unit for part, units in enumerate(by_part) if part != turn.part for unit in units)
-            units += [unit for unit in others if unit.item.type == WriteItemType.BYTE_IO]
-        found = {unit.key: _hash_unit(unit, planner) for unit in units}
-        return pack_units({key: value for key, value in found.items() if value != _UNCOMPARABLE})
+        units = self._units_of(plan.items, planner, turn.parts)[turn.part]
+        found = {key_of_unit(unit.item.index, unit.number): _hash_unit(unit, planner) for unit in units}
+        return pack_units({key: value for key, value in found.items() if value is not None})
 
-    def _units_of(self, items: Sequence[WriteItem], parts: int) -> list[list[_Unit]]:
+    def _units_of(self, items: Sequence[WriteItem], planner: SavePlanner, parts: int) -> list[list[_Unit]]:
         # A plan that is kept from save to save is the same object: its units are found once.
         if self._of is None or self._of[0] is not items or self._of[1] != parts:
-            self._units = [[] for _ in range(parts)]
+            state = getattr(planner, "state_dict", None)
+            values = state if isinstance(state, dict) else {}
+            units: list[list[_Unit]] = [[] for _ in range(parts)]
             for item in items:
+                index = item.index
+                # Parts that no other rank has would be hashed, and copied from the GPU, for nothing.
+                if _is_all_sharded(values.get(index.fqn)):
+                    continue
                 for number in range(_count_units(item)):
-                    index = item.index
                     turn = zlib.crc32(index.fqn.encode()) + sum(index.offset or ()) + number
-                    self._units[turn % parts].append(_Unit(item, number, 0))
-            for part, units in enumerate(self._units):
-                self._units[part] = [
-                    _Unit(unit.item, unit.number, key_of_unit(unit.item.index, unit.number)) for unit in units
-                ]
-            self._of = items, parts
+                    units[turn % parts].append(_Unit(item, number))
+            self._of, self._units = (items, parts), units
         return self._units
 
     def without_named(self, found: Iterable[Divergence]) -> list[Divergence]:
-        """Without the objects that were found in a committed save before: they differ at every save."""
-        return [one for one in found if not (one.is_object and one.fqn in self._named_objects)]
+        """Without the entries that an earlier committed save has named: most differ at every save from then on."""
+        return [one for one in found if one.fqn not in self._named]
+
+    def without_named_objects(self, found: Iterable[Divergence]) -> list[Divergence]:
+        """The same of objects only: a tensor that differs is part of each checkpoint's state."""
+        return [one for one in found if not one.is_object or one.fqn not in self._named]
 
 
 def whole_plan(plan: SavePlan) -> SavePlan:
@@ -140,27 +136,37 @@ def name_divergences(reports: Mapping[int, bytes], metadata: Metadata) -> list[D
     if not differing:
         return []
     found = []
+    sizes_by_fqn: dict[str, Mapping[Any, int]] = {}
     for index, place in metadata.storage_data.items():
         described = metadata.state_dict_metadata[index.fqn]
-        for number in range(_count_in_metadata(described, index)):
-            groups = differing.get(key_of_unit(index, number), ())
-            shard = ShardName.parse(place.relative_path)
+        # Once for each entry: one that is sharded over a thousand ranks has as many pieces here.
+        if index.fqn not in sizes_by_fqn:
+            sizes_by_fqn[index.fqn] = _sizes_by_offset(described)
+        offset = tuple(index.offset or ())
+        for number in range(_count_of(sizes_by_fqn[index.fqn].get(offset, 0))):
+            groups = differing.get(key_of_unit(index, number))
+            shard = ShardName.parse(place.relative_path) if groups else None
             # Without the report of the rank that saved it nothing can be said of the checkpoint.
-            if shard is None or not any(shard.rank in ranks for ranks in groups):
+            if groups is None or shard is None or not any(shard.rank in ranks for ranks in groups):
                 continue
             # Its group first: it is what a load will get.
             ordered = tuple(sorted(groups, key=lambda ranks: shard.rank not in ranks))
             is_object = not hasattr(described, "properties")
-            offset = tuple(index.offset or ())
             found.append(Divergence(index.fqn, offset, number * UNIT_BYTES, is_object, shard.rank, ordered))
     return sorted(found, key=lambda one: (one.is_object, one.fqn, one.offset, one.first_byte))
 
 
-def _count_in_metadata(described: Any, index: MetadataIndex) -> int:
-    sizes = [
-        chunk.sizes for chunk in getattr(described, "chunks", ()) if chunk.offsets == (index.offset or chunk.offsets)
-    ]
-    return _count_of(math.prod(sizes[0]) * described.properties.dtype.itemsize) if sizes else 1
+def _sizes_by_offset(described: Any) -> Mapping[Any, int]:
+    """Bytes of each piece of an entry; of an object, nothing."""
+    if not hasattr(described, "properties"):
+        return {}
+    itemsize = described.properties.dtype.itemsize
+    return {tuple(chunk.offsets): math.prod(chunk.sizes) * itemsize for chunk in described.chunks}
+
+
+def _is_all_sharded(value: object) -> bool:
+    """Whether each rank of its mesh has a part of its own of this value."""
+    return isinstance(value, DTensor) and all(placement.is_shard() for placement in value.placements)
 
 
 def _count_units(item: WriteItem) -> int:
@@ -173,27 +179,32 @@ def _count_of(size_bytes: int) -> int:
     return max(1, -(-size_bytes // UNIT_BYTES))
 
 
-def _hash_unit(unit: _Unit, planner: SavePlanner) -> int:
-    if unit.item.type == WriteItemType.BYTE_IO:
-        return _hash_object(unit.item, planner)
-    value = planner.resolve_data(unit.item)
-    if not isinstance(value, torch.Tensor) or is_freed(value) or (value.is_meta and value.numel()):
-        return _UNCOMPARABLE  # the rank that writes it raises the error
-    planned = unit.item.tensor_data
-    elements = UNIT_BYTES // (planned.properties.dtype if planned is not None else value.dtype).itemsize
-    return hash_tensor(value.detach(), unit.number * elements, elements)
+def _hash_unit(unit: _Unit, planner: SavePlanner) -> int | None:
+    """None: it cannot be hashed here. The rank that writes it raises the error, if there is one for it, too."""
+    item = unit.item
+    try:
+        if item.type == WriteItemType.BYTE_IO:
+            return _hash_object(item, planner)
+        value = planner.resolve_data(item)
+        if not isinstance(value, torch.Tensor) or is_freed(value) or (value.is_meta and value.numel()):
+            return None
+        planned = item.tensor_data
+        elements = UNIT_BYTES // (planned.properties.dtype if planned is not None else value.dtype).itemsize
+        return hash_tensor(value.detach(), unit.number * elements, elements)
+    # Planners, classes of tensors and `__reduce__` may raise anything for a value that this rank does not write.
+    except Exception as exc:  # noqa: BLE001
+        log.debug("%s is not compared: %s", item.index.fqn, exc)
+        return None
 
 
-def hash_tensor(tensor: torch.Tensor, begin: int = 0, elements: int | None = None) -> int:
+def hash_tensor(tensor: torch.Tensor, begin: int = 0, elements: int | None = None) -> int | None:
     """CRC32C of `elements` values from the one at `begin`, in the order of the indices, whatever the strides are.
 
-    None: of all from there. A tensor that is more than its elements is hashed as it would be saved, as a whole.
+    With `elements` None it is of all from there. None: the tensor is more than its elements.
     """
-    head = crc32c(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
     if not is_plain(tensor):
-        file = BytesIO()
-        save_without_crc32(tensor.cpu(), file)
-        return crc32c(file.getbuffer(), head)
+        return None
+    head = crc32c(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
     flat = tensor.reshape(-1)[begin : None if elements is None else begin + elements]
     if flat.device.type == "cpu":
         return crc32c(memory_of(flat.contiguous()), head)
@@ -202,19 +213,17 @@ def hash_tensor(tensor: torch.Tensor, begin: int = 0, elements: int | None = Non
     return head
 
 
-def _hash_object(item: WriteItem, planner: SavePlanner) -> int:
+def _hash_object(item: WriteItem, planner: SavePlanner) -> int | None:
     if not isinstance(planner, DefaultSavePlanner):
         data = planner.resolve_data(item)  # its own way from a value to bytes
-        return crc32c(data.getbuffer()) if isinstance(data, BytesIO) else _UNCOMPARABLE
-    try:
-        value, crc = planner.lookup_object(item.index), 0
-        for piece in canonical_bytes(value):
-            crc = crc32c(piece, crc)
-    # A class's own `__reduce__` may raise anything; the rank that saves this value raises it.
-    except Exception as exc:  # noqa: BLE001
-        log.debug("%s is not compared: %s", item.index.fqn, exc)
-        return _UNCOMPARABLE
+        return crc32c(data.getbuffer()) if isinstance(data, BytesIO) else None
+    crc = 0
+    for piece in canonical_bytes(planner.lookup_object(item.index)):
+        crc = crc32c(piece, crc)
     return crc
+
+
+_SCALARS = (int, float, bool, type(None))
 
 
 def canonical_bytes(value: Any) -> Iterator[bytes]:
@@ -228,6 +237,8 @@ def canonical_bytes(value: Any) -> Iterator[bytes]:
         for key, held in joined:
             yield key
             yield held
+    elif kind in (list, tuple) and all(type(one) in _SCALARS for one in value):
+        yield repr(value).encode()  # a sampler's permutation has millions
     elif kind in (list, tuple):
         yield f"{kind.__name__}{len(value)}".encode()
         for one in value:

@@ -8,7 +8,7 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -57,7 +57,7 @@ from replicated_ckpt.dcp.runtime.torch_private import Collectives, follow_step
 from replicated_ckpt.dcp.save.bucket import ObjectTier
 from replicated_ckpt.dcp.save.commit import commit_save
 from replicated_ckpt.dcp.save.numbering import assign_sequence, choose_file_number, open_unheard
-from replicated_ckpt.dcp.save.own_copies import HelpPlans, count_copies, find_helped, find_pairs
+from replicated_ckpt.dcp.save.own_copies import HelpPlans, count_copies, find_helped, find_owners
 from replicated_ckpt.dcp.save.replicas import ReplicaCheck, name_divergences, whole_plan
 from replicated_ckpt.dcp.save.save_policy import Retaining
 from replicated_ckpt.dcp.save.save_report import SaveReport, report_ranks, report_save
@@ -97,8 +97,10 @@ class WriterParts:
         """This rank's post before a save, with its node, whose agent runs by then."""
         node = (register_alone if is_alone else register_for_save)(self.store, self.config.domain)
         memory_bytes = None if self.memory is None else self.memory.measure(checkpoint_id)
-        wants, has_copies = describe_wanted(self.config), self.config.copies > 1 and self.config.ack != "local"
-        digest = self.help_plans.digest_of(items) if has_copies and not is_alone else ""
+        config, wants = self.config, describe_wanted(self.config)
+        # Otherwise the save would wait for copies that now follow it, or for their fsync; or fail because of one.
+        takes_help = config.copies > 1 and config.ack in ("peer", "object") and config.on_degraded == "warn"
+        digest = self.help_plans.digest_of(items) if takes_help and not is_alone else ""
         return SavePost(checkpoint_id, node, memory_bytes, wants, len(items), digest, self.help_plans.token)
 
 
@@ -274,8 +276,8 @@ class SaveAttempt:
             placed, problems = assign_sequence(asked, opened, self._parts.object_tier, seen)
             self._decision = replace(placed, overwrite=overwrites, file_number=choose_file_number(opened))
             self._warn(problems)
-            if self._parts.replicas.are_objects_known:
-                self._decision = self._parts.help_plans.choose(self._decision, posts)
+            if self._parts.replicas.is_all_known:
+                self._decision = self._parts.help_plans.choose(self._decision, posts, plans)
                 plans = self._parts.help_plans.add_to_plans(plans, self._decision, posts)
             # Last: ranks begin to write as soon as they read it, so the save is open on the nodes by then.
             if board is not None:
@@ -337,10 +339,6 @@ class SaveAttempt:
             check_none_aborted(receipts, decision)
             self._counted = count_copies(receipts, decision)
             self._exclude(self._counted.differing)
-            if self._counted.missed and self._config.on_degraded == "raise":
-                have = {shard.name: len(shard.holders) for one in self._counted.receipts for shard in one.shards}
-                short = {name: have[name] for name in self._counted.missed}
-                raise AckNotReached(decision.placement.copies, short, "; ".join(self._counted.describe_missed()))
         self._commit(self._counted.receipts, metadata, results)
         return decision.upload is not None
 
@@ -360,7 +358,7 @@ class SaveAttempt:
                 layouts=self._parts.layouts,
                 find_divergences=partial(self._find_divergences, receipts),
                 helpers_by_shard=self._counted.pending,
-                exclude=lambda differing: self._exclude(find_pairs(differing, decision)),
+                exclude=lambda differing: self._exclude(find_owners(differing)),
             )
         finally:
             # The lock must go even if publishing failed: agents complete a decided save only once its ranks have left.
@@ -461,22 +459,32 @@ class SaveAttempt:
             # A planner of the user's may have made this plan anew.
             if owner not in items_by_owner:
                 continue
-            items, shards, submitted = items_by_owner[owner], self._parts.shards, None
-            if staged is not None:
-                submitted = shards.submit_copy(items, planner, decision, owner, rank, staged, self._agent_starter())
-            if submitted is not None:
-                self._held.follow_copy(submitted.follower)
-                copies.append(submitted.receipt)
-            elif (written := shards.write_copy(items, planner, decision, owner, rank)) is not None:
-                copies.append(written)
+            try:
+                copies.append(self._copy(items_by_owner[owner], planner, owner, staged))
+            except SaveAborted:
+                raise
+            # Of a value that this rank did not have to write: a copy less, which the agents make, and no failed save.
+            except Exception as exc:  # noqa: BLE001
+                log.warning("no copy of the shard of rank %d is written from rank %d's memory: %s", owner, rank, exc)
+        self._parts.help_plans.note_planner(planner)
         return tuple(copies)
 
-    def _exclude(self, differing: Iterable[tuple[int, int]]) -> None:
-        pairs = set(differing)
-        if pairs:
+    def _copy(
+        self, items: Sequence[WriteItem], planner: SavePlanner, owner: int, staged: memoryview | None
+    ) -> ShardReceipt:
+        shards, decision, rank = self._parts.shards, self._decision, self._world.rank
+        if staged is not None:
+            submitted = shards.submit_copy(items, planner, decision, owner, rank, staged, self._agent_starter())
+            if submitted is not None:
+                self._held.follow_copy(submitted.follower)
+                return submitted.receipt
+        return shards.write_copy(items, planner, decision, owner, rank)
+
+    def _exclude(self, owners: Collection[int]) -> None:
+        if owners:
             # A copy that differs says that a value does, and not which.
             self._parts.replicas.suspect()
-            self._parts.help_plans.exclude((), pairs)
+            self._parts.help_plans.exclude_owners(owners)
 
     def _hash_replicas(self, planner: SavePlanner) -> bytes:
         turn = self._decision.turn
@@ -487,17 +495,19 @@ class SaveAttempt:
         if self._decision.turn is not None:
             reports = {rank: receipt.replicas for rank, receipt in enumerate(receipts)}
             found = name_divergences(reports, metadata)
-            self._parts.help_plans.exclude(found, ())
-            self._divergences = self._parts.replicas.without_named(without_allowed(found, self._config.may_differ))
+            self._parts.help_plans.exclude(found)
+            allowed = without_allowed(found, self._config.may_differ)
+            self._divergences = self._parts.replicas.without_named_objects(allowed)
         tensors = [one for one in self._divergences if not one.is_object]
         if tensors and self._config.on_divergence == "raise":
             raise ReplicasDiverged(self._decision.checkpoint_id, describe_divergences(tensors, self._hosts))
         return self._divergences
 
     def _warn_of_divergences(self) -> None:
-        self._parts.replicas.note_committed(self._decision.turn, self._divergences)
-        tensors = [one for one in self._divergences if not one.is_object]
-        objects = [one for one in self._divergences if one.is_object]
+        news = self._parts.replicas.without_named(self._divergences)
+        self._parts.replicas.note_committed(self._decision.turn, news)
+        tensors = [one for one in news if not one.is_object]
+        objects = [one for one in news if one.is_object]
         name = self._decision.checkpoint_id
         if tensors:
             found = describe_divergences(tensors, self._hosts)

@@ -19,7 +19,7 @@ from replicated_ckpt.dcp.save.shard_layout import ShardLayout, TooMuchElsewhere
 from replicated_ckpt.dcp.save.submission import Follower, submit
 from replicated_ckpt.dcp.staging.segment import descriptor_of
 from replicated_ckpt.dcp.tensors.item_writer import ItemWriter, Stream
-from replicated_ckpt.errors import StoreDenied, StoreError, StoreUnavailable
+from replicated_ckpt.errors import StoreDenied, StoreUnavailable
 from replicated_ckpt.node.saves.shard_copies import WantedCopies, write_copies
 from replicated_ckpt.node.saves.submissions import SubmittedShard
 from replicated_ckpt.stores.local.store import LocalStore
@@ -79,21 +79,17 @@ class ShardWriter:
 
     def write_copy(
         self, items: Sequence[WriteItem], planner: SavePlanner, decision: SaveDecision, owner: int, rank: int
-    ) -> ShardReceipt | None:
+    ) -> ShardReceipt:
         """Writes these items, which this rank has, too, as the shard of the rank `owner`, into this node's own store.
 
-        None: the store failed. The save goes on with a copy less, or fails, as its coordinator has it.
+        Raises as `write_shard`.
         """
         node = decision.node_of(rank).node_id
         name = str(ShardName(owner, decision.file_number))
         wanted = WantedCopies(decision.save_id, name, node, direct_io=self._direct_io)
         self._buffers = self._buffers or Buffers()
         lay_out = partial(self._lay_out, SavePlan(list(items)), planner, name, [])
-        try:
-            found = write_copies(self._store, wanted, self._buffers, lay_out)
-        except StoreError as exc:
-            log.warning("no copy of %s is written from rank %d's own memory: %s", name, rank, exc)
-            return None
+        found = write_copies(self._store, wanted, self._buffers, lay_out)
         failpoints.reach("rank.helped")
         return ShardReceipt(name, found.size_bytes, found.crc32c, (node,))
 

@@ -16,6 +16,7 @@ from torch.futures import Future
 
 from replicated_ckpt.config import (
     COMPARED_WITHIN,
+    MAY_DIFFER,
     Ack,
     BestIs,
     CheckpointIdFrom,
@@ -88,11 +89,11 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
             raises is logged. Where the hooks are called by something else than DCP, only the coordinator calls it.
         overlap: `dcp.async_save` returns while GPUs still copy the state, and does not wait for them. Before the state
             changes, as in the optimizer's step, call `hold_until_copied`.
-        compare_replicas: what several ranks have under one name is compared: all of it within so many saves, "all" in each
-            save, None never. Tensors whose bytes differ are a warning on rank 0, in its SaveReport and in the manifest;
-            objects that differ are named once.
+        compare_replicas: what several ranks have under one name is compared: all of it in the first save of a process and
+            then within so many saves, "all" in each save, None never. Each value that differs is named once, by a
+            warning on rank 0, in its SaveReport and in the manifest.
         on_divergence: "raise": a save whose tensors differ fails with ReplicasDiverged before it is committed.
-        may_differ: patterns (fnmatch) of the names of entries that are not compared.
+        may_differ: patterns (fnmatch) of the names of entries that are not reported.
 
     One writer serves many saves, one at a time. For `dcp.async_save` it is the stager, too: the state is copied once, into
     memory that the next save uses again, and a second save waits for the first before it copies. `close` frees that memory.
@@ -125,7 +126,7 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
         overlap: bool = False,
         compare_replicas: int | Literal["all"] | None = COMPARED_WITHIN,
         on_divergence: OnDivergence = "warn",
-        may_differ: Sequence[str] = (),
+        may_differ: Sequence[str] = MAY_DIFFER,
     ) -> None:
         super().__init__()
         check_callable("on_save", on_save)
