@@ -4,6 +4,7 @@ Disjoint groups of `copies` nodes, not a ring over all of them: with two copies 
 Source: Wang et al., GEMINI, SOSP 2023, section 4 (group placement). Failure domains come first, rank order second.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -115,7 +116,9 @@ def _disjoint_groups(nodes: Sequence[PlacedNode], copies: int, domain_of: Mappin
     """
     left: dict[str, list[str]] = {}
     first = {node.state: place for place, node in reversed(list(enumerate(nodes)))}
-    state_of = {node.node_id: node.state for node in nodes}
+    counts = Counter(node.state for node in nodes)
+    # Of a state that no other node has, each choice would search all nodes that are left.
+    state_of = {node.node_id: node.state for node in nodes if counts[node.state] > 1}
     for node in nodes:
         left.setdefault(domain_of[node.node_id], []).append(node.node_id)
     if len(left) == len(nodes):
@@ -139,7 +142,10 @@ def _disjoint_groups(nodes: Sequence[PlacedNode], copies: int, domain_of: Mappin
 
 def _take_like(members: list[str], group: Sequence[str], state_of: Mapping[str, str]) -> str:
     """Takes the first of the members with the state of the group's first node, else the first of all."""
-    like = (index for index, member in enumerate(members) if group and state_of[member] == state_of[group[0]])
+    wanted = state_of.get(group[0]) if group else None
+    if wanted is None:
+        return members.pop(0)
+    like = (index for index, member in enumerate(members) if state_of.get(member) == wanted)
     return members.pop(next(like, 0))
 
 
