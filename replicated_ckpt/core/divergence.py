@@ -9,8 +9,8 @@ from replicated_ckpt.wording import list_some, plural
 
 _UNIT = struct.Struct("<QI")
 DIVERGENCES_MAX = 32
-"""In a manifest and in one warning: a diverged model has thousands, and the first ones show where."""
-_RANKS_NAMED_MAX = 8
+"""In a manifest: a diverged model has thousands, and the first ones show where."""
+_NAMED_MAX, _RANKS_NAMED_MAX = 4, 8
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,9 @@ def _name_ranks(ranks: Sequence[int], host_by_rank: Mapping[int, str]) -> str:
 
 def describe_divergences(found: Sequence[Divergence], host_by_rank: Mapping[int, str]) -> str:
     """All of them in one text, the first ones in full."""
-    shown = " | ".join(one.describe(host_by_rank) for one in found[:4])
-    return shown + (f" | and {plural(len(found) - 4, 'more value')}" if len(found) > 4 else "")
+    shown = " | ".join(one.describe(host_by_rank) for one in found[:_NAMED_MAX])
+    left = len(found) - _NAMED_MAX
+    return shown + (f" | and {plural(left, 'more value')}" if left > 0 else "")
 
 
 def without_allowed(found: Iterable[Divergence], may_differ: Sequence[str]) -> list[Divergence]:
@@ -73,7 +74,7 @@ def find_differing(reports: Mapping[int, bytes]) -> dict[int, tuple[tuple[int, .
     Ranks with equal reports, as all have them whose state is whole everywhere, are read once.
 
     Raises:
-        ValueError: a report is none.
+        ValueError: a report has a wrong size.
     """
     ranks_by_report: dict[bytes, list[int]] = {}
     for rank, report in sorted(reports.items()):

@@ -18,7 +18,7 @@ from replicated_ckpt.core.manifest import find_shared
 from replicated_ckpt.core.protocol.placement import PlacedNode, Placement, place_copies
 from replicated_ckpt.dcp.agreement.node_post import NodePost, id_under
 from replicated_ckpt.dcp.c10d.group_pool import check_wanted_alike
-from replicated_ckpt.dcp.planning.cached_plan import CachedSavePlan
+from replicated_ckpt.dcp.planning.cached_plan import find_whole
 from replicated_ckpt.environment import DOMAIN_ENV
 from replicated_ckpt.errors import CheckpointIdMismatch, ConfigInvalid
 from replicated_ckpt.stores.local.directories.intent import NOTHING_ANNOUNCED, Announced, Intent
@@ -38,7 +38,7 @@ def announce(plans: Sequence[SavePlan]) -> Announced:
     Returns NOTHING_ANNOUNCED where plan caching (`enable_plan_caching`) has left out an unchanged plan. The plan of a
     CachedSavePlanner holds the whole one, and counts.
     """
-    plans = [_find_whole(plan) for plan in plans]
+    plans = [find_whole(plan) for plan in plans]
     # Plan caching replaces an unchanged plan by an empty one, from which no bound follows.
     if not all(plan.usable for plan in plans):
         return NOTHING_ANNOUNCED
@@ -48,12 +48,8 @@ def announce(plans: Sequence[SavePlan]) -> Announced:
 
 def tensor_bytes(plan: SavePlan) -> int | None:
     """Bytes of the tensors that a plan writes, as planned; None: DCP has left the plan out, as it did not change."""
-    plan = _find_whole(plan)
+    plan = find_whole(plan)
     return _tensor_bytes(plan) if plan.usable else None
-
-
-def _find_whole(plan: SavePlan) -> SavePlan:
-    return (plan.whole or plan) if isinstance(plan, CachedSavePlan) else plan
 
 
 def _shard_bytes_max(plan: SavePlan) -> int:

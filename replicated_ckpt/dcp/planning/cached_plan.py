@@ -55,6 +55,11 @@ class CachedSavePlan(SavePlan):
         return {**vars(self), "whole": None}
 
 
+def find_whole(plan: SavePlan) -> SavePlan:
+    """The plan itself or, on the rank that made a cached one, the plan that it stands for."""
+    return (plan.whole or plan) if isinstance(plan, CachedSavePlan) else plan
+
+
 class CachedReadItems(list[ReadItem]):
     """The items of a plan that stayed on its rank. A planner that reads all ranks' items would miss that rank's."""
 

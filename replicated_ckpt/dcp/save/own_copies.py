@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from replicated_ckpt.core.divergence import Divergence
 from replicated_ckpt.core.layout import ShardName
 from replicated_ckpt.dcp.agreement.decision import Receipt, SaveDecision, SavePost
-from replicated_ckpt.dcp.planning.cached_plan import CachedSavePlan
+from replicated_ckpt.dcp.planning.cached_plan import find_whole
 from replicated_ckpt.dcp.planning.cached_planner import CachedSavePlanner
 from replicated_ckpt.node.saves.finish import HelperCopy
 
@@ -73,7 +73,7 @@ class HelpPlans:
 
     def choose(self, decision: SaveDecision, posts: Sequence[SavePost], plans: Sequence[SavePlan]) -> SaveDecision:
         """Coordinator: the decision with the helpers of each rank, at most one on each buddy node of its own node."""
-        whole = _list_whole(plans)
+        whole = [find_whole(plan) for plan in plans]
         # torch's own plan caching has left a plan out: neither its items nor what is added would arrive.
         if not all(plan.usable for plan in whole):
             return decision
@@ -98,7 +98,7 @@ class HelpPlans:
         self, plans: Sequence[SavePlan], decision: SaveDecision, posts: Sequence[SavePost]
     ) -> list[SavePlan]:
         """Coordinator: the plans of the ranks, with the items of the shards that each of them copies for others."""
-        whole = _list_whole(plans)
+        whole = [find_whole(plan) for plan in plans]
         added = list(plans)
         for helper, owners in decision.owners_by_helper.items():
             items = {owner: whole[owner].items for owner in owners}
@@ -130,10 +130,6 @@ class HelpPlans:
         self._alone.update(owners)
 
 
-def _list_whole(plans: Sequence[SavePlan]) -> list[SavePlan]:
-    return [(plan.whole or plan) if isinstance(plan, CachedSavePlan) else plan for plan in plans]
-
-
 def _are_same(items: Mapping[int, Items], before: Mapping[int, Items]) -> bool:
     """The coordinator's cached plans are the same objects from save to save; others are never known to be the same."""
     return items.keys() == before.keys() and all(items[owner] is before[owner] for owner in items)
@@ -141,26 +137,22 @@ def _are_same(items: Mapping[int, Items], before: Mapping[int, Items]) -> bool:
 
 @dataclass(frozen=True)
 class CountedCopies:
-    """The receipts with the copies that helpers made. `missed`: those that do not count, in words, by shard.
+    """The receipts with the copies that helpers made. `missed`: those that do not count, in words.
 
     `differing`: their owners. `pending`: by shard the copies that cannot be compared yet, as an agent writes the copy or
     the shard.
     """
 
     receipts: Sequence[Receipt]
-    missed: Mapping[str, Sequence[str]]
+    missed: Sequence[str]
     differing: frozenset[int]
     pending: Mapping[str, Sequence[HelperCopy]]
-
-    def describe_missed(self) -> list[str]:
-        return [what for of_shard in self.missed.values() for what in of_shard]
 
 
 def count_copies(receipts: Sequence[Receipt], decision: SaveDecision) -> CountedCopies:
     """Coordinator: adds to each shard's holders the nodes where a helper wrote the same file."""
     made = {(rank, copy.name): copy for rank, receipt in enumerate(receipts) for copy in receipt.copies}
-    counted, differing = list(receipts), set[int]()
-    missed: dict[str, list[str]] = {}
+    counted, differing, missed = list(receipts), set[int](), list[str]()
     pending: dict[str, list[HelperCopy]] = {}
     for owner, helpers in enumerate(decision.helpers):
         if not receipts[owner].shards or not helpers:
@@ -183,7 +175,7 @@ def count_copies(receipts: Sequence[Receipt], decision: SaveDecision) -> Counted
                 if copy is None
                 else f"its replica on rank {helper} there has other bytes than rank {owner} saved"
             )
-            missed.setdefault(shard.name, []).append(f"{where}: {why}")
+            missed.append(f"{where}: {why}")
         counted[owner] = replace(receipts[owner], shards=(replace(shard, holders=tuple(holders)),))
     return CountedCopies(counted, missed, frozenset(differing), pending)
 

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from replicated_ckpt.core.divergence import Divergence, Turn, find_differing, pack_units
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import ShardName
-from replicated_ckpt.dcp.planning.cached_plan import CachedSavePlan
+from replicated_ckpt.dcp.planning.cached_plan import find_whole
 from replicated_ckpt.dcp.runtime.torch_private import DTensor
 from replicated_ckpt.dcp.tensors.container import is_freed, is_plain
 from replicated_ckpt.dcp.tensors.device_copy import copy_to_host
@@ -62,7 +62,7 @@ class ReplicaCheck:
 
         `local_items`: the items of all ranks before DCP has dropped the duplicates; `plans`: the plans after that.
         """
-        whole = [(plan.whole or plan) if isinstance(plan, CachedSavePlan) else plan for plan in plans]
+        whole = [find_whole(plan) for plan in plans]
         # A plan that torch's own `enable_plan_caching` has left out says nothing of its items.
         if not self._parts or not all(plan.usable for plan in whole):
             return None
@@ -117,11 +117,6 @@ class ReplicaCheck:
         return [one for one in found if not one.is_object or one.fqn not in self._named]
 
 
-def whole_plan(plan: SavePlan) -> SavePlan:
-    """The plan itself, or the one that it stands for."""
-    return (plan.whole or SavePlan([])) if isinstance(plan, CachedSavePlan) else plan
-
-
 def key_of_unit(index: MetadataIndex, number: int) -> int:
     name = f"{index.fqn}\0{tuple(index.offset or ())}\0{number}"
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
@@ -130,7 +125,7 @@ def key_of_unit(index: MetadataIndex, number: int) -> int:
 def name_divergences(reports: Mapping[int, bytes], metadata: Metadata) -> list[Divergence]:
     """Coordinator: the values that differ, by name. `metadata` has the places of all items by then.
 
-    Raises ValueError: a rank's report is none.
+    Raises ValueError: a rank's report has a wrong size.
     """
     differing = find_differing(reports)
     if not differing:

@@ -50,6 +50,7 @@ from replicated_ckpt.dcp.find.overwrite_check import check_gives_way
 from replicated_ckpt.dcp.memory.limit import MemoryLimit
 from replicated_ckpt.dcp.metadata.saved_metadata import SavedMetadata, tell_metadata
 from replicated_ckpt.dcp.planning.cached_layouts import CachedLayouts
+from replicated_ckpt.dcp.planning.cached_plan import find_whole
 from replicated_ckpt.dcp.runtime.caller import Line, warn
 from replicated_ckpt.dcp.runtime.failures import call_back
 from replicated_ckpt.dcp.runtime.gc_pause import Pause
@@ -58,7 +59,7 @@ from replicated_ckpt.dcp.save.bucket import ObjectTier
 from replicated_ckpt.dcp.save.commit import commit_save
 from replicated_ckpt.dcp.save.numbering import assign_sequence, choose_file_number, open_unheard
 from replicated_ckpt.dcp.save.own_copies import HelpPlans, count_copies, find_helped, find_owners
-from replicated_ckpt.dcp.save.replicas import ReplicaCheck, name_divergences, whole_plan
+from replicated_ckpt.dcp.save.replicas import ReplicaCheck, name_divergences
 from replicated_ckpt.dcp.save.save_policy import Retaining
 from replicated_ckpt.dcp.save.save_report import SaveReport, report_ranks, report_save
 from replicated_ckpt.dcp.save.shard_writer import ShardWriter, WrittenShard
@@ -104,11 +105,7 @@ class WriterParts:
         return SavePost(checkpoint_id, node, memory_bytes, wants, len(items), digest, self.help_plans.token)
 
 
-SEARCH = (
-    "Find out why before you go on: docs/replicas.md has the usual causes. If these values may differ, name them in "
-    "may_differ=[...]."
-)
-OWN_OBJECTS = (
+_OWN_OBJECTS_HINT = (
     "Only the first rank named for each is in the checkpoint, and every rank will load that one's. Save what belongs to "
     "a rank in a RankState; name the others in may_differ=[...]. Each is named once."
 )
@@ -228,7 +225,7 @@ class SaveAttempt:
 
         `plan`: this rank's, before DCP drops what other ranks have, too.
         """
-        self._local_plan = whole_plan(plan)
+        self._local_plan = find_whole(plan)
         board = self._world.blackboard
         checkpoint_id = name_checkpoint(
             self._config.root,
@@ -366,7 +363,7 @@ class SaveAttempt:
         assert self.version is not None, "it was written"
         remember(self._store, decision.checkpoint_id, self.version)
         self._warn(problems)
-        self._warn(self._counted.describe_missed())
+        self._warn(self._counted.missed)
         self._warn_of_divergences()
         # With problems some node lacks the metadata: the ranks must not take it from their own disk.
         self._reference = None if problems else SavedMetadata.of(decision.checkpoint_id, decision.save_id)
@@ -466,7 +463,9 @@ class SaveAttempt:
             # Of a value that this rank did not have to write: a copy less, which the agents make, and no failed save.
             except Exception as exc:  # noqa: BLE001
                 log.warning("no copy of the shard of rank %d is written from rank %d's memory: %s", owner, rank, exc)
-        self._parts.help_plans.note_planner(planner)
+        # Without replicas the next save need not make a digest of its plan.
+        if decision.turn is not None:
+            self._parts.help_plans.note_planner(planner)
         return tuple(copies)
 
     def _copy(
@@ -510,13 +509,13 @@ class SaveAttempt:
         objects = [one for one in news if one.is_object]
         name = self._decision.checkpoint_id
         if tensors:
-            found = describe_divergences(tensors, self._hosts)
+            found, hint = describe_divergences(tensors, self._hosts), ReplicasDiverged.default_hint
             self._warn(
-                [f"replicas have diverged: {found}. {name} has the bytes of the first rank named for each. {SEARCH}"]
+                [f"replicas have diverged: {found}. {name} has the bytes of the first rank named for each. {hint}"]
             )
         if objects:
             found = describe_divergences(objects, self._hosts)
-            self._warn([f"ranks save other objects under one name: {found}. {OWN_OBJECTS}"])
+            self._warn([f"ranks save other objects under one name: {found}. {_OWN_OBJECTS_HINT}"])
 
     @property
     def _hosts(self) -> Mapping[int, str]:

@@ -84,14 +84,12 @@ class ShardWriter:
 
         Raises as `write_shard`.
         """
-        node = decision.node_of(rank).node_id
-        name = str(ShardName(owner, decision.file_number))
-        wanted = WantedCopies(decision.save_id, name, node, direct_io=self._direct_io)
+        wanted = self._choose_place_of_copy(decision, owner, rank)
         self._buffers = self._buffers or Buffers()
-        lay_out = partial(self._lay_out, SavePlan(list(items)), planner, name, [])
+        lay_out = partial(self._lay_out, SavePlan(list(items)), planner, wanted.name, [])
         found = write_copies(self._store, wanted, self._buffers, lay_out)
         failpoints.reach("rank.helped")
-        return ShardReceipt(name, found.size_bytes, found.crc32c, (node,))
+        return ShardReceipt(found.name, found.size_bytes, found.crc32c, found.holders)
 
     def submit_copy(
         self,
@@ -104,9 +102,7 @@ class ShardWriter:
         start_agent: Callable[[], object],
     ) -> WrittenShard | None:
         """As `write_copy`, by this node's agent, out of the memory `staged`. None: this rank must write it."""
-        node = decision.node_of(rank).node_id
-        name = str(ShardName(owner, decision.file_number))
-        wanted = WantedCopies(decision.save_id, name, node, direct_io=self._direct_io)
+        wanted = self._choose_place_of_copy(decision, owner, rank)
         return self._submit(SavePlan(list(items)), planner, wanted, staged, start_agent)
 
     def submit(
@@ -162,11 +158,10 @@ class ShardWriter:
     def _choose_places(self, decision: SaveDecision, rank: int) -> WantedCopies:
         """The places of this rank's shard. With "local" buddies fetch their copies afterwards, so none is sent."""
         own = decision.node_of(rank).node_id
-        # Those where a rank of theirs writes the copy get no bytes.
-        buddies = [node for node in decision.buddies_of(own) if node not in find_helped(decision, rank)]
-        if self._ack == "local":
-            buddies = []
         placed = decision.buddies_of(own) if self._ack != "local" else ()
+        # A buddy where a rank writes the copy from its own memory is sent nothing.
+        helped = find_helped(decision, rank)
+        buddies = [node for node in placed if node not in helped]
         spares = [node for node in decision.holders_for(own) if node not in placed]
         return WantedCopies(
             decision.save_id,
@@ -177,6 +172,11 @@ class ShardWriter:
             durable=self._ack != "peer-memory",
             direct_io=self._direct_io,
         )
+
+    def _choose_place_of_copy(self, decision: SaveDecision, owner: int, rank: int) -> WantedCopies:
+        """The place of the shard of the rank `owner` in this node's store, and no other."""
+        name = str(ShardName(owner, decision.file_number))
+        return WantedCopies(decision.save_id, name, decision.node_of(rank).node_id, direct_io=self._direct_io)
 
     def _lay_out(
         self, plan: SavePlan, planner: SavePlanner, name: str, results: list[WriteResult], stream: Stream

@@ -130,5 +130,5 @@ def test_a_copy_counts_if_it_is_the_same_file(copy: tuple[int, int] | None, miss
     assert counted.receipts[0].shards[0].holders == (("n0",) if missed else ("n0", "n1"))
     assert counted.receipts[1] == receipts[1]
     assert counted.differing == ({0} if missed else set())
-    assert [missed in text for text in counted.describe_missed()] == ([True] if missed else [])
+    assert [missed in text for text in counted.missed] == ([True] if missed else [])
     assert Receipt.from_json(receipts[1].to_json()) == receipts[1]
