@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import eq
 from typing import Any
 
@@ -11,6 +11,7 @@ from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import SEQUENCE_MAX, ShardName, is_checkpoint_id, is_lineage, is_save_id
 from replicated_ckpt.core.lineage import Version, moment, order_by_age
 from replicated_ckpt.core.notes import check_notes
+from replicated_ckpt.core.parts import Part, part_of_shard
 from replicated_ckpt.errors import ManifestInvalid, ManifestVersionUnknown
 from replicated_ckpt.wording import one_line
 
@@ -82,6 +83,23 @@ class UploadEntry:
 
 
 @dataclass(frozen=True)
+class WeightsEntry:
+    """The same checkpoint without its optimizer, as `slim` leaves it. Its `.metadata` lies behind the whole one.
+
+    The nodes' `.metadata` of a save with an own prefix in the bucket is `whole | weights | bucket's whole | bucket's
+    weights`, else `whole | weights`. `local_bytes`, `bucket_bytes`: the sizes of the two parts for weights, the second 0
+    without an own prefix. `crc32c`: of both together, `bucket_crc32c` of the second. `dropped`: the first names of the
+    entries that go.
+    """
+
+    local_bytes: int
+    crc32c: int
+    bucket_bytes: int
+    bucket_crc32c: int
+    dropped: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Manifest:
     """One committed save.
 
@@ -106,6 +124,35 @@ class Manifest:
     """Metrics and metadata of the user: see core.notes."""
     divergences: tuple[Divergence, ...] = ()
     """The first values that the save found to differ between ranks, DIVERGENCES_MAX at most."""
+    weights: WeightsEntry | None = None
+    """What `slim` leaves of it; None: there is no optimizer to drop, or nothing else."""
+    dropped: tuple[str, ...] = ()
+    """The first names of the entries that were dropped; empty: the checkpoint is full."""
+
+    @property
+    def is_slim(self) -> bool:
+        """Whether only the weights are left of it."""
+        return bool(self.dropped)
+
+    def slimmed(self) -> "Manifest":
+        """The manifest of the same save without its optimizer: the same on every node. `weights` must not be None."""
+        weights, upload = self.weights, self.upload
+        assert weights is not None, "a checkpoint without an optimizer is not slimmed"
+        size = weights.local_bytes + weights.bucket_bytes
+        if upload is not None and upload.has_own_prefix:
+            upload = replace(upload, metadata_bytes=weights.bucket_bytes, metadata_crc32c=weights.bucket_crc32c)
+        elif upload is not None:
+            upload = replace(upload, metadata_bytes=size, metadata_crc32c=weights.crc32c)
+        shards = {name: entry for name, entry in self.shards.items() if part_of_shard(name) is not Part.OPTIMIZER}
+        return replace(
+            self,
+            metadata_bytes=size,
+            metadata_crc32c=weights.crc32c,
+            shards=shards,
+            upload=upload,
+            weights=None,
+            dropped=weights.dropped,
+        )
 
     @property
     def version(self) -> Version:
@@ -121,13 +168,33 @@ class Manifest:
         return f'{{"crc32c":{crc32c(body.encode())},\n"manifest":{body}}}\n'.encode()
 
     def local_metadata(self, raw: bytes) -> bytes:
-        """The part of the nodes' `.metadata` with the shards' paths on nodes."""
-        has_both = self.upload is not None and self.upload.has_own_prefix
-        return raw[: -self.upload.metadata_bytes] if has_both and self.upload else raw
+        """The part of the nodes' `.metadata` that describes the checkpoint as it is, with the shards' paths on nodes."""
+        return self._split_metadata(raw)[0]
+
+    def slim_metadata(self, raw: bytes) -> bytes:
+        """The nodes' `.metadata` of `slimmed()`, out of this save's."""
+        _, weights, _, bucket_weights = self._split_metadata(raw)
+        return weights + bucket_weights
 
     def bucket_metadata(self, raw: bytes) -> bytes:
-        """The part of the nodes' `.metadata` with the shards' paths in the bucket."""
+        """The part of the nodes' `.metadata` that lies in the bucket, with the shards' paths there."""
         return raw[-self.upload.metadata_bytes :] if self.upload is not None else raw
+
+    def read_bucket_metadata(self, raw: bytes) -> bytes:
+        """The part of the bucket's `.metadata` that describes the checkpoint as it is, as `local_metadata` for nodes."""
+        if self.weights is None:
+            return raw
+        has_own = self.upload is not None and self.upload.has_own_prefix
+        return raw[: -(self.weights.bucket_bytes if has_own else self.weights.local_bytes)]
+
+    def _split_metadata(self, raw: bytes) -> tuple[bytes, bytes, bytes, bytes]:
+        """A nodes' `.metadata` as whole, weights, bucket's whole, bucket's weights. What it does not have is empty."""
+        upload, weights = self.upload, self.weights
+        bucket_bytes = upload.metadata_bytes if upload is not None and upload.has_own_prefix else 0
+        begin = len(raw) - bucket_bytes
+        local = 0 if weights is None else weights.local_bytes
+        there = 0 if weights is None else weights.bucket_bytes
+        return raw[: begin - local], raw[begin - local : begin], raw[begin : len(raw) - there], raw[len(raw) - there :]
 
     @property
     def bucket_url(self) -> str:
@@ -218,6 +285,8 @@ def _from_fields(fields: Mapping[str, Any]) -> Manifest:
         lineage=_text(fields.get("lineage", "")),
         notes=check_notes(fields.get("notes", {})),
         divergences=tuple(_divergence(found) for found in fields.get("divergences", ())[:DIVERGENCES_MAX]),
+        weights=_weights(fields.get("weights")),
+        dropped=tuple(_text(name) for name in fields.get("dropped", ())),
     )
 
 
@@ -244,6 +313,18 @@ def _upload(fields: Mapping[str, Any] | None) -> UploadEntry | None:
         _count(fields["metadata_bytes"]),
         _count(fields["metadata_crc32c"], _U32),
         _text(fields.get("replaces", "")),
+    )
+
+
+def _weights(fields: Mapping[str, Any] | None) -> WeightsEntry | None:
+    if fields is None:
+        return None
+    return WeightsEntry(
+        _count(fields["local_bytes"]),
+        _count(fields["crc32c"], _U32),
+        _count(fields["bucket_bytes"]),
+        _count(fields["bucket_crc32c"], _U32),
+        tuple(_text(name) for name in fields["dropped"]),
     )
 
 
@@ -296,11 +377,26 @@ def _check(manifest: Manifest, source: str) -> Manifest:
         *(["checkpoint_id"] if not is_checkpoint_id(manifest.checkpoint_id) else []),
         *(f"holders of {name}" for name, entry in manifest.shards.items() if not known.issuperset(entry.holders)),
         *(["upload"] if manifest.upload is not None and not _is_possible(manifest, manifest.upload) else []),
+        *(["weights"] if manifest.weights is not None and not _is_part(manifest, manifest.weights) else []),
         *(f"owner of {name}" for name, entry in manifest.shards.items() if entry.owner_node not in known),
     ]
     if problems:
         raise ManifestInvalid(f"The manifest at {source} contradicts itself: {', '.join(problems)}.")
     return manifest
+
+
+def _is_part(manifest: Manifest, weights: WeightsEntry) -> bool:
+    """Whether the metadata for weights can be a part of the manifest's, and some shard is left without the optimizer."""
+    upload = manifest.upload
+    in_bucket = upload.metadata_bytes if upload is not None and upload.has_own_prefix else 0
+    has_own = in_bucket > 0
+    return (
+        0 < weights.local_bytes < manifest.metadata_bytes - in_bucket
+        and (0 < weights.bucket_bytes < in_bucket if has_own else weights.bucket_bytes == 0)
+        and bool(weights.dropped)
+        and not manifest.dropped
+        and any(part_of_shard(name) is not Part.OPTIMIZER for name in manifest.shards)
+    )
 
 
 def _is_possible(manifest: Manifest, upload: UploadEntry) -> bool:

@@ -1,6 +1,5 @@
 """Checkpoints made by hand on several stores, without torch and without agents, and a full check of what lies there."""
 
-import itertools
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -8,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import ShardName
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry, UploadEntry
+from replicated_ckpt.core.parts import NUMBERS_PER_SAVE
 from replicated_ckpt.core.upkeep.repair_plan import Finding
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.inspection import Inspector
@@ -30,9 +30,9 @@ def renumbered(name: str, number: int) -> str:
 
 
 def next_file_number(stores: Sequence[LocalStore], checkpoint_id: str) -> int:
-    """The smallest number that no file of the checkpoint has in its name, in any of these stores."""
+    """The first number for the files of a save: above those of all files of the checkpoint in these stores."""
     taken = frozenset[int]().union(*(store.find_taken_numbers(checkpoint_id) or () for store in stores))
-    return next(number for number in itertools.count() if number not in taken)
+    return (max(taken, default=-NUMBERS_PER_SAVE) // NUMBERS_PER_SAVE + 1) * NUMBERS_PER_SAVE
 
 
 def file_number(stores: Sequence[LocalStore], checkpoint_id: str, save_id: str) -> int:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from replicated_ckpt.core.layout import SHARD_INDEX_MAX
 from replicated_ckpt.core.lineage import Histories, History, merge_histories, newest_lineage
+from replicated_ckpt.core.parts import NUMBERS_PER_SAVE
 from replicated_ckpt.core.upkeep.policy import scope_of
 from replicated_ckpt.dcp.agreement.decision import SaveDecision
 from replicated_ckpt.dcp.agreement.nodes import Opened
@@ -53,14 +54,16 @@ def assign_sequence(
 
 
 def choose_file_number(opened: Opened) -> int:
-    """The number in the names of a save's shards: the smallest that no file of the checkpoint has on the save's nodes.
+    """The first of the numbers in the names of a save's shards, one for each part: the smallest that are free.
 
-    It is a large random one where a node did not answer, or has another save of it open: the numbers in use are not
-    known then.
+    They are free if no file of the checkpoint has one on the save's nodes. The first is a large random number where a node
+    did not answer, or has another save of the checkpoint open: the numbers in use are not known then.
     """
     if opened.error_by_node or opened.taken_numbers is None:
-        return _DRAWN_FROM + secrets.randbelow(SHARD_INDEX_MAX - _DRAWN_FROM)
-    return next(number for number in itertools.count() if number not in opened.taken_numbers)
+        drawn = _DRAWN_FROM + secrets.randbelow(SHARD_INDEX_MAX - _DRAWN_FROM - NUMBERS_PER_SAVE)
+        return drawn - drawn % NUMBERS_PER_SAVE
+    taken = {number // NUMBERS_PER_SAVE for number in opened.taken_numbers}
+    return next(number for number in itertools.count() if number not in taken) * NUMBERS_PER_SAVE
 
 
 def open_unheard(store: LocalStore, decision: SaveDecision, host: str) -> None:

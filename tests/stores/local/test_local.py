@@ -45,7 +45,7 @@ from tests.damage import flip
 from tests.harness.processes import open_below
 from tests.killed import killed_at
 
-SHARD, NEXT_SHARD = "__0_0.distcp", "__0_1.distcp"
+SHARD, NEXT_SHARD = "__0_0.distcp", "__0_4.distcp"
 METADATA = b"metadata"
 
 

@@ -1,0 +1,50 @@
+"""The parts of a checkpoint. A rank writes a file for each part that it has, so a part can be removed without the others.
+
+The number in a shard's name tells its part: each save has NUMBERS_PER_SAVE numbers, and a part's file has the first of them
+plus the part. So `__4_0.distcp` and `__4_1.distcp` are the weights and the optimizer of rank 4.
+"""
+
+import re
+from enum import IntEnum
+
+from replicated_ckpt.core.layout import ShardName
+
+
+class Part(IntEnum):
+    """A part of a checkpoint. WEIGHTS also has what is too small for a file of its own."""
+
+    WEIGHTS = 0
+    OPTIMIZER = 1
+    REST = 2
+    UNCHANGED = 3
+
+
+NUMBERS_PER_SAVE = len(Part)
+
+_WEIGHTS = re.compile(r"(model|module|network|net|ema)(s|_state|_states|_state_dict|_\d+)?|state_dict")
+_OPTIMIZER = re.compile(r"optim(izer)?(s|_state|_states|_state_dict|_\d+)?")
+_DEPTH = 2
+"""So many first parts of a name are looked at: `app.optimizer.state` is an optimizer's, `model.block.optimizer` is not."""
+
+
+def part_of_entry(fqn: str) -> Part:
+    """The part of an entry by its FQN, by the names that people and frameworks use. The first part that matches counts."""
+    for name in fqn.split(".", _DEPTH)[:_DEPTH]:
+        if _OPTIMIZER.fullmatch(name):
+            return Part.OPTIMIZER
+        if _WEIGHTS.fullmatch(name):
+            return Part.WEIGHTS
+    return Part.REST
+
+
+def part_of_shard(name: str) -> Part:
+    """The part of a shard file, by its name. ValueError: it is no shard's name."""
+    shard = ShardName.parse(name)
+    if shard is None:
+        raise ValueError(f"{name!r} is not the name of a shard")
+    return Part(shard.index % NUMBERS_PER_SAVE)
+
+
+def first_name(fqn: str) -> str:
+    """The first part of an entry's name, as `optimizer` of `optimizer.state.weight.exp_avg`."""
+    return fqn.split(".", 1)[0]
