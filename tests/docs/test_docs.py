@@ -23,7 +23,7 @@ from replicated_ckpt import (
 from replicated_ckpt.cli.exit_codes import MEANING
 from replicated_ckpt.cli.main import VERBS
 from replicated_ckpt.core.divergence import Divergence
-from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry, UploadEntry
+from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry, UploadEntry, WeightsEntry
 from replicated_ckpt.drill.plan import Scenario
 from replicated_ckpt.drill.table import HEADER
 
@@ -238,6 +238,7 @@ def test_the_manifests_schema_is_complete() -> None:
     wanted |= {f"nodes[].{field.name}" for field in fields(NodeEntry)}
     wanted |= {f"shards{{}}.{field.name}" for field in fields(ShardEntry)}
     wanted |= {f"upload.{field.name}" for field in fields(UploadEntry)}
+    wanted |= {f"weights.{field.name}" for field in fields(WeightsEntry)}
     wanted |= {f"divergences[].{field.name}" for field in fields(Divergence)}
     assert {quoted(row[0]) for row in rows(section("docs/format.md", "Manifest"))} == wanted
 
