@@ -95,7 +95,7 @@ class SaveDecision:
     ticket: str = field(default="", repr=False)
     known_layout: str = ""
     file_number: int = 0
-    """In the names of its shards: no file of another version of the checkpoint has it, on any node of the save."""
+    """The first of those in its shards' names: no other version of the checkpoint has one, on any node of the save."""
     turn: Turn | None = None
     """The values that the ranks compare; None: none."""
     helpers: tuple[tuple[int, ...], ...] = ()
@@ -347,30 +347,41 @@ def list_weaknesses(decision: SaveDecision, copies: int, posts: Sequence[SavePos
 
 @dataclass(frozen=True)
 class ShardReceipt:
-    """One shard as it was written. `holders`: the nodes where a copy was acknowledged, the owner's first."""
+    """One shard as it was written. `holders`: the nodes where a copy was acknowledged, the owner's first.
+
+    Of one that the node's agent writes the size is 0, and only the name is known.
+    """
 
     name: str
     size_bytes: int
     crc32c: int
     holders: tuple[str, ...]
 
+    @property
+    def is_submitted(self) -> bool:
+        """Whether the node's agent writes it."""
+        return self.size_bytes == 0
+
 
 @dataclass(frozen=True)
 class Receipt:
-    """A rank's record of what it wrote, and how long that took. `aborted` is not "" if another process aborted the save.
+    """A rank's record of what it wrote, and how long that took. `aborted`: why another process aborted the save, or "".
 
-    With `is_submitted` the node's agent writes the shards, so their receipts have only the names. `replicas` is the rank's
-    report of the values that ranks compare (`core.divergence`). `copies` are the shards of other ranks that this rank
-    wrote from its own memory.
+    `replicas` is the rank's report of the values that ranks compare (`core.divergence`). `copies` are the shards of other
+    ranks that this rank wrote from its own memory.
     """
 
     shards: tuple[ShardReceipt, ...] = ()
     aborted: str = ""
-    is_submitted: bool = False
     seconds: float = 0.0
     phases: Mapping[str, float] = field(default_factory=dict)
     replicas: bytes = b""
     copies: tuple[ShardReceipt, ...] = ()
+
+    @property
+    def is_submitted(self) -> bool:
+        """Whether the node's agent writes any of its shards."""
+        return any(shard.is_submitted for shard in self.shards)
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "replicas": b64encode(self.replicas).decode()}
@@ -385,5 +396,5 @@ class Receipt:
             for part in ("shards", "copies")
         )
         phases = {str(name): float(spent) for name, spent in fields["phases"].items()}
-        aborted, is_submitted, seconds = fields["aborted"], bool(fields["is_submitted"]), float(fields["seconds"])
-        return cls(shards, aborted, is_submitted, seconds, phases, b64decode(fields["replicas"]), copies)
+        aborted, seconds = fields["aborted"], float(fields["seconds"])
+        return cls(shards, aborted, seconds, phases, b64decode(fields["replicas"]), copies)

@@ -69,7 +69,8 @@ def read_verified_metadata(
     for copy in _read_copies(store, survey, bucket, reader_key, problems, silent):
         if copy.expected_crc in (None, crc32c(copy.raw)):
             # A node's file has the bucket's version behind its own, as shards may lie elsewhere in the bucket.
-            raw = copy.raw if copy.is_bucket else survey.manifest.local_metadata(copy.raw)
+            manifest = survey.manifest
+            raw = (manifest.read_bucket_metadata if copy.is_bucket else manifest.local_metadata)(copy.raw)
             return decode_metadata_file(raw, copy.source)
         found = f"{len(copy.raw)} bytes of CRC32C {crc32c(copy.raw):08x}, expected {copy.expected_crc:08x}"
         problems.append(f"{copy.source}: its {METADATA_NAME} is damaged: {found}")

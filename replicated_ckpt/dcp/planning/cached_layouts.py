@@ -77,7 +77,11 @@ class PlannerData:
 
 @dataclass(frozen=True)
 class CachedLayout:
-    """The coordinator's cache of a committed save. `raw`: the bytes of its `.metadata`, without those for a bucket."""
+    """The coordinator's cache of a committed save. `raw`: the bytes of its `.metadata`, without those for a bucket.
+
+    The last of them describe the checkpoint without its optimizer: `weights` of them, without the entries whose names begin
+    with one of `dropped`. 0: there is no optimizer, or nothing else.
+    """
 
     save_id: str
     checkpoint_id: str
@@ -88,6 +92,8 @@ class CachedLayout:
     places: Mapping[MetadataIndex, StorageInfo]
     shards: frozenset[str]
     raw: bytes
+    weights: int = 0
+    dropped: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -97,6 +103,8 @@ class CachedLayout:
         metadata: Metadata,
         results: Sequence[Sequence[WriteResult]],
         raw: bytes,
+        weights: bytes = b"",
+        dropped: tuple[str, ...] = (),
     ) -> "CachedLayout":
         digests = [_digest_in(one) for one in results]
         return cls(
@@ -108,7 +116,9 @@ class CachedLayout:
             PlannerData(metadata.planner_data),
             dict(metadata.storage_data),
             frozenset(str(info.relative_path) for info in metadata.storage_data.values()),
-            raw,
+            raw + weights,
+            len(weights),
+            dropped,
         )
 
     def is_of(self, metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> bool:

@@ -301,6 +301,14 @@ def entries_of(value: Any) -> dict[str, Any]:
     return {_OWN: {name_rank_item(rank, world): packed}, **({_FIRST: packed} if rank == 0 else {})}
 
 
+def find_own(names: Iterable[str]) -> frozenset[str]:
+    """The names among these of what this rank alone has: a RankState's, and rank 0's value that `entries_of` adds."""
+    names = frozenset(names)
+    own = {name for name in names if find_world(name) is not None}
+    holders = (name.rpartition(".")[0] for name in own)
+    return names & own.union(f"{holder.removesuffix(_OWN)}{_FIRST}" for holder in holders if holder.endswith(_OWN))
+
+
 def wanted_entries() -> dict[str, Any]:
     """The entries for a value that `dcp.load` with a RankStatePlanner gets."""
     return {_OWN: {name_rank_item(*rank_and_world()): b""}, _FIRST: b""}

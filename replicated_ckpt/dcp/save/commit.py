@@ -15,7 +15,14 @@ from replicated_ckpt.core.bucket.commit_mark import own_prefix
 from replicated_ckpt.core.divergence import DIVERGENCES_MAX, Divergence
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
-from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry, UploadEntry, decode_manifest
+from replicated_ckpt.core.manifest import (
+    Manifest,
+    NodeEntry,
+    ShardEntry,
+    UploadEntry,
+    WeightsEntry,
+    decode_manifest,
+)
 from replicated_ckpt.core.notes import RefusedNotes
 from replicated_ckpt.core.protocol.placement import intended_holders
 from replicated_ckpt.dcp.agreement.decision import Receipt, SaveDecision, ShardReceipt
@@ -25,6 +32,8 @@ from replicated_ckpt.dcp.metadata.saved_metadata import encode_metadata_file
 from replicated_ckpt.dcp.planning.cached_layouts import CachedLayout, CachedLayouts
 from replicated_ckpt.dcp.runtime.gc_pause import put_off
 from replicated_ckpt.dcp.runtime.torch_private import metadata_version
+from replicated_ckpt.dcp.save.save_parts import Parts, without_optimizer
+from replicated_ckpt.dcp.save.save_report import add_phases
 from replicated_ckpt.dcp.save.submission import AgentSilent, finish_by_agent
 from replicated_ckpt.errors import AckNotReached, SaveAborted, StoreError
 from replicated_ckpt.node.saves.finish import Finished, HelperCopy, Outline
@@ -44,6 +53,7 @@ def commit_save(
     notes: Mapping[str, Any] | None = None,
     start_agent: Callable[[], object] = lambda: None,
     layouts: CachedLayouts | None = None,
+    parts: Parts | None = None,
     find_divergences: Callable[[Metadata], Sequence[Divergence]] = lambda _: (),
     helpers_by_shard: Mapping[str, Sequence[HelperCopy]] | None = None,
     exclude: Callable[[Sequence[tuple[str, str]]], object] = lambda _: None,
@@ -67,15 +77,17 @@ def commit_save(
         `on_degraded` says so, fewer holders than acknowledged their copies have. It will be completed all the same.
         StoreError: the decision could not be made durable. StoreUnavailable: nor is it known how far this node's agent got.
     """
-    layouts = layouts or CachedLayouts()
+    layouts, parts = layouts or CachedLayouts(), parts or Parts()
     with _abort_on_error(cluster, decision.save_id):
         # Kept until now: raised earlier, on one rank alone, the other ranks would wait for it.
         if isinstance(notes, RefusedNotes):
             raise notes.error
         with put_off():
             shards = _make_shard_entries(decision, receipts)
-            same, layout = lay_out(decision, shards, metadata, results, layouts)
-            raw_metadata, manifest = _make_manifest(decision, config.copies, shards, metadata, layout, notes or {})
+            same, layout = lay_out(decision, shards, metadata, results, layouts, parts)
+            raw_metadata, manifest = _make_manifest(
+                decision, config.copies, shards, metadata, layout, notes or {}, parts
+            )
             divergences = find_divergences(metadata)
             if divergences:
                 manifest = replace(manifest, divergences=tuple(divergences[:DIVERGENCES_MAX]))
@@ -182,7 +194,7 @@ def _read_decided(decision: SaveDecision, finished: Finished, missed: Sequence[s
 def _complete(receipt: Receipt, manifest: Manifest, finished: Finished) -> Receipt:
     """The receipt of a rank whose shard an agent has written in the meantime."""
     names = {copies.name for copies in finished.written}
-    if not receipt.is_submitted and names.isdisjoint(shard.name for shard in receipt.shards):
+    if names.isdisjoint(shard.name for shard in receipt.shards) and not receipt.is_submitted:
         return receipt
     entries = {shard.name: manifest.shards[shard.name] for shard in receipt.shards}
     written = {copies.name: copies for copies in finished.written if copies.name in entries}
@@ -191,8 +203,8 @@ def _complete(receipt: Receipt, manifest: Manifest, finished: Finished) -> Recei
         ShardReceipt(name, each.size_bytes, each.crc32c, written[name].holders if name in written else each.holders)
         for name, each in entries.items()
     )
-    phases = {name: spent for copies in written.values() for name, spent in copies.phases.items()}
-    return replace(receipt, shards=tuple(shards), phases={**receipt.phases, **phases}, is_submitted=False)
+    phases = add_phases(copies.phases for copies in written.values())
+    return replace(receipt, shards=tuple(shards), phases={**receipt.phases, **phases})
 
 
 def _make_outline(
@@ -206,7 +218,7 @@ def _make_outline(
         shard.name: decision.buddies_of(decision.node_of(rank).node_id)
         for rank, receipt in enumerate(receipts)
         for shard in receipt.shards
-        if receipt.is_submitted or shard.name in helpers_by_shard
+        if shard.is_submitted or shard.name in helpers_by_shard
     }
     return Outline(manifest, submitted, decision.placement.copies, config.on_degraded == "raise", helpers_by_shard)
 
@@ -217,6 +229,7 @@ def lay_out(
     metadata: Metadata,
     results: Sequence[Sequence[WriteResult]],
     layouts: CachedLayouts,
+    parts: Parts,
 ) -> tuple[CachedLayout | None, CachedLayout]:
     """Adds the items' places to the metadata. Returns the layout of the save before, if it is the same, and this one's."""
     same = layouts.find_layout(metadata, results)
@@ -236,8 +249,9 @@ def lay_out(
     if same is not None:
         return same, replace(same, save_id=decision.save_id, checkpoint_id=decision.checkpoint_id)
     share_parts(metadata)
-    raw = encode_metadata_file(metadata)
-    return None, CachedLayout.of(decision.save_id, decision.checkpoint_id, metadata, results, raw)
+    left, dropped = without_optimizer(metadata, parts) or (None, ())
+    raw, weights = encode_metadata_file(metadata), b"" if left is None else encode_metadata_file(left)
+    return None, CachedLayout.of(decision.save_id, decision.checkpoint_id, metadata, results, raw, weights, dropped)
 
 
 def _make_manifest(
@@ -247,8 +261,9 @@ def _make_manifest(
     metadata: Metadata,
     layout: CachedLayout,
     notes: Mapping[str, Any],
+    parts: Parts,
 ) -> tuple[bytes, Manifest]:
-    raw_metadata, upload = _add_for_bucket(layout, metadata, decision)
+    raw_metadata, upload, weights = _add_for_bucket(layout, metadata, decision, parts)
     metadata.storage_meta = StorageMeta(checkpoint_id=decision.checkpoint_id, save_id=decision.save_id)
     manifest = Manifest(
         save_id=decision.save_id,
@@ -267,27 +282,41 @@ def _make_manifest(
         upload=upload,
         lineage=decision.lineage,
         notes=notes,
+        weights=weights,
     )
     return raw_metadata, manifest
 
 
 def _add_for_bucket(
-    layout: CachedLayout, metadata: Metadata, decision: SaveDecision
-) -> tuple[bytes, UploadEntry | None]:
-    """The bytes of `.metadata`, and the entry for the bucket's part of it, where shards may have the save's own prefix."""
+    layout: CachedLayout, metadata: Metadata, decision: SaveDecision, parts: Parts
+) -> tuple[bytes, UploadEntry | None, WeightsEntry | None]:
+    """The bytes of `.metadata`; and the entries for the parts of it for the bucket, and for the weights alone.
+
+    The bucket has other paths where shards may have the save's own prefix.
+    """
     plan, raw = decision.upload, layout.raw
-    if plan is None:
-        return raw, None
-    if not plan.has_own_prefix:
-        return raw, UploadEntry(plan.url, False, len(raw), crc32c(raw), plan.replaces)
+    weights = raw[len(raw) - layout.weights :]
+    if plan is None or not plan.has_own_prefix:
+        upload = None if plan is None else UploadEntry(plan.url, False, len(raw), crc32c(raw), plan.replaces)
+        return raw, upload, _describe_weights(weights, b"", layout.dropped)
     prefix = own_prefix(decision.save_id)
     paths = {info.relative_path: prefix + info.relative_path for info in metadata.storage_data.values()}
     elsewhere = {
         index: replace(info, relative_path=paths[info.relative_path]) for index, info in metadata.storage_data.items()
     }
     shared = dict(layout.described)  # of which equal parts are one object
-    bucket = encode_metadata(replace(metadata, state_dict_metadata=shared, storage_data=elsewhere))
-    return raw + bucket, UploadEntry(plan.url, True, len(bucket), crc32c(bucket), plan.replaces)
+    there = replace(metadata, state_dict_metadata=shared, storage_data=elsewhere)
+    left = without_optimizer(there, parts) if weights else None
+    bucket_weights = b"" if left is None else encode_metadata(left[0])
+    bucket = encode_metadata(there) + bucket_weights
+    upload = UploadEntry(plan.url, True, len(bucket), crc32c(bucket), plan.replaces)
+    return raw + bucket, upload, _describe_weights(weights, bucket_weights, layout.dropped)
+
+
+def _describe_weights(weights: bytes, in_bucket: bytes, dropped: tuple[str, ...]) -> WeightsEntry | None:
+    if not weights:
+        return None
+    return WeightsEntry(len(weights), crc32c(weights + in_bucket), len(in_bucket), crc32c(in_bucket), dropped)
 
 
 def _make_shard_entries(decision: SaveDecision, receipts: Sequence[Receipt]) -> Mapping[str, ShardEntry]:

@@ -16,16 +16,23 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 
 from replicated_ckpt.core.divergence import Divergence
 from replicated_ckpt.core.layout import ShardName
+from replicated_ckpt.core.parts import Part, part_of_shard
 from replicated_ckpt.dcp.agreement.decision import Receipt, SaveDecision, SavePost
 from replicated_ckpt.dcp.planning.cached_plan import find_whole
 from replicated_ckpt.dcp.planning.cached_planner import CachedSavePlanner
+from replicated_ckpt.dcp.rank_state.rank_state import find_own
 from replicated_ckpt.node.saves.finish import HelperCopy
 
 Items = Sequence[WriteItem]
 
 
 def digest_of_items(items: Items) -> str:
-    """Equal on two ranks that have the same items: names, kinds, places and sizes. "" without items."""
+    """Equal on two ranks that have the same items: names, kinds, places and sizes. "" without items.
+
+    What only one rank has, as its RankState, does not count: that lies in a file of its own.
+    """
+    own = find_own(item.index.fqn for item in items)
+    items = [item for item in items if item.index.fqn not in own]
     if not items:
         return ""
     kinds = [None if item.tensor_data is None else item.tensor_data.properties.dtype for item in items]
@@ -155,28 +162,28 @@ def count_copies(receipts: Sequence[Receipt], decision: SaveDecision) -> Counted
     counted, differing, missed = list(receipts), set[int](), list[str]()
     pending: dict[str, list[HelperCopy]] = {}
     for owner, helpers in enumerate(decision.helpers):
-        if not receipts[owner].shards or not helpers:
-            continue
-        (shard,) = receipts[owner].shards
-        holders = list(shard.holders)
-        for helper in helpers:
-            node, copy = decision.node_of(helper), made.get((helper, shard.name))
-            if copy is not None and (receipts[owner].is_submitted or not copy.size_bytes):
-                found = HelperCopy(node.node_id, copy.size_bytes, copy.crc32c)
-                pending.setdefault(shard.name, []).append(found)
-                continue
-            if copy is not None and (copy.size_bytes, copy.crc32c) == (shard.size_bytes, shard.crc32c):
-                holders.append(node.node_id)
-                continue
-            differing.add(owner)
-            where = f"no copy of {shard.name} was made on node {node.node_id} ({node.host})"
-            why = (
-                f"rank {helper} there could not write it"
-                if copy is None
-                else f"its replica on rank {helper} there has other bytes than rank {owner} saved"
-            )
-            missed.append(f"{where}: {why}")
-        counted[owner] = replace(receipts[owner], shards=(replace(shard, holders=tuple(holders)),))
+        shards = []
+        for shard in receipts[owner].shards:
+            holders = list(shard.holders)
+            for helper in helpers if is_copied(shard.name) else ():
+                node, copy = decision.node_of(helper), made.get((helper, shard.name))
+                if copy is not None and (shard.is_submitted or copy.is_submitted):
+                    found = HelperCopy(node.node_id, copy.size_bytes, copy.crc32c)
+                    pending.setdefault(shard.name, []).append(found)
+                    continue
+                if copy is not None and (copy.size_bytes, copy.crc32c) == (shard.size_bytes, shard.crc32c):
+                    holders.append(node.node_id)
+                    continue
+                differing.add(owner)
+                where = f"no copy of {shard.name} was made on node {node.node_id} ({node.host})"
+                why = (
+                    f"rank {helper} there could not write it"
+                    if copy is None
+                    else f"its replica on rank {helper} there has other bytes than rank {owner} saved"
+                )
+                missed.append(f"{where}: {why}")
+            shards.append(replace(shard, holders=tuple(holders)))
+        counted[owner] = replace(receipts[owner], shards=tuple(shards))
     return CountedCopies(counted, missed, frozenset(differing), pending)
 
 
@@ -184,6 +191,11 @@ def find_owners(differing: Iterable[tuple[str, str]]) -> set[int]:
     """The owners of copies that an agent has found to differ, which it names by shard and node."""
     shards = (ShardName.parse(name) for name, _ in differing)
     return {shard.rank for shard in shards if shard is not None}
+
+
+def is_copied(shard: str) -> bool:
+    """Whether helpers copy this file of a rank that has helpers. The rest is then what only the rank itself has."""
+    return part_of_shard(shard) is not Part.REST
 
 
 def find_helped(decision: SaveDecision, rank: int) -> frozenset[str]:

@@ -24,6 +24,7 @@ from replicated_ckpt import failpoints
 from replicated_ckpt.config import WriterConfig
 from replicated_ckpt.core.divergence import Divergence, describe_divergences, without_allowed
 from replicated_ckpt.core.lineage import Version
+from replicated_ckpt.core.parts import Part
 from replicated_ckpt.core.upkeep.policy import scope_of
 from replicated_ckpt.dcp.agreement.decision import (
     STAYS,
@@ -60,8 +61,9 @@ from replicated_ckpt.dcp.save.commit import commit_save
 from replicated_ckpt.dcp.save.numbering import assign_sequence, choose_file_number, open_unheard
 from replicated_ckpt.dcp.save.own_copies import HelpPlans, count_copies, find_helped, find_owners
 from replicated_ckpt.dcp.save.replicas import ReplicaCheck, name_divergences
+from replicated_ckpt.dcp.save.save_parts import Parts
 from replicated_ckpt.dcp.save.save_policy import Retaining
-from replicated_ckpt.dcp.save.save_report import SaveReport, report_ranks, report_save
+from replicated_ckpt.dcp.save.save_report import SaveReport, add_phases, report_ranks, report_save
 from replicated_ckpt.dcp.save.shard_writer import ShardWriter, WrittenShard
 from replicated_ckpt.dcp.save.submission import Follower
 from replicated_ckpt.errors import AckNotReached, CheckpointExists, ReplicasDiverged, SaveAborted
@@ -89,6 +91,7 @@ class WriterParts:
     made_at: Line | None
     on_save: Callable[[SaveReport], object] | None
     replicas: ReplicaCheck
+    parts: Parts = field(default_factory=Parts)
     help_plans: HelpPlans = field(default_factory=HelpPlans)
     memory: MemoryLimit | None = None
     planning: Pause = field(default_factory=Pause)
@@ -117,7 +120,7 @@ class LockedSave:
 
     def __init__(self) -> None:
         self._open = contextlib.ExitStack()
-        self._follower: Follower | None = None
+        self._followers: list[Follower] = []
         # A writer that is dropped without a call must not hold its save for ever: agents would wait for it.
         weakref.finalize(self, self._open.close)
 
@@ -131,9 +134,9 @@ class LockedSave:
             self._open.callback(store.lock_save(save_id).release)
 
     def follow(self, follower: Follower | None) -> None:
-        """The shard that this node's agent has taken; None: this rank has written it."""
-        self._follower = follower
+        """A shard that this node's agent has taken; None: this rank has written it."""
         if follower is not None:
+            self._followers.append(follower)
             self._open.callback(follower.leave)
 
     def follow_copy(self, follower: Follower | None) -> None:
@@ -141,12 +144,12 @@ class LockedSave:
         if follower is not None:
             self._open.callback(follower.leave)
 
-    def find_written(self) -> WrittenCopies | None:
-        """The agent's result for a shard that it has taken, if it has arrived: the coordinator's node gets it first."""
-        end = None if self._follower is None else self._follower.end
-        if end is None or not wait([end], _SAID_WITHIN_S).done or end.exception() is not None:
-            return None  # the save is committed: a late or lost result must not fail it
-        return end.result()
+    def find_written(self) -> Sequence[WrittenCopies]:
+        """The agent's results for the shards that it has taken, so far: the coordinator's node gets them first."""
+        ends = [follower.end for follower in self._followers]
+        done = wait(ends, _SAID_WITHIN_S).done
+        # The save is committed: a late or lost result must not fail it.
+        return [end.result() for end in ends if end in done and end.exception() is None]
 
     def close(self) -> None:
         self._open.close()
@@ -353,6 +356,7 @@ class SaveAttempt:
                 notes=self._notes,
                 start_agent=self._agent_starter(),
                 layouts=self._parts.layouts,
+                parts=self._parts.parts,
                 find_divergences=partial(self._find_divergences, receipts),
                 helpers_by_shard=self._counted.pending,
                 exclude=lambda differing: self._exclude(find_owners(differing)),
@@ -387,8 +391,9 @@ class SaveAttempt:
     def _report_committed(self) -> None:
         now = time.monotonic()
         ranks = report_ranks(self._decision, self._receipts, self._config.copies)
-        written, helpers = self._held.find_written(), len(find_helped(self._decision, self._world.rank))
-        report = self._report.end(now - self._started_at, now - self._written_at, ranks, written, helpers)
+        helpers = len(find_helped(self._decision, self._world.rank))
+        spent = now - self._started_at, now - self._written_at
+        report = self._report.end(*spent, ranks, self._receipt.shards, self._held.find_written(), helpers)
         report = replace(report, divergences=tuple(self._divergences))
         self._keep_report(report)
         if self._world.is_coordinator:
@@ -424,29 +429,37 @@ class SaveAttempt:
         if rank == decision.ranks_of(decision.node_of(rank).node_id)[0]:
             self._store.note_place(decision.save_id, decision.lineage, decision.sequence)
         self._warn(self._parts.retaining.submit(decision, rank))
-        shard: WrittenShard | None = None
-        if plan.items:
-            has_agent = self._world.blackboard is not None and not decision.node_of(rank).silence
-            if staged is not None and has_agent:
-                shard = self._parts.shards.submit(plan, planner, decision, rank, staged, self._agent_starter())
-            shard = shard or self._parts.shards.write_shard(plan, planner, decision, rank)
+        own_apart = bool(find_helped(decision, rank))
+        shards = [
+            self._write_part(items, part, planner, staged)
+            for part, items in self._parts.parts.divide(plan.items, own_apart=own_apart).items()
+        ]
         receipt = Receipt(
-            (shard.receipt,) if shard else (),
-            is_submitted=shard is not None and shard.follower is not None,
+            tuple(shard.receipt for shard in shards),
             seconds=time.monotonic() - self._started_at,
-            phases={"plan": began - self._started_at, **(shard.phases if shard else {})},
+            phases={"plan": began - self._started_at, **add_phases(shard.phases for shard in shards)},
         )
         self._report = report_save(decision, rank, receipt, config.copies)
         self._keep_report(self._report)
-        if shard is None:
-            # No agent takes it, or the shard does not lie in shared memory.
-            return [], receipt
-        self._held.follow(shard.follower)
-        if shard.missed and config.on_degraded == "raise":
-            have = {shard.receipt.name: len(shard.receipt.holders)}
-            raise AckNotReached(decision.placement.copies, have, "; ".join(shard.missed))
-        self._warn(shard.missed)
-        return shard.results, receipt
+        missed = [what for shard in shards for what in shard.missed]
+        if missed and config.on_degraded == "raise":
+            have = {shard.receipt.name: len(shard.receipt.holders) for shard in shards if shard.missed}
+            raise AckNotReached(decision.placement.copies, have, "; ".join(missed))
+        self._warn(missed)
+        return [result for shard in shards for result in shard.results], receipt
+
+    def _write_part(
+        self, items: Sequence[WriteItem], part: Part, planner: SavePlanner, staged: memoryview | None
+    ) -> WrittenShard:
+        writer, decision, rank = self._parts.shards, self._decision, self._world.rank
+        has_agent = self._world.blackboard is not None and not decision.node_of(rank).silence
+        if staged is not None and has_agent:
+            submitted = writer.submit(items, part, planner, decision, rank, staged, self._agent_starter())
+            if submitted is not None:
+                self._held.follow(submitted.follower)
+                return submitted
+        # No agent takes it, or the shard does not lie in shared memory.
+        return writer.write_shard(items, part, planner, decision, rank)
 
     def _copy_others(self, plan: SavePlan, planner: SavePlanner, staged: memoryview | None) -> tuple[ShardReceipt, ...]:
         """Writes or submits the copies for which this rank is the helper. After its own shard: the save waits for that."""
@@ -456,8 +469,11 @@ class SaveAttempt:
             # A planner of the user's may have made this plan anew.
             if owner not in items_by_owner:
                 continue
+            parts = self._parts.parts.divide(items_by_owner[owner], own_apart=True)
             try:
-                copies.append(self._copy(items_by_owner[owner], planner, owner, staged))
+                for part, items in parts.items():
+                    if part is not Part.REST:  # what only the owner has
+                        copies.append(self._copy(items, part, planner, owner, staged))
             except SaveAborted:
                 raise
             # Of a value that this rank did not have to write: a copy less, which the agents make, and no failed save.
@@ -469,15 +485,15 @@ class SaveAttempt:
         return tuple(copies)
 
     def _copy(
-        self, items: Sequence[WriteItem], planner: SavePlanner, owner: int, staged: memoryview | None
+        self, items: Sequence[WriteItem], part: Part, planner: SavePlanner, owner: int, staged: memoryview | None
     ) -> ShardReceipt:
         shards, decision, rank = self._parts.shards, self._decision, self._world.rank
         if staged is not None:
-            submitted = shards.submit_copy(items, planner, decision, owner, rank, staged, self._agent_starter())
+            submitted = shards.submit_copy(items, part, planner, decision, owner, rank, staged, self._agent_starter())
             if submitted is not None:
                 self._held.follow_copy(submitted.follower)
                 return submitted.receipt
-        return shards.write_copy(items, planner, decision, owner, rank)
+        return shards.write_copy(items, part, planner, decision, owner, rank)
 
     def _exclude(self, owners: Collection[int]) -> None:
         if owners:

@@ -1,11 +1,12 @@
 """The report of one save: on each rank its own, on rank 0 with those of all ranks."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from replicated_ckpt.core.divergence import Divergence
 from replicated_ckpt.dcp.agreement.decision import Receipt, SaveDecision, ShardReceipt
+from replicated_ckpt.dcp.save.own_copies import is_copied
 from replicated_ckpt.node.saves.shard_copies import WrittenCopies
 from replicated_ckpt.wording import align, describe_bytes, plural
 
@@ -54,27 +55,28 @@ class SaveReport:
         seconds: float,
         commit_s: float,
         ranks: tuple["SaveReport", ...],
-        written: WrittenCopies | None,
+        shards: Sequence[ShardReceipt],
+        written: Sequence[WrittenCopies],
         helpers: int = 0,
     ) -> "SaveReport":
-        """The report of a save that is committed. `written`: the copies that this node's agent has written for the rank.
+        """The report of a save that is committed.
 
-        `helpers`: the ranks that copied its shard. A copy of theirs that does not count is known to rank 0 only.
+        `shards`: what this rank wrote; `written`: what its node's agent has written of them. `helpers`: the ranks that
+        copied them. A copy of theirs that does not count is known to rank 0 only.
         """
-        phases = {**self.phases, "commit": commit_s}
+        by_name = {copies.name: copies for copies in written}
+        phases = {**self.phases, "commit": commit_s, **add_phases(copies.phases for copies in written)}
+        size, replicated, copies = self.bytes_written, self.bytes_replicated, self.copies_made
         if ranks:  # on rank 0, from all receipts
             own = ranks[self.rank]
-            made = {name: getattr(own, name) for name in ("bytes_written", "bytes_replicated", "copies_made")}
-            agents = written.phases if written is not None else {}
-            return replace(self, seconds=seconds, phases={**phases, **agents}, ranks=ranks, **made)
-        if written is None:
-            copies = self.copies_made + helpers if self.shards and self.bytes_written else self.copies_made
-            replicated = self.bytes_replicated + helpers * self.bytes_written
-            return replace(self, seconds=seconds, phases=phases, copies_made=copies, bytes_replicated=replicated)
-        size, others = written.size_bytes, len(written.holders) - 1 + helpers
-        phases |= written.phases
-        own = replace(self, bytes_written=size, bytes_replicated=size * others, copies_made=1 + others)
-        return replace(own, seconds=seconds, phases=phases, ranks=ranks)
+            size, replicated, copies = own.bytes_written, own.bytes_replicated, own.copies_made
+        elif shards and all(shard.name in by_name or not shard.is_submitted for shard in shards):
+            made = [by_name.get(shard.name, shard) for shard in shards]
+            size, replicated, copies = _count(
+                [(one.size_bytes, len(one.holders) + (helpers * is_copied(one.name))) for one in made]
+            )
+        counts = replace(self, bytes_written=size, bytes_replicated=replicated, copies_made=copies)
+        return replace(counts, seconds=seconds, phases=phases, ranks=ranks)
 
     def as_dict(self) -> dict[str, Any]:
         """The report as a JSON object."""
@@ -112,25 +114,39 @@ class SaveReport:
 
 
 def report_save(decision: SaveDecision, rank: int, receipt: Receipt, copies_wanted: int) -> SaveReport:
-    """The report of a rank that wrote one shard, or none."""
-    shard: ShardReceipt | None = receipt.shards[0] if receipt.shards else None
-    size = shard.size_bytes if shard else 0
-    holders = len(shard.holders) if shard else decision.placement.copies
+    """The report of a rank, from what it wrote."""
     node = decision.node_of(rank)
+    written = [(shard.size_bytes, len(shard.holders)) for shard in receipt.shards]
+    size, replicated, copies = _count(written or [(0, decision.placement.copies)])
     return SaveReport(
         decision.checkpoint_id,
         decision.save_id,
-        (shard.name,) if shard else (),
+        tuple(shard.name for shard in receipt.shards),
         size,
-        size * (holders - 1),
+        replicated,
         copies_wanted,
-        holders,
+        copies,
         receipt.seconds,
         rank,
         node.node_id,
         node.host,
         receipt.phases,
     )
+
+
+def _count(shards: Sequence[tuple[int, int]]) -> tuple[int, int, int]:
+    """Bytes written, bytes replicated and the least number of copies, from bytes and copies of each shard."""
+    replicated = sum(size * max(0, copies - 1) for size, copies in shards)
+    return sum(size for size, _ in shards), replicated, min(copies for _, copies in shards)
+
+
+def add_phases(phases: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """The seconds of each phase, of all shards together."""
+    added: dict[str, float] = {}
+    for one in phases:
+        for name, spent in one.items():
+            added[name] = added.get(name, 0.0) + spent
+    return added
 
 
 def report_ranks(decision: SaveDecision, receipts: Sequence[Receipt], copies_wanted: int) -> tuple[SaveReport, ...]:

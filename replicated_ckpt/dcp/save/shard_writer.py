@@ -2,19 +2,20 @@
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from replicated_ckpt import failpoints
 from replicated_ckpt.config import Ack
 from replicated_ckpt.core.layout import ShardName
+from replicated_ckpt.core.parts import Part
 from replicated_ckpt.dcp.agreement.decision import SaveDecision, ShardReceipt
 from replicated_ckpt.dcp.runtime.torch_private import StorageInfo
-from replicated_ckpt.dcp.save.own_copies import find_helped
+from replicated_ckpt.dcp.save.own_copies import Items, find_helped, is_copied
 from replicated_ckpt.dcp.save.shard_layout import ShardLayout, TooMuchElsewhere
 from replicated_ckpt.dcp.save.submission import Follower, submit
 from replicated_ckpt.dcp.staging.segment import descriptor_of
@@ -56,44 +57,41 @@ class ShardWriter:
         self._has_said_why = False
 
     def write_shard(
-        self,
-        plan: SavePlan,
-        planner: SavePlanner,
-        decision: SaveDecision,
-        rank: int,
+        self, items: Items, part: Part, planner: SavePlanner, decision: SaveDecision, rank: int
     ) -> WrittenShard:
-        """Writes all items of the plan as one shard. It is durable in the node's own store when this returns.
+        """Writes the items of one part as one shard. It is durable in the node's own store when this returns.
 
         A buddy that fails is replaced by another node, or listed in `missed` if no node can take the copy.
 
         Raises:
             SaveAborted: the save was aborted elsewhere. StoreError: this node's store failed. And what the planner raises.
         """
-        wanted = self._choose_places(decision, rank)
+        wanted = self._choose_places(decision, rank, part)
         results: list[WriteResult] = []
         self._buffers = self._buffers or Buffers()
-        lay_out = partial(self._lay_out, plan, planner, wanted.name, results)
+        lay_out = partial(self._lay_out, items, planner, wanted.name, results)
         found = write_copies(self._store, wanted, self._buffers, lay_out)
         receipt = ShardReceipt(found.name, found.size_bytes, found.crc32c, found.holders)
         return WrittenShard(receipt, results, list(found.missed), dict(found.phases))
 
     def write_copy(
-        self, items: Sequence[WriteItem], planner: SavePlanner, decision: SaveDecision, owner: int, rank: int
+        self, items: Items, part: Part, planner: SavePlanner, decision: SaveDecision, owner: int, rank: int
     ) -> ShardReceipt:
-        """Writes these items, which this rank has, too, as the shard of the rank `owner`, into this node's own store.
+        """Writes these items, which this rank has, too, as a shard of the rank `owner`, into this node's own store.
 
         Raises as `write_shard`.
         """
-        wanted = self._choose_place_of_copy(decision, owner, rank)
+        wanted = self._choose_place_of_copy(decision, owner, rank, part)
         self._buffers = self._buffers or Buffers()
-        lay_out = partial(self._lay_out, SavePlan(list(items)), planner, wanted.name, [])
+        lay_out = partial(self._lay_out, items, planner, wanted.name, [])
         found = write_copies(self._store, wanted, self._buffers, lay_out)
         failpoints.reach("rank.helped")
         return ShardReceipt(found.name, found.size_bytes, found.crc32c, found.holders)
 
     def submit_copy(
         self,
-        items: Sequence[WriteItem],
+        items: Items,
+        part: Part,
         planner: SavePlanner,
         decision: SaveDecision,
         owner: int,
@@ -102,19 +100,20 @@ class ShardWriter:
         start_agent: Callable[[], object],
     ) -> WrittenShard | None:
         """As `write_copy`, by this node's agent, out of the memory `staged`. None: this rank must write it."""
-        wanted = self._choose_place_of_copy(decision, owner, rank)
-        return self._submit(SavePlan(list(items)), planner, wanted, staged, start_agent)
+        wanted = self._choose_place_of_copy(decision, owner, rank, part)
+        return self._submit(items, planner, wanted, staged, start_agent)
 
     def submit(
         self,
-        plan: SavePlan,
+        items: Items,
+        part: Part,
         planner: SavePlanner,
         decision: SaveDecision,
         rank: int,
         staged: memoryview,
         start_agent: Callable[[], object],
     ) -> WrittenShard | None:
-        """Submits the shard, whose items lie in the memory `staged`, to this node's agent.
+        """Submits the shard of one part, whose items lie in the memory `staged`, to this node's agent.
 
         When this returns, the agent has accepted the shard. Returns None if this rank must write the shard itself: no agent
         accepts it, the node's agent is another user's, or too much of the shard lies outside `staged`.
@@ -122,11 +121,11 @@ class ShardWriter:
         Raises:
             SaveAborted: the save was aborted elsewhere. And whatever the planner raises.
         """
-        return self._submit(plan, planner, self._choose_places(decision, rank), staged, start_agent)
+        return self._submit(items, planner, self._choose_places(decision, rank, part), staged, start_agent)
 
     def _submit(
         self,
-        plan: SavePlan,
+        items: Items,
         planner: SavePlanner,
         wanted: WantedCopies,
         staged: memoryview,
@@ -136,7 +135,7 @@ class ShardWriter:
         try:
             layout = ShardLayout(staged)
             try:
-                self._lay_out(plan, planner, wanted.name, results, layout)
+                self._lay_out(items, planner, wanted.name, results, layout)
                 layout.finish_layout()
                 failpoints.reach("rank.handing-over")
                 shard = SubmittedShard(wanted, layout.pieces)
@@ -155,17 +154,17 @@ class ShardWriter:
         failpoints.reach("rank.submitted")
         return WrittenShard(ShardReceipt(wanted.name, 0, 0, ()), results, follower=follower)
 
-    def _choose_places(self, decision: SaveDecision, rank: int) -> WantedCopies:
+    def _choose_places(self, decision: SaveDecision, rank: int, part: Part) -> WantedCopies:
         """The places of this rank's shard. With "local" buddies fetch their copies afterwards, so none is sent."""
-        own = decision.node_of(rank).node_id
+        own, name = decision.node_of(rank).node_id, _name_of(decision, rank, part)
         placed = decision.buddies_of(own) if self._ack != "local" else ()
         # A buddy where a rank writes the copy from its own memory is sent nothing.
-        helped = find_helped(decision, rank)
+        helped = find_helped(decision, rank) if is_copied(name) else ()
         buddies = [node for node in placed if node not in helped]
         spares = [node for node in decision.holders_for(own) if node not in placed]
         return WantedCopies(
             decision.save_id,
-            str(ShardName(rank, decision.file_number)),
+            name,
             own,
             tuple(map(decision.address_of, buddies)),
             tuple(map(decision.address_of, spares)),
@@ -173,22 +172,26 @@ class ShardWriter:
             direct_io=self._direct_io,
         )
 
-    def _choose_place_of_copy(self, decision: SaveDecision, owner: int, rank: int) -> WantedCopies:
+    def _choose_place_of_copy(self, decision: SaveDecision, owner: int, rank: int, part: Part) -> WantedCopies:
         """The place of the shard of the rank `owner` in this node's store, and no other."""
-        name = str(ShardName(owner, decision.file_number))
+        name = _name_of(decision, owner, part)
         return WantedCopies(decision.save_id, name, decision.node_of(rank).node_id, direct_io=self._direct_io)
 
     def _lay_out(
-        self, plan: SavePlan, planner: SavePlanner, name: str, results: list[WriteResult], stream: Stream
+        self, items: Items, planner: SavePlanner, name: str, results: list[WriteResult], stream: Stream
     ) -> None:
-        for item in sort_for_shard(plan.items):
+        for item in sort_for_shard(items):
             offset, length = self._items.write_item(stream, item, planner)
             failpoints.reach("rank.writing")
             info = StorageInfo(name, offset, length)
             results.append(WriteResult(index=item.index, size_in_bytes=length, storage_data=info))
 
 
-def sort_for_shard(items: Sequence[WriteItem]) -> list[WriteItem]:
+def _name_of(decision: SaveDecision, rank: int, part: Part) -> str:
+    return str(ShardName(rank, decision.file_number + part))
+
+
+def sort_for_shard(items: Items) -> list[WriteItem]:
     """Small items first, side by side: scalars and objects, which all ranks read, and read in whole blocks.
 
     Otherwise an optimizer's step counts, one per parameter, would make each rank read a block of neighbours for each.

@@ -41,6 +41,7 @@ from replicated_ckpt.dcp.runtime.caller import find_line
 from replicated_ckpt.dcp.save.bucket import WAIT_TIMEOUT_S, ObjectTier, check_timeout
 from replicated_ckpt.dcp.save.replicas import ReplicaCheck
 from replicated_ckpt.dcp.save.save_attempt import SaveAttempt, WriterParts
+from replicated_ckpt.dcp.save.save_parts import PartOf, Parts
 from replicated_ckpt.dcp.save.save_policy import Retaining
 from replicated_ckpt.dcp.save.save_report import SaveReport
 from replicated_ckpt.dcp.save.shard_writer import ShardWriter
@@ -94,6 +95,9 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
             warning on rank 0, in its SaveReport and in the manifest.
         on_divergence: "raise": a save whose tensors differ fails with ReplicasDiverged before it is committed.
         may_differ: patterns (fnmatch) of the names of entries that are not reported.
+        part_of: "weights", "optimizer" or "rest" for an entry's FQN, alike on all ranks. A rank writes a file for each,
+            so that old checkpoints can keep the weights alone. None: by the names that people and frameworks use, as
+            `model` and `optim`.
 
     One writer serves many saves, one at a time. For `dcp.async_save` it is the stager, too: the state is copied once, into
     memory that the next save uses again, and a second save waits for the first before it copies. `close` frees that memory.
@@ -127,9 +131,11 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
         compare_replicas: int | Literal["all"] | None = COMPARED_WITHIN,
         on_divergence: OnDivergence = "warn",
         may_differ: Sequence[str] = MAY_DIFFER,
+        part_of: PartOf | None = None,
     ) -> None:
         super().__init__()
         check_callable("on_save", on_save)
+        check_callable("part_of", part_of)
         self.config = WriterConfig(
             check_root(root),
             copies=copies,
@@ -152,7 +158,7 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
         self.last_save: SaveReport | None = None
         self._process_group = process_group
         self._storage_options = storage_options
-        self._on_save = on_save
+        self._on_save, self._part_of = on_save, part_of
         self._parts = self._make_parts()
         self._attempt: SaveAttempt | None = None
         self._next_notes: Mapping[str, Any] = {}
@@ -171,6 +177,7 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
             find_line(),
             self._on_save,
             ReplicaCheck(self.config.parts_compared),
+            Parts(self._part_of),
         )
 
     def __repr__(self) -> str:
@@ -180,7 +187,8 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
 
     def __getstate__(self) -> dict[str, Any]:
         """Its arguments, for another process (`dcp.async_save` sends it); the process group is the default one there."""
-        return {**vars(self.config), "storage_options": self._storage_options, "on_save": self._on_save}
+        kept = {"storage_options": self._storage_options, "on_save": self._on_save, "part_of": self._part_of}
+        return {**vars(self.config), **kept}
 
     def __setstate__(self, arguments: dict[str, Any]) -> None:
         ReplicatedWriter.__init__(self, **arguments)

@@ -19,6 +19,7 @@ from replicated_ckpt import ReplicatedReader, ReplicatedWriter
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.layout import MANIFEST_NAME
+from replicated_ckpt.core.parts import Part
 from replicated_ckpt.core.protocol.placement import Placement
 from replicated_ckpt.dcp.agreement.decision import SaveDecision
 from replicated_ckpt.dcp.agreement.node_post import NodePost, SeenStore
@@ -92,7 +93,7 @@ def test_a_buddy_that_let_a_time_out_pass_is_not_asked_again(
     planner.set_up_planner({"a": torch.ones(100_000)}, None, True)
     started = stopwatch.now()
     shards = ShardWriter(store, "off")
-    written = shards.write_shard(planner.create_local_plan(), planner, decision, 0)
+    written = shards.write_shard(planner.create_local_plan().items, Part.WEIGHTS, planner, decision, 0)
     assert silent.asked == [f"PUT /v1/saves/{SAVE}/{shard(0)}"]
     assert stopwatch.now() - started < 2 * PROGRESS_TIMEOUT_S
     assert written.receipt.holders == (own.node_id,)

@@ -27,6 +27,7 @@ from replicated_ckpt.dcp.metadata.metadata import decode_metadata
 from replicated_ckpt.dcp.planning.cached_layouts import CachedLayout, CachedLayouts, ShardResults
 from replicated_ckpt.dcp.runtime.torch_private import StorageInfo
 from replicated_ckpt.dcp.save.commit import lay_out
+from replicated_ckpt.dcp.save.save_parts import Parts
 from replicated_ckpt.dcp.tensors.item_writer import ItemWriter
 from replicated_ckpt.errors import SaveAborted
 from tests.marks import mark_long
@@ -90,7 +91,7 @@ class Job:
         shards = {name: ShardEntry(1, 1, rank, node, (node,)) for rank, name in enumerate(names)}
         if fails == "unwritten":
             shards = {}
-        same, layout = lay_out(decision, shards, metadata, results, self.layouts[0])
+        same, layout = lay_out(decision, shards, metadata, results, self.layouts[0], Parts())
         self.was_known = same is not None
         assert same is None or same.save_id == self.layouts[0].save_id
         self.layouts[0].keep(layout)
