@@ -22,6 +22,7 @@ from benchmarks.suites.bucket import bucket_suite
 from benchmarks.suites.emulated import emulated_suite
 from benchmarks.suites.growth import growth_suite
 from benchmarks.suites.loading import load_suite
+from benchmarks.suites.parts import parts_suite
 from benchmarks.suites.peers import peers_suite
 from benchmarks.suites.replicas import replicas_suite
 from benchmarks.suites.results import Results, Row, from_json
@@ -37,6 +38,7 @@ RUN: Mapping[str, Callable[[Options], list[Row]]] = {
     "small": small_suite,
     "repeat": repeat_suite,
     "replicas": replicas_suite,
+    "parts": parts_suite,
     "growth": growth_suite,
     "emulated": emulated_suite,
     "bucket": bucket_suite,

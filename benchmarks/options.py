@@ -4,7 +4,7 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
-SUITES = ("save", "load", "small", "repeat", "replicas", "growth", "emulated", "bucket", "peers", "stall")
+SUITES = ("save", "load", "small", "repeat", "replicas", "parts", "growth", "emulated", "bucket", "peers", "stall")
 MEDIA = ("tmpfs", "disk")
 _PARALLEL_EXAMPLE = "save,load"
 

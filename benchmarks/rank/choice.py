@@ -28,6 +28,8 @@ def _ours(context: Context, kind: str, options: Mapping[str, Any]) -> Way:
     match kind:
         case "ours" | "ours with plans kept":
             return Ours(context, options, None if kind == "ours" else CachedSavePlanner())
+        case "ours in one file":  # everything counts as weights
+            return Ours(context, {**options, "part_of": lambda _: "weights"}, CachedSavePlanner())
         case "ours that keeps one":
             return OursKeepingOne(context, options)
         case "ours that lose a node":

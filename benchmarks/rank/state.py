@@ -161,6 +161,16 @@ def small(size_bytes: int, rank: int, world_size: int) -> State:
     return State({f"tensor{index}": torch.empty(_SMALL_WORDS) for index in own}, rank, world_size)
 
 
+def small_adamw(size_bytes: int, rank: int, world_size: int) -> State:
+    """The same, a third of them of a model and two thirds of its optimizer."""
+    count = size_bytes // (4 * _SMALL_WORDS)
+    own: dict[str, dict[str, torch.Tensor]] = {"model": {}, "optimizer": {}}
+    for index in range(rank, count, world_size):
+        part = "optimizer" if index // world_size % 3 else "model"
+        own[part][f"tensor{index}"] = torch.empty(_SMALL_WORDS)
+    return State(own, rank, world_size)
+
+
 def plain(size_bytes: int, rank: int, world_size: int) -> State:
     """Sixteen tensors of each rank's own, for what knows nothing of DTensors."""
     words = size_bytes // world_size // 16 // 4
@@ -171,6 +181,7 @@ BUILDERS: dict[str, Callable[[int, int, int], State]] = {
     "fsdp2": fsdp2,
     "fsdp2 on cuda": partial(fsdp2, device="cuda"),
     "small": small,
+    "small adamw": small_adamw,
     "plain": plain,
     "ddp": ddp,
     "hsdp": hsdp,

@@ -12,7 +12,7 @@ from tests.harness.cluster import Cluster, call
 
 STOCK = "stock FileSystemWriter"
 SHARE_OF_SAVE, SHARE_OF_SMALL, SHARE_OF_REPEAT = 0.24, 0.07, 0.15  # of the time for all suites
-_SMALL_ITEM_BYTES = 4 << 10
+SMALL_ITEM_BYTES = 4 << 10
 _GRACE_S = 600.0
 _SAVES_BEFORE = 2
 _GENERATIONS = 2
@@ -60,7 +60,7 @@ def small_suite(options: Options) -> list[Row]:
     rows: list[Row] = []
     for setup in setups(options):
         seconds = options.seconds * SHARE_OF_SMALL / len(setups(options))
-        size_bytes = options.items * _SMALL_ITEM_BYTES
+        size_bytes = options.items * SMALL_ITEM_BYTES
         cases = [stock_case(), our_case(1), kept_case(1), our_case(2), kept_case(2)]
         rows += saved_and_loaded("small", options, setup, "small", size_bytes, cases, seconds)
     return rows
@@ -75,7 +75,7 @@ def repeat_suite(options: Options) -> list[Row]:
     for medium in options.media:
         setup = Setup(medium, 2, 2)
         rows += _repeated(options, setup, "repeat", "fsdp2", options.size_bytes)
-        rows += _repeated(options, setup, "repeat small", "small", options.items * _SMALL_ITEM_BYTES)
+        rows += _repeated(options, setup, "repeat small", "small", options.items * SMALL_ITEM_BYTES)
     return rows
 
 

@@ -31,7 +31,7 @@ WHOLE, WEIGHTS, BUCKET, BUCKET_WEIGHTS = b"whole", b"some", b"in the bucket", b"
         ("app.optim_state.weight.exp_avg", Part.OPTIMIZER),
         ("layers.0.optimizer", Part.REST),
         ("weight", Part.REST),
-        ("rank.rank0of4", Part.REST),
+        ("rank.rank-0-of-4", Part.REST),
     ],
 )
 def test_each_entry_has_a_part(fqn: str, part: Part) -> None:

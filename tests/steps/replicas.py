@@ -161,14 +161,18 @@ def save_repeatedly(
     is_kept: bool,
     is_async: bool = False,
     retention: int | None = None,
+    is_own: bool = False,
     **writer: Any,
 ) -> dict[str, Any]:
-    """Saves one state again and again; by save, how many copies this rank sent, and the report's seconds for sends."""
+    """Saves one state again and again; by save, which copies this rank sent, and the report's seconds for sends.
+
+    `is_own`: with a RankState, as most jobs have it.
+    """
     values = build(kind, 0, context.rank, context.world_size)
-    state: dict[str, Any] = {"app": values.state_dict()}
+    state: dict[str, Any] = {"app": values.state_dict(), **({"own": RankState()} if is_own else {})}
     options = {**writer, **({} if retention is None else {"retention": Retention(keep_last=retention)})}
     used, planner = context.writer(**options), CachedSavePlanner() if is_kept else None
-    sent, made, warned, seconds, own = [], [], [], [], []
+    sent, made, warned, seconds, own, names = [], [], [], [], [], []
     for number in range(saves):
         with (
             mock.patch.object(shard_copies, "PeerSink", wraps=PeerSink) as sink,
@@ -184,11 +188,12 @@ def save_repeatedly(
                 dcp.save(state, **how)
         assert used.last_save is not None
         sent.append(sink.call_count)
+        names.append([call.args[2] for call in sink.call_args_list])
         made.append([one.copies_made for one in used.last_save.ranks])
         own.append(used.last_save.copies_made)
         seconds.append([one.phases.get("send") for one in used.last_save.ranks])
         warned.append([str(one.message) for one in caught if "no copy of" in str(one.message)])
-    return {"sent": sent, "made": made, "warned": warned, "seconds": seconds, "own": own}
+    return {"sent": sent, "names": names, "made": made, "warned": warned, "seconds": seconds, "own": own}
 
 
 def diverge_and_save(context: Context, /, *, is_async: bool = False, **writer: Any) -> list[Any]:

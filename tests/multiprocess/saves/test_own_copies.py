@@ -7,6 +7,7 @@ import pytest
 
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.main import main
+from replicated_ckpt.core.parts import Part
 from tests.harness.cluster import Cluster, call
 from tests.marks import mark_long
 from tests.multiprocess.conftest import ClusterOf
@@ -59,6 +60,29 @@ def test_copies_are_the_owners_files_and_are_not_sent(
     cluster = cluster_of(nodes)
     step = call(replicas.save_repeatedly, kind=kind, saves=SAVES, **how)
     check_none_sent(cluster.run(step, nodes=range(nodes), ranks=ranks))
+    check_copies(cluster)
+
+
+@pytest.mark.parametrize(
+    ("kind", "nodes", "ranks", "is_async"),
+    mark_long([("ddp", 2, 2, False), ("hsdp", 4, 1, False), ("unwrapped", 2, 1, True)], keep=[("ddp", 2, 2, False)]),
+)
+def test_a_rank_state_is_sent_and_nothing_else(
+    cluster_of: ClusterOf, kind: str, nodes: int, ranks: int, is_async: bool
+) -> None:
+    """What a rank alone has lies in a file of its own: the other files are still copied from memory."""
+    cluster = cluster_of(nodes)
+    step = call(replicas.save_repeatedly, kind=kind, saves=SAVES, is_kept=True, is_own=True, is_async=is_async)
+    told = cluster.run(step, nodes=range(nodes), ranks=ranks)
+    for rank, one in enumerate(told):
+        assert one["own"] == [2] * SAVES
+        assert one["warned"] == [[]] * SAVES
+        if not is_async:
+            assert all(names == [f"__{rank}_{Part.REST}.distcp"] for names in one["names"][1:])
+    assert all(copies == 2 for made in told[0]["made"] for copies in made)
+    if is_async:
+        files = [path for node in cluster.nodes for path in (node.disk / "run" / f"step-{SAVES - 1}").glob("*.distcp")]
+        assert {path.name for path in files} == {f"__{rank}_{part}.distcp" for rank in range(nodes) for part in (0, 2)}
     check_copies(cluster)
 
 

@@ -1,0 +1,38 @@
+"""Saves in parts: a rank writes a file for the weights and one for the optimizer, as stock torch reads them."""
+
+import pytest
+
+from replicated_ckpt.cli.exit_codes import ExitCode
+from replicated_ckpt.cli.main import main
+from replicated_ckpt.core.manifest import decode_manifest
+from tests.harness.cluster import call
+from tests.multiprocess.conftest import ClusterOf
+from tests.steps import parts
+
+EVERYTHING = ("model", "optim", "step")
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_each_part_has_a_file_and_loads(cluster_of: ClusterOf, is_async: bool) -> None:
+    """Two saves over one id, by other file numbers. The weights load without a byte of the optimizer's files."""
+    cluster = cluster_of(2)
+    for number in range(2):
+        saved = call(parts.save, name="run/step-1", number=number, is_async=is_async)
+        told = cluster.run(saved, nodes=[0, 1])
+        # The other rank has another state: its name is in the plan of no other rank.
+        assert told == [[f"__{rank}_{4 * number + part}.distcp" for part in (0, 1)] for rank in (0, 1)]
+        for node in cluster.nodes:
+            sizes = {path.name: path.stat().st_size for path in (node.disk / "run" / "step-1").glob("*.distcp")}
+            assert sizes.keys() == {name for names in told for name in names}
+            assert all(size > (2 if name[-8] in "15" else 1) * 4 * parts.WORDS for name, size in sizes.items())
+    assert cluster.run(call(parts.load, name="run/step-1", number=1, parts=EVERYTHING), nodes=[0, 1]) == [[], []]
+    manifest = decode_manifest((cluster.nodes[0].disk / "run/step-1/.manifest.json").read_bytes(), "test")
+    assert manifest.weights is not None
+    assert manifest.weights.dropped == ("optim",)
+    for node in cluster.nodes:
+        for path in (node.disk / "run" / "step-1").glob("*_5.distcp"):
+            path.unlink()
+    weights = call(parts.load, name="run/step-1", number=1, parts=("model", "step"), is_stock=True)
+    assert cluster.run(weights, nodes=[0, 1]) == [[], []]
+    gone = [main(["verify", "--root", str(node.disk), "run/step-1"]) for node in cluster.nodes]
+    assert all(code != ExitCode.OK for code in gone)
